@@ -1,0 +1,292 @@
+"""Messages to token ids and loss masks: the one function that every stage renders with.
+
+Supervised tuning, reward models, direct alignment, rollouts and evaluation all call :class:`Renderer`, so a
+conversation has the same ids wherever it is seen (catalogue ``sft.template``, ``sft.mask``).
+
+How a conversation becomes ids
+    1. The tokenizer's own chat template renders the text (a tokenizer without one gets :data:`PLAIN_TEMPLATE`).
+    2. Special-token strings inside *message content* are encoded as ordinary text, never as control tokens.
+    3. The text is tokenised once. If the ids up to an assistant turn differ from the ids that generation would
+       start from (a merge across the boundary), the pieces are tokenised separately, so that what is trained is
+       what is sampled.
+    4. The trained span of an assistant turn runs from the end of its generation prompt to the end of its stop
+       token; that it holds the message's text is verified, row by row.
+
+Masks mark *target* tokens: ``mask[j] = 1`` means that token ``j`` is predicted (from position ``j - 1``) and in the loss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+MASK_POLICIES = ("all_assistant", "final_turn", "final_message", "completion", "full")
+
+#: For tokenizers without a chat template: string delimiters, each assistant turn closed by the end token.
+PLAIN_TEMPLATE = (
+    "{{- bos_token or '' -}}"
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'assistant' -%}"
+    "{{- 'Assistant: ' -}}{%- generation -%}{{- message['content'] + eos_token -}}{%- endgeneration -%}{{- '\n\n' -}}"
+    "{%- elif message['role'] == 'user' -%}{{- 'Human: ' + message['content'] + '\n\n' -}}"
+    "{%- else -%}{{- message['role'] | capitalize + ': ' + message['content'] + '\n\n' -}}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- 'Assistant: ' -}}{%- endif -%}"
+)
+
+# Private-use characters that stand for special-token strings found inside content while the template runs.
+_SENTINEL_BASE = 0xF0000
+
+
+class RenderError(ValueError):
+    """A conversation cannot be rendered; the message says what to write instead."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """``ids`` and ``mask`` (0/1), both of length T; ``truncated`` says that ``max_length`` cut the row."""
+
+    ids: list[int]
+    mask: list[int]
+    truncated: bool = False
+
+    @property
+    def n_targets(self) -> int:
+        return sum(self.mask[1:])
+
+
+def load_tokenizer(path: str):
+    """Tokenizer of a model directory or hub id, right-padding, with a chat template and an end token.
+
+    Raises:
+        RenderError: the tokenizer has no end-of-sequence token.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if tokenizer.eos_token_id is None:
+        raise RenderError(f"The tokenizer in {path} has no eos_token; set one in tokenizer_config.json, "
+                          'for example "eos_token": "<|endoftext|>".')
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = PLAIN_TEMPLATE
+    if tokenizer.pad_token_id is None:  # pads are never read (masks come from lengths), so the end token serves
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def stop_ids_of(tokenizer, generation_config=None) -> frozenset[int]:
+    """Ids that end an assistant turn: the tokenizer's eos, the generation config's, and the template's own stop token."""
+    ids = {int(tokenizer.eos_token_id)}
+    configured = getattr(generation_config, "eos_token_id", None)
+    if configured is not None:
+        ids |= {int(i) for i in (configured if isinstance(configured, (list, tuple)) else [configured])}
+    return frozenset(ids)
+
+
+class Renderer:
+    """Turns messages into ids with the tokenizer's chat template.
+
+    Args:
+        tokenizer: from :func:`load_tokenizer`.
+        generation_config: adds its ``eos_token_id`` list to :attr:`stop_ids`.
+    """
+
+    def __init__(self, tokenizer, generation_config=None):
+        self.tokenizer = tokenizer
+        specials = sorted({t for t in tokenizer.all_special_tokens} |
+                          {str(t) for t in tokenizer.get_added_vocab()}, key=len, reverse=True)
+        self._specials = specials
+        self._special_pattern = re.compile("|".join(map(re.escape, specials))) if specials else None
+        self.template_hash = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()[:16]
+        turn_end = self._turn_end_id()
+        self.stop_ids = stop_ids_of(tokenizer, generation_config) | ({turn_end} if turn_end is not None else set())
+
+    # -- public -------------------------------------------------------------------------------------------------
+    def prompt_ids(self, messages) -> list[int]:
+        """Ids of the conversation with the generation prompt appended: what a completion starts from."""
+        text, specials = self._render_safely(messages, generation=True)
+        return self._tokenise(text, specials)
+
+    def text_ids(self, text: str, end: bool = True) -> list[int]:
+        """Ids of plain text (pre-training): one bos if the tokenizer has one, the text, the end token."""
+        ids = self._plain_ids(text)
+        if self.tokenizer.bos_token_id is not None:
+            ids = [self.tokenizer.bos_token_id] + ids
+        return ids + [self.tokenizer.eos_token_id] if end else ids
+
+    def completion_ids(self, prompt_messages, completion_messages) -> tuple[list[int], list[int], list[int]]:
+        """Split form for preference rows: (prompt ids, completion ids, completion mask).
+
+        ``prompt ids`` equal :meth:`prompt_ids` of the prompt, so both responses of a pair share them exactly.
+        """
+        prompt = self.prompt_ids(prompt_messages)
+        row = self.conversation(list(prompt_messages) + list(completion_messages), train="completion",
+                                n_prompt=len(prompt_messages))
+        if row.ids[: len(prompt)] != prompt:
+            raise RenderError("The chat template rewrites the prompt when an answer follows it; preference rows need a "
+                              "prefix-preserving template. Use a template that renders earlier turns unchanged.")
+        return prompt, row.ids[len(prompt):], row.mask[len(prompt):]
+
+    def conversation(self, messages, train: str = "all_assistant", n_prompt: int | None = None,
+                     train_turns=None, max_length: int | None = None) -> Encoded:
+        """Ids and target mask of a whole conversation (catalogue ``sft.mask``).
+
+        Args:
+            messages: list of ``{"role", "content"}``.
+            train: one of :data:`MASK_POLICIES`. ``completion`` trains every assistant turn at or after message index
+                ``n_prompt``; ``final_turn`` every assistant turn after the last user message; ``full`` all but the first token.
+            train_turns: explicit message indices (the ``train_turns`` column of ``demonstrations/1``); overrides ``train``.
+            max_length: keep the first ``max_length`` tokens; no end token is invented for a cut row.
+
+        Raises:
+            RenderError: unknown policy, or a template that does not keep earlier turns as they are.
+        """
+        if train not in MASK_POLICIES:
+            raise RenderError(f"Unknown mask policy {train!r}; use one of {', '.join(MASK_POLICIES)}.")
+        messages = [clean_message(m) for m in messages]
+        turns = self._turns(messages, train, n_prompt, train_turns)
+        full, specials = self._render_safely(messages, generation=False)
+        if train == "full":
+            ids = self._tokenise(full, specials)
+            mask = [0] + [1] * (len(ids) - 1)
+        else:
+            ids, mask = self._masked(messages, full, specials, turns)
+        truncated = max_length is not None and len(ids) > max_length
+        if truncated:
+            ids, mask = ids[:max_length], mask[:max_length]
+        return Encoded(ids, mask, truncated)
+
+    def decode(self, ids, skip_special_tokens: bool = True) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    # -- rendering ----------------------------------------------------------------------------------------------
+    def _render(self, messages, generation: bool) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
+        except Exception as error:
+            roles = ", ".join(m["role"] for m in messages)
+            raise RenderError(f"The chat template refused a conversation with roles [{roles}]: {error}. "
+                              "Validate the data with the ingest stage or use a template that knows these roles.") from error
+
+    def _render_safely(self, messages, generation: bool):
+        """(text, {sentinel: special string}): special-token strings in content are hidden from the template."""
+        hidden: dict[str, str] = {}
+        if self._special_pattern is not None:
+            def hide(match):
+                sentinel = chr(_SENTINEL_BASE + self._specials.index(match.group()))
+                hidden[sentinel] = match.group()
+                return sentinel
+            messages = [m if not m.get("content") or not self._special_pattern.search(m["content"])
+                        else {**m, "content": self._special_pattern.sub(hide, m["content"])}
+                        for m in map(clean_message, messages)]
+        return self._render(messages, generation), hidden
+
+    def _plain_ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+    def _tokenise(self, text: str, hidden: dict[str, str]) -> list[int]:
+        """Ids of rendered text: the template's own special tokens are control tokens, hidden ones are ordinary text."""
+        if not hidden:
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids: list[int] = []
+        for piece in re.split("([" + "".join(map(re.escape, hidden)) + "])", text):
+            if piece in hidden:
+                ids += self._plain_ids(hidden[piece])
+            elif piece:
+                ids += self.tokenizer(piece, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _turns(self, messages, train, n_prompt, train_turns) -> list[int]:
+        assistant = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        if train_turns is not None:
+            wrong = [i for i in train_turns if i not in assistant]
+            if wrong:
+                raise RenderError(f"train_turns {wrong} are not assistant messages; give indices among {assistant}.")
+            return list(train_turns)
+        if train == "completion":
+            return [i for i in assistant if i >= (n_prompt or 0)]
+        if train == "final_message":
+            return assistant[-1:]
+        if train == "final_turn":
+            users = [i for i, m in enumerate(messages) if m["role"] == "user"]
+            return [i for i in assistant if i > (users[-1] if users else -1)]
+        return assistant
+
+    def _masked(self, messages, full: str, hidden, turns):
+        """Tokenise piecewise at the trained spans' borders; every piece border is a border of generation too."""
+        pieces: list[tuple[str, int]] = []  # (text, trained)
+        cursor = 0
+        for turn in turns:
+            start_text, _ = self._render_safely(messages[:turn], generation=True)
+            closed = full if turn == len(messages) - 1 else self._render_safely(messages[: turn + 1], False)[0]
+            if not full.startswith(start_text) or not full.startswith(closed):
+                start_text, closed = self._locate(messages, turn, full, cursor)
+            span = closed[len(start_text):]
+            stop = self._span_end(span, messages[turn])
+            pieces.append((full[cursor: len(start_text)], 0))
+            pieces.append((span[:stop], 1))
+            cursor = len(start_text) + stop
+        pieces.append((full[cursor:], 0))
+        piece_ids = [self._tokenise(text, hidden) if text else [] for text, _ in pieces]
+        ids = [i for part in piece_ids for i in part]
+        mask = [trained for part, (_, trained) in zip(piece_ids, pieces) for _ in part]
+        return ids, mask
+
+    def _locate(self, messages, turn: int, full: str, cursor: int):
+        """A template that is not prefix-preserving: only the last turn can be trained, found by its own generation prompt."""
+        content = self._hidden_content(messages[turn])
+        at = full.rfind(content) if turn == len(messages) - 1 else -1
+        if not content or at < cursor:
+            raise RenderError("The chat template rewrites earlier turns, so one rendering cannot train all of them. "
+                              "Unroll the conversations (ingest: multiturn=all_turns) and set train_on=final_turn.")
+        return full[:at], full
+
+    def _hidden_content(self, message) -> str:
+        text = message.get("content") or ""
+        if self._special_pattern is not None:
+            text = self._special_pattern.sub(lambda m: chr(_SENTINEL_BASE + self._specials.index(m.group())), text)
+        return text.strip()
+
+    def _span_end(self, span: str, message) -> int:
+        """Offset just after the stop token that closes the turn; verifies that the span holds the content."""
+        content = self._hidden_content(message)
+        at = span.find(content)
+        if at < 0:
+            raise RenderError(f"The rendered assistant turn does not contain its own text ({content[:60]!r}); the chat template "
+                              "changes content. Use a template that writes message['content'] as it is.")
+        tail = span[at + len(content):]
+        match = self._special_pattern.search(tail) if self._special_pattern is not None else None
+        return at + len(content) + (match.end() if match else len(tail.rstrip("\n")))
+
+    def _turn_end_id(self) -> int | None:
+        """Id of the token with which the template closes an assistant turn, if it is one special token."""
+        probe = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+        try:
+            row = self.conversation(probe)
+        except RenderError:
+            return None
+        last = [i for i, m in zip(row.ids, row.mask) if m][-1:]
+        return last[0] if last and last[0] in set(self.tokenizer.all_special_ids) | set(
+            self.tokenizer.get_added_vocab().values()) else None
+
+
+def clean_message(message) -> dict:
+    """Drop null fields (Parquet structs carry them); content of a tool-call-only turn becomes the empty string."""
+    out = {k: v for k, v in dict(message).items() if v is not None}
+    out.setdefault("content", "")
+    return out
+
+
+@lru_cache(maxsize=4)
+def renderer_for(path: str) -> Renderer:
+    """Renderer of a model directory, with its generation config's stop ids."""
+    from transformers import GenerationConfig
+
+    try:
+        generation_config = GenerationConfig.from_pretrained(path)
+    except OSError:
+        generation_config = None
+    return Renderer(load_tokenizer(path), generation_config)

@@ -1,0 +1,57 @@
+"""Preference rows as training items, shared by reward models and direct alignment.
+
+A pair is one item: its prompt is computed once for both responses. Pairs that truncation makes identical, and responses
+without a trained token, never reach a loss and are counted (``users.md`` B6; catalogue section 0, "Dataset hygiene").
+"""
+
+from __future__ import annotations
+
+
+def encode_pairs(dataset, split: str, renderer, max_length: int, limit: int | None = None):
+    """Items of a ``pairs/1`` split and counts of dropped rows by reason.
+
+    The prompt is cut identically for both sides: when prompt and longer response exceed ``max_length``, first the responses
+    are cut at their end to at least half of ``max_length``, then the prompt at its beginning.
+
+    Item extras: ``margin`` (0 where null), ``label_prob`` (1 where null), ``weight``, ``n_chosen``/``n_rejected`` (tokens),
+    ``ended`` (did each response keep its stop token), ``strength``, ``source``, ``prompt_id``.
+    """
+    from stages.batching import make_item
+
+    items = []
+    dropped = {"truncated": 0, "identical_after_truncation": 0, "no_target": 0}
+    for row in dataset.iter_rows(split=split):
+        if limit is not None and len(items) >= limit:
+            break
+        prompt, chosen, chosen_mask = renderer.completion_ids(row["prompt"], row["chosen"])
+        _, rejected, rejected_mask = renderer.completion_ids(row["prompt"], row["rejected"])
+        longest = max(len(chosen), len(rejected))
+        if len(prompt) + longest > max_length:
+            dropped["truncated"] += 1
+            room = max(max_length // 2, max_length - len(prompt))
+            chosen, chosen_mask, rejected, rejected_mask = chosen[:room], chosen_mask[:room], rejected[:room], rejected_mask[:room]
+            prompt = prompt[-(max_length - max(len(chosen), len(rejected))):]
+            if chosen == rejected:
+                dropped["identical_after_truncation"] += 1
+                continue
+        chosen, chosen_mask = trim(chosen, chosen_mask)
+        rejected, rejected_mask = trim(rejected, rejected_mask)
+        if not sum(chosen_mask) or not sum(rejected_mask):
+            dropped["no_target"] += 1
+            continue
+        probability = row.get("label_prob")
+        items.append(make_item(
+            row["row_id"], prompt, [chosen, rejected], [chosen_mask, rejected_mask],
+            margin=float(row.get("margin") or 0.0), label_prob=1.0 if probability is None else float(probability),
+            weight=float(row.get("weight") or 1.0), strength=row.get("strength"), source=row.get("source"),
+            prompt_id=row.get("prompt_id"),
+            ended=(chosen[-1] in renderer.stop_ids, rejected[-1] in renderer.stop_ids)))
+    return items, dropped
+
+
+def trim(ids, mask):
+    """Drop what the template writes after the last trained token (a newline after the stop token): nothing reads it."""
+    end = len(mask)
+    while end and not mask[end - 1]:
+        end -= 1
+    return ids[:end], mask[:end]

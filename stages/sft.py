@@ -1,0 +1,143 @@
+"""sft: supervised fine-tuning on demonstrations, or on plain text (``train_on=full``).
+
+Token-level negative log-likelihood of assistant turns (catalogue ``sft.nll``, ``sft.mask``, ``sft.template``), aggregated over
+the whole optimizer step. Pre-training from scratch, continued pre-training, instruction tuning and the fit step of rejection
+sampling are this stage with other data. Rows whose targets were all cut off by ``max_length`` are dropped and counted.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from stages.settings import OptimizerConfig
+from stages.spec import InputSpec, OutputSpec, StageSpec
+
+
+class Config(OptimizerConfig):
+    batch_size: int = Field(32, ge=1, description="Rows per optimizer step.")
+    num_train_epochs: float = Field(1.0, gt=0, description="Passes over the training rows (texts: 1-2); max_steps wins.")
+    max_steps: int | None = Field(None, ge=1, title="Max steps", description="Optimizer steps; overrides num_train_epochs.")
+    max_length: int = Field(1024, ge=8, description="Tokens per row (TRL default 1024); longer rows are cut and counted.")
+    train_on: Literal["all_assistant", "final_turn", "final_message", "full"] = Field(
+        "all_assistant", description="Which tokens are trained (sft.mask). Rows with train_turns use those under all_assistant.")
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = Field(
+        "token-mean", description="Loss aggregation over the whole optimizer step (sft.nll).")
+    eval_every: int = Field(0, ge=0, description="Optimizer steps between validation passes; 0 = only at the end.")
+    eval_rows: int = Field(512, ge=0, description="Validation rows used at most.")
+
+
+SPEC = StageSpec(
+    name="sft", config=Config, gpu=True,
+    inputs={"model": InputSpec("model", doc="Causal LM to start from."),
+            "data": InputSpec("dataset", kinds=("demonstrations/1", "text/1"),
+                              doc="Demonstrations; plain text rows are trained in full.")},
+    outputs={"model": OutputSpec("model", role="policy")})
+
+
+class NextToken:
+    """Objective of ``sft.nll``: weighted token log-likelihood, with token accuracy left to the loss itself."""
+
+    def __init__(self, loss_agg_mode: str):
+        from stages.losses import denominator_of
+
+        self.mode, self.count = loss_agg_mode, denominator_of(loss_agg_mode)
+
+    def counts(self, items):
+        tokens = sum(i.n_targets * i.extra["weight"] for i in items)
+        sequences = sum(i.extra["weight"] for i in items if i.n_targets)
+        return {"tokens": tokens, "sequences": sequences, "targets": sum(i.n_targets for i in items),
+                "real": sum(i.n_tokens for i in items)}
+
+    def __call__(self, model, batch):
+        import torch
+
+        from stages.losses import aggregate, token_nll
+        from stages.modeling import head_of, hidden_states, token_logps
+        from stages.training import Sums
+
+        states = hidden_states(model, batch.input_ids_BT, batch.position_ids_BT, batch.attention_B1TT)
+        logps, entropy = token_logps(head_of(model), states.flatten(0, 1)[batch.src_N], batch.target_N)
+        weights = torch.tensor([i.extra["weight"] for i in batch.items], device=logps.device)
+        loss_SL = batch.padded(token_nll(logps)) * weights[:, None]
+        total, _ = aggregate(loss_SL, batch.mask_SL, self.mode)
+        return Sums({"nll": (total, self.count)},
+                    {"target_nll": (-logps.detach().sum(), "targets"),
+                     "target_fraction": (torch.tensor(float(len(logps))), "real")})
+
+
+def run(stage):
+    from stages.chat import renderer_for
+    from stages.modeling import load_policy, save_policy
+    from stages.curves import training_report
+    from stages.training import ShuffledRows, Trainer, fit
+
+    config, dataset = stage.config, stage.dataset("data")
+    renderer = renderer_for(stage.path("model"))
+    model = load_policy(stage.path("model"), stage.device)
+    full_text = dataset.kind == "text/1"
+    encode = encode_text if full_text else encode_demonstrations
+    train, dropped = encode(dataset, "train", renderer, config)
+    validation, _ = encode(dataset, "validation", renderer, config, limit=config.eval_rows)
+    stage.log(f"{len(train)} training rows, {sum(i.n_tokens for i in train)} tokens, "
+              f"{sum(i.n_targets for i in train)} of them trained; {len(validation)} validation rows; dropped {dropped}")
+    if not full_text and train and not any(int(i.responses[0][-1 - k]) in renderer.stop_ids for i in train[:64]
+                                           for k in range(min(2, len(i.responses[0]))) if i.masks[0][-1 - k]):
+        stage.warn("stop_token_not_trained", "None of the first rows trains a stop token, so the model may never stop. "
+                   "Raise max_length, or use a chat template that closes assistant turns with an end token.")
+    source = ShuffledRows(stage, train, config.batch_size, config.num_train_epochs, config.max_steps)
+    trainer = Trainer(model, NextToken(config.loss_agg_mode), config, source.total_steps, stage.device)
+    before = fit(stage, trainer, source, evaluate=lambda: trainer.evaluate(validation), eval_every=config.eval_every)
+    final = trainer.evaluate(validation)
+    with stage.output_model("model", role="policy") as directory:
+        save_policy(model, renderer.tokenizer, directory)
+    summary = {"steps": trainer.step_index, "rows": len(train), "skipped_steps": trainer.skipped,
+               **{f"dropped/{k}": v for k, v in dropped.items()}}
+    if final:
+        summary |= {"validation/nll": final["target_nll"], "validation/nll_before": before["target_nll"]}
+    stage.summary(summary)
+    training_report(stage, "Supervised fine-tuning", summary)
+
+
+def encode_demonstrations(dataset, split: str, renderer, config, limit: int | None = None):
+    """Items of a ``demonstrations/1`` split and the counts of rows dropped by reason."""
+    from stages.batching import make_item
+
+    items, dropped = [], {"truncated": 0, "no_target": 0, "not_kept": 0}
+    for row in dataset.iter_rows(split=split):
+        if limit is not None and len(items) >= limit:
+            break
+        if row.get("kept") is False:
+            dropped["not_kept"] += 1
+            continue
+        turns = row.get("train_turns") if config.train_on == "all_assistant" else None
+        encoded = renderer.conversation(row["messages"], train=config.train_on, train_turns=turns or None,
+                                        max_length=config.max_length)
+        dropped["truncated"] += encoded.truncated
+        if not encoded.n_targets:
+            dropped["no_target"] += 1
+            continue
+        items.append(make_item(row["row_id"], [], [encoded.ids], [encoded.mask], weight=float(row.get("weight") or 1.0)))
+    return items, dropped
+
+
+def encode_text(dataset, split: str, renderer, config, limit: int | None = None):
+    """Items of a ``text/1`` split: documents joined by the end token and cut into rows of ``max_length`` (``wrapped``)."""
+    from stages.batching import make_item
+
+    items, buffer = [], []
+
+    def emit(ids):
+        items.append(make_item(f"{split}-{len(items)}", [], [ids], [[1] * len(ids)], weight=1.0))
+
+    for row in dataset.iter_rows(columns=["text"], split=split):
+        buffer += renderer.text_ids(row["text"])
+        while len(buffer) >= config.max_length:
+            emit(buffer[: config.max_length])
+            buffer = buffer[config.max_length:]
+        if limit is not None and len(items) >= limit:
+            return items[:limit], {}
+    if len(buffer) > 1:
+        emit(buffer)
+    return items, {}

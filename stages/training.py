@@ -1,0 +1,278 @@
+"""One loop, one optimizer step, for everything that is trained.
+
+Supervised tuning, reward models, direct alignment and RL differ in two plain objects only:
+
+* an **objective** turns a micro-batch into *sums* and says, before any forward pass, what the sums are divided by;
+* a **source** yields the items of each optimizer step (a shuffled dataset, or rollouts generated on the spot).
+
+The step divides once, by the counts of the whole optimizer step over all micro-batches and ranks. So micro-batch size,
+order, gradient accumulation and the number of ranks cannot change the result (``users.md`` A1; catalogue ``AGG``).
+
+Killed at any instant, the next run continues from the last checkpoint and computes the same bytes: the state is
+weights, optimizer, step and the source's own state; randomness is counter-based.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from stages.batching import Batch, Item, choose_layout, collate, plan
+from stages.settings import OptimizerConfig
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message names the rows and what to change."""
+
+
+@dataclass
+class Sums:
+    """What an objective returns for one micro-batch.
+
+    ``loss`` and ``metrics`` map a name to ``(sum, name of the count that divides it)``; ``maxima`` are maximised over the step.
+    """
+
+    loss: dict[str, tuple[torch.Tensor, str]]
+    metrics: dict[str, tuple[torch.Tensor, str]] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+
+
+class Objective(Protocol):
+    def counts(self, items: Sequence[Item]) -> dict[str, float]:
+        """Denominators of these items, additive over items; known before the first forward pass."""
+
+    def __call__(self, model, batch: Batch) -> Sums:
+        """Sums of one micro-batch; never divides by a count."""
+
+
+class Source(Protocol):
+    total_steps: int
+
+    def items(self, step: int) -> list[Item]:
+        """Items of optimizer step ``step`` (0-based)."""
+
+    def state(self) -> tuple[dict, dict[str, bytes]]:
+        """(JSON-able state, files) to resume from."""
+
+    def restore(self, state: dict, read: Callable[[str], bytes]) -> None: ...
+
+    def after_step(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Extra metrics of the step; controllers and schedules advance here."""
+
+
+def learning_rate_at(step: int, total: int, config: OptimizerConfig) -> float:
+    """Learning rate of 0-based ``step``: linear warm-up, then the chosen decay to ``min_lr_ratio * learning_rate``."""
+    warmup = int(config.warmup_ratio * total)
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    if config.lr_schedule == "constant":
+        return config.learning_rate
+    done = (step - warmup) / max(1, total - warmup)
+    shape = 1.0 - done if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.learning_rate * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape)
+
+
+class Trainer:
+    """Owns the trained model, its optimizer and the step counter.
+
+    Args:
+        model: float32 master weights; ``requires_grad`` says what is trained.
+        objective: see :class:`Objective`.
+        total_steps: optimizer steps of the whole run (the schedule's length).
+    """
+
+    def __init__(self, model, objective: Objective, config: OptimizerConfig, total_steps: int, device: str = "cpu"):
+        self.model, self.objective, self.config = model, objective, config
+        self.total_steps, self.device = total_steps, device
+        self.step_index = self.skipped = 0
+        model.train()
+        if config.activation_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        matrices = [p for p in self.parameters.values() if p.ndim >= 2]
+        vectors = [p for p in self.parameters.values() if p.ndim < 2]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2), eps=1e-8, fused=True)
+
+    def step(self, items: Sequence[Item]) -> dict[str, float]:
+        """One optimizer step over ``items``; returns its metrics. A non-finite step changes nothing and is counted."""
+        learning_rate = learning_rate_at(self.step_index, self.total_steps, self.config)
+        self.step_index += 1
+        counts = self.objective.counts(items)
+        layout = choose_layout(items)
+        self.optimizer.zero_grad(set_to_none=True)
+        totals: dict[str, float] = {}
+        maxima: dict[str, float] = {}
+        for group in plan(items, self.config.max_tokens_per_micro_batch, layout):
+            batch = collate(group, layout, self.device)
+            with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=self.config.compute_dtype == "bfloat16"):
+                sums = self.objective(self.model, batch)
+            loss = sum(total / max(counts[by], 1e-12) for total, by in sums.loss.values())
+            if isinstance(loss, torch.Tensor) and loss.requires_grad:
+                loss.backward()
+            totals["loss"] = totals.get("loss", 0.0) + float(loss)
+            for name, (total, by) in {**(sums.loss if len(sums.loss) > 1 else {}), **sums.metrics}.items():
+                totals[name] = totals.get(name, 0.0) + float(total) / max(counts[by], 1e-12)
+            for name, value in sums.maxima.items():
+                maxima[name] = max(maxima.get(name, -math.inf), float(value))
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm))
+        if math.isfinite(norm) and math.isfinite(totals["loss"]):
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+        else:
+            self._skip(items)
+        return {**totals, **maxima, "grad_norm": norm, "learning_rate": learning_rate, "skipped_steps": float(self.skipped)}
+
+    def _skip(self, items: Sequence[Item]) -> None:
+        self.skipped += 1
+        if self.skipped > self.config.max_nonfinite_steps:
+            rows = ", ".join(i.row_id for i in items[:8])
+            raise TrainingError(
+                f"The loss or gradient was not finite in {self.skipped} optimizer steps (limit max_nonfinite_steps="
+                f"{self.config.max_nonfinite_steps}); rows of the last one: {rows}. Lower learning_rate, check these rows, "
+                "or raise max_nonfinite_steps.")
+
+    @torch.no_grad()
+    def evaluate(self, items: Sequence[Item]) -> dict[str, float]:
+        """The objective's loss and metrics over ``items`` without training."""
+        if not items:
+            return {}
+        counts = self.objective.counts(items)
+        layout = choose_layout(items)
+        totals: dict[str, float] = {}
+        for group in plan(items, self.config.max_tokens_per_micro_batch, layout):
+            sums = self.objective(self.model, collate(group, layout, self.device))
+            for name, (total, by) in sums.metrics.items():
+                totals[name] = totals.get(name, 0.0) + float(total) / max(counts[by], 1e-12)
+            totals["loss"] = totals.get("loss", 0.0) + sum(float(t) / max(counts[by], 1e-12) for t, by in sums.loss.values())
+        return totals
+
+    # -- state --------------------------------------------------------------------------------------------------
+    def state(self) -> tuple[dict, dict[str, bytes]]:
+        """(JSON state, files): weights, both Adam moments and step counts, exactly."""
+        from safetensors.torch import save
+
+        tensors = {f"weight/{n}": p.detach().contiguous() for n, p in self.parameters.items()}
+        for name, parameter in self.parameters.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"adam/{key}/{name}"] = value.detach().contiguous()
+        return {"step": self.step_index, "skipped": self.skipped}, {"trainer.safetensors": save(
+            {k: v.cpu() for k, v in tensors.items()})}
+
+    def restore(self, state: dict, read: Callable[[str], bytes]) -> None:
+        from safetensors.torch import load
+
+        tensors = load(read("trainer.safetensors"))
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(tensors[f"weight/{name}"])
+        for name, parameter in self.parameters.items():
+            keys = [k for k in tensors if k.startswith("adam/") and k.split("/", 2)[2] == name]
+            if keys:
+                self.optimizer.state[parameter] = {
+                    k.split("/", 2)[1]: tensors[k] if k.startswith("adam/step/") else tensors[k].to(parameter.device) for k in keys}
+        self.step_index, self.skipped = state["step"], state["skipped"]
+
+
+def checkpoint_seconds() -> float:
+    """Seconds between checkpoints (``POSTTRAIN_CHECKPOINT_SECONDS``, default 30; 0 = every step). Cannot change results."""
+    return float(os.environ.get("POSTTRAIN_CHECKPOINT_SECONDS", "30"))
+
+
+def fit(stage, trainer: Trainer, source: Source, *, evaluate: Callable[[], dict[str, float]] | None = None,
+        eval_every: int = 0, label: str = "train") -> dict[str, float]:
+    """Run the loop to its end, resuming from the stage's last checkpoint.
+
+    Returns:
+        the evaluation of the starting weights (``{}`` without ``evaluate``), the same whether resumed or not.
+
+    ``tokens_per_second`` (a ``perf`` number, not an output) counts the real tokens of the rows, prompt and completion, over
+    whole steps after the first.
+    """
+    found = stage.checkpoints.latest()
+    initial = None
+    if found is not None and found.state.get("phase") == label:
+        initial = found.state["initial"]
+
+        def read(name: str) -> bytes:
+            return (found.path / name).read_bytes()
+        trainer.restore(found.state["trainer"], read)
+        source.restore(found.state["source"], read)
+        stage.log(f"resumed at step {trainer.step_index} of {trainer.total_steps}")
+    if initial is None:
+        initial = evaluate() if evaluate is not None else {}
+        if initial:
+            stage.metric(0, {f"validation/{k}": v for k, v in initial.items()})
+    last_save = time.monotonic()
+    tokens = seconds = 0.0
+    first = trainer.step_index
+    while trainer.step_index < trainer.total_steps:
+        started = time.monotonic()
+        items = source.items(trainer.step_index)
+        metrics = trainer.step(items) if items else {"skipped_steps": float(trainer.skipped)}
+        if not items:
+            trainer.step_index += 1
+        step = trainer.step_index
+        metrics.update(source.after_step(step, metrics))
+        if evaluate is not None and eval_every and step % eval_every == 0 and step < trainer.total_steps:
+            metrics.update({f"validation/{k}": v for k, v in evaluate().items()})
+        stage.metric(step, {f"{label}/{k}" if "/" not in k else k: v for k, v in metrics.items()})
+        elapsed = time.monotonic() - started
+        if step > first + 1:
+            counted = getattr(source, "step_tokens", None)
+            tokens += counted if counted is not None else sum(i.n_tokens for i in items)
+            seconds += elapsed
+        stage.progress(step, trainer.total_steps, f"loss {metrics.get('loss', float('nan')):.4f}")
+        if seconds and (step == trainer.total_steps or step % 10 == 0):
+            stage.perf(step, {"tokens_per_second": tokens / seconds, "step_seconds": elapsed})
+        if step < trainer.total_steps and time.monotonic() - last_save >= checkpoint_seconds():
+            save(stage, trainer, source, label, initial)
+            last_save = time.monotonic()
+    if evaluate is not None and trainer.total_steps:
+        stage.metric(trainer.step_index, {f"validation/{k}": v for k, v in evaluate().items()})
+    return initial
+
+
+def save(stage, trainer: Trainer, source: Source, label: str, initial: dict[str, float]) -> None:
+    """Write one checkpoint: trainer and source together."""
+    trainer_state, files = trainer.state()
+    source_state, source_files = source.state()
+    stage.save_checkpoint(trainer.step_index, {"phase": label, "initial": initial, "trainer": trainer_state,
+                                                "source": source_state},
+                          {**files, **source_files})
+
+
+class ShuffledRows:
+    """A fixed list of items, reshuffled every epoch by a counter-based permutation; its state is the step alone."""
+
+    def __init__(self, stage, items: Sequence[Item], batch_size: int, epochs: float, max_steps: int | None):
+        if not items:
+            raise TrainingError("No row is left to train on. Look at the ingest report's quarantine counts, raise max_length, "
+                                "or give a dataset with a train split.")
+        self._stage, self._items, self._batch_size = stage, items, min(batch_size, len(items))
+        self.steps_per_epoch = math.ceil(len(items) / self._batch_size)
+        self.total_steps = max_steps if max_steps is not None else max(1, round(epochs * self.steps_per_epoch))
+        self._epoch, self._order = -1, None
+
+    def items(self, step: int) -> list[Item]:
+        epoch, index = divmod(step, self.steps_per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._stage.rng("order", epoch).permutation(len(self._items))
+        return [self._items[i] for i in self._order[index * self._batch_size:(index + 1) * self._batch_size]]
+
+    def state(self) -> tuple[dict, dict[str, bytes]]:
+        return {}, {}
+
+    def restore(self, state: dict, read: Callable[[str], bytes]) -> None:
+        pass
+
+    def after_step(self, step: int, metrics: dict[str, Any]) -> dict[str, float]:
+        return {"epoch": step / self.steps_per_epoch}
