@@ -1,0 +1,430 @@
+"""Decoding engines under the sampler: slots of static KV, batched prefill, one-token steps.
+
+Two engines behind one interface (`prefill`, `decode`), chosen by `make_decoder`:
+
+* `LeanDecoder`: its own forward over the model's weights for Llama, Mistral (no window), Qwen2 and Qwen3 with plain
+  or fixed-table rotary embeddings. Fused qkv and gate/up weights, rotation as one complex product, in-place KV writes,
+  KV views bounded by the longest live row. Weights are read again at every `refresh()` (RL changes them).
+* `GenericDecoder`: any Hugging Face decoder-only model, through its own forward with a slot cache and a 4D mask.
+
+Shapes: S slots, n live slots (always the first n), C columns of KV storage, L <= C columns in use, H query heads,
+K key/value heads, G = H / K, D head size, B prompts prefilled together, T their padded length, V vocabulary.
+A row's token at position p lives in column p of its slot.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+#: Weights above this many bytes are not fused (fusing copies them); they run as separate products instead.
+FUSE_LIMIT_BYTES = 2 << 30
+_LEAN = {
+    ("transformers.models.llama.modeling_llama", "LlamaForCausalLM"),
+    ("transformers.models.mistral.modeling_mistral", "MistralForCausalLM"),
+    ("transformers.models.qwen2.modeling_qwen2", "Qwen2ForCausalLM"),
+    ("transformers.models.qwen3.modeling_qwen3", "Qwen3ForCausalLM"),
+}
+_FIXED_ROPE = {"default", "linear", "llama3", "yarn"}  # tables that do not depend on the running length
+
+
+class DecoderError(ValueError):
+    """A model this sampler cannot decode; the message says what to use instead."""
+
+
+@dataclass
+class Prefilled:
+    """KV of B prompts and the logits of their last token. keys[l], values[l]: [B, K, T, D]; logits [B, V] float32."""
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    logits: torch.Tensor
+
+
+class SlotKV:
+    """Static KV of S slots: per layer keys and values [S, K, C, D], and the additive mask [S, C] of every slot."""
+
+    def __init__(self, like: Prefilled, slots: int, columns: int):
+        self.slots, self.columns = slots, columns
+        self.keys = [x.new_zeros(slots, x.shape[1], columns, x.shape[3]) for x in like.keys]
+        self.values = [x.new_zeros(slots, x.shape[1], columns, x.shape[3]) for x in like.values]
+        self.closed = torch.finfo(like.keys[0].dtype).min
+        self.mask = torch.full((slots, columns), self.closed, dtype=like.keys[0].dtype, device=like.keys[0].device)
+
+    def grow(self, columns: int) -> None:
+        """More columns, the contents kept."""
+        extra = columns - self.columns
+        self.keys = [F.pad(x, (0, 0, 0, extra)) for x in self.keys]
+        self.values = [F.pad(x, (0, 0, 0, extra)) for x in self.values]
+        self.mask = F.pad(self.mask, (0, extra), value=self.closed)
+        self.columns = columns
+
+    def load(self, slot: int, prefilled: Prefilled, row: int, length: int) -> None:
+        """Put a prefilled prompt of `length` tokens into a slot."""
+        for into, source in zip(self.keys, prefilled.keys):
+            into[slot, :, :length].copy_(source[row, :, :length])
+        for into, source in zip(self.values, prefilled.values):
+            into[slot, :, :length].copy_(source[row, :, :length])
+        self.mask[slot, :length] = 0
+        self.mask[slot, length:] = self.closed
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy a row of `length` tokens to another slot."""
+        for x in (*self.keys, *self.values):
+            x[target, :, :length].copy_(x[source, :, :length])
+        self.mask[target].copy_(self.mask[source])
+
+
+def max_positions(model) -> int | None:
+    """Longest sequence the model has positions for, None when its config states none."""
+    config = model.config.get_text_config(decoder=True)
+    return getattr(config, "max_position_embeddings", None)
+
+
+def make_decoder(model, lean: bool | None = None):
+    """The engine for a model. lean: None picks, True insists (error with the reason), False takes the generic one."""
+    reason = why_not_lean(model) if lean is not False else "asked for the generic engine"
+    if reason is None:
+        return LeanDecoder(_bare(model))
+    if lean:
+        raise DecoderError(f"the lean engine does not take this model ({reason}): write lean=None to let the sampler choose")
+    return GenericDecoder(_bare(model))
+
+
+def _bare(model):
+    """The Hugging Face model inside a peft wrapper (its adapter layers stay in place)."""
+    return model.get_base_model() if hasattr(model, "get_base_model") and hasattr(model, "peft_config") else model
+
+
+# ------------------------------------------------------------------------------------------------ generic engine
+
+
+class GenericDecoder:
+    """Any Hugging Face decoder-only model through its own forward, with per-row columns and a 4D mask."""
+
+    def __init__(self, model):
+        self.model = model
+        config = model.config.get_text_config(decoder=True)
+        self.window = None
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise DecoderError(f"{type(model).__name__} is an encoder-decoder: the sampler needs a decoder-only model")
+        accepted = inspect.signature(model.forward).parameters
+        for name in ("position_ids", "past_key_values"):
+            if name not in accepted:
+                raise DecoderError(f"{type(model).__name__}.forward takes no {name}, so rows of different length cannot "
+                                   "share a batch: use a model with explicit positions (Llama, Qwen, Mistral, GPT-2 ...)")
+        types = set(getattr(config, "layer_types", None) or ())
+        if types - {"full_attention", "sliding_attention"}:
+            raise DecoderError(f"{type(model).__name__} has layers {sorted(types)}: the sampler decodes full and sliding "
+                               "attention only, use a plain decoder or the vLLM engine")
+        window = getattr(config, "sliding_window", None)
+        if window is not None and (not types or "sliding_attention" in types):
+            self.window = int(window)
+            self.mixed_windows = len(types) > 1
+        self.keep_logits = "logits_to_keep" in accepted
+
+    def refresh(self) -> None:
+        """Nothing to do: the model's own forward reads its parameters."""
+
+    def check_length(self, total: int) -> None:
+        if self.window is not None and self.mixed_windows and total > self.window:
+            raise DecoderError(f"{type(self.model).__name__} mixes full and sliding layers (window {self.window}) and rows reach "
+                               f"{total} tokens: keep prompt + max_new_tokens <= {self.window} or use the vLLM engine")
+
+    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> Prefilled:
+        """ids [B, T] int64 right-padded, lengths [B] int64 -> their KV and last-token logits."""
+        from transformers.cache_utils import DynamicCache
+
+        cache = DynamicCache()
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        last = lengths - 1
+        extra = {}
+        if self.keep_logits:
+            extra["logits_to_keep"], last = torch.unique(last, return_inverse=True)
+        out = self.model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, **extra)
+        logits = out.logits[torch.arange(ids.shape[0], device=ids.device), last].float()
+        return Prefilled([layer.keys for layer in cache.layers], [layer.values for layer in cache.layers], logits)
+
+    def decode(self, kv: SlotKV, tokens: torch.Tensor, columns: torch.Tensor, longest: int) -> torch.Tensor:
+        """Append tokens [n] at columns [n] of slots 0..n-1; next-token logits [n, V] float32. longest = max column + 1."""
+        n = tokens.shape[0]
+        rows = torch.arange(n, device=tokens.device)
+        kv.mask[rows, columns] = 0
+        mask = kv.mask[:n, :longest]
+        if self.window is not None and longest > self.window:
+            old = torch.arange(longest, device=tokens.device) <= (columns - self.window)[:, None]
+            mask = mask.masked_fill(old, kv.closed)
+        out = self.model(input_ids=tokens[:, None], position_ids=columns[:, None], use_cache=True,
+                         past_key_values=_slot_cache(kv, rows, columns, longest), attention_mask=mask[:, None, None, :])
+        return out.logits[:, -1].float()
+
+
+def _slot_cache(kv: SlotKV, rows: torch.Tensor, columns: torch.Tensor, longest: int):
+    """A transformers cache whose update writes one token per row at its own column and returns the live view."""
+    from transformers.cache_utils import Cache, CacheLayerMixin
+
+    n = rows.shape[0]
+
+    class SlotLayer(CacheLayerMixin):
+        is_sliding = False
+
+        def __init__(self, keys, values):
+            super().__init__()
+            self.keys, self.values, self.is_initialized = keys, values, True
+
+        def lazy_initialization(self, key_states, value_states):
+            return None
+
+        def update(self, key_states, value_states, *args, **kwargs):
+            self.keys[rows, :, columns] = key_states[:, :, 0]
+            self.values[rows, :, columns] = value_states[:, :, 0]
+            return self.keys[:n, :, :longest], self.values[:n, :, :longest]
+
+        def get_mask_sizes(self, query_length):
+            return longest, 0
+
+        def get_seq_length(self):
+            return longest - 1
+
+        def get_max_length(self):
+            return -1
+
+    return Cache(layers=[SlotLayer(k, v) for k, v in zip(kv.keys, kv.values)])
+
+
+# --------------------------------------------------------------------------------------------------- lean engine
+
+
+def why_not_lean(model) -> str | None:
+    """None when the lean engine computes exactly this model's forward, else the reason it does not."""
+    model = _bare(model)
+    if (type(model).__module__, type(model).__name__) not in _LEAN:
+        return f"{type(model).__name__} is not Llama, Mistral, Qwen2 or Qwen3"
+    config = model.config
+    rope = getattr(model.model.rotary_emb, "rope_type", "default")
+    if rope not in _FIXED_ROPE:
+        return f"rotary type {rope!r}"
+    if any(t != "full_attention" for t in getattr(config, "layer_types", None) or ()):
+        return "sliding attention layers"
+    if getattr(config, "sliding_window", None) is not None:
+        return "a sliding window"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"activation {config.hidden_act!r}"
+    if len({p.dtype for p in model.parameters()} | {p.device for p in model.parameters()}) != 2:
+        return "parameters of several dtypes or devices"
+    for module in model.modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            return "forward hooks"
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        head = getattr(attention, "head_dim", 1)
+        if head % 2 or model.model.rotary_emb.inv_freq.shape[0] * 2 != head:
+            return "partial rotary embeddings"
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
+                       mlp.gate_proj, mlp.up_proj, mlp.down_proj, model.lm_head):
+            if _weight(linear) is None:
+                return f"a {type(linear).__name__} in place of a linear layer"
+    if type(model.model.embed_tokens) is not nn.Embedding:
+        return f"a {type(model.model.embed_tokens).__name__} in place of the embedding"
+    return None
+
+
+def _weight(linear) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """(weight [out, in], bias) of a linear layer, with active LoRA updates merged into a copy; None if it is neither."""
+    if type(linear) is nn.Linear:
+        return linear.weight, linear.bias
+    base = getattr(linear, "base_layer", None)
+    if type(base) is not nn.Linear or not hasattr(linear, "get_delta_weight") or not hasattr(linear, "lora_A"):
+        return None
+    variants = getattr(linear, "lora_variant", None) or {}
+    active = [a for a in linear.active_adapters if a in linear.lora_A]
+    if any(a in variants for a in active) or any(getattr(b, "bias", None) is not None for b in linear.lora_B.values()):
+        return None
+    if linear.disable_adapters or linear.merged:
+        return (base.weight, base.bias) if linear.disable_adapters != linear.merged else None
+    weight = base.weight
+    for adapter in active:
+        weight = weight + linear.get_delta_weight(adapter).to(weight.dtype)
+    return weight, base.bias
+
+
+class _Product:
+    """x -> x W^T + b for one or several stacked weights (concatenated outputs), in the fastest form available."""
+
+    def __init__(self, parts):
+        weights = [w for w, _ in parts]
+        size = sum(w.numel() * w.element_size() for w in weights)
+        biases = [b if b is not None else w.new_zeros(w.shape[0]) for w, b in parts]
+        self.bias = torch.cat(biases) if any(b is not None for _, b in parts) else None
+        self.packed = None
+        if len(weights) > 1 and size > FUSE_LIMIT_BYTES:
+            self.weights, self.biases = weights, (biases if self.bias is not None else [None] * len(weights))
+            return
+        self.weights = [torch.cat(weights) if len(weights) > 1 else weights[0]]
+        self.biases = [self.bias]
+        weight = self.weights[0]
+        if weight.device.type == "cpu" and weight.dtype == torch.float32 and size <= FUSE_LIMIT_BYTES and _packs():
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 64)
+            self.weights = []
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.packed is not None:
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        if len(self.weights) == 1:
+            return F.linear(x, self.weights[0], self.biases[0])
+        return torch.cat([F.linear(x, w, b) for w, b in zip(self.weights, self.biases)], -1)
+
+
+_PACKS: bool | None = None
+
+
+def _packs() -> bool:
+    """Whether oneDNN's packed float32 linear is present and agrees with F.linear (checked once per process)."""
+    global _PACKS
+    if _PACKS is None:
+        try:
+            weight = torch.linspace(-1, 1, 24 * 8).view(24, 8)
+            x = torch.linspace(-2, 1, 5 * 8).view(5, 8)
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
+            out = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+            _PACKS = torch.allclose(out, F.linear(x, weight), atol=1e-5)
+        except (AttributeError, RuntimeError, NotImplementedError):
+            _PACKS = False
+    return _PACKS
+
+
+def _interleave(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of each head reordered from (first halves, second halves) to (first, second) pairs, so that the rotation of
+    pair i is one complex product. Dot products of queries and keys do not change. weight [heads * D, ...]."""
+    tail = weight.shape[1:]
+    return weight.reshape(heads, 2, -1, *tail).transpose(1, 2).reshape(weight.shape)
+
+
+class _Layer:
+    """Fused weights of one decoder layer."""
+
+    def __init__(self, layer, heads: int, groups: int):
+        attention, mlp = layer.self_attn, layer.mlp
+        q, k, v = (_weight(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+        pair = lambda wb, count: tuple(None if x is None else _interleave(x, count) for x in wb)
+        self.qkv = _Product([pair(q, heads), pair(k, groups), v])
+        self.out = _Product([_weight(attention.o_proj)])
+        self.gate_up = _Product([_weight(mlp.gate_proj), _weight(mlp.up_proj)])
+        self.down = _Product([_weight(mlp.down_proj)])
+        self.norm1, self.eps1 = layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon
+        self.norm2, self.eps2 = layer.post_attention_layernorm.weight, layer.post_attention_layernorm.variance_epsilon
+        self.q_norm = self.k_norm = None
+        if hasattr(attention, "q_norm"):
+            self.q_norm = _interleave(attention.q_norm.weight, 1)
+            self.k_norm = _interleave(attention.k_norm.weight, 1)
+            self.head_eps = attention.q_norm.variance_epsilon
+
+
+class LeanDecoder:
+    """The Llama-family forward over the model's own weights, with as few operations per step as torch allows."""
+
+    def __init__(self, model):
+        self.model = model
+        config = model.config
+        self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = model.model.layers[0].self_attn.head_dim
+        self.scale = model.model.layers[0].self_attn.scaling
+        self.layers: list[_Layer] = []
+
+    def check_length(self, total: int) -> None:
+        """Any length up to the model's positions is fine."""
+
+    @torch.inference_mode()
+    def refresh(self) -> None:
+        """Read (and fuse) the weights as they are now."""
+        core = self.model.model
+        self.embedding = core.embed_tokens.weight
+        self.dtype, self.device = self.embedding.dtype, self.embedding.device
+        self.layers = [_Layer(layer, self.heads, self.groups) for layer in core.layers]
+        self.norm, self.eps = core.norm.weight, core.norm.variance_epsilon
+        self.head = _Product([_weight(self.model.lm_head)])
+        self.wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.inv_freq = core.rotary_emb.inv_freq.to(self.device, torch.float32)
+        self.rope_scale = float(getattr(core.rotary_emb, "attention_scaling", 1.0))
+        self.table = torch.empty(0, self.head_dim // 2, dtype=torch.complex64, device=self.device)
+
+    def _rotations(self, longest: int) -> torch.Tensor:
+        """exp(i * position * frequency) * attention scaling, [>= longest, D / 2] complex (angles in float32 as HF)."""
+        if self.table.shape[0] < longest:
+            angles = torch.arange(max(longest, 2 * self.table.shape[0]), device=self.device).float()[:, None] * self.inv_freq
+            table = torch.complex(angles.cos() * self.rope_scale, angles.sin() * self.rope_scale)
+            self.table = table.to(torch.complex128) if self.wide == torch.float64 else table
+        return self.table
+
+    def _project(self, layer: _Layer, x: torch.Tensor, rotation: torch.Tensor):
+        """x [m, hidden], rotation [m, 1, D / 2] complex -> q [m, H, D], k [m, K, D] (rotated), v [m, K, D]."""
+        both = self.heads + self.groups
+        qkv = layer.qkv(F.rms_norm(x, x.shape[-1:], layer.norm1, layer.eps1)).view(x.shape[0], -1, self.head_dim)
+        qk, v = qkv[:, :both], qkv[:, both:]
+        if layer.q_norm is not None:
+            qk = torch.cat([F.rms_norm(qk[:, : self.heads], (self.head_dim,), layer.q_norm, layer.head_eps),
+                            F.rms_norm(qk[:, self.heads :], (self.head_dim,), layer.k_norm, layer.head_eps)], 1)
+        if self.dtype != self.wide:
+            qk = qk.to(self.wide)
+        turned = torch.view_as_complex(qk.unflatten(-1, (-1, 2))) * rotation
+        qk = torch.view_as_real(turned).flatten(-2)
+        if self.dtype != self.wide:
+            qk = qk.to(self.dtype)
+        return qk[:, : self.heads], qk[:, self.heads :], v
+
+    def _finish(self, layer: _Layer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Output projection and MLP with their residuals; x [m, hidden], attended [m, H * D]."""
+        x = x + layer.out(attended)
+        gate, up = layer.gate_up(F.rms_norm(x, x.shape[-1:], layer.norm2, layer.eps2)).chunk(2, -1)
+        return x + layer.down(F.silu(gate).mul_(up))
+
+    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> Prefilled:
+        """ids [B, T] int64 right-padded, lengths [B] int64 -> their KV and last-token logits."""
+        count, width = ids.shape
+        rotation = self._rotations(width)[:width].repeat(count, 1)[:, None]
+        x = F.embedding(ids.reshape(-1), self.embedding)
+        keys, values = [], []
+        for layer in self.layers:
+            q, k, v = (t.reshape(count, width, -1, self.head_dim).transpose(1, 2) for t in self._project(layer, x, rotation))
+            keys.append(k)
+            values.append(v)
+            if self.heads != self.groups:
+                k, v = (t.repeat_interleave(self.heads // self.groups, 1) for t in (k, v))
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+            x = self._finish(layer, x, attended.transpose(1, 2).reshape(count * width, -1))
+        last = x.view(count, width, -1)[torch.arange(count, device=ids.device), lengths - 1]
+        return Prefilled(keys, values, self._logits(last))
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(F.rms_norm(x, x.shape[-1:], self.norm, self.eps)).float()
+
+    def decode(self, kv: SlotKV, tokens: torch.Tensor, columns: torch.Tensor, longest: int) -> torch.Tensor:
+        """Append tokens [n] at columns [n] of slots 0..n-1; next-token logits [n, V] float32. longest = max column + 1."""
+        n, k_heads, d = tokens.shape[0], self.groups, self.head_dim
+        rows = torch.arange(n, device=tokens.device)
+        kv.mask[rows, columns] = 0
+        mask = kv.mask[:n, None, None, :longest]
+        cells = ((rows * (k_heads * kv.columns) + columns)[:, None]
+                 + torch.arange(k_heads, device=tokens.device) * kv.columns).view(-1)
+        rotation = self._rotations(longest)[columns][:, None]
+        x = F.embedding(tokens, self.embedding)
+        batched = self.device.type == "cpu" and self.dtype == self.wide
+        for layer, keys, values in zip(self.layers, kv.keys, kv.values):
+            q, k, v = self._project(layer, x, rotation)
+            keys.view(-1, d).index_copy_(0, cells, k.reshape(-1, d))
+            values.view(-1, d).index_copy_(0, cells, v.reshape(-1, d))
+            q = q.reshape(n * k_heads, -1, d)
+            if batched:
+                keys, values = (t.view(-1, kv.columns, d)[: n * k_heads, :longest] for t in (keys, values))
+                scores = torch.bmm(q * self.scale, keys.transpose(1, 2)).view(n, k_heads, -1, longest)
+                weights = torch.softmax(scores.add_(mask), -1).view(n * k_heads, -1, longest)
+                attended = torch.bmm(weights, values)
+            else:
+                attended = F.scaled_dot_product_attention(q.view(n, k_heads, -1, d), keys[:n, :, :longest],
+                                                          values[:n, :, :longest], attn_mask=mask, scale=self.scale)
+            x = self._finish(layer, x, attended.reshape(n, -1))
+        return self._logits(x)

@@ -1,0 +1,316 @@
+"""The built-in sampler: continuous batching over slots of static KV (ARCHITECTURE.md 5; users.md B4, C1, C3, C4).
+
+    sampler = Sampler(model, tokenizer, max_batch=64)
+    groups = sampler.generate(prompts, SamplingParams(max_new_tokens=256, stop_ids={eos}), seeds)
+    groups[i][g].ids, .logps, .finish_reason, .text        # completion g of prompt i
+
+What a caller may rely on:
+
+* Token ids are the truth: prompts come in as ids, completions go out as ids, text is derived and never re-tokenised.
+* A completion is a function of (weights, prompt, seed, params). Its randomness is hash(seed, position), so batch size,
+  order and the other prompts do not matter beyond the rounding of batched products; prompts may be generated in chunks,
+  again after a restart, or elsewhere. Scheduling itself is deterministic too.
+* Log-probs are those of the sampled distribution in float32 (temperature and filters included).
+* Weights are read at every `generate` call, so an optimizer step between calls is seen.
+
+Each prompt is prefilled once, whatever its number of completions; prompts are prefilled together, sorted by length;
+a finished row's slot is given to the next waiting row before the next step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable, Sequence
+
+import numpy as np
+import torch
+
+from stages.decoders import Prefilled, SlotKV, make_decoder, max_positions
+from stages.sampling import SamplingParams, sample_step, uniforms
+
+__all__ = ["Completion", "Sampler", "SamplerError", "SamplingParams"]
+
+PREFILL_TOKENS = 4096  # padded tokens of one prefill batch (a longer prompt goes alone)
+COLUMN_STEP = 128  # KV columns are added in multiples of this
+
+
+class SamplerError(ValueError):
+    """A request that cannot be generated; the message says what to write instead."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """ids: sampled tokens, a sampled stop token included. logps: natural log-prob of each under the sampled
+    distribution, float32. finish_reason: "eos" (stop id) | "stop" (stop string) | "length" (max_new_tokens).
+    text: decoded ids without the stop token and without special tokens, cut before a stop string."""
+
+    ids: list[int]
+    logps: list[float]
+    finish_reason: str
+    text: str
+
+
+class Sampler:
+    """Continuous-batching sampler over a Hugging Face causal LM.
+
+    max_batch is the number of slots (rows decoded together). device moves the model there first (None: where it is).
+    tokenizer may be None when no text is wanted (text is then "" and stop_strings are refused).
+    lean: None picks the fast engine when it computes the same function, False forces the model's own forward.
+    """
+
+    def __init__(self, model, tokenizer, *, max_batch: int = 64, device=None, lean: bool | None = None):
+        if max_batch < 1:
+            raise SamplerError(f"max_batch={max_batch}: write at least 1")
+        self.model = model.to(device) if device is not None else model
+        self.tokenizer = tokenizer
+        self.max_batch = int(max_batch)
+        self.lean = lean
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        seeds: Sequence[Sequence[int]],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[list[Completion]]:
+        """len(seeds[i]) completions of each prompt i, in the order of prompts and seeds.
+
+        progress(done, total) is called with completion counts as rows finish.
+        Raises SamplerError for an empty prompt, ids outside the vocabulary, too long rows, unusable stop settings.
+        """
+        self._check(prompts, params, seeds)
+        total = sum(len(s) for s in seeds)
+        if not total:
+            return [[] for _ in prompts]
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.inference_mode():
+                return _Run(self, prompts, params, seeds, progress, total).finish()
+        finally:
+            self.model.train(was_training)
+
+    def _check(self, prompts, params, seeds) -> None:
+        if len(prompts) != len(seeds):
+            raise SamplerError(f"{len(prompts)} prompts but {len(seeds)} seed lists: give one list of seeds per prompt")
+        if params.stop_strings and self.tokenizer is None:
+            raise SamplerError("stop_strings need text: give the Sampler a tokenizer or use stop_ids")
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        limit = max_positions(self.model)
+        for i, prompt in enumerate(prompts):
+            if len(prompt) == 0:
+                bos = getattr(self.tokenizer, "bos_token_id", None)
+                hint = f"[{bos}] (the tokenizer's bos token)" if bos is not None else "at least one token id"
+                raise SamplerError(f"prompt {i} is empty, so there is nothing to condition on: write {hint} or drop the row")
+            if min(prompt) < 0 or max(prompt) >= vocabulary:
+                raise SamplerError(f"prompt {i} holds token id {max(prompt) if min(prompt) >= 0 else min(prompt)}, outside the model's "
+                                   f"vocabulary of {vocabulary}: encode it with the model's own tokenizer")
+            if limit is not None and len(prompt) + params.max_new_tokens > limit:
+                raise SamplerError(
+                    f"prompt {i} has {len(prompt)} tokens and max_new_tokens is {params.max_new_tokens}, together over the model's "
+                    f"{limit} positions: shorten the prompt to {max(limit - params.max_new_tokens, 0)} tokens or write "
+                    f"max_new_tokens <= {max(limit - len(prompt), 0)}")
+        bad = [i for i in params.stop_ids if not 0 <= i < vocabulary]
+        if bad:
+            raise SamplerError(f"stop_ids {sorted(bad)} are outside the model's vocabulary of {vocabulary}: "
+                               "use the ids of the model's own tokenizer")
+
+
+class _Run:
+    """One `generate` call: the queue, the slots and the step loop. Slots 0..live-1 are always the live rows."""
+
+    def __init__(self, sampler: Sampler, prompts, params, seeds, progress, total):
+        self.params, self.prompts, self.progress, self.total = params, prompts, progress, total
+        self.device = sampler.model.get_input_embeddings().weight.device
+        self.decoder = make_decoder(sampler.model, sampler.lean)
+        self.decoder.check_length(max(len(p) for p in prompts) + params.max_new_tokens)
+        self.decoder.refresh()
+        self.text = _Text(sampler.tokenizer, params)
+        order = sorted((i for i in range(len(prompts)) if len(seeds[i])), key=lambda i: (-len(prompts[i]), i))
+        self.waiting_prompts = order
+        self.next_prompt = 0
+        self.queue = [(i, g, int(s)) for i in order for g, s in enumerate(seeds[i])]
+        self.next_row = 0
+        self.prefilled: dict[int, tuple[Prefilled, int]] = {}
+        self.results: list[list[Completion | None]] = [[None] * len(s) for s in seeds]
+        self.done = 0
+
+        slots, width = min(sampler.max_batch, total), params.max_new_tokens
+        self.slots = slots
+        self.live = 0
+        self.kv: SlotKV | None = None
+        self.row = np.zeros((slots, 2), np.int64)  # (prompt, completion) of a slot
+        self.length = np.zeros(slots, np.int64)  # tokens in its KV = column of its next token
+        self.count = np.zeros(slots, np.int64)  # tokens sampled
+        self.token = np.zeros(slots, np.int64)  # last token sampled
+        self.uniform = np.zeros((slots, width))
+        self.out_ids = np.zeros((slots, width), np.int64)
+        self.out_logps = np.zeros((slots, width), np.float32)
+        self.stop_table: np.ndarray | None = None
+
+    def finish(self) -> list[list[Completion]]:
+        free = list(range(self.slots))
+        while True:
+            free = self._admit(free)
+            if free:
+                self._close(free)
+                free = list(range(self.live, self.slots)) if self.next_row < len(self.queue) else []
+            if not self.live:
+                return self.results
+            rows = np.arange(self.live)
+            longest = int(self.length[: self.live].max()) + 1
+            if longest > self.kv.columns:
+                self.kv.grow(self._columns(longest))
+            logits = self.decoder.decode(self.kv, self._send(self.token[: self.live]), self._send(self.length[: self.live]), longest)
+            self.length[: self.live] += 1
+            free = self._sample(logits, rows)
+
+    def _send(self, x: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(x).to(self.device) if self.device.type != "cpu" else torch.from_numpy(x.copy())
+
+    def _columns(self, needed: int) -> int:
+        most = max(len(p) for p in self.prompts) + self.params.max_new_tokens
+        wanted = needed + max(COLUMN_STEP, needed // 2)
+        return min(-(-wanted // COLUMN_STEP) * COLUMN_STEP, max(most, needed))
+
+    # ---- admission
+
+    def _admit(self, free: list[int]) -> list[int]:
+        """Give free slots to waiting rows and draw their first tokens; returns the slots that stay free."""
+        free = sorted(free)
+        while free and self.next_row < len(self.queue):
+            taken = self.queue[self.next_row : self.next_row + len(free)]
+            self.next_row += len(taken)
+            slots, free = free[: len(taken)], free[len(taken) :]
+            logits = []
+            for slot, (i, g, seed) in zip(slots, taken):
+                while i not in self.prefilled:
+                    self._prefill()
+                batch, j = self.prefilled[i]
+                self._load(slot, i, g, batch, j)
+                logits.append(batch.logits[j])
+                if g == len(self.results[i]) - 1:
+                    del self.prefilled[i]
+            self.uniform[slots] = uniforms([seed for _, _, seed in taken], self.uniform.shape[1])
+            self.live = max(self.live, slots[-1] + 1)
+            free = sorted(free + self._sample(torch.stack(logits), np.array(slots)))
+        return free
+
+    def _prefill(self) -> None:
+        """Prefill the next waiting prompts together (they are sorted by length, longest first)."""
+        start = self.next_prompt
+        width = len(self.prompts[self.waiting_prompts[start]])
+        take = self.waiting_prompts[start : start + max(1, min(PREFILL_TOKENS // width, self.slots))]
+        self.next_prompt += len(take)
+        ids = np.zeros((len(take), width), np.int64)
+        for j, i in enumerate(take):
+            ids[j, : len(self.prompts[i])] = self.prompts[i]
+        lengths = np.array([len(self.prompts[i]) for i in take], np.int64)
+        batch = self.decoder.prefill(self._send(ids), self._send(lengths))
+        for j, i in enumerate(take):
+            self.prefilled[i] = (batch, j)
+
+    def _load(self, slot: int, i: int, g: int, batch: Prefilled, j: int) -> None:
+        length = len(self.prompts[i])
+        if self.kv is None:
+            self.kv = SlotKV(batch, self.slots, self._columns(length))
+        elif length > self.kv.columns:
+            self.kv.grow(self._columns(length))
+        self.kv.load(slot, batch, j, length)
+        self.row[slot], self.length[slot], self.count[slot] = (i, g), length, 0
+
+    def _close(self, holes: list[int]) -> None:
+        """Fill holes among the live slots with the last live rows, so that the live ones are a prefix."""
+        empty = set(holes)
+        for hole in sorted(holes):
+            while self.live and self.live - 1 in empty:
+                self.live -= 1
+            if hole >= self.live:
+                break
+            last = self.live - 1
+            self.kv.move(last, hole, int(self.length[last]))
+            for x in (self.row, self.length, self.count, self.token, self.uniform, self.out_ids, self.out_logps):
+                x[hole] = x[last]
+            self.live = last
+
+    # ---- one token for some slots
+
+    def _sample(self, logits: torch.Tensor, slots: np.ndarray) -> list[int]:
+        """Draw one token per slot from logits [len(slots), V]; harvest finished rows; returns their slots."""
+        params = self.params
+        count = self.count[slots]
+        for processor in params.logit_processors:
+            logits = processor(logits, self._send(self.out_ids[slots]), self._send(count))
+        token, logp = sample_step(logits, self._send(self.uniform[slots, count]), params)
+        token, logp = token.cpu().numpy(), logp.cpu().numpy()
+        self.token[slots] = token
+        self.out_ids[slots, count] = token
+        self.out_logps[slots, count] = logp
+        self.count[slots] = count + 1
+        if self.stop_table is None:
+            self.stop_table = np.zeros(logits.shape[-1], bool)
+            self.stop_table[list(params.stop_ids)] = True
+        eos = self.stop_table[token]
+        ended = eos | (count + 1 >= params.max_new_tokens)
+        stopped = self.text.watch(token, slots, self.out_ids, self.count) if params.stop_strings else ()
+        if not len(stopped) and not ended.any():
+            return []
+        ended[list(stopped)] = True
+        finished = []
+        for j in np.nonzero(ended)[0]:
+            slot = int(slots[j])
+            self._harvest(slot, "eos" if eos[j] else "stop" if j in stopped else "length")
+            finished.append(slot)
+        return finished
+
+    def _harvest(self, slot: int, reason: str) -> None:
+        i, g = self.row[slot]
+        n = int(self.count[slot])
+        ids = self.out_ids[slot, :n].tolist()
+        text = self.text.of(ids[:-1] if reason == "eos" else ids)
+        self.results[i][g] = Completion(ids, self.out_logps[slot, :n].tolist(), reason, text)
+        self.done += 1
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+
+class _Text:
+    """Derived text and stop strings. Only rows whose new token could end a stop string are decoded, and only their tail."""
+
+    def __init__(self, tokenizer, params: SamplingParams):
+        self.tokenizer, self.stops = tokenizer, params.stop_strings
+        self.special = set(getattr(tokenizer, "all_special_ids", ()) or ())
+        self.tail = max((len(s.encode()) for s in self.stops), default=0) + 4
+        self.ends = {s[-1] for s in self.stops}
+        self.candidate: dict[int, bool] = {}
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def of(self, ids: list[int]) -> str:
+        """Text of a completion, cut before its first stop string."""
+        if self.tokenizer is None:
+            return ""
+        text = self.decode(ids)
+        cuts = [at for at in (text.find(s) for s in self.stops) if at >= 0]
+        return text[: min(cuts)] if cuts else text
+
+    def _may_end(self, token: int) -> bool:
+        """Whether a token's text may hold the last character of a stop string (unsure counts as yes)."""
+        if token not in self.candidate:
+            piece = self.decode([token])
+            unsure = "\ufffd" in piece or any(c.isspace() for c in self.ends)
+            self.candidate[token] = unsure or any(c in piece for c in self.ends)
+        return self.candidate[token]
+
+    def watch(self, tokens: np.ndarray, slots: np.ndarray, out_ids: np.ndarray, counts: np.ndarray) -> list[int]:
+        """Indices j of rows whose text now holds a stop string; out_ids [S, T], counts [S]."""
+        found = []
+        for j, token in enumerate(tokens.tolist()):
+            if not self._may_end(token):
+                continue
+            ids = out_ids[slots[j], : counts[slots[j]]].tolist()
+            text = self.decode([t for t in ids if t not in self.special][-self.tail :])
+            if any(s in text for s in self.stops):
+                found.append(j)
+        return found
