@@ -1,0 +1,11 @@
+"""``python -m stages SPEC.json``: run one stage as its own process."""
+
+import sys
+
+from stages.harness import main
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1] in ("-h", "--help"):
+        print("usage: python -m stages SPEC.json\n\nSPEC.json: {stage, config, seed, inputs: {name: path}, workdir}; events are JSON lines on stdout.", file=sys.stderr)
+        sys.exit(0 if "-h" in sys.argv or "--help" in sys.argv else 2)
+    sys.exit(main(sys.argv[1]))

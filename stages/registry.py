@@ -1,0 +1,49 @@
+"""The stages there are: name -> module. A plain table, nothing registers itself."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from stages.spec import ConfigError, StageSpec, did_you_mean
+
+STAGES: dict[str, str] = {
+    "world": "stages.world",
+    "base_model": "stages.base_model",
+    "ingest": "stages.ingest",
+    "sft": "stages.sft",
+    "reward_model": "stages.reward_model",
+    "rejection": "stages.rejection",
+    "rl": "stages.rl",
+    "align": "stages.align",
+    "evaluate": "stages.evaluate",
+    "promote": "stages.promote",
+}
+
+
+def stage_module_name(name: str) -> str:
+    """Module path of a stage name; a dotted name is taken as a module path itself (a stage of your own)."""
+    if name in STAGES:
+        return STAGES[name]
+    if "." in name:
+        return name
+    raise ConfigError(f"there is no stage {name!r}; {did_you_mean(name, list(STAGES))}the stages are: {', '.join(STAGES)}")
+
+
+def get_stage(name: str) -> ModuleType:
+    """The module of a stage: it has ``SPEC``, ``Config`` and ``run(stage)``. Raises ConfigError for an unknown name."""
+    module_name = stage_module_name(name)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and module_name.startswith(error.name):
+            raise ConfigError(f"stage {name!r}: no module {module_name!r}; write one of {', '.join(STAGES)}, or the path of an importable stage module") from None
+        raise
+    if not isinstance(getattr(module, "SPEC", None), StageSpec) or not callable(getattr(module, "run", None)):
+        raise ConfigError(f"{module_name} is not a stage: it must define SPEC (a StageSpec) and run(stage)")
+    return module
+
+
+def get_spec(name: str) -> StageSpec:
+    """The declaration of a stage."""
+    return get_stage(name).SPEC

@@ -1,0 +1,404 @@
+"""What a stage declares (name, config, inputs, outputs) and how a stage run is identified.
+
+stage key = sha256 of canonical JSON {stage, code_version, config, inputs, seed} where
+  code_version  digest of the stage's import closure inside this project and of the libraries whose
+                versions change numbers (walked by AST, imports inside functions included),
+  config        every field of the resolved config, defaults included,
+  inputs        input name -> content digest.
+Hardware, paths and logging stay out. What cannot be hashed is refused, never skipped.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import enum
+import functools
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from storage.files import canonical_json, sha256_file, sha256_text
+
+PROJECT_ROOT = Path(__file__).resolve().parent.parent
+PROJECT_PACKAGES = ("stages", "storage", "tasks", "flows", "tests")
+ALWAYS_IN_CLOSURE = ("stages.randomness",)
+NEVER_IN_CLOSURE = ("stages.harness", "stages.registry", "stages.spec", "stages.__main__")  # they start stages and decide no number
+NUMERIC_LIBRARIES = {
+    "torch": "torch",
+    "transformers": "transformers",
+    "tokenizers": "tokenizers",
+    "numpy": "numpy",
+    "scipy": "scipy",
+    "pyarrow": "pyarrow",
+    "pandas": "pandas",
+    "datasets": "datasets",
+    "peft": "peft",
+    "safetensors": "safetensors",
+}
+
+
+class ConfigError(ValueError):
+    """A config or input that cannot be run; the text names the field, what was given and what to write instead."""
+
+
+class UnhashableError(ValueError):
+    """Something that belongs to a stage's identity but has no stable digest."""
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One declared input.
+
+    kind: ``dataset``, ``model`` or ``file``. kinds: row kinds accepted for a dataset (``pairs/1``, ...), the first is what
+    raw data files are ingested as. many: several refs may be given, named ``NAME.label``.
+    """
+
+    kind: str
+    kinds: tuple[str, ...] = ()
+    required: bool = True
+    many: bool = False
+    doc: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("dataset", "model", "file"):
+            raise ValueError(f"InputSpec kind {self.kind!r}: write 'dataset', 'model' or 'file'")
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """One declared output: a ``dataset`` or a ``model`` (role policy, reward, value, preference or judge)."""
+
+    kind: str
+    role: str = ""
+    required: bool = True
+    doc: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("dataset", "model"):
+            raise ValueError(f"OutputSpec kind {self.kind!r}: write 'dataset' or 'model'")
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """A stage as the platform sees it. ``resources``: project-relative data files that are part of the stage's code.
+    ``judges``: name of the model input that the stage's summary metrics are about (evaluation stages)."""
+
+    name: str
+    config: type["StageConfig"]
+    inputs: dict[str, InputSpec] = field(default_factory=dict)
+    outputs: dict[str, OutputSpec] = field(default_factory=dict)
+    gpu: bool = False
+    doc: str = ""
+    resources: tuple[str, ...] = ()
+    judges: str = ""
+
+    def input_spec(self, name: str) -> InputSpec:
+        """The declaration behind an input name (``eval.a`` belongs to ``eval`` when that takes many)."""
+        if name in self.inputs:
+            return self.inputs[name]
+        base = name.split(".", 1)[0]
+        if base in self.inputs and self.inputs[base].many:
+            return self.inputs[base]
+        known = [f"{n}.LABEL" if s.many else n for n, s in self.inputs.items()]
+        if base in self.inputs:
+            raise ConfigError(f"stage {self.name}: input {base!r} takes one reference, so write {base}=REF instead of {name}=REF")
+        raise ConfigError(f"stage {self.name} has no input {name!r}; {did_you_mean(name, list(self.inputs))}its inputs are: {', '.join(known) or 'none'}")
+
+    def check_inputs(self, names: Any) -> None:
+        """Raise ConfigError for an unknown or a missing input."""
+        names = list(names)
+        for name in names:
+            self.input_spec(name)
+        for name, spec in self.inputs.items():
+            given = [n for n in names if n == name or (spec.many and n.startswith(name + "."))]
+            if spec.required and not given:
+                what = f"a {spec.kind}" + (f" of kind {' or '.join(spec.kinds)}" if spec.kinds else "")
+                how = f"{name}.LABEL=REF_OR_PATH (one per {spec.kind})" if spec.many else f"{name}=REF_OR_PATH"
+                raise ConfigError(f"stage {self.name} needs input {name!r} ({what}{'; ' + spec.doc if spec.doc else ''}); give it as {how}")
+
+
+class StageConfig(BaseModel):
+    """Base of every stage config: unknown keys are errors, values are validated on assignment, defaults are the vetted settings.
+
+    A field that changes only speed or logging, never a number, is declared with
+    ``json_schema_extra={"identity": False}`` and stays out of the stage key.
+    """
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True, allow_inf_nan=False)
+
+    def resolved(self) -> dict[str, Any]:
+        """Every field with its value, as plain JSON values (tuples become lists, enums their values)."""
+        return _plain(self.model_dump(mode="python"), type(self).__name__)
+
+    def identity(self) -> dict[str, Any]:
+        """The part of :meth:`resolved` that belongs to the stage key."""
+        values = self.resolved()
+        _drop_non_identity(type(self), values)
+        return values
+
+
+def _drop_non_identity(model: type[BaseModel], values: dict[str, Any]) -> None:
+    for name, info in model.model_fields.items():
+        extra = info.json_schema_extra
+        if isinstance(extra, dict) and extra.get("identity") is False:
+            values.pop(name, None)
+        elif isinstance(values.get(name), dict):
+            for inner in _models_in(info.annotation):
+                if set(values[name]) <= set(inner.model_fields):
+                    _drop_non_identity(inner, values[name])
+                    break
+
+
+def _plain(value: Any, where: str) -> Any:
+    if value is None or isinstance(value, (bool, int, str)) and not isinstance(value, enum.Enum):
+        return value
+    if isinstance(value, enum.Enum):
+        return _plain(value.value, where)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise UnhashableError(f"{where}: {value} cannot be hashed; write a finite number, or null for 'no limit'")
+        return value
+    if isinstance(value, Path):
+        raise UnhashableError(f"{where}: the path {str(value)!r} cannot be hashed, only contents can; declare it as an input of the stage and pass NAME={value}")
+    if isinstance(value, (list, tuple)):
+        return [_plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
+    if isinstance(value, (set, frozenset)):
+        return sorted((_plain(v, where) for v in value), key=canonical_json)
+    if isinstance(value, dict):
+        return {str(k): _plain(v, f"{where}.{k}") for k, v in value.items()}
+    raise UnhashableError(f"{where}: a {type(value).__name__} cannot be hashed ({value!r:.60}); use numbers, strings, lists or nested settings")
+
+
+# ---------------------------------------------------------------------------------------------------------------- configs
+
+
+def parse_config(spec: StageSpec, given: dict[str, Any] | StageConfig | None) -> StageConfig:
+    """Resolve a user's settings into the stage's config. Dotted keys (``optimizer.beta1``) reach into nested settings.
+
+    Raises ConfigError naming the field, what was given, and what to write.
+    """
+    if isinstance(given, spec.config):
+        return given
+    try:
+        return spec.config.model_validate(expand_dotted(given or {}))
+    except ValidationError as error:
+        raise ConfigError(explain(spec.name, spec.config, error)) from None
+
+
+def expand_dotted(given: dict[str, Any]) -> dict[str, Any]:
+    """``{"a.b": 1}`` -> ``{"a": {"b": 1}}``; plain keys are kept, a nested mapping and dotted keys into it are merged."""
+    out: dict[str, Any] = {}
+    for key, value in given.items():
+        parts = str(key).split(".")
+        here = out
+        for part in parts[:-1]:
+            if not isinstance(here.get(part), dict):
+                here[part] = {}
+            here = here[part]
+        if isinstance(value, dict) and isinstance(here.get(parts[-1]), dict):
+            here[parts[-1]].update(value)
+        else:
+            here[parts[-1]] = value
+    return out
+
+
+def explain(what: str, model: type[BaseModel], error: ValidationError) -> str:
+    """One line per problem of a pydantic error, in the user's words."""
+    lines = []
+    for item in error.errors(include_url=False):
+        loc = [str(p) for p in item["loc"]]
+        dotted = ".".join(loc) or "config"
+        shown = repr(item.get("input"))
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        if item["type"] == "extra_forbidden":
+            known = _fields_at(model, loc[:-1])
+            prefix = ".".join(loc[:-1])
+            lines.append(
+                f"{dotted}: there is no such setting (given {shown}); {did_you_mean(loc[-1], known)}"
+                f"the settings{' of ' + prefix if prefix else ''} are: {', '.join(sorted(known)) or 'none'}"
+            )
+            continue
+        if item["type"] == "missing":
+            lines.append(f"{dotted}: is required; add {dotted}=VALUE{_doc_at(model, loc)}")
+            continue
+        message = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        given = "" if len(loc) == 0 else f" (given {shown})"
+        lines.append(f"{dotted}: {message[:1].lower() + message[1:]}{given}{_hint(model, loc, item)}{_doc_at(model, loc)}")
+    return f"{what}: " + "\n  ".join(lines)
+
+
+def did_you_mean(name: str, known: list[str]) -> str:
+    """``did you mean 'x'? `` or the empty string."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [m for arg in get_args(annotation) for m in _models_in(arg)]
+
+
+def _descend(model: type[BaseModel], loc: list[str]) -> list[type[BaseModel]]:
+    models = [model]
+    for part in loc:
+        inner = [m for parent in models if part in parent.model_fields for m in _models_in(parent.model_fields[part].annotation)]
+        if inner:
+            models = inner  # list positions and union tags in the location leave the model unchanged
+    return models
+
+
+def _fields_at(model: type[BaseModel], loc: list[str]) -> list[str]:
+    return list(dict.fromkeys(name for m in _descend(model, loc) for name in m.model_fields))
+
+
+def _doc_at(model: type[BaseModel], loc: list[str]) -> str:
+    if not loc:
+        return ""
+    for m in _descend(model, loc[:-1]):
+        info = m.model_fields.get(loc[-1])
+        if info is not None and info.description:
+            return f" [{loc[-1]}: {info.description}]"
+    return ""
+
+
+def _hint(model: type[BaseModel], loc: list[str], item: dict[str, Any]) -> str:
+    context = item.get("ctx") or {}
+    if "expected" in context:
+        return f"; write one of {context['expected']}"
+    bounds = [f"{sign} {context[key]}" for key, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")) if key in context]
+    if bounds:
+        return f"; write a value {' and '.join(bounds)}"
+    for m in _descend(model, loc[:-1]) if loc else []:
+        info = m.model_fields.get(loc[-1])
+        if info is not None and info.default is not None and not info.is_required() and "Undefined" not in repr(info.default):
+            return f"; write for example {loc[-1]}={info.get_default(call_default_factory=True)!r}" if info.default_factory is None else ""
+    return ""
+
+
+# ------------------------------------------------------------------------------------------------------------------ keys
+
+
+def module_file(name: str) -> Path | None:
+    """Source file of a project module (or package), or None when the name is not one."""
+    if name.split(".", 1)[0] not in PROJECT_PACKAGES:
+        return None
+    base = PROJECT_ROOT.joinpath(*name.split("."))
+    for candidate in (base.with_suffix(".py"), base / "__init__.py"):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+def imports_of(name: str, tree: ast.AST, is_package: bool) -> set[str]:
+    """Dotted names that a module's source imports anywhere, function bodies included; submodule candidates of
+    ``from package import x`` are given as both ``package`` and ``package.x``."""
+    found: set[str] = set()
+    typing_only = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) for part in node.body for inner in ast.walk(part)}
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = name.split(".")
+                parts = parts if is_package else parts[:-1]
+                parts = parts[: len(parts) - (node.level - 1)]
+                base = ".".join([*parts, *([node.module] if node.module else [])])
+            found.add(base)
+            found.update(f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and _call_name(node) in ("import_module", "__import__"):
+            argument = node.args[0] if node.args else None
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                found.add(argument.value)
+            else:
+                raise UnhashableError(
+                    f"{name}, line {node.lineno}: an import whose name is computed cannot be part of a stage key; "
+                    "import the modules by name (an import inside a function is fine)"
+                )
+    return found
+
+
+def _call_name(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+def import_closure(module: str) -> tuple[dict[str, Path], set[str]]:
+    """(project modules -> file, third-party top-level names) reachable from a module through any import statement."""
+    seen: dict[str, Path] = {}
+    external: set[str] = set()
+    queue = [module, *ALWAYS_IN_CLOSURE]
+    while queue:
+        name = queue.pop()
+        if name in NEVER_IN_CLOSURE:
+            continue
+        file = module_file(name)
+        if name in seen or file is None:
+            if file is None and name:
+                external.add(name.split(".", 1)[0])
+            continue
+        seen[name] = file
+        parts = name.split(".")
+        queue.extend(".".join(parts[:i]) for i in range(1, len(parts)))  # packages run their __init__ first
+        queue.extend(_imports_of_file(name, file, file.stat().st_mtime_ns))
+    return seen, external - set(PROJECT_PACKAGES)
+
+
+@functools.lru_cache(maxsize=4096)
+def _imports_of_file(name: str, file: Path, mtime: int) -> frozenset[str]:
+    return frozenset(imports_of(name, ast.parse(file.read_text(encoding="utf-8")), file.name == "__init__.py"))
+
+
+@functools.lru_cache(maxsize=4096)
+def _source_digest(file: Path, mtime: int) -> str:
+    """Digest of what a source file means: its syntax tree without docstrings, so that comments and layout do not count."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.body:
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+                node.body = node.body[1:] or [ast.Pass()]
+    return sha256_text(ast.dump(tree, annotate_fields=False))
+
+
+def closure_digest(module: str, resources: tuple[str, ...] = ()) -> str:
+    """Digest of the code behind a stage module: project sources, declared resource files, versions of numeric libraries."""
+    from importlib import metadata
+
+    files, external = import_closure(module)
+    if module not in files:
+        raise UnhashableError(f"the source of {module} was not found under {PROJECT_ROOT.name}/, so its code cannot be hashed; stage modules are plain .py files of this project")
+    sources = {name: _source_digest(file, file.stat().st_mtime_ns) for name, file in files.items()}
+    for resource in resources:
+        path = PROJECT_ROOT / resource
+        if not path.is_file():
+            raise UnhashableError(f"{module} declares the resource file {resource!r}, which does not exist; correct StageSpec.resources")
+        sources["file:" + resource] = sha256_file(path)
+    libraries = {}
+    for name in sorted(external & set(NUMERIC_LIBRARIES)):
+        try:
+            libraries[name] = metadata.version(NUMERIC_LIBRARIES[name])
+        except metadata.PackageNotFoundError:
+            libraries[name] = None
+    return sha256_text(canonical_json({"sources": sources, "libraries": libraries}))
+
+
+def canonical_key(stage: str, code_version: str, config: dict, inputs: dict | list, **more: Any) -> tuple[str, str]:
+    """(canonical JSON, its sha256). A list of input digests counts as a set (sorted), a mapping keeps its names."""
+    payload = {"stage": stage, "code_version": code_version, "config": config, "inputs": sorted(inputs) if isinstance(inputs, (list, tuple)) else inputs, **more}
+    text = canonical_json(payload)
+    return text, sha256_text(text)
+
+
+def stage_key(stage: str, code_version: str, config: StageConfig, inputs: dict[str, str], seed: int) -> str:
+    """The identity of a stage run (64 hex digits). ``inputs``: name -> content digest."""
+    for name, digest in inputs.items():
+        if not digest:
+            raise UnhashableError(f"input {name!r} has no content digest; give a dataset, a model directory or a file")
+    return canonical_key(stage, code_version, config.identity(), inputs, seed=int(seed))[1]

@@ -1,0 +1,1 @@
+"""Ground floor: Parquet datasets, models, records, checkpoints, leases, the MLflow projection. Knows no other layer."""
