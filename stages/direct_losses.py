@@ -1,0 +1,251 @@
+"""Direct-alignment losses beyond DPO, per pair [B], on sequence log-probs (supervised-reward-direct.md part D).
+
+Common form: f(policy_chosen, policy_rejected, ref_chosen, ref_rejected, *, beta, ...) with S (sums) or M (means) of
+token log-probs as the method's row in stages/algorithms.py says; reference values are None for reference-free
+methods. h_w = policy - reference of the chosen response, h_l of the rejected one, u = beta (h_w - h_l).
+"""
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from stages.losses import log1mexp, soft_bce
+
+
+def _h(policy_chosen, policy_rejected, ref_chosen, ref_rejected):
+    return policy_chosen - ref_chosen, policy_rejected - ref_rejected
+
+
+def ipo_loss(pc, pr, rc, rr, *, beta: float = 0.1, label_prob=None):
+    """(h - 1/(2 tau))^2, tau = beta; with a preference probability p the target is (p - 1/2)/tau (da.ipo)."""
+    h_w, h_l = _h(pc, pr, rc, rr)
+    p = 1.0 if label_prob is None else label_prob
+    return (h_w - h_l - (p - 0.5) / beta) ** 2
+
+
+def hinge_norm_loss(pc, pr, rc, rr, *, beta: float = 0.05):
+    """max(0, 1 - gamma h), gamma = beta (da.slic hinge_norm, RSO)."""
+    h_w, h_l = _h(pc, pr, rc, rr)
+    return F.relu(1 - beta * (h_w - h_l))
+
+
+def apo_zero_loss(pc, pr, rc, rr, *, beta: float = 0.1):
+    """1 - sigma(beta h_w) + sigma(beta h_l) (da.apo_zero)."""
+    h_w, h_l = _h(pc, pr, rc, rr)
+    return 1 - torch.sigmoid(beta * h_w) + torch.sigmoid(beta * h_l)
+
+
+def apo_down_loss(pc, pr, rc, rr, *, beta: float = 0.1):
+    """sigma(beta h_w) + 1 - sigma(beta (h_w - h_l)) (da.apo_down)."""
+    h_w, h_l = _h(pc, pr, rc, rr)
+    return torch.sigmoid(beta * h_w) + 1 - torch.sigmoid(beta * (h_w - h_l))
+
+
+def discopop_loss(pc, pr, rc, rr, *, beta: float = 0.05, discopop_tau: float = 0.05):
+    """(1-g) logistic + g exponential with gate g = sigma(u / tau), not detached (da.discopop)."""
+    h_w, h_l = _h(pc, pr, rc, rr)
+    u = beta * (h_w - h_l)
+    gate = torch.sigmoid(u / discopop_tau)
+    return (1 - gate) * F.softplus(-u) + gate * torch.exp((-u).clamp(max=80.0))
+
+
+def discovered_losses(h, *, beta: float = 0.05) -> dict:
+    """The family E[f(beta rho)], rho = h: logistic, hinge, exponential, padll, cell (da.discopop)."""
+    u = beta * h
+    logistic, exponential = F.softplus(-u), torch.exp((-u).clamp(max=80.0))
+    return {"logistic": logistic, "hinge": F.relu(1 - u), "exponential": exponential,
+            "padll": 0.9 * torch.where(h < 0, 0.5, 1.0) * logistic, "cell": 0.5 * logistic + 0.5 * exponential}
+
+
+def cal_dpo_loss(pc, pr, rc, rr, *, beta: float = 0.1, cal_weight: float = 0.5, beta_in_contrast: bool = False):
+    """-log sigma(h) + w [(h_w - 1/(2 beta))^2 + (h_l + 1/(2 beta))^2] (da.cal_dpo)."""
+    h_w, h_l = _h(pc, pr, rc, rr)
+    contrast = F.softplus(-(h_w - h_l) * (beta if beta_in_contrast else 1.0))
+    return contrast + cal_weight * ((h_w - 0.5 / beta) ** 2 + (h_l + 0.5 / beta) ** 2)
+
+
+def sppo_hard_loss(pc, pr, rc, rr, *, beta: float = 1e-3):
+    """(h_w - 1/(2 beta))^2 + (h_l + 1/(2 beta))^2, reference = previous iterate (da.sppo)."""
+    h_w, h_l = _h(pc, pr, rc, rr)
+    return (h_w - 0.5 / beta) ** 2 + (h_l + 0.5 / beta) ** 2
+
+
+def sppo_soft_loss(policy, previous, win_prob, *, eta: float):
+    """(log pi/pi_t - eta (P(y > pi_t) - 1/2))^2 per response (da.sppo, SPPO)."""
+    return (policy - previous - eta * (win_prob - 0.5)) ** 2
+
+
+def nca_pair_loss(pc, pr, rc, rr, *, beta: float = 0.1):
+    """-log sigma(r_w) - 1/2 log sigma(-r_w) - 1/2 log sigma(-r_l), r = beta h (da.relatives)."""
+    h_w, h_l = _h(pc, pr, rc, rr)
+    return F.softplus(-beta * h_w) + 0.5 * F.softplus(beta * h_w) + 0.5 * F.softplus(beta * h_l)
+
+
+def bco_pair_loss(pc, pr, rc, rr, *, beta: float = 0.1, delta: float = 0.0):
+    """-log sigma(r_w - delta) - log sigma(-(r_l - delta)), r = beta h, delta detached (da.bco)."""
+    h_w, h_l = _h(pc, pr, rc, rr)
+    return F.softplus(-(beta * h_w - delta)) + F.softplus(beta * h_l - delta)
+
+
+def exo_pair_loss(pc, pr, rc, rr, *, beta: float = 0.1, label_smoothing: float = 1e-3):
+    """KL([sigma(u), sigma(-u)] || [1-eps, eps]) (da.relatives)."""
+    if not 0 < label_smoothing < 1:
+        raise ValueError("exo_pair needs label_smoothing in (0, 1): write 0.001")
+    h_w, h_l = _h(pc, pr, rc, rr)
+    u = beta * (h_w - h_l)
+    eps = torch.as_tensor(label_smoothing, dtype=u.dtype)
+    return (torch.sigmoid(u) * (F.logsigmoid(u) - torch.log1p(-eps))
+            + torch.sigmoid(-u) * (F.logsigmoid(-u) - torch.log(eps)))
+
+
+def r_dpo_loss(pc, pr, rc, rr, *, beta: float = 0.1, length_chosen, length_rejected, alpha: float = 0.05):
+    """-log sigma(u + a|y_w| - a|y_l|): length-regularised DPO in the catalogue's sign (da.relatives)."""
+    h_w, h_l = _h(pc, pr, rc, rr)
+    return F.softplus(-(beta * (h_w - h_l) + alpha * (length_chosen - length_rejected)))
+
+
+def aot_unpaired_loss(h_chosen, h_rejected, *, beta: float = 0.1):
+    """Logistic on the sorted log-ratios of the batch (da.relatives)."""
+    return F.softplus(-beta * (torch.sort(h_chosen).values - torch.sort(h_rejected).values))
+
+
+def reference_free_loss(pc, pr, rc=None, rr=None, *, beta: float = 0.1):
+    """-log sigma(beta (S_w - S_l)) (da.reference_free; the preference term of CPO)."""
+    return F.softplus(-beta * (pc - pr))
+
+
+def simpo_loss(pc, pr, rc=None, rr=None, *, beta: float = 2.0, simpo_gamma: float = 0.5, label_smoothing: float = 0.0):
+    """-log sigma(beta M_w - beta M_l - gamma), means of token log-probs (da.simpo)."""
+    return soft_bce(beta * (pc - pr) - simpo_gamma, 1 - label_smoothing)
+
+
+def alphapo_reward(mean_logp, *, beta: float = 2.0, alpha: float = 0.25):
+    """beta (1 - exp(-alpha M)) / alpha; alpha -> 0 is beta M (da.alphapo)."""
+    if abs(alpha) < 1e-6:
+        return beta * mean_logp
+    return -beta * torch.expm1((-alpha * mean_logp).clamp(max=80.0)) / alpha
+
+
+def alphapo_loss(pc, pr, rc=None, rr=None, *, beta: float = 2.0, simpo_gamma: float = 0.5, alpha: float = 0.25):
+    """-log sigma(r_w - r_l - gamma) with the shaped reward (da.alphapo)."""
+    return F.softplus(-(alphapo_reward(pc, beta=beta, alpha=alpha) - alphapo_reward(pr, beta=beta, alpha=alpha) - simpo_gamma))
+
+
+def log_odds(mean_logp, clamp_max: float = -1e-6):
+    """log P/(1-P), P = exp(M), M clamped to <= clamp_max (da.orpo)."""
+    m = mean_logp.clamp(max=clamp_max)
+    return m - log1mexp(m)
+
+
+def orpo_loss(pc, pr, rc=None, rr=None, *, beta: float = 0.1):
+    """lambda * -log sigma(log odds_w - log odds_l), lambda = beta; the NLL of the chosen response is added outside (da.orpo)."""
+    return beta * F.softplus(-(log_odds(pc) - log_odds(pr)))
+
+
+def kto_loss(logratio, z0, label, *, beta: float = 0.1, desirable_weight=1.0, undesirable_weight=1.0):
+    """lambda_y - v per row: v = lambda sigma(beta (r - z0)) if desirable else lambda sigma(beta (z0 - r)) (da.kto).
+
+    `logratio` has no beta in it; `z0` is the detached reference point.
+    """
+    z0 = z0.detach() if torch.is_tensor(z0) else z0
+    good = label.bool()
+    one = torch.ones_like(logratio)
+    weight = torch.where(good, desirable_weight * one, undesirable_weight * one)
+    return weight * torch.sigmoid(torch.where(good, -1.0, 1.0) * beta * (logratio - z0))
+
+
+def kto_reference_point(mismatched_logratios):
+    """z0 = max(0, mean over the batch), detached: mean first, clamp after (da.kto)."""
+    return mismatched_logratios.detach().mean().clamp(min=0.0)
+
+
+def kto_weight_range(n_desirable: int, n_undesirable: int, undesirable_weight: float = 1.0, ratio=(1.0, 1.5)):
+    """Desirable weights for which lambda_D n_D / (lambda_U n_U) is inside `ratio` (da.kto)."""
+    base = undesirable_weight * n_undesirable / n_desirable
+    return [ratio[0] * base, ratio[1] * base]
+
+
+def slic_loss(pc, pr, *, delta: float = 1.0, reg_coef: float = 0.1, target=None):
+    """max(0, delta - S_w + S_l) - lambda S_target (da.slic); target defaults to the chosen response."""
+    return F.relu(delta - pc + pr) - reg_coef * (pc if target is None else target)
+
+
+def odpo_offset(score_chosen, score_rejected, alpha: float = 1.0, offset_fn: str = "log"):
+    """Detached offset alpha f(score gap); pairs with a gap <= 0 must have been dropped (da.odpo)."""
+    gap = (score_chosen - score_rejected).detach()
+    if bool((gap <= 0).any()):
+        raise ValueError("odpo: a pair's chosen score is not above its rejected score; drop such pairs at ingestion")
+    return alpha * (torch.log(gap) if offset_fn == "log" else gap)
+
+
+def odpo_loss(pc, pr, rc, rr, *, beta: float = 0.1, offset=0.0):
+    """-log sigma(u - offset) (da.odpo, Amini et al. 2024)."""
+    h_w, h_l = _h(pc, pr, rc, rr)
+    return F.softplus(-(beta * (h_w - h_l) - offset))
+
+
+def rpo_loss(pc, pr, rc, rr, *, beta: float = 0.1, score_gap, eta: float = 1.0):
+    """KL(Bernoulli(sigma(eta gap)) || Bernoulli(sigma(u))) (da.rpo, Nemotron-4)."""
+    h_w, h_l = _h(pc, pr, rc, rr)
+    u, b = beta * (h_w - h_l), (eta * score_gap).detach()
+    p = torch.sigmoid(b)
+    return p * (F.logsigmoid(b) - F.logsigmoid(u)) + (1 - p) * (F.logsigmoid(-b) - F.logsigmoid(-u))
+
+
+def rebel_loss(logratio_a, logratio_b, reward_a, reward_b, *, eta: float = 1.0):
+    """((h_a - h_b)/eta - (r_a - r_b))^2, log-ratios to the current iterate (da.rebel)."""
+    return ((logratio_a - logratio_b) / eta - (reward_a - reward_b).detach()) ** 2
+
+
+def rrhf_rank_loss(mean_logps, rewards):
+    """Sum over pairs with r_i < r_j of max(0, p_i - p_j) for one prompt (da.rrhf)."""
+    worse = rewards.unsqueeze(1) < rewards.unsqueeze(0)
+    return torch.where(worse, F.relu(mean_logps.unsqueeze(1) - mean_logps.unsqueeze(0)), 0.0).sum()
+
+
+def two_d_dpo_arguments(segments_chosen, segments_rejected, weight_chosen, weight_rejected, *, beta: float = 0.1):
+    """beta (w_c sum delta_c - w_r sum delta_r) per paired segment (da.2d_dpo)."""
+    return beta * (weight_chosen * segments_chosen - weight_rejected * segments_rejected)
+
+
+def segment_sums(token_values, starts, lengths):
+    """Sums over half-open spans [start, start+length) (da.2d_dpo)."""
+    return torch.stack([token_values[s:s + n].sum() for s, n in zip(starts, lengths)])
+
+
+def unlikelihood_loss(logps):
+    """-log(1 - p) per negative token (sft.unlikelihood)."""
+    return -log1mexp(logps)
+
+
+def distillation_loss(student_logits, teacher_logits, temperature: float = 1.0, direction: str = "forward"):
+    """T^2 KL per position over the whole vocabulary: forward KL(teacher||student) or reverse (kd.logit)."""
+    p = torch.log_softmax(teacher_logits.detach() / temperature, -1)
+    q = torch.log_softmax(student_logits / temperature, -1)
+    if direction == "reverse":
+        p, q = q, p
+    return temperature ** 2 * (p.exp() * (p - q)).sum(-1)
+
+
+def generalised_jsd(student_logp, teacher_logp, beta: float = 0.5):
+    """beta KL(p||M) + (1-beta) KL(q||M), M = beta p + (1-beta) q; 0 forward, 1 reverse KL (kd.onpolicy)."""
+    p, q = teacher_logp, student_logp
+    if beta == 0.0:
+        return (p.exp() * (p - q)).sum(-1)
+    if beta == 1.0:
+        return (q.exp() * (q - p)).sum(-1)
+    m = torch.log(beta * p.exp() + (1 - beta) * q.exp())
+    return beta * (p.exp() * (p - m)).sum(-1) + (1 - beta) * (q.exp() * (q - m)).sum(-1)
+
+
+def topk_kl(teacher_probs, student_probs, top_k: int, tail: str = "bucket"):
+    """KL(teacher||student) kept on the teacher's top k, the rest as one class (`bucket`) or dropped and
+    renormalised on both sides (`renormalise`) (kd.context)."""
+    index = torch.topk(teacher_probs, top_k, dim=-1).indices
+    p, q = teacher_probs.gather(-1, index), student_probs.gather(-1, index)
+    if tail == "bucket":
+        p = torch.cat([p, (1 - p.sum(-1, keepdim=True)).clamp(min=0)], -1)
+        q = torch.cat([q, (1 - q.sum(-1, keepdim=True)).clamp(min=0)], -1)
+    else:
+        p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+    return torch.where(p > 0, p * (p.log() - q.log()), 0.0).sum(-1)

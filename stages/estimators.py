@@ -1,0 +1,354 @@
+"""Advantages, returns, reward shaping, whitening, baselines and KL controllers (rl.md 2.1-2.4).
+
+Everything here happens once per rollout batch, on numbers without gradients, so it is float64 numpy (torch CPU
+tensors are accepted). Legend: B completions, T token columns; masks are 0/1; masked entries may hold NaN.
+"""
+from __future__ import annotations
+
+import numpy as np
+
+DEGENERATE = 1e-7  # relative range of rewards below which a group carries no signal (float32 resolution)
+
+GROUP_MODES = ("mean_std", "mean", "leave_one_out", "batch_std", "batch_centered_std", "batch_mean", "none")
+
+
+def _f64(x):
+    return np.asarray(x.detach().cpu() if hasattr(x, "detach") else x, dtype=np.float64)
+
+
+def _bool(x):
+    return np.asarray(x.detach().cpu() if hasattr(x, "detach") else x).astype(bool)
+
+
+def _choice(name, value, allowed):
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not known; write one of: {', '.join(allowed)}")
+    return value
+
+
+def is_constant(values) -> bool:
+    """True when the range of `values` is within DEGENERATE of their size: statistics would be rounding noise."""
+    values = _f64(values)
+    return values.size < 2 or float(values.max() - values.min()) <= DEGENERATE * float(np.abs(values).max())
+
+
+# --- advantages of groups -----------------------------------------------------------------------
+
+def group_advantage(rewards, group_ids, mode: str = "mean_std", std_ddof: int = 1, std_eps: float = 1e-4, valid=None):
+    """Advantage per completion from the rewards of its prompt: (float64 [B], informative bool [B]).
+
+    Rows are grouped by id, wherever they stand. `mean_std` GRPO; `mean` Dr. GRPO; `leave_one_out` RLOO;
+    `batch_std` / `batch_centered_std` divide the group-centred reward by the std of the raw / centred rewards of
+    the batch; `batch_mean` subtracts the batch mean; `none` keeps the reward. NaN or infinite rewards and
+    `valid=False` rows leave all statistics and get 0. A group with one valid row, or with equal rewards, gets
+    exactly 0 and is not informative (for `none` and `batch_mean` only invalid rows are not).
+    """
+    _choice("advantage mode", mode, GROUP_MODES)
+    r, ids = _f64(rewards), list(group_ids)
+    if r.ndim != 1 or len(ids) != len(r):
+        raise ValueError(f"rewards must be one number per completion with one group id each; got shape {r.shape} and {len(ids)} ids")
+    ok = np.isfinite(r) if valid is None else np.isfinite(r) & _bool(valid)
+    out, informative = np.zeros(len(r)), np.zeros(len(r), dtype=bool)
+    if mode in ("none", "batch_mean"):
+        out[ok] = r[ok] - (r[ok].mean() if mode == "batch_mean" and ok.any() else 0.0)
+        return out, ok
+    groups: dict = {}
+    for i, g in enumerate(ids):
+        if ok[i]:
+            groups.setdefault(g, []).append(i)
+    for rows in groups.values():
+        if is_constant(r[rows]):
+            continue
+        informative[rows] = True
+        centred = r[rows] - r[rows].mean()
+        if mode == "leave_one_out":
+            centred = centred * (len(rows) / (len(rows) - 1))
+        elif mode == "mean_std":
+            centred = centred / (_std(r[rows], std_ddof) + std_eps)
+        out[rows] = centred
+    if mode.startswith("batch") and informative.any():
+        spread = _std(r[ok] if mode == "batch_std" else out[ok], std_ddof)
+        out = out / (spread + std_eps)
+    return out, informative
+
+
+def _std(values, ddof):
+    return float(np.sqrt(np.square(values - values.mean()).sum() / max(len(values) - ddof, 1)))
+
+
+def process_advantage(step_rewards, step_ends, lengths, ddof: int = 1, eps: float = 1e-4):
+    """GRPO with process rewards, one group: list of [length] advantages (GRPO-PROCESS).
+
+    `step_rewards[i][j]` is the reward of step j of completion i, `step_ends[i][j]` the 0-based index of its last
+    token. Rewards are normalised over all steps of the group, then summed over the steps ending at or after a token.
+    """
+    flat = np.array([r for row in step_rewards for r in row], dtype=np.float64)
+    constant = is_constant(flat)
+    mean, std = (flat.mean(), _std(flat, ddof)) if len(flat) else (0.0, 0.0)
+    out = []
+    for rewards, ends, length in zip(step_rewards, step_ends, lengths):
+        adv = np.zeros(length)
+        for reward, end in zip(rewards, ends):
+            if not constant:
+                adv[: end + 1] += (reward - mean) / (std + eps)
+        out.append(adv)
+    return out
+
+
+# --- returns and GAE ----------------------------------------------------------------------------
+
+def reward_to_go(token_rewards_BT, mask_BT, gamma: float = 1.0):
+    """G_t = r_t + gamma G_{t+1} over masked-in tokens [B, T]; masked tokens cost no discount and are 0 (RETURN)."""
+    rewards, mask = _f64(token_rewards_BT), _bool(mask_BT)
+    out, running = np.zeros_like(rewards), np.zeros(rewards.shape[0])
+    for t in range(rewards.shape[1] - 1, -1, -1):
+        m = mask[:, t]
+        running = np.where(m, np.where(m, rewards[:, t], 0.0) + gamma * running, running)
+        out[:, t] = np.where(m, running, 0.0)
+    return out
+
+
+def gae(token_rewards_BT, values_BT, mask_BT, bootstrap_value_B=0.0, gamma: float = 1.0, lam: float = 0.95):
+    """(advantages, returns = advantages + values), [B, T], 0 outside the mask (GAE, Schulman et al. 2016).
+
+    `bootstrap_value_B` is V after the last token of truncated rows, 0 for terminated ones. Masked tokens (padding,
+    tool output) are skipped: the next state of an action is the state before the next action, undiscounted in between.
+    """
+    rewards, values, mask = _f64(token_rewards_BT), _f64(values_BT), _bool(mask_BT)
+    adv = np.zeros_like(rewards)
+    next_value = np.broadcast_to(_f64(bootstrap_value_B), rewards.shape[:1]).copy()
+    running = np.zeros(rewards.shape[0])
+    for t in range(rewards.shape[1] - 1, -1, -1):
+        m = mask[:, t]
+        r, v = np.where(m, rewards[:, t], 0.0), np.where(m, values[:, t], 0.0)
+        running = np.where(m, r + gamma * next_value - v + gamma * lam * running, running)
+        next_value = np.where(m, v, next_value)
+        adv[:, t] = np.where(m, running, 0.0)
+    return adv, np.where(mask, adv + np.where(mask, values, 0.0), 0.0)
+
+
+def td_errors(token_rewards_BT, values_BT, mask_BT, bootstrap_value_B=0.0, gamma: float = 1.0):
+    """delta_t = r_t + gamma V(s_{t+1}) - V(s_t) [B, T] (TD): GAE with lam 0."""
+    return gae(token_rewards_BT, values_BT, mask_BT, bootstrap_value_B, gamma, 0.0)[0]
+
+
+def nstep_return(rewards_T, values_T, t: int, n: int, gamma: float = 1.0, bootstrap_value: float = 0.0) -> float:
+    """n-step return of one row from step t; past the end it is the return to the end plus the bootstrap (TD)."""
+    rewards, values = _f64(rewards_T), list(_f64(values_T)) + [bootstrap_value]
+    end = min(t + n, len(rewards))
+    return float(sum(gamma ** (k - t) * rewards[k] for k in range(t, end)) + gamma ** (end - t) * values[end])
+
+
+# --- reward shaping -----------------------------------------------------------------------------
+
+KL_REWARD_MODES = ("token_terminal", "token_broadcast", "sequence_sum", "sequence_mean")
+TRUNCATION_POLICIES = ("score", "bootstrap", "zero", "penalty", "mask")
+
+
+def place_terminal(scores_B, mask_BT):
+    """[B, T] token rewards with the score on the last trained token of each row (rows without one get nothing)."""
+    scores, mask = _f64(scores_B), _bool(mask_BT)
+    out = np.zeros(mask.shape)
+    rows = np.flatnonzero(mask.any(1))
+    last = mask.shape[1] - 1 - np.argmax(mask[:, ::-1], axis=1)
+    out[rows, last[rows]] = scores[rows]
+    return out
+
+
+def shape_rewards(scores_B, kl_BT, mask_BT, kl_coef: float, mode: str = "sequence_sum"):
+    """Rewards with the rollout-time KL (old - ref log-probs, a constant) taken off (KL-REWARD).
+
+    `sequence_sum` / `sequence_mean` -> [B]; `token_terminal` -> token rewards [B, T] with the score on the last
+    token; `token_broadcast` -> [B, T], each token's own return score - kl_coef kl_t (no accumulation).
+    `scores_B` may be [B, T] process rewards for `token_terminal`.
+    """
+    _choice("kl_reward_mode", mode, KL_REWARD_MODES)
+    scores, mask = _f64(scores_B), _bool(mask_BT)
+    kl = np.where(mask, _f64(kl_BT), 0.0)
+    if mode == "sequence_sum":
+        return scores - kl_coef * kl.sum(1)
+    if mode == "sequence_mean":
+        return scores - kl_coef * kl.sum(1) / np.maximum(mask.sum(1), 1)
+    if mode == "token_terminal":
+        base = place_terminal(scores, mask) if scores.ndim == 1 else np.where(mask, scores, 0.0)
+        return base - kl_coef * kl
+    return np.where(mask, scores[:, None] - kl_coef * kl, 0.0)
+
+
+def apply_truncation(scores_B, terminated_B, policy: str = "score", missing_eos_penalty: float = 1.0,
+                     missing_eos_mode: str = "replace", next_values_B=0.0):
+    """What a cut completion earns: (terminal reward [B], bootstrap value [B], keep in loss bool [B]) (TERM).
+
+    `score` keeps the score; `zero` gives 0; `penalty` replaces it by (or, `subtract`, lowers it by) the penalty;
+    `bootstrap` gives no terminal reward and V(s_T); `mask` takes the row out of the loss. Terminated rows never change.
+    """
+    _choice("truncation_policy", policy, TRUNCATION_POLICIES)
+    _choice("missing_eos_mode", missing_eos_mode, ("replace", "subtract"))
+    scores, done = _f64(scores_B), _bool(terminated_B)
+    cut = {"score": scores, "mask": scores, "zero": np.zeros_like(scores), "bootstrap": np.zeros_like(scores),
+           "penalty": (scores if missing_eos_mode == "subtract" else np.zeros_like(scores)) - missing_eos_penalty}[policy]
+    bootstrap = np.where(done | (policy != "bootstrap"), 0.0, _f64(next_values_B))
+    return np.where(done, scores, cut), bootstrap, done | (policy != "mask")
+
+
+def overlong_penalty(lengths, max_completion_length: int, soft_punish_cache: int):
+    """Soft overlong penalty in [-1, 0], to be added to the reward; tool output counts in the length (OVERLONG, DAPO)."""
+    if not 0 <= soft_punish_cache <= max_completion_length:
+        raise ValueError(f"soft_punish_cache={soft_punish_cache} must be between 0 and max_completion_length={max_completion_length}")
+    n = _f64(lengths)
+    if soft_punish_cache == 0:
+        return np.where(n > max_completion_length, -1.0, 0.0)
+    return np.clip((max_completion_length - soft_punish_cache - n) / soft_punish_cache, -1.0, 0.0)
+
+
+class DynamicSamplingExhausted(RuntimeError):
+    """No full batch of informative prompts within max_num_gen_batches."""
+
+
+def informative_groups(correct_counts, num_generations: int):
+    """0 < correct < G per group: the filter of DYN-SAMPLING, on counts and not on shaped rewards."""
+    counts = np.asarray(correct_counts)
+    return (counts > 0) & (counts < num_generations)
+
+
+def fill_informative(count_stream, num_generations: int, train_batch_size: int, gen_batch_size: int,
+                     max_num_gen_batches: int = 10) -> dict:
+    """Draw batches of prompts from an iterable of correctness counts until enough are informative (DYN-SAMPLING).
+
+    Returns kept and surplus stream positions, batches used and the share of dropped groups.
+    Raises DynamicSamplingExhausted after `max_num_gen_batches` batches or at the end of the stream.
+    """
+    stream, kept, seen, batches = iter(count_stream), [], 0, 0
+    while len(kept) < train_batch_size:
+        if max_num_gen_batches and batches >= max_num_gen_batches:
+            break
+        batch = [c for _, c in zip(range(gen_batch_size), stream)]
+        if not batch:
+            break
+        kept += [seen + int(i) for i in np.flatnonzero(informative_groups(batch, num_generations))]
+        seen, batches = seen + len(batch), batches + 1
+    if len(kept) < train_batch_size:
+        raise DynamicSamplingExhausted(
+            f"{len(kept)} informative prompts of {train_batch_size} after {batches} generation batches ({seen} prompts): "
+            "raise max_num_gen_batches, use easier or harder prompts, or set zero_advantage=mask")
+    return {"kept": kept[:train_batch_size], "surplus": kept[train_batch_size:], "batches": batches,
+            "filter_rate": 1.0 - len(kept) / seen}
+
+
+# --- normalisation -------------------------------------------------------------------------------
+
+def whiten(values, mask=None, ddof: int = 0, eps: float = 1e-8, shift_mean: bool = True):
+    """(x - mean) / (std + eps) over the masked-in entries of the whole batch; masked entries and constant input
+    give exactly 0 (NORM, rm.calibrate). `shift_mean=False` adds the mean back (TRL whiten_rewards)."""
+    x = _f64(values)
+    m = np.ones(x.shape, bool) if mask is None else _bool(mask)
+    out = np.zeros_like(x)
+    if m.any():
+        picked = x[m]
+        mean = picked.mean()
+        scaled = np.zeros_like(picked) if is_constant(picked) else (picked - mean) / (_std(picked, ddof) + eps)
+        out[m] = scaled + (0.0 if shift_mean else mean)
+    return out
+
+
+def minmax(values):
+    """To [0, 1]; a constant batch gives 0.5 (rm.calibrate)."""
+    x = _f64(values)
+    low, high = x.min(), x.max()
+    return np.full_like(x, 0.5) if high == low else (x - low) / (high - low)
+
+
+def calibration_bias(anchor_scores) -> float:
+    """b = -mean of the anchor's scores; calibrated score = raw + b (rm.calibrate)."""
+    anchor = _f64(anchor_scores)
+    if not anchor.size or not np.isfinite(anchor).all():
+        raise ValueError("the calibration anchor needs at least one finite score: give demonstrations or reference samples that can be scored")
+    return float(-anchor.mean())
+
+
+def score_rules(scores, has_eos, empty, no_eos_reward: float = 0.0, empty_reward: float = -1.0):
+    """Scores after calibration with the rules for cut and empty responses; empty wins (rm.score_rules)."""
+    out = np.where(_bool(has_eos), _f64(scores), no_eos_reward)
+    return np.where(_bool(empty), empty_reward, out)
+
+
+# --- baselines and controllers with state ----------------------------------------------------------
+
+class MovingAverageBaseline:
+    """b <- decay b + (1 - decay) batch mean, used before it is updated; the first batch uses its own mean (BASELINE)."""
+
+    def __init__(self, decay: float = 0.9):
+        if not 0.0 <= decay < 1.0:
+            raise ValueError(f"decay={decay} must be in [0, 1); 0.9 is the default")
+        self.decay, self.value = decay, None
+
+    def use(self, rewards) -> float:
+        """The baseline for this batch of rewards (invalid ones ignored), then update."""
+        rewards = _f64(rewards)
+        rewards = rewards[np.isfinite(rewards)]
+        if not rewards.size:
+            return 0.0 if self.value is None else self.value
+        mean = float(rewards.mean())
+        used = mean if self.value is None else self.value
+        self.value = mean if self.value is None else self.decay * self.value + (1 - self.decay) * mean
+        return used
+
+    def state_dict(self) -> dict:
+        return {"decay": self.decay, "value": self.value}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.decay, self.value = state["decay"], state["value"]
+
+
+def table_baseline(prompt_ids, table: dict):
+    """Baseline [B] looked up by prompt id; a missing id is an error that names it (BASELINE)."""
+    missing = sorted({p for p in prompt_ids if p not in table})
+    if missing:
+        raise KeyError(f"no baseline for prompt ids {missing[:5]}: add them to the table or use baseline='batch_mean'")
+    return _f64([table[p] for p in prompt_ids])
+
+
+def v_star(reference_rewards, beta: float) -> float:
+    """beta log mean exp(r / beta) over reference samples of one prompt (ASTAR-PO, BASELINE v_star)."""
+    scaled = _f64(reference_rewards) / beta
+    top = scaled.max()
+    return float(beta * (top + np.log(np.exp(scaled - top).mean())))
+
+
+def adaptive_ppo(coef: float, kl: float, target_kl: float, **_) -> float:
+    """Halve below target/1.5, double above 1.5 target, strict (KL-CTRL, Schulman et al. 2017)."""
+    return coef / 2 if kl < target_kl / 1.5 else coef * 2 if kl > target_kl * 1.5 else coef
+
+
+def adaptive_ziegler(coef: float, kl: float, target_kl: float, k_beta: float = 0.1, **_) -> float:
+    """coef (1 + k_beta clip(kl/target - 1, -0.2, 0.2)) (KL-CTRL, Ziegler et al. 2019; horizon form: k_beta = n_steps/horizon)."""
+    return coef * (1 + k_beta * min(max(kl / target_kl - 1, -0.2), 0.2))
+
+
+def fixed(coef: float, kl: float, target_kl: float = 0.0, **_) -> float:
+    """The coefficient stays."""
+    return coef
+
+
+KL_CONTROLLERS = {"fixed": fixed, "adaptive_ppo": adaptive_ppo, "adaptive_ziegler": adaptive_ziegler}
+
+
+class KLController:
+    """A KL coefficient and the rule that moves it after each update; its state belongs in the checkpoint."""
+
+    def __init__(self, coef: float, controller: str = "fixed", target_kl: float | None = None, **options):
+        _choice("kl_controller", controller, KL_CONTROLLERS)
+        if controller != "fixed" and not (target_kl and target_kl > 0):
+            raise ValueError(f"kl_controller={controller} needs target_kl > 0 (6.0 nats per sequence is a common start)")
+        self.coef, self.controller, self.target_kl, self.options = coef, controller, target_kl, options
+
+    def update(self, kl: float) -> float:
+        """Move the coefficient by the measured KL (same unit as target_kl) and return it."""
+        self.coef = KL_CONTROLLERS[self.controller](self.coef, kl, self.target_kl, **self.options)
+        return self.coef
+
+    def state_dict(self) -> dict:
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.coef = state["coef"]

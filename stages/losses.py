@@ -1,0 +1,375 @@
+"""Losses of every training stage, as plain functions of log-probabilities and scores.
+
+Legend of shapes: B rows (sequences or pairs), T token positions, V vocabulary.
+Every function returns elementwise values ([B, T] or [B]); nothing here averages over a batch.
+`aggregate` turns them into a sum and its counts, and the optimizer step divides once, by the counts of the
+whole step (rl.md AGG, supervised-reward-direct.md section 0), so micro-batching cannot change a result.
+
+Masked positions may hold anything, NaN and infinities included: they are replaced by constants with
+`torch.where` before any exp or sum, so neither values nor gradients can be polluted.
+"""
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+LOG_RATIO_CLAMP = 20.0  # nats; rl.md 1.2
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def _choice(name: str, value: str, allowed) -> str:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not known; write one of: {', '.join(allowed)}")
+    return value
+
+
+def masked(values, mask):
+    """`values` where mask is 1, exactly 0 (with zero gradient) elsewhere. Any shapes that broadcast."""
+    return torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def log1mexp(x):
+    """log(1 - e^x) for x < 0, stable on both ends (section 0, Numerics)."""
+    near_zero = x > -math.log(2.0)
+    near = torch.where(near_zero, x, torch.full_like(x, -math.log(2.0)))
+    far = torch.where(near_zero, torch.full_like(x, -1.0), x)
+    return torch.where(near_zero, torch.log(-torch.expm1(near)), torch.log1p(-torch.exp(far)))
+
+
+# --- sequences and aggregation ------------------------------------------------------------------
+
+def gather_logps(logits, targets, temperature: float = 1.0):
+    """log softmax(logits / temperature) at `targets`; logits [..., V], targets [...] -> [...] in float32 or better."""
+    if temperature <= 0:
+        raise ValueError("temperature must be > 0 for log-probabilities; write 1.0 for the model's own distribution")
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logp = torch.log_softmax(logits / temperature, dim=-1)
+    return logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+def token_nll(logps):
+    """Negative log-likelihood per token, nats; same shape as `logps` (sft.nll)."""
+    return -logps
+
+
+def sequence_logps(logps_BT, mask_BT, reduce: str = "sum"):
+    """S(y) (`sum`) or M(y) (`mean`, per target token) of each row -> [B]. Rows without a target give 0."""
+    total = masked(logps_BT, mask_BT).sum(-1)
+    if _choice("reduce", reduce, ("sum", "mean")) == "sum":
+        return total
+    return total / mask_BT.bool().sum(-1).clamp(min=1)
+
+
+def count_targets(mask_BT) -> dict[str, int]:
+    """{"tokens": trained tokens, "sequences": rows with at least one of them}: the denominators of a batch."""
+    mask = mask_BT.bool()
+    return {"tokens": int(mask.sum()), "sequences": int(mask.any(-1).sum())}
+
+
+def denominator_of(mode: str) -> str:
+    """The count ("tokens" or "sequences") by which the step divides the sum of `aggregate(..., mode)`."""
+    return "tokens" if _choice("loss_agg_mode", mode, LOSS_AGG_MODES) == "token-mean" else "sequences"
+
+
+def aggregate(loss_BT, mask_BT, mode: str, loss_scale_factor: float | None = None, weights_B=None):
+    """Sum of a token loss [B, T] and its counts, for one micro-batch: (0-dim tensor, {"tokens", "sequences"}).
+
+    Dividing the summed sums by the summed `denominator_of(mode)` counts of the optimizer step gives
+    token-mean, seq-mean-token-sum, seq-mean-token-mean or seq-mean-token-sum-norm (which also divides by the
+    constant `loss_scale_factor`, normally the maximum completion length). Fully masked rows are in no count.
+    `weights_B` (sample_weight) multiplies rows in the sums and in the counts. Source: AGG, part.agg.
+    """
+    _choice("loss_agg_mode", mode, LOSS_AGG_MODES)
+    per_row = masked(loss_BT, mask_BT).sum(-1)
+    lengths = mask_BT.bool().sum(-1)
+    if mode == "seq-mean-token-mean":
+        per_row = per_row / lengths.clamp(min=1)
+    elif mode == "seq-mean-token-sum-norm":
+        if loss_scale_factor is None or not loss_scale_factor > 0:
+            raise ValueError("seq-mean-token-sum-norm needs a constant: write loss_scale_factor=<maximum completion length>")
+        per_row = per_row / loss_scale_factor
+    if weights_B is None:
+        return per_row.sum(), count_targets(mask_BT)
+    weights = torch.where(lengths > 0, weights_B.to(per_row.dtype), torch.zeros_like(per_row))
+    counts = {"tokens": float((weights * lengths).sum()), "sequences": float(weights.sum())}
+    return (per_row * weights).sum(), counts
+
+
+def aggregate_mean(loss_BT, mask_BT, mode: str, loss_scale_factor: float | None = None,
+                   seq_denominator: str = "nonempty"):
+    """The mean when this batch is the whole optimizer step; 0 (with a graph) when nothing is trained.
+
+    `seq_denominator="all"` keeps fully masked rows in the sequence count (TRL's GRPO).
+    """
+    total, counts = aggregate(loss_BT, mask_BT, mode, loss_scale_factor)
+    count = counts[denominator_of(mode)]
+    if denominator_of(mode) == "sequences" and _choice("seq_denominator", seq_denominator, ("nonempty", "all")) == "all":
+        count = mask_BT.shape[0]
+    return total / max(count, 1)
+
+
+def group_token_weights(mask_BT, group_ids):
+    """[B] weights 1/(tokens of the row's group): sum(weight * token losses) / groups is token_norm_scope=group (AGG).
+
+    Give it the rows of the whole optimizer step; then micro-batches only sum.
+    """
+    lengths = mask_BT.bool().sum(-1).tolist()
+    totals: dict = {}
+    for group, length in zip(group_ids, lengths):
+        totals[group] = totals.get(group, 0) + length
+    return torch.tensor([1.0 / max(totals[g], 1) for g in group_ids], dtype=torch.float64)
+
+
+# --- reward models --------------------------------------------------------------------------------
+
+def soft_bce(logit, label_prob):
+    """-p log sigma(z) - (1-p) log sigma(-z), elementwise (part.bce; rm.soft_label, rm.orm, da.soft_dpo)."""
+    return label_prob * F.softplus(-logit) + (1 - label_prob) * F.softplus(logit)
+
+
+def bradley_terry_loss(chosen_B, rejected_B, margin=None, label_prob=None, label_smoothing: float = 0.0,
+                       center_rewards_coefficient: float = 0.0):
+    """Pairwise ranking loss per pair [B]: -log sigma(r_w - r_l - margin) (rm.bt, rm.margin, rm.soft_label).
+
+    `label_prob` = P(chosen preferred) makes it the soft-label loss; `label_smoothing` flips that share of labels;
+    `center_rewards_coefficient` adds c (r_w + r_l)^2. The margin is data: no gradient, training only.
+    """
+    if not 0.0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing={label_smoothing} must be in [0, 0.5): it is the assumed share of flipped labels")
+    z = chosen_B - rejected_B
+    if margin is not None:
+        z = z - (margin.detach() if torch.is_tensor(margin) else margin)
+    p = 1.0 if label_prob is None else label_prob
+    loss = soft_bce(z, p * (1 - label_smoothing) + (1 - p) * label_smoothing)
+    if center_rewards_coefficient:
+        loss = loss + center_rewards_coefficient * (chosen_B + rejected_B) ** 2
+    return loss
+
+
+def kwise_pairs_loss(scores, pairs, weights=None):
+    """-log sigma(s_w - s_l) for (winner, loser) index pairs of one score vector -> [pairs] (rm.kwise_pairs)."""
+    index = torch.as_tensor(pairs, dtype=torch.long, device=scores.device).reshape(-1, 2)
+    return F.softplus(-(scores[index[:, 0]] - scores[index[:, 1]]))
+
+
+def plackett_luce_loss(ordered_scores, top: int | None = None):
+    """-log P of a ranking given best first: sum over k of logsumexp_{j>=k} s - s_k, last axis (rm.plackett_luce)."""
+    K = ordered_scores.shape[-1]
+    tail = torch.logcumsumexp(ordered_scores.flip(-1), -1).flip(-1)
+    stop = K - 1 if top is None else min(top, K - 1)
+    return (tail[..., :stop] - ordered_scores[..., :stop]).sum(-1)
+
+
+def last_token_index(attention_mask_BT):
+    """Largest position with attention 1, for left- and right-padded rows alike -> [B] (rm.head)."""
+    if not bool(attention_mask_BT.bool().any(-1).all()):
+        raise ValueError("a row has no attended token: drop empty texts before scoring them")
+    T = attention_mask_BT.shape[-1]
+    return T - 1 - attention_mask_BT.bool().flip(-1).to(torch.int64).argmax(-1)
+
+
+def pooled_rewards(hidden_BTD, attention_mask_BT, weight_D, bias=0.0, pooling: str = "last"):
+    """w.h + b with h the last attended token's state, or the mean over attended tokens -> [B] (rm.head)."""
+    if _choice("pooling", pooling, ("last", "mean")) == "last":
+        h = hidden_BTD[torch.arange(hidden_BTD.shape[0]), last_token_index(attention_mask_BT)]
+    else:
+        mask = attention_mask_BT.bool().unsqueeze(-1)
+        h = masked(hidden_BTD, mask).sum(1) / mask.sum(1).clamp(min=1)
+    return h @ weight_D + bias
+
+
+# --- direct alignment: DPO (the rest of the family is in stages/direct_losses.py) ---------------------
+
+def implicit_rewards(policy_B, ref_B, beta: float):
+    """beta (S_pi - S_ref) [B], the reward a tuned policy implies; sums of log-probs, not means (rm.implicit)."""
+    return beta * (policy_B - ref_B)
+
+
+def dpo_loss(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta: float = 0.1,
+             label_smoothing: float = 0.0, label_prob=None, robust: bool = False):
+    """-log sigma(beta [(S_pi - S_ref)(y_w) - (S_pi - S_ref)(y_l)]) per pair [B] (da.dpo, Rafailov et al. 2023 eq. 7).
+
+    `label_smoothing` is cDPO (with `robust=True` the unbiased form of Chowdhury et al. 2024), `label_prob` the
+    soft-label form (da.cdpo, da.soft_dpo). Inputs are sums of log-probs [B]; the reference carries no gradient.
+    """
+    if beta <= 0:
+        raise ValueError(f"beta={beta} must be > 0: write 0.1 (larger stays closer to the reference)")
+    if not 0.0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing={label_smoothing} must be in [0, 0.5): it is the assumed share of flipped labels")
+    u = beta * ((policy_chosen - ref_chosen) - (policy_rejected - ref_rejected))
+    if robust:
+        return ((1 - label_smoothing) * F.softplus(-u) - label_smoothing * F.softplus(u)) / (1 - 2 * label_smoothing)
+    p = 1.0 if label_prob is None else label_prob
+    return soft_bce(u, p * (1 - label_smoothing) + (1 - p) * label_smoothing)
+
+
+def displacement_metrics(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta: float = 0.1) -> dict:
+    """Sums over pairs that show both likelihoods falling (da.displacement); divide by "pairs"."""
+    h_w, h_l = (policy_chosen - ref_chosen).detach(), (policy_rejected - ref_rejected).detach()
+    return {"pairs": h_w.numel(), "chosen_shift": h_w.sum(), "rejected_shift": h_l.sum(),
+            "displaced": (h_w < 0).sum(), "both_fell": ((h_w < 0) & (h_l < 0)).sum(),
+            "margin": beta * (h_w - h_l).sum(), "accuracy": (h_w > h_l).sum()}
+
+
+# --- policy gradients -----------------------------------------------------------------------------
+
+RATIO_LEVELS = ("token", "sequence", "sequence_mean")
+SURROGATES = ("clip", "none", "logp", "stopgrad_ratio", "cispo")
+
+
+def log_ratios(logps_BT, old_logps_BT, mask_BT, ratio_level: str = "token", log_ratio_clamp: float = LOG_RATIO_CLAMP):
+    """log pi/pi_old per token [B, T] (0 at masked positions), at the chosen level, and the share that was clamped.
+
+    `sequence` is the product ratio of the row, `sequence_mean` its geometric mean (GSPO); both are repeated on
+    every token of the row, so `seq-mean-token-mean` gives one term per sequence. Clamped to +-log_ratio_clamp.
+    """
+    mask = mask_BT.bool()
+    zero = torch.zeros((), dtype=logps_BT.dtype, device=logps_BT.device)
+    d = torch.where(mask, logps_BT, zero) - torch.where(mask, old_logps_BT, zero)
+    if _choice("ratio_level", ratio_level, RATIO_LEVELS) != "token":
+        total = d.sum(-1, keepdim=True)
+        if ratio_level == "sequence_mean":
+            total = total / mask.sum(-1, keepdim=True).clamp(min=1)
+        d = torch.where(mask, total.expand_as(d), zero)
+    clamped = (d.detach().abs() > log_ratio_clamp) & mask
+    return d.clamp(-log_ratio_clamp, log_ratio_clamp), clamped
+
+
+def policy_loss(logps_BT, old_logps_BT, advantages, mask_BT, *, epsilon: float = 0.2, epsilon_high: float | None = None,
+                ratio_level: str = "token", surrogate: str = "clip", clip_ratio_c: float | None = None,
+                weights_BT=None, log_ratio_clamp: float = LOG_RATIO_CLAMP):
+    """Per-token policy loss [B, T] (to minimise) and detached sums for the log.
+
+    `advantages` [B] (repeated on every token) or [B, T]; detached here. `surrogate`:
+    `clip` -min(rho A, clip(rho, 1-epsilon, 1+epsilon_high) A) (PPO-CLIP; `clip_ratio_c` adds the dual clip);
+    `none` -rho A (CPI); `logp` -A log pi (REINFORCE, RLOO; old_logps unused);
+    `stopgrad_ratio` -A pi/sg(pi) (ONE-STEP); `cispo` -sg(min(rho, 1+epsilon_high)) A log pi.
+    `weights_BT` are detached importance weights (TIS). epsilon_high defaults to epsilon.
+    Metrics: {"tokens", "clip_low", "clip_high", "outside_range", "ratio", "k1", "k2", "k3", "log_ratio_clamped"},
+    sums over trained tokens, k* of KL(old||new); `policy_metrics` turns them into the usual names.
+    """
+    _choice("surrogate", surrogate, SURROGATES)
+    high = epsilon if epsilon_high is None else epsilon_high
+    if not (0 < epsilon and 0 < high):
+        raise ValueError(f"epsilon={epsilon}, epsilon_high={high}: clip ranges must be > 0; write surrogate='none' for no clipping")
+    if clip_ratio_c is not None and clip_ratio_c <= 1 + high:
+        raise ValueError(f"clip_ratio_c={clip_ratio_c} must be above 1 + epsilon_high = {1 + high}; 3.0 is usual")
+    mask = mask_BT.bool()
+    logps = masked(logps_BT, mask)
+    adv = advantages.detach().to(logps.dtype)
+    adv = masked(adv.unsqueeze(-1).expand_as(logps) if adv.dim() == logps.dim() - 1 else adv, mask)
+    old = logps.detach() if surrogate in ("logp", "stopgrad_ratio") else old_logps_BT.detach()
+    log_ratio, clamped = log_ratios(logps, old, mask, ratio_level, log_ratio_clamp)
+    ratio = torch.exp(log_ratio)
+    low_hit = (adv < 0) & (ratio < 1 - epsilon) & mask
+    high_hit = (adv > 0) & (ratio > 1 + high) & mask
+    if surrogate == "clip":
+        objective = torch.where(low_hit, (1 - epsilon) * adv, torch.where(high_hit, (1 + high) * adv, ratio * adv))
+        if clip_ratio_c is not None:
+            objective = torch.where((adv < 0) & (ratio > clip_ratio_c), clip_ratio_c * adv, objective)
+    elif surrogate == "logp":
+        objective = adv * logps
+    elif surrogate == "cispo":
+        objective = ratio.detach().clamp(max=1 + high) * adv * logps
+    else:  # none, stopgrad_ratio
+        objective = ratio * adv
+    if weights_BT is not None:
+        objective = objective * masked(weights_BT.detach().to(objective.dtype), mask)
+    d, r = log_ratio.detach(), ratio.detach()
+    outside = ((r < 1 - epsilon) | (r > 1 + high)) & mask
+    metrics = {"tokens": mask.sum(), "clip_low": low_hit.sum(), "clip_high": high_hit.sum(),
+               "outside_range": outside.sum(), "ratio": masked(r, mask).sum(), "k1": masked(-d, mask).sum(),
+               "k2": masked(d * d / 2, mask).sum(), "k3": masked(torch.expm1(d) - d, mask).sum(),
+               "log_ratio_clamped": clamped.sum()}
+    return masked(-objective, mask), metrics
+
+
+def policy_metrics(sums: dict) -> dict[str, float]:
+    """The sums of `policy_loss` as the quantities people look at (PPO-CLIP, Log); call on the sums of the step."""
+    n = max(float(sums["tokens"]), 1.0)
+    share = {k: float(v) / n for k, v in sums.items() if k != "tokens"}
+    return {"clip_fraction": share["clip_low"] + share["clip_high"], "clip_fraction_low": share["clip_low"],
+            "clip_fraction_high": share["clip_high"], "outside_range_fraction": share["outside_range"],
+            "approx_kl_k1": share["k1"], "approx_kl_k2": share["k2"], "approx_kl_k3": share["k3"],
+            "ratio_mean": share["ratio"], "log_ratio_clamped_fraction": share["log_ratio_clamped"]}
+
+
+def truncated_importance_weights(old_logps_BT, rollout_logps_BT, mask_BT, mode: str = "token_truncate", clip_max: float = 2.0):
+    """Detached weights pi_old(trainer)/mu(engine): [B, T] for token modes, [B, 1] for sequence modes (TIS)."""
+    _choice("mode", mode, ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"))
+    log_ratio, _ = log_ratios(old_logps_BT.detach(), rollout_logps_BT.detach(), mask_BT)
+    ratio = torch.exp(log_ratio if mode.startswith("token") else
+                      log_ratio.sum(-1, keepdim=True).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP))
+    return ratio.clamp(max=clip_max) if mode.endswith("truncate") else torch.where(ratio > clip_max, 0.0, ratio)
+
+
+def tapered_weights(logps_B, behaviour_logps_B, rewards_B, clip_pos=(1.0, 1.0), clip_neg=(0.0, 1.0)):
+    """Detached TOPR weights [B]: ratio clipped to clip_pos where reward > 0, to clip_neg elsewhere."""
+    ratio = torch.exp((logps_B - behaviour_logps_B).detach().clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP))
+    return torch.where(rewards_B > 0, ratio.clamp(*clip_pos), ratio.clamp(*clip_neg))
+
+
+# --- KL, entropy, values ----------------------------------------------------------------------------
+
+KL_ESTIMATORS = ("k1", "k2", "k3")
+
+
+def kl_estimate(logps_BT, ref_logps_BT, kind: str, mask_BT, old_logps_BT=None, log_ratio_clamp: float = LOG_RATIO_CLAMP):
+    """Sampled KL(pi||ref) per token [B, T], samples from pi; 0 outside the mask (KL-EST, Schulman 2020).
+
+    d = log pi - log ref: k1 = d; k2 = d^2/2; k3 = exp(-d) - 1 + d with d clamped (linear term included).
+    Differentiable through `logps_BT`. As a loss: k1 regularises nothing (refused by the presets), k2 gives the
+    reverse-KL gradient, k3 the forward-KL gradient; with `old_logps_BT` the estimate is multiplied by the
+    differentiable ratio pi/pi_old, which restores the reverse-KL gradient (kl_is_weighted).
+    """
+    _choice("kl_estimator", kind, KL_ESTIMATORS)
+    mask = mask_BT.bool()
+    d = masked(logps_BT, mask) - masked(ref_logps_BT, mask)
+    if kind == "k1":
+        kl = d
+    elif kind == "k2":
+        kl = d * d / 2
+    else:
+        d = d.clamp(-log_ratio_clamp, log_ratio_clamp)
+        kl = torch.expm1(-d) + d
+    if old_logps_BT is not None:
+        log_ratio, _ = log_ratios(logps_BT, old_logps_BT.detach(), mask_BT, log_ratio_clamp=log_ratio_clamp)
+        kl = kl * torch.exp(log_ratio)
+    return masked(kl, mask)
+
+
+def full_kl(logits, other_logits, mask=None, direction: str = "reverse"):
+    """Exact KL over the vocabulary from logits [..., V] -> [...]: `reverse` KL(pi||other), `forward` KL(other||pi) (KL-FULL)."""
+    if mask is not None:
+        keep = mask.bool().unsqueeze(-1)
+        logits, other_logits = masked(logits, keep), masked(other_logits, keep)
+    p, q = torch.log_softmax(logits, -1), torch.log_softmax(other_logits, -1)
+    if _choice("direction", direction, ("reverse", "forward")) == "forward":
+        p, q = q, p
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def entropy(logits, mask=None):
+    """- sum_v pi log pi per position, nats: logits [..., V] -> [...] (ENTROPY). A bonus is subtracted from the loss."""
+    if mask is not None:
+        logits = masked(logits, mask.bool().unsqueeze(-1))
+    logp = torch.log_softmax(logits, -1)
+    out = -(logp.exp() * logp).sum(-1)
+    return out if mask is None else masked(out, mask)
+
+
+def value_loss(values_BT, targets_BT, mask_BT, old_values_BT=None, cliprange_value: float | None = None, half: bool = False):
+    """(V - target)^2 per token [B, T]; with a clip range the maximum of clipped and unclipped error (CRITIC-LOSS, VALUE-CLIP)."""
+    mask = mask_BT.bool()
+    values, targets = masked(values_BT, mask), masked(targets_BT, mask).detach()
+    loss = (values - targets) ** 2
+    if cliprange_value is not None:
+        if old_values_BT is None:
+            raise ValueError("cliprange_value needs old_values_BT, the values predicted when the rollout was scored")
+        old = masked(old_values_BT, mask).detach()
+        clipped = old + (values - old).clamp(-cliprange_value, cliprange_value)
+        clipped_loss = (clipped - targets) ** 2
+        loss = torch.where(clipped_loss > loss, clipped_loss, loss)
+    return masked(loss * (0.5 if half else 1.0), mask)
