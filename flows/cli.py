@@ -1,0 +1,483 @@
+"""The command line. Every command imports what it needs itself, so that `--help` stays instant."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+EXIT_CODES = "Exit codes: 0 done, 1 a stage or a gate failed, 2 wrong usage or configuration, 130 interrupted."
+
+app = typer.Typer(
+    name="posttrain", no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
+    help="Turns preference data and a base model into a better model, stage by stage.\n\n"
+         "State lives under POSTTRAIN_HOME (default ./.posttrain). Refs name things in it: dataset:NAME@latest, "
+         "dataset:NAME@DIGEST, model:NAME@champion, model:NAME/3, model:m-DIGEST. Where a ref is taken, a path or a hub id is too.",
+    epilog=EXIT_CODES)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout, everything else on stderr.")]
+Sets = Annotated[Optional[list[str]], typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a setting; values are YAML. Repeatable.")]
+Files = Annotated[Optional[list[Path]], typer.Option("--config", "-c", help="YAML file with settings; later files win. Repeatable.")]
+Seed = Annotated[Optional[int], typer.Option(help="Seed of every random choice (default 0, or what the configuration says).")]
+
+
+# ------------------------------------------------------------------------------------------------ run
+
+
+@app.command(rich_help_panel="Pipelines", epilog=EXIT_CODES)
+def run(
+    recipe: Annotated[str, typer.Argument(help="post_training, preference or verifiable; `posttrain ls recipes` describes them.")],
+    set_: Sets = None,
+    config: Files = None,
+    preset: Annotated[Optional[str], typer.Option(help="Start from a preset, e.g. demo.")] = None,
+    seed: Seed = None,
+    force: Annotated[Optional[list[str]], typer.Option(help="Execute this step again although nothing changed. Repeatable.")] = None,
+    json_: Json = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and which steps would run.")] = False,
+) -> None:
+    """Run a recipe. Finished stages are reused, and a killed run continues when the same command is given again.
+
+    Against the servers of `posttrain up` when they run, else with a Prefect server of its own that ends with it.
+
+    Example: posttrain run preference --set data.path=pairs.jsonl --set model=path/to/model
+    """
+    from flows import env
+    from flows.config import load_preset, load_yaml, merge, parse_sets
+
+    env.prepare(quiet=True)
+    values: dict[str, Any] = load_preset(recipe_name(recipe), preset) if preset else {}
+    for path in config or []:
+        values = merge(values, load_yaml(path))
+    values = merge(values, parse_sets(set_ or []))
+    if seed is not None:
+        values["seed"] = seed
+    execute(recipe, values, force or [], json_, dry_run)
+
+
+@app.command(rich_help_panel="Pipelines", epilog=EXIT_CODES)
+def rerun(
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="Run id, the beginning of one, or `last`.")],
+    stage: Annotated[Optional[str], typer.Option(help="The step to change or repeat (a section of the recipe, e.g. rl).")] = None,
+    set_: Sets = None,
+    seed: Seed = None,
+    json_: Json = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print which steps would run.")] = False,
+) -> None:
+    """Repeat a run with one step changed; everything above it is reused.
+
+    Keys of --set belong to the step named by --stage. Without --set the step is executed again as it was.
+
+    Example: posttrain rerun last --stage rl --set kl_coef=0.02
+    """
+    from flows import env
+    from flows.config import ConfigError, merge, parse_sets, section
+    from flows.recipe import get_recipe
+    from storage import records
+
+    env.prepare(quiet=True)
+    record = records.find_run(run_id)
+    if record.recipe.startswith("stage:"):
+        raise ConfigError(f"run {run_id} ran one stage; repeat it with: posttrain stage {record.recipe[6:]} --input … --set …")
+    recipe_flow = get_recipe(record.recipe)
+    given = parse_sets(set_ or [])
+    if stage is not None:
+        section(recipe_flow.config_type, stage)
+        given = {stage: given} if given else {}
+    elif not given and seed is None:
+        raise ConfigError("say what to change: --stage NAME (repeat it), --stage NAME --set key=value, or --seed N")
+    values = merge(dict(record.config), given)
+    if seed is not None:
+        values["seed"] = seed
+    execute(record.recipe, values, [stage] if stage and not given else [], json_, dry_run)
+
+
+def recipe_name(name: str) -> str:
+    from flows.config import ConfigError, nearest
+    from flows.recipe import RECIPES
+
+    if name not in RECIPES:
+        near = nearest(name, list(RECIPES))
+        raise ConfigError(f"there is no recipe {name!r}; " + (f"did you mean {near!r}? " if near else "")
+                          + f"the recipes are: {', '.join(RECIPES)}")
+    return name
+
+
+def execute(recipe: str, values: dict[str, Any], force: list[str], as_json: bool, dry_run: bool) -> None:
+    """Run (or plan) a recipe on values that are not validated yet, and print what came of it."""
+    from flows import display, env, services
+    from flows.recipe import Plan, get_recipe, load_config
+
+    recipe_name(recipe)
+    config = load_config(recipe, values)
+    state = env.state_dir()
+    if dry_run:
+        plan = Plan(recipe, config.seed, force)
+        get_recipe(recipe).method(plan, config)
+        resolved = config.model_dump(mode="json")
+        if as_json:
+            return emit({"recipe": recipe, "config": resolved, "plan": plan.table})
+        import yaml
+
+        print(yaml.safe_dump(resolved, sort_keys=False))
+        return display.table(plan.table, "plan")
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+        if not services.connect(state):
+            os.environ["POSTTRAIN_EMBEDDED"] = "1"
+            stack.enter_context(services.embedded(state))
+        from tasks.stages import listening
+
+        screen = stack.enter_context(display.Display())
+        stack.enter_context(listening(screen))
+        result = get_recipe(recipe)(config=config, force=force)
+    if as_json:
+        return emit({"status": "finished", **result})
+    from flows.report import print_result
+
+    print_result(result, state)
+
+
+# ------------------------------------------------------------------------------------------------ stage
+
+
+@app.command(rich_help_panel="Pipelines", epilog=EXIT_CODES)
+def stage(
+    name: Annotated[str, typer.Argument(help="Stage name; `posttrain ls stages` lists them.")],
+    input_: Annotated[Optional[list[str]], typer.Option("--input", "-i", metavar="NAME=REF_OR_PATH", help="An input: a ref, a model directory, a data file or a hub id. Repeatable.")] = None,
+    set_: Sets = None,
+    config: Files = None,
+    name_as: Annotated[Optional[str], typer.Option(help="Name to publish the outputs under.")] = None,
+    seed: Seed = None,
+    force: Annotated[bool, typer.Option("--force", help="Execute although a verified record exists.")] = False,
+    json_: Json = False,
+    keys: Annotated[bool, typer.Option("--keys", help="List the stage's inputs and settings, and stop.")] = False,
+) -> None:
+    """Run one stage on refs, model directories and data files, without a recipe or a server.
+
+    Data files given where a dataset is wanted are ingested first.
+
+    Example: posttrain stage sft --input model=path/to/model --input data=demos.jsonl --set num_train_epochs=2 --json
+    """
+    from flows import display, env, services
+    from flows.config import ConfigError, build, load_yaml, merge, parse_sets
+    from stages.registry import get_stage
+
+    state = env.prepare(quiet=True)
+    spec = get_stage(name).SPEC
+    if keys:
+        return describe_stage(name)
+    inputs = {}
+    for pair in input_ or []:
+        key, sign, ref = pair.partition("=")
+        if not sign or not ref:
+            raise ConfigError(f"--input {pair!r}: write NAME=REF_OR_PATH; the inputs of {name} are: {', '.join(spec.inputs) or 'none'}")
+        inputs[key] = ref
+    spec.check_inputs(inputs)
+    values: dict[str, Any] = {}
+    for path in config or []:
+        values = merge(values, load_yaml(path))
+    settings = build(spec.config, merge(values, parse_sets(set_ or [])))
+    connected = services.connect(state)
+    from tasks.run import run_stage
+
+    with display.Display() as screen:
+        screen(name, {"event": "started"})
+        result = run_stage(name, inputs, settings.model_dump(mode="json"), seed=seed or 0, name_as=name_as, force=force,
+                           on_event=lambda event: screen(name, event))
+        value = result.to_json()
+        screen(name, {"event": "finished", "result": value})
+    if connected and not result.cached and any(ref.startswith("dataset:") for ref in result.outputs.values()):
+        from tasks.stages import announce
+
+        announce({**value, "published_by": "stage"})
+    if json_:
+        return emit({"status": "finished", **value})
+    for output, ref in result.outputs.items():
+        print(f"{output}: {ref}")
+    display.table([{"metric": key, "value": number} for key, number in value["metrics"].items()])
+
+
+def describe_stage(name: str) -> None:
+    """Inputs, outputs and every setting of a stage, on stdout."""
+    from flows.config import keys as config_keys
+    from flows.config import field_at
+    from flows.display import table
+    from stages.registry import get_stage
+
+    module = get_stage(name)
+    print((module.__doc__ or "").strip() + "\n")
+    table([{"input": key + (".LABEL" if one.many else ""), "takes": one.kind + (f" {'|'.join(one.kinds)}" if one.kinds else ""),
+            "required": "yes" if one.required else "no", "": one.doc} for key, one in module.SPEC.inputs.items()] or [{"input": "none"}])
+    print()
+    table([{"setting": key, "default": str(default), "": doc} for key, default, doc in
+           ((key, *field_at(module.SPEC.config, key)) for key in config_keys(module.SPEC.config))])
+
+
+# ------------------------------------------------------------------------------------------------ servers
+
+
+@app.command(rich_help_panel="Servers", epilog=EXIT_CODES)
+def up(
+    prefect_port: Annotated[Optional[int], typer.Option(help="Port of Prefect (default 4200, or a free one).")] = None,
+    mlflow_port: Annotated[Optional[int], typer.Option(help="Port of MLflow (default 5000, or a free one).")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; there is no login, so keep it local unless the network is trusted.")] = "127.0.0.1",
+    gpu_slots: Annotated[Optional[int], typer.Option(min=1, help="GPU stages at a time (default: the number of GPUs, at least 1).")] = None,
+    worker: Annotated[bool, typer.Option(help="Also start a worker.")] = True,
+    json_: Json = False,
+) -> None:
+    """Start a Prefect server, an MLflow server and a worker on this machine, and print their URLs."""
+    from flows import env, services
+
+    state = env.prepare()
+    alive = services.up(state, prefect_port=prefect_port, mlflow_port=mlflow_port, host=host, gpu_slots=gpu_slots,
+                        worker=worker, say=lambda text: print(text, file=sys.stderr))
+    if json_:
+        return emit({name: entry["url"] for name, entry in alive.items()})
+    print(f"Prefect  {alive['prefect']['url']}")
+    print(f"MLflow   {alive['mlflow']['url']}")
+    print("Next: `posttrain deploy` registers the recipes and stages; `posttrain down` stops everything.")
+
+
+@app.command(rich_help_panel="Servers", epilog=EXIT_CODES)
+def down(json_: Json = False) -> None:
+    """Stop the servers, the worker and the flows it runs. A stopped run continues when it is started again."""
+    from flows import env, services
+
+    stopped = services.down(env.prepare(quiet=True), say=lambda text: print(text, file=sys.stderr))
+    if json_:
+        return emit({"stopped": stopped})
+    print("stopped: " + (", ".join(stopped) or "nothing was running"))
+
+
+@app.command(rich_help_panel="Servers", epilog=EXIT_CODES)
+def status(json_: Json = False) -> None:
+    """Show the servers, the running runs and who holds the GPU."""
+    from flows import env, report
+
+    value = report.status(env.prepare(quiet=True))
+    if json_:
+        return emit(value)
+    report.print_status(value)
+
+
+@app.command(rich_help_panel="Servers", epilog=EXIT_CODES)
+def deploy(
+    gpu_slots: Annotated[Optional[int], typer.Option(min=1, help="GPU stages at a time.")] = None,
+    trigger_model: Annotated[str, typer.Option(help="Model that new preference data improves (the event-triggered recipe).")] = "model:policy@champion",
+    json_: Json = False,
+) -> None:
+    """Register every recipe and stage with the server, a nightly schedule, crash recovery and event-triggered runs.
+
+    Uses the server of `posttrain up`, or the one PREFECT_API_URL names. Deploying again updates in place.
+    """
+    from flows import env, services
+    from flows.config import ConfigError
+
+    if not services.connect(env.prepare(quiet=True)):
+        raise ConfigError("there is no Prefect server to deploy to; start one with `posttrain up`, or set PREFECT_API_URL")
+    from flows.deploy import deploy as register
+
+    result = register(gpu_slots=gpu_slots, trigger_model=trigger_model)
+    if json_:
+        return emit(result)
+    for kind in ("deployments", "automations"):
+        print(kind)
+        for name in result[kind]:
+            print(f"  {name}")
+
+
+@app.command(rich_help_panel="Servers", epilog=EXIT_CODES)
+def doctor(
+    fix: Annotated[bool, typer.Option(help="Repair what can be repaired: send what MLflow has not got, close dead runs.")] = True,
+    json_: Json = False,
+) -> None:
+    """Check versions, disk, servers, schedules and stale runs; exit 1 when something is wrong."""
+    from flows import env
+    from flows.doctor import examine
+
+    findings = examine(env.prepare(quiet=True), fix=fix)
+    if json_:
+        emit({"ok": all(one["ok"] for one in findings), "checks": findings})
+    else:
+        for one in findings:
+            print(f"{'ok  ' if one['ok'] else 'FAIL'}  {one['check']}: {one['text']}")
+    if not all(one["ok"] for one in findings):
+        raise typer.Exit(1)
+
+
+# ------------------------------------------------------------------------------------------------ look
+
+
+@app.command(rich_help_panel="Results", epilog=EXIT_CODES)
+def ls(
+    what: Annotated[str, typer.Argument(help="runs, datasets, models, stages or recipes")] = "runs",
+    json_: Json = False,
+) -> None:
+    """List runs, datasets, models, stages or recipes."""
+    from flows import display, env, report
+
+    env.prepare(quiet=True)
+    rows = report.listing(what)
+    if json_:
+        return emit({what: rows})
+    display.table(rows)
+
+
+@app.command(rich_help_panel="Results", epilog=EXIT_CODES)
+def show(
+    ref: Annotated[str, typer.Argument(help="A ref, a path, a stage key or a run id.")],
+    json_: Json = False,
+) -> None:
+    """Show a dataset, a model or a run: where it is, what made it, its numbers."""
+    from flows import env, report
+
+    env.prepare(quiet=True)
+    value = report.describe(ref)
+    if json_:
+        return emit(value)
+    report.print_description(value)
+
+
+@app.command(rich_help_panel="Results", epilog=EXIT_CODES)
+def lineage(ref: Annotated[str, typer.Argument(help="A dataset or model ref.")], json_: Json = False) -> None:
+    """Show everything a dataset or model was made from: stages, configs, data files."""
+    from flows import env, report
+
+    env.prepare(quiet=True)
+    tree = report.lineage(ref)
+    if json_:
+        return emit(tree)
+    report.print_lineage(tree)
+
+
+@app.command(rich_help_panel="Results", epilog=EXIT_CODES)
+def compare(
+    a: Annotated[str, typer.Argument(help="A run id, or an evaluation (its dataset ref or stage key).")],
+    b: Annotated[str, typer.Argument(help="The one to compare with.")],
+    json_: Json = False,
+) -> None:
+    """Put the numbers of two runs or two evaluations side by side; different protocols are refused."""
+    from flows import display, env
+    from flows.compare import compare as side_by_side
+
+    env.prepare(quiet=True)
+    value = side_by_side(a, b)
+    if json_:
+        return emit(value)
+    display.table(value["metrics"])
+    for line in value["config"]:
+        print(line)
+
+
+@app.command(rich_help_panel="Results", epilog=EXIT_CODES)
+def promote(
+    model: Annotated[str, typer.Argument(help="The candidate: a model ref or directory.")],
+    input_: Annotated[Optional[list[str]], typer.Option("--input", "-i", metavar="NAME=REF", help="Evidence for the gate, e.g. its evaluation. Repeatable.")] = None,
+    name: Annotated[str, typer.Option(help="Registered name.")] = "policy",
+    alias: Annotated[str, typer.Option(help="Alias the winner gets.")] = "champion",
+    set_: Sets = None,
+    json_: Json = False,
+) -> None:
+    """Put a model through the promotion gate; the decision and its evidence are recorded whatever it is.
+
+    Exit code 1 when the gate refuses.
+    """
+    from flows import env, report
+
+    env.prepare(quiet=True)
+    decision = report.promote(model, name=name, alias=alias, inputs=input_ or [], sets=set_ or [])
+    if json_:
+        emit(decision)
+    else:
+        report.print_decision(decision)
+    if not decision["promoted"]:
+        raise typer.Exit(1)
+
+
+@app.command(rich_help_panel="Results", epilog=EXIT_CODES)
+def export(
+    model: Annotated[str, typer.Argument(help="A model ref.")],
+    directory: Annotated[Path, typer.Argument(help="New directory; loads with from_pretrained anywhere.")],
+    json_: Json = False,
+) -> None:
+    """Copy a model out of the store as a plain Hugging Face directory."""
+    from flows import env, report
+
+    env.prepare(quiet=True)
+    value = report.export(model, directory)
+    if json_:
+        return emit(value)
+    print(f"{value['ref']} -> {value['directory']} ({value['files']} files)")
+
+
+@app.command(rich_help_panel="Results", epilog=EXIT_CODES)
+def chat(
+    model: Annotated[str, typer.Argument(help="A model ref, directory or hub id.")],
+    prompt: Annotated[Optional[str], typer.Option(help="Answer this one and stop.")] = None,
+    system: Annotated[Optional[str], typer.Option(help="System message.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus mass.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens per answer.")] = 128,
+    seed: Seed = None,
+    json_: Json = False,
+) -> None:
+    """Talk to a model with the platform's own sampler. Empty line or Ctrl-D ends; /reset forgets the conversation."""
+    from flows import env
+    from flows.chat import converse
+
+    env.prepare(quiet=True)
+    converse(model, prompt=prompt, system=system, temperature=temperature, top_p=top_p, max_tokens=max_tokens,
+             seed=seed or 0, as_json=json_)
+
+
+# ------------------------------------------------------------------------------------------------ ends
+
+
+def emit(value: Any) -> None:
+    """One JSON object on one line, the last of stdout."""
+    sys.stdout.flush()
+    print(json.dumps(value, ensure_ascii=False, default=str), flush=True)
+
+
+def main() -> None:
+    """Entry point: runs the command and turns errors into messages and exit codes."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        fail("interrupted; the same command continues where it stopped", 130)
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            raise
+        code = classify(error)
+        if code is None:
+            raise
+        fail(str(error) or type(error).__name__, code)
+
+
+def classify(error: BaseException) -> int | None:
+    """Exit code of an error that has a message for the user; None for a defect, whose traceback is wanted."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    if names & {"ConfigError", "ReferenceError_", "UnhashableError", "RefError", "ParameterTypeError"}:
+        return 2
+    if names & {"StageError", "ServiceError", "DatasetError", "GateError", "StageFailed", "StageBusy"}:
+        return 1
+    if "TerminationSignal" in names:
+        return 143
+    return None
+
+
+def fail(text: str, code: int) -> None:
+    print(f"error: {text}", file=sys.stderr)
+    if "--json" in sys.argv:
+        emit({"status": "failed", "exit_code": code, "error": text})
+    sys.stdout.flush()
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Recipe configurations: presets, `--set` overrides, and errors that say what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from stages.spec import ConfigError, explain
+
+PRESETS = Path(__file__).resolve().parent / "presets"
+
+
+# ---------------------------------------------------------------- values
+
+
+def parse_sets(pairs: Iterable[str]) -> dict[str, Any]:
+    """['rl.steps=40', 'sft.lora=null'] -> nested values. Values are YAML: numbers, true, null, [a, b], text."""
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        key, sign, text = pair.partition("=")
+        if not sign or not key.strip():
+            raise ConfigError(f"--set {pair!r}: write key=value, for example --set sft.learning_rate=1e-4")
+        place = values
+        *parents, last = key.strip().split(".")
+        for parent in parents:
+            place = place.setdefault(parent, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"--set {pair!r}: {parent!r} was already given as a plain value")
+        place[last] = scalar(text)
+    return values
+
+
+def scalar(text: str) -> Any:
+    """A YAML value; unlike YAML 1.1 it also reads 1e-5 as a number."""
+    import yaml
+
+    if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", text.strip()):
+        return float(text)
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def load_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML (or JSON) file."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"there is no configuration file {path}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: write a mapping of sections, for example 'sft: {{epochs: 2}}'")
+    return values
+
+
+def presets(recipe: str) -> list[str]:
+    """Names of the recipe's presets (files flows/presets/RECIPE.NAME.yaml)."""
+    return sorted(path.name.split(".")[1] for path in PRESETS.glob(f"{recipe}.*.yaml"))
+
+
+def load_preset(recipe: str, name: str) -> dict[str, Any]:
+    path = PRESETS / f"{recipe}.{name}.yaml"
+    if not path.exists():
+        raise ConfigError(f"recipe {recipe} has no preset {name!r}; it has: {', '.join(presets(recipe)) or 'none'}")
+    return load_yaml(path)
+
+
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` laid over `base`, section by section; neither is changed."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
+
+
+# ---------------------------------------------------------------- validation
+
+
+def build(model: type[BaseModel], values: dict[str, Any]) -> BaseModel:
+    """Validate `values`; a ConfigError lists every problem, one per line, with the nearest valid key."""
+    unknown = list(_unknown(model, values))
+    if unknown:
+        raise ConfigError("\n".join(unknown))
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain(getattr(model, "__module__", "config").rpartition(".")[2], model, error)) from None
+
+
+def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every dotted key of the configuration."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        for section in _sections(field.annotation):
+            yield from keys(section, f"{prefix}{name}.")
+
+
+def section(model: type[BaseModel], name: str) -> type[BaseModel]:
+    """The model of a section, e.g. `sft` -> stages.sft.Config."""
+    field = model.model_fields.get(name)
+    sections = _sections(field.annotation) if field else []
+    if not sections:
+        names = [key for key, value in model.model_fields.items() if _sections(value.annotation)]
+        raise ConfigError(f"there is no section {name!r}; the sections are: {', '.join(names)}")
+    return sections[0]
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
+        return [found for part in typing.get_args(annotation) for found in _sections(part)]
+    return []
+
+
+def _unknown(model: type[BaseModel], values: dict[str, Any], prefix: str = "", top: type[BaseModel] | None = None):
+    top = top or model
+    for name, value in values.items():
+        field = model.model_fields.get(name)
+        if field is None:
+            near = nearest(prefix + str(name), list(keys(top)))
+            yield f"unknown key {prefix + str(name)!r}" + (f"; did you mean {near!r}?" if near else "")
+            continue
+        sections = _sections(field.annotation)
+        if isinstance(value, dict) and sections:
+            problems = [list(_unknown(option, value, f"{prefix}{name}.", top)) for option in sections]
+            yield from min(problems, key=len)
+
+
+def nearest(word: str, words: list[str]) -> str | None:
+    """The valid key closest to `word`: by spelling, else by its last part (learning_rate -> sft.learning_rate)."""
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    if close:
+        return close[0]
+    last = word.rsplit(".", 1)[-1]
+    tails = {known.rsplit(".", 1)[-1]: known for known in reversed(words)}
+    tail = difflib.get_close_matches(last, list(tails), n=1, cutoff=0.6)
+    return tails[tail[0]] if tail else None

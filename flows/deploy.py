@@ -1,0 +1,193 @@
+"""What `posttrain deploy` registers with a Prefect server: recipes, stages, a schedule, slots and automations.
+
+Everything here is idempotent: deploying again updates in place and leaves no copies. One deployment exists per
+preset, since Prefect replaces a whole parameter when a run overrides part of it, and a schedule's own parameters
+are lost whenever it is paused and resumed.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from flows.config import load_preset, presets
+from flows.recipe import RECIPES, get_recipe
+from flows.services import POOL
+from stages.registry import STAGES, get_stage
+
+QUEUES = {"gpu": {"priority": 1, "concurrency_limit": 1}, "cpu": {"priority": 2, "concurrency_limit": 4}}
+NIGHTLY = "0 3 * * *"
+LOST_AFTER = timedelta(minutes=5)  # more than nine heartbeats: also a server restart must not look like a crash
+RECOVER = "auto-recover"
+AUTOMATIONS = ("posttrain: heartbeat lost", "posttrain: recover crashed runs", "posttrain: new preference data")
+
+
+def deploy(*, gpu_slots: int | None = None, trigger_model: str = "model:policy@champion") -> dict[str, Any]:
+    """Register everything with the server of PREFECT_API_URL; returns the names by kind.
+
+    trigger_model: the policy that the recipe started by new preference data improves.
+    """
+    install_pool(gpu_slots=gpu_slots)
+    names = [_apply(*spec) for spec in [*recipe_deployments(), *stage_deployments()]]
+    return {"pool": POOL, "deployments": names, "automations": install_automations(trigger_model)}
+
+
+# ---------------------------------------------------------------- deployments
+
+
+def recipe_deployments():
+    """(flow, name, options) for every recipe: `form` with the class defaults, one per preset, and the nightly demo."""
+    for name in RECIPES:
+        flow = get_recipe(name)
+        yield flow, "form", {"queue": "cpu"}
+        for preset in presets(name):
+            parameters = {"config": full(flow.config_type, load_preset(name, preset))}
+            yield flow, preset, {"queue": "cpu", "parameters": parameters}
+            if (name, preset) == ("post_training", "demo"):
+                yield flow, "nightly", {"queue": "cpu", "parameters": parameters, "cron": NIGHTLY}
+
+
+def full(config_type, values: dict[str, Any]) -> dict[str, Any]:
+    """The preset with every default filled in, where it is complete; a form shows what will run."""
+    if any(field.is_required() and key not in values for key, field in config_type.model_fields.items()):
+        return values
+    return config_type.model_validate(values).model_dump(mode="json")
+
+
+def stage_deployments():
+    """(flow, name, options) for every stage."""
+    from flows.single import stage_flow
+
+    for name in STAGES:
+        yield stage_flow(name), "stage", {"queue": "gpu" if get_stage(name).SPEC.gpu else "cpu"}
+
+
+def _apply(flow, name: str, options: dict[str, Any]) -> str:
+    from prefect.types.entrypoint import EntrypointType
+
+    deployment = flow.to_deployment(
+        name=name, parameters=options.get("parameters") or {}, tags=["posttrain", RECOVER],
+        description=flow.description, work_pool_name=POOL, work_queue_name=options["queue"],
+        cron=options.get("cron"), interval=options.get("interval"), concurrency_limit=options.get("concurrency_limit"),
+        entrypoint_type=EntrypointType.MODULE_PATH)
+    deployment.apply()
+    return f"{flow.name}/{name}"
+
+
+# ---------------------------------------------------------------- pool, queues, slots
+
+
+def install_pool(*, gpu_slots: int | None = None) -> None:
+    """The process work pool, its queues and the `gpu` concurrency limit."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate, GlobalConcurrencyLimitUpdate, WorkPoolCreate
+    from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
+
+    slots = gpu_slots or devices()
+    with get_client(sync_client=True) as client:
+        try:
+            client.create_work_pool(WorkPoolCreate(name=POOL, type="process", description="post-training runs on this machine",
+                                                   base_job_template=process_template()))
+        except ObjectAlreadyExists:
+            pass
+        import asyncio
+
+        asyncio.run(_install_queues())
+        try:
+            existing = client.read_global_concurrency_limit_by_name("gpu")
+        except ObjectNotFound:
+            client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name="gpu", limit=slots))
+        else:
+            if gpu_slots is not None and existing.limit != slots:
+                client.update_global_concurrency_limit("gpu", GlobalConcurrencyLimitUpdate(limit=slots))
+
+
+def process_template() -> dict[str, Any]:
+    from prefect.workers.process import ProcessWorker
+
+    return ProcessWorker.get_default_base_job_template()
+
+
+async def _install_queues() -> None:
+    from prefect.client.orchestration import get_client
+    from prefect.exceptions import ObjectNotFound
+
+    async with get_client() as client:
+        for name, options in QUEUES.items():
+            try:
+                queue = await client.read_work_queue_by_name(name, work_pool_name=POOL)
+            except ObjectNotFound:
+                await client.create_work_queue(name=name, work_pool_name=POOL, **options)
+            else:
+                await client.update_work_queue(queue.id, **options)
+
+
+def devices() -> int:
+    """Accelerators of this machine, at least 1: without one the CPU is the single training slot."""
+    import shutil
+    import subprocess
+
+    if not shutil.which("nvidia-smi"):
+        return 1
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
+    return max(1, listing.stdout.count("GPU "))
+
+
+# ---------------------------------------------------------------- automations
+
+
+def install_automations(trigger_model: str) -> list[str]:
+    """Crash recovery and event-triggered runs; returns the automations' names."""
+    from prefect.automations import Automation
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        target = client.read_deployment_by_name("preference/form")
+    for name in AUTOMATIONS:
+        try:
+            Automation.read(name=name).delete()
+        except ValueError:
+            pass
+    for automation in automations(target.id, trigger_model):
+        automation.create()
+    return list(AUTOMATIONS)
+
+
+def automations(preference_id, trigger_model: str):
+    """The three automations.
+
+    A run whose heartbeats stop without an ending is declared Crashed; a crashed run of a deployment is scheduled
+    again (twice at most) and continues from its checkpoints; a dataset of pairs published by a single stage run
+    starts the preference recipe.
+    """
+    from prefect.automations import Automation
+    from prefect.client.schemas.objects import StateType
+    from prefect.events.actions import ChangeFlowRunState, RunDeployment
+    from prefect.events.schemas.automations import EventTrigger, Posture
+
+    ours = {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{RECOVER}"}
+    yield Automation(
+        name=AUTOMATIONS[0], description="No heartbeat for five minutes and no end: the process is gone.",
+        trigger=EventTrigger(
+            posture=Posture.Proactive, after={"prefect.flow-run.heartbeat"},
+            expect={"prefect.flow-run.heartbeat", "prefect.flow-run.Completed", "prefect.flow-run.Failed",
+                    "prefect.flow-run.Cancelled", "prefect.flow-run.Crashed"},
+            match={"prefect.resource.id": "prefect.flow-run.*"}, match_related=ours,
+            for_each={"prefect.resource.id"}, threshold=1, within=LOST_AFTER),
+        actions=[ChangeFlowRunState(state=StateType.CRASHED, message="no heartbeat for five minutes")])
+    yield Automation(
+        name=AUTOMATIONS[1], description="A crashed run starts again and continues from its stage records and checkpoints.",
+        trigger=EventTrigger(
+            posture=Posture.Reactive, expect={"prefect.flow-run.Crashed"},
+            match={"prefect.resource.id": "prefect.flow-run.*", "prefect.run-count": ["1", "2"]}, match_related=ours,
+            for_each={"prefect.resource.id"}, threshold=1, within=timedelta(0)),
+        actions=[ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", message="continuing after a crash")])
+    yield Automation(
+        name=AUTOMATIONS[2], description="New preference pairs, published by a stage run of their own, start the preference recipe.",
+        trigger=EventTrigger(
+            posture=Posture.Reactive, expect={"posttrain.dataset.published"},
+            match={"prefect.resource.id": "posttrain.dataset.*", "posttrain.published-by": "stage", "posttrain.output": "pairs"},
+            for_each={"prefect.resource.id"}, threshold=1, within=timedelta(0)),
+        actions=[RunDeployment(source="selected", deployment_id=preference_id, parameters={
+            "config": {"model": trigger_model,
+                       "data": {"path": {"__prefect_kind": "jinja", "template": "{{ event.payload.ref }}"}}}})])

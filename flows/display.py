@@ -1,0 +1,141 @@
+"""What a person sees while stages run: a progress bar on a terminal, plain lines elsewhere. Always on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+SLOW_LINES = 15.0
+
+
+def console(stderr: bool = False):
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, soft_wrap=not (sys.stderr if stderr else sys.stdout).isatty())
+
+
+class Display:
+    """Called with (label, event) for every event of every stage; a context manager."""
+
+    def __init__(self):
+        self.out = console(stderr=True)
+        self.tty = self.out.is_terminal
+        self.bar = self.task = None
+        self.loss = ""
+        self.last_line: dict[str, float] = {}
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._close()
+
+    def __call__(self, label: str, event: dict[str, Any]) -> None:
+        handler = getattr(self, "_on_" + str(event.get("event")), None)
+        if handler is not None:
+            handler(label, event)
+
+    def say(self, text: str, style: str | None = None) -> None:
+        (self.bar.console if self.bar is not None else self.out).print(text, style=style, markup=False)
+
+    def _on_started(self, label, event):
+        self._close()
+        self.loss = ""
+        self.last_line[label] = time.monotonic()
+        if not self.tty:
+            self.say(f"{label}: started")
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        self.bar = Progress(TextColumn("[bold]{task.description}"), BarColumn(bar_width=30), MofNCompleteColumn(),
+                            TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
+                            console=self.out, transient=True)
+        self.bar.start()
+        self.task = self.bar.add_task(label, total=None, note="")
+
+    def _on_progress(self, label, event):
+        done, total, message = event.get("done"), event.get("total"), event.get("message") or ""
+        if self.bar is not None:
+            self.bar.update(self.task, completed=done or 0, total=total, note=message or self.loss)
+            return
+        now = time.monotonic()
+        if total and now - self.last_line.get(label, 0) > SLOW_LINES:
+            self.last_line[label] = now
+            self.say(f"{label}: {done}/{total} {message or self.loss}".rstrip())
+
+    def _on_metric(self, label, event):
+        values = event.get("metrics") or event.get("values") or {}
+        shown = [f"{key.rpartition('/')[2]} {value:.4g}" for key, value in values.items()
+                 if isinstance(value, (int, float)) and any(word in key for word in ("loss", "reward", "accuracy", "kl"))]
+        if shown:
+            self.loss = "  ".join(shown[:3])
+            if self.bar is not None:
+                self.bar.update(self.task, note=self.loss)
+
+    def _on_log(self, label, event):
+        if self.bar is not None:
+            self.say(f"  {label}: {event.get('text', '')}", style="dim")
+
+    def _on_warning(self, label, event):
+        self.say(f"  {label}: warning {event.get('code')}: {event.get('text')}", style="yellow")
+
+    def _on_finished(self, label, event):
+        self._close()
+        value = event["result"]
+        how = "cached" if value["cached"] else f"{value['seconds']:.1f} s"
+        self.out.print(f"{'=' if value['cached'] else '+'} {label:<18} {how:>9}  {headline(value['metrics'])}", markup=False,
+                       style="dim" if value["cached"] else None)
+
+    def _on_failed(self, label, event):
+        self._close()
+        self.out.print(f"x {label}: {event.get('text', 'failed')}", style="bold red", markup=False)
+
+    def _close(self):
+        if self.bar is not None:
+            self.bar.stop()
+        self.bar = self.task = None
+
+
+FIRST = ("test/accuracy", "validation/accuracy", "accuracy", "win_rate", "reward/mean", "validation/nll", "rows", "steps")
+
+
+def headline(metrics: dict[str, Any], most: int = 4) -> str:
+    """The few numbers of a stage that say most, as one line."""
+    numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
+    order = sorted(numbers, key=lambda key: next((i for i, word in enumerate(FIRST) if key.endswith(word)), len(FIRST)))
+    return "  ".join(f"{key}={number(numbers[key])}" for key in order[:most])
+
+
+def number(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
+
+
+def table(rows: list[dict[str, Any]], title: str | None = None) -> None:
+    """Rows as a table on stdout; plain tab-separated text when that is not a terminal."""
+    if not rows:
+        print("nothing yet")
+        return
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    if not sys.stdout.isatty():
+        widths = {name: max(len(name), *(len(number(row.get(name, ""))) for row in rows)) for name in names}
+        if title:
+            print(title)
+        for row in [dict(zip(names, names)), *rows]:
+            print("  ".join(number(row.get(name, "")).ljust(widths[name]) for name in names).rstrip())
+        return
+    from rich.table import Table
+
+    view = Table(title=title, title_justify="left", header_style="bold")
+    for name in names:
+        view.add_column(name, justify="right" if all(isinstance(row.get(name), (int, float)) for row in rows) else "left",
+                        overflow="fold")
+    for row in rows:
+        view.add_row(*(number(row.get(name, "")) for name in names))
+    console().print(view)

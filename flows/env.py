@@ -1,0 +1,78 @@
+"""The environment of everything that speaks Prefect or MLflow, decided in one place before either is imported.
+
+Both read their settings from the environment once, at import; so call `prepare()` first. Whatever the user
+has set already wins. Nothing is sent anywhere: telemetry, analytics and promotional content are off.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from storage.home import home
+
+ROOT = Path(__file__).resolve().parent.parent
+HEARTBEAT_SECONDS = 30
+
+# Prefect keeps leases in memory by default and loses slots on a restart; the file system keeps them.
+LEASES = "prefect.server.concurrency.lease_storage.filesystem"
+
+
+def defaults(state: Path) -> dict[str, str]:
+    """Variables for servers, workers and flows whose state lives under `state` (an absolute path)."""
+    prefect = state / "prefect"
+    return {
+        "POSTTRAIN_HOME": str(state),
+        "DO_NOT_TRACK": "true",
+        "PREFECT_HOME": str(prefect),
+        "PREFECT_LOCAL_STORAGE_PATH": str(prefect / "results"),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": LEASES,
+        "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
+        "PREFECT_CLI_PROMPT": "false",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def state_dir() -> Path:
+    """The absolute state directory (POSTTRAIN_HOME, default ./.posttrain); created when missing."""
+    path = Path(home()).resolve()
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def prepare(*, quiet: bool = False) -> Path:
+    """Set this process's environment; returns the state directory.
+
+    quiet: keep Prefect's own log off the terminal (it is still stored and shown in its UI).
+    """
+    state = state_dir()
+    for name, value in defaults(state).items():
+        os.environ.setdefault(name, value)
+    os.environ["POSTTRAIN_HOME"] = str(state)
+    os.environ["PYTHONPATH"] = python_path()
+    if quiet:
+        os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    return state
+
+
+def python_path() -> str:
+    """PYTHONPATH under which `flows`, `tasks`, `stages` and `storage` import in any child, installed or not."""
+    parts = [str(ROOT)] + [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    return os.pathsep.join(dict.fromkeys(parts))
+
+
+def child(state: Path, **extra: str) -> dict[str, str]:
+    """The environment for a long-lived child (server, worker) of the state directory."""
+    return {**os.environ, **defaults(state), "PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1", **extra}
+
+
+def python() -> str:
+    return sys.executable

@@ -1,0 +1,211 @@
+"""What recipes share: the config base, the `Run` they call stages through, and the way one becomes a Prefect flow.
+
+A recipe is a function `method(run, config)`. Calling `run("sft", model=ref, data=ref, config=config.sft)` runs the
+stage as a Prefect task and returns its outputs by name; the same function under a `Plan` only says what would run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import Field
+
+from flows.config import ConfigError, build
+from stages.registry import get_stage
+from stages.spec import StageConfig
+
+RECIPES = {
+    "post_training": "flows.post_training",
+    "preference": "flows.preference",
+    "verifiable": "flows.verifiable",
+}
+
+
+class RecipeConfig(StageConfig):
+    """Base of a recipe's configuration: a section per step, each the config of the stage it runs."""
+
+    seed: int = Field(0, ge=0, description="Seed of every random choice; another seed is another run of all stages.")
+
+
+class Outputs(Mapping):
+    """The outputs of one stage: output name -> ref; `metrics` are its final numbers."""
+
+    def __init__(self, stage: str, label: str, refs: dict[str, str], metrics: dict[str, Any] | None = None,
+                 cached: bool = False, seconds: float = 0.0):
+        self.stage, self.label, self.refs = stage, label, refs
+        self.metrics, self.cached, self.seconds = metrics or {}, cached, seconds
+
+    def __getitem__(self, name: str) -> str:
+        try:
+            return self.refs[name]
+        except KeyError:
+            raise KeyError(f"stage {self.stage} ({self.label}) has no output {name!r}; it has: {', '.join(self.refs) or 'none'}") from None
+
+    def __iter__(self):
+        return iter(self.refs)
+
+    def __len__(self) -> int:
+        return len(self.refs)
+
+
+class Run:
+    """Runs the steps of one recipe run as Prefect tasks."""
+
+    def __init__(self, recipe: str, seed: int, force: list[str], info: dict[str, Any], record):
+        self.recipe, self.seed, self.force, self.info, self.record = recipe, seed, set(force), info, record
+        self.steps: list[Outputs] = []
+
+    def __call__(self, stage: str, label: str | None = None, *, config: StageConfig | None = None,
+                 name_as: str | None = None, seed: int | None = None, **inputs) -> Outputs:
+        """Run a stage on refs or paths.
+
+        label: the step's name in this recipe (default: the stage's); name_as: name to publish outputs under.
+        inputs: name=ref, or name={label: ref} for inputs that take many; None leaves an optional input out.
+        Raises StageError when the stage fails.
+        """
+        label = label or stage
+        value = self.execute(stage, label, flatten(inputs), config, name_as, self.seed if seed is None else seed)
+        outputs = Outputs(stage, label, value["outputs"], value["metrics"], value["cached"], value["seconds"])
+        self.steps.append(outputs)
+        return outputs
+
+    def execute(self, stage, label, inputs, config, name_as, seed) -> dict[str, Any]:
+        from prefect.states import State
+
+        from tasks.stages import stage_task
+
+        info = {**self.info, "label": label}
+        value = stage_task(stage)(inputs, config.model_dump(mode="json") if config else {}, seed, label, name_as,
+                                  info, label in self.force)
+        if isinstance(value, State):
+            value = value.result()
+        self.record.add(label, value)
+        return value
+
+
+class Plan(Run):
+    """Says of each step whether it would run, without running any."""
+
+    def __init__(self, recipe: str, seed: int, force: list[str]):
+        super().__init__(recipe, seed, force, {}, None)
+        self.table: list[dict[str, str]] = []
+
+    def execute(self, stage, label, inputs, config, name_as, seed):
+        from tasks.run import plan_stage
+
+        spec = get_stage(stage).SPEC
+        spec.check_inputs(inputs)
+        waiting = [name for name, ref in inputs.items() if ref.startswith("(")]
+        found = None if waiting or label in self.force else plan_stage(
+            stage, inputs, config.model_dump(mode="json") if config else {}, seed=seed)
+        self.table.append({"step": label, "stage": stage, "plan": "cached" if found else "run",
+                           "inputs": ", ".join(f"{name}={short(ref)}" for name, ref in inputs.items())})
+        if found:
+            return {"outputs": found.outputs, "metrics": found.metrics, "cached": True, "seconds": 0.0}
+        outputs = {name: f"({label}.{name})" for name in spec.outputs}
+        return {"outputs": outputs, "metrics": {}, "cached": False, "seconds": 0.0}
+
+
+def flatten(inputs: dict[str, Any]) -> dict[str, str]:
+    """{'model': ref, 'eval': {'a': ref}, 'anchor': None} -> {'model': ref, 'eval.a': ref}."""
+    flat = {}
+    for name, value in inputs.items():
+        if isinstance(value, Mapping):
+            flat.update({f"{name}.{label}": str(ref) for label, ref in value.items()})
+        elif value is not None:
+            flat[name] = str(value)
+    return flat
+
+
+def short(ref: str) -> str:
+    """A ref or path as it fits a table."""
+    name, at, digest = ref.rpartition("@")
+    if at and len(digest) > 12:
+        return f"{name}@{digest[:10]}"
+    return ref if len(ref) < 48 else "…" + ref[-46:]
+
+
+def recipe(config_type: type[RecipeConfig]):
+    """Decorator: `method(run, config)` -> a Prefect flow with parameters `config` (typed form) and `force`."""
+
+    def decorate(method: Callable[[Run, Any], dict[str, Any]]):
+        from prefect import flow
+
+        name = method.__name__
+
+        def body(config, force=()):
+            return conduct(name, method, config, list(force))
+
+        required = any(field.is_required() for field in config_type.model_fields.values())
+        parameters = [
+            inspect.Parameter("config", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=config_type,
+                              default=inspect.Parameter.empty if required else config_type()),
+            inspect.Parameter("force", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=list[str], default=[])]
+        body.__signature__ = inspect.Signature(parameters)
+        body.__annotations__ = {"config": config_type, "force": list[str]}
+        body.__name__ = body.__qualname__ = name
+        body.__module__ = method.__module__
+        body.__doc__ = (inspect.getdoc(method) or "") + (
+            "\n\nArgs:\n    config: one section per step; every field is described in place\n"
+            "    force: steps to execute again although nothing changed\n")
+        built = flow(body, name=name, log_prints=False, persist_result=False, retries=0)
+        built.method, built.config_type = method, config_type
+        return built
+
+    return decorate
+
+
+def conduct(name: str, method: Callable, config: RecipeConfig, force: list[str]) -> dict[str, Any]:
+    """Run a recipe inside its Prefect flow run and keep its run record; returns the method's small JSON result."""
+    from storage.records import RunRecord
+
+    known = [key for key, field in type(config).model_fields.items() if key != "seed"]
+    info = run_info(name, config.seed)
+    record = RunRecord.start(info["id"], recipe=name, config=config.model_dump(mode="json"), info=info)
+    run = Run(name, config.seed, force, info, record)
+    try:
+        result = method(run, config)
+    except BaseException as error:
+        record.finish("FAILED" if isinstance(error, Exception) else "KILLED", error=str(error) or type(error).__name__)
+        raise
+    unmet = sorted(set(force) - {step.label for step in run.steps})
+    if unmet:
+        raise ConfigError(f"force names no step of this run: {', '.join(unmet)}; the steps were: "
+                          f"{', '.join(step.label for step in run.steps)} (sections: {', '.join(known)})")
+    record.finish("FINISHED", result=result)
+    return {"run": info["id"], "recipe": name, **result}
+
+
+def run_info(recipe: str, seed: int) -> dict[str, Any]:
+    """What identifies the current flow run to stages, records and MLflow."""
+    from prefect.runtime import flow_run
+
+    return {"id": str(flow_run.id), "recipe": recipe, "name": flow_run.name, "seed": seed, "url": ui_url(flow_run.id)}
+
+
+def ui_url(flow_run_id: Any) -> str | None:
+    """The run's page in Prefect's UI, when a server with a UI is configured."""
+    api = os.environ.get("PREFECT_API_URL", "")
+    if not api or os.environ.get("POSTTRAIN_EMBEDDED"):
+        return None
+    return f"{api.removesuffix('/api')}/v2/runs/flow-run/{flow_run_id}"
+
+
+def get_recipe(name: str):
+    """The flow of a recipe; ConfigError for an unknown name."""
+    from flows.config import nearest
+
+    if name not in RECIPES:
+        near = nearest(name, list(RECIPES))
+        raise ConfigError(f"there is no recipe {name!r}; " + (f"did you mean {near!r}? " if near else "")
+                          + f"the recipes are: {', '.join(RECIPES)}")
+    return getattr(importlib.import_module(RECIPES[name]), name)
+
+
+def load_config(name: str, values: dict[str, Any]) -> RecipeConfig:
+    """The recipe's config from plain values."""
+    return build(get_recipe(name).config_type, values)

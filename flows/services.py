@@ -1,0 +1,311 @@
+"""The servers of one state directory: Prefect, MLflow and a worker, started detached and stopped completely.
+
+HOME/services.json names what runs: {service: {url, pid, started, log}}. A process is ours only while its pid
+and its start time both match, so a reused pid is never mistaken for a server (nor killed).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from flows import env
+from storage.files import atomic_write_json, read_json
+
+POOL = "posttrain"
+PORTS = {"prefect": 4200, "mlflow": 5000}
+START_SECONDS = 120.0
+
+
+class ServiceError(RuntimeError):
+    """A server did not start or answer; the message names its log file."""
+
+
+# ---------------------------------------------------------------- what runs
+
+
+def _file(state: Path) -> Path:
+    return state / "services.json"
+
+
+def running(state: Path) -> dict[str, dict]:
+    """The services of `state` whose processes are alive, by name (empty when none)."""
+    path = _file(state)
+    if not path.exists():
+        return {}
+    return {name: entry for name, entry in read_json(path).items() if _process(entry) is not None}
+
+
+def url(state: Path, name: str) -> str | None:
+    """The base URL of a live service, e.g. http://127.0.0.1:4200, or None."""
+    return running(state).get(name, {}).get("url")
+
+
+def connect(state: Path) -> bool:
+    """Point this process at the running servers of `state`; False when no Prefect server runs here.
+
+    PREFECT_API_URL and MLFLOW_TRACKING_URI that the user has set are kept.
+    """
+    alive = running(state)
+    if "mlflow" in alive:
+        os.environ.setdefault("MLFLOW_TRACKING_URI", alive["mlflow"]["url"])
+    if "prefect" in alive:
+        os.environ.setdefault("PREFECT_API_URL", alive["prefect"]["url"] + "/api")
+    return bool(os.environ.get("PREFECT_API_URL"))
+
+
+def _process(entry: dict):
+    import psutil
+
+    try:
+        process = psutil.Process(entry["pid"])
+        same = abs(process.create_time() - entry["started"]) < 2 and process.status() != psutil.STATUS_ZOMBIE
+        return process if same else None
+    except (psutil.Error, KeyError, TypeError):
+        return None
+
+
+# ---------------------------------------------------------------- start
+
+
+def up(state: Path, *, prefect_port: int | None = None, mlflow_port: int | None = None, worker: bool = True,
+       gpu_slots: int | None = None, host: str = "127.0.0.1", say=lambda text: None) -> dict[str, dict]:
+    """Start what is not running yet and return {service: {url, pid, started, log}}.
+
+    Ports: the given one, else the usual one when free, else any free one.
+    Raises ServiceError when a server does not answer within two minutes.
+    """
+    alive = running(state)
+    logs = state / "logs"
+    logs.mkdir(exist_ok=True)
+    started: dict[str, tuple[subprocess.Popen, str]] = {}
+    if "prefect" not in alive:
+        port = _port(host, prefect_port, PORTS["prefect"])
+        base = f"http://{_reachable(host)}:{port}"
+        say(f"starting Prefect on {base}")
+        process = _detach(
+            [env.python(), "-m", "prefect", "server", "start", "--host", host, "--port", str(port)],
+            logs / "prefect.log",
+            env.child(state, PREFECT_API_URL=base + "/api", PREFECT_UI_API_URL=base + "/api"), state)
+        started["prefect"] = process, base + "/api/health"
+        alive["prefect"] = _entry(process, base, logs / "prefect.log")
+    if "mlflow" not in alive:
+        port = _port(host, mlflow_port, PORTS["mlflow"])
+        base = f"http://{_reachable(host)}:{port}"
+        say(f"starting MLflow on {base}")
+        process = _detach(
+            [env.python(), "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1",
+             "--backend-store-uri", f"sqlite:///{state / 'mlflow.db'}",
+             "--serve-artifacts", "--artifacts-destination", (state / "mlartifacts").as_uri()],
+            logs / "mlflow.log", _without(env.child(state), "MLFLOW_TRACKING_URI"), state)
+        started["mlflow"] = process, base + "/health"
+        alive["mlflow"] = _entry(process, base, logs / "mlflow.log")
+    atomic_write_json(_file(state), alive)
+    for name, (process, health) in started.items():
+        _wait(name, process, health, alive[name]["log"])
+    os.environ["PREFECT_API_URL"] = alive["prefect"]["url"] + "/api"
+    os.environ["MLFLOW_TRACKING_URI"] = alive["mlflow"]["url"]
+    if worker and "worker" not in alive:
+        from flows import deploy
+
+        deploy.install_pool(gpu_slots=gpu_slots)
+        say("starting a worker")
+        process = _detach(
+            [env.python(), "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process",
+             "--name", f"{socket.gethostname()}-{os.getpid()}", "--limit", "8"],
+            logs / "worker.log",
+            env.child(state, PREFECT_API_URL=os.environ["PREFECT_API_URL"], PREFECT_WORKER_QUERY_SECONDS="2",
+                      MLFLOW_TRACKING_URI=os.environ["MLFLOW_TRACKING_URI"]), state)
+        alive["worker"] = _entry(process, None, logs / "worker.log")
+        atomic_write_json(_file(state), alive)
+    return alive
+
+
+@contextlib.contextmanager
+def embedded(state: Path) -> Iterator[str]:
+    """A Prefect server for the life of this process only, on a free port; yields its API URL.
+
+    Same database as `up` uses, so that runs made without a server are seen later in the UI. Unlike Prefect's own
+    temporary server it dies with its parent even when that is killed.
+    """
+    import prefect
+
+    port = _free("127.0.0.1")
+    logs = state / "logs"
+    logs.mkdir(exist_ok=True)
+    api = f"http://127.0.0.1:{port}/api"
+    environment = env.child(state, PREFECT_UI_ENABLED="0", PREFECT_API_URL=api, PREFECT__SERVER_FINAL="1",
+                            PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED="false",
+                            PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED="false")
+    log = (logs / "prefect-embedded.log").open("ab")
+    process = subprocess.Popen(
+        [env.python(), "-m", "uvicorn", "--app-dir", str(prefect.__module_path__.parent), "--factory",
+         "prefect.server.api.server:create_app", "--host", "127.0.0.1", "--port", str(port),
+         "--log-level", "error", "--lifespan", "on"],
+        stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=state,
+        start_new_session=True, preexec_fn=_die_with_parent)
+    log.close()
+    previous = os.environ.get("PREFECT_API_URL")
+    os.environ["PREFECT_API_URL"] = api
+    try:
+        _wait("the embedded Prefect server", process, api + "/health", str(logs / "prefect-embedded.log"))
+        yield api
+    finally:
+        _stop([process.pid], grace=10)
+        if previous is None:
+            os.environ.pop("PREFECT_API_URL", None)
+        else:
+            os.environ["PREFECT_API_URL"] = previous
+
+
+def _detach(command: list[str], log: Path, environment: dict[str, str], cwd: Path) -> subprocess.Popen:
+    """Start a process that outlives this one, in its own session, with SIGINT as Prefect's shutdown expects it."""
+    with log.open("ab") as out:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                                env=environment, cwd=cwd, start_new_session=True, preexec_fn=_default_sigint)
+
+
+def _default_sigint() -> None:
+    # A shell's background job ignores SIGINT, its children inherit that, and the worker could not be stopped.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _die_with_parent() -> None:
+    _default_sigint()
+    if os.uname().sysname == "Linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if os.getppid() == 1:
+            os._exit(1)
+
+
+def _entry(process: subprocess.Popen, base: str | None, log: Path) -> dict:
+    import psutil
+
+    return {"url": base, "pid": process.pid, "started": psutil.Process(process.pid).create_time(), "log": str(log)}
+
+
+def _wait(name: str, process: subprocess.Popen, health: str, log: str) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise ServiceError(f"{name} ended with status {process.returncode} while starting. Its log: {log}\n{_tail(log)}")
+        if answers(health):
+            return
+        time.sleep(0.1)
+    raise ServiceError(f"{name} did not answer at {health} within {START_SECONDS:.0f} s. Its log: {log}\n{_tail(log)}")
+
+
+def answers(health: str, timeout: float = 2.0) -> bool:
+    """True when the URL answers with a success status."""
+    try:
+        with urllib.request.urlopen(health, timeout=timeout) as response:
+            return response.status < 300
+    except (urllib.error.URLError, OSError, ValueError):
+        return False
+
+
+def _tail(log: str, lines: int = 15) -> str:
+    text = Path(log).read_text(errors="replace").splitlines() if Path(log).exists() else []
+    return "\n".join(text[-lines:])
+
+
+def _port(host: str, wanted: int | None, usual: int) -> int:
+    if wanted is not None:
+        if not _is_free(host, wanted):
+            raise ServiceError(f"port {wanted} is taken; give another one or none (a free one is then chosen)")
+        return wanted
+    return usual if _is_free(host, usual) else _free(host)
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _free(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def _reachable(host: str) -> str:
+    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+
+
+def _without(environment: dict[str, str], name: str) -> dict[str, str]:
+    return {key: value for key, value in environment.items() if key != name}
+
+
+# ---------------------------------------------------------------- stop
+
+
+def down(state: Path, *, say=lambda text: None) -> list[str]:
+    """Cancel the worker's runs, stop every service with everything it started; returns the names stopped."""
+    alive = running(state)
+    if "prefect" in alive and "worker" in alive and answers(alive["prefect"]["url"] + "/api/health"):
+        os.environ["PREFECT_API_URL"] = alive["prefect"]["url"] + "/api"
+        cancelled = _cancel_runs(wait=25)
+        if cancelled:
+            say(f"cancelled {cancelled} running flow(s); the same run continues when started again")
+    for name in ("worker", "mlflow", "prefect"):
+        if name in alive:
+            say(f"stopping {name}")
+            _stop([alive[name]["pid"]], grace=15)
+    _file(state).unlink(missing_ok=True)
+    return list(alive)
+
+
+def _cancel_runs(wait: float) -> int:
+    """Cancel the pool's runs through the worker: killing it would leave them RUNNING for ever."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
+    from prefect.states import Cancelled, Cancelling
+
+    active = FlowRunFilter.model_validate({"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}})
+    pool = WorkPoolFilter.model_validate({"name": {"any_": [POOL]}})
+    with get_client(sync_client=True) as client:
+        runs = client.read_flow_runs(flow_run_filter=active, work_pool_filter=pool)
+        for run in runs:
+            client.set_flow_run_state(run.id, Cancelling(message="posttrain down"))
+        deadline = time.monotonic() + wait
+        left = runs
+        while left and time.monotonic() < deadline:
+            time.sleep(0.5)
+            left = client.read_flow_runs(flow_run_filter=active, work_pool_filter=pool)
+        for run in left:
+            client.set_flow_run_state(run.id, Cancelled(message="posttrain down"), force=True)
+    return len(runs)
+
+
+def _stop(pids: list[int], grace: float) -> None:
+    """SIGTERM the processes, then SIGKILL whatever of their trees is left after `grace` seconds."""
+    import psutil
+
+    tree = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            root = psutil.Process(pid)
+            tree += [root, *root.children(recursive=True)]
+    for process in tree:
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+    _, left = psutil.wait_procs(tree, timeout=grace)
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(left, timeout=5)

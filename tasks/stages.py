@@ -1,0 +1,208 @@
+"""One Prefect task per stage, all thin over `tasks.run.run_stage`.
+
+A task asks the stage records, not Prefect's cache, whether work is done: a verified record ends the task in a
+state named *Cached* whose cache key is the stage key, and anything else runs. What the stage process says becomes
+the task's log, its progress artifact and its summary. A cancelled task takes the stage's process tree down,
+because `run_stage` does so on its way out and a stage task is always called directly, never submitted.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import time
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from prefect import Task, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import StateDetails
+from prefect.logging import get_run_logger
+from prefect.states import Completed
+
+from stages.registry import get_stage
+from tasks.run import run_stage
+
+ARTIFACT_SECONDS = 5.0
+GPU_SLOTS = "gpu"
+
+_listeners: list[Callable[[str, dict], None]] = []
+
+
+@contextmanager
+def listening(listener: Callable[[str, dict], None]):
+    """Call `listener(label, event)` for every event of stages that run in this process."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+@functools.cache
+def stage_task(name: str) -> Task:
+    """The Prefect task of a stage; its run is named `stage · label`."""
+    gpu = get_stage(name).SPEC.gpu
+
+    def body(inputs: dict[str, str], config: dict[str, Any], seed: int, label: str, name_as: str | None,
+             flow_run: dict[str, Any] | None, force: bool):
+        return _run(name, gpu, inputs, config, seed, label, name_as, flow_run, force)
+
+    body.__name__ = name
+    body.__doc__ = (get_stage(name).__doc__ or "").strip()
+    return task(body, name=name, task_run_name=name + " · {label}", cache_policy=NO_CACHE, persist_result=False,
+                tags=["posttrain", "gpu"] if gpu else ["posttrain"])
+
+
+def _run(name, gpu, inputs, config, seed, label, name_as, flow_run, force):
+    relay = Relay(label, get_run_logger())
+    result = run_stage(name, inputs, config, seed=seed, name_as=name_as, flow_run=flow_run, force=force,
+                       on_event=relay, slot=(lambda: gpu_slot(relay.logger)) if gpu else nullcontext)
+    value = result.to_json()
+    relay.finish(value)
+    if not result.cached:
+        announce(value)
+    return Completed(name="Cached" if result.cached else "Completed", data=value,
+                     message=f"verified record {result.key[:12]}" if result.cached else None,
+                     state_details=StateDetails(cache_key=result.key))
+
+
+@contextmanager
+def gpu_slot(logger):
+    """A slot of the server's `gpu` limit, when it has one. The file lease below it is what cannot be fooled."""
+    from prefect.concurrency.sync import concurrency
+
+    with concurrency(GPU_SLOTS, occupy=1, lease_duration=60, strict=False, raise_on_lease_renewal_failure=False):
+        yield
+
+
+class Relay:
+    """Turns a stage's events into log lines, one progress artifact and report artifacts; never fails the stage."""
+
+    def __init__(self, label: str, logger):
+        self.label, self.logger = label, logger
+        self.artifact = None
+        self.last_artifact = self.last_metric = 0.0
+        self.failed: set[str] = set()
+
+    def __call__(self, event: dict) -> None:
+        for listener in list(_listeners):
+            listener(self.label, event)
+        handler = getattr(self, "_" + str(event.get("event")), None)
+        if handler is not None:
+            handler(event)
+
+    def _log(self, event):
+        self.logger.info(event.get("text", ""))
+
+    def _warning(self, event):
+        self.logger.warning("%s: %s", event.get("code"), event.get("text"))
+
+    def _error(self, event):
+        self.logger.error(event.get("text", ""))
+
+    def _metric(self, event):
+        now = time.monotonic()
+        if now - self.last_metric >= ARTIFACT_SECONDS:
+            self.last_metric = now
+            values = event.get("values") or event.get("metrics") or {}
+            self.logger.info("step %s  %s", event.get("step"), "  ".join(
+                f"{key}={value:.4g}" for key, value in list(values.items())[:8] if isinstance(value, (int, float))))
+
+    def _progress(self, event):
+        now = time.monotonic()
+        done, total = event.get("done") or 0, event.get("total") or 0
+        if not total or (now - self.last_artifact < ARTIFACT_SECONDS and done < total):
+            return
+        self.last_artifact = now
+        self._progress_artifact(min(100.0, 100.0 * done / total), event.get("message"))
+
+    def _progress_artifact(self, percent: float, message: str | None) -> None:
+        from prefect.artifacts import create_progress_artifact, update_progress_artifact
+
+        def write():
+            if self.artifact is None:
+                self.artifact = create_progress_artifact(progress=percent, key=key_of("progress", self.label),
+                                                         description=message or self.label)
+            else:
+                update_progress_artifact(self.artifact, progress=percent, description=message or self.label)
+        self._try("progress artifact", write)
+
+    def _report(self, event):
+        from prefect.artifacts import create_markdown_artifact
+
+        if event.get("markdown"):
+            self._try("report artifact", lambda: create_markdown_artifact(
+                key=key_of(self.label, event.get("name", "report")), markdown=event["markdown"]))
+
+    def _tracking(self, event):
+        """The stage's MLflow run is known: link to it while the stage still runs."""
+        if str(event.get("url", "")).startswith("http"):
+            from prefect.artifacts import create_link_artifact
+
+            self.logger.info("MLflow: %s", event["url"])
+            self._try("link artifact", lambda: create_link_artifact(
+                key=key_of("mlflow", self.label), link=event["url"], link_text=f"{self.label} in MLflow"))
+
+    def finish(self, value: dict) -> None:
+        """The stage's summary, as a markdown artifact and in the log."""
+        from prefect.artifacts import create_markdown_artifact
+
+        how = "reused" if value["cached"] else f"done in {value['seconds']:.1f} s"
+        self.logger.info("%s %s: %s", self.label, how, "  ".join(value["outputs"].values()))
+        if self.artifact is not None and not value["cached"]:
+            self._progress_artifact(100.0, None)
+        self._try("summary artifact", lambda: create_markdown_artifact(
+            key=key_of("summary", self.label), markdown=summary(self.label, value)))
+
+    def _try(self, what: str, action: Callable[[], Any]) -> None:
+        """Artifacts are for the eye: a server that is away is told once and never stops training."""
+        if what in self.failed:
+            return
+        try:
+            action()
+        except Exception as error:  # the client raises httpx, prefect and validation errors alike
+            self.failed.add(what)
+            self.logger.warning("no %s: %s", what, error)
+
+
+def key_of(*parts: str) -> str:
+    """An artifact key: lower-case letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower()).strip("-")
+
+
+def summary(label: str, value: dict) -> str:
+    """Markdown of one stage result."""
+    lines = [f"## {label}", "", f"stage `{value['stage']}`, key `{value['key'][:16]}`, "
+             + ("**cached**" if value["cached"] else f"{value['seconds']:.1f} s"), ""]
+    if value["outputs"]:
+        lines += ["| output | ref |", "| --- | --- |"] + [f"| {k} | `{v}` |" for k, v in value["outputs"].items()] + [""]
+    numbers = {k: v for k, v in value["metrics"].items() if isinstance(v, (int, float))}
+    if numbers:
+        lines += ["| metric | value |", "| --- | --- |"] + [f"| {k} | {v:.6g} |" for k, v in sorted(numbers.items())] + [""]
+    lines += [f"- warning: {text}" for text in value.get("warnings") or []]
+    return "\n".join(lines)
+
+
+def announce(value: dict) -> None:
+    """Emit `posttrain.dataset.published` for every new dataset, when a server is configured to hear it.
+
+    A result of a single stage run carries `published_by: stage`; automations listen to those only, so that a
+    recipe's own datasets never start another recipe.
+    """
+    if not os.environ.get("PREFECT_API_URL"):
+        return
+    from prefect.events import emit_event
+
+    for output, ref in value["outputs"].items():
+        kind, _, rest = ref.partition(":")
+        if kind != "dataset":
+            continue
+        name, _, digest = rest.partition("@")
+        emit_event("posttrain.dataset.published",
+                   resource={"prefect.resource.id": f"posttrain.dataset.{name}", "prefect.resource.name": name,
+                             "posttrain.stage": value["stage"], "posttrain.output": output,
+                             "posttrain.published-by": value.get("published_by", "recipe")},
+                   payload={"ref": ref, "name": name, "digest": digest, "path": value["paths"].get(output)})
