@@ -1,0 +1,1 @@
+"""Adapters from catalogue vectors to the functions of this project; see tests/vectors.py."""
