@@ -120,11 +120,16 @@ def pairwise_accuracy(chosen, rejected) -> dict:
             "mean_margin": float(d.mean()), "n": int(d.size)}
 
 
-def ece(margins, bins: int = 10) -> float:
-    """Expected calibration error of scored pairs, margins = chosen - rejected score (rm.eval): confidence
-    max(sigma(d), 1 - sigma(d)), half right on a tie, equal-width bins on [0.5, 1]. NaN without pairs."""
-    d = _f64(margins)
-    return calibration_error(*preference_confidence(d, np.zeros_like(d)), bins=bins) if d.size else math.nan
+def ece(values, correct=None, bins: int = 10) -> float:
+    """Expected calibration error of scored pairs over equal-width bins on [0.5, 1]; NaN without pairs (rm.eval).
+
+    `values` are margins (chosen - rejected score), or with `correct` the confidences of `preference_confidence`.
+    """
+    x = _f64(values)
+    if not x.size:
+        return math.nan
+    confidence, right = preference_confidence(x, np.zeros_like(x)) if correct is None else (x, correct)
+    return calibration_error(confidence, right, bins=bins)
 
 
 def calibration_error(confidence, correct, bins: int = 10, low: float = 0.5, high: float = 1.0) -> float:
