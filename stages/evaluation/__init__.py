@@ -1,0 +1,14 @@
+"""Evaluation metrics as plain functions on records and strings (catalogue section D), on top of ``stages.statistics``.
+
+``scores``        from stored samples (``eval_samples/1``) to metrics with confidence intervals and paired tests
+``protocol``      what must be equal before two scores may be compared
+``likelihood``    log-probabilities of given responses: KL to a reference, likelihood of pairs
+``sampling``      pass@k, avg@k, maj@k
+``overopt``       proxy against gold: curves, fits, divergence
+``preference``    pairwise verdicts: judge bias, length-controlled win rate, Elo, Bradley-Terry rankings
+``reward_model``  probes and transforms for scorers
+``text``          what the answers look like: diversity, stock phrases, contrastiveness
+``suites``        multiple choice, alignment tax, refusals, token shift and other small suite rules
+
+Importing the package imports numpy at most.
+"""

@@ -1,0 +1,375 @@
+"""From stored samples to metrics with intervals: the numbers of an evaluation, its table of categories, and the
+per-item values that paired tests need. Pure functions of sample records.
+
+A *record* is one row of ``eval_samples/1`` with its ``extra_json`` unpacked (:func:`records_of`):
+item_id, prompt_id, sample_idx, mode ("sample" | "greedy" | "chosen" | "rejected" | "probe:..." | "transform:..."), output, extracted, correct, format_error,
+tokens, finish, reward, kl, category, difficulty, prompt (text), unscorable.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stages import selection, statistics
+from stages.evaluation import reward_model, sampling, text
+
+LOWER_IS_BETTER = (
+    "truncation_rate", "format_error_rate", "unscorable_rate", "kl_reference", "length_mean", "repetition_3", "log_loss",
+    "ece", "tie_rate", "stock_phrase_rate", "fooled_rate", "changed_rate",
+)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number with its standard error, 95% interval and the count of items behind it."""
+
+    value: float
+    n: int
+    se: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+def lower_is_better(name: str) -> bool:
+    """Direction of a metric: True where less is better (name up to the first '/')."""
+    return name.split("/")[0] in LOWER_IS_BETTER
+
+
+def records_of(rows: Iterable[dict]) -> list[dict]:
+    """Sample rows with the fields of ``extra_json`` beside the columns."""
+    records = []
+    for row in rows:
+        extra = json.loads(row["extra_json"]) if row.get("extra_json") else {}
+        records.append({**{name: extra.get(name) for name in ("mode", "finish", "reward", "kl", "category", "difficulty", "prompt", "unscorable")},
+                        **extra, **{key: value for key, value in row.items() if key != "extra_json"}})
+    return records
+
+
+# -- values per item ------------------------------------------------------------------------------------------------------
+
+def _flag(value) -> float | None:
+    return None if value is None else float(value)
+
+
+_SAMPLED, _GREEDY, _PAIRS = ("sample", "greedy"), ("greedy",), ("chosen",)
+_VALUES: dict[str, tuple[tuple[str, ...], Callable[[dict], float | None]]] = {
+    # metric: (modes, the first one present is used; value of a record)
+    "accuracy": ((*_SAMPLED, "chosen"), lambda r: _flag(r["correct"])),
+    "greedy_accuracy": (_GREEDY, lambda r: _flag(r["correct"])),
+    "pair_accuracy": (_PAIRS, lambda r: _flag(r["correct"])),
+    "mean_margin": (_PAIRS, lambda r: _flag(r.get("margin"))),
+    "reward": (_SAMPLED, lambda r: _flag(r["reward"])),
+    "greedy_reward": (_GREEDY, lambda r: _flag(r["reward"])),
+    "length_mean": (_SAMPLED, lambda r: float(r["tokens"])),
+    "truncation_rate": (_SAMPLED, lambda r: float(r["finish"] == "length")),
+    "stop_rate": (_SAMPLED, lambda r: float(r["finish"] in ("eos", "stop"))),
+    "format_error_rate": (_SAMPLED, lambda r: float(bool(r["format_error"]))),
+    "kl_reference": (_SAMPLED, lambda r: _flag(r["kl"])),
+}
+
+
+def item_values(records: Sequence[dict], metric: str) -> dict[str, tuple[float, str]]:
+    """{item_id: (mean over the item's samples, prompt_id)} of a metric; items without a value are absent.
+
+    ``accuracy`` is avg@k (of a reward model: the pair is ordered right); ``pass_at_4`` etc. are estimated per item. Greedy
+    samples stand in where nothing was sampled.
+    """
+    if metric.startswith("pass_at_"):
+        k = int(metric.removeprefix("pass_at_"))
+        grouped = _values(records, "accuracy")
+        found = {item: (sampling.pass_at_k(len(v), round(sum(v)), k), prompt) for item, (v, prompt) in grouped.items()}
+        return {item: pair for item, pair in found.items() if pair[0] is not None}
+    if metric not in _VALUES:
+        raise ValueError(f"no per-item values for metric {metric!r}: write one of {', '.join(_VALUES)} or pass_at_K with a number")
+    return {item: (float(np.mean(values)), prompt) for item, (values, prompt) in _values(records, metric).items()}
+
+
+def _values(records: Sequence[dict], metric: str) -> dict[str, tuple[list[float], str]]:
+    modes, read = _VALUES[metric]
+    present = {r["mode"] for r in records}
+    mode = next((name for name in modes if name in present), None)
+    grouped: dict[str, tuple[list[float], str]] = {}
+    for record in records:
+        if record["mode"] == mode and (value := read(record)) is not None and math.isfinite(value):
+            grouped.setdefault(record["item_id"], ([], record.get("prompt_id") or record["item_id"]))[0].append(value)
+    return grouped
+
+
+# -- intervals --------------------------------------------------------------------------------------------------------------
+
+def standard_error(values: Sequence[float], clusters: Sequence[str]) -> float | None:
+    """Over items (ddof 1); where a prompt has several items, the clustered error. ``None`` for a single item."""
+    if len(values) < 2:
+        return None
+    if len(set(clusters)) < len(clusters):
+        return float(statistics.clustered_se(list(values), list(clusters)))
+    return float(np.std(values, ddof=1) / math.sqrt(len(values)))
+
+
+def share(values: Sequence[float], clusters: Sequence[str] | None = None) -> Metric:
+    """A rate in [0, 1] with a Wilson interval at the effective sample size p(1-p)/se^2.
+
+    That is the plain Wilson interval for one sample per prompt; with several samples or items per prompt their correlation
+    counts, and the interval never leaves [0, 1].
+    """
+    names = list(clusters) if clusters is not None else [str(i) for i in range(len(values))]
+    mean, se = float(np.mean(values)), standard_error(values, names)
+    prompts = len(set(names))
+    effective = mean * (1 - mean) / se**2 if se else float(prompts)
+    effective = max(1.0, effective)
+    low, high = statistics.wilson(mean * effective, effective)
+    return Metric(mean, len(values), se, float(low), float(high))
+
+
+def average(values: Sequence[float], clusters: Sequence[str], seed: int) -> Metric:
+    """A mean of unbounded values with a percentile bootstrap interval over prompts."""
+    grouped: dict[str, list[float]] = defaultdict(list)
+    for value, name in zip(values, clusters, strict=True):
+        grouped[name].append(value)
+    means = [float(np.mean(part)) for part in grouped.values()]
+    low, high = statistics.bootstrap_ci(means, n=1000, seed=seed) if len(means) > 1 else (None, None)
+    return Metric(float(np.mean(values)), len(values), standard_error(values, clusters), _maybe(low), _maybe(high))
+
+
+def _maybe(value) -> float | None:
+    return None if value is None else float(value)
+
+
+# -- a policy's metrics -------------------------------------------------------------------------------------------------------
+
+def policy_metrics(records: Sequence[dict], seed: int) -> dict[str, Metric]:
+    """Every metric of a policy evaluation that its samples support (eval.avg_at_k, pass_at_k, best_of_n, diversity, ...)."""
+    metrics: dict[str, Metric] = {}
+    for name in ("accuracy", "greedy_accuracy", "stop_rate", "truncation_rate", "format_error_rate"):
+        found = item_values(records, name)
+        if found:
+            metrics[name] = share(*map(list, zip(*found.values())))
+    for name in ("reward", "greedy_reward", "length_mean", "kl_reference"):
+        found = item_values(records, name)
+        if found:
+            metrics[name] = average(*map(list, zip(*found.values())), seed)
+    sampled = [r for r in records if r["mode"] == "sample"] or [r for r in records if r["mode"] == "greedy"]
+    if not sampled:
+        return metrics
+    graded = _values(records, "accuracy")
+    if graded:
+        k_max = min(len(values) for values, _ in graded.values())
+        for k in _powers(k_max):
+            if k > 1:
+                found = item_values(records, f"pass_at_{k}")
+                metrics[f"pass_at_{k}"] = share(*map(list, zip(*found.values())))
+        if k_max > 1 and (voted := _majority(sampled)):
+            metrics[f"maj_at_{k_max}"] = share(voted)
+        unscorable = [float(r["correct"] is None) for r in sampled]
+        if any(unscorable):
+            metrics["unscorable_rate"] = Metric(float(np.mean(unscorable)), len(unscorable))
+    by_item: dict[str, list[dict]] = defaultdict(list)
+    for record in sampled:
+        by_item[record["item_id"]].append(record)
+    for n in (1, 2):
+        values = [v for group in by_item.values() if (v := text.distinct_n([r["output"].split() for r in group], n)) is not None]
+        if values:
+            metrics[f"distinct_{n}"] = Metric(float(np.mean(values)), len(values))
+    repeats = [v for r in sampled if (v := text.repetition_n(r["output"].split(), 3)) is not None]
+    if repeats:
+        metrics["repetition_3"] = Metric(float(np.mean(repeats)), len(repeats))
+    metrics["stock_phrase_rate"] = Metric(text.phrase_rates([r["output"] for r in sampled])["rate"], len(sampled))
+    metrics |= best_of_n_metrics(by_item.values())
+    return metrics
+
+
+def _powers(limit: int) -> list[int]:
+    return sorted({2**i for i in range(limit.bit_length()) if 2**i <= limit} | {limit}) if limit else []
+
+
+def _majority(sampled: Sequence[dict]) -> list[float]:
+    """Per item: is the most frequent extracted answer right (ties shared, no vote is wrong)? Empty without extraction."""
+    groups: dict[str, list[dict]] = defaultdict(list)
+    for record in sampled:
+        if record["correct"] is not None:
+            groups[record["item_id"]].append(record)
+    if not any(r["extracted"] is not None for group in groups.values() for r in group):
+        return []
+    results = []
+    for group in groups.values():
+        votes: dict[str, list[float]] = defaultdict(list)
+        for record in group:
+            if record["extracted"] is not None:
+                votes[record["extracted"]].append(float(record["correct"]))
+        top = max(map(len, votes.values()), default=0)
+        leaders = [np.mean(v) for v in votes.values() if len(v) == top]
+        results.append(float(np.mean(leaders)) if leaders else 0.0)
+    return results
+
+
+def best_of_n_metrics(groups: Iterable[Sequence[dict]]) -> dict[str, Metric]:
+    """Verifier accuracy and reward of the sample that the reward model ranks first, n = 2, 4, ... (rm.overopt)."""
+    usable = [g for g in groups if len(g) > 1 and all(r["reward"] is not None and r["correct"] is not None for r in g)]
+    if not usable:
+        return {}
+    metrics = {}
+    for n in _powers(min(map(len, usable))):
+        if n > 1:
+            gold = [selection.best_of_n_estimate([r["reward"] for r in g], n, [float(r["correct"]) for r in g]) for g in usable]
+            metrics[f"best_of_{n}_accuracy"] = share(gold)
+    return metrics
+
+
+def by_group(records: Sequence[dict], field: str) -> list[dict]:
+    """Table of accuracy, greedy accuracy, reward and length per value of ``category`` or ``difficulty``."""
+    groups: dict[str, list[dict]] = defaultdict(list)
+    for record in records:
+        if record.get(field) is not None:
+            groups[str(record[field])].append(record)
+    rows = []
+    for name in sorted(groups, key=_natural):
+        part, row = groups[name], {field: name, "prompts": len({r["item_id"] for r in groups[name]})}
+        for metric in ("accuracy", "greedy_accuracy"):
+            found = item_values(part, metric)
+            if found:
+                result = share(*map(list, zip(*found.values())))
+                row |= {metric: result.value, f"{metric}_low": result.low, f"{metric}_high": result.high}
+        for metric in ("reward", "length_mean", "truncation_rate"):
+            found = item_values(part, metric)
+            if found:
+                row[metric] = float(np.mean([value for value, _ in found.values()]))
+        rows.append(row)
+    return rows
+
+
+def _natural(name: str):
+    try:
+        return (0, float(name), name)
+    except ValueError:
+        return (1, 0.0, name)
+
+
+def flatten(metrics: dict[str, Metric]) -> dict[str, float]:
+    """Summary form: name, and name_low / name_high / name_se where known."""
+    flat: dict[str, float] = {}
+    for name, metric in metrics.items():
+        flat[name] = metric.value
+        for suffix, value in (("low", metric.low), ("high", metric.high), ("se", metric.se)):
+            if value is not None:
+                flat[f"{name}_{suffix}"] = value
+    return flat
+
+
+# -- pairs: reward models, and policies as implicit scorers --------------------------------------------------------------------
+
+def pair_metrics(records: Sequence[dict], seed: int, prefix: str = "") -> dict[str, Metric]:
+    """Metrics of a scorer on held-out pairs (rm.eval): ``chosen`` records carry the margin d = r_chosen - r_rejected.
+
+    accuracy is strict (ties wrong); intervals by bootstrap over prompts; ECE of max(sigmoid(d), 1 - sigmoid(d)) in 10 bins.
+    ``prefix`` names the metrics of a policy's implicit scores (``pair_``).
+    """
+    chosen = [r for r in records if r["mode"] == "chosen"]
+    if not chosen:
+        return {}
+    rejected = {r["item_id"]: r for r in records if r["mode"] == "rejected"}
+    margins = np.array([r["margin"] for r in chosen])
+    prompts = [r.get("prompt_id") or r["item_id"] for r in chosen]
+    correct = [float(d > 0) for d in margins]
+    found = {
+        "accuracy": average(correct, prompts, seed),
+        "tie_rate": Metric(float((margins == 0).mean()), len(chosen)),
+        "accuracy_ties_half": Metric(float(((margins > 0) + 0.5 * (margins == 0)).mean()), len(chosen)),
+        "mean_margin": average(margins.tolist(), prompts, seed),
+        "log_loss": average(np.logaddexp(0.0, -margins).tolist(), prompts, seed),
+    }
+    lengths = np.array([[r["tokens"], rejected[r["item_id"]]["tokens"]] for r in chosen], dtype=float)
+    scores = np.array([[r["reward"], rejected[r["item_id"]]["reward"]] for r in chosen], dtype=float)
+    found["chosen_longer_share"] = Metric(float((lengths[:, 0] > lengths[:, 1]).mean()), len(chosen))
+    found["length_difference"] = Metric(float((lengths[:, 0] - lengths[:, 1]).mean()), len(chosen))
+    flat = scores.ravel(), lengths.ravel()
+    correlations = {
+        "score_length_pearson": statistics.pearson(*flat), "score_length_spearman": reward_model.spearman(*flat),
+        "score_length_within_prompt": statistics.within_group_correlation(*flat, np.repeat(prompts, 2)),
+    }
+    found |= {name: Metric(value, scores.size) for name, value in correlations.items() if not math.isnan(value)}
+    matched = reward_model.length_matched(margins, lengths[:, 0], lengths[:, 1])
+    if matched["n"]:
+        found["length_matched_accuracy"] = Metric(matched["accuracy"], matched["n"])
+    for field in ("source", "strength"):
+        names = {str(r[field]) for r in chosen if r.get(field) is not None}
+        if len(names) > 1:
+            for name in sorted(names, key=_natural):
+                part = [c for c, r in zip(correct, chosen) if str(r.get(field)) == name]
+                found[f"accuracy/{field}={name}"] = share(part)
+    if not prefix:
+        found["ece"] = Metric(float(statistics.ece(margins)), len(chosen))
+    return {(prefix + name): metric for name, metric in found.items()}
+
+
+def probe_metrics(records: Sequence[dict]) -> tuple[dict[str, Metric], list[dict]]:
+    """Fooled rate per probe and changed decisions per transform, with the table for the report.
+
+    ``probe:NAME`` records are compared with their pair's chosen answer; ``transform:NAME:chosen`` / ``:rejected`` with its decision.
+    """
+    clean = {r["item_id"]: r for r in records if r["mode"] == "chosen"}
+    probes: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    changed: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for record in records:
+        kind, _, name = record["mode"].partition(":")
+        if kind == "probe":
+            probes[name].append((clean[record["item_id"]]["reward"], record["reward"]))
+        elif kind == "transform":
+            which, _, side = name.rpartition(":")
+            changed[which][record["item_id"]][side] = record["reward"]
+    metrics, table = {}, []
+    for name, pairs in sorted(probes.items()):
+        result = reward_model.fooled_rate(pairs)
+        metrics[f"fooled_rate/{name}"] = Metric(result["fooled_rate"], len(pairs))
+        table.append({"check": f"probe: {name}", "n": len(pairs), "fooled or changed": result["fooled_rate"], "mean gap": result["mean_gap"]})
+    for name, items in sorted(changed.items()):
+        before = [float(clean[item]["margin"] > 0) for item in items]
+        after = [float(sides["chosen"] > sides["rejected"]) for sides in items.values()]
+        result = reward_model.transform_robustness(before, after)
+        metrics[f"changed_rate/{name}"] = Metric(result["changed"], len(items))
+        table.append({"check": f"transform: {name}", "n": len(items), "fooled or changed": result["changed"],
+                      "accuracy before": result["acc_original"], "accuracy after": result["acc_transformed"]})
+    return metrics, table
+
+
+# -- paired comparison ------------------------------------------------------------------------------------------------------------
+
+def paired(candidate: Sequence[dict], champion: Sequence[dict], metric: str, confidence: float = 0.95, seed: int = 0) -> dict:
+    """Difference candidate - champion on the same items, averaged per prompt.
+
+    Returns {"difference", "se", "low", "high", "p_value", "n", "better", "worse", "candidate", "champion"}: interval by
+    bootstrap over prompts, p-value two-sided normal on the paired error, McNemar's exact test added for one yes/no
+    answer per prompt.
+    """
+    a, b = item_values(candidate, metric), item_values(champion, metric)
+    shared = [item for item in a if item in b]
+    if not shared:
+        raise ValueError(f"the two evaluations share no scored item for {metric!r}: evaluate both on the same prompts and split")
+    if len(shared) < max(len(a), len(b)):
+        missing = max(len(a), len(b)) - len(shared)
+        note = f"{missing} items are scored in only one of the two evaluations and are left out"
+    else:
+        note = None
+    prompts: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for item in shared:
+        prompts[a[item][1]].append((a[item][0], b[item][0]))
+    left = [float(np.mean([x for x, _ in pairs])) for pairs in prompts.values()]
+    right = [float(np.mean([y for _, y in pairs])) for pairs in prompts.values()]
+    differences = [x - y for x, y in zip(left, right)]
+    test = statistics.paired_difference(left, right)
+    n, mean = test["n"], test["diff"]
+    se = test["se"] if n > 1 else None
+    low, high = statistics.bootstrap_ci(differences, n=2000, seed=seed, level=confidence) if n > 1 else (None, None)
+    result = {
+        "metric": metric, "candidate": float(np.mean(left)), "champion": float(np.mean(right)), "difference": mean, "se": se,
+        "low": low, "high": high, "confidence": confidence, "n": n, "p_value": test["p"] if n > 1 else None,
+        "better": sum(d > 0 for d in differences), "worse": sum(d < 0 for d in differences), "note": note,
+    }
+    if set(left) | set(right) <= {0.0, 1.0}:
+        result["mcnemar_p_value"] = float(statistics.mcnemar_exact(result["better"], result["worse"]))
+    return result

@@ -1,0 +1,82 @@
+"""What answers look like: diversity, style signs, contrast (eval.diversity, eval.style_signs, eval.contrastiveness)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable, Sequence
+
+STOCK_PHRASES = (
+    "As an AI language model", "As a large language model", "Certainly!", "I apologize", "I'm sorry", "I cannot",
+    "Great question", "It's important to note", "I hope this helps", "delve into",
+)
+REFLECTION_WORDS = ("wait", "re-evaluate", "let me check", "aha")
+
+
+def ngrams(tokens: Sequence[Hashable], n: int) -> list[tuple]:
+    """All n-grams in order; empty when the text is shorter than n."""
+    return [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+
+
+def distinct_n(texts: Iterable[Sequence[Hashable]], n: int) -> float | None:
+    """Unique n-grams / n-grams, pooled over the given token sequences; ``None`` without any n-gram."""
+    grams = [gram for tokens in texts for gram in ngrams(tokens, n)]
+    return len(set(grams)) / len(grams) if grams else None
+
+
+def repetition_n(tokens: Sequence[Hashable], n: int) -> float | None:
+    """1 - distinct-n inside one text; ``None`` when the text has no n-gram."""
+    distinct = distinct_n([tokens], n)
+    return None if distinct is None else 1.0 - distinct
+
+
+def phrase_rates(texts: Sequence[str], phrases: Sequence[str] = STOCK_PHRASES) -> dict:
+    """Share of texts that contain any phrase, and each phrase (case-insensitive substrings)."""
+    lowered = [text.lower() for text in texts]
+    hits = {phrase: [phrase.lower() in text for text in lowered] for phrase in phrases}
+    count = max(1, len(texts))
+    return {
+        "rate": sum(any(column) for column in zip(*hits.values())) / count if hits and texts else 0.0,
+        "per_phrase": {phrase: sum(column) / count for phrase, column in hits.items()},
+    }
+
+
+def reflection_counts(texts: Sequence[str], words: Sequence[str] = REFLECTION_WORDS) -> dict:
+    """Whole-word, case-insensitive counts of reflection words per text and the share of texts with any."""
+    pattern = re.compile("|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in words), re.IGNORECASE)
+    counts = [len(pattern.findall(text)) for text in texts]
+    return {"count": counts, "share_with_any": sum(count > 0 for count in counts) / len(counts) if counts else 0.0}
+
+
+def levenshtein(a: str, b: str) -> int:
+    """Edit distance over code points (insert, delete, substitute cost 1)."""
+    if len(a) < len(b):
+        a, b = b, a
+    previous = list(range(len(b) + 1))
+    for i, left in enumerate(a, start=1):
+        row = [i]
+        for j, right in enumerate(b, start=1):
+            row.append(min(previous[j] + 1, row[j - 1] + 1, previous[j - 1] + (left != right)))
+        previous = row
+    return previous[-1]
+
+
+def contrastiveness(chosen: str, rejected: str) -> dict:
+    """Jaccard similarity of the word sets and Levenshtein distance (also divided by the longer length)."""
+    left, right = set(chosen.split()), set(rejected.split())
+    distance = levenshtein(chosen, rejected)
+    longest = max(len(chosen), len(rejected))
+    return {
+        "jaccard": len(left & right) / len(left | right) if left | right else 1.0,
+        "levenshtein": distance,
+        "levenshtein_normalised": distance / longest if longest else 0.0,
+    }
+
+
+def style_counts(text: str) -> dict[str, int]:
+    """Characters, headers, list items and bold spans of a Markdown answer (covariates of style control)."""
+    return {
+        "length": len(text),
+        "headers": len(re.findall(r"^#{1,6} ", text, re.MULTILINE)),
+        "lists": len(re.findall(r"^\s*(?:[-*+]|\d+\.) ", text, re.MULTILINE)),
+        "bold": len(re.findall(r"\*\*[^*\n]+\*\*", text)),
+    }

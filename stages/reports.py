@@ -1,0 +1,242 @@
+"""Figures (PNG bytes), tables and Markdown for every stage: what a person opens in MLflow or Prefect.
+
+Pure functions of their arguments. PNG bytes are deterministic (Agg, no time stamp), so a resumed stage reports the
+same file. matplotlib is imported inside the figure functions only.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+
+INK, GRID = "#22223b", "#d9dce3"
+PALETTE = ("#3366aa", "#dd8833", "#338855", "#aa3355", "#7755aa", "#228899", "#887722", "#666677")
+REPORT_LIMIT = 240
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+def _axes(title: str, xlabel: str, ylabel: str, size: tuple[float, float] = (6.4, 3.8)):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, dpi=110, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.set_title(title, fontsize=11, color=INK, loc="left")
+    axes.set_xlabel(xlabel, fontsize=9, color=INK)
+    axes.set_ylabel(ylabel, fontsize=9, color=INK)
+    axes.tick_params(labelsize=8, colors=INK)
+    axes.grid(True, color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return figure, axes
+
+
+def _png(figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _finite(values: Sequence[float | None]) -> list[float]:
+    return [float(value) for value in values if value is not None and math.isfinite(value)]
+
+
+def line_chart(
+    series: Mapping[str, tuple[Sequence[float], Sequence[float | None]]], *, title: str, xlabel: str = "step",
+    ylabel: str = "", markers: bool = False, bands: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
+    log_x: bool = False,
+) -> bytes:
+    """Curves ``{name: (x, y)}``; ``bands`` adds ``{name: (low, high)}`` shading. None and NaN points are gaps."""
+    figure, axes = _axes(title, xlabel, ylabel)
+    for index, (name, (x, y)) in enumerate(series.items()):
+        colour = PALETTE[index % len(PALETTE)]
+        values = [math.nan if value is None else float(value) for value in y]
+        axes.plot(list(x), values, color=colour, linewidth=1.5, marker="o" if markers or len(values) == 1 else None,
+                  markersize=3.5, label=name)
+        if bands and name in bands:
+            low, high = bands[name]
+            axes.fill_between(list(x), list(low), list(high), color=colour, alpha=0.16, linewidth=0)
+    if log_x:
+        axes.set_xscale("log", base=2)
+    if len(series) > 1:
+        axes.legend(fontsize=8, frameon=False)
+    return _png(figure)
+
+
+def metric_curves(rows: Sequence[Mapping], names: Sequence[str], *, title: str, x: str = "step", ylabel: str = "") -> bytes:
+    """Line chart of the named columns of metric rows ``[{"step": 1, "reward": ...}, ...]``; absent columns are skipped."""
+    series = {}
+    for name in names:
+        points = [(row[x], row[name]) for row in rows if row.get(name) is not None]
+        if points:
+            series[name] = tuple(zip(*points))
+    return line_chart(series, title=title, xlabel=x, ylabel=ylabel)
+
+
+def histogram(groups: Mapping[str, Sequence[float | None]], *, title: str, xlabel: str, bins: int = 30, ylabel: str = "share") -> bytes:
+    """Overlaid histograms on common bins, each normalised to 1 (before/after comparisons); dashed line at the mean."""
+    figure, axes = _axes(title, xlabel, ylabel)
+    cleaned = {name: _finite(values) for name, values in groups.items()}
+    pooled = [value for values in cleaned.values() for value in values]
+    if pooled:
+        low, high = min(pooled), max(pooled)
+        if low == high:
+            low, high = low - 0.5, high + 0.5
+        elif all(value == int(value) for value in pooled) and high - low < bins:
+            low, high, bins = low - 0.5, high + 0.5, int(high - low) + 1  # whole numbers: one bar each
+        edges = [low + (high - low) * i / bins for i in range(bins + 1)]
+        for index, (name, values) in enumerate(cleaned.items()):
+            if not values:
+                continue
+            colour = PALETTE[index % len(PALETTE)]
+            axes.hist(values, bins=edges, weights=[1.0 / len(values)] * len(values), color=colour, alpha=0.5,
+                      label=f"{name} (n={len(values)}, mean {sum(values) / len(values):.3g})")
+            axes.axvline(sum(values) / len(values), color=colour, linewidth=1.2, linestyle="--")
+        axes.legend(fontsize=8, frameon=False)
+    else:
+        axes.text(0.5, 0.5, "no values", ha="center", va="center", transform=axes.transAxes, color=INK)
+    return _png(figure)
+
+
+def calibration_diagram(confidence: Sequence[float], correct: Sequence[float], *, title: str, bins: int = 10, low: float = 0.5) -> bytes:
+    """Reliability diagram: accuracy against mean confidence in equal-width bins on [low, 1], circles sized by count."""
+    figure, axes = _axes(title, "confidence", "accuracy", (4.8, 4.2))
+    axes.plot([low, 1], [low, 1], color="#999999", linewidth=1, linestyle="--", label="perfect")
+    points = calibration_bins(confidence, correct, bins=bins, low=low)
+    total = max(1, len(confidence))
+    kept = [row for row in points if row["n"]]
+    axes.plot([row["confidence"] for row in kept], [row["accuracy"] for row in kept], color=PALETTE[0], linewidth=1)
+    axes.scatter([row["confidence"] for row in kept], [row["accuracy"] for row in kept],
+                 s=[20 + 500 * row["n"] / total for row in kept], color=PALETTE[0], alpha=0.6, label="observed (area = share)")
+    axes.set_xlim(low - 0.02, 1.02)
+    axes.set_ylim(-0.02, 1.02)
+    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    return _png(figure)
+
+
+def calibration_figure(margins: Sequence[float], *, title: str = "Reward model calibration on held-out pairs", bins: int = 10) -> bytes:
+    """Reliability diagram of pair margins d = r_chosen - r_rejected: confidence max(s, 1-s) with s = sigmoid(d), right if d > 0."""
+    confidence = [1.0 / (1.0 + math.exp(-min(abs(float(d)), 700.0))) for d in margins]
+    return calibration_diagram(confidence, [float(d > 0) for d in margins], title=title, bins=bins)
+
+
+def calibration_bins(confidence: Sequence[float], correct: Sequence[float], *, bins: int = 10, low: float = 0.5) -> list[dict]:
+    """Per bin {"low", "high", "n", "confidence", "accuracy"}; equal width, the last bin closed on the right."""
+    width = (1.0 - low) / bins
+    members: list[list[int]] = [[] for _ in range(bins)]
+    for index, value in enumerate(confidence):
+        members[min(bins - 1, max(0, int((value - low) / width)))].append(index)
+    return [
+        {
+            "low": low + width * b, "high": low + width * (b + 1), "n": len(rows),
+            "confidence": sum(confidence[i] for i in rows) / len(rows) if rows else None,
+            "accuracy": sum(correct[i] for i in rows) / len(rows) if rows else None,
+        }
+        for b, rows in enumerate(members)
+    ]
+
+
+def bar_chart(rows: Sequence[Mapping], *, title: str, ylabel: str, label: str = "model", value: str = "value",
+              low: str = "low", high: str = "high") -> bytes:
+    """Bars with error bars from rows ``{label, value, low, high}``; bounds may be absent. None values are skipped."""
+    figure, axes = _axes(title, "", ylabel, (max(4.8, 0.9 * len(rows) + 1.6), 3.8))
+    kept = [row for row in rows if row.get(value) is not None]
+    for index, row in enumerate(kept):
+        axes.bar(index, row[value], color=PALETTE[index % len(PALETTE)], width=0.66, alpha=0.85)
+        if row.get(low) is not None and row.get(high) is not None:
+            axes.errorbar(index, row[value], yerr=[[max(0.0, row[value] - row[low])], [max(0.0, row[high] - row[value])]],
+                          color=INK, capsize=3, linewidth=1.1)
+        axes.annotate(f"{row[value]:.3g}", (index, row[value]), textcoords="offset points", xytext=(9, 3), fontsize=8, color=INK)
+    axes.set_xticks(range(len(kept)), [str(row[label]) for row in kept], rotation=20 if len(kept) > 5 else 0)
+    axes.grid(False, axis="x")
+    return _png(figure)
+
+
+def scatter(x: Sequence[float], y: Sequence[float], *, title: str, xlabel: str, ylabel: str) -> bytes:
+    """One dot per row, with the least-squares line where x varies."""
+    figure, axes = _axes(title, xlabel, ylabel)
+    axes.scatter(list(x), list(y), s=8, alpha=0.4, color=PALETTE[0], linewidths=0)
+    n = len(x)
+    if n > 1 and max(x) > min(x):
+        mean_x, mean_y = sum(x) / n, sum(y) / n
+        slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / sum((a - mean_x) ** 2 for a in x)
+        ends = [min(x), max(x)]
+        axes.plot(ends, [mean_y + slope * (end - mean_x) for end in ends], color=PALETTE[1], linewidth=1.4)
+    return _png(figure)
+
+
+# -- text and Markdown --------------------------------------------------------------------------------------------------
+
+def number(value, digits: int = 3) -> str:
+    """A value for a table cell: '' for None, 'yes'/'no', whole numbers as they are, floats to ``digits`` places."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return str(value)
+        return f"{value:.{digits}f}" if abs(value) >= 10**-digits or value == 0 else f"{value:.2e}"
+    return str(value)
+
+
+def with_interval(value: float | None, low: float | None = None, high: float | None = None, digits: int = 3) -> str:
+    """'0.812 [0.780, 0.841]'."""
+    if value is None:
+        return ""
+    interval = "" if low is None or high is None else f" [{low:.{digits}f}, {high:.{digits}f}]"
+    return f"{value:.{digits}f}{interval}"
+
+
+def cut(text: str, limit: int = REPORT_LIMIT) -> str:
+    """The text with at most ``limit`` characters, saying how many were left out."""
+    return text if len(text) <= limit else f"{text[:limit]}… (+{len(text) - limit} characters)"
+
+
+def cell(value, digits: int = 3) -> str:
+    """A value as the inside of a Markdown table cell: one line, pipes and control characters made visible."""
+    text = number(value, digits) if not isinstance(value, str) else value
+    text = text.replace("\\", "\\\\").replace("|", "\\|").replace("\r\n", "\n").replace("\n", " ⏎ ").replace("\t", " ⇥ ")
+    text = text.replace("<", "&lt;").replace("`", "\\`")
+    return "".join(ch if ch.isprintable() else f"\\x{ord(ch):02x}" for ch in text)
+
+
+def markdown_table(rows: Sequence[Mapping], columns: Sequence[str] | Mapping[str, str] | None = None, digits: int = 3) -> str:
+    """Markdown table of dict rows; ``columns`` selects and orders (a mapping renames: {key: heading})."""
+    if not rows:
+        return "_no rows_"
+    if columns is None:
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+    headings = dict(columns) if isinstance(columns, Mapping) else {name: name for name in columns}
+    lines = ["| " + " | ".join(cell(head) for head in headings.values()) + " |", "|" + "---|" * len(headings)]
+    lines += ["| " + " | ".join(cell(row.get(key), digits) for key in headings) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def sample_table(rows: Sequence[Mapping], columns: Sequence[str] | None = None, limit: int = REPORT_LIMIT) -> str:
+    """Markdown table of text samples, long texts cut."""
+    return markdown_table([{key: cut(value, limit) if isinstance(value, str) else value for key, value in row.items()} for row in rows], columns)
+
+
+def facts(pairs: Mapping) -> str:
+    """'- **name**: value' lines; None values are left out."""
+    return "\n".join(f"- **{name}**: {cell(value)}" for name, value in pairs.items() if value is not None)
+
+
+def document(title: str, *blocks: str | tuple[str, str] | None) -> str:
+    """A Markdown page: a title and blocks, each a paragraph or (heading, body); empty ones are dropped."""
+    parts = [f"# {title}"]
+    for block in blocks:
+        if isinstance(block, tuple):
+            heading, body = block
+            if body:
+                parts.append(f"## {heading}\n\n{body}")
+        elif block:
+            parts.append(block)
+    return "\n\n".join(parts) + "\n"
