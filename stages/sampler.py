@@ -231,6 +231,7 @@ class _Run:
             self.kv.move(last, hole, int(self.length[last]))
             for x in (self.row, self.length, self.count, self.token, self.uniform, self.out_ids, self.out_logps):
                 x[hole] = x[last]
+            empty.discard(hole)
             self.live = last
 
     # ---- one token for some slots
