@@ -1,0 +1,56 @@
+"""How answers are written: careful, chatty, sloppy or wrong.
+
+The mixture is the point of the embedded default: demonstrations as people write them, of which a share is wrong.
+A policy that imitates them inherits their mistakes; selection and reward are there to lift it above them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stages.worldgen.skills import Item
+
+STYLES = ("short", "worked", "chatty", "sloppy")
+OPENINGS = ("Sure, I can help with that.", "Let me think about it.", "That is a good question.",
+            "I am happy to help.", "Here is what I found.")
+CLOSINGS = ("I hope this helps.", "Let me know if you need more.", "Have a nice day.")
+
+
+@dataclass(frozen=True)
+class Response:
+    """An answer as written: text, whether its answer is right, its style, and a quality grade 0 (bad) .. 3 (best)."""
+
+    text: str
+    correct: bool
+    style: str
+    quality: int
+
+
+def write(item: Item, style: str, correct: bool, rng: np.random.Generator) -> Response:
+    """Write an answer to `item` in one of STYLES; a wrong one looks exactly like a right one."""
+    steps, answer = (item.steps, item.answer) if correct else item.wrong(rng)
+    if style == "short":
+        text = f"Answer: {answer}."
+    elif style == "worked":
+        text = f"{steps} Answer: {answer}." if steps else f"The answer is easy to see. Answer: {answer}."
+    elif style == "chatty":
+        opening, closing = OPENINGS[int(rng.integers(len(OPENINGS)))], CLOSINGS[int(rng.integers(len(CLOSINGS)))]
+        text = f"{opening} {steps} Answer: {answer}. {closing}" if steps else f"{opening} Answer: {answer}. {closing}"
+    elif style == "sloppy":
+        text = f"{answer}" if rng.random() < 0.5 else f"hm {answer} i think"
+    else:
+        raise ValueError(f"unknown style {style!r}; use one of {', '.join(STYLES)}")
+    grade = {"short": 2, "worked": 3, "chatty": 2, "sloppy": 1}[style] if correct else 0
+    return Response(text, correct, style, grade)
+
+
+def draw_response(item: Item, rng: np.random.Generator, *, wrong_share: float,
+                  style_weights: dict[str, float]) -> Response:
+    """One response with a random style; wrong with probability `wrong_share`, more often for hard items."""
+    names = list(style_weights)
+    weights = np.array([style_weights[n] for n in names], dtype=np.float64)
+    style = names[int(rng.choice(len(names), p=weights / weights.sum()))]
+    share = min(0.95, wrong_share * (0.75 + 0.25 * item.difficulty))
+    return write(item, style, bool(rng.random() >= share), rng)
