@@ -175,18 +175,19 @@ def judge(stage, model, items, split: str, bias: float) -> dict[str, float]:
     import numpy as np
 
     from stages import statistics
-    from stages.reports import calibration_figure
+    from stages.reports import calibration_diagram
 
     scores = pair_scores(model, items, stage.config.max_tokens_per_micro_batch, stage.device) + bias
     gap = scores[:, 0] - scores[:, 1]
     lengths = np.array([[len(r) for r in i.responses] for i in items], float)
     correct = (gap > 0).astype(float)
-    low, high = statistics.bootstrap_ci(correct, n=1000, seed=stage.seed_for("bootstrap", split))
+    low, high = statistics.bootstrap_ci(correct, n=1000, seed=stage.seed_for("bootstrap", split) % 2**32,
+                                        clusters=[i.extra["prompt_id"] for i in items])
     flat_scores, flat_lengths = scores.ravel(), lengths.ravel()
     metrics = {
         "accuracy": float(correct.mean()), "accuracy_ci_low": low, "accuracy_ci_high": high,
         "tie_rate": float((gap == 0).mean()), "log_loss": float(np.logaddexp(0.0, -gap).mean()), "mean_margin": float(gap.mean()),
-        "ece": float(statistics.ece(gap)), "chosen_longer_share": float((lengths[:, 0] > lengths[:, 1]).mean()),
+        "ece": statistics.ece(*statistics.preference_confidence(scores[:, 0], scores[:, 1])), "chosen_longer_share": float((lengths[:, 0] > lengths[:, 1]).mean()),
     }
     if flat_scores.std() > 0 and flat_lengths.std() > 0:
         metrics["score_length_correlation"] = float(np.corrcoef(flat_scores, flat_lengths)[0, 1])
@@ -196,5 +197,6 @@ def judge(stage, model, items, split: str, bias: float) -> dict[str, float]:
     for strength in sorted({i.extra["strength"] for i in items if i.extra["strength"] is not None}):
         chosen = np.array([i.extra["strength"] == strength for i in items])
         metrics[f"accuracy_strength_{strength}"] = float(correct[chosen].mean())
-    stage.report(f"calibration-{split}", png=calibration_figure(gap))
+    stage.report(f"calibration-{split}", png=calibration_diagram(
+        *statistics.preference_confidence(scores[:, 0], scores[:, 1]), title=f"Reward model calibration ({split})"))
     return metrics

@@ -108,21 +108,24 @@ class Trainer:
         counts = self.objective.counts(items)
         layout = choose_layout(items)
         self.optimizer.zero_grad(set_to_none=True)
-        totals: dict[str, float] = {}
+        totals: dict[str, float] = {"loss": 0.0}
         maxima: dict[str, float] = {}
-        for group in plan(items, self.config.max_tokens_per_micro_batch, layout):
+        forwarded = [i for i in items if not i.extra.get("skip_forward")]  # counted above, but they cannot move a weight
+        for group in plan(forwarded, self.config.max_tokens_per_micro_batch, layout):
             batch = collate(group, layout, self.device)
             with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=self.config.compute_dtype == "bfloat16"):
                 sums = self.objective(self.model, batch)
             loss = sum(total / max(counts[by], 1e-12) for total, by in sums.loss.values())
             if isinstance(loss, torch.Tensor) and loss.requires_grad:
                 loss.backward()
-            totals["loss"] = totals.get("loss", 0.0) + float(loss)
+            totals["loss"] += float(loss)
             for name, (total, by) in {**(sums.loss if len(sums.loss) > 1 else {}), **sums.metrics}.items():
                 totals[name] = totals.get(name, 0.0) + float(total) / max(counts[by], 1e-12)
             for name, value in sums.maxima.items():
                 maxima[name] = max(maxima.get(name, -math.inf), float(value))
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm))
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)) if forwarded else 0.0
+        if not forwarded:
+            return {"loss": 0.0, "grad_norm": 0.0, "learning_rate": learning_rate, "skipped_steps": float(self.skipped), "empty_step": 1.0}
         if math.isfinite(norm) and math.isfinite(totals["loss"]):
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
@@ -217,9 +220,7 @@ def fit(stage, trainer: Trainer, source: Source, *, evaluate: Callable[[], dict[
     while trainer.step_index < trainer.total_steps:
         started = time.monotonic()
         items = source.items(trainer.step_index)
-        metrics = trainer.step(items) if items else {"skipped_steps": float(trainer.skipped)}
-        if not items:
-            trainer.step_index += 1
+        metrics = trainer.step(items)
         step = trainer.step_index
         metrics.update(source.after_step(step, metrics))
         if evaluate is not None and eval_every and step % eval_every == 0 and step < trainer.total_steps:

@@ -1,0 +1,84 @@
+"""Prompts in, scored completions out: what rejection sampling and RL share.
+
+A unit of work is a list of prompt rows with the seeds of their completions; its result depends on nothing else, so a
+killed stage repeats only the unit it was in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Sample:
+    """One completion of one prompt row, with its reward.
+
+    ``total`` is the weighted sum of the scored components (NaN when unscorable), ``parts`` their raw values (None =
+    unscorable), ``reasons`` why; ``correct`` is the verifier's verdict where there is one.
+    """
+
+    prompt: dict
+    prompt_ids: list[int]
+    index: int
+    ids: list[int]
+    logps: list[float]
+    finish_reason: str
+    text: str
+    total: float = float("nan")
+    parts: dict[str, float | None] = None
+    reasons: dict[str, str] = None
+    correct: bool | None = None
+
+    @property
+    def terminated(self) -> bool:
+        return self.finish_reason in ("eos", "stop")
+
+
+def prompt_rows(stage, dataset, split: str | None, renderer, max_prompt_length: int, limit: int | None = None):
+    """``[(row, prompt ids)]`` of a ``prompts/1`` split; prompts over the length limit are left out, counted and named."""
+    rows, too_long = [], 0
+    for row in dataset.iter_rows(split=split):
+        ids = renderer.prompt_ids(row["prompt"])
+        if len(ids) > max_prompt_length:
+            too_long += 1
+            continue
+        rows.append((row, ids))
+        if limit is not None and len(rows) >= limit:
+            break
+    if too_long:
+        stage.warn("prompts_too_long", f"{too_long} prompts have more than max_prompt_length={max_prompt_length} tokens and are left "
+                   "out. Raise max_prompt_length to use them.")
+    if not rows:
+        raise ValueError(f"No prompt with at most max_prompt_length={max_prompt_length} tokens in split {split!r} of {dataset.name}. Raise "
+                         "max_prompt_length, or give a dataset with that split.")
+    return rows
+
+
+def sampling_params(config, renderer):
+    from stages.sampling import SamplingParams
+
+    return SamplingParams(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, min_p=config.min_p,
+                          max_new_tokens=config.max_completion_length, stop_ids=frozenset(renderer.stop_ids))
+
+
+def sample_groups(sampler, rows, params, seeds) -> list[list[Sample]]:
+    """G completions of each ``(row, prompt ids)``; ``seeds[i]`` lists the seeds of prompt i."""
+    completions = sampler.generate([ids for _, ids in rows], params, seeds)
+    return [[Sample(row, ids, k, c.ids, c.logps, c.finish_reason, c.text) for k, c in enumerate(group)]
+            for (row, ids), group in zip(rows, completions)]
+
+
+def score(rewards, samples: list[Sample]) -> None:
+    """Fill the reward fields of every sample, in place."""
+    scored = rewards.score([{"prompt_row": s.prompt, "prompt_ids": s.prompt_ids, "completion_text": s.text, "completion_ids": s.ids,
+                             "finish_reason": s.finish_reason} for s in samples])
+    for sample, result in zip(samples, scored):
+        sample.total = float("nan") if result.total is None else float(result.total)
+        sample.parts, sample.reasons, sample.correct = result.parts, result.reasons, result.correct
+
+
+def gen_record(stage, config, renderer, seed: int, version: int = 0) -> dict:
+    """The ``gen`` struct of a generated row."""
+    return {"model_id": stage.inputs["model"].ref, "checkpoint_id": stage.inputs["model"].digest, "policy_version": version,
+            "template_id": renderer.template_hash, "engine": "built-in", "temperature": config.temperature, "top_p": config.top_p,
+            "top_k": config.top_k, "max_tokens": config.max_completion_length, "rng_seed": seed}
