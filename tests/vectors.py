@@ -8,7 +8,7 @@ sees the expected values. Adapters live in tests/vector_adapters/*.py:
 
 * ADAPTERS = {vector name: adapter};
 * METHOD_ADAPTERS = {method: [(set of input keys, adapter), ...]} as the fallback for files whose names are new: the
-  entry whose keys are all among the vector's inputs, and cover most of them, is tried. Adapters of named vectors of
+  entries of the vector's method are tried, those whose keys fit its inputs best first. Adapters of named vectors of
   the same method serve as further fallbacks by the input keys those vectors have in tests/vectors_data.
 
 Comparison: |got - expected| <= tolerance * max(1, |expected|), recursively; strings "NaN", "Infinity", "-Infinity"
@@ -165,42 +165,44 @@ def check(expected: dict, got: dict, tolerance: float) -> str | None:
 
 
 def candidates(name, vector, named, by_method):
-    """Adapters to try, best first: by name, then by method and input keys."""
+    """[(adapter, sure)] to try, best first. `sure`: by name, or of the method with all its input keys present."""
     if name in named:
-        return [named[name]]
+        return [(named[name], True)]
     keys = set(vector.get("inputs", {}))
-    fitting = [(len(wanted ^ keys), i, adapter) for i, (method, wanted, adapter) in enumerate(by_method)
-               if method == vector.get("method") and wanted <= keys]
-    close = [(100 + len(wanted ^ keys), i, adapter) for i, (method, wanted, adapter) in enumerate(by_method)
-             if method == vector.get("method") and not wanted <= keys and wanted & keys]
+    ranked = sorted(((not wanted <= keys, len(wanted ^ keys), i) for i, (method, wanted, _) in enumerate(by_method)
+                     if method == vector.get("method") and (wanted & keys or not wanted)))
     out = []
-    for _, _, adapter in sorted(fitting + close, key=lambda e: e[:2]):
-        if adapter not in out:
-            out.append(adapter)
+    for loose, _, i in ranked:
+        if all(by_method[i][2] is not adapter for adapter, _ in out):
+            out.append((by_method[i][2], not loose))
     return out
 
 
 def run_vector(name, vector, named, by_method) -> tuple[str, str]:
-    """("passed" | "failed" | "unmapped" | "skipped", detail)."""
-    adapters = candidates(name, vector, named, by_method)
-    if not adapters:
-        return "unmapped", ""
+    """("passed" | "failed" | "unmapped" | "skipped", detail).
+
+    An adapter that was guessed from the method and computes none of the expected quantities does not map the vector.
+    """
     inputs, params = decode(vector.get("inputs", {})), decode(vector.get("params", {}))
-    expected = decode(vector["expected"])
+    expected, tolerance = decode(vector["expected"]), float(vector.get("tolerance", 0))
+    wanted = {k for k in expected if not is_trap(k) and k != "note"}
     first = ""
-    for adapter in adapters:
+    for adapter, sure in candidates(name, vector, named, by_method):
+        got: dict = {}
         try:
-            found = check(expected, plain(adapter(inputs, params)), float(vector.get("tolerance", 0)))
+            got = plain(adapter(inputs, params))
+            found = check(expected, got, tolerance)
         except Skip as reason:
             return "skipped", str(reason)
         except Exception as error:  # the report names the vector; a crash in one must not stop the rest
-            if "error" in expected and type(error).__name__ == expected["error"]:
+            if type(error).__name__ == expected.get("error"):
                 return "passed", ""
             found = f"{type(error).__name__}: {error}"
         if found is None:
             return "passed", ""
-        first = first or found
-    return "failed", first
+        if name in named or (sure and wanted <= set(got)):
+            first = first or found
+    return ("failed", first) if first else ("unmapped", "")
 
 
 def run_file(path, named, by_method, show_unmapped: bool = False) -> dict[str, list[str]]:

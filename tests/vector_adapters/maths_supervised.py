@@ -1,0 +1,501 @@
+"""Vectors of sft.*, kd.*, rm.*, rs.* -> stages/losses.py, masks.py, selection.py, estimators.py, statistics.py, direct_losses.py."""
+from __future__ import annotations
+
+import math
+from itertools import permutations
+
+import numpy as np
+import torch
+
+from stages import direct_losses as direct
+from stages import estimators, losses, masks, selection, statistics
+from stages.evaluation import overopt, preference, sampling
+
+MODES = losses.LOSS_AGG_MODES
+
+
+def T(x, grad: bool = False):
+    """float64 tensor (optionally a leaf with gradients)."""
+    return torch.tensor(x, dtype=torch.float64, requires_grad=grad)
+
+
+def grads(value, *leaves):
+    value.backward()
+    return [leaf.grad for leaf in leaves]
+
+
+def ragged(rows):
+    """(values [B, T] padded with NaN, mask)."""
+    width = max(len(r) for r in rows)
+    return (T([list(r) + [math.nan] * (width - len(r)) for r in rows]),
+            torch.tensor([[1] * len(r) + [0] * (width - len(r)) for r in rows]))
+
+
+def all_modes(loss, mask, constant=None):
+    out = {m: losses.aggregate_mean(loss, mask, m) for m in MODES[:3]}
+    if constant:
+        out[MODES[3]] = losses.aggregate_mean(loss, mask, MODES[3], constant)
+    return out
+
+
+# --- sft ---------------------------------------------------------------------------------------------
+
+def nll_uniform(i, p):
+    logits = torch.zeros(1, i["num_tokens"], i["vocab_size"], dtype=torch.float64)
+    logp = losses.gather_logps(logits, torch.zeros(1, i["num_tokens"], dtype=torch.long))
+    return {"loss": losses.aggregate_mean(losses.token_nll(logp), torch.ones_like(logp), p["loss_agg_mode"]),
+            "log_prob_per_token": logp[0, 0]}
+
+
+def nll_logps(i, p):
+    return all_modes(losses.token_nll(T(i["token_logps"])), torch.tensor(i["loss_mask"]), p.get("norm_constant"))
+
+
+def nll_losses(i, p):
+    if "loss_mask" in i:
+        loss, mask = T(i["token_losses"]), torch.tensor(i["loss_mask"])
+    else:
+        loss, mask = ragged(i["token_losses"])
+    counts = losses.count_targets(mask)
+    out = all_modes(loss, mask, p.get("norm_constant"))
+    return {**out, "num_valid_sequences": counts["sequences"]}
+
+
+def nll_prompt_mask(i, p):
+    logp = T(i["token_probs"]).log().unsqueeze(0)
+    out = {}
+    for name, key in (("all", "loss_mask_all"), ("masked", "loss_mask_first_is_prompt")):
+        mask = torch.tensor([i[key]])
+        out["sum_" + name] = losses.aggregate_mean(-logp, mask, "seq-mean-token-sum")
+        out["mean_" + name] = losses.aggregate_mean(-logp, mask, "token-mean")
+    return out
+
+
+def nll_logits(i, p):
+    logits, mask = T(i["logits"], True), torch.tensor(i["loss_mask"])
+    nll = losses.token_nll(losses.gather_logps(logits, torch.tensor(i["targets"])))
+    loss = losses.aggregate_mean(nll, mask, p.get("loss_agg_mode", "token-mean"), p.get("norm_constant"))
+    (g,) = grads(loss, logits)
+    return {"loss": loss, "token_losses": losses.masked(nll, mask), "grad_logits": g}
+
+
+def shift(i, p):
+    targets, logits = masks.target_positions(i["prompt_length"], i["input_length"])
+    return {"target_positions": targets, "logit_positions": logits}
+
+
+def role_masks(i, p):
+    names = {"final_message": "final_message", "final_turn": "final_turn", "all_assistant_turns": "all_assistant",
+             "all_assistant": "all_assistant", "full_sequence_no_bos": "full", "full": "full", "completion": "completion"}
+    return {key: masks.completion_mask(i["roles_per_token"], i["turn_index"], policy) for key, policy in names.items()}
+
+
+def unroll(i, p):
+    contents, roles = i["messages"], i.get("roles")
+    messages = contents if roles is None else [{"role": r, "content": c} for r, c in zip(roles, contents)]
+    rows = masks.unroll(messages, p.get("balance", "none"))
+    return {"samples": [{"prompt": [m["content"] for m in r["prompt"]], "completion": r["completion"]["content"]} for r in rows],
+            "weights": [r["weight"] for r in rows]}
+
+
+def template(i, p):
+    return {"text": masks.chatml(i["messages"], i.get("bos_token", ""), p.get("add_generation_prompt", False))}
+
+
+def template_errors(i, p):
+    def valid(roles):
+        try:
+            masks.validate_roles(roles)
+        except masks.TemplateError:
+            return False
+        return True
+    return {"valid": [valid(roles) for roles in i["role_sequences"]]}
+
+
+def pack(i, p):
+    lengths = i["lengths"]
+    bins = selection.pack_best_fit(lengths, p["capacity"])
+    return {"bins": bins, "position_ids": [[t for r in b for t in range(lengths[r])] for b in bins],
+            "cu_seqlens": [[0, *np.cumsum([lengths[r] for r in b]).tolist()] for b in bins],
+            "fill": sum(lengths) / (len(bins) * p["capacity"])}
+
+
+def unlikelihood(i, p):
+    return {"loss": direct.unlikelihood_loss(T(i["p_negative"]).log()).sum()}
+
+
+# --- distillation --------------------------------------------------------------------------------------
+
+def kd_probs(i, p):
+    teacher = T(i.get("teacher_probs", i.get("teacher", i.get("teacher_with_context"))))
+    student = T(i.get("student_probs", i.get("student", i.get("student_without_context"))))
+    s = student.log().requires_grad_()
+    kl = direct.distillation_loss(s, teacher.log())
+    entropy = losses.entropy(teacher.log())
+    (g,) = grads(kl, s)
+    out = {"kl": kl, "kl_teacher_student": kl, "cross_entropy": kl + entropy, "teacher_entropy": entropy,
+           "reverse_kl": direct.distillation_loss(student.log(), teacher.log(), direction="reverse"), "grad_wrt_student_logits": g}
+    if "betas" in p:
+        out = {"jsd": [direct.generalised_jsd(student.log(), teacher.log(), b) for b in p["betas"]],
+               "beta0_forward_kl": direct.generalised_jsd(student.log(), teacher.log(), 0.0),
+               "beta1_reverse_kl": direct.generalised_jsd(student.log(), teacher.log(), 1.0)}
+    if "top_k" in p:
+        top = torch.topk(teacher, p["top_k"]).indices
+        kept = teacher[top] / teacher[top].sum()
+        out = {"full_kl": kl, "bucket_kl": direct.topk_kl(teacher, student, p["top_k"], "bucket"),
+               "renormalised_kl": direct.topk_kl(teacher, student, p["top_k"], "renormalise"),
+               "teacher_topk": kept, "cross_entropy": -(kept * student[top].log()).sum()}
+    return out
+
+
+def kd_logits(i, p):
+    t = p.get("temperature", 1.0)
+    student = T(i["student_logits"], True)
+    kl = direct.distillation_loss(student, T(i["teacher_logits"]), t)
+    if "loss_mask" in i:
+        mask = torch.tensor(i["loss_mask"])
+        return {"per_token_kl": losses.masked(kl, mask), "loss": losses.aggregate_mean(kl.unsqueeze(0), mask.unsqueeze(0), "token-mean")}
+    (g,) = grads(kl, student)
+    out = {"loss": kl, "kl_without_T2": kl / t ** 2, "grad_student_logits": g}
+    if "hard_label" in i:
+        hard = -losses.gather_logps(student.detach(), torch.tensor(i["hard_label"]))
+        w = p["soft_weight"]
+        out = {"soft": kl, "hard": hard, "loss": w * kl + (1 - w) * hard}
+    return out
+
+
+# --- reward models ---------------------------------------------------------------------------------------
+
+def rm_linear(i, p):
+    h, mask = T(i["h"]).reshape(1, 1, -1), torch.ones(1, 1)
+    return {"reward": losses.pooled_rewards(h, mask, T(i["w"]), i.get("b", 0.0))[0]}
+
+
+def rm_head(i, p):
+    hidden, mask, w = T(i["hidden"]), torch.tensor(i["attention_mask"]), T(i["w"])
+    return {"last_index": losses.last_token_index(mask), "reward_last": losses.pooled_rewards(hidden, mask, w, i.get("b", 0.0)),
+            "reward_mean_pool": losses.pooled_rewards(hidden, mask, w, i.get("b", 0.0), "mean")}
+
+
+def rm_bt(i, p):
+    w, l = T(i["r_chosen"], True), T(i["r_rejected"], True)
+    bt = losses.bradley_terry_loss(w, l)
+    loss = losses.bradley_terry_loss(w, l, center_rewards_coefficient=p.get("center_rewards_coefficient", 0.0),
+                                     label_smoothing=p.get("label_smoothing", 0.0))
+    gw, gl = grads(loss.sum(), w, l)
+    centred = "center_rewards_coefficient" in p
+    return {"prob": torch.exp(-bt), "loss": loss.mean() if centred else loss, "mean": loss.mean(), "bt": bt.mean(),
+            "grad_r_chosen": gw, "grad_r_rejected": gl}
+
+
+def rm_margin(i, p):
+    d = i["reward_diff"] if "reward_diff" in i else i["r_chosen"]
+    w, l = T(d), T(i.get("r_rejected", 0.0))
+    margins = i.get("margins", i.get("margin"))
+    return {"loss": losses.bradley_terry_loss(w, l, margin=T(margins))}
+
+
+def pair_list(ranks):
+    n = len(ranks)
+    return [(a, b) for a in range(n) for b in range(n) if ranks[a] < ranks[b]]
+
+
+def kwise(i, p):
+    """One prompt (scores in rank order, or with ranks) or several named prompt_*_scores."""
+    prompts = [v for k, v in sorted(i.items()) if k.startswith("prompt_")]
+    if prompts:
+        parts = [losses.kwise_pairs_loss(T(s), pair_list(range(len(s)))) for s in prompts]
+        return {"per_prompt": torch.stack([x.mean() for x in parts]).mean(), "per_pair_pooled": torch.cat(parts).mean()}
+    s = T(i.get("scores_best_to_worst", i.get("scores")), True)
+    pairs = pair_list(i.get("ranks", range(len(s))))
+    each = losses.kwise_pairs_loss(s, pairs)
+    (g,) = grads(each.mean(), s)
+    right = [float(s[a] > s[b]) for a, b in pairs]
+    return {"pairs": pairs, "pair_losses": each, "loss": each.mean(), "grad_scores": g, "accuracy": sum(right) / len(right)}
+
+
+def plackett_luce(i, p):
+    s = T(i["scores"], True)
+    K = len(s)
+    nll = losses.plackett_luce_loss(s)
+    (g,) = grads(nll, s)
+    prob = {",".join(map(str, o)): torch.exp(-losses.plackett_luce_loss(s.detach()[list(o)])) for o in permutations(range(K))}
+    name = "_".join(map(str, range(K)))
+    return {"nll": nll, f"nll_order_{name}": nll, f"grad_scores_order_{name}": g, "prob_by_order": prob,
+            "sum_of_probs": sum(prob.values())}
+
+
+def rm_soft(i, p):
+    a, b = T(i.get("r_A", i.get("reward_A")), True), T(i.get("r_B", i.get("reward_B")), True)
+    loss = losses.bradley_terry_loss(a, b, label_prob=i["p_A"])
+    ga, _ = grads(loss, a, b)
+    return {"loss": loss, "grad_r_A": ga, "grad_wrt_diff": ga}
+
+
+def position_debias(i, p):
+    first = torch.softmax(T([i["logp_first_token_A_when_y0_first"], i["logp_token_B_when_y0_first"]]), 0)[0]
+    second = torch.softmax(T([i["logp_token_A_when_y1_first"], i["logp_token_B_when_y1_first"]]), 0)[1]
+    return {"p_y0_order1": first, "p_y0_order2": second, "p_y0": (first + second) / 2}
+
+
+def rm_pairwise(i, p):
+    logit = torch.logit(T(i["p_i"]))
+    return {"loss": losses.soft_bce(logit, T(i["hp"]))}
+
+
+def rm_orm(i, p):
+    return {"loss": losses.soft_bce(torch.logit(T(i["p"])), T(i["label"]))}
+
+
+def rm_orm_gain_bias(i, p):
+    z = p["gain"] * T(i["special_token_logits"]) + p["bias"]
+    mask = torch.tensor(i["completion_mask"])
+    bce = losses.soft_bce(z, T(i["labels"]).unsqueeze(1))
+    mean = losses.aggregate_mean(bce, mask, "token-mean")
+    last = losses.last_token_index(mask)
+    return {"token_mean_bce": mean, "joint_loss": mean + p.get("lm_loss_weight", 0.0) * p.get("lm_loss", 0.0),
+            "score_last_token": torch.sigmoid(z)[torch.arange(len(z)), last]}
+
+
+def rm_pmp(i, p):
+    return {"loss": losses.soft_bce(T(i["score"]), T(i["label"])).mean()}
+
+
+def rm_pmp_control(i, p):
+    return {"loss": losses.bradley_terry_loss(T([i["r_GOOD_A"], i["r_BAD_B"]]), T([i["r_BAD_A"], i["r_GOOD_B"]])).mean()}
+
+
+def rm_bias_anchor(i, p):
+    bias = estimators.calibration_bias(i["anchor_scores"])
+    return {"bias": bias, "calibrated": np.asarray(i["scores"]) + bias,
+            "anchor_mean_after": float(np.mean(np.asarray(i["anchor_scores"]) + bias))}
+
+
+def rm_whiten(i, p):
+    eps = p.get("eps", 1e-8)
+    scores = i.get("scores", i.get("rewards"))
+    white = estimators.whiten(scores, ddof=p.get("ddof", 0), eps=eps)
+    return {"ddof0": estimators.whiten(scores, ddof=0, eps=eps), "ddof1": estimators.whiten(scores, ddof=1, eps=eps),
+            "minmax_01": estimators.minmax(scores), "whitened": white, "normalised": white}
+
+
+def rm_score_rules(i, p):
+    return {"final": estimators.score_rules(i["raw"], i["has_eos"], i["empty"], p.get("no_eos_reward", 0.0), p.get("empty_reward", -1.0))}
+
+
+def rm_accuracy(i, p):
+    a = statistics.pairwise_accuracy(i.get("r_chosen", i.get("chosen")), i.get("r_rejected", i.get("rejected")))
+    return {"accuracy_strict": a["strict"], "accuracy": a["strict"], "accuracy_half_ties": a["half_credit"],
+            "accuracy_ties_half": a["half_credit"], "tie_rate": a["ties"], "log_loss": a["log_loss"], "mean_margin": a["mean_margin"]}
+
+
+def rm_ece(i, p):
+    low, high = p.get("range", (0.5, 1.0))
+    c, y = i["confidence"], i["correct"]
+    return {"ece": statistics.calibration_error(c, y, p.get("bins", 10), low, high), "brier": statistics.brier(c, y),
+            "nll": statistics.binary_nll(c, y)}
+
+
+def rm_length(i, p):
+    return {"pearson": statistics.pearson(i.get("reward", i.get("score")), i["length"])}
+
+
+def bon_estimator(i, p):
+    n = p["n"]
+    return {"gold_of_best_of_n": [selection.best_of_n_estimate(i["proxy"], k, i["gold"]) for k in n],
+            "gold_of_proxy_best": [selection.best_of_n_estimate(i["proxy"], k, i["gold"]) for k in n],
+            "proxy_best": [selection.best_of_n_estimate(i["proxy"], k) for k in n]}
+
+
+def gao_peak(i, p):
+    a, b = p["alpha"], p["beta"]
+    return {"bon": overopt.curve(i["d"], a, b, "bon"), "rl": overopt.curve(i["d"], a, b, "rl"),
+            "bon_peak_d": overopt.peak(a, b, "bon")[0], "rl_peak_d": overopt.peak(a, b, "rl")[0]}
+
+
+def divergence(i, p):
+    found = overopt.divergence(i["train_rm"], i["test_rm"], min_drop=p["min_drop"], patience=p.get("patience", 0))
+    step = i.get("step", list(range(len(i["test_rm"]))))
+    flag = found["detected_index"]
+    return {"peak_step": step[found["peak_index"]], "diverged": flag is not None, "first_flag_step": None if flag is None else step[flag]}
+
+
+def bt_fit(i, p):
+    fit = preference.bradley_terry(i["wins"], l2=0.0)
+    s = np.asarray(fit.scores)
+    return {"s": s, "s_diff": s[0] - s[1], "elo_diff": 400 / math.log(10) * (s[0] - s[1])}
+
+
+def implicit(i, p):
+    score = losses.implicit_rewards(T(i["logp_policy"]), T(i["logp_ref"]), p["beta"])
+    return {"score": score, "difference": score[0] - score[1]}
+
+
+# --- rejection sampling -----------------------------------------------------------------------------------
+
+def rs_matrix(i, p):
+    """Every quantity a score-matrix vector can ask for; keys with numbers are computed on request."""
+    R = np.asarray(i["rewards"], dtype=float)
+    N = R.shape[1]
+    flat = R.ravel()
+    top = selection.select_top_per_prompt(R)
+    out = {"top_per_prompt": top, "top_per_prompt_rewards": [None if j is None else R[m, j] for m, j in enumerate(top)],
+           "skipped_prompts": [m for m, j in enumerate(top) if j is None], "local": top, "prompts_covered_by_k": {}}
+    for k in range(1, R.size + 1):
+        best = selection.top_k_overall(R, k)
+        out[f"top_{k}_overall"] = best
+        out[f"top_{k}_overall_rewards"] = [flat[b] for b in best]
+        out[f"top_{k}_overall_prompt_completion"] = [[b // N, b % N] for b in best]
+        out[f"top_{k}_per_prompt"] = selection.top_k_per_prompt(R, k)
+        out["prompts_covered_by_k"][str(k)] = sorted({b // N for b in best})
+    if "thresholds" in p:
+        out["kept_flat_per_threshold"] = [selection.threshold(R, t) for t in p["thresholds"]]
+    if "global_k" in p:
+        out["global_flat"] = selection.top_k_overall(R, p["global_k"])
+    if p.get("pairing") == "best_vs_worst":
+        pairs = [selection.best_vs_worst(row) for row in R]
+        out = {"pairs_chosen_rejected": pairs, "dropped_prompts": [m for m, pair in enumerate(pairs) if pair is None]}
+    return out
+
+
+def round_robin(i, p):
+    mean, order = selection.round_robin(i.get("pref", i.get("win_prob", i.get("pairwise"))))
+    return {"mean_win": mean, "order": order, "ranking": order}
+
+
+def rso_trace(i, p):
+    accepted, used = selection.rso_select(i["rewards"], p["num_samples"], p["beta"], i["uniforms"])
+    return {"accepted": accepted, "uniforms_used": used}
+
+
+def rso_limits(i, p):
+    return {"accepted_beta_small": selection.rso_select(i["rewards"], p["num_samples"], p["beta_small"], i["uniforms"])[0],
+            "accepted_beta_large": selection.rso_select(i["rewards"], p["num_samples"], p["beta_large"], i["uniforms"])[0]}
+
+
+def rso_accept(i, p):
+    prob = selection.rso_accept_probabilities(i["rewards"], p["beta"])
+    out = {"p": prob, "p_accept": prob, "expected_rate": prob.mean()}
+    if "uniforms" in i:
+        out["accepted"] = selection.rso_pass(i["rewards"], p["beta"], i["uniforms"])
+    return out
+
+
+def rs_dpo(i, p):
+    if "etas" in p:
+        return {"pairs_chosen_rejected": [[list(x[:2]) for x in selection.gap_pairs(i["rewards"], p["tau"], e)] for e in p["etas"]]}
+    pairs = selection.gap_pairs(i["rewards"], p["tau"], p["eta"])
+    return {"pairs": [list(x[:2]) for x in pairs], "p_gap": [x[2] for x in pairs]}
+
+
+def rs_dpo_all_gaps(i, p):
+    """The shipped vector lists the distinct probabilities of all ordered pairs above 1/2, kept or not."""
+    every = sorted({round(x[2], 15) for x in selection.gap_pairs(i["rewards"], p["tau"], 0.5)})
+    return {**rs_dpo(i, p), "p_gap": every}
+
+
+def rest_em(i, p):
+    limit, dedupe = p.get("max_per_problem"), p.get("dedupe", p.get("dedup", True))
+    if "text_hash" in i:
+        return {"kept": [selection.keep_correct(c, t, limit, dedupe) for c, t in zip(i["correct"], i["text_hash"])]}
+    return {"kept": selection.keep_correct(i["correct"], i["solution_text"], limit, dedupe)}
+
+
+def majority(i, p):
+    plain, counts = selection.majority(i["answers"])
+    weighted, weights = selection.majority(i["answers"], i["rm"])
+    return {"majority": plain, "weighted": weighted, "counts": counts, "weights": weights,
+            "best_of_n": i["answers"][selection.select_top_per_prompt([i["rm"]])[0]]}
+
+
+def triplet(i, p):
+    names = i.get("candidates", list(range(len(i["scores"]))))
+    found = selection.triplet(i["scores"])
+    if found is None:
+        return {"chosen": None, "rejected": None, "dropped": names}
+    chosen, rejected, middle = found
+    return {"chosen": names[chosen], "rejected": names[rejected], "dropped": [names[m] for m in middle],
+            "discarded": [names[m] for m in middle]}
+
+
+def band(i, p):
+    n = i.get("n", p.get("num_samples", i.get("N")))
+    counts = i.get("correct", i.get("correct_of_16", i.get("correct_counts")))
+    keep = selection.difficulty_band(counts, n, p.get("low", p.get("lo", 0.2)), p.get("high", p.get("hi", 0.8)))
+    return {"keep": keep, "kept_counts": [c for c, k in zip(counts, keep) if k]}
+
+
+def icdpo(i, p):
+    score = T(i["logp_with_demos"]) - T(i["logp_plain"])
+    return {"score": score, "best": selection.select_top_per_prompt(score.unsqueeze(0).numpy())[0]}
+
+
+def length_sort(i, p):
+    order, inverse = selection.sorted_order(i["lengths"], p.get("order") == "longest_first")
+    out = {"perm": order, "order": order, "inverse": inverse}
+    if "scores_in_sorted_order" in i:
+        out["scores_restored"] = [i["scores_in_sorted_order"][k] for k in inverse]
+    return out
+
+
+def tournament(i, p):
+    s = i["scores"]
+    pairs, winner = selection.tournament(len(s), lambda a, b: s[a] > s[b] or (s[a] == s[b] and a < b))
+    return {"pairs_winner_loser": pairs, "winner": winner, "champion": winner, "calls": len(pairs),
+            "calls_by_m": {str(m): len(selection.tournament(m, lambda a, b: True)[0]) for m in (1, 2, 3, 4, 5, 8)}}
+
+
+def rest_normalise(i, p):
+    x = estimators.minmax(i["rewards"])
+    return {"normalised": x, "kept": selection.threshold([x], p["threshold"])}
+
+
+def self_paced(i, p):
+    x = np.asarray(i.get("sample_losses", i.get("losses")), float)
+    limit = 1.0 / p["K"] if "K" in p else p["threshold"]
+    v = [int(k) for k in x < limit]
+    return {"v": v, "objective": float((x * v).sum() - limit * sum(v))}
+
+
+ADAPTERS = {
+    "sft.nll/uniform": nll_uniform, "sft.nll/reductions": nll_logps, "sft.nll/nan_padding": nll_logps,
+    "sft.nll/prompt_mask": nll_prompt_mask, "sft.nll/grad_accumulation": nll_losses, "sft.nll/logit_gradient": nll_logits,
+    "sft.nll/empty_row": nll_losses, "sft.nll/one_token": nll_losses, "sft.nll/shift_alignment": shift,
+    "sft.mask/roles": role_masks, "sft.unroll/three_turns": unroll,
+    "sft.template/chatml_generation_prompt": template, "sft.template/chatml_multi_turn": template,
+    "sft.template/chatml_errors": template_errors, "sft.pack/best_fit_decreasing": pack,
+    "sft.unlikelihood/tokens": unlikelihood,
+    "kd.logit/forward_kl": kd_probs, "kd.logit/temperature": kd_logits, "kd.logit/masked_mean": kd_logits,
+    "kd.context/topk_bucket": kd_probs, "kd.onpolicy/generalised_jsd": kd_probs, "kd.codistill/mix": kd_logits,
+    "kd_full_vocab": kd_probs, "kd_top_k": kd_probs, "context_distill_kl": kd_probs,
+    "rm.head/linear": rm_linear, "rm.head/last_token_padding": rm_head,
+    "rm.bt/margins": rm_bt, "rm.bt/shift_invariance": rm_bt, "rm.bt/extreme": rm_bt, "rm.bt/centering": rm_bt,
+    "rm.margin/diff_1.5": rm_margin, "margin_loss_values": rm_margin,
+    **{f"rm.kwise_pairs/{n}": kwise for n in ("k4", "two_prompts", "misordered", "ties", "k3")},
+    "rm.plackett_luce/k3": plackett_luce, "rm.plackett_luce/k2_is_bt": plackett_luce,
+    "rm.soft_label/cai": rm_soft, "ai_label_rm_soft_ce": rm_soft, "rm.soft_label/position_debias": position_debias,
+    "rm.pairwise/bce": rm_pairwise, "rm.orm/bce": rm_orm, "rm.orm/gain_bias_token_labels": rm_orm_gain_bias,
+    "rm.pmp/pointwise_bce": rm_pmp, "rm.pmp/control_token_pairs": rm_pmp_control,
+    "rm.calibrate/bias_anchor": rm_bias_anchor, "rm_bias_anchor": rm_bias_anchor,
+    "rm.calibrate/whiten": rm_whiten, "rm.calibrate/zero_variance": rm_whiten, "rm_minibatch_norm": rm_whiten,
+    "rm.score_rules/truncation": rm_score_rules,
+    "rm.eval/accuracy_ties": rm_accuracy, "rm_pairwise_accuracy": rm_accuracy, "rm.eval/ece": rm_ece, "calibration_rm": rm_ece,
+    "rm.eval/length_correlation": rm_length,
+    "rm.overopt/bon_estimator": bon_estimator, "rm.overopt/gao_peak": gao_peak, "rm.overopt/divergence": divergence,
+    "rm.bt_fit/two_items": bt_fit, "rm.bt_fit/three_items": bt_fit, "rm.implicit/score": implicit,
+    "rs.select/matrix": rs_matrix, "rs.select/ties_and_nan": rs_matrix, "rs.select/threshold": rs_matrix,
+    "rs.raft/local_global": rs_matrix, "da.online_dpo/best_vs_worst": rs_matrix,
+    "rs.best_of_n/kl": lambda i, p: {"kl": [selection.best_of_n_kl(n) for n in i["n"]]},
+    "rs.length_sort/permutation": length_sort, "length_sorted_scoring": length_sort,
+    "rs.rank/round_robin": round_robin, "round_robin_mean_win": round_robin,
+    "rs.rso/trace": rso_trace, "rs.rso/accept_prob": rso_accept, "rs.rso/limits": rso_limits,
+    "rso_accept_prob": rso_accept, "rso_sequence": rso_accept,
+    "rs.rso/logit_reward": lambda i, p: {"reward": torch.logit(T(i["p_win_vs_baseline"]))},
+    "rs.rs_dpo/pairs": rs_dpo, "rs_dpo_pairs": rs_dpo_all_gaps, "rs.rest_em/keep": rest_em, "rest_em_cap": rest_em,
+    "rs.rest/normalise": rest_normalise, "rs.majority/weighted": majority, "rs.triplet/cpo": triplet, "cpo_triplet": triplet,
+    "rs.difficulty_band/n16": band, "difficulty_filter": band, "rs.icdpo/score": icdpo,
+    "rm.t2t_pair/tournament": tournament, "tournament": tournament,
+    "rm.t2t_pair/call_counts": lambda i, p: {"calls": [len(selection.tournament(m, lambda a, b: True)[0]) for m in i["m"]]},
+    "rs.mix/largest_remainder": lambda i, p: {"counts": selection.largest_remainder(i["total"], i["weights"])},
+    "sft.self_paced/hard": self_paced, "self_paced_selection": self_paced,
+}
