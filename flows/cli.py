@@ -60,7 +60,7 @@ def run(
 
 @app.command(rich_help_panel="Pipelines", epilog=EXIT_CODES)
 def rerun(
-    run_id: Annotated[str, typer.Argument(metavar="RUN", help="Run id, the beginning of one, or `last`.")],
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="Run id, the beginning of one, or `latest`.")],
     stage: Annotated[Optional[str], typer.Option(help="The step to change or repeat (a section of the recipe, e.g. rl).")] = None,
     set_: Sets = None,
     seed: Seed = None,
@@ -71,7 +71,7 @@ def rerun(
 
     Keys of --set belong to the step named by --stage. Without --set the step is executed again as it was.
 
-    Example: posttrain rerun last --stage rl --set kl_coef=0.02
+    Example: posttrain rerun latest --stage rl --set kl_coef=0.02
     """
     from flows import env
     from flows.config import ConfigError, merge, parse_sets, section
@@ -79,20 +79,21 @@ def rerun(
     from storage import records
 
     env.prepare(quiet=True)
-    record = records.find_run(run_id)
-    if record.recipe.startswith("stage:"):
-        raise ConfigError(f"run {run_id} ran one stage; repeat it with: posttrain stage {record.recipe[6:]} --input … --set …")
-    recipe_flow = get_recipe(record.recipe)
+    record = records.get_run(run_id).data
+    recipe = record["recipe"]
+    if recipe.startswith("stage:"):
+        raise ConfigError(f"run {run_id} ran one stage; repeat it with: posttrain stage {recipe[6:]} --input … --set …")
+    recipe_flow = get_recipe(recipe)
     given = parse_sets(set_ or [])
     if stage is not None:
         section(recipe_flow.config_type, stage)
         given = {stage: given} if given else {}
     elif not given and seed is None:
         raise ConfigError("say what to change: --stage NAME (repeat it), --stage NAME --set key=value, or --seed N")
-    values = merge(dict(record.config), given)
+    values = merge(record["config"], given)
     if seed is not None:
         values["seed"] = seed
-    execute(record.recipe, values, [stage] if stage and not given else [], json_, dry_run)
+    execute(recipe, values, [stage] if stage and not given else [], json_, dry_run)
 
 
 def recipe_name(name: str) -> str:
@@ -183,18 +184,17 @@ def stage(
         values = merge(values, load_yaml(path))
     settings = build(spec.config, merge(values, parse_sets(set_ or [])))
     connected = services.connect(state)
+    from tasks.results import small
     from tasks.run import run_stage
 
     with display.Display() as screen:
-        screen(name, {"event": "started"})
-        result = run_stage(name, inputs, settings.model_dump(mode="json"), seed=seed or 0, name_as=name_as, force=force,
+        result = run_stage(name, inputs, settings, seed=seed or 0, name_as=name_as, force=force,
                            on_event=lambda event: screen(name, event))
-        value = result.to_json()
-        screen(name, {"event": "finished", "result": value})
+    value = small(result)
     if connected and not result.cached and any(ref.startswith("dataset:") for ref in result.outputs.values()):
         from tasks.stages import announce
 
-        announce({**value, "published_by": "stage"})
+        announce(value, by="stage")
     if json_:
         return emit({"status": "finished", **value})
     for output, ref in result.outputs.items():
@@ -462,11 +462,11 @@ def main() -> None:
 def classify(error: BaseException) -> int | None:
     """Exit code of an error that has a message for the user; None for a defect, whose traceback is wanted."""
     names = {cls.__name__ for cls in type(error).__mro__}
-    if names & {"ConfigError", "ReferenceError_", "UnhashableError", "RefError", "ParameterTypeError"}:
+    if names & {"ConfigError", "UnhashableError", "StoreError", "RegistryError"}:
         return 2
-    if names & {"StageError", "ServiceError", "DatasetError", "GateError", "StageFailed", "StageBusy"}:
+    if names & {"StageError", "ServiceError", "DatasetError", "LeaseBusy"}:
         return 1
-    if "TerminationSignal" in names:
+    if names & {"TerminationSignal", "Cancelled"}:
         return 143
     return None
 

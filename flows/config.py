@@ -109,6 +109,16 @@ def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from keys(section, f"{prefix}{name}.")
 
 
+def field_at(model: type[BaseModel], key: str) -> tuple[Any, str]:
+    """(default, description) of a dotted key."""
+    *parents, last = key.split(".")
+    for parent in parents:
+        model = section(model, parent)
+    field = model.model_fields[last]
+    default = "(required)" if field.is_required() else field.get_default(call_default_factory=True)
+    return "(section)" if _sections(field.annotation) and isinstance(default, BaseModel) else default, field.description or ""
+
+
 def section(model: type[BaseModel], name: str) -> type[BaseModel]:
     """The model of a section, e.g. `sft` -> stages.sft.Config."""
     field = model.model_fields.get(name)

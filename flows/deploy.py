@@ -186,7 +186,7 @@ def automations(preference_id, trigger_model: str):
         name=AUTOMATIONS[2], description="New preference pairs, published by a stage run of their own, start the preference recipe.",
         trigger=EventTrigger(
             posture=Posture.Reactive, expect={"posttrain.dataset.published"},
-            match={"prefect.resource.id": "posttrain.dataset.*", "posttrain.published-by": "stage", "posttrain.output": "pairs"},
+            match={"prefect.resource.id": "posttrain.dataset.*", "posttrain.published-by": "stage", "posttrain.kind": "pairs/1"},
             for_each={"prefect.resource.id"}, threshold=1, within=timedelta(0)),
         actions=[RunDeployment(source="selected", deployment_id=preference_id, parameters={
             "config": {"model": trigger_model,

@@ -65,7 +65,7 @@ class Display:
             self.say(f"{label}: {done}/{total} {message or self.loss}".rstrip())
 
     def _on_metric(self, label, event):
-        values = event.get("metrics") or event.get("values") or {}
+        values = event.get("metrics") or {}
         shown = [f"{key.rpartition('/')[2]} {value:.4g}" for key, value in values.items()
                  if isinstance(value, (int, float)) and any(word in key for word in ("loss", "reward", "accuracy", "kl"))]
         if shown:
@@ -80,16 +80,22 @@ class Display:
     def _on_warning(self, label, event):
         self.say(f"  {label}: warning {event.get('code')}: {event.get('text')}", style="yellow")
 
-    def _on_finished(self, label, event):
-        self._close()
-        value = event["result"]
-        how = "cached" if value["cached"] else f"{value['seconds']:.1f} s"
-        self.out.print(f"{'=' if value['cached'] else '+'} {label:<18} {how:>9}  {headline(value['metrics'])}", markup=False,
-                       style="dim" if value["cached"] else None)
+    def _on_waiting(self, label, event):
+        self.say(f"  {label}: {event.get('text', '')}")
 
-    def _on_failed(self, label, event):
+    def _on_finished(self, label, event):
+        self._line("+", label, event, f"{event['seconds']:.1f} s")
+
+    def _on_cached(self, label, event):
+        self._line("=", label, event, "cached", "dim")
+
+    def _on_ended(self, label, event):
         self._close()
-        self.out.print(f"x {label}: {event.get('text', 'failed')}", style="bold red", markup=False)
+        self.out.print(f"x {event.get('label', label):<22} {event.get('status', 'FAILED').lower()}", style="bold red", markup=False)
+
+    def _line(self, mark, label, event, how, style=None):
+        self._close()
+        self.out.print(f"{mark} {event.get('label', label):<22} {how:>9}  {headline(event['metrics'])}", markup=False, style=style)
 
     def _close(self):
         if self.bar is not None:

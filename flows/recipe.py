@@ -6,13 +6,14 @@ stage as a Prefect task and returns its outputs by name; the same function under
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from flows.config import ConfigError, build
 from stages.registry import get_stage
@@ -55,8 +56,8 @@ class Outputs(Mapping):
 class Run:
     """Runs the steps of one recipe run as Prefect tasks."""
 
-    def __init__(self, recipe: str, seed: int, force: list[str], info: dict[str, Any], record):
-        self.recipe, self.seed, self.force, self.info, self.record = recipe, seed, set(force), info, record
+    def __init__(self, recipe: str, seed: int, force: list[str], record=None):
+        self.recipe, self.seed, self.force, self.record = recipe, seed, set(force), record
         self.steps: list[Outputs] = []
 
     def __call__(self, stage: str, label: str | None = None, *, config: StageConfig | None = None,
@@ -78,36 +79,43 @@ class Run:
 
         from tasks.stages import stage_task
 
-        info = {**self.info, "label": label}
-        value = stage_task(stage)(inputs, config.model_dump(mode="json") if config else {}, seed, label, name_as,
-                                  info, label in self.force)
-        if isinstance(value, State):
-            value = value.result()
-        self.record.add(label, value)
-        return value
+        state = stage_task(stage)(inputs, config.model_dump(mode="json") if config else {}, seed, label, name_as,
+                                  self.record.as_flow_run(label), label in self.force)
+        return state.result() if isinstance(state, State) else state
+
+    def conclude(self, candidate: str, outputs: Outputs, name: str) -> dict[str, Any]:
+        """Act on the decision of the `promote` stage and keep it: {promoted, model, name, alias, version, reasons}."""
+        from storage import store
+        from tasks.promotion import conclude
+
+        return conclude(candidate, store.resolve(outputs["decision"]).path, name=name)
 
 
 class Plan(Run):
     """Says of each step whether it would run, without running any."""
 
     def __init__(self, recipe: str, seed: int, force: list[str]):
-        super().__init__(recipe, seed, force, {}, None)
+        super().__init__(recipe, seed, force)
         self.table: list[dict[str, str]] = []
 
     def execute(self, stage, label, inputs, config, name_as, seed):
-        from tasks.run import plan_stage
+        from storage import records
+        from tasks.run import prepare
 
         spec = get_stage(stage).SPEC
         spec.check_inputs(inputs)
-        waiting = [name for name, ref in inputs.items() if ref.startswith("(")]
-        found = None if waiting or label in self.force else plan_stage(
-            stage, inputs, config.model_dump(mode="json") if config else {}, seed=seed)
+        found = None
+        if label not in self.force and not any(ref.startswith("(") for ref in inputs.values()):
+            found = records.find(prepare(stage, inputs, config, seed=seed).key)
         self.table.append({"step": label, "stage": stage, "plan": "cached" if found else "run",
                            "inputs": ", ".join(f"{name}={short(ref)}" for name, ref in inputs.items())})
         if found:
-            return {"outputs": found.outputs, "metrics": found.metrics, "cached": True, "seconds": 0.0}
-        outputs = {name: f"({label}.{name})" for name in spec.outputs}
-        return {"outputs": outputs, "metrics": {}, "cached": False, "seconds": 0.0}
+            return {"outputs": {name: output["ref"] for name, output in found["outputs"].items()},
+                    "metrics": found["metrics"], "cached": True, "seconds": 0.0}
+        return {"outputs": {name: f"({label}.{name})" for name in spec.outputs}, "metrics": {}, "cached": False, "seconds": 0.0}
+
+    def conclude(self, candidate: str, outputs: Outputs, name: str) -> dict[str, Any]:
+        return {}
 
 
 def flatten(inputs: dict[str, Any]) -> dict[str, str]:
@@ -160,31 +168,33 @@ def recipe(config_type: type[RecipeConfig]):
 
 
 def conduct(name: str, method: Callable, config: RecipeConfig, force: list[str]) -> dict[str, Any]:
-    """Run a recipe inside its Prefect flow run and keep its run record; returns the method's small JSON result."""
-    from storage.records import RunRecord
-
-    known = [key for key, field in type(config).model_fields.items() if key != "seed"]
-    info = run_info(name, config.seed)
-    record = RunRecord.start(info["id"], recipe=name, config=config.model_dump(mode="json"), info=info)
-    run = Run(name, config.seed, force, info, record)
-    try:
+    """Run a recipe inside its Prefect flow run; returns the method's small JSON result with the steps."""
+    with recorded(name, config, config.seed, force) as run:
         result = method(run, config)
-    except BaseException as error:
-        record.finish("FAILED" if isinstance(error, Exception) else "KILLED", error=str(error) or type(error).__name__)
-        raise
-    unmet = sorted(set(force) - {step.label for step in run.steps})
-    if unmet:
-        raise ConfigError(f"force names no step of this run: {', '.join(unmet)}; the steps were: "
-                          f"{', '.join(step.label for step in run.steps)} (sections: {', '.join(known)})")
-    record.finish("FINISHED", result=result)
-    return {"run": info["id"], "recipe": name, **result}
+        unmet = sorted(set(force) - {step.label for step in run.steps})
+        if unmet:
+            raise ConfigError(f"force names no step of this run: {', '.join(unmet)}; the steps were: "
+                              f"{', '.join(step.label for step in run.steps)}")
+    steps = [{"step": step.label, "stage": step.stage, "cached": step.cached, "seconds": round(step.seconds, 2),
+              "outputs": step.refs} for step in run.steps]
+    return {"run": run.record.run_id, "recipe": name, **(result or {}), "steps": steps}
 
 
-def run_info(recipe: str, seed: int) -> dict[str, Any]:
-    """What identifies the current flow run to stages, records and MLflow."""
+@contextlib.contextmanager
+def recorded(recipe: str, config: BaseModel, seed: int, force: list[str]):
+    """A `Run` whose run record says what came of it, whatever that is."""
     from prefect.runtime import flow_run
 
-    return {"id": str(flow_run.id), "recipe": recipe, "name": flow_run.name, "seed": seed, "url": ui_url(flow_run.id)}
+    from tasks.run import finish_flow, start_flow
+
+    prefect = {"flow_run_id": str(flow_run.id), "flow_run_name": flow_run.name, "url": ui_url(flow_run.id)}
+    record = start_flow(recipe, config.model_dump(mode="json"), run_id=str(flow_run.id), prefect=prefect)
+    try:
+        yield Run(recipe, seed, force, record)
+    except BaseException as error:
+        finish_flow(record.run_id, "FAILED" if isinstance(error, Exception) else "KILLED", f"{type(error).__name__}: {error}", timeout=10)
+        raise
+    finish_flow(record.run_id, "FINISHED")
 
 
 def ui_url(flow_run_id: Any) -> str | None:

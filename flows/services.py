@@ -136,8 +136,9 @@ def embedded(state: Path) -> Iterator[str]:
     Same database as `up` uses, so that runs made without a server are seen later in the UI. Unlike Prefect's own
     temporary server it dies with its parent even when that is killed.
     """
-    import prefect
+    from importlib.util import find_spec
 
+    site = Path(find_spec("prefect").origin).parent.parent  # not imported: it would read its settings too early
     port = _free("127.0.0.1")
     logs = state / "logs"
     logs.mkdir(exist_ok=True)
@@ -147,7 +148,7 @@ def embedded(state: Path) -> Iterator[str]:
                             PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED="false")
     log = (logs / "prefect-embedded.log").open("ab")
     process = subprocess.Popen(
-        [env.python(), "-m", "uvicorn", "--app-dir", str(prefect.__module_path__.parent), "--factory",
+        [env.python(), "-m", "uvicorn", "--app-dir", str(site), "--factory",
          "prefect.server.api.server:create_app", "--host", "127.0.0.1", "--port", str(port),
          "--log-level", "error", "--lifespan", "on"],
         stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=state,

@@ -22,8 +22,7 @@ def inputs_model(name: str) -> type[BaseModel]:
         kinds = f" ({', '.join(spec.kinds)})" if spec.kinds else ""
         note = f"{spec.kind}{kinds}: a ref, a path or a hub id. {spec.doc}".strip()
         if spec.many:
-            default = ... if spec.required else Field(default_factory=dict)
-            fields[key] = (dict[str, str], Field(description=note) if default is ... else Field(default_factory=dict, description=note))
+            fields[key] = (dict[str, str], Field(description=note) if spec.required else Field({}, description=note))
         elif spec.required:
             fields[key] = (str, Field(description=note))
         else:
@@ -68,19 +67,11 @@ def stage_flow(name: str):
 
 def conduct_stage(name: str, inputs: BaseModel, config: BaseModel, seed: int, name_as: str | None, force: bool) -> dict:
     """Run one stage as the only task of a flow run."""
-    from flows.recipe import Run, flatten, run_info
-    from storage.records import RunRecord
+    from flows.recipe import recorded
 
-    info = run_info(f"stage:{name}", seed)
-    record = RunRecord.start(info["id"], recipe=info["recipe"], config=config.model_dump(mode="json"), info=info)
-    run = Run(info["recipe"], seed, [name] if force else [], info, record)
-    try:
+    with recorded(f"stage:{name}", config, seed, [name] if force else []) as run:
         outputs = run(name, config=config, name_as=name_as, **flatten_inputs(inputs))
-    except BaseException as error:
-        record.finish("FAILED" if isinstance(error, Exception) else "KILLED", error=str(error) or type(error).__name__)
-        raise
-    record.finish("FINISHED", result=dict(outputs))
-    return {"run": info["id"], "stage": name, "cached": outputs.cached, "outputs": dict(outputs), "metrics": outputs.metrics}
+    return {"run": run.record.run_id, "stage": name, "cached": outputs.cached, "outputs": outputs.refs, "metrics": outputs.metrics}
 
 
 def flatten_inputs(inputs: BaseModel) -> dict[str, Any]:

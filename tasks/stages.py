@@ -23,7 +23,9 @@ from prefect.logging import get_run_logger
 from prefect.states import Completed
 
 from stages.registry import get_stage
-from tasks.run import run_stage
+from storage import records, tracking
+from tasks.results import small
+from tasks.run import prepare, run_stage
 
 ARTIFACT_SECONDS = 5.0
 GPU_SLOTS = "gpu"
@@ -58,19 +60,25 @@ def stage_task(name: str) -> Task:
 
 def _run(name, gpu, inputs, config, seed, label, name_as, flow_run, force):
     relay = Relay(label, get_run_logger())
-    result = run_stage(name, inputs, config, seed=seed, name_as=name_as, flow_run=flow_run, force=force,
-                       on_event=relay, slot=(lambda: gpu_slot(relay.logger)) if gpu else nullcontext)
-    value = result.to_json()
+    with gpu_slot() if gpu and not _known(name, inputs, config, seed, flow_run, force, relay) else nullcontext():
+        result = run_stage(name, inputs, config, seed=seed, name_as=name_as, flow_run=flow_run, force=force, on_event=relay)
+    value = small(result)
     relay.finish(value)
     if not result.cached:
-        announce(value)
+        announce(value, by="stage" if str((flow_run or {}).get("recipe", "")).startswith("stage:") else "recipe")
     return Completed(name="Cached" if result.cached else "Completed", data=value,
                      message=f"verified record {result.key[:12]}" if result.cached else None,
                      state_details=StateDetails(cache_key=result.key))
 
 
+def _known(name, inputs, config, seed, flow_run, force, relay) -> bool:
+    """Whether a verified record exists already, so that no slot is waited for."""
+    prepared = prepare(name, inputs, config, seed=seed, flow_run=flow_run, on_event=relay)
+    return not force and records.find(prepared.key) is not None
+
+
 @contextmanager
-def gpu_slot(logger):
+def gpu_slot():
     """A slot of the server's `gpu` limit, when it has one. The file lease below it is what cannot be fooled."""
     from prefect.concurrency.sync import concurrency
 
@@ -101,13 +109,13 @@ class Relay:
         self.logger.warning("%s: %s", event.get("code"), event.get("text"))
 
     def _error(self, event):
-        self.logger.error(event.get("text", ""))
+        self.logger.error("%s: %s", event.get("type"), event.get("message"))
 
     def _metric(self, event):
         now = time.monotonic()
         if now - self.last_metric >= ARTIFACT_SECONDS:
             self.last_metric = now
-            values = event.get("values") or event.get("metrics") or {}
+            values = event.get("metrics") or {}
             self.logger.info("step %s  %s", event.get("step"), "  ".join(
                 f"{key}={value:.4g}" for key, value in list(values.items())[:8] if isinstance(value, (int, float))))
 
@@ -137,23 +145,22 @@ class Relay:
             self._try("report artifact", lambda: create_markdown_artifact(
                 key=key_of(self.label, event.get("name", "report")), markdown=event["markdown"]))
 
-    def _tracking(self, event):
-        """The stage's MLflow run is known: link to it while the stage still runs."""
-        if str(event.get("url", "")).startswith("http"):
-            from prefect.artifacts import create_link_artifact
-
-            self.logger.info("MLflow: %s", event["url"])
-            self._try("link artifact", lambda: create_link_artifact(
-                key=key_of("mlflow", self.label), link=event["url"], link_text=f"{self.label} in MLflow"))
+    def _waiting(self, event):
+        self.logger.info(event.get("text", ""))
 
     def finish(self, value: dict) -> None:
-        """The stage's summary, as a markdown artifact and in the log."""
-        from prefect.artifacts import create_markdown_artifact
+        """The stage's summary and its place in MLflow, as artifacts and in the log."""
+        from prefect.artifacts import create_link_artifact, create_markdown_artifact
 
         how = "reused" if value["cached"] else f"done in {value['seconds']:.1f} s"
         self.logger.info("%s %s: %s", self.label, how, "  ".join(value["outputs"].values()))
         if self.artifact is not None and not value["cached"]:
             self._progress_artifact(100.0, None)
+        url = tracking.link(value["mlflow_run_id"]).get("url") if value["mlflow_run_id"] else None
+        if str(url).startswith("http"):
+            self.logger.info("MLflow: %s", url)
+            self._try("link artifact", lambda: create_link_artifact(
+                key=key_of("mlflow", self.label), link=url, link_text=f"{self.label} in MLflow"))
         self._try("summary artifact", lambda: create_markdown_artifact(
             key=key_of("summary", self.label), markdown=summary(self.label, value)))
 
@@ -182,27 +189,30 @@ def summary(label: str, value: dict) -> str:
     numbers = {k: v for k, v in value["metrics"].items() if isinstance(v, (int, float))}
     if numbers:
         lines += ["| metric | value |", "| --- | --- |"] + [f"| {k} | {v:.6g} |" for k, v in sorted(numbers.items())] + [""]
-    lines += [f"- warning: {text}" for text in value.get("warnings") or []]
+    lines += [f"- warning {one.get('code')}: {one.get('text')}" for one in value.get("warnings") or []]
     return "\n".join(lines)
 
 
-def announce(value: dict) -> None:
+def announce(value: dict, *, by: str) -> None:
     """Emit `posttrain.dataset.published` for every new dataset, when a server is configured to hear it.
 
-    A result of a single stage run carries `published_by: stage`; automations listen to those only, so that a
-    recipe's own datasets never start another recipe.
+    by: `stage` for a stage run alone, else `recipe`; automations listen to the former only, so that a recipe's own
+    datasets never start another recipe.
     """
     if not os.environ.get("PREFECT_API_URL"):
         return
     from prefect.events import emit_event
+
+    from storage.datasets import open_dataset
 
     for output, ref in value["outputs"].items():
         kind, _, rest = ref.partition(":")
         if kind != "dataset":
             continue
         name, _, digest = rest.partition("@")
+        manifest = open_dataset(value["paths"][output]).manifest
         emit_event("posttrain.dataset.published",
                    resource={"prefect.resource.id": f"posttrain.dataset.{name}", "prefect.resource.name": name,
                              "posttrain.stage": value["stage"], "posttrain.output": output,
-                             "posttrain.published-by": value.get("published_by", "recipe")},
-                   payload={"ref": ref, "name": name, "digest": digest, "path": value["paths"].get(output)})
+                             "posttrain.kind": manifest["kind"], "posttrain.published-by": by},
+                   payload={"ref": ref, "name": name, "digest": digest, "kind": manifest["kind"], "rows": manifest["rows"]})

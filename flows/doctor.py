@@ -1,0 +1,132 @@
+"""`posttrain doctor`: checks of the machine and of the state directory, each with what to do about it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+# name -> (first version that works, first that does not, what happens outside)
+PINS = {
+    "prefect": ("3.8.8", "3.9", "the only version this was tried with"),
+    "mlflow": ("3.17.2", "4", "the only version this was tried with"),
+    "fastapi": ("0.139", "0.151", "Prefect's server refuses null fields, and with the newest does not start"),
+    "sqlalchemy": ("2.0", "2.1", "Prefect's schedules silently create no runs"),
+    "starlette": ("0.40", "2", "MLflow's server does not start"),
+}
+DISK_GIB = 5.0
+
+
+def examine(state: Path, *, fix: bool) -> list[dict[str, Any]]:
+    """Run every check: [{"check", "ok", "text"}]; a check that breaks is itself a finding."""
+    findings = []
+    for check in (python, pins, disk, torch_device, server_app, services, outbox, stale_runs, leases):
+        try:
+            findings += [{"check": check.__name__.replace("_", " "), "ok": ok, "text": text} for ok, text in check(state, fix)]
+        except Exception as error:  # a doctor that dies of the illness is no use
+            findings.append({"check": check.__name__.replace("_", " "), "ok": False, "text": f"{type(error).__name__}: {error}"})
+    return findings
+
+
+Finding = Iterator[tuple[bool, str]]
+
+
+def python(state: Path, fix: bool) -> Finding:
+    yield sys.version_info >= (3, 11), sys.version.split()[0]
+
+
+def pins(state: Path, fix: bool) -> Finding:
+    from packaging.version import Version
+
+    for name, (low, high, why) in PINS.items():
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield False, f"{name} is not installed; run infra/setup"
+            continue
+        ok = Version(low) <= Version(found) < Version(high)
+        yield ok, f"{name} {found}" + ("" if ok else f" (needs >={low},<{high}: {why}); pip install -c infra/constraints.txt {name}")
+
+
+def disk(state: Path, fix: bool) -> Finding:
+    free = shutil.disk_usage(state).free / 2**30
+    yield free >= DISK_GIB, f"{free:.1f} GiB free at {state}" + ("" if free >= DISK_GIB else f"; training wants at least {DISK_GIB:.0f} GiB")
+
+
+def torch_device(state: Path, fix: bool) -> Finding:
+    import torch
+
+    if torch.cuda.is_available():
+        names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        yield True, f"torch {torch.__version__} with {names}"
+    else:
+        yield True, f"torch {torch.__version__} on the CPU"
+
+
+def server_app(state: Path, fix: bool) -> Finding:
+    """The import that fails when fastapi does not fit."""
+    from prefect.server.api.server import create_app
+
+    yield callable(create_app), "Prefect's server can be built"
+
+
+def services(state: Path, fix: bool) -> Finding:
+    from flows import services as servers
+
+    alive = servers.running(state)
+    if not alive:
+        yield True, "no servers are running (runs bring their own; `posttrain up` starts them)"
+    for name, health in (("prefect", "/api/health"), ("mlflow", "/health")):
+        if name in alive:
+            ok = servers.answers(alive[name]["url"] + health, timeout=5)
+            yield ok, f"{name} at {alive[name]['url']}" + ("" if ok else f" does not answer; see {alive[name]['log']}")
+    if "prefect" in alive:
+        servers.connect(state)
+        yield from schedules()
+        yield "worker" in alive, "worker is running" if "worker" in alive else "no worker is running; `posttrain up` starts one"
+
+
+def schedules() -> Finding:
+    """Active schedules must have runs in the future: with a wrong SQLAlchemy they have none."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import DeploymentFilter, FlowRunFilter
+
+    with get_client(sync_client=True) as client:
+        deployments = client.read_deployments(limit=200)
+        for deployment in deployments:
+            if deployment.paused or not any(schedule.active for schedule in deployment.schedules):
+                continue
+            runs = client.read_flow_runs(
+                deployment_filter=DeploymentFilter.model_validate({"id": {"any_": [deployment.id]}}),
+                flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": ["SCHEDULED", "RUNNING", "PENDING"]}}}), limit=1)
+            yield bool(runs), f"schedule of {deployment.name}" + (
+                " creates runs" if runs else " has created no run; check the SQLAlchemy version, then restart the server")
+
+
+def outbox(state: Path, fix: bool) -> Finding:
+    from storage import tracking
+
+    left = tracking.sync() if fix else {"pending": len(tracking.pending()), "error": None}
+    yield not left["error"], "MLflow has everything" if not left["pending"] else (
+        f"{left['pending']} run(s) are not complete in MLflow" + (f": {left['error']}; start it with `posttrain up`" if left["error"] else " (still running)"))
+
+
+def stale_runs(state: Path, fix: bool) -> Finding:
+    from storage import records
+
+    dead = [run for run in records.all_runs() if run.data["status"] == "RUNNING" and run.status == "KILLED"]
+    if fix:
+        for run in dead:
+            records.finish_run(run.run_id, "KILLED", "its process is gone")
+    yield True, "no run is stale" if not dead else (
+        f"{len(dead)} run(s) whose process is gone" + (" closed as KILLED" if fix else "; run doctor --fix") + "; `posttrain rerun RUN` continues one")
+
+
+def leases(state: Path, fix: bool) -> Finding:
+    from storage import leases as locks
+
+    held = locks.gpu_holders()
+    yield True, "no GPU slot is held" if not held else ", ".join(f"GPU slot {one['slot']} is held by process {one['pid']}" for one in held)

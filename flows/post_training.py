@@ -1,0 +1,95 @@
+"""post_training: from a base model to a better one, the whole way.
+
+Data: the embedded world (nothing to download), or your own files in its place, any of them. The base model is
+pre-trained here on plain text, or is yours. From it:
+
+    SFT                  on demonstrations
+    reward model         on preference pairs
+    rejection sampling   best answers of the SFT model, and SFT on them
+    RL                   from the rejection-sampled model, against the reward model or a verifier
+    DPO                  a second branch, from the SFT model, on the same pairs
+
+Every model then answers the same held-out prompts, and the best one goes through the promotion gate.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Optional
+
+from pydantic import Field
+
+from flows.recipe import RecipeConfig, Run, recipe
+from flows.steps import Source, best, evaluate_all, ingest, promote
+from stages.align import Config as AlignConfig
+from stages.base_model import Config as BaseModelConfig
+from stages.evaluate import Config as EvaluateConfig
+from stages.ingest import Config as IngestConfig
+from stages.promote import Config as GateConfig
+from stages.rejection import Config as RejectionConfig
+from stages.reward_model import Config as RewardModelConfig
+from stages.rl import Config as RLConfig
+from stages.sft import Config as SFTConfig
+from stages.spec import StageConfig
+from stages.world import Config as WorldConfig
+
+
+class Data(StageConfig):
+    """Your own data, kind by kind; what is left out comes from the embedded world."""
+
+    demonstrations: Optional[str] = Field(None, title="Demonstrations", description="Ref, file, directory or hub id of conversations to imitate.")
+    pairs: Optional[str] = Field(None, title="Pairs", description="Ref, file, directory or hub id of preference pairs, ratings or rankings.")
+    prompts: Optional[str] = Field(None, title="Prompts", description="Ref, file, directory or hub id of prompts, with answers where a verifier is to check them.")
+    text: Optional[str] = Field(None, title="Text", description="Ref, file or directory of plain text to pre-train on.")
+
+
+class Config(RecipeConfig):
+    model: Optional[str] = Field(None, title="Model", description="Base model (ref, directory or hub id); empty: pre-train a small one here.")
+    data: Data = Field(Data(), description="Your own data; empty: the embedded world.")
+    world: WorldConfig = Field(WorldConfig(), description="The embedded world.")
+    base_model: BaseModelConfig = Field(BaseModelConfig(), description="Shape and tokenizer of the small base model.")
+    pretraining: SFTConfig = Field(SFTConfig(train_on="full"), description="Pre-training of the small base model on plain text.")
+    ingest_demonstrations: IngestConfig = Field(IngestConfig(kind="demonstrations/1"), description="Checks and splits of the demonstrations.")
+    ingest_pairs: IngestConfig = Field(IngestConfig(kind="pairs/1"), description="Checks and splits of the preference pairs.")
+    ingest_prompts: IngestConfig = Field(IngestConfig(kind="prompts/1"), description="Checks and splits of the prompts.")
+    sft: SFTConfig = Field(SFTConfig(), description="Supervised fine-tuning on demonstrations.")
+    reward_model: RewardModelConfig = Field(RewardModelConfig(), description="Reward model from pairs.")
+    rejection: RejectionConfig = Field(RejectionConfig(), description="Sampling and selection of the SFT model's answers.")
+    rejection_sft: SFTConfig = Field(SFTConfig(), description="Fine-tuning on the selected answers.")
+    rejection_sft_from: Literal["sft", "base"] = Field("sft", description="Model that is fine-tuned on the selected answers.")
+    rl: RLConfig = Field(RLConfig(), description="Reinforcement learning from the rejection-sampled model.")
+    dpo: AlignConfig = Field(AlignConfig(), description="Direct preference optimisation from the SFT model.")
+    evaluate: EvaluateConfig = Field(EvaluateConfig(), description="Evaluation on held-out prompts, the same for every model.")
+    promote: GateConfig = Field(GateConfig(), description="The promotion gate.")
+    promote_as: str = Field("policy", description="Registered name whose champion the best model challenges.")
+
+
+@recipe(Config)
+def post_training(run: Run, config: Config) -> dict:
+    """From a base model to a better one: SFT, reward model, rejection sampling, RL and DPO, judged on held-out prompts."""
+    source = Source(run, config)
+
+    demonstrations = ingest(run, "demonstrations", source("demonstrations"), config)
+    pairs = ingest(run, "pairs", source("pairs"), config)
+    prompts = ingest(run, "prompts", source("prompts"), config)
+
+    base = config.model
+    if base is None:
+        blank = run("base_model", text=source("text"), conversations=demonstrations, config=config.base_model)
+        base = run("sft", "pretraining", model=blank["model"], data=source("text"), config=config.pretraining, name_as="base")["model"]
+
+    instructed = run("sft", model=base, data=demonstrations, config=config.sft, name_as="sft")["model"]
+    judge = run("reward_model", model=instructed, data=pairs, config=config.reward_model, name_as="reward")["model"]
+
+    answers = run("rejection", model=instructed, prompts=prompts, reward_model=judge, config=config.rejection)
+    start = instructed if config.rejection_sft_from == "sft" else base
+    selected = run("sft", "rejection_sft", model=start, data=answers["selected"], config=config.rejection_sft, name_as="rejection-sft")["model"]
+
+    reinforced = run("rl", model=selected, data=prompts, reward_model=judge, config=config.rl, name_as="rl")["model"]
+    aligned = run("align", "dpo", model=instructed, data=pairs, config=config.dpo, name_as="dpo")["model"]
+
+    models = {"base": base, "sft": instructed, "rejection_sft": selected, "rl": reinforced, "dpo": aligned}
+    evaluations = evaluate_all(run, models, config.evaluate, prompts=prompts, reward_model=judge)
+    winner = best(evaluations, config.promote.metric)
+    decision = promote(run, models, evaluations, winner, config.promote, config.evaluate, baseline="base", name=config.promote_as,
+                       prompts=prompts, reward_model=judge)
+    return {"models": {**models, "reward": judge}, "scores": evaluations.table(), "best": winner, "decision": decision}

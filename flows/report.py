@@ -1,0 +1,289 @@
+"""What `ls`, `show`, `status`, `lineage`, `promote` and `export` say, as plain JSON values and as text."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from flows.config import nearest, parse_sets
+from flows.display import headline, number, table
+from flows.recipe import RECIPES, short
+from stages.spec import ConfigError
+from storage import leases, records, registry, store
+
+KINDS = ("runs", "datasets", "models", "stages", "recipes")
+
+
+# ---------------------------------------------------------------- ls
+
+
+def listing(what: str) -> list[dict[str, Any]]:
+    """Rows of one kind, newest first where they have a time."""
+    if what not in KINDS:
+        near = nearest(what, list(KINDS))
+        raise ConfigError(f"there is no list of {what!r}; " + (f"did you mean {near!r}? " if near else "") + f"write one of: {', '.join(KINDS)}")
+    return {"runs": runs, "datasets": datasets, "models": models, "stages": stages, "recipes": recipes}[what]()
+
+
+def runs() -> list[dict[str, Any]]:
+    rows = []
+    for run in records.all_runs():
+        data = run.data
+        ended = data.get("finished") or time.time()
+        rows.append({"run": run.run_id, "recipe": data["recipe"], "status": run.status, "started": when(data["started"]),
+                     "minutes": round((ended - data["started"]) / 60, 1) if data.get("finished") or run.status == "RUNNING" else "",
+                     "steps": len(data["stages"]), "cached": sum(1 for entry in data["stages"] if entry["cached"]),
+                     "seed": data["config"].get("seed", "")})
+    return rows
+
+
+def datasets() -> list[dict[str, Any]]:
+    from storage.datasets import open_dataset
+
+    rows = []
+    for name in store.dataset_names():
+        latest = store.latest_of(name)
+        for digest in store.dataset_versions(name):
+            manifest = open_dataset(store.dataset_path(name, digest)).manifest
+            rows.append({"ref": f"dataset:{name}@{digest[:12]}", "latest": "latest" if digest == latest else "",
+                         "kind": manifest["kind"], "rows": manifest["rows"],
+                         "splits": " ".join(f"{split}:{count}" for split, count in (manifest.get("splits") or {}).items())})
+    return rows
+
+
+def models() -> list[dict[str, Any]]:
+    return [{"ref": f"model:{name.name}/{version}", "aliases": " ".join(sorted(a for a, v in name.aliases.items() if v == version)),
+             "role": entry.get("role", ""), "stage": entry.get("stage", ""), "digest": "m-" + entry["digest"][:12],
+             "registered": when(entry.get("time"))}
+            for name in registry.models().values() for version, entry in sorted(name.versions.items(), reverse=True)]
+
+
+def stages() -> list[dict[str, Any]]:
+    from stages.registry import STAGES, get_stage
+
+    rows = []
+    for name in STAGES:
+        spec = get_stage(name).SPEC
+        rows.append({"stage": name, "gpu": "gpu" if spec.gpu else "", "inputs": " ".join(
+            (key + ("…" if one.many else "")) if one.required else f"[{key}]" for key, one in spec.inputs.items()),
+            "outputs": " ".join(spec.outputs), "what": first_line(get_stage(name).__doc__)})
+    return rows
+
+
+def recipes() -> list[dict[str, Any]]:
+    from flows.config import presets
+    from flows.recipe import get_recipe
+
+    return [{"recipe": name, "presets": " ".join(presets(name)), "steps": " ".join(sections(get_recipe(name).config_type)),
+             "what": first_line(get_recipe(name).description)} for name in RECIPES]
+
+
+def sections(config_type) -> list[str]:
+    from pydantic import BaseModel
+
+    return [key for key, field in config_type.model_fields.items() if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)]
+
+
+def first_line(text: str | None) -> str:
+    line = (text or "").strip().splitlines()[0] if (text or "").strip() else ""
+    head, sign, rest = line.partition(": ")
+    return rest if sign and " " not in head else line
+
+
+def when(seconds: float | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)) if seconds else ""
+
+
+# ---------------------------------------------------------------- show
+
+
+def describe(text: str) -> dict[str, Any]:
+    """A run (its id), a stage result (its key) or a dataset or model (ref or path)."""
+    if not store.is_ref(text) and not Path(text).exists():
+        try:
+            run = records.get_run(text)
+            return {"what": "run", **run.data, "status": run.status}
+        except store.StoreError as error:
+            found = records.match(text) if len(text) >= 6 else None
+            if found:
+                return {"what": "stage", **found}
+            raise ConfigError(str(error)) from None
+    found = store.resolve(text)
+    makers = records.makers_of(found.digest)
+    value = {"what": found.kind, **found.to_dict(), "manifest": found.manifest,
+             "made_by": maker(makers[0]) if makers else None,
+             "used_by": [{"stage": one["stage"], "key": one["key"], "label": one.get("label")} for one in records.users_of(found.digest)]}
+    if found.kind == "model":
+        value["names"] = [{"name": name, "version": version, "aliases": aliases} for name, version, aliases in registry.names_of(found.digest)]
+        value["judged_by"] = [{"stage": one["stage"], "key": one["key"], "metrics": one["metrics"]}
+                              for one in records.users_of(found.digest) if one["stage"] == "evaluate"]
+    return value
+
+
+def maker(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: record.get(key) for key in ("stage", "label", "key", "config", "seed", "inputs", "metrics", "perf", "git", "versions", "mlflow", "finished")}
+
+
+def print_description(value: dict[str, Any]) -> None:
+    what = value["what"]
+    if what == "run":
+        print(f"run {value['run_id']}  {value['recipe']}  {value['status']}" + (f"\n{value['error']}" if value.get("error") else ""))
+        if (value.get("prefect") or {}).get("url"):
+            print(value["prefect"]["url"])
+        table([{"step": one["label"], "stage": one["stage"], "how": "cached" if one["cached"] else f"{one['seconds']:.1f} s",
+                "key": one["key"][:12], "outputs": " ".join(short(ref) for ref in one["outputs"].values()),
+                "numbers": headline(one["metrics"], 3)} for one in value["stages"]])
+        return
+    if what == "stage":
+        print(f"stage {value['stage']}  key {value['key']}")
+        return _print_maker(value)
+    print(f"{what} {value['ref']}\n  at      {value['path']}\n  digest  {value['digest']}")
+    for one in value.get("names") or []:
+        print(f"  named   model:{one['name']}/{one['version']}" + (f" ({', '.join(one['aliases'])})" if one["aliases"] else ""))
+    manifest = value.get("manifest") or {}
+    if manifest:
+        print(f"  kind    {manifest['kind']}, {manifest['rows']:,} rows  " + "  ".join(f"{k} {v:,}" for k, v in (manifest.get("splits") or {}).items()))
+        for key, count in (manifest.get("counts") or {}).items():
+            if isinstance(count, (int, float)):
+                print(f"  count   {key}: {number(count)}")
+    if value["made_by"]:
+        print(f"made by stage {value['made_by']['stage']} ({value['made_by']['key'][:12]})")
+        _print_maker(value["made_by"])
+    for one in value.get("used_by") or []:
+        print(f"used by {one['stage']} ({one['key'][:12]})")
+
+
+def _print_maker(record: dict[str, Any]) -> None:
+    for name, one in (record.get("inputs") or {}).items():
+        print(f"  from    {name} = {short(one.get('given') or one['ref'])}")
+    for key, setting in flat(record.get("config") or {}):
+        print(f"  config  {key} = {setting}")
+    for key, metric in sorted((record.get("metrics") or {}).items()):
+        print(f"  number  {key} = {number(metric)}")
+    if (record.get("mlflow") or {}).get("url"):
+        print(f"  mlflow  {record['mlflow']['url']}")
+    if record.get("git"):
+        print(f"  code    {record['git']}")
+
+
+def flat(config: dict[str, Any], prefix: str = ""):
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+# ---------------------------------------------------------------- lineage
+
+
+def lineage(ref: str) -> dict[str, Any]:
+    from storage.lineage import tree
+
+    return tree(ref)
+
+
+def print_lineage(node: dict[str, Any]) -> None:
+    from storage.lineage import lines
+
+    print("\n".join(lines(node)))
+
+
+# ---------------------------------------------------------------- results of a run
+
+
+def print_result(result: dict[str, Any], state: Path) -> None:
+    """What a finished recipe run tells: models, their scores, the decision, and where to look."""
+    from flows import services
+
+    print()
+    if result.get("scores"):
+        table(result["scores"], "held-out prompts")
+        print()
+    for name, ref in (result.get("models") or {}).items():
+        print(f"{name:<14} {ref}")
+    if result.get("decision"):
+        print_decision(result["decision"])
+    print(f"\nrun {result['run']}")
+    alive = services.running(state)
+    if "prefect" in alive:
+        print(f"Prefect  {alive['prefect']['url']}/v2/runs/flow-run/{result['run']}")
+        print(f"MLflow   {alive['mlflow']['url']}" if "mlflow" in alive else "")
+    else:
+        print("see it in the browser: posttrain up      look closer: posttrain show " + result["run"][:8])
+
+
+# ---------------------------------------------------------------- promote, export
+
+
+def promote(model: str, *, name: str, alias: str, inputs: list[str], sets: list[str]) -> dict[str, Any]:
+    """Put a model through the gate of stage `promote` on its newest evaluation, or on the evidence given as inputs."""
+    from flows.config import build
+    from flows.display import Display
+    from stages.registry import get_stage
+    from tasks.promotion import conclude, evidence
+    from tasks.run import run_stage
+
+    spec = get_stage("promote").SPEC
+    given = {}
+    for pair in inputs:
+        key, sign, ref = pair.partition("=")
+        if not sign:
+            raise ConfigError(f"--input {pair!r}: write NAME=REF; the inputs of the gate are: {', '.join(spec.inputs)}")
+        given[key] = ref
+    settings = build(spec.config, parse_sets(sets))
+    with Display() as screen:
+        listen = lambda event: screen("promote", event)
+        given = {"candidate": model, **given} if given else evidence(model, name=name, alias=alias, on_event=listen)
+        result = run_stage("promote", given, settings, on_event=listen)
+    return conclude(given["candidate"], result.paths["decision"], name=name, alias=alias)
+
+
+def print_decision(value: dict[str, Any]) -> None:
+    print(f"{value['model']} is {'now' if value['promoted'] else 'not'} model:{value['name']}@{value['alias']}"
+          + (f" (version {value['version']})" if value["promoted"] else ""))
+    for reason in value["reasons"]:
+        print(f"  {reason}")
+
+
+def export(ref: str, directory: Path) -> dict[str, Any]:
+    """Copy a model's files to a new directory."""
+    found = store.resolve(ref, "model")
+    if directory.exists() and any(directory.iterdir()):
+        raise ConfigError(f"{directory} is not empty; name a new directory")
+    shutil.copytree(found.path, directory, dirs_exist_ok=True)
+    return {"ref": found.ref, "digest": found.digest, "directory": str(directory.resolve()),
+            "files": sum(1 for path in directory.rglob("*") if path.is_file())}
+
+
+# ---------------------------------------------------------------- status
+
+
+def status(state: Path) -> dict[str, Any]:
+    """Servers with their health, running runs, holders of GPU slots."""
+    from flows import services
+
+    alive = services.running(state)
+    health = {"prefect": "/api/health", "mlflow": "/health"}
+    servers = {}
+    for name in ("prefect", "mlflow", "worker"):
+        entry = alive.get(name)
+        servers[name] = {"running": entry is not None, "url": (entry or {}).get("url"), "pid": (entry or {}).get("pid"),
+                         "answers": services.answers(entry["url"] + health[name]) if entry and name in health else None}
+    return {"home": str(state), "servers": servers, "runs": [row for row in runs() if row["status"] == "RUNNING"],
+            "gpu": [{"slot": one["slot"], "pid": one["pid"], "host": one["host"]} for one in leases.gpu_holders()]}
+
+
+def print_status(value: dict[str, Any]) -> None:
+    print(f"state in {value['home']}")
+    for name, one in value["servers"].items():
+        if not one["running"]:
+            print(f"{name:<8} not running")
+        else:
+            print(f"{name:<8} {one['url'] or 'running'} (process {one['pid']})" + ("" if one["answers"] in (True, None) else "  DOES NOT ANSWER"))
+    if value["runs"]:
+        table(value["runs"], "running")
+    for one in value["gpu"]:
+        print(f"GPU slot {one['slot']} held by process {one['pid']}")

@@ -1,0 +1,84 @@
+"""Small moves that the recipes share: where data comes from, ingestion, evaluation of several models, promotion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flows.recipe import Outputs, Run
+
+
+class Source:
+    """Where each kind of data comes from: the user's path, else the embedded world (generated once, on first need)."""
+
+    def __init__(self, run: Run, config: Any):
+        self.run, self.config, self.world = run, config, None
+
+    def __call__(self, kind: str) -> str:
+        given = getattr(self.config.data, kind)
+        if given is not None:
+            return given
+        if self.world is None:
+            self.world = self.run("world", config=self.config.world)
+        return self.world["comparisons" if kind == "pairs" else kind]
+
+
+def ingest(run: Run, what: str, path: str, config: Any) -> str:
+    """Check, convert and split data; the section `ingest_WHAT` says how. Returns the dataset's ref."""
+    return run("ingest", f"ingest_{what}", data=path, config=getattr(config, f"ingest_{what}"), name_as=what)["data"]
+
+
+class Evaluations(dict):
+    """model name -> outputs of its evaluation."""
+
+    METRICS = ("accuracy", "greedy_accuracy", "reward", "pair_accuracy", "kl_reference", "length_mean")
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row per model: the main metrics with their 95% intervals."""
+        rows = []
+        for name, outputs in self.items():
+            row: dict[str, Any] = {"model": name}
+            for metric in self.METRICS:
+                value = outputs.metrics.get(metric)
+                if not isinstance(value, (int, float)):
+                    continue
+                low, high = outputs.metrics.get(f"{metric}_low"), outputs.metrics.get(f"{metric}_high")
+                row[metric] = round(value, 4)
+                if isinstance(low, (int, float)) and isinstance(high, (int, float)):
+                    row[f"{metric} 95%"] = f"[{low:.3f}, {high:.3f}]"
+            rows.append(row)
+        return rows
+
+
+def evaluate_all(run: Run, models: dict[str, str], config: Any, **inputs: str | None) -> Evaluations:
+    """Evaluate every model on the same inputs with the same settings."""
+    return Evaluations({name: evaluate(run, name, model, config, **inputs) for name, model in models.items()})
+
+
+def evaluate(run: Run, name: str, model: str, config: Any, **inputs: str | None) -> Outputs:
+    """Evaluate one model; the step is called evaluate_NAME."""
+    return run("evaluate", f"evaluate_{name}", model=model, config=config, **inputs)
+
+
+def best(evaluations: Evaluations, metric: str) -> str:
+    """The model with the highest value of a metric (ties: the earlier one; no values yet: the last one)."""
+    known = {name: outputs.metrics[metric] for name, outputs in evaluations.items()
+             if isinstance(outputs.metrics.get(metric), (int, float))}
+    return max(known, key=known.get) if known else list(evaluations)[-1]
+
+
+def promote(run: Run, models: dict[str, str], evaluations: Evaluations, winner: str, config: Any, evaluation: Any, *,
+            baseline: str, name: str, **inputs: str | None) -> dict[str, Any]:
+    """Put the winner through the gate: against the champion of `name`, or against the baseline while there is none.
+
+    The champion is evaluated on the same inputs, and the decision is recorded whatever it is.
+    """
+    from tasks.promotion import champion
+
+    given = {"candidate": models[winner], "candidate_samples": evaluations[winner]["samples"], "candidate_scores": evaluations[winner]["scores"]}
+    office = champion(name)
+    if office is not None and office != models[winner]:
+        judged = evaluate(run, "champion", office, evaluation, **inputs)
+        given |= {"champion": office, "champion_samples": judged["samples"], "champion_scores": judged["scores"]}
+    elif winner != baseline:
+        given |= {"baseline_samples": evaluations[baseline]["samples"]}
+    return run.conclude(models[winner], run("promote", config=config, **given), name)

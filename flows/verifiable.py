@@ -1,0 +1,55 @@
+"""verifiable: problems whose answers can be checked, such as GSM8K: SFT on solutions, then RL against the verifier.
+
+    posttrain run verifiable --set data.demonstrations=gsm8k_train.jsonl --set model=path/or/hub-id
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+from pydantic import Field
+
+from flows.recipe import RecipeConfig, Run, recipe
+from flows.steps import best, evaluate_all, ingest, promote
+from stages.evaluate import Config as EvaluateConfig
+from stages.ingest import Config as IngestConfig
+from stages.promote import Config as GateConfig
+from stages.rl import Config as RLConfig
+from stages.sft import Config as SFTConfig
+from stages.spec import StageConfig
+
+
+class Data(StageConfig):
+    demonstrations: str = Field(description="Worked solutions: a file, directory, dataset ref or hub id (GSM8K's form, or conversations).")
+    prompts: Optional[str] = Field(None, title="Prompts", description="Problems with answers to train RL on; empty: those of the demonstrations.")
+    test: Optional[str] = Field(None, title="Test", description="Problems with answers to judge on; empty: the test split of the prompts.")
+
+
+class Config(RecipeConfig):
+    model: str = Field(description="The policy to improve: a ref, a model directory or a hub id.")
+    data: Data = Field(description="The problems and their solutions.")
+    ingest_demonstrations: IngestConfig = Field(IngestConfig(kind="demonstrations/1", validation_fraction=0.02, test_fraction=0.05), description="Checks and splits of the solutions.")
+    ingest_prompts: IngestConfig = Field(IngestConfig(kind="prompts/1", validation_fraction=0.02, test_fraction=0.05), description="Checks and splits of the problems.")
+    ingest_test: IngestConfig = Field(IngestConfig(kind="prompts/1", test_fraction=0.999), description="Checks and splits of the test problems.")
+    sft: SFTConfig = Field(SFTConfig(), description="Fine-tuning on the solutions.")
+    rl: RLConfig = Field(RLConfig(), description="Reinforcement learning against the verifier.")
+    evaluate: EvaluateConfig = Field(EvaluateConfig(), description="Evaluation on held-out problems.")
+    promote: GateConfig = Field(GateConfig(), description="The promotion gate.")
+    promote_as: str = Field("solver", description="Registered name whose champion the best model challenges.")
+
+
+@recipe(Config)
+def verifiable(run: Run, config: Config) -> dict:
+    """From checkable problems and a model to a better solver: SFT on solutions, RL against the verifier."""
+    demonstrations = ingest(run, "demonstrations", config.data.demonstrations, config)
+    prompts = ingest(run, "prompts", config.data.prompts or config.data.demonstrations, config)
+    test = ingest(run, "test", config.data.test, config) if config.data.test else prompts
+
+    instructed = run("sft", model=config.model, data=demonstrations, config=config.sft, name_as="sft")["model"]
+    reinforced = run("rl", model=instructed, data=prompts, config=config.rl, name_as="rl")["model"]
+
+    models = {"start": config.model, "sft": instructed, "rl": reinforced}
+    evaluations = evaluate_all(run, models, config.evaluate, prompts=test)
+    winner = best(evaluations, config.promote.metric)
+    decision = promote(run, models, evaluations, winner, config.promote, config.evaluate, baseline="start", name=config.promote_as, prompts=test)
+    return {"models": models, "scores": evaluations.table(), "best": winner, "decision": decision}

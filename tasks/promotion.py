@@ -1,0 +1,77 @@
+"""The registry's side of promotion: who is champion, which evaluations compare, and moving the alias on a decision.
+
+The `promote` stage decides and changes nothing; this module acts on its decision and keeps it, whatever it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stages.spec import ConfigError
+from storage import records, registry, store
+
+
+def champion(name: str, alias: str = "champion") -> str | None:
+    """Content ref of the model in office, None when the name has no such alias."""
+    model = registry.models().get(name)
+    if model is None or alias not in model.aliases:
+        return None
+    digest = model.versions[model.aliases[alias]]["digest"]
+    return store.resolve(f"model:m-{digest}", "model").ref
+
+
+def conclude(candidate: str, decision_path: str, *, name: str, alias: str = "champion") -> dict[str, Any]:
+    """Register the candidate, keep the decision with its evidence, move the alias on a positive one. Repeatable.
+
+    Returns {promoted, model, name, alias, version, reasons}.
+    """
+    from stages.promote import read_decision
+
+    decision = read_decision(decision_path)
+    found = store.resolve(candidate, "model")
+    version = registry.register(name, found.digest, role="policy", stage="promote")
+    model = registry.models()[name]
+    promoted = bool(decision["promote"])
+    kept = [entry for entry in model.history if entry["event"] == "decision" and entry["version"] == version]
+    in_office = model.aliases.get(alias) == version
+    if not kept or kept[-1]["evidence"] != decision or promoted != in_office:
+        registry.record_decision(name, version, promoted=promoted, evidence=decision, alias=alias)
+    return {"promoted": promoted, "model": found.ref, "name": name, "alias": alias, "version": version, "reasons": decision["reasons"]}
+
+
+def evaluations_of(digest: str) -> list[dict[str, Any]]:
+    """Stage records of evaluations that judged a model, newest first."""
+    return [record for record in reversed(records.users_of(digest))
+            if record["stage"] == "evaluate" and record["inputs"].get("model", {}).get("digest") == digest and not records.problems(record)]
+
+
+def evidence(candidate: str, *, name: str, alias: str, seed: int = 0, on_event=None) -> dict[str, str]:
+    """Inputs of the `promote` stage for a model: its newest evaluation, and the champion's under the same protocol
+    (made now if there is none).
+
+    Raises ConfigError when the candidate was never evaluated on prompts.
+    """
+    from tasks.run import run_stage
+
+    found = store.resolve(candidate, "model")
+    judged = [record for record in evaluations_of(found.digest) if "prompts" in record["inputs"]]
+    if not judged:
+        raise ConfigError(f"{candidate} has no evaluation yet, so there is no evidence; run: posttrain stage evaluate "
+                          f"--input model={candidate} --input prompts=REF_OR_PATH")
+    mine = judged[0]
+    inputs = {"candidate": found.ref, **outputs(mine, "candidate")}
+    office = champion(name, alias)
+    if office is None or store.resolve(office, "model").digest == found.digest:
+        return inputs
+    protocol = mine["metrics"].get("protocol_hash")
+    same = [record for record in evaluations_of(store.resolve(office, "model").digest) if record["metrics"].get("protocol_hash") == protocol]
+    if same:
+        return {**inputs, "champion": office, **outputs(same[0], "champion")}
+    others = {key: given["ref"] for key, given in mine["inputs"].items() if key != "model"}
+    result = run_stage("evaluate", {**others, "model": office}, mine["config"], seed=mine["seed"], on_event=on_event)
+    return {**inputs, "champion": office, "champion_samples": result.outputs["samples"], "champion_scores": result.outputs["scores"]}
+
+
+def outputs(record: dict[str, Any], role: str) -> dict[str, str]:
+    """An evaluation's outputs as inputs of the gate: {role}_samples and {role}_scores."""
+    return {f"{role}_{key}": record["outputs"][key]["ref"] for key in ("samples", "scores")}

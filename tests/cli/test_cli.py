@@ -1,0 +1,147 @@
+"""The command line: light help, errors that say what to write, exit codes, one JSON line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = "run stage rerun up down status deploy ls show lineage compare promote export chat doctor".split()
+TINY = [part for kind in ("text", "demonstrations", "comparisons", "prompts") for part in ("--set", f"{kind}={{train: 8, validation: 2, test: 2}}")]
+
+
+@pytest.fixture
+def posttrain(tmp_path):
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_", "POSTTRAIN_"))}
+    env |= {"POSTTRAIN_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT), "POSTTRAIN_GRACE_SECONDS": "2"}
+
+    def call(*arguments, code: int = 0, start: bool = False):
+        command = [sys.executable, "-m", "flows.cli", *map(str, arguments)]
+        if start:
+            return subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return call
+
+
+def last_line(done) -> dict:
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_help_imports_nothing_heavy():
+    code = ("import sys\nsys.argv = ['posttrain', '--help']\nfrom flows.cli import main\n"
+            "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+            "heavy = {'torch', 'transformers', 'datasets', 'prefect', 'mlflow', 'pandas', 'pyarrow', 'numpy', 'matplotlib'}\n"
+            "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n")
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=60)
+
+
+def test_configs_import_nothing_heavy():
+    """Forms, plans and the errors of a wrong setting need no machine learning library."""
+    code = ("import sys\nfrom stages.registry import STAGES, get_stage\n[get_stage(name) for name in STAGES]\n"
+            "heavy = {'torch', 'transformers', 'datasets', 'prefect', 'mlflow'}\nassert not heavy & set(sys.modules), heavy & set(sys.modules)\n")
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_exit_codes(command):
+    from typer.testing import CliRunner
+
+    from flows.cli import app
+
+    shown = CliRunner().invoke(app, [command, "--help"])
+    assert shown.exit_code == 0 and "Exit codes" in shown.output
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["run", "post_trainin"], "did you mean 'post_training'"),
+    (["run", "post_training", "--set", "sft.learning_rat=1"], "did you mean 'sft.learning_rate'"),
+    (["run", "post_training", "--set", "learning_rate=1"], "learning_rate"),
+    (["run", "post_training", "--set", "sft.learning_rate=-1"], "greater than 0"),
+    (["run", "post_training", "--set", "sft"], "write key=value"),
+    (["run", "post_training", "--preset", "dmo"], "has no preset"),
+    (["run", "preference"], "model"),
+    (["stage", "sftt"], "did you mean 'sft'"),
+    (["stage", "world", "--set", "prompt={train: 3}"], "did you mean 'prompts'"),
+    (["stage", "sft", "--input", "modle=x"], "did you mean 'model'"),
+    (["stage", "sft", "--input", "model=nowhere/there.jsonl", "--input", "data=x"], "does not exist"),
+    (["ls", "run"], "did you mean 'runs'"),
+    (["show", "dataset:nothing@latest"], "nothing"),
+    (["deploy"], "posttrain up"),
+    (["rerun", "abc", "--stage", "sft"], "there is no run"),
+])
+def test_wrong_usage_exits_2_and_says_what_to_write(posttrain, arguments, said):
+    assert said in posttrain(*arguments, code=2).stderr
+
+
+def test_stage_prints_one_json_line_and_is_cached_the_second_time(posttrain):
+    first = last_line(posttrain("stage", "world", *TINY, "--seed", 3, "--json"))
+    assert {"demonstrations", "pairs", "prompts", "text"} <= set(first["outputs"])
+    assert {"tokens_per_second", "seconds", "peak_memory_mib"} <= set(first["metrics"])
+    assert not first["cached"]
+    again = posttrain("stage", "world", *TINY, "--seed", 3, "--json")
+    second = last_line(again)
+    assert second["cached"] and second["outputs"] == first["outputs"] and len(again.stdout.splitlines()) == 1
+    other = last_line(posttrain("stage", "world", *TINY, "--seed", 4, "--json"))
+    assert other["key"] != first["key"]
+
+    shown = last_line(posttrain("show", first["outputs"]["prompts"], "--json"))
+    assert shown["made_by"]["stage"] == "world"
+    assert {row["kind"] for row in last_line(posttrain("ls", "datasets", "--json"))["datasets"]} >= {"prompts/1", "text/1"}
+    tree = json.dumps(last_line(posttrain("lineage", first["outputs"]["prompts"], "--json")))
+    assert first["key"] in tree and "world" in posttrain("lineage", first["outputs"]["prompts"]).stdout
+
+
+def test_failed_stage_exits_1_with_its_own_message(posttrain):
+    done = posttrain("stage", "tests.flows.slow_stage", "--set", "fail=true", "--json", code=1)
+    assert "it was told to fail" in done.stderr
+    assert last_line(done) == last_line(done) | {"status": "failed", "exit_code": 1}
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupt_takes_the_stage_process_down(posttrain, number, code):
+    running = posttrain("stage", "tests.flows.slow_stage", "--set", "seconds=120", start=True)
+    children = []
+    deadline = time.monotonic() + 60
+    while not children and time.monotonic() < deadline:
+        time.sleep(0.2)
+        children = [child for child in psutil.Process(running.pid).children(recursive=True) if "stages" in child.cmdline()]
+    assert children
+    running.send_signal(number)
+    _, error = running.communicate(timeout=60)
+    assert running.returncode == code, error
+    assert not any(child.is_running() for child in children)
+
+
+def test_dry_run_prints_the_plan_and_runs_nothing(posttrain):
+    plan = last_line(posttrain("run", "post_training", "--preset", "demo", "--set", "rl.max_steps=7", "--dry-run", "--json"))
+    assert plan["config"]["rl"]["max_steps"] == 7
+    assert [row["step"] for row in plan["plan"]][-1] == "promote" and all(row["plan"] == "run" for row in plan["plan"])
+
+
+def test_set_reads_yaml_scalars():
+    from flows.config import parse_sets
+
+    assert parse_sets(["a.b=1e-5", "a.c=null", "d=[1, x]", "e=true", "f=", "g=a=b"]) == {
+        "a": {"b": 1e-5, "c": None}, "d": [1, "x"], "e": True, "f": None, "g": "a=b"}
+
+
+def test_presets_are_valid_configurations():
+    from flows.config import load_preset, presets
+    from flows.recipe import RECIPES, load_config
+
+    for recipe in RECIPES:
+        for preset in presets(recipe):
+            values = load_preset(recipe, preset)
+            if recipe == "post_training":
+                load_config(recipe, values)

@@ -1,0 +1,96 @@
+"""One real Prefect server, one real MLflow server and one worker for all tests of this directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Servers:
+    """The servers of one state directory, spoken to over HTTP and through the command line only."""
+
+    def __init__(self, home: Path):
+        self.home = home
+        self.env = {key: value for key, value in os.environ.items()
+                    if not key.startswith(("PREFECT_", "MLFLOW_", "POSTTRAIN_"))}
+        self.env |= {"POSTTRAIN_HOME": str(home), "PYTHONPATH": str(ROOT), "POSTTRAIN_GRACE_SECONDS": "2"}
+        self.urls: dict[str, str] = {}
+
+    def cli(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
+        done = subprocess.run([sys.executable, "-m", "flows.cli", *arguments], capture_output=True, text=True,
+                              env=self.env, cwd=ROOT, timeout=300)
+        assert not check or done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    def json(self, *arguments: str) -> dict:
+        return json.loads(self.cli(*arguments, "--json").stdout.splitlines()[-1])
+
+    def python(self, code: str) -> str:
+        """Run code in a process whose environment points at the servers; returns its stdout."""
+        prelude = "from flows import env, services; services.connect(env.prepare(quiet=True))\n"
+        done = subprocess.run([sys.executable, "-c", prelude + code], capture_output=True, text=True, env=self.env,
+                              cwd=ROOT, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def api(self, path: str, body: dict | None = None, method: str | None = None):
+        """A call of Prefect's REST API; the decoded answer."""
+        request = urllib.request.Request(
+            self.urls["prefect"] + "/api" + path, method=method or ("GET" if body is None else "POST"),
+            data=None if body is None else json.dumps(body).encode(), headers={"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                text = answer.read()
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{path}: {error.code} {error.read().decode()}") from None
+        return json.loads(text) if text else None
+
+    def deployment(self, name: str) -> dict:
+        return self.api(f"/deployments/name/{name}")
+
+    def start(self, name: str, parameters: dict) -> str:
+        """Create a run of a deployment as the UI's form does; returns the flow run's id."""
+        return self.api(f"/deployments/{self.deployment(name)['id']}/create_flow_run", {"parameters": parameters})["id"]
+
+    def state(self, run: str) -> str:
+        return self.api(f"/flow_runs/{run}")["state_name"]
+
+    def wait(self, what, limit: float = 120):
+        """Poll until `what()` is true and return its value."""
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline:
+            value = what()
+            if value:
+                return value
+            time.sleep(0.5)
+        logs = "\n".join(f"== {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-25:])
+                         for log in sorted((self.home / "logs").glob("*.log")))
+        raise AssertionError(f"waited {limit:.0f} s in vain\n{logs}")
+
+    def finished(self, run: str) -> str:
+        return self.wait(lambda: (state := self.state(run)) in ("Completed", "Failed", "Crashed", "Cancelled") and state)
+
+    def tasks(self, run: str) -> dict[str, str]:
+        rows = self.api("/task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}})
+        return {row["name"]: row["state_name"] for row in rows}
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory):
+    one = Servers(tmp_path_factory.mktemp("servers"))
+    try:
+        one.urls = one.json("up")
+        one.deployed = one.json("deploy")
+        yield one
+    finally:
+        one.cli("down", check=False)

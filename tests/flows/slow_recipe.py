@@ -1,0 +1,19 @@
+"""A recipe of one slow stage, deployed by the tests of cancellation."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from flows.recipe import RecipeConfig, Run, recipe
+from tests.flows.slow_stage import Config as SlowConfig
+
+
+class Config(RecipeConfig):
+    slow: SlowConfig = Field(SlowConfig(), description="The stage.")
+
+
+@recipe(Config)
+def slow_recipe(run: Run, config: Config) -> dict:
+    """Wait."""
+    run("tests.flows.slow_stage", "slow", config=config.slow)
+    return {}

@@ -1,0 +1,127 @@
+"""Schedules, deployments, cancellation and recovery against real Prefect and MLflow servers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import jsonschema
+import psutil
+import pytest
+
+TINY = {"train": 8, "validation": 2, "test": 2}
+WORLD = {"text": TINY, "demonstrations": TINY, "comparisons": TINY, "prompts": TINY}
+
+
+def test_prefect_server_imports():
+    """Fails with the fastapi versions that Prefect's server cannot start with."""
+    subprocess.run([sys.executable, "-c", "from prefect.server.api.server import create_app"], check=True, timeout=120)
+
+
+def test_interval_schedule_creates_runs(servers):
+    """With SQLAlchemy 2.1 no runs appear, and nothing but the server's log says so."""
+    servers.python("from flows.deploy import _apply; from flows.single import stage_flow\n"
+                   "_apply(stage_flow('world'), 'hourly', {'queue': 'cpu', 'interval': 3600})")
+    deployment = servers.deployment("stage-world/hourly")["id"]
+    runs = servers.wait(lambda: servers.api("/flow_runs/filter", {
+        "deployments": {"id": {"any_": [deployment]}}, "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}}}), limit=30)
+    assert len(runs) >= 2
+
+
+def test_nightly_schedule_is_active(servers):
+    schedules = servers.deployment("post_training/nightly")["schedules"]
+    assert [schedule["active"] for schedule in schedules] == [True]
+
+
+def test_deploy_is_idempotent(servers):
+    def registered():
+        return (sorted((row["name"], row["id"], len(row["schedules"])) for row in servers.api("/deployments/filter", {"limit": 200})),
+                sorted(row["name"] for row in servers.api("/automations/filter", {"limit": 200})),
+                sorted(row["name"] for row in servers.api("/work_pools/posttrain/queues/filter", {})))
+
+    before = registered()
+    assert servers.json("deploy") == servers.deployed
+    assert registered() == before
+
+
+def test_forms_are_valid_json_schemas(servers):
+    """Every parameter form is a schema that accepts the deployment's own defaults, with sections named after their steps."""
+    deployments = servers.api("/deployments/filter", {"limit": 200})
+    assert {"form", "demo", "nightly", "stage"} <= {row["name"] for row in deployments}
+    for row in deployments:
+        schema = row["parameter_openapi_schema"]
+        jsonschema.Draft202012Validator.check_schema(schema)
+        if row["parameters"]:
+            jsonschema.validate({**row["parameters"]}, {**schema, "required": []})
+        assert "oneOf" not in str(schema), row["name"]
+        titles = [entry["title"] for name, entry in schema.get("definitions", {}).items()]
+        assert "Config" not in titles, row["name"]
+
+
+def test_stage_runs_from_its_form_and_is_cached_the_second_time(servers):
+    parameters = {"config": WORLD, "seed": 1}
+    first = servers.start("stage-world/stage", parameters)
+    assert servers.finished(first) == "Completed"
+    assert servers.tasks(first) == {"world · world": "Completed"}
+    second = servers.start("stage-world/stage", parameters)
+    assert servers.finished(second) == "Completed"
+    assert servers.tasks(second) == {"world · world": "Cached"}
+    keys = {artifact["key"] for artifact in servers.api("/artifacts/latest/filter", {"limit": 200})}
+    assert {"summary-world", "mlflow-world"} <= keys
+
+
+def test_run_against_the_servers_is_one_parent_with_children_in_mlflow(servers):
+    import mlflow
+
+    run = servers.start("stage-world/stage", {"config": WORLD, "seed": 2})
+    assert servers.finished(run) == "Completed"
+    client = mlflow.MlflowClient(servers.urls["mlflow"])
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    runs = client.search_runs(experiments, max_results=200)
+    children = [one for one in runs if one.data.tags.get("mlflow.parentRunId")]
+    assert children and all(one.info.status == "FINISHED" for one in children)
+
+
+def stage_processes():
+    return [process for process in psutil.process_iter(["cmdline"]) if "stages" in (process.info["cmdline"] or [])
+            and any("SPEC.json" in part for part in process.info["cmdline"])]
+
+
+def test_cancel_kills_the_stage_and_frees_its_slot(servers):
+    servers.python("from flows.deploy import _apply; from tests.flows.slow_recipe import slow_recipe\n"
+                   "_apply(slow_recipe, 'test', {'queue': 'gpu'})")
+    run = servers.start("slow_recipe/test", {"config": {"slow": {"seconds": 600}}})
+    ours = servers.wait(lambda: [process for process in stage_processes() if str(servers.home) in " ".join(process.info["cmdline"])])
+    servers.wait(lambda: servers.api("/v2/concurrency_limits/gpu")["active_slots"] == 1)
+    servers.api(f"/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}})
+    assert servers.finished(run) == "Cancelled"
+    servers.wait(lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in ours))
+    servers.wait(lambda: servers.api("/v2/concurrency_limits/gpu")["active_slots"] == 0, limit=90)
+    assert servers.json("status")["gpu"] == []
+    assert servers.json("show", run)["status"] == "KILLED"
+
+
+def test_crash_recovery_is_installed(servers):
+    found = {row["name"]: row for row in servers.api("/automations/filter", {"limit": 200})}
+    lost, recover = found["posttrain: heartbeat lost"], found["posttrain: recover crashed runs"]
+    assert lost["enabled"] and lost["trigger"]["posture"] == "Proactive" and lost["trigger"]["within"] >= 300
+    assert lost["actions"][0]["state"] == "CRASHED"
+    assert recover["enabled"] and recover["actions"][0] | {"state": "SCHEDULED", "name": "AwaitingRetry"} == recover["actions"][0]
+
+
+def test_new_pairs_start_the_preference_recipe(servers, tmp_path):
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(f'{{"prompt": "say {i}", "chosen": "number {i} it is", "rejected": "no {i}"}}\n' for i in range(40)))
+    result = servers.json("stage", "ingest", "--input", f"data={data}", "--set", "kind=pairs/1", "--name-as", "incoming")
+    deployment = servers.deployment("preference/form")["id"]
+    runs = servers.wait(lambda: servers.api("/flow_runs/filter", {"deployments": {"id": {"any_": [deployment]}}}), limit=60)
+    assert runs[0]["parameters"]["config"]["data"]["path"] == result["outputs"]["data"]
+    for run in runs:
+        servers.api(f"/flow_runs/{run['id']}/set_state", {"state": {"type": "CANCELLED", "name": "Cancelled"}, "force": True})
+
+
+@pytest.mark.parametrize("name", ["Prefect", "MLflow"])
+def test_doctor_is_content(servers, name):
+    checks = servers.json("doctor")
+    assert checks["ok"], checks
+    assert any(name.lower() in check["text"].lower() for check in checks["checks"])
