@@ -247,12 +247,10 @@ class Stage:
         covered = self._checkpointed_writers().get(name)
         if covered is None and path.exists() and name not in self._writers:
             shutil.rmtree(path)
-        if covered is not None and not covered["closed"]:
-            (path / "manifest.json").unlink(missing_ok=True)
         options.setdefault("parents", [f"{i.name}:{i.digest}" for i in self.inputs.values() if i.digest])
         path.parent.mkdir(parents=True, exist_ok=True)
         writer = DatasetWriter(str(path), options.pop("dataset_name", f"{self.name}-{name}"), kind, **options)
-        if covered is not None and not covered["closed"]:
+        if covered is not None:
             writer.truncate(covered["parts"])
         self._writers[name] = writer
         return writer
@@ -286,7 +284,7 @@ class Stage:
             self.checkpoints.save(step, state, files)
 
     def _checkpointed_writers(self) -> dict[str, dict[str, Any]]:
-        return (self._restored.state["harness"]["writers"] if self._restored else {}) | {}
+        return dict(self._restored.state["harness"]["writers"]) if self._restored else {}
 
     def _harness_state(self) -> dict[str, Any]:
         writers = {name: dict(entry) for name, entry in self._checkpointed_writers().items()}

@@ -1,0 +1,205 @@
+"""Leases on disk: one owner at a time for a running stage, a fixed number of GPU slots.
+
+A lease is a JSON file that names its owner: host, boot id, process id, process start time and a heartbeat. It is
+free again the moment its owner is gone, whatever killed it: the next claimant looks whether that very process
+(same boot, same start time, so a reused process id does not count) still lives. Owners on other hosts are judged by
+their heartbeat. Nothing here needs a server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any, Callable, Iterator
+
+from storage import home
+from storage.files import atomic_write_json, read_json
+
+HEARTBEAT_SECONDS = 15.0
+FOREIGN_STALE_SECONDS = 300.0  # a lease of another host is dead after this long without a heartbeat
+POLL_SECONDS = 0.2
+
+
+class LeaseBusy(RuntimeError):
+    """The lease is held by a living owner (and waiting was not asked for, or took too long)."""
+
+    def __init__(self, text: str, owner: dict[str, Any]):
+        super().__init__(text)
+        self.owner = owner
+
+
+def boot_id() -> str:
+    """Identity of this boot of this machine."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    import psutil
+
+    return f"boot-{int(psutil.boot_time())}"
+
+
+def start_time(pid: int) -> float | None:
+    """Start time of a living process (clock ticks since boot on Linux), None when there is none or it is a zombie."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        if Path("/proc/self/stat").exists():
+            return None
+        import psutil
+
+        try:
+            process = psutil.Process(pid)
+            return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+        except psutil.Error:
+            return None
+    fields = text.rsplit(")", 1)[1].split()  # the command name may hold spaces and brackets
+    return None if fields[0] in "ZX" else float(fields[19])
+
+
+def this_process(pid: int | None = None) -> dict[str, Any]:
+    """Owner record of a process of this machine (default: the current one)."""
+    pid = pid or os.getpid()
+    return {"host": socket.gethostname(), "boot": boot_id(), "pid": pid, "start": start_time(pid)}
+
+
+def alive(owner: dict[str, Any] | None) -> bool:
+    """Whether the process of an owner record still runs. Another host's owner counts as alive while its heartbeat is fresh."""
+    if not owner or "pid" not in owner:
+        return False
+    if owner.get("host") != socket.gethostname():
+        return time.time() - float(owner.get("heartbeat", 0)) < FOREIGN_STALE_SECONDS
+    if owner.get("boot") != boot_id():
+        return False
+    started = start_time(int(owner["pid"]))
+    return started is not None and (owner.get("start") is None or started == owner["start"])
+
+
+@contextlib.contextmanager
+def _guard(path: Path) -> Iterator[None]:
+    """Serialises reads and writes of lease files; an OS lock, so a dead holder frees it at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.parent / ".guard", "a") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+class Lease:
+    """A held lease; use as a context manager or call :meth:`release`. ``index`` is the slot number for slot leases."""
+
+    def __init__(self, path: Path, index: int | None = None):
+        self.path = path
+        self.index = index
+        self.token = uuid.uuid4().hex
+        self._extra: dict[str, Any] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name=f"lease-{path.name}", daemon=True)
+
+    def _write(self) -> None:
+        atomic_write_json(self.path, {**this_process(), "token": self.token, "heartbeat": time.time(), **self._extra})
+
+    def _beat(self) -> None:
+        while not self._stop.wait(HEARTBEAT_SECONDS):
+            with contextlib.suppress(OSError):
+                self._update()
+
+    def _update(self) -> None:
+        with _guard(self.path):
+            held = read_json(self.path, None)
+            if held and held.get("token") == self.token:
+                self._write()
+
+    def set_child(self, pid: int | None) -> None:
+        """Name the process that does the work: the lease stays taken until that one is gone too."""
+        self._extra["child"] = this_process(pid) if pid else None
+        self._update()
+
+    def release(self) -> None:
+        """Give the lease back (only if it is still ours)."""
+        self._stop.set()
+        with _guard(self.path):
+            held = read_json(self.path, None)
+            if held and held.get("token") == self.token:
+                self.path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.release()
+
+
+def holder(path: Path) -> dict[str, Any] | None:
+    """The living owner of a lease file, or None. A worker whose owner died is ended here: it is about to die anyway, and
+    until it has, its work directory is not free."""
+    held = read_json(path, None)
+    if not held:
+        return None
+    if alive(held):
+        return held
+    child = held.get("child")
+    if child and child.get("host") == socket.gethostname() and alive(child):
+        with contextlib.suppress(OSError):
+            os.kill(int(child["pid"]), signal.SIGKILL)
+        return held if alive(child) else None
+    return None
+
+
+def _describe(owner: dict[str, Any]) -> str:
+    return f"process {owner.get('pid')} on {owner.get('host')}"
+
+
+def acquire(name: str, *, wait: bool = True, timeout: float | None = None, on_wait: Callable[[str], Any] | None = None) -> Lease:
+    """Take the lease ``name``. A living owner means waiting (``on_wait`` is told once), or LeaseBusy with ``wait=False`` or
+    after ``timeout`` seconds."""
+    return _acquire([home.leases_dir() / f"{name}.json"], 1, name, wait, timeout, on_wait)[0]
+
+
+def acquire_slots(group: str, total: int, count: int = 1, *, wait: bool = True, timeout: float | None = None, on_wait: Callable[[str], Any] | None = None) -> list[Lease]:
+    """Take ``count`` of ``total`` slots of a group (``gpu``), all or none."""
+    if count > total:
+        raise ValueError(f"{count} {group} slots were asked for but there are {total}; ask for at most {total} or set POSTTRAIN_GPU_SLOTS={count}")
+    paths = [home.leases_dir() / group / f"slot-{i}.json" for i in range(total)]
+    return _acquire(paths, count, f"{group} slot", wait, timeout, on_wait)
+
+
+def _acquire(paths: list[Path], count: int, what: str, wait: bool, timeout: float | None, on_wait: Callable[[str], Any] | None) -> list[Lease]:
+    deadline = None if timeout is None else time.monotonic() + timeout
+    told = False
+    while True:
+        taken: list[Lease] = []
+        owner: dict[str, Any] = {}
+        with _guard(paths[0]):
+            for index, path in enumerate(paths):
+                found = holder(path)
+                if found is None:
+                    taken.append(Lease(path, index))
+                    if len(taken) == count:
+                        break
+                else:
+                    owner = found
+            if len(taken) == count:
+                for lease in taken:
+                    lease._write()
+        if len(taken) == count:
+            for lease in taken:
+                lease._thread.start()
+            return taken
+        if not wait or (deadline is not None and time.monotonic() > deadline):
+            raise LeaseBusy(f"{what} is held by {_describe(owner)}; wait for it to end, or stop it and run the same command again", owner)
+        if on_wait and not told:
+            on_wait(f"waiting for {what}, held by {_describe(owner)}")
+            told = True
+        time.sleep(POLL_SECONDS)
+
+
+def gpu_holders() -> list[dict[str, Any]]:
+    """The living owners of GPU slots, for ``posttrain status``."""
+    folder = home.leases_dir() / "gpu"
+    found = [(path, holder(path)) for path in sorted(folder.glob("slot-*.json"))]
+    return [{"slot": int(path.stem.split("-")[1]), **owner} for path, owner in found if owner]

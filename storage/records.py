@@ -1,0 +1,209 @@
+"""Stage records and flow-run records: what was done, by what code, from what, giving what.
+
+A stage record, ``HOME/records/<key>.json``, is written last and atomically: it exists exactly when all its outputs do.
+It is the truth behind every cache hit; a record whose outputs are gone or changed is a miss.
+
+A flow-run record, ``HOME/runs/<run id>.json``, lists the stages of one run of a recipe as they finish; ``rerun``,
+``status``, ``ls`` and ``lineage`` read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Iterator
+
+from storage import home, leases, store
+from storage.files import atomic_write_json, read_json
+
+
+def record_path(key: str) -> Path:
+    """File of a stage record."""
+    return home.records_dir() / f"{key}.json"
+
+
+def write(record: dict[str, Any]) -> Path:
+    """Publish a stage record (atomically; the last act of a stage)."""
+    path = record_path(record["key"])
+    atomic_write_json(path, record)
+    return path
+
+
+def read(key: str) -> dict[str, Any] | None:
+    """A stage record as it was written, unverified; None when there is none."""
+    return read_json(record_path(key), None)
+
+
+def find(key: str) -> dict[str, Any] | None:
+    """The verified record of a key, or None. Sizes and times are compared first, contents only when those differ."""
+    record = read(key)
+    if record is None or problems(record):
+        return None
+    return record
+
+
+def problems(record: dict[str, Any], *, full: bool = False) -> list[str]:
+    """What is wrong with a record's outputs (empty: nothing). ``full`` reads every byte."""
+    found = []
+    moved = False
+    for name, output in record["outputs"].items():
+        path = output["path"]
+        if not store.is_url(path) and not Path(path).exists():  # the state directory may have been moved as a whole
+            path = str(store.model_path(output["digest"])) if output["kind"] == "model" else store.dataset_path(output["name"], output["digest"])
+        good, stat = store.check_output(output["kind"], path, output["digest"], output.get("stat"), full=full)
+        if not good:
+            found.append(f"output {name} ({output['ref']}) is missing or was changed at {path}; rerun stage {record['stage']} to make it again")
+        elif stat != output.get("stat") or path != output["path"]:
+            output["stat"], output["path"], moved = stat, path, True
+    if moved and not found:
+        write(record)
+    return found
+
+
+def all_records() -> Iterator[dict[str, Any]]:
+    """Every stage record, oldest first."""
+    found = [read_json(p, None) for p in home.records_dir().glob("*.json")]
+    return iter(sorted((r for r in found if r), key=lambda r: r.get("finished", 0)))
+
+
+def match(prefix: str) -> dict[str, Any] | None:
+    """The one record whose key starts with ``prefix`` (None for none; ValueError when several do)."""
+    paths = list(home.records_dir().glob(f"{prefix}*.json"))
+    if len(paths) > 1:
+        raise ValueError(f"stage key {prefix} is ambiguous; write more digits: {', '.join(p.stem[:16] for p in paths[:5])}")
+    return read_json(paths[0], None) if paths else None
+
+
+def makers_of(digest: str) -> list[dict[str, Any]]:
+    """Records with an output of this digest, newest first."""
+    return [r for r in reversed(list(all_records())) if any(o["digest"] == digest for o in r["outputs"].values())]
+
+
+def users_of(digest: str) -> list[dict[str, Any]]:
+    """Records with an input of this digest."""
+    return [r for r in all_records() if any(i["digest"] == digest for i in r["inputs"].values())]
+
+
+# -------------------------------------------------------------------------------------------------------------- flow runs
+
+
+@dataclass
+class RunRecord:
+    """One run of a recipe. ``data`` is the JSON on disk: run_id, recipe, config, status, stages (in order of finishing),
+    parent, prefect, owner, started, finished, error."""
+
+    data: dict[str, Any]
+
+    @property
+    def run_id(self) -> str:
+        return self.data["run_id"]
+
+    @property
+    def path(self) -> Path:
+        return home.runs_dir() / f"{self.run_id}.json"
+
+    @property
+    def status(self) -> str:
+        """RUNNING, FINISHED, FAILED, KILLED; a run whose process is gone without saying so is KILLED."""
+        if self.data["status"] == "RUNNING" and not leases.alive(self.data.get("owner")):
+            return "KILLED"
+        return self.data["status"]
+
+    def stages(self) -> dict[str, dict[str, Any]]:
+        """label -> {stage, key, cached, outputs, record, ...}; the last result of each label."""
+        return {entry["label"]: entry for entry in self.data["stages"]}
+
+    def as_flow_run(self, label: str | None = None) -> dict[str, Any]:
+        """The small JSON that ``run_stage(flow_run=...)`` takes."""
+        return {"run_id": self.run_id, "recipe": self.data["recipe"], "label": label, "prefect": self.data.get("prefect") or {}}
+
+
+@contextlib.contextmanager
+def _locked(run_id: str) -> Iterator[None]:
+    with open(home.runs_dir() / f".{run_id}.lock", "a") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def start_run(recipe: str, config: dict[str, Any], *, run_id: str | None = None, parent: str | None = None, prefect: dict[str, Any] | None = None) -> RunRecord:
+    """Begin (or, for a known ``run_id``, continue) a flow run."""
+    run_id = run_id or time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + uuid.uuid4().hex[:6]
+    with _locked(run_id):
+        known = read_json(home.runs_dir() / f"{run_id}.json", None)
+        data = known or {"run_id": run_id, "recipe": recipe, "config": config, "parent": parent, "stages": [], "started": time.time(), "attempts": 0}
+        data.update(status="RUNNING", owner=leases.this_process(), prefect=prefect or data.get("prefect") or {}, finished=None, error=None, attempts=data["attempts"] + 1)
+        run = RunRecord(data)
+        atomic_write_json(run.path, data)
+    return run
+
+
+def append_stage(run_id: str, entry: dict[str, Any]) -> None:
+    """Add one finished stage to a flow run; an earlier entry of the same label is replaced."""
+    with _locked(run_id):
+        path = home.runs_dir() / f"{run_id}.json"
+        data = read_json(path, None)
+        if data is None:
+            return
+        data["stages"] = [s for s in data["stages"] if s["label"] != entry["label"]] + [entry]
+        atomic_write_json(path, data)
+
+
+def finish_run(run_id: str, status: str, error: str | None = None) -> None:
+    """Close a flow run with FINISHED, FAILED or KILLED."""
+    if status not in ("FINISHED", "FAILED", "KILLED"):
+        raise ValueError(f"status {status!r}: write FINISHED, FAILED or KILLED")
+    with _locked(run_id):
+        path = home.runs_dir() / f"{run_id}.json"
+        data = read_json(path, None)
+        if data is not None:
+            data.update(status=status, finished=time.time(), error=error)
+            atomic_write_json(path, data)
+
+
+def get_run(run_id: str) -> RunRecord:
+    """A flow run by its id, a unique beginning of it, or ``latest``."""
+    paths = sorted(home.runs_dir().glob("*.json"), key=lambda p: (read_json(p, {}) or {}).get("started", 0))
+    if run_id == "latest" and paths:
+        return RunRecord(read_json(paths[-1]))
+    found = [p for p in paths if p.stem.startswith(run_id)] if run_id else []
+    exact = [p for p in found if p.stem == run_id]
+    found = exact or found
+    if len(found) == 1:
+        return RunRecord(read_json(found[0]))
+    if found:
+        raise store.StoreError(f"run {run_id} is ambiguous; write more of it: {', '.join(p.stem for p in found[:5])}")
+    raise store.StoreError(f"there is no run {run_id!r}; the newest are: {', '.join(p.stem for p in reversed(paths[-5:])) or 'none yet'}")
+
+
+def all_runs() -> list[RunRecord]:
+    """Every flow run, newest first."""
+    found = [read_json(p, None) for p in home.runs_dir().glob("*.json")]
+    return [RunRecord(d) for d in sorted((d for d in found if d), key=lambda d: -d.get("started", 0))]
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that the platform stands on."""
+    import platform
+    from importlib import metadata
+
+    found = {"python": platform.python_version()}
+    for name in ("posttrain", "torch", "transformers", "tokenizers", "datasets", "pyarrow", "numpy", "prefect", "mlflow"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def git_commit(root: Path) -> str:
+    """Commit of a checkout (with ``-dirty``), or the empty string."""
+    import subprocess
+
+    try:
+        run = subprocess.run(["git", "-C", os.fspath(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], capture_output=True, text=True, timeout=5)
+        return run.stdout.strip() if run.returncode == 0 else ""
+    except (OSError, subprocess.SubprocessError):
+        return ""

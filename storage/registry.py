@@ -1,0 +1,176 @@
+"""The registry of model names: versions, roles, aliases and the evidence for every promotion.
+
+The truth is an append-only log, ``HOME/registry/models.jsonl``; MLflow's registry shows the same thing. A line is
+never changed: an alias that moves is a new line with who was there before, why, and on what numbers.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from storage import home
+from storage.files import fsync_dir
+
+NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+
+
+class RegistryError(LookupError):
+    """An unknown name, version or alias; the text lists the ones there are."""
+
+
+@dataclass
+class ModelName:
+    """One registered name. versions: version -> {digest, role, stage, key, run, time}; aliases: alias -> version."""
+
+    name: str
+    versions: dict[int, dict[str, Any]] = field(default_factory=dict)
+    aliases: dict[str, int] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+
+def check_name(name: str) -> str:
+    """Return a usable model or dataset name, or raise ValueError saying what a name may hold."""
+    if not NAME.match(name or ""):
+        raise ValueError(f"{name!r} cannot be a name; use letters, digits, '-', '_' and '.', starting with a letter or digit")
+    return name
+
+
+def _path():
+    return home.registry_dir() / "models.jsonl"
+
+
+def log() -> list[dict[str, Any]]:
+    """Every entry, oldest first (a torn last line of an interrupted write is left out)."""
+    try:
+        text = _path().read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    entries = []
+    for line in text.splitlines():
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            continue
+    return entries
+
+
+def _append(make: Any) -> dict[str, Any]:
+    path = _path()
+    with open(path, "a+", encoding="utf-8") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        entry = make()
+        if entry.pop("_existing", False):
+            return entry
+        handle.seek(0, os.SEEK_END)
+        torn = handle.tell() > 0 and path.read_bytes()[-1:] != b"\n"
+        handle.write(("\n" if torn else "") + json.dumps({**entry, "time": time.time()}, sort_keys=True, ensure_ascii=False) + "\n")
+        handle.flush()
+        os.fsync(handle.fileno())
+    fsync_dir(path.parent)
+    return entry
+
+
+def models() -> dict[str, ModelName]:
+    """Every registered name with its versions, aliases and history."""
+    found: dict[str, ModelName] = {}
+    for entry in log():
+        model = found.setdefault(entry["name"], ModelName(entry["name"]))
+        model.history.append(entry)
+        if entry["event"] == "version":
+            model.versions[int(entry["version"])] = entry
+        elif entry["event"] == "alias":
+            if entry["version"] is None:
+                model.aliases.pop(entry["alias"], None)
+            else:
+                model.aliases[entry["alias"]] = int(entry["version"])
+    return found
+
+
+def register(name: str, digest: str, *, role: str = "", stage: str = "", key: str = "", run: str = "") -> int:
+    """Version number of this model under this name: the existing one for a digest already there, else the next.
+    A new version becomes the name's ``candidate``."""
+    check_name(name)
+
+    def make() -> dict[str, Any]:
+        known = models().get(name, ModelName(name)).versions
+        for version, entry in known.items():
+            if entry["digest"] == digest:
+                return {"version": version, "_existing": True, "fresh": False}
+        return {"event": "version", "name": name, "version": max(known, default=0) + 1, "digest": digest, "role": role, "stage": stage, "key": key, "run": run}
+
+    entry = _append(make)
+    version = int(entry["version"])
+    if entry.get("event") == "version":
+        set_alias(name, "candidate", version, reason="newest version")
+    return version
+
+
+def set_alias(name: str, alias: str, version: int | None, *, reason: str = "", evidence: dict[str, Any] | None = None) -> None:
+    """Point an alias (``candidate``, ``champion``, your own) at a version; None takes the alias away. ``evidence`` is kept for good."""
+    check_name(name)
+    check_name(alias)
+
+    def make() -> dict[str, Any]:
+        model = lookup(name)
+        if version is not None and version not in model.versions:
+            raise RegistryError(f"model {name} has no version {version}; its versions are {_listed(model.versions)}")
+        before = model.aliases.get(alias)
+        if before == version and evidence is None:
+            return {"_existing": True}
+        return {"event": "alias", "name": name, "alias": alias, "version": version, "before": before, "reason": reason, "evidence": evidence or {}}
+
+    _append(make)
+
+
+def record_decision(name: str, version: int, *, promoted: bool, evidence: dict[str, Any], alias: str = "champion") -> None:
+    """Keep a promotion decision, whichever way it went; a positive one moves the alias."""
+    lookup(name, version)
+    _append(lambda: {"event": "decision", "name": name, "version": version, "alias": alias, "promoted": bool(promoted), "evidence": evidence})
+    if promoted:
+        set_alias(name, alias, version, reason="promoted by its gate", evidence=evidence)
+
+
+def lookup(name: str, version: int | None = None) -> ModelName:
+    """A registered name (checked to have ``version`` when given)."""
+    found = models()
+    if name not in found:
+        raise RegistryError(f"there is no model named {name!r}; the names are: {', '.join(sorted(found)) or 'none yet'}")
+    if version is not None and version not in found[name].versions:
+        raise RegistryError(f"model {name} has no version {version}; its versions are {_listed(found[name].versions)}")
+    return found[name]
+
+
+def digest_of(name: str, selector: str) -> tuple[str, int]:
+    """(digest, version) of ``name`` at an alias, a version number or ``latest``."""
+    model = lookup(name)
+    if selector == "latest":
+        version = max(model.versions)
+    elif selector.isdigit():
+        version = int(selector)
+    elif selector in model.aliases:
+        version = model.aliases[selector]
+    else:
+        raise RegistryError(f"model {name} has no alias {selector!r}; its aliases are: {', '.join(sorted(model.aliases)) or 'none'}; or write model:{name}/VERSION with {_listed(model.versions)}")
+    if version not in model.versions:
+        raise RegistryError(f"model {name} has no version {version}; its versions are {_listed(model.versions)}")
+    return model.versions[version]["digest"], version
+
+
+def names_of(digest: str) -> list[tuple[str, int, list[str]]]:
+    """(name, version, aliases) of every place where a digest is registered."""
+    return [
+        (model.name, version, sorted(a for a, v in model.aliases.items() if v == version))
+        for model in models().values()
+        for version, entry in model.versions.items()
+        if entry["digest"] == digest
+    ]
+
+
+def _listed(versions: dict[int, Any]) -> str:
+    return ", ".join(str(v) for v in sorted(versions)) or "none"

@@ -1,0 +1,433 @@
+"""The content-addressed store and the references into it.
+
+    dataset:NAME@DIGEST  dataset:NAME@latest        HOME/datasets/NAME/DIGEST/
+    model:NAME@ALIAS  model:NAME/VERSION  model:m-DIGEST12      HOME/models/DIGEST/
+
+Everything else that may be given as an input is taken as it is and hashed by content: dataset directories, model
+directories, files, directories of raw files, and Hugging Face ids (``org/name`` or ``org/name@revision``), which are
+pinned to a commit and fetched first. Digests may be shortened to 8 or more digits where they stay unique.
+
+``POSTTRAIN_DATASETS`` (an fsspec URL such as ``s3://bucket/prefix``) moves the published datasets; default
+``HOME/datasets``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from storage import home, registry
+from storage.files import (
+    atomic_write_json,
+    fsync_dir,
+    fsync_tree,
+    read_json,
+    sha256_file,
+    sha256_text,
+    stat_signature,
+    tree_digest,
+)
+
+HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?$")
+UNUSED_WEIGHTS = ["*.onnx", "*.h5", "*.msgpack", "*.gguf", "*.ot", "*.tflite", "*.mlmodel", "onnx/*", "original/*", "openvino/*"]
+
+
+class StoreError(LookupError):
+    """A reference or path that cannot be resolved; the text says what to write instead."""
+
+
+@dataclass(frozen=True)
+class ResolvedInput:
+    """kind ``dataset`` | ``model`` | ``file``; path local or URL; digest of the content; ref as a user would write it;
+    manifest of a dataset (else empty)."""
+
+    kind: str
+    path: str
+    ref: str
+    digest: str
+    manifest: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form without the manifest."""
+        return {"kind": self.kind, "path": self.path, "ref": self.ref, "digest": self.digest}
+
+
+# ------------------------------------------------------------------------------------------------------------ where
+
+
+def datasets_root() -> str:
+    """Directory or fsspec URL under which datasets are published."""
+    return os.environ.get("POSTTRAIN_DATASETS") or str(home.datasets_dir())
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is an fsspec URL rather than a local path."""
+    return "://" in path and not path.startswith("file://")
+
+
+def dataset_path(name: str, digest: str) -> str:
+    """Where a published dataset lies."""
+    return f"{datasets_root().rstrip('/')}/{name}/{digest}"
+
+
+def model_path(digest: str) -> Path:
+    """Where a published model lies."""
+    return home.models_dir() / digest
+
+
+def is_ref(text: str) -> bool:
+    """Whether a text is a store reference rather than a path."""
+    return text.startswith(("dataset:", "model:"))
+
+
+def is_dataset_dir(path: str) -> bool:
+    """Whether a local directory or URL holds a finished dataset."""
+    from storage.datasets import is_dataset
+
+    if not is_url(path) and not (Path(path) / "manifest.json").is_file():
+        return False
+    return is_dataset(path)
+
+
+def is_model_dir(path: str) -> bool:
+    """Whether a local directory holds a Hugging Face model (or adapter)."""
+    return any((Path(path) / name).is_file() for name in ("config.json", "adapter_config.json"))
+
+
+# ---------------------------------------------------------------------------------------------------------- resolve
+
+
+def resolve(text: str, kind: str | None = None) -> ResolvedInput:
+    """Resolve a reference, path, URL or hub id. ``kind`` is what the caller needs; it decides what a bare directory or id is.
+
+    Raises StoreError. A raw data file for a dataset input comes back with kind ``file``: it has to be ingested.
+    """
+    text = str(text).strip()
+    if not text:
+        raise StoreError("an empty reference was given; write dataset:NAME@latest, model:NAME@ALIAS or a path")
+    if text.startswith("dataset:"):
+        found = _dataset_ref(text)
+    elif text.startswith("model:"):
+        found = _model_ref(text)
+    else:
+        found = _path(text, kind)
+    if kind and found.kind != kind and not (kind == "dataset" and found.kind == "file") and not (kind == "file" and found.kind == "dataset"):
+        raise StoreError(f"{text} is a {found.kind}, but a {kind} is needed here; {_example(kind)}")
+    return found
+
+
+def _example(kind: str) -> str:
+    return {
+        "dataset": "write dataset:NAME@latest, a dataset directory or a data file",
+        "model": "write model:NAME@champion, model:NAME/VERSION, a model directory (with config.json) or a hub id",
+        "file": "write the path of a file or directory",
+    }[kind]
+
+
+def dataset_names() -> list[str]:
+    """Names of published datasets."""
+    return sorted(_names_in(datasets_root()))
+
+
+def dataset_versions(name: str) -> list[str]:
+    """Digests published under a name."""
+    return sorted(n for n in _names_in(f"{datasets_root().rstrip('/')}/{name}") if re.fullmatch(r"[0-9a-f]{64}", n))
+
+
+def latest_of(name: str) -> str | None:
+    """Digest that ``dataset:NAME@latest`` means."""
+    pointer = read_json(home.datasets_dir() / name / "latest.json", None)
+    known = dataset_versions(name)
+    if pointer and pointer["digest"] in known:
+        return pointer["digest"]
+    return known[-1] if len(known) == 1 else None
+
+
+def _names_in(where: str) -> list[str]:
+    if is_url(where):
+        import fsspec
+
+        fs, root = fsspec.core.url_to_fs(where)
+        fs.invalidate_cache()
+        return [p.rstrip("/").rsplit("/", 1)[-1] for p in fs.ls(root, detail=False)] if fs.exists(root) else []
+    path = Path(where)
+    return [p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith(".")] if path.is_dir() else []
+
+
+def _dataset_ref(text: str) -> ResolvedInput:
+    from storage.datasets import DatasetError, open_dataset
+
+    match = re.fullmatch(r"dataset:([^@/]+)(?:@([\w.-]+))?", text)
+    if not match:
+        raise StoreError(f"{text!r} is not a dataset reference; write dataset:NAME@latest or dataset:NAME@DIGEST")
+    name, selector = match.group(1), match.group(2) or "latest"
+    known = dataset_versions(name)
+    if not known:
+        names = dataset_names()
+        raise StoreError(f"there is no dataset named {name!r}; the names are: {', '.join(names) or 'none yet'}")
+    if selector == "latest":
+        digest = latest_of(name)
+        if digest is None:
+            raise StoreError(f"which version of {name} is the latest is not recorded; write dataset:{name}@DIGEST with one of {', '.join(d[:12] for d in known)}")
+    else:
+        digest = _only(selector, known, f"dataset {name}", f"dataset:{name}@")
+    path = dataset_path(name, digest)
+    try:
+        manifest = open_dataset(path).manifest
+    except DatasetError as error:
+        raise StoreError(str(error)) from None
+    return ResolvedInput("dataset", path, f"dataset:{name}@{digest}", digest, manifest)
+
+
+def _model_ref(text: str) -> ResolvedInput:
+    body = text.removeprefix("model:")
+    if match := re.fullmatch(r"m-([0-9a-f]{8,64})", body):
+        digest = _only(match.group(1), sorted(_names_in(str(home.models_dir()))), "the model store", "model:m-")
+    else:
+        match = re.fullmatch(r"([^@/]+)(?:@([\w.-]+)|/(\d+))?", body)
+        if not match:
+            raise StoreError(f"{text!r} is not a model reference; write model:NAME@ALIAS, model:NAME/VERSION or model:m-DIGEST")
+        try:
+            digest, _ = registry.digest_of(match.group(1), match.group(2) or match.group(3) or "latest")
+        except registry.RegistryError as error:
+            raise StoreError(str(error)) from None
+    path = model_path(digest)
+    if not path.is_dir():
+        raise StoreError(f"the files of {text} ({digest[:12]}) are gone from {home.models_dir()}; rerun the stage that made it")
+    return ResolvedInput("model", str(path), f"model:m-{digest[:12]}", digest)
+
+
+def _only(prefix: str, known: list[str], what: str, form: str) -> str:
+    matches = [d for d in known if d.startswith(prefix)]
+    if len(matches) == 1:
+        return matches[0]
+    if not matches:
+        raise StoreError(f"{what} has nothing with digest {prefix}; there is: {', '.join(form + d[:12] for d in known[:20]) or 'nothing yet'}")
+    raise StoreError(f"digest {prefix} is ambiguous in {what}; write more digits: {', '.join(form + d[:16] for d in matches)}")
+
+
+def _path(text: str, kind: str | None) -> ResolvedInput:
+    if is_url(text):
+        if kind in (None, "dataset") and is_dataset_dir(text):
+            return _dataset_dir(text)
+        raise StoreError(f"{text} is not a finished dataset directory (no readable manifest.json there); give a dataset URL, or a local path")
+    path = Path(text.removeprefix("file://")).expanduser()
+    if path.exists():
+        path = path.absolute()
+        if path.is_dir() and (kind in (None, "dataset", "file")) and is_dataset_dir(str(path)):
+            return _dataset_dir(str(path))
+        if path.is_dir() and kind in (None, "model") and is_model_dir(str(path)):
+            return ResolvedInput("model", str(path), str(path), cached_digest(path))
+        if kind == "model":
+            raise StoreError(f"{path} is not a model directory (no config.json in it); {_example('model')}")
+        if path.is_dir() and not any(path.iterdir()):
+            raise StoreError(f"the directory {path} is empty; give a directory with data files, or a file")
+        return ResolvedInput("file", str(path), str(path), cached_digest(path))
+    if HUB_ID.match(text) and not text.startswith(".") and not Path(text).suffix.lower() in (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst"):
+        return _hub(text, kind)
+    raise StoreError(f"{text} does not exist; {_example(kind) if kind else 'write a reference (dataset:..., model:...) or an existing path'}")
+
+
+def _dataset_dir(path: str) -> ResolvedInput:
+    from storage.datasets import DatasetError, open_dataset
+
+    try:
+        data = open_dataset(path)
+        if is_url(path):
+            data.verify()
+        else:
+            _once(Path(path), "dataset", lambda: (data.verify(), data.digest)[1])
+    except DatasetError as error:
+        raise StoreError(str(error)) from None
+    return ResolvedInput("dataset", path, path, data.digest, data.manifest)
+
+
+def _hub(text: str, kind: str | None) -> ResolvedInput:
+    """Pin a hub id to a commit and fetch it. Raises StoreError when it cannot be pinned."""
+    name, _, revision = text.partition("@")
+    what = "model" if kind in (None, "model") else "dataset"
+    try:
+        from huggingface_hub import HfApi, snapshot_download
+
+        if re.fullmatch(r"[0-9a-f]{40}", revision):
+            commit = revision
+        elif os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes"):
+            commit = None
+        else:
+            commit = HfApi().repo_info(name, repo_type=what, revision=revision or None, timeout=15).sha
+        local = snapshot_download(name, repo_type=what, revision=commit or revision or None, ignore_patterns=UNUSED_WEIGHTS if what == "model" else None, local_files_only=commit is None)
+        commit = commit or Path(local).name  # the cache names a snapshot by its commit
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise StoreError(
+            f"{text} is neither an existing path nor a {what} that can be fetched from the hub ({type(error).__name__}: {reason}). "
+            f"Without network, give a local {what} directory{' (with config.json)' if what == 'model' else ' or file'}; with it, check the id, and HF_TOKEN for gated ones"
+        ) from None
+    if not re.fullmatch(r"[0-9a-f]{40}", commit):
+        raise StoreError(f"{text} could not be pinned to a commit; write {name}@COMMIT (40 hexadecimal digits) or give a local directory")
+    if what == "model" and not is_model_dir(local):
+        raise StoreError(f"{text} holds no config.json, so it is not a transformers model; {_example('model')}")
+    return ResolvedInput("model" if what == "model" else "file", str(local), f"{name}@{commit}", cached_digest(Path(local)))
+
+
+# ---------------------------------------------------------------------------------------------------------- digests
+
+
+def content_digest(path: Path) -> str:
+    """Digest of a file (its bytes) or a directory (names and bytes)."""
+    return sha256_file(path) if path.is_file() else tree_digest(path)
+
+
+def cached_digest(path: Path) -> str:
+    """:func:`content_digest`, read again only when names, sizes or times changed (and never trusted for fresh files)."""
+    return _once(path, "content", lambda: content_digest(path))
+
+
+def _once(path: Path, what: str, compute: Any) -> str:
+    slot = home.cache_dir() / "digests" / f"{sha256_text(what + ':' + str(path))}.json"
+    before = stat_signature(path)
+    known = read_json(slot, None)
+    if known and known.get("stat") == before:
+        return known["digest"]
+    digest = compute()
+    newest = max((p.stat().st_mtime for p in ([path] if path.is_file() else path.rglob("*")) if p.exists()), default=0.0)
+    if stat_signature(path) == before and time.time() - newest > 2.0:  # a younger file could change within its timestamp
+        atomic_write_json(slot, {"path": str(path), "stat": before, "digest": digest})
+    return digest
+
+
+# ---------------------------------------------------------------------------------------------------------- publish
+
+
+def publish_dataset(source: Path, name: str) -> ResolvedInput:
+    """Move a finished dataset directory into the store under ``name``; the same digest already there is reused."""
+    from storage.datasets import open_dataset
+
+    registry.check_name(name)
+    data = open_dataset(source)
+    data.verify()
+    target = dataset_path(name, data.digest)
+    if is_url(target):
+        _upload(source, target)
+        shutil.rmtree(source)
+    else:
+        _move_in(source, Path(target), lambda path: open_dataset(path).verify())
+    set_latest(name, data.digest)
+    return ResolvedInput("dataset", target, f"dataset:{name}@{data.digest}", data.digest, data.manifest)
+
+
+def set_latest(name: str, digest: str) -> None:
+    """Make ``dataset:NAME@latest`` mean this digest."""
+    atomic_write_json(home.datasets_dir() / name / "latest.json", {"digest": digest, "time": time.time()})
+
+
+def publish_model(source: Path, digest: str | None = None) -> ResolvedInput:
+    """Move a model directory into the store; the same digest already there is reused."""
+    digest = digest or tree_digest(source)
+
+    def check(path: Path) -> None:
+        if tree_digest(path) != digest:
+            raise StoreError(f"{path} was changed after it was published")
+
+    _move_in(source, model_path(digest), check)
+    return ResolvedInput("model", str(model_path(digest)), f"model:m-{digest[:12]}", digest)
+
+
+def _move_in(source: Path, target: Path, check: Any) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists():
+        try:
+            check(target)
+            shutil.rmtree(source)
+            return
+        except Exception:  # whatever is wrong with the old copy, a good one is in hand
+            os.rename(target, target.parent / f".damaged-{target.name[:12]}-{uuid.uuid4().hex[:8]}")
+    fsync_tree(source)
+    try:
+        os.rename(source, target)
+    except OSError:  # another file system
+        tmp = target.parent / f".tmp-{uuid.uuid4().hex[:12]}"
+        shutil.copytree(source, tmp)
+        fsync_tree(tmp)
+        os.rename(tmp, target)
+        shutil.rmtree(source)
+    fsync_dir(target.parent)
+
+
+def _upload(source: Path, url: str) -> None:
+    """Copy a dataset directory to a URL, the manifest last, so that a reader never sees an unfinished dataset."""
+    import fsspec
+
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.makedirs(root, exist_ok=True)
+    files = sorted((p for p in source.iterdir() if p.is_file() and not p.name.startswith(".")), key=lambda p: (p.name == "manifest.json", p.name))
+    for path in files:
+        fs.put_file(str(path), f"{root}/{path.name}")
+
+
+def also_as(path: str, digest: str, name: str) -> ResolvedInput:
+    """Make a published dataset known under a second name (hard links where possible, no bytes copied)."""
+    from storage.datasets import open_dataset
+
+    target = dataset_path(name, digest)
+    if is_url(target):
+        if digest not in dataset_versions(name):
+            import fsspec
+
+            fs, root = fsspec.core.url_to_fs(target)
+            for part in [p["file"] for p in open_dataset(path).manifest["parts"]] + ["manifest.json"]:
+                with fsspec.open(f"{path}/{part}", "rb") as read, fs.open(f"{root}/{part}", "wb") as write:
+                    shutil.copyfileobj(read, write)
+    elif not Path(target).exists():
+        tmp = Path(target).parent / f".tmp-{uuid.uuid4().hex[:12]}"
+        link_tree(Path(path), tmp)
+        os.replace(tmp, target) if not Path(target).exists() else shutil.rmtree(tmp)
+    set_latest(name, digest)
+    return ResolvedInput("dataset", target, f"dataset:{name}@{digest}", digest, open_dataset(target).manifest)
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """Copy a directory by hard links (by bytes across file systems)."""
+
+    def copy(a: str, b: str) -> None:
+        try:
+            os.link(a, b)
+        except OSError:
+            shutil.copy2(a, b)
+
+    shutil.copytree(source, target, copy_function=copy)
+
+
+def check_output(kind: str, path: str, digest: str, stat: str | None, *, full: bool = False) -> tuple[bool, str | None]:
+    """(whether a published output is there and unchanged, its present stat signature). Content is read only when times or
+    sizes differ from ``stat``, or with ``full``."""
+    from storage.datasets import DatasetError, open_dataset
+
+    if is_url(path):
+        try:
+            data = open_dataset(path)
+            if full:
+                data.verify()
+            return data.digest == digest, None
+        except (DatasetError, OSError):
+            return False, None
+    local = Path(path)
+    if not local.is_dir():
+        return False, None
+    try:
+        now = stat_signature(local)
+        if now == stat and not full:
+            return True, now
+        if kind == "dataset":
+            data = open_dataset(local)
+            data.verify()
+            return data.digest == digest, now
+        return tree_digest(local) == digest, now
+    except (DatasetError, OSError):
+        return False, None

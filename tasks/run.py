@@ -1,0 +1,601 @@
+"""The body of every stage task, without Prefect: identity, cache, leases, the stage process, publishing.
+
+    resolve references -> resolve config -> stage key -> a verified record exists? then it is the answer
+    -> lock of the key -> GPU slot (GPU stages only) -> `python -m stages SPEC.json` -> relay its events
+    -> verify and publish outputs -> stage record, written last and atomically -> release
+
+Killed at any instant (this process, the stage process, the machine), the next call with the same key continues in the same
+work directory from the last complete checkpoint. ``tasks/stages.py`` wraps this in Prefect tasks; :func:`run_stage` itself
+needs neither Prefect nor a server, and tells everything it has to say through ``on_event``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Callable, Iterator
+
+from stages.registry import get_stage, stage_module_name
+from stages.spec import PROJECT_ROOT, ConfigError, StageConfig, StageSpec, closure_digest, parse_config, stage_key
+from storage import home, leases, records, registry, store, tracking
+from storage.files import atomic_write_json, read_json
+
+GRACE_SECONDS = 10.0
+Event = dict[str, Any]
+
+
+class StageError(RuntimeError):
+    """A stage that failed: its own message, the last lines of its log, and where the rest is."""
+
+    def __init__(self, stage: str, message: str, *, kind: str = "", tail: str = "", log_path: str = "", key: str = ""):
+        self.stage, self.message, self.kind, self.tail, self.log_path, self.key = stage, message, kind, tail, log_path, key
+        text = f"stage {stage} failed: {kind + ': ' if kind else ''}{message}"
+        if tail.strip():
+            text += "\n  last lines of its log:\n    " + "\n    ".join(tail.strip().splitlines()[-15:])
+        if log_path:
+            text += f"\n  whole log: {log_path}\n  run the same command again to continue from the last checkpoint"
+        super().__init__(text)
+
+    def __reduce__(self):
+        return (_rebuild_error, (self.stage, self.message, self.kind, self.tail, self.log_path, self.key))
+
+
+def _rebuild_error(stage: str, message: str, kind: str, tail: str, log_path: str, key: str) -> StageError:
+    return StageError(stage, message, kind=kind, tail=tail, log_path=log_path, key=key)
+
+
+class Cancelled(BaseException):
+    """SIGTERM reached a process that runs a stage without Prefect."""
+
+
+@dataclass
+class StageResult:
+    """What a stage gave. outputs: name -> pinned reference; paths: name -> directory; metrics: final numbers; perf:
+    ``tokens_per_second``, ``seconds``, ``peak_memory_mib`` where measured (of the run that did the work, also when cached)."""
+
+    stage: str
+    key: str
+    cached: bool
+    outputs: dict[str, str]
+    paths: dict[str, str]
+    metrics: dict[str, Any]
+    seconds: float
+    warnings: list[dict[str, str]]
+    record_path: str
+    mlflow_run_id: str | None = None
+    perf: dict[str, float] = field(default_factory=dict)
+    label: str = ""
+    reports: list[dict[str, Any]] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON, small enough for a task result."""
+        return asdict(self)
+
+
+@dataclass
+class Prepared:
+    """A stage run before it runs: everything that its key is made of."""
+
+    spec: StageSpec
+    module: str
+    key: str
+    config: StageConfig
+    resolved: dict[str, Any]
+    inputs: dict[str, store.ResolvedInput]
+    given: dict[str, str]
+    code: str
+    seed: int
+
+
+# ---------------------------------------------------------------------------------------------------------------- public
+
+
+def run_stage(
+    name: str,
+    inputs: dict[str, str] | None = None,
+    config: dict[str, Any] | StageConfig | None = None,
+    *,
+    seed: int = 0,
+    name_as: str | None = None,
+    flow_run: dict[str, Any] | None = None,
+    force: bool = False,
+    on_event: Callable[[Event], Any] | None = None,
+    devices: int = 1,
+    wait: bool = True,
+) -> StageResult:
+    """Run one stage, or return what an identical run already gave.
+
+    name: a stage of ``stages/registry.py`` or the module path of one of your own. inputs: name -> reference, path, URL or hub
+    id; raw data files given for a dataset are ingested first. config: settings that differ from the defaults. name_as: name
+    under which outputs are published (default ``<stage>-<output>``). flow_run: ``RunRecord.as_flow_run(label)`` of the run it
+    belongs to. force: run again although a record exists. wait: wait for another process that runs the same key (False:
+    raise LeaseBusy). devices: number of GPUs (more than one runs under torchrun).
+
+    Raises ConfigError (settings or inputs), StoreError (a reference), StageError (the stage itself), LeaseBusy.
+    """
+    tell = _teller(on_event)
+    with _sigterm_raises():
+        prepared = prepare(name, inputs, config, seed=seed, flow_run=flow_run, on_event=on_event)
+        label = (flow_run or {}).get("label") or prepared.spec.name
+        tell({"event": "prepared", "stage": prepared.spec.name, "label": label, "key": prepared.key, "config": prepared.resolved})
+        record = None if force else records.find(prepared.key)
+        cached, unit = record is not None, tracking.unit_of(flow_run, label, prepared.key)
+        if record is None:
+            with leases.acquire(f"stage-{prepared.key}", wait=wait, on_wait=lambda text: tell({"event": "waiting", "text": text})) as lock:
+                record = None if force else records.find(prepared.key)  # another process may just have finished it
+                cached = record is not None
+                if record is None:
+                    record, unit = _run(prepared, lock, label, name_as, flow_run, force, tell, devices, wait)
+        return _conclude(prepared, record, cached, unit, label, name_as, flow_run, tell)
+
+
+def prepare(
+    name: str,
+    inputs: dict[str, str] | None = None,
+    config: dict[str, Any] | StageConfig | None = None,
+    *,
+    seed: int = 0,
+    flow_run: dict[str, Any] | None = None,
+    on_event: Callable[[Event], Any] | None = None,
+) -> Prepared:
+    """Resolve inputs and config and compute the stage key. Raw data files are ingested here (itself a cached stage)."""
+    module = get_stage(name)
+    spec: StageSpec = module.SPEC
+    given = {k: str(v) for k, v in (inputs or {}).items() if v is not None}
+    spec.check_inputs(given)
+    parsed = parse_config(spec, config)
+    resolved_inputs = {}
+    for input_name, text in given.items():
+        declared = spec.input_spec(input_name)
+        try:
+            found = store.resolve(text, declared.kind)
+        except store.StoreError as error:
+            raise store.StoreError(f"input {input_name} of stage {spec.name}: {error}") from None
+        if declared.kind == "dataset" and found.kind == "file":
+            found = _ingest(spec, input_name, text, declared.kinds, seed, flow_run, on_event)
+        kind = found.manifest.get("kind")
+        if declared.kind == "dataset" and declared.kinds and kind not in declared.kinds:
+            raise ConfigError(
+                f"input {input_name} of stage {spec.name}: {text} holds rows of kind {kind}, but {' or '.join(declared.kinds)} is needed; "
+                f"run stage ingest with kind={declared.kinds[0]} on it, or give another dataset"
+            )
+        resolved_inputs[input_name] = found
+    module_name = stage_module_name(name)
+    code = closure_digest(module_name, spec.resources)
+    key = stage_key(spec.name, code, parsed, {n: i.digest for n, i in resolved_inputs.items()}, seed)
+    return Prepared(spec, module_name, key, parsed, parsed.resolved(), resolved_inputs, given, code, int(seed))
+
+
+def run_directory(key: str) -> Path:
+    """Work directory of a stage key: ``stage.log``, ``metrics.jsonl``, ``reports/``, and checkpoints while it runs."""
+    return home.work_dir(key)
+
+
+def start_flow(recipe: str, config: dict[str, Any], *, run_id: str | None = None, parent: str | None = None, prefect: dict[str, Any] | None = None) -> records.RunRecord:
+    """Begin a flow run (a known ``run_id`` continues it): its record on disk and its parent run in MLflow. What earlier runs
+    left unsent is sent now, and MLflow runs of processes that died are closed."""
+    run = records.start_run(recipe, config, run_id=run_id, parent=parent, prefect=prefect)
+    for unit in tracking.pending():
+        tracking.poke(unit)
+    tracking.put({"unit": tracking.flow_unit(run.run_id), "type": "flow", "run_id": run.run_id, "recipe": recipe})
+    return run
+
+
+def finish_flow(run_id: str, status: str, error: str | None = None, *, timeout: float = 60.0) -> str | None:
+    """Close a flow run (FINISHED, FAILED or KILLED) and wait, at most ``timeout`` seconds, until MLflow knows; its MLflow run id."""
+    records.finish_run(run_id, status, error)
+    run = records.get_run(run_id)
+    deadline = time.monotonic() + timeout
+    unit = tracking.flow_unit(run_id)
+    tracking.put({"unit": unit, "type": "flow", "run_id": run_id, "recipe": run.data["recipe"]})
+    for waiting in tracking.pending():
+        if waiting.startswith(run_id) and waiting != unit:
+            tracking.flush(waiting, timeout=max(0.1, deadline - time.monotonic()))
+    return tracking.flush(unit, timeout=max(0.1, deadline - time.monotonic()))
+
+
+# ---------------------------------------------------------------------------------------------------------------- inputs
+
+
+def _ingest(spec: StageSpec, name: str, text: str, kinds: tuple[str, ...], seed: int, flow_run: dict[str, Any] | None, on_event: Any) -> store.ResolvedInput:
+    """Run raw data through the ingest stage, asking for the kind that the input wants."""
+    ingest = get_stage("ingest")
+    chosen = _matching_kind(ingest, text, kinds)
+    settings = {"kind": chosen} if chosen and "kind" in ingest.Config.model_fields else {}
+    flow = {**flow_run, "label": f"{flow_run.get('label') or spec.name}.ingest-{name}"} if flow_run else None
+    stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(text.split("@")[0].rstrip("/")).name.split(".")[0]).strip("-.") or "data"
+    suffix = f"-{chosen.split('/')[0]}" if chosen else ""
+    result = run_stage("ingest", {"data": text}, settings, seed=seed, name_as=f"{stem}{suffix}", flow_run=flow, on_event=on_event)
+    if "data" not in result.outputs:
+        raise ConfigError(f"input {name} of stage {spec.name}: {text} held no row of kind {' or '.join(kinds) or 'any'}; see {result.record_path} for what was quarantined and why")
+    return store.resolve(result.outputs["data"], "dataset")
+
+
+def _matching_kind(ingest: Any, text: str, kinds: tuple[str, ...]) -> str | None:
+    """The first kind of ``kinds`` that the data can become (the ingest stage knows how to look), else the first."""
+    choose = getattr(ingest, "matching_kind", None)
+    if choose is not None and len(kinds) > 1:
+        found = choose(store.resolve(text, "file").path, kinds)
+        if found:
+            return found
+    return kinds[0] if kinds else None
+
+
+# ------------------------------------------------------------------------------------------------------------ the process
+
+
+def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_run: dict[str, Any] | None, force: bool, tell: Callable[[Event], None], devices: int, wait: bool) -> tuple[dict[str, Any], str]:
+    """Run the stage process to its end and publish; returns the new record and the name of its MLflow run."""
+    workdir = home.work_dir(p.key)
+    old = records.read(p.key)
+    if (force and old and not (workdir / "forced.json").exists()) or (old and not force):
+        shutil.rmtree(workdir)  # a forced or a damaged result starts afresh; an interrupted forced run continues
+        workdir.mkdir(parents=True)
+    if force:
+        atomic_write_json(workdir / "forced.json", {"unit": uuid.uuid4().hex[:8]} | read_json(workdir / "forced.json", {}))
+    attempt = _attempt(workdir)
+    started = time.time()
+    unit = tracking.unit_of(flow_run, label, p.key, read_json(workdir / "forced.json", {}).get("unit"))
+    document = {
+        "unit": unit, "type": "stage", "label": label, "stage": p.spec.name, "key": p.key, "seed": p.seed, "config": p.resolved,
+        "code": p.code, "git": records.git_commit(PROJECT_ROOT), "judges": p.spec.judges, "inputs": {n: _input_entry(i) for n, i in p.inputs.items()},
+        "workdir": str(workdir), "status": "RUNNING", "started": started, "cached": False, "owner": leases.this_process(),
+        "flow": tracking.flow_part(flow_run), "forced": force,
+    }  # fmt: skip
+    tracking.put(document)
+    slots: list[leases.Lease] = []
+    try:
+        result = _finished_result(workdir, p)
+        if result is None:
+            slots, device, environment = _devices(p.spec, devices, wait, tell)
+            result = _process(p, workdir, lock, device, devices if device != "cpu" else 1, environment, unit, tell)
+        record = _publish(p, workdir, result, label, name_as, started, attempt, flow_run)
+    except BaseException as error:
+        status = "FAILED" if isinstance(error, Exception) else "KILLED"
+        tracking.put({**document, "status": status, "ended": time.time(), "error": str(error)[:4000] or type(error).__name__})
+        tell({"event": "ended", "status": status, "label": label, "key": p.key})
+        raise
+    finally:
+        for slot in slots:
+            slot.release()
+    tracking.put({**document, **_projected(record), "status": "FINISHED", "ended": record["finished"]})
+    for name in ("forced.json", "publish.json"):
+        (workdir / name).unlink(missing_ok=True)
+    shutil.rmtree(workdir / "checkpoints", ignore_errors=True)
+    shutil.rmtree(workdir / "out", ignore_errors=True)
+    return record, unit
+
+
+def _attempt(workdir: Path) -> int:
+    count = int(read_json(workdir / "attempts.json", {"count": 0})["count"]) + 1
+    atomic_write_json(workdir / "attempts.json", {"count": count})
+    return count
+
+
+def _finished_result(workdir: Path, p: Prepared) -> dict[str, Any] | None:
+    """The result of a stage process that ended well while nobody was left to publish it."""
+    result = read_json(workdir / "result.json", None)
+    if not result or result.get("key") != p.key:
+        return None
+    plan = read_json(workdir / "publish.json", {})
+    for name, output in result["outputs"].items():
+        digest = plan.get(name, {}).get("digest")
+        if not Path(output["path"]).is_dir() and not digest:
+            return None
+    return result
+
+
+def cuda_devices() -> list[str]:
+    """Ids of the CUDA devices this process may use (without importing torch)."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [d for d in visible.split(",") if d.strip() and d.strip() != "-1"]
+    found = list(Path("/proc/driver/nvidia/gpus").glob("*")) if Path("/proc/driver/nvidia/gpus").is_dir() else []
+    found = found or [d for d in Path("/dev").glob("nvidia*") if d.name[6:].isdigit()]
+    return [str(i) for i in range(len(found))]
+
+
+def _devices(spec: StageSpec, devices: int, wait: bool, tell: Callable[[Event], None]) -> tuple[list[leases.Lease], str, dict[str, str]]:
+    """(slots, device, environment) of a stage process. CPU stages take no slot and see no GPU."""
+    cards = cuda_devices()
+    if not spec.gpu:
+        return [], "cpu", {"CUDA_VISIBLE_DEVICES": ""}
+    configured = os.environ.get("POSTTRAIN_GPU_SLOTS")
+    if configured is not None and not (configured.isdigit() and int(configured) > 0):
+        raise ConfigError(f"POSTTRAIN_GPU_SLOTS={configured!r}: write the number of GPU stages that may run at once, 1 or more")
+    total = int(configured) if configured else len(cards)
+    if devices > max(total, 1) or (devices > 1 and not cards):
+        raise ConfigError(f"devices={devices}: this machine offers {len(cards)} GPU(s) and {total} slot(s); write devices={max(1, min(total, len(cards)))}")
+    if not total:
+        return [], "cpu", {}
+    slots = leases.acquire_slots("gpu", total, devices, wait=wait, on_wait=lambda text: tell({"event": "waiting", "text": text}))
+    if not cards:
+        return slots, "cpu", {}
+    chosen = [cards[slot.index % len(cards)] for slot in slots]
+    tell({"event": "log", "text": f"GPU slot {', '.join(str(s.index) for s in slots)} (device {', '.join(chosen)})"})
+    return slots, "cuda" if devices == 1 else "auto", {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
+
+
+def _process(p: Prepared, workdir: Path, lock: leases.Lease, device: str, devices: int, environment: dict[str, str], unit: str, tell: Callable[[Event], None]) -> dict[str, Any]:
+    """Start ``python -m stages`` and listen until it ends. Whatever ends this function ends everything it started."""
+    (workdir / "publish.json").unlink(missing_ok=True)
+    (workdir / "result.json").unlink(missing_ok=True)
+    spec = {
+        "stage": p.module, "key": p.key, "config": p.resolved, "seed": p.seed, "device": os.environ.get("POSTTRAIN_DEVICE") or device,
+        "devices": devices, "inputs": {n: i.to_dict() for n, i in p.inputs.items()}, "workdir": str(workdir),
+    }  # fmt: skip
+    atomic_write_json(workdir / "SPEC.json", spec)
+    log_path = workdir / "stage.log"
+    paths = [str(PROJECT_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    env = {
+        **os.environ, "TOKENIZERS_PARALLELISM": "false", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1", "DO_NOT_TRACK": "true", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONUNBUFFERED": "1",
+        **environment, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(paths), "POSTTRAIN_PARENT_PID": str(os.getpid()),
+    }  # fmt: skip
+    error: Event | None = None
+    done: Event | None = None
+    with open(log_path, "ab") as log:
+        begin = log.tell()
+        child = subprocess.Popen([sys.executable, "-m", "stages", str(workdir / "SPEC.json")], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=env, cwd=str(PROJECT_ROOT), start_new_session=True)  # fmt: skip
+        try:
+            lock.set_child(child.pid)
+            tell({"event": "started", "pid": child.pid, "workdir": str(workdir), "log": str(log_path), "key": p.key})
+            for event in _events(child):
+                kind = event.get("event")
+                if kind == "error":
+                    error = event
+                elif kind == "done":
+                    done = event
+                else:
+                    if kind in ("log", "warning"):
+                        log.write(f"[{kind}] {event.get('code', '')} {event.get('text', '')}\n".encode("utf-8", "backslashreplace"))
+                        log.flush()
+                    tell(event)
+                    tracking.poke(unit)
+            code = child.wait()
+        finally:
+            kill_tree(child)
+            lock.set_child(None)
+    result = read_json(workdir / "result.json", None)
+    if code == 0 and done and result:
+        return result
+    tail = log_path.read_bytes()[begin:][-6000:].decode("utf-8", "replace")
+    if error and error.get("type") == "ConfigError":
+        raise ConfigError(error["message"])
+    if error:
+        raise StageError(p.spec.name, error["message"], kind=error["type"], tail="" if error["type"] == "StageFailure" else error.get("traceback") or tail, log_path=str(log_path), key=p.key)
+    raise StageError(p.spec.name, _how_it_ended(code), tail=tail, log_path=str(log_path), key=p.key)
+
+
+def _how_it_ended(code: int) -> str:
+    if code < 0:
+        name = signal.Signals(-code).name
+        more = "; the kernel does that when memory runs out: use a smaller batch, or close other programs" if code == -signal.SIGKILL else ""
+        return f"its process was ended by {name}{more}"
+    return f"its process ended with status {code} and no error message"
+
+
+def _events(child: subprocess.Popen) -> Iterator[Event]:
+    """Events of a stage process as they come; ends when the process has closed its channel."""
+    lines: queue.Queue[bytes | None] = queue.Queue()
+
+    def read() -> None:
+        for line in child.stdout:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, name="stage-events", daemon=True).start()
+    while True:
+        try:
+            line = lines.get(timeout=1.0)
+        except queue.Empty:
+            if child.poll() is not None and lines.empty():
+                line = _last_line(lines)
+                if line is None:
+                    return
+            else:
+                continue
+        if line is None:
+            return
+        try:
+            event = json.loads(line)
+        except ValueError:
+            event = {"event": "log", "text": line.decode("utf-8", "replace").rstrip()}
+        yield event if isinstance(event, dict) else {"event": "log", "text": str(event)}
+
+
+def _last_line(lines: queue.Queue) -> bytes | None:
+    """A process has ended but something it started may hold its channel open: give the reader a moment, then stop."""
+    with contextlib.suppress(queue.Empty):
+        return lines.get(timeout=2.0)
+    return None
+
+
+def kill_tree(child: subprocess.Popen, grace: float | None = None) -> None:
+    """End a stage process and everything below it: SIGTERM, a grace period to save, then SIGKILL. Processes that moved to
+    another parent are found by their session."""
+    import psutil
+
+    grace = float(os.environ.get("POSTTRAIN_GRACE_SECONDS", GRACE_SECONDS)) if grace is None else grace
+    family = _family(child.pid)
+    if child.poll() is None:
+        for process in family:
+            with contextlib.suppress(psutil.Error):
+                process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=grace)
+    for process in {*family, *_family(child.pid)}:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(timeout=5)
+
+
+def _family(pid: int) -> set[Any]:
+    import psutil
+
+    found: set[Any] = set()
+    with contextlib.suppress(psutil.Error):
+        root = psutil.Process(pid)
+        found = {root, *root.children(recursive=True)}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and os.getsid(process.pid) == pid:
+                found.add(process)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------- publish
+
+
+def _names(spec: StageSpec, name_as: str | None) -> dict[str, str]:
+    """Name under which each output is published: ``name_as`` for the first of its kind, ``name_as-<output>`` for others."""
+    found: dict[str, str] = {}
+    taken: set[str] = set()
+    models = [n for n, o in spec.outputs.items() if o.kind == "model"]
+    for name, output in spec.outputs.items():
+        if name_as:
+            found[name] = name_as if output.kind not in taken else f"{name_as}-{name}"
+        elif output.kind == "model":
+            found[name] = spec.name if len(models) == 1 else f"{spec.name}-{name}"
+        else:
+            found[name] = f"{spec.name}-{name}"
+        taken.add(output.kind)
+    return found
+
+
+def _publish(p: Prepared, workdir: Path, result: dict[str, Any], label: str, name_as: str | None, started: float, attempt: int, flow_run: dict[str, Any] | None) -> dict[str, Any]:
+    """Verify the outputs, move them into the store (a plan on disk makes that repeatable) and write the record."""
+    from storage.datasets import open_dataset
+
+    plan = read_json(workdir / "publish.json", None)
+    if plan is None:
+        plan = {}
+        for name, output in result["outputs"].items():
+            path = Path(output["path"])
+            digest = open_dataset(path).digest if output["kind"] == "dataset" else store.tree_digest(path)
+            plan[name] = {"kind": output["kind"], "digest": digest}
+        atomic_write_json(workdir / "publish.json", plan)
+    names = _names(p.spec, name_as)
+    outputs: dict[str, dict[str, Any]] = {}
+    for name, output in result["outputs"].items():
+        source, digest = Path(output["path"]), plan[name]["digest"]
+        if output["kind"] == "dataset":
+            found = store.publish_dataset(source, names[name]) if source.exists() else store.resolve(f"dataset:{names[name]}@{digest}", "dataset")
+        else:
+            found = store.publish_model(source, digest) if source.exists() else store.resolve(f"model:m-{digest}", "model")
+        good, stat = store.check_output(found.kind, found.path, digest, None)
+        if not good:
+            raise StageError(p.spec.name, f"output {name} at {found.path} does not match its digest; remove {workdir} and run again", key=p.key)
+        outputs[name] = {"kind": found.kind, "name": names[name], "ref": found.ref, "digest": digest, "path": found.path, "stat": stat, "role": output.get("role") or p.spec.outputs[name].role, "manifest": _manifest_summary(found.manifest)}  # fmt: skip
+    finished = time.time()
+    record = {
+        "stage": p.spec.name, "module": p.module, "label": label, "key": p.key, "config": p.resolved, "seed": p.seed, "name_as": name_as,
+        "inputs": {n: {**_input_entry(i), "given": p.given[n]} for n, i in p.inputs.items()}, "outputs": outputs,
+        "metrics": result["summary"], "perf": result["perf"], "warnings": result["warnings"], "reports": result["reports"],
+        "code": p.code, "git": records.git_commit(PROJECT_ROOT), "versions": {**records.versions(), **result.get("versions", {})},
+        "started": started, "finished": finished, "attempts": attempt, "resumed_from": result.get("resumed_from"),
+        "host": leases.this_process()["host"], "workdir": str(workdir), "metrics_file": str(workdir / "metrics.jsonl"),
+        "perf_file": str(workdir / "perf.jsonl"), "flow_run": (flow_run or {}).get("run_id"), "mlflow": {},
+    }  # fmt: skip
+    records.write(record)
+    return record
+
+
+def _input_entry(found: store.ResolvedInput) -> dict[str, Any]:
+    return {**found.to_dict(), "manifest": _manifest_summary(found.manifest)}
+
+
+def _manifest_summary(manifest: dict[str, Any]) -> dict[str, Any]:
+    return {k: manifest[k] for k in ("name", "kind", "rows", "splits", "counts", "dataset_hash") if k in manifest}
+
+
+def _projected(record: dict[str, Any]) -> dict[str, Any]:
+    """The part of a record that the MLflow projection shows."""
+    keys = ("outputs", "metrics", "perf", "warnings", "reports", "versions", "metrics_file", "perf_file", "attempts", "resumed_from")
+    return {**{k: record[k] for k in keys}, "record_path": str(records.record_path(record["key"])), "summary": record["metrics"]}
+
+
+def _conclude(p: Prepared, record: dict[str, Any], cached: bool, unit: str, label: str, name_as: str | None, flow_run: dict[str, Any] | None, tell: Callable[[Event], None]) -> StageResult:
+    """Register models, note the stage in its flow run, bring MLflow up to date, and build the result."""
+    names = _names(p.spec, name_as)
+    refs, paths = {}, {}
+    for name, output in record["outputs"].items():
+        refs[name], paths[name] = output["ref"], output["path"]
+        if output["kind"] == "model":
+            registry.register(names[name], output["digest"], role=output["role"], stage=p.spec.name, key=p.key, run=(flow_run or {}).get("run_id") or "")
+        elif names[name] != output["name"]:
+            again = store.also_as(output["path"], output["digest"], names[name])
+            refs[name], paths[name] = again.ref, again.path
+        elif cached:
+            store.set_latest(names[name], output["digest"])
+    if cached and not (tracking.known(unit) and not flow_run):
+        entry = {
+            "unit": unit, "type": "stage", "label": label, "stage": p.spec.name, "key": p.key, "seed": p.seed, "config": p.resolved, "code": p.code,
+            "git": record.get("git", ""), "judges": p.spec.judges, "inputs": {n: _input_entry(i) for n, i in p.inputs.items()}, "workdir": record["workdir"],
+            "status": "FINISHED", "started": time.time(), "ended": time.time(), "cached": True, "owner": leases.this_process(), "flow": tracking.flow_part(flow_run),
+            **_projected(record),
+        }  # fmt: skip
+        tracking.put(entry)
+    result = StageResult(
+        stage=p.spec.name, key=p.key, cached=cached, outputs=refs, paths=paths, metrics=record["metrics"], seconds=record["perf"].get("seconds", 0.0),
+        warnings=record["warnings"], record_path=str(records.record_path(p.key)), perf=record["perf"], label=label, reports=record["reports"], versions=record["versions"],
+    )  # fmt: skip
+    if flow_run and flow_run.get("run_id"):
+        records.append_stage(flow_run["run_id"], {
+            "label": label, "stage": p.spec.name, "module": p.module, "key": p.key, "cached": cached, "outputs": refs, "inputs": p.given,
+            "config": p.resolved, "seed": p.seed, "name_as": name_as, "record": result.record_path, "metrics": record["metrics"], "seconds": result.seconds, "finished": time.time(),
+        })  # fmt: skip
+    result.mlflow_run_id = tracking.flush(unit, timeout=float(os.environ.get("POSTTRAIN_TRACKING_WAIT_SECONDS", "5")))
+    tell({"event": "cached" if cached else "finished", "stage": p.spec.name, "label": label, "key": p.key, "outputs": refs, "metrics": result.metrics, "seconds": result.seconds, "mlflow_run_id": result.mlflow_run_id})  # fmt: skip
+    return result
+
+
+# ------------------------------------------------------------------------------------------------------------------ small
+
+
+def _teller(on_event: Callable[[Event], Any] | None) -> Callable[[Event], None]:
+    """A listener that fails must not fail the stage: it is told of once and the stage goes on."""
+    complained: list[str] = []
+
+    def tell(event: Event) -> None:
+        if on_event is None:
+            return
+        try:
+            on_event(event)
+        except Exception as error:
+            if not complained:
+                complained.append(str(error))
+                print(f"a listener of stage events failed ({type(error).__name__}: {error}); the stage goes on", file=sys.stderr)
+
+    return tell
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Turn SIGTERM into an exception while a stage runs, unless somebody (Prefect) already does."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def raise_cancelled(signum: int, frame: Any) -> None:
+        raise Cancelled("SIGTERM")
+
+    signal.signal(signal.SIGTERM, raise_cancelled)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
