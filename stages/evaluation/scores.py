@@ -261,6 +261,14 @@ def flatten(metrics: dict[str, Metric]) -> dict[str, float]:
     return flat
 
 
+def all_metrics(records: Sequence[dict], seed: int) -> dict[str, Metric]:
+    """Every metric of an evaluation's samples: answers to prompts, pairs (``pair_`` where a policy scored them), probes."""
+    answered = [r for r in records if r["mode"] in ("sample", "greedy")]
+    implicit = any(r["mode"] == "chosen" and r.get("logp") is not None for r in records)
+    metrics = policy_metrics(answered, seed) if answered else {}
+    return metrics | pair_metrics(records, seed, "pair_" if implicit else "") | probe_metrics(records)[0]
+
+
 # -- pairs: reward models, and policies as implicit scorers --------------------------------------------------------------------
 
 def pair_metrics(records: Sequence[dict], seed: int, prefix: str = "") -> dict[str, Metric]:

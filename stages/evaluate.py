@@ -1,0 +1,471 @@
+"""evaluate: what a model can do on held-out prompts or pairs, with confidence intervals.
+
+``target=policy``        samples k answers per prompt (and one greedy answer), grades them with verifiers and, if given, a reward
+                         model; estimates KL to a reference; judges preference pairs by the policy's own likelihood.
+``target=reward_model``  scores held-out pairs: accuracy, calibration, length bias, probes that should score low (``rm.eval``).
+
+Every answer is kept (``eval_samples/1``), every number with its error (``eval_scores/1``). The seed of a sample depends on the
+prompt row and the sample index only, so two models evaluated with the same settings are compared on paired samples. A
+*protocol hash* (prompts, split, template, sampling, stop set, graders) is stored with all results; ``promote`` and ``compare``
+refuse to compare different ones. Work is done in chunks; a killed run continues at the last complete chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from stages.rewards import RewardComponent
+from stages.settings import SamplingConfig
+from stages.spec import InputSpec, OutputSpec, StageSpec
+
+
+class Config(SamplingConfig):
+    target: Literal["policy", "reward_model"] = Field("policy", description="What `model` is: a policy that answers prompts, or a reward model that scores pairs.")
+    split: str = Field("test", description="Split of the prompts and pairs that is evaluated.")
+    limit: int | None = Field(None, ge=1, title="Limit", description="Prompts (and pairs) used at most, the first ones of the split; empty = all.")
+    num_samples: int = Field(4, ge=0, description="Sampled answers per prompt, k of avg@k and pass@k (section D.0); 0 = greedy only.")
+    greedy: bool = Field(True, description="Also one greedy answer per prompt (temperature 0).")
+    stop_strings: list[str] = Field(default_factory=list, description="Strings that end an answer, besides the model's stop tokens.")
+    rewards: list[RewardComponent] = Field(
+        default_factory=lambda: [RewardComponent(name="verifier", kind="verifier")],
+        description="Graders of answers; the verifier's verdict is `accuracy`. Prompts without a checkable answer stay ungraded.")
+    max_prompt_length: int = Field(1024, ge=1, description="Prompt tokens at most; longer prompts are left out and counted.")
+    max_length: int = Field(1024, ge=8, description="Tokens of prompt and longer response of a pair.")
+    beta: float = Field(0.1, gt=0, description="Scale of a policy's implicit reward beta (log pi - log ref) on pairs (da.dpo default 0.1).")
+    probe_pairs: int = Field(64, ge=0, description="Pairs on which a reward model is probed (repetition, flattery, typos ...); 0 = none.")
+    chunk: int = Field(64, ge=1, description="Prompts or pairs per resumable unit.")
+    max_tokens_per_micro_batch: int = Field(8192, ge=1, description="Padded tokens per scoring forward; bounds memory.")
+    examples: int = Field(6, ge=0, description="Best and worst samples shown in the report, each.", json_schema_extra={"identity": False})
+
+    @model_validator(mode="after")
+    def _answers_something(self):
+        if self.target == "policy" and self.num_samples == 0 and not self.greedy:
+            raise ValueError("num_samples=0 and greedy=false leave nothing to generate; write greedy=true or num_samples=1")
+        if self.num_samples and self.temperature == 0:
+            raise ValueError("temperature=0 makes all samples equal; write num_samples=0 (greedy only) or a temperature such as 1.0")
+        return self
+
+
+SPEC = StageSpec(
+    name="evaluate", config=Config, gpu=True, judges="model",
+    inputs={"model": InputSpec("model", doc="The model that is judged."),
+            "prompts": InputSpec("dataset", kinds=("prompts/1",), required=False, doc="Held-out prompts, with answers where they can be checked."),
+            "pairs": InputSpec("dataset", kinds=("pairs/1",), required=False, doc="Held-out preference pairs."),
+            "reward_model": InputSpec("model", required=False, doc="Scores the policy's answers."),
+            "reference": InputSpec("model", required=False, doc="KL of the policy to this model is estimated on the samples.")},
+    outputs={"samples": OutputSpec("dataset", doc="eval_samples/1: every answer with its grade."),
+             "scores": OutputSpec("dataset", doc="eval_scores/1: every metric with error, count and protocol.")})
+
+
+def run(stage):
+    from stages.evaluation.protocol import protocol_hash
+    from stages.evaluation.scores import records_of
+    from storage.datasets import open_dataset
+
+    plan = Plan(stage)
+    meta = {"target": stage.config.target, "protocol": plan.protocol, "protocol_hash": protocol_hash(plan.protocol),
+            "scorers": plan.scorers, "model": stage.inputs["model"].digest}
+    writer = stage.writer("samples", "eval_samples/1", meta=meta)
+    checkpoint = stage.checkpoints.latest()
+    units = plan.units()
+    for index in range(checkpoint.step if checkpoint else 0, len(units)):
+        kind, part = units[index]
+        writer.write(plan.answers(part) if kind == "prompts" else plan.pair_scores(part))
+        stage.save_checkpoint(index + 1, {"unit": index + 1})
+        stage.progress(index + 1, len(units), f"{kind} in chunks of {stage.config.chunk}")
+    writer.close({"prompts": len(plan.prompts), "pairs": len(plan.pairs), **plan.dropped})
+    records = records_of(open_dataset(str(stage.workdir / "out" / "samples")).iter_rows())
+    conclude(stage, plan, meta, records)
+
+
+class Plan:
+    """What will be evaluated, under which protocol, in which units; models are loaded when first needed."""
+
+    def __init__(self, stage):
+        from stages.chat import renderer_for
+        from stages.spec import ConfigError
+
+        self.stage, self.config = stage, stage.config
+        config = stage.config
+        policy = config.target == "policy"
+        if policy and not (stage.has("prompts") or stage.has("pairs")):
+            raise ConfigError("evaluate: target=policy needs prompts=REF_OR_PATH (prompts/1) or pairs=REF_OR_PATH (pairs/1)")
+        if not policy and not stage.has("pairs"):
+            raise ConfigError("evaluate: target=reward_model needs pairs=REF_OR_PATH (pairs/1), the held-out preference pairs")
+        self.renderer = renderer_for(stage.path("model"))
+        self.prompts, self.pairs, self.texts, self.dropped = [], [], {}, {}
+        self.scorers = {name: stage.inputs[name].digest for name in ("reward_model", "reference") if stage.has(name)}
+        if policy and stage.has("prompts"):
+            self._read_prompts()
+        if stage.has("pairs"):
+            self._read_pairs()
+        self.run_id = stage.key[:16]
+        self.protocol = self._protocol()
+        self._loaded = {}
+
+    def _read_prompts(self) -> None:
+        from transformers import AutoConfig
+
+        from stages.generation import prompt_rows
+
+        config, data = self.config, self.stage.dataset("prompts")
+        room = getattr(AutoConfig.from_pretrained(self.stage.path("model")).get_text_config(decoder=True), "max_position_embeddings", None)
+        longest = config.max_prompt_length if room is None else min(config.max_prompt_length, room - config.max_completion_length)
+        self.prompts = prompt_rows(self.stage, data, config.split, self.renderer, longest, config.limit)
+
+    def _read_pairs(self) -> None:
+        from stages.pairs import encode_pairs
+        from stages.spec import ConfigError
+
+        config, data = self.config, self.stage.dataset("pairs")
+        self.pairs, dropped = encode_pairs(data, config.split, self.renderer, config.max_length, config.limit)
+        self.dropped = {f"pairs_{name}": count for name, count in dropped.items()}
+        if not self.pairs:
+            splits = ", ".join(data.manifest.get("splits") or {}) or "none"
+            raise ConfigError(f"evaluate: the pairs have no usable row in split {config.split!r} (splits: {splits}); write split=NAME")
+        wanted = {item.row_id for item in self.pairs}
+        self.texts = {row["row_id"]: row for row in data.iter_rows(split=config.split) if row["row_id"] in wanted}
+
+    def _protocol(self) -> dict:
+        """Everything that a score depends on besides the weights (users.md G1)."""
+        stage, config = self.stage, self.config
+        tokens = self.renderer.tokenizer.convert_ids_to_tokens(sorted(self.renderer.stop_ids))
+        protocol = {
+            "target": config.target, "split": config.split, "limit": config.limit, "template": self.renderer.template_hash,
+            "few_shot": "none", "engine": "built-in", "dtype": "float32",
+        }
+        if self.prompts:
+            from stages.rewards import GRADER_VERSION
+
+            protocol |= {
+                "prompts": stage.dataset("prompts").digest, "num_samples": config.num_samples, "greedy": config.greedy,
+                "temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p,
+                "max_completion_length": config.max_completion_length, "max_prompt_length": config.max_prompt_length,
+                "stop_tokens": sorted(tokens), "stop_strings": list(config.stop_strings), "seed": stage.seed,
+                "graders": [component.model_dump(mode="json") for component in config.rewards], "grader_version": GRADER_VERSION,
+            }
+        if self.pairs:
+            protocol |= {"pairs": stage.dataset("pairs").digest, "max_length": config.max_length}
+        return protocol
+
+    def units(self) -> list[tuple[str, list]]:
+        """Chunks of work in order; each one's rows depend on nothing but itself."""
+        size = self.config.chunk
+        return [(kind, rows[i : i + size]) for kind, rows in (("prompts", self.prompts), ("pairs", self.pairs)) for i in range(0, len(rows), size)]
+
+    def _once(self, name: str, load):
+        if name not in self._loaded:
+            self._loaded[name] = load()
+        return self._loaded[name]
+
+    def policy(self, role: str = "model"):
+        from stages.modeling import freeze, load_policy
+
+        return self._once(role, lambda: freeze(load_policy(self.stage.path(role), self.stage.device)))
+
+    def scorer(self, role: str):
+        from stages.modeling import RewardScorer
+
+        return self._once(f"scorer:{role}", lambda: RewardScorer(self.stage.path(role), self.stage.device, self.config.max_tokens_per_micro_batch))
+
+    # -- answers to prompts -----------------------------------------------------------------------------------------------
+
+    def answers(self, rows) -> list[dict]:
+        """Generate, grade and score the answers of one chunk of prompts: finished ``eval_samples/1`` rows."""
+        import time
+
+        from stages.generation import sample_groups, sampling_params, score
+        from stages.rewards import build_rewards
+        from stages.sampler import Sampler
+
+        stage, config = self.stage, self.config
+        sampler = self._once("sampler", lambda: Sampler(self.policy(), self.renderer.tokenizer, max_batch=config.generation_batch))
+        rewards = self._once("rewards", lambda: build_rewards(config.rewards, stage.inputs, renderer=self.renderer, device=stage.device))
+        params = _replace(sampling_params(config, self.renderer), stop_strings=tuple(config.stop_strings))
+        started = time.monotonic()
+        groups = {}
+        if config.num_samples:
+            seeds = [[stage.seed_for("eval", row["row_id"], k) for k in range(config.num_samples)] for row, _ in rows]
+            groups["sample"] = sample_groups(sampler, rows, params, seeds)
+        if config.greedy:
+            greedy = _replace(params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+            groups["greedy"] = sample_groups(sampler, rows, greedy, [[0] for _ in rows])
+        tokens = sum(len(s.ids) for part in groups.values() for group in part for s in group)
+        stage.perf(len(rows), {"tokens_per_second": tokens / max(1e-9, time.monotonic() - started)})
+        flat = [(mode, sample) for i in range(len(rows)) for mode, part in groups.items() for sample in part[i]]
+        score(rewards, [sample for _, sample in flat])
+        model_scores = self.scorer("reward_model").score_ids([s.prompt_ids + s.ids for _, s in flat]) if stage.has("reward_model") else [None] * len(flat)
+        divergences = self._kl([s for _, s in flat]) if stage.has("reference") else [None] * len(flat)
+        return [self._answer_row(mode, sample, model_score, kl) for (mode, sample), model_score, kl in zip(flat, model_scores, divergences)]
+
+    def _kl(self, samples) -> list[float]:
+        from stages.batching import make_item
+        from stages.evaluation.likelihood import response_logps, sampled_kl
+
+        items = [make_item(s.prompt["row_id"], s.prompt_ids, [s.ids], [[1] * len(s.ids)]) for s in samples]
+        sums = [response_logps(self.policy(role), items, self.config.max_tokens_per_micro_batch, self.stage.device) for role in ("model", "reference")]
+        return [sampled_kl(mine[0], theirs[0]) for mine, theirs in zip(*sums)]
+
+    def _answer_row(self, mode: str, sample, model_score, kl) -> dict:
+        source = sample.prompt
+        extra = {
+            "mode": mode, "finish": sample.finish_reason, "reward": model_score, "kl": kl, "parts": sample.parts, "unscorable": sample.reasons or None,
+            "category": source.get("category") or source.get("domain"), "difficulty": difficulty_of(source),
+            "prompt": source["prompt"][-1]["content"], "answer": source.get("answer"),
+        }
+        return self._row(source, mode, sample.index, sample.text, len(sample.ids), extra, correct=sample.correct,
+                         extracted=getattr(sample, "extracted", None), format_error=bool(getattr(sample, "format_error", False)))
+
+    def _row(self, source: dict, mode: str, index: int, text: str, tokens: int, extra: dict, *, correct=None, extracted=None, format_error=False) -> dict:
+        from storage.files import canonical_json
+        from storage.schema import complete_row
+
+        run_id = self.run_id if mode == "sample" else f"{self.run_id}:{mode}"
+        return complete_row("eval_samples/1", {
+            "prompt_id": source["prompt_id"], "group_id": source["group_id"], "run_id": run_id, "item_id": source["row_id"], "sample_idx": index,
+            "output": text, "extracted": extracted, "correct": correct, "format_error": format_error, "tokens": tokens,
+            "extra_json": canonical_json({name: value for name, value in extra.items() if value is not None}),
+        }, dataset=source["dataset"], source=source["source"], origin="ai", split=source["split"])
+
+    # -- pairs ----------------------------------------------------------------------------------------------------------------
+
+    def pair_scores(self, items) -> list[dict]:
+        """Score one chunk of pairs: a ``chosen`` and a ``rejected`` row each, and the probes of a reward model."""
+        if self.config.target == "reward_model":
+            ids = [item.prompt.tolist() + response.tolist() for item in items for response in item.responses]
+            flat = self.scorer("model").score_ids(ids)
+            scored = [{"chosen": {"reward": a}, "rejected": {"reward": b}, "margin": a - b} for a, b in zip(flat[0::2], flat[1::2])]
+        else:
+            scored = self._likelihoods(items)
+        rows = [row for item, score in zip(items, scored) for row in self._pair_rows(item, score)]
+        return rows + (self._probe_rows(items) if self.config.target == "reward_model" else [])
+
+    def _likelihoods(self, items) -> list[dict]:
+        """Sequence log-probabilities of both sides; with a reference the implicit reward decides, else the log-prob sum."""
+        from stages.evaluation.likelihood import response_logps
+
+        budget, device = self.config.max_tokens_per_micro_batch, self.stage.device
+        mine = response_logps(self.policy(), items, budget, device)
+        theirs = response_logps(self.policy("reference"), items, budget, device) if self.stage.has("reference") else None
+        scored = []
+        for i, sides in enumerate(mine):
+            values = [{"reward": sum(side), "logp": sum(side), "logp_mean": sum(side) / max(1, len(side))} for side in sides]
+            if theirs is not None:
+                for value, other in zip(values, theirs[i]):
+                    value["reward"] = self.config.beta * (value["logp"] - sum(other))
+            chosen, rejected = values
+            scored.append({"chosen": chosen, "rejected": rejected, "margin": chosen["reward"] - rejected["reward"]})
+        return scored
+
+    def _pair_rows(self, item, score: dict) -> list[dict]:
+        source = self.texts[item.row_id]
+        shared = {"prompt": source["prompt"][-1]["content"] if source["prompt"] else "", "source": source.get("source"), "strength": source.get("strength")}
+        rows = []
+        for index, side in enumerate(("chosen", "rejected")):
+            extra = {**shared, **score[side], "mode": side}
+            if side == "chosen":
+                extra["margin"] = score["margin"]
+            rows.append(self._row(source, side, index, source[side][-1]["content"] or "", len(item.responses[index]), extra,
+                                  correct=score["margin"] > 0 if side == "chosen" else None))
+        return rows
+
+    def _probe_rows(self, items) -> list[dict]:
+        from stages.evaluation.reward_model import probes, transforms
+        from stages.pairs import trim
+
+        probed = {item.row_id for item in self.pairs[: self.config.probe_pairs]}
+        rows, ids = [], []
+        for item in items:
+            if item.row_id not in probed:
+                continue
+            source = self.texts[item.row_id]
+            answers = {side: source[side][-1]["content"] or "" for side in ("chosen", "rejected")}
+            made = {f"probe:{name}": text for name, text in probes(answers["chosen"], self.stage.rng("probe", item.row_id)).items()}
+            for side, answer in answers.items():
+                for name, text in transforms(answer, self.stage.rng("transform", item.row_id, side)).items():
+                    made[f"transform:{name}:{side}"] = text
+            for index, (mode, text) in enumerate(sorted(made.items())):
+                _, response, mask = self.renderer.completion_ids(source["prompt"], [*source["chosen"][:-1], {"role": "assistant", "content": text}])
+                response = trim(response, mask)[0][: self.config.max_length]
+                rows.append((source, mode, index, text, len(response)))
+                ids.append(item.prompt.tolist() + list(response))
+        scores = self.scorer("model").score_ids(ids) if ids else []
+        return [self._row(source, mode, index, text, length, {"mode": mode, "reward": value})
+                for (source, mode, index, text, length), value in zip(rows, scores)]
+
+
+def _replace(params, **changes):
+    from dataclasses import replace
+
+    return replace(params, **changes)
+
+
+def difficulty_of(row: dict) -> str | None:
+    """Difficulty of a prompt row: a column or an ``extra_json`` entry named difficulty or level."""
+    import json
+
+    extra = json.loads(row["extra_json"]) if row.get("extra_json") else {}
+    for holder in (row, extra if isinstance(extra, dict) else {}):
+        for name in ("difficulty", "level"):
+            if holder.get(name) is not None:
+                value = holder[name]
+                return str(int(value)) if isinstance(value, float) and value == int(value) else str(value)
+    return None
+
+
+# -- results -----------------------------------------------------------------------------------------------------------------
+
+
+def conclude(stage, plan: Plan, meta: dict, records: list[dict]) -> None:
+    """Metrics from the stored samples, the scores dataset, the summary and the reports."""
+    from stages.evaluation import scores
+
+    seed = stage.seed_for("bootstrap")
+    metrics = scores.all_metrics(records, seed)
+    probe_table = scores.probe_metrics(records)[1]
+    tables = {field: scores.by_group([r for r in records if r["mode"] in ("sample", "greedy")], field) for field in ("category", "difficulty")} if plan.prompts else {}
+    write_scores(stage, plan, meta, metrics, tables)
+    summary = {**scores.flatten(metrics), "prompts": len(plan.prompts), "pairs": len(plan.pairs), "protocol_hash": meta["protocol_hash"],
+               "benchmark": benchmark_name(stage), **plan.dropped}
+    stage.summary(summary)
+    warnings(stage, metrics)
+    publish(stage, plan, meta, metrics, tables, probe_table, records)
+
+
+def benchmark_name(stage) -> str:
+    """Name of what is evaluated: the dataset's name and split."""
+    return "+".join(f"{stage.dataset(name).name}/{stage.config.split}" for name in ("prompts", "pairs") if stage.has(name) and (name == "pairs" or stage.config.target == "policy"))
+
+
+def write_scores(stage, plan: Plan, meta: dict, metrics: dict, tables: dict) -> None:
+    """One ``eval_scores/1`` row per metric and per group's accuracy; ``config_json`` is the protocol, ``extra_json`` the interval."""
+    from storage.files import canonical_json
+    from storage.schema import complete_row
+
+    benchmark, config = benchmark_name(stage), canonical_json({**meta["protocol"], "protocol_hash": meta["protocol_hash"]})
+    rows = [(name, m.value, m.se, m.n, {"low": m.low, "high": m.high}) for name, m in metrics.items()]
+    for field, table in tables.items():
+        rows += [(f"{metric}/{field}={row[field]}", row[metric], None, row["prompts"], {"low": row.get(f"{metric}_low"), "high": row.get(f"{metric}_high")})
+                 for row in table for metric in ("accuracy", "greedy_accuracy", "reward") if row.get(metric) is not None]
+    writer = stage.writer("scores", "eval_scores/1", meta=meta)
+    writer.write(complete_row("eval_scores/1", {
+        "run_id": plan.run_id, "benchmark": benchmark, "metric": name, "value": float(value), "se": se, "n": int(n), "config_json": config,
+        "extra_json": canonical_json({key: bound for key, bound in interval.items() if bound is not None})},
+        dataset=benchmark, source=f"model:m-{meta['model'][:12]}", origin="ai", split="test") for name, value, se, n, interval in rows)
+    writer.close({"metrics": len(rows)})
+
+
+def warnings(stage, metrics: dict) -> None:
+    """Named warnings about results that should not be trusted as they are."""
+    truncated, chance = metrics.get("truncation_rate"), metrics.get("accuracy")
+    if truncated and truncated.value > 0.1:
+        stage.warn("answers_truncated", f"{truncated.value:.0%} of the answers hit max_completion_length={stage.config.max_completion_length} and count as they "
+                   "stand. Raise max_completion_length, or train the stop token.")
+    if stage.config.target == "reward_model" and chance:
+        if chance.value > 0.98:
+            stage.warn("reward_model_too_good", f"Accuracy {chance.value:.3f} on held-out pairs suggests a leak (texts expect 0.65-0.80): look at length and "
+                       "source of chosen against rejected.")
+        longer = metrics["chosen_longer_share"].value
+        if abs(longer - 0.5) > 0.1:
+            stage.warn("pairs_length_bias", f"In {longer:.0%} of the pairs the chosen answer is longer: compare length_matched_accuracy with accuracy.")
+        fooled = {name: m.value for name, m in metrics.items() if name.startswith("fooled_rate/") and m.value > 0.1}
+        if fooled:
+            worst = max(fooled, key=fooled.get)
+            stage.warn("reward_model_fooled", f"The reward model scores '{worst.split('/')[1]}' probes at least as high as the clean answer in {fooled[worst]:.0%} "
+                       "of the cases; a policy trained against it may find that.")
+
+
+HEADLINES = {
+    "accuracy": "right answers, mean over samples (avg@k)", "greedy_accuracy": "right answers, greedy", "reward": "reward model score",
+    "greedy_reward": "reward model score, greedy", "kl_reference": "KL to the reference per answer, nats", "length_mean": "answer length, tokens",
+    "stop_rate": "answers that end by themselves", "truncation_rate": "answers cut at the length limit", "format_error_rate": "answers whose format cannot be read",
+    "unscorable_rate": "answers without a verdict", "distinct_1": "different words / words, per prompt", "distinct_2": "different word pairs / word pairs, per prompt",
+    "repetition_3": "repeated word triples inside an answer", "stock_phrase_rate": "answers with a stock phrase",
+    "pair_accuracy": "pairs that the policy itself orders right", "tie_rate": "ties", "log_loss": "-log sigmoid(margin), nats", "mean_margin": "score difference chosen - rejected",
+    "ece": "expected calibration error, 10 bins", "length_matched_accuracy": "accuracy on pairs of nearly equal length", "chosen_longer_share": "pairs whose chosen answer is longer",
+    "score_length_pearson": "correlation of score and length", "score_length_within_prompt": "the same inside a pair",
+}
+
+
+def publish(stage, plan: Plan, meta: dict, metrics: dict, tables: dict, probe_table: list[dict], records: list[dict]) -> None:
+    """Figures, tables and the page that a person reads."""
+    from stages import reports
+    from stages.evaluation.scores import item_values
+
+    rows = [{"metric": name, "value": m.value, "low": m.low, "high": m.high, "se": m.se, "n": m.n, "meaning": HEADLINES.get(name, "")} for name, m in metrics.items()]
+    stage.report("metrics", table=rows)
+    answered = [r for r in records if r["mode"] in ("sample", "greedy")]
+    sampled = [r for r in answered if r["mode"] == "sample"] or answered
+    if sampled:
+        stage.report("length-distribution", png=reports.histogram(
+            {"ended": [r["tokens"] for r in sampled if r["finish"] != "length"], "cut": [r["tokens"] for r in sampled if r["finish"] == "length"]},
+            title="Answer length", xlabel="tokens"))
+    if any(r["reward"] is not None for r in sampled):
+        split = {"right": [r["reward"] for r in sampled if r["correct"]], "wrong": [r["reward"] for r in sampled if r["correct"] is False],
+                 "ungraded": [r["reward"] for r in sampled if r["correct"] is None]}
+        stage.report("reward-histogram", png=reports.histogram({name: part for name, part in split.items() if part}, title="Reward of sampled answers", xlabel="reward"))
+        stage.report("reward-against-length", png=reports.scatter([r["tokens"] for r in sampled], [r["reward"] for r in sampled], title="Reward against length", xlabel="tokens", ylabel="reward"))
+    for field, table in tables.items():
+        if table:
+            stage.report(f"by-{field}", table=table)
+            if any("accuracy" in row for row in table):
+                stage.report(f"accuracy-by-{field}", png=reports.bar_chart(
+                    [{"model": row[field], "value": row.get("accuracy"), "low": row.get("accuracy_low"), "high": row.get("accuracy_high")} for row in table],
+                    title=f"Accuracy by {field} (95% interval)", ylabel="accuracy"))
+    best_of = {int(name.split("_")[2]): m for name, m in metrics.items() if name.startswith("best_of_")}
+    if best_of and "accuracy" in metrics:
+        xs = [1, *sorted(best_of)]
+        curve = {"picked by the reward model": (xs, [metrics["accuracy"].value, *(best_of[n].value for n in sorted(best_of))])}
+        passes = {int(name.split("_")[2]): m.value for name, m in metrics.items() if name.startswith("pass_at_")}
+        if set(xs[1:]) <= set(passes):
+            curve["at least one right (pass@n)"] = (xs, [metrics["accuracy"].value, *(passes[n] for n in xs[1:])])
+        stage.report("best-of-n", png=reports.line_chart(curve, title="Accuracy of the best of n samples", xlabel="n", ylabel="accuracy", markers=True, log_x=True))
+    margins = [r["margin"] for r in records if r["mode"] == "chosen"]
+    if margins:
+        stage.report("margin-histogram", png=reports.histogram({"pairs": margins}, title="Score difference chosen - rejected", xlabel="margin"))
+        if stage.config.target == "reward_model":
+            stage.report("calibration", png=reports.calibration_figure(margins))
+            sides = {side: [r["reward"] for r in records if r["mode"] == side] for side in ("chosen", "rejected")}
+            stage.report("score-histogram", png=reports.histogram(sides, title="Scores of chosen and rejected answers", xlabel="score"))
+            stage.report("score-against-length", png=reports.scatter(
+                [r["tokens"] for r in records if r["mode"] in sides], [r["reward"] for r in records if r["mode"] in sides], title="Score against length", xlabel="tokens", ylabel="score"))
+    if probe_table:
+        stage.report("probes", table=probe_table)
+    examples = sample_examples(records, stage.config.examples)
+    for name, part in examples.items():
+        stage.report(f"samples-{name}", table=part)
+    headline = [{"metric": name, "value": reports.with_interval(m.value, m.low, m.high), "n": m.n, "meaning": HEADLINES.get(name, "")} for name, m in metrics.items() if "/" not in name]
+    columns = {"prompts": "prompts", "accuracy": "accuracy", "accuracy_low": "low", "accuracy_high": "high", "greedy_accuracy": "greedy", "reward": "reward", "length_mean": "tokens", "truncation_rate": "cut"}
+    blocks = [(f"By {field}", reports.markdown_table(table, {field: field, **{key: head for key, head in columns.items() if any(key in row for row in table)}})) for field, table in tables.items() if table]
+    graded = item_values(answered, "accuracy") if answered else {}
+    what = f"{len(plan.prompts)} prompts, {len(plan.pairs)} pairs of split `{stage.config.split}`; {len(graded)} prompts with a checkable answer."
+    stage.report("summary", markdown=reports.document(
+        f"Evaluation of {'a reward model' if stage.config.target == 'reward_model' else 'a policy'} on {benchmark_name(stage)}",
+        what, "Brackets are 95% intervals over prompts.", ("Metrics", reports.markdown_table(headline)), *blocks,
+        ("Probes", reports.markdown_table(probe_table) if probe_table else ""),
+        *((f"Samples: {name}", reports.sample_table(part)) for name, part in examples.items()),
+        ("Protocol", f"Hash `{meta['protocol_hash']}`: only results with the same hash are compared.\n\n" + reports.facts(meta["protocol"]))))
+
+
+def sample_examples(records: list[dict], count: int) -> dict[str, list[dict]]:
+    """Rows worth reading: right and wrong answers (those the reward model likes best first), or the pairs ordered most wrongly."""
+    if not count:
+        return {}
+    pairs = sorted((r for r in records if r["mode"] == "chosen"), key=lambda r: (r["margin"], r["item_id"]))
+    rejected = {r["item_id"]: r for r in records if r["mode"] == "rejected"}
+    found = {}
+    sampled = [r for r in records if r["mode"] == "sample"] or [r for r in records if r["mode"] == "greedy"]
+    liked = sorted(sampled, key=lambda r: -(r["reward"] if r["reward"] is not None else 0.0))  # stable: dataset order on ties
+    groups = {"right": [r for r in liked if r["correct"]], "wrong": [r for r in liked if r["correct"] is False]}
+    if sampled and not any(groups.values()):
+        groups = {"highest reward": liked[:count], "lowest reward": liked[::-1][:count]}
+    for name, part in groups.items():
+        one_each = list({r["item_id"]: r for r in reversed(part)}.values())[::-1]
+        rows = [{"prompt": r["prompt"], "output": r["output"], "expected": r.get("answer"), "correct": r["correct"], "reward": r["reward"], "tokens": r["tokens"], "finish": r["finish"]} for r in one_each[:count]]
+        if rows:
+            found[name] = [{key: value for key, value in row.items() if any(other[key] is not None for other in rows)} for row in rows]
+    if pairs:
+        found["pairs most wrong"] = [{"prompt": r["prompt"], "chosen": r["output"], "rejected": rejected[r["item_id"]]["output"], "margin": r["margin"]} for r in pairs[:count]]
+    return found
