@@ -1,0 +1,840 @@
+"""Vectors of rl.md -> stages/losses.py, estimators.py, masks.py, selection.py, oracles.py."""
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import numpy as np
+import torch
+
+from stages import estimators, losses, masks, oracles, selection
+from tests.vector_adapters.maths_supervised import T, grads, ragged
+
+MODES = losses.LOSS_AGG_MODES
+
+
+def M(x):
+    return torch.tensor(x)
+
+
+def arr(x):
+    return np.asarray(x, dtype=float)
+
+
+def rows(i, *names):
+    """Single rows as batches of one, with a full mask: returns (batch dict, was a single row)."""
+    single = np.ndim(i[names[0]]) == 1
+    out = {k: ([i[k]] if single else i[k]) for k in names if k in i}
+    out["mask"] = i.get("mask", np.ones(np.shape(out[names[0]])).tolist())
+    return out, single
+
+
+# --- returns, GAE ---------------------------------------------------------------------------------------
+
+def returns(i, p):
+    b, single = rows(i, "rewards")
+    g = estimators.reward_to_go(b["rewards"], b["mask"], p["gamma"])
+    return {"returns": g[0] if single else g}
+
+
+def gae(i, p):
+    b, single = rows(i, "rewards", "values")
+    boot = i.get("bootstrap_value", p.get("bootstrap_value", 0.0))
+    adv, ret = estimators.gae(b["rewards"], b["values"], b["mask"], boot, p["gamma"], p["lam"])
+    delta = estimators.td_errors(b["rewards"], b["values"], b["mask"], boot, p["gamma"])
+    out = {"delta": delta, "advantages": adv, "returns": ret, "correct": adv}
+    return {k: v[0] for k, v in out.items()} if single else out
+
+
+def td(i, p):
+    r, v, g = i["rewards"], i["values"], p["gamma"]
+    boot, t, lam = p.get("bootstrap_value", 0.0), p.get("t", 0), p.get("lam", 0.0)
+    mask = np.ones((1, len(r)))
+    delta = estimators.td_errors([r], [v], mask, boot, g)[0]
+    adv, ret = estimators.gae([r], [v], mask, boot, g, lam)
+    out = {"td_error": delta, "td_target": delta + arr(v), "lambda_return": ret[0], "gae_plus_value": adv[0] + arr(v)}
+    for n in range(1, 10):
+        out[f"G_{n}"] = estimators.nstep_return(r, v, t, n, g, boot)
+        out[f"A_{n}"] = out[f"G_{n}"] - v[t]
+    return out
+
+
+def psi(i, p):
+    r, v, ones = [i["rewards"]], [i["values"]], np.ones((1, len(i["rewards"])))
+    go = estimators.reward_to_go(r, ones, p["gamma"])[0]
+    return {"total_return": [go[0]] * len(go), "reward_to_go": go, "reward_to_go_minus_value": go - arr(i["values"]),
+            "td_residual": estimators.td_errors(r, v, ones, 0.0, p["gamma"])[0], "gae_lam_half": estimators.gae(r, v, ones, 0.0, p["gamma"], p["lam"])[0][0]}
+
+
+def value_oracle(i, p):
+    first, second, R = arr(i["pi_first"]), arr(i["pi_second_given_first"]), arr(i["reward_of_sequence"])
+    v1 = oracles.policy_value(second, R) * p["gamma"]
+    v0 = oracles.policy_value(first, v1)
+    return {"V_s1": v1, "V_s0": v0, "A_first": v1 - v0, "A_second": R - v1[:, None],
+            "grad_logits_first": oracles.softmax_policy_gradient(first, v1),
+            "grad_logits_second": first[:, None] * oracles.softmax_policy_gradient(second, R)}
+
+
+def bandit(i, p):
+    return {"J": float(arr(i["pi"]) @ arr(i["reward"])), "grad_logits": oracles.softmax_policy_gradient(i["pi"], i["reward"])}
+
+
+def baseline_variance(i, p):
+    pi, r, k = arr(i["pi"]), arr(i["reward"]), p["coordinate"]
+
+    def moments(reward, b):
+        g = (reward - b) * ((np.arange(len(pi)) == k) - pi[k])
+        mean = pi @ g
+        return mean, pi @ (g - mean) ** 2
+
+    shifted = r + p["reward_shift"]
+    return {"mean_b0": moments(r, 0)[0], "var_b0": moments(r, 0)[1], "var_b_mean": moments(r, pi @ r)[1],
+            "shifted_var_b0": moments(shifted, 0)[1], "shifted_var_b_mean": moments(shifted, pi @ shifted)[1]}
+
+
+def total_variance(i, p):
+    pi, r = arr(i["pi"]), arr(i["reward"])
+    score = np.eye(len(pi)) - pi
+    out = []
+    for b in p["b"]:
+        g = (r - b)[:, None] * score
+        mean = pi @ g
+        out.append(float((pi[:, None] * (g - mean) ** 2).sum()))
+    return {"grad_logits": oracles.softmax_policy_gradient(pi, r), "total_variance": out}
+
+
+def expected_group_gradient(pi, reward, k, mode):
+    """Exact expectation of the REINFORCE gradient over all groups of k actions, with group advantages of `mode`."""
+    pi, reward = arr(pi), arr(reward)
+    total = np.zeros(len(pi))
+    for group in product(range(len(pi)), repeat=k):
+        adv, _ = estimators.group_advantage(reward[list(group)], ["q"] * k, mode)
+        gradient = sum(a * ((np.arange(len(pi)) == action) - pi) for a, action in zip(adv, group)) / k
+        total += np.prod(pi[list(group)]) * gradient
+    return total
+
+
+def inbatch_bias(i, p):
+    return {"exact": oracles.softmax_policy_gradient(i["pi"], i["reward"]),
+            "expected_grad_group_mean": [expected_group_gradient(i["pi"], i["reward"], k, "mean") for k in p["k"]],
+            "expected_grad_leave_one_out": [expected_group_gradient(i["pi"], i["reward"], k, "leave_one_out") for k in p["k"]]}
+
+
+def moving_average(i, p):
+    b, used, after = estimators.MovingAverageBaseline(p["decay"]), [], []
+    for mean in i["batch_mean_rewards"]:
+        used.append(b.use([mean]))
+        after.append(b.value)
+    return {"baseline_used": used, "baseline_after": after}
+
+
+def v_star_baseline(i, p):
+    b = [estimators.v_star(r, p["beta"]) for r in i["reference_rewards"]]
+    return {"baseline": b, "advantages": arr(i["reward"]) - b}
+
+
+# --- policy losses -----------------------------------------------------------------------------------------
+
+def reinforce(i, p):
+    logp, mask = T(i["logp"], True), M(i["mask"])
+    out = {}
+    if "rewards" in i:
+        adv = estimators.reward_to_go(i["rewards"], i["mask"], p["gamma"])
+        out["returns"] = adv
+    else:
+        adv = np.repeat(arr(i["reward"])[:, None], logp.shape[1], 1)
+        if "values" in i:
+            adv = np.where(np.asarray(i["mask"]) > 0, adv - arr(i["values"]), 0.0)
+    per_token, _ = losses.policy_loss(logp, logp, T(adv.tolist()), mask, surrogate="logp")
+    for mode in MODES[:3]:
+        out[mode] = losses.aggregate_mean(per_token, mask, mode)
+    out["loss"] = losses.aggregate_mean(per_token, mask, p.get("loss_agg_mode", "seq-mean-token-sum"))
+    (out["grad_logp"],) = grads(out["loss"], logp)
+    return out
+
+
+def process_reward(i, p):
+    mask = arr(i["mask"])
+    adjusted = estimators.shape_rewards(i["token_rewards"], i["kl_per_token"], mask, p["kl_coef"], "token_terminal")
+    values = np.where(mask > 0, arr(i["values"]), 0.0)
+    return {"adjusted": adjusted, "advantage_immediate": np.where(mask > 0, adjusted - values, 0.0),
+            "advantage_reward_to_go": np.where(mask > 0, estimators.reward_to_go(adjusted, mask, p.get("gamma", 1.0)) - values, 0.0)}
+
+
+def ratio_options(p):
+    return {"epsilon": p.get("epsilon", 0.2), "epsilon_high": p.get("epsilon_high"), "ratio_level": p.get("ratio_level", "token"),
+            "clip_ratio_c": p.get("clip_ratio_c")}
+
+
+def default_mode(p):
+    level = p.get("ratio_level", "token")
+    return p.get("loss_agg_mode", "seq-mean-token-mean" if level != "token" else "seq-mean-token-mean")
+
+
+def clip_grid(i, p):
+    """Objective and its slope at single (ratio, A) points."""
+    out = []
+    for A in i["A"]:
+        for ratio in i["ratios"]:
+            logp = T([[math.log(ratio)]], True)
+            loss, _ = losses.policy_loss(logp, T([[0.0]]), T([float(A)]), M([[1]]), **ratio_options(p))
+            (g,) = grads(loss.sum(), logp)
+            slope = -float(g) / ratio
+            out.append({"ratio": ratio, "A": float(A), "objective": -float(loss.detach()), "d_objective_d_ratio": slope, "clipped": slope == 0.0})
+    return {"rows": out}
+
+
+def policy(i, p, surrogate="clip"):
+    """Losses, gradients and diagnostics of a batch of token log-probs under every aggregation."""
+    new, old, mask = i["logp_new"], i["logp_old"], M(i["mask"])
+    out = {}
+    if "rewards" in i and "advantages" not in i:
+        out["advantages"], _ = estimators.group_advantage(i["rewards"], ["q"] * len(i["rewards"]), "mean")
+        adv = T(out["advantages"].tolist())
+    else:
+        adv = T(i.get("advantages", i.get("reward_or_advantage")))
+    if "truncated" in i and p.get("mask_truncated_completions"):
+        mask = mask * (1 - M(i["truncated"])).unsqueeze(1)
+        out["effective_mask"] = mask
+    beta, kind = p.get("beta", 0.0), p.get("kl_estimator", "k3")
+
+    def run(mode):
+        logp = T(new, True)
+        per_token, metrics = losses.policy_loss(logp, T(old), adv, mask, surrogate=surrogate, **ratio_options(p))
+        if beta:
+            per_token = per_token + beta * losses.kl_estimate(logp, T(i["logp_ref"]), kind, mask)
+        loss = losses.aggregate_mean(per_token, mask, mode, p.get("loss_scale_factor"), p.get("seq_denominator", "nonempty"))
+        (g,) = grads(loss, logp)
+        return {"loss": loss.detach(), "grad_logp_new": g}, metrics, per_token.detach()
+
+    for mode in MODES[:3]:
+        out[mode] = run(mode)[0]
+    main, metrics, per_token = run(default_mode(p))
+    log_ratio, _ = losses.log_ratios(T(new), T(old), mask, p.get("ratio_level", "token"))
+    ratio = log_ratio.exp()
+    named = losses.policy_metrics(metrics)
+    out |= {**main, **named, "ratio": ratio, "ratio_max": losses.masked(ratio, mask).max(), "sequence_ratio": ratio[:, 0],
+            "terms": -per_token[:, 0], "ratio_is_one": bool((ratio == 1).all()), "skip_optimizer_step": not bool(mask.any()),
+            "weights": losses.masked(ratio, mask)}
+    return out
+
+
+def cispo(i, p):
+    high = p.get("epsilon_high", 0.28)
+    out = policy(i, {**p, "epsilon": 0.2, "epsilon_high": high}, "cispo")
+    out["weights"] = out["ratio"].clamp(max=1 + high)
+    return out
+
+
+def cpi(i, p):
+    out = policy(i, p, "none")
+    return {"ratio": out["ratio"], **out[p["loss_agg_mode"]]}
+
+
+def ppo_sequence(i, p):
+    out = policy(i, p)
+    out["scalar_cases"] = [{k: row[k] for k in ("ratio", "A", "objective")}
+                           for row in clip_grid({"ratios": [1.5, 0.5], "A": [1.0, -1.0]}, {"epsilon": p["epsilon"]})["rows"]]
+    out["scalar_cases"] = [out["scalar_cases"][k] for k in (0, 2, 1, 3)]
+    return out
+
+
+def ratio_inputs(i, p):
+    """Ratios given directly, ragged lists (objective to maximise)."""
+    ratio, mask = ragged(i["ratio"])
+    ref, _ = ragged(i["ref_over_pi"])
+    logp = ratio.log()
+    loss, _ = losses.policy_loss(logp, torch.zeros_like(logp), T(i["advantages"]), mask, **ratio_options(p))
+    kl = losses.kl_estimate(torch.zeros_like(logp), ref.log(), "k3", mask)
+    per_token = -(loss + p["beta"] * kl)
+    return {"per_token": [row[m.bool()] for row, m in zip(per_token, mask)],
+            "objective": losses.aggregate_mean(per_token, mask, "seq-mean-token-mean"),
+            "objective_token_mean": losses.aggregate_mean(per_token, mask, "token-mean")}
+
+
+def clamp_cases(i, p):
+    def objective(d, A, c=None):
+        loss, _ = losses.policy_loss(T([[d]]), T([[0.0]]), T([A]), M([[1]]), epsilon=p["epsilon"], clip_ratio_c=c, log_ratio_clamp=p["log_ratio_clamp"])
+        return -loss[0, 0]
+    c = p["clip_ratio_c"]
+    return {"objective_log_ratio_50_A1": objective(50.0, 1.0), "objective_log_ratio_50_Aminus1_no_dual": objective(50.0, -1.0),
+            "objective_log_ratio_50_Aminus1_dual": objective(50.0, -1.0, c), "objective_log_ratio_minus50_A1": objective(-50.0, 1.0),
+            "objective_log_ratio_minus50_Aminus1": objective(-50.0, -1.0)}
+
+
+def one_step(i, p):
+    logp = T(i["logp"], True)
+    loss, _ = losses.policy_loss(logp, logp, T(i["advantages"]), M(i["mask"]), surrogate="stopgrad_ratio")
+    (g,) = grads(loss.sum(), logp)
+    return {"objective": -loss.detach().sum(), "d_objective_d_logp": -g}
+
+
+def rollout_loop(i, p):
+    mask = M(i["mask"])
+    kl = losses.kl_estimate(T(i["logp_old"]), T(i["logp_ref"]), "k1", mask)
+    reward = estimators.shape_rewards(i["score"], kl, i["mask"], p["kl_coef"], p["kl_reward_mode"])
+    values = np.where(mask.bool().numpy(), arr(i["values_old"]), 0.0)
+    raw = np.where(mask.bool().numpy(), reward[:, None] - values, 0.0)
+    adv = estimators.whiten(raw, i["mask"], p["adv_norm"]["ddof"], p["adv_norm"]["eps"])
+    picked = raw[mask.bool().numpy()]
+
+    def run(new, mode):
+        logp = T(new, True)
+        per, _ = losses.policy_loss(logp, T(i["logp_old"]), T(adv.tolist()), mask, epsilon=p["epsilon"])
+        loss = losses.aggregate_mean(per, mask, mode)
+        (g,) = grads(loss, logp)
+        return loss.detach(), g
+
+    mode = p["loss_agg_mode"]
+    policy_, g = run(i["logp_new"], mode)
+    target = T(np.repeat(reward[:, None], mask.shape[1], 1).tolist())
+    value = losses.aggregate_mean(losses.value_loss(T(i["values_new"]), target, mask), mask, mode)
+    return {"kl_per_token": kl, "kl_seq_mean": kl.sum(1) / mask.sum(1), "reward": reward, "advantage_mean": picked.mean(),
+            "advantage_var": picked.var(), "advantages": adv, "policy_loss_at_ratio_1": run(i["logp_old"], mode)[0],
+            "policy_loss_at_ratio_1_token_mean": run(i["logp_old"], "token-mean")[0], "policy_loss": policy_,
+            "policy_loss_token_mean": run(i["logp_new"], "token-mean")[0], "value_loss": value, "grad_logp_new": g,
+            "total_loss": policy_ + p["vf_coef"] * value - p["entropy_coef"] * p["entropy_value"]}
+
+
+def early_stop(i, p):
+    limit = p["factor"] * p["early_stop_kl"]
+    stop = next((k for k, kl in enumerate(i["approx_kl_per_minibatch"]) if kl > limit), None)
+    return {"stop_after_index": stop, "minibatches_applied": len(i["approx_kl_per_minibatch"]) if stop is None else stop}
+
+
+def offline_weights(i, p):
+    w = torch.exp(T(i["logp_seq"]) - T(i["logp_behaviour_seq"])).clamp(max=p["clip_max"])
+    logp = T(i["logp_seq"], True)
+    loss = -(w * T(i["reward"]) * logp).mean()
+    (g,) = grads(loss, logp)
+    return {"weights": w, "loss": loss, "grad_logp_seq": g}
+
+
+def topr(i, p):
+    r = T(i["reward"]) - p.get("baseline", 0.0)
+    logp, mu = T(i["logp_seq"], True), T(i["logp_behaviour_seq"])
+    w = losses.tapered_weights(logp, mu, r, p.get("clip_pos", (1, 1)), p.get("clip_neg", (0, 1)))
+    loss = -(w * r * logp).mean()
+    (g,) = grads(loss, logp)
+    return {"ratio": torch.exp(logp.detach() - mu), "weights": w, "loss": loss, "grad_logp_seq": g, "effective_reward": r}
+
+
+def tis(i, p):
+    old, mu, mask = T(i["logp_old_trainer"]), T(i["logp_rollout"]), M(i["mask"])
+    c = p["clip_max"]
+
+    def weight(mode, cap=c):
+        return losses.truncated_importance_weights(old, mu, mask, mode, cap)
+
+    out = {"raw_ratio": weight("token_truncate", math.inf), "weights": weight("token_truncate"),
+           "sequence_ratio": weight("sequence_truncate", math.inf)[:, 0], "sequence_truncate_weight": weight("sequence_truncate")[:, 0],
+           "sequence_mask_weight": weight("sequence_mask")[:, 0], "token_mask_weight": weight("token_mask")}
+    if "logp_new" in i:
+        logp = T(i["logp_new"], True)
+        per, _ = losses.policy_loss(logp, old, T(i["advantages"]), mask, epsilon=p["epsilon"], weights_BT=weight("token_truncate"))
+        out["loss"] = losses.aggregate_mean(per, mask, p["loss_agg_mode"])
+        (out["grad_logp_new"],) = grads(out["loss"], logp)
+    return out
+
+
+# --- critic, KL, entropy ---------------------------------------------------------------------------------------
+
+def critic(i, p):
+    if "values_prompt" in i:
+        v, r = T([[x] for x in i["values_prompt"]]), T([[x] for x in i["reward"]])
+        return {"advantages": (r - v)[:, 0], "loss": losses.aggregate_mean(losses.value_loss(v, r, torch.ones_like(v)), torch.ones_like(v), "token-mean")}
+    values, mask = T(i.get("values", i.get("values_new")), True), M(i["mask"])
+    target = T(i["returns"]) if "returns" in i else T(i["reward"]).unsqueeze(1).expand_as(values)
+    old, clip = (T(i["values_old"]) if "values_old" in i else None), p.get("cliprange_value")
+    per = losses.value_loss(values, target, mask, old, clip)
+    mean = losses.aggregate_mean(per, mask, "token-mean")
+    loss = losses.aggregate_mean(per, mask, p.get("loss_agg_mode", "token-mean"))
+    half = losses.aggregate_mean(losses.value_loss(values, target, mask, old, clip, half=True), mask, "token-mean")
+    (g,) = torch.autograd.grad(mean, values)
+    out = {"per_token": per, "loss": loss, "loss_sum": per.sum(), "loss_token_mean": mean, "loss_half_token_mean": half,
+           "grad_values": g, "grad_values_token_mean": g}
+    if clip is not None:
+        clipped = old + (values.detach() - old).clamp(-clip, clip)
+        unclipped = (values.detach() - target) ** 2
+        out |= {"values_clipped": clipped, "clip_fraction": float((((clipped - target) ** 2 > unclipped) & mask.bool()).sum() / mask.sum())}
+    return out
+
+
+def kl_table(i, p):
+    pi, ref = T(i["pi"]), T(i["ref"])
+    one = torch.ones_like(pi)
+    out = {"kl_pi_ref": losses.full_kl(pi.log(), ref.log())}
+    for k in ("k1", "k2", "k3"):
+        x = losses.kl_estimate(pi.log(), ref.log(), k, one)
+        out |= {k: x, "E_" + k: (pi * x).sum(), "var_" + k: (pi * (x - (pi * x).sum()) ** 2).sum()}
+    return out
+
+
+def kl_sequence(i, p):
+    mask = M(i["mask"])
+    k = {n: losses.kl_estimate(T(i["logp"]), T(i["logp_ref"]), n, mask) for n in ("k1", "k2", "k3")}
+    return {"k1_tokens": k["k1"], "k1_sum": k["k1"].sum(1), "k1_mean": k["k1"].sum(1) / mask.sum(1), "k2_sum": k["k2"].sum(1), "k3_sum": k["k3"].sum(1)}
+
+
+def kl_gradients(i, p):
+    pi, ref = T(i["pi"]), T(i["ref"])
+    one = torch.ones_like(pi)
+
+    def expected(kind, weighted=False):
+        """E over fixed samples of the gradient wrt logits of the estimate used as a loss."""
+        theta = pi.log().clone().requires_grad_()
+        logp = torch.log_softmax(theta, 0)
+        x = losses.kl_estimate(logp, ref.log(), kind, one, pi.log() if weighted else None)
+        return torch.autograd.grad((pi * x).sum(), theta)[0]
+
+    def exact(direction):
+        theta = pi.log().clone().requires_grad_()
+        return torch.autograd.grad(losses.full_kl(theta, ref.log(), direction=direction), theta)[0]
+
+    return {"grad_exact_kl_pi_ref": exact("reverse"), "grad_exact_kl_ref_pi": exact("forward"),
+            **{f"expected_grad_{k}_in_loss": expected(k) for k in ("k1", "k2", "k3")},
+            "expected_grad_ratio_weighted_k1": expected("k1", True), "expected_grad_ratio_weighted_k3": expected("k3", True)}
+
+
+def kl_in_reward(i, p):
+    pi, ref = T(i["pi"]), T(i["ref"])
+    penalty = {k: losses.kl_estimate(pi.log(), ref.log(), k, torch.ones_like(pi)).numpy() * p["kl_coef"] for k in ("k1", "k3")}
+    theta = pi.log().clone().requires_grad_()
+    (exact,) = torch.autograd.grad(losses.full_kl(theta, ref.log()), theta)
+    flat = np.full(len(pi), float(losses.full_kl(pi.log(), ref.log())))
+    return {"minus_policy_gradient_of_minus_log_ratio": oracles.softmax_policy_gradient(pi, penalty["k1"]),
+            "gradient_from_k3_as_detached_penalty": oracles.softmax_policy_gradient(pi, penalty["k3"]),
+            "gradient_from_full_kl_as_detached_penalty": oracles.softmax_policy_gradient(pi, flat), "exact_reverse_kl_gradient": exact}
+
+
+def k3_clamp(i, p):
+    d = T(i["log_pi_minus_log_ref"])
+    one = torch.ones_like(d)
+    return {"k3": losses.kl_estimate(d, torch.zeros_like(d), "k3", one, log_ratio_clamp=p["log_ratio_clamp"]),
+            "clamped": losses.log_ratios(d, torch.zeros_like(d), one, log_ratio_clamp=p["log_ratio_clamp"])[1]}
+
+
+def kl_reward(i, p):
+    if "logp_sum" in i:
+        kl, mask = (arr(i["logp_sum"]) - arr(i["logp_ref_sum"]))[:, None], np.ones((len(i["score"]), 1))
+    elif "kl_per_token" in i:
+        kl, mask = i["kl_per_token"], i["mask"]
+    else:
+        mask = i["mask"]
+        kl = losses.kl_estimate(T(i.get("logp", i.get("logp_old"))), T(i["logp_ref"]), "k1", M(mask))
+    shaped = {m: estimators.shape_rewards(i["score"], kl, mask, p["kl_coef"], m) for m in estimators.KL_REWARD_MODES}
+    gamma = p.get("gamma", 1.0)
+    tokens = shaped["token_terminal"]
+    back = estimators.reward_to_go(tokens, mask, gamma)
+    out = {"token_rewards": tokens, "sum": tokens.sum(1), "shaped": shaped["sequence_sum"], "reward": shaped["sequence_sum"],
+           "token_terminal": {"token_rewards": tokens, "returns": back}, "token_broadcast": {"token_rewards_as_psi": shaped["token_broadcast"]},
+           "sequence_sum": {"reward": shaped["sequence_sum"]}, "sequence_mean": {"reward": shaped["sequence_mean"]}, "returns": back}
+    if "values_old" in i:
+        out["advantages"], out["returns"] = estimators.gae(tokens, i["values_old"], mask, 0.0, gamma, p["lam"])
+        out["advantages_lam1"] = estimators.gae(tokens, i["values_old"], mask, 0.0, gamma, 1.0)[0]
+    return out
+
+
+def reinforce_pp(i, p):
+    tokens = estimators.shape_rewards(i["score"], i["kl_per_token"], i["mask"], p["kl_coef"], "token_terminal")
+    back = estimators.reward_to_go(tokens, i["mask"], p["gamma"])
+    return {"token_rewards": tokens, "returns": back, "advantages": estimators.whiten(back, i["mask"], p["ddof"], p["eps"])}
+
+
+def kl_full(i, p):
+    if "logits" in i:
+        mask = M(i["mask"])
+        kl = losses.masked(losses.full_kl(T(i["logits"]), T(i["ref_logits"]), mask), mask)
+        return {"kl_per_token": kl, "kl_sequence_sum": kl.sum(1), "kl_token_mean": losses.aggregate_mean(kl, mask, "token-mean")}
+    pi, ref = T(i["pi"]).log(), T(i["ref"]).log()
+    kl, h = losses.full_kl(pi, ref), losses.entropy(pi)
+    return {"kl_pi_ref": kl, "kl_ref_pi": losses.full_kl(pi, ref, direction="forward"), "entropy_pi": h, "cross_entropy_pi_ref": kl + h}
+
+
+def kl_kd(i, p):
+    pi, base = T(i["pi"]).log().requires_grad_(), T(i["base"]).log()
+    kl = losses.full_kl(pi, base, direction="forward")
+    ce = kl + losses.entropy(base)
+    (g,) = grads(ce, pi)
+    return {"cross_entropy_base_pi": ce, "kl_base_pi": kl, "grad_logits_loss": g}
+
+
+def kl_direction(i, p):
+    old, new = T(i["pi_old"]).log(), T(i["pi_new"]).log()
+    return {"kl_old_new": losses.full_kl(old, new), "kl_new_old": losses.full_kl(new, old)}
+
+
+def klpen(i, p):
+    """Objectives at a state: surrogate of an action minus coef KL(old||new), plus entropy."""
+    old, new, A = T(i["pi_old"]), T(i["pi_new"]), i["A"]
+    kl = losses.full_kl(old.log(), new.log())
+    H = losses.entropy(new.log())
+
+    def surrogate(action, kind, epsilon=0.2):
+        loss, _ = losses.policy_loss(new.log()[action].reshape(1, 1), old.log()[action].reshape(1, 1), T([A]), M([[1]]), epsilon=epsilon, surrogate=kind)
+        return -loss[0, 0]
+
+    out = {"kl_old_new": kl, "entropy": H}
+    for a in range(len(old)):
+        out[f"objective_action{a}"] = surrogate(a, "none") - p["kl_coef"] * kl
+    if "action" in i:
+        bonus = p.get("entropy_coef", 0.0) * H - p["kl_coef"] * kl
+        out["objective"] = surrogate(i["action"], "clip", p["epsilon"]) + bonus
+        out["objective_eps_0.1"] = surrogate(i["action"], "clip", 0.1) + bonus
+    return out
+
+
+def trpo_penalty(i, p):
+    mask = M(i["mask"])
+    logp = T(i["ratio"]).log()
+    per, _ = losses.policy_loss(logp, torch.zeros_like(logp), T(i["advantages"]), mask, surrogate="none")
+    return {"loss": losses.aggregate_mean(per + p["kl_coef"] * T(i["kl_old_new"]), mask, p["loss_agg_mode"])}
+
+
+def trust_region(i, p):
+    adv = i.get("advantages", i.get("advantages_centred"))
+    step = oracles.natural_step(i["logits"], adv, p["max_kl"], p["cg_damping"])
+    found = oracles.trust_region_search(i["logits"], adv, step["step"], p["max_kl"], p.get("backtrack_coeff", 0.8), p.get("backtrack_iters", 1))
+    old = np.exp(oracles._log_softmax(arr(i["logits"])))
+    new = np.exp(oracles._log_softmax(arr(i["logits"]) + step["step"])) if "backtrack_coeff" not in p else found["pi"]
+    return {"grad": step["grad"], "fisher": step["fisher"], "x": step["x"], "natural_step": step["step"], "full_step": step["step"],
+            "line_search": found["line_search"], "accepted_index": found["accepted_index"], "pi_new": new,
+            "kl_old_new": oracles.categorical_kl(old, new), "kl_new_old": oracles.categorical_kl(new, old)}
+
+
+def entropy(i, p):
+    c = p.get("entropy_coef", 0.0)
+    if "entropy_per_token" in i:
+        h, mask = T(i["entropy_per_token"]), M(i["mask"])
+        mean = losses.aggregate_mean(h, mask, "token-mean")
+        return {"token_mean": mean, "seq_mean_token_mean": losses.aggregate_mean(h, mask, "seq-mean-token-mean"), "loss_term_token_mean": -c * mean}
+    logits = T(i["pi"]).log().requires_grad_()
+    h = losses.entropy(logits)
+    (g,) = grads(h, logits)
+    return {"entropy": h, "loss_term": -c * h, "grad_logits_of_entropy": g, "uniform_entropy": losses.entropy(torch.zeros_like(logits))}
+
+
+def controller(i, p):
+    name = p.get("controller", "adaptive_ppo")
+    options = {"k_beta": p["k_beta"]} if "k_beta" in p else {}
+
+    def step(beta, kl, **extra):
+        c = estimators.KLController(beta, name, p["target_kl"], **{**options, **extra})
+        return c.update(kl)
+
+    if "kl_after_each_update" in i:
+        c, after = estimators.KLController(i["beta"], name, p["target_kl"]), []
+        for kl in i["kl_after_each_update"]:
+            after.append(c.update(kl))
+            resumed = estimators.KLController(0.0, name, p["target_kl"])
+            resumed.load_state_dict(c.state_dict())
+            c = resumed
+        return {"beta_after": after}
+    out = {"beta_new": [step(i["beta"], kl) for kl in i["kl"]]}
+    if name == "adaptive_ziegler":
+        out["beta_new_horizon_10000_steps_1000"] = [step(i["beta"], kl, k_beta=1000 / 10000) for kl in i["kl"]]
+    return out
+
+
+def kl_units(i, p):
+    kl, mask = T(i["kl_per_token"]), M(i["mask"])
+    return {"kl_token_mean": losses.aggregate_mean(kl, mask, "token-mean"), "kl_sequence_sum_mean": losses.aggregate_mean(kl, mask, "seq-mean-token-sum"),
+            "kl_sequence_mean_mean": losses.aggregate_mean(kl, mask, "seq-mean-token-mean")}
+
+
+def ptx(i, p):
+    if "ptx_nll" in i:
+        return {"loss": i["policy_loss"] + p["ptx_coef"] * i["ptx_nll"]}
+    logp, mask = T(i["logp_pretrain"], True), M(i["mask"])
+    nll = losses.token_nll(logp)
+    mean = losses.aggregate_mean(nll, mask, "token-mean")
+    loss = i["policy_loss"] + p["ptx_coef"] * mean
+    (g,) = grads(loss, logp)
+    return {"ptx_nll_token_mean": mean, "ptx_nll_seq_mean_token_sum": losses.aggregate_mean(nll, mask, "seq-mean-token-sum"),
+            "loss_token_mean": loss, "grad_logp_pretrain_token_mean": g}
+
+
+# --- normalisation, aggregation, groups ------------------------------------------------------------------------
+
+def whiten(i, p):
+    if "advantage_clip" in p:
+        return {"clipped": np.clip(i["advantages"], -p["advantage_clip"], p["advantage_clip"])}
+    if "rewards" in i:
+        r = i["rewards"]
+        return {"whitened": estimators.whiten(r, ddof=p["ddof"], eps=p["eps"]), "minmax_0_1": estimators.minmax(r),
+                "whiten_without_shift": estimators.whiten(r, ddof=p["ddof"], eps=p["eps"], shift_mean=False), "clip_to_2.5": np.clip(r, -2.5, 2.5)}
+    picked = arr(i["advantages"])[arr(i["mask"]) > 0]
+    return {"whitened": estimators.whiten(i["advantages"], i["mask"], p["ddof"], p["eps"]), "mean": picked.mean(), "std": picked.std(ddof=p["ddof"])}
+
+
+def aggregation(i, p):
+    if "lengths" in i:
+        mask = torch.tensor([[1] * n + [0] * (max(i["lengths"]) - n) for n in i["lengths"]])
+        loss = (i["ratio"] * T(i["advantages"])).unsqueeze(1).expand(mask.shape)
+    else:
+        loss, mask = T(i["loss"]), M(i.get("mask", i.get("response_mask")))
+    if "tool_mask" in i:
+        mask = mask * (1 - M(i["tool_mask"]))
+    out = {m: losses.aggregate_mean(loss, mask, m) for m in MODES[:3]}
+    if "loss_scale_factor" in p:
+        out[MODES[3]] = losses.aggregate_mean(loss, mask, MODES[3], p["loss_scale_factor"])
+    if isinstance(p.get("seq_denominator"), list):
+        out |= {m: {d: losses.aggregate_mean(loss, mask, m, seq_denominator=d) for d in p["seq_denominator"]} for m in MODES[1:3]}
+    if "prompt_ids" in i:
+        w = losses.group_token_weights(mask, i["prompt_ids"])
+        total, _ = losses.aggregate(loss, mask, "token-mean", weights_B=w)
+        out |= {"token-mean scope=batch": out["token-mean"], "token-mean scope=group": total / len(set(i["prompt_ids"]))}
+    if "tool_mask" in i:
+        out |= {"loss_mask": mask, "length_for_overlong": int(M(i["response_mask"]).sum()), "length_for_loss": int(mask.sum())}
+    if "micro_batch_size" in p:
+        parts = [losses.aggregate(loss[k:k + 1], mask[k:k + 1], "token-mean") for k in range(len(loss))]
+        tokens = sum(c["tokens"] for _, c in parts)
+        out |= {"global_token_mean": sum(s for s, _ in parts) / tokens, "micro_batch_1_mean_of_token_means": sum(s / c["tokens"] for s, c in parts) / len(parts),
+                "micro_numerators": [s for s, _ in parts], "global_denominator": tokens}
+    return out
+
+
+def aggregation_gradients(i, p):
+    mask = M(i["mask"])
+    out = {}
+    for mode in MODES:
+        ratio = torch.ones(mask.shape, dtype=torch.float64, requires_grad=True)
+        value = losses.aggregate_mean(ratio * i["advantages"], mask, mode, p["loss_scale_factor"])
+        (g,) = grads(value, ratio)
+        out[mode] = {"value": value, "grad_row0_valid": g[0, 0], "grad_row1": g[1, 0], "grad_masked": g[0, -1]}
+    return out
+
+
+GROUP_NAMES = {"ddof0_eps0": ("mean_std", 0, 0.0), "ddof1_eps0": ("mean_std", 1, 0.0), "ddof1_eps1e-4": ("mean_std", 1, 1e-4),
+               "ddof0_eps1e-8": ("mean_std", 0, 1e-8), "no_std": ("mean", 1, 0.0)}
+
+
+def group_names(p):
+    ddof, eps = p.get("ddof", 1), p.get("eps", 1e-4)
+    return {**GROUP_NAMES, "scale_rewards=batch": ("batch_std", ddof, eps), "scale_rewards=batch_centered": ("batch_centered_std", ddof, eps),
+            "scale_rewards=none": ("mean", ddof, eps)}
+
+
+def grouped(i, p, mode="mean_std"):
+    r = i.get("rewards", i.get("rewards_flat", i.get("reward")))
+    ids = i.get("prompt_ids", i.get("prompt_id", ["q"] * len(r)))
+    adv, informative = estimators.group_advantage(r, ids, mode, p.get("ddof", 1), p.get("eps", 1e-4))
+    out = {name: estimators.group_advantage(r, ids, *how)[0] for name, how in group_names(p).items()}
+    loo, _ = estimators.group_advantage(r, ids, "mean")
+    G = p.get("num_generations", len(r))
+    return {**out, "advantages": adv, "group_is_uninformative": not informative.any(),
+            "loss_mask_sample": [int(math.isfinite(x)) for x in r], "dr_grpo_times_k_over_k_minus_1": loo * G / max(G - 1, 1)}
+
+
+def std_difficulty(i, p):
+    G, out = i["num_generations"], []
+    for c in (1, 2, 3, 4, 7):
+        r, ids = [1.0] * c + [0.0] * (G - c), ["q"] * G
+        a, _ = estimators.group_advantage(r, ids, "mean_std", p["ddof"], p["eps"])
+        d, _ = estimators.group_advantage(r, ids, "mean")
+        out.append({"correct": c, "A_correct": a[0], "A_wrong": a[-1], "dr_grpo_correct": d[0], "dr_grpo_wrong": d[-1]})
+    return {"rows": out}
+
+
+def dapo_groups(i, p):
+    G, out = i["num_generations"], []
+    for c in (1, 4, 8, 15):
+        r = [1.0] * c + [-1.0] * (G - c)
+        row = {"correct": c}
+        for ddof in (0, 1):
+            a, _ = estimators.group_advantage(r, ["q"] * G, "mean_std", ddof, p["eps"])
+            row[f"ddof{ddof}"] = [a[0], a[-1]]
+        out.append(row)
+    return {"rows": out}
+
+
+def process(i, p):
+    ends = [[e - 1 for e in row] for row in i["step_end_token_1based"]]
+    lengths = i.get("lengths", [row[-1] + 1 for row in ends])
+    flat = [r for row in i["step_rewards"] for r in row]
+    return {"ddof0": estimators.process_advantage(i["step_rewards"], ends, lengths, 0, p["eps"]),
+            "ddof1": estimators.process_advantage(i["step_rewards"], ends, lengths, 1, p["eps"]), "mean": float(np.mean(flat)),
+            "advantages": estimators.process_advantage(i["step_rewards"], ends, lengths, p.get("ddof", 1), p["eps"])}
+
+
+def overlong_stats(i, p):
+    ids, cut = ["q"] * len(i["rewards"]), np.asarray(i["truncated"]) > 0
+    keep, _ = estimators.group_advantage(i["rewards"], ids, "mean_std", p["ddof"], p["eps"])
+    drop, _ = estimators.group_advantage(i["rewards"], ids, "mean_std", p["ddof"], p["eps"], valid=~cut)
+    return {"keep_in_stats": keep, "drop_from_stats": drop}
+
+
+def dapo_reward(i, p):
+    correctness = np.where(np.asarray(i["correct"]) > 0, 1.0, -1.0)
+    length = estimators.overlong_penalty(i["length"], p["max_completion_length"], p["soft_punish_cache"])
+    return {"correctness_reward": correctness, "length_reward": length, "reward": correctness + length}
+
+
+def overlong(i, p):
+    length = i.get("length", i.get("lengths"))
+    out = estimators.overlong_penalty(length, p.get("max_completion_length", p.get("L_max")), p.get("soft_punish_cache", p.get("L_cache")))
+    return {"penalty": out, "reward": out}
+
+
+def filter_correctness(i, p):
+    reward = arr(i["correct"]) + arr(i["overlong_penalty"])
+    adv, _ = estimators.group_advantage(reward, ["q"] * len(reward))
+    return {"reward": reward, "reward_std_nonzero": not estimators.is_constant(reward),
+            "keep_group": bool(estimators.informative_groups([sum(i["correct"])], p["num_generations"])[0]), "advantages_if_wrongly_kept": adv}
+
+
+def dynamic(i, p):
+    found = estimators.fill_informative(i["correct_counts_stream"], p["num_generations"], p["train_batch_size"], p["gen_batch_size"], p["max_num_gen_batches"])
+    return {"kept_indices": found["kept"], "surplus_indices": found["surplus"], "gen_batches_used": found["batches"], "filter_rate": found["filter_rate"]}
+
+
+def plus_advantage(i, p):
+    r = [float(all(t) and ok) for t, ok in zip(i["tests_passed"], i["parsable"])]
+    ids = ["q"] * len(r)
+    return {"rewards": r, "advantages_ddof0": estimators.group_advantage(r, ids, "mean_std", 0, 0.0)[0],
+            "advantages_ddof1": estimators.group_advantage(r, ids, "mean_std", 1, 0.0)[0]}
+
+
+def termination(i, p):
+    r, done, v = [i["reward"]], [i["terminated"]], [i["V_next"]]
+    out = {}
+    for name, policy_, mode in (("score", "score", "replace"), ("zero", "zero", "replace"), ("penalty_replace", "penalty", "replace"),
+                                ("penalty_subtract", "penalty", "subtract"), ("bootstrap", "bootstrap", "replace"), ("mask", "mask", "replace")):
+        reward, boot, keep = estimators.apply_truncation(r, done, policy_, p["missing_eos_penalty"], mode, v)
+        out[name] = {"last_token_reward": reward[0], "bootstrap_value": boot[0]} if name != "mask" else {"loss_mask_row": int(keep[0])}
+    return out
+
+
+def eos_gate(i, p):
+    reward, _, _ = estimators.apply_truncation(i["rm_score"], i["ended_with_eos"], p["truncation_policy"], p["missing_eos_penalty"], p.get("missing_eos_mode", "replace"))
+    return {"reward": reward, "truncated_fraction": 1 - float(np.mean(i["ended_with_eos"]))}
+
+
+def group_mean_optimum(i, p):
+    """Stationary point of the group-mean gradient (k samples) plus the exact KL gradient; leave-one-out for comparison."""
+    def stationary(mode, k):
+        ref, theta = T(i["ref"]).log(), T(i["ref"]).log().clone()
+        for _ in range(4000):
+            pi = torch.softmax(theta, 0)
+            push = T(expected_group_gradient(pi, i["reward"], k, mode).tolist())
+            leaf = theta.clone().requires_grad_()
+            (pull,) = torch.autograd.grad(losses.full_kl(leaf, ref), leaf)
+            step = push - p["beta"] * pull
+            theta = theta + 4.0 * step
+            if step.abs().max() < 1e-12:
+                break
+        return torch.softmax(theta, 0)
+
+    out = []
+    for k in (2, 4):
+        out.append({"num_generations": k, "effective_beta": p["beta"] * k / (k - 1), "stationary_pi": stationary("mean", k)})
+    return {"rows": out, "leave_one_out_pi": stationary("leave_one_out", 2)}
+
+
+def ref_ema(i, p):
+    ref, out = arr(i["ref"]), {}
+    for n in range(1, p["updates"] + 1):
+        ref = oracles.ema(ref, arr(i["policy"]), p["decay"])
+        out[f"ref_after_{n}"] = ref
+    return out
+
+
+def opponent(i, p):
+    x, out = arr(i["opponent"]), []
+    for _ in range(p["updates"]):
+        x = oracles.ema(x, arr(i["policy"]), p["decay"])
+        out.append(x)
+    return {"opponent_after": out}
+
+
+def mask_composition(i, p):
+    parts = [[masks.composite_mask(*row, removed=bool(cut) and p["mask_truncated_completions"]) for row, cut in
+              zip(zip(i["attention"], i["is_prompt"], i["is_tool"], i["is_pad"]), flags)] for flags in (i["truncated"], [1] * len(i["truncated"]))]
+    return {"response_mask": [r for r, _ in parts[0]], "loss_mask": [m for _, m in parts[0]], "loss_mask_if_truncated": [m for _, m in parts[1]]}
+
+
+def ess(i, p):
+    w = arr(i["weights"]) if "weights" in i else np.exp(arr(i["log_ratio"]))
+    out = {"ess": w.sum() ** 2 / (w ** 2).sum(), "max_ratio": w.max(), "ratio_max": w.max(), "ratio_mean": w.mean()}
+    r = np.array([1.0, 0.0] * (len(w) // 2) + [1.0] * (len(w) % 2))
+    return {**out, "ess_fraction": out["ess"] / len(w), "self_normalised_mean_of_R_1_0_1_0": float(w @ r / w.sum())}
+
+
+def clip_fractions(i, p):
+    logp, n = T([i["ratio"]]).log(), len(i["ratio"])
+    _, m = losses.policy_loss(logp, torch.zeros_like(logp), T([i["advantage"]]), torch.ones(1, n), epsilon=p["epsilon"])
+    s = losses.policy_metrics(m)
+    return {"ratio_outside": s["outside_range_fraction"], "gradient_zeroed": s["clip_fraction"],
+            "gradient_zeroed_high": s["clip_fraction_high"], "gradient_zeroed_low": s["clip_fraction_low"]}
+
+
+def astar(i, p):
+    if "logp_seq" not in i:
+        return {"v_star": [estimators.v_star(r, p["beta1"]) for r in i["reference_rewards"]],
+                "all_incorrect": [not any(r) for r in i["reference_rewards"]]}
+    v = estimators.v_star(i["reference_rewards"], p["beta1"])
+    logp = T(i["logp_seq"], True)
+    residual = losses.implicit_rewards(logp, T(i["logp_ref_seq"]), p["beta2"]) - (T(i["reward"]) - v)
+    loss = (residual ** 2).mean()
+    (g,) = grads(loss, logp)
+    return {"v_star": v, "residual": residual, "loss": loss, "grad_logp_seq": g}
+
+
+def reward_minus(i, p):
+    b = i["greedy_reward"] if "greedy_reward" in i else estimators.table_baseline(i["prompt_id"], i["table"])
+    return {"advantages": arr(i["reward"]) - arr(b)}
+
+
+def agent(i, p):
+    turn = estimators.reward_to_go([i["turn_rewards"]], [[1] * len(i["turn_rewards"])], p["gamma"])[0]
+    of, mask = np.asarray(i["turn_of_token"]), M(i["mask"])
+    adv = np.where(of >= 0, turn[np.maximum(of, 0)] - p["baseline"], 0.0)
+    logp = T(i["logp"], True)
+    per, _ = losses.policy_loss(logp, logp, T(adv.tolist()), mask, surrogate="logp")
+    loss = losses.aggregate_mean(per, mask, p["loss_agg_mode"])
+    (g,) = grads(loss, logp)
+    return {"turn_returns": turn, "advantages": adv, "loss": loss, "grad_logp": g}
+
+
+ADAPTERS = {
+    **{f"return_rtg_{n}": returns for n in ("gamma09", "gamma05", "padded")}, "value_oracle_two_step": value_oracle,
+    **{n: td for n in ("td_error", "nstep_return", "td_lambda_return", "nstep_advantage")},
+    **{f"gae_{n}": gae for n in ("terminated", "lambda1_is_mc", "lambda0_is_td", "discounted", "truncated_bootstrap", "discount_099", "one_token",
+                                 "kl_shaped", "padded_batch", "tool_tokens_skipped", "wrong_forms_must_differ", "wrong_exponent_must_differ")},
+    "term_modes": termination, "eos_gate": eos_gate, "pg_exact_bandit": bandit, "pg_psi_choices": psi,
+    "pg_baseline_variance": baseline_variance, "pg_baseline_total_variance": total_variance, "baseline_inbatch_mean_bias": inbatch_bias,
+    "baseline_moving_average": moving_average, "baseline_table": reward_minus, "baseline_v_star": v_star_baseline, "remax_greedy_baseline": reward_minus,
+    **{f"reinforce_{n}": reinforce for n in ("value_baseline", "reward_weighted_nll", "aggregation_matters", "reward_to_go")},
+    "process_reward_advantage": process_reward,
+    **{f"rloo_{n}": lambda i, p: grouped(i, p, "leave_one_out") for n in ("binary_half", "binary_one", "real", "equal", "layout_prompt_major")},
+    "rloo_kl_in_sequence_reward": kl_reward,
+    **{f"critic_{n}": critic for n in ("terminal", "lambda_return", "padded", "value_clip", "bandit_prompt")},
+    "is_effective_sample_size": ess, "effective_sample_size": ess, "is_truncated_offline_pg": offline_weights, "cpi_surrogate": cpi,
+    "trpo_penalty": trpo_penalty, "trpo_kl_direction": kl_direction, "npg_two_arm": trust_region, "trpo_damped_three_arm": trust_region,
+    "trpo_backtracking": trust_region,
+    **{n: clip_grid for n in ("ppo_clip_grid", "ppo_clip_higher_grid", "grpo_plus_clip_grid", "dual_clip_grid")},
+    **{n: policy for n in ("ppo_clip_batch", "ppo_first_minibatch_is_pg", "ppo_one_token", "ppo_all_masked", "ppo_diagnostics", "grpo_loss_with_kl",
+                           "dr_grpo_loss", "dapo_loss", "overlong_filter_loss", "gspo_loss", "gspo_loss_paper_eps", "grape_alt_loss",
+                           "grpo_empty_completion")},
+    "cispo_loss": cispo, "ppo_sequence_level": ppo_sequence, "grpo_objective_ratios": ratio_inputs, "ppo_log_ratio_clamp": clamp_cases,
+    "one_step_stopgrad_ratio": one_step, "ppo_rollout_loop": rollout_loop, "ppo_kl_early_stop": early_stop, "clip_fraction_two_definitions": clip_fractions,
+    "ppo_kl_penalty": klpen, "ppo_clip_plus_kl": klpen, "ppo_full_objective": klpen, "ppo_ptx_total": ptx, "ppo_ptx_nll": ptx,
+    "kl_ctrl_ppo": controller, "kl_ctrl_ziegler": controller, "kl_ctrl_ppo_sequence": controller, "kl_units": kl_units,
+    "ppo_terminal_reward_gae": kl_reward, "kl_reward_tokens": kl_reward, "kl_reward_modes": kl_reward, "kl_reward_two_samples": kl_reward,
+    "kl_reward_sequence_ref": kl_reward, "kl_in_reward_gradient": kl_in_reward, "kl_k3_in_reward_is_biased": kl_in_reward,
+    "kl_full_vocabulary": kl_full, "kl_full_masked_logits": kl_full, "kl_estimators_table": kl_table, "kl_sampled_sequence": kl_sequence,
+    "kl_estimator_gradients": kl_gradients, "kl_k3_clamp": k3_clamp, "kl_kd_direction": kl_kd, "kl_optimum_with_group_mean": group_mean_optimum,
+    "ref_ema": ref_ema, "nash_ema_opponent": opponent, "entropy_full": entropy, "entropy_masked": entropy,
+    **{n: whiten for n in ("adv_whiten_ddof0", "adv_whiten_ddof1", "adv_whiten_constant", "reward_batch_norm", "adv_clip")},
+    **{n: aggregation for n in ("agg_length_toy", "agg_gradient_accumulation", "agg_empty_sequence", "agg_length_bias_toy", "agg_token_mean_scope",
+                                "tool_mask_denominator")},
+    "agg_gradients": aggregation_gradients,
+    **{f"grpo_adv_{n}": grouped for n in ("half", "one_of_four", "graded", "1234", "zero_variance", "two_prompts", "batch_std", "singleton_group", "failed_scorer")},
+    "dr_grpo_adv": lambda i, p: grouped(i, p, "mean"), "grpo_std_difficulty_effect": std_difficulty, "dapo_group_advantage": dapo_groups,
+    "grpo_process_advantage": process, "grpo_process_tail_tokens": process, "reinforce_pp_advantage": reinforce_pp,
+    "dapo_soft_overlong": overlong, "soft_overlong": overlong, "soft_overlong_no_cache": overlong, "dapo_total_reward": dapo_reward,
+    "overlong_filter_group_stats": overlong_stats, "dapo_filter_on_correctness": filter_correctness,
+    "dapo_dynamic_sampling": dynamic, "dapo_dynamic_sampling_exhausted": dynamic, "grpo_plus_adv": plus_advantage,
+    "topr_weights": topr, "topr_baseline_shift": topr, "tis_token_weights": tis, "tis_sequence_modes": tis, "tis_ppo_loss": tis,
+    "astar_po": astar, "astar_po_extremes": astar, "mask_composition": mask_composition, "agent_turn_returns": agent,
+}
