@@ -1,0 +1,356 @@
+"""Rewards: a named, weighted list of components, each scored and stored separately.
+
+    rewards = build_rewards(config.rewards, stage.inputs, renderer=renderer, device=stage.device)
+    for scored in rewards.score(rows): scored.total, scored.parts, scored.reasons, scored.correct
+
+A component gives every row a value or `Unscorable(reason)`, never a silent zero. The total is the weighted sum of what was
+scored (reward.composite): a missing primary component (verifier, code, python, model) makes the whole row unscorable, a missing
+shaping term (format, length, ...) is skipped, unless `on_missing` says otherwise. Code that others wrote runs in the sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from stages.spec import StageConfig
+
+PRIMARY = ("verifier", "code", "python", "model")
+
+
+class RewardComponent(StageConfig):
+    """One component of a reward: what it scores, its weight, and its options."""
+
+    name: str = Field("reward", min_length=1, description="Name under which its values are stored and plotted.")
+    kind: Literal["verifier", "model", "format", "length", "truncation", "regex", "constraints", "code", "python"] = Field(
+        description="verifier: gold answer; model: a reward model; format: tags; length: DAPO soft overlong; truncation: no end token; "
+                    "regex: a pattern; constraints: IFEval checkers; code: unit tests; python: your own function.")
+    weight: float = Field(1.0, description="Factor in the total.")
+    on_missing: Literal["invalidate", "skip", "renormalise"] | None = Field(
+        None, title="On missing", description="When unscorable: drop the row from training, drop the term, or rescale the other terms. "
+        "Unset: invalidate for verifier, code, python and model, skip for the others.")
+    view: Literal["full", "answer_only", "think_only"] = Field("full", description="Part of the response it sees (reward.view).")
+    correct_value: float = Field(1.0, description="verifier: value of a right answer (DAPO 1, Tulu 3 10).")
+    incorrect_value: float = Field(0.0, description="verifier: value of a wrong answer (DAPO -1).")
+    verifier: Literal["auto", "world", "math", "text", "mc"] = Field("auto", description="verifier: which one; auto reads the prompt row.")
+    extraction: Literal["strict", "flexible"] = Field("strict", description="verifier: flexible also takes the last number or a bare letter; for evaluation.")
+    input: str = Field("reward_model", description="model: the stage input that holds the reward model.")
+    no_eos_reward: float = Field(0.0, description="model: score of a cut response, which the model never sees (rm.score_rules; 0 = average expert).")
+    empty_reward: float = Field(-1.0, description="model: score of an empty response (rm.score_rules).")
+    clip: float | None = Field(None, gt=0, title="Clip", description="model: scores are clipped to [-clip, clip].")
+    squash: Literal["none", "sigmoid"] = Field("none", description="model: squash scores to (0, 1).")
+    preset: Literal["think_answer", "think_only", "answer_mark"] = Field("think_answer", description="format: required structure (reward.format).")
+    prefilled: str = Field("", description="format: text that the chat template already opened, prepended before the check.")
+    pattern: str = Field("", description="regex: pattern that must be found; dots match line ends.")
+    max_length: int = Field(64, ge=1, description="length: cap L_max in tokens, end token included.")
+    cache_length: int = Field(16, ge=0, description="length: the last L_cache tokens before the cap are punished linearly.")
+    missing_eos_penalty: float = Field(1.0, ge=0, description="truncation: a response without end token gets minus this, others 0.")
+    mode: Literal["all", "fraction", "threshold"] = Field("all", description="code, constraints: all must pass, their share, or a share above the threshold.")
+    threshold: float = Field(1.0, gt=0, le=1, description="code: pass rate needed in mode threshold (inclusive).")
+    source: str = Field("", description="python: source that defines score(prompt, completion, answer) -> number, bool or None.")
+    timeout_s: float = Field(5.0, gt=0, le=600, description="code, python, regex: wall seconds per row; a hang costs no more.")
+    memory_mib: int = Field(1024, ge=128, description="code, python, regex: memory of a worker.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_name(cls, values):
+        if isinstance(values, dict) and "name" not in values and "kind" in values:
+            values = {**values, "name": values["kind"]}
+        return values
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.kind == "length" and self.cache_length > self.max_length:
+            raise ValueError(f"reward {self.name!r}: cache_length {self.cache_length} exceeds max_length {self.max_length}; write a smaller cache_length")
+        if self.kind == "regex" and not self.pattern:
+            raise ValueError(f"reward {self.name!r}: kind regex needs pattern: write the pattern that a good response contains")
+        if self.kind == "python" and "def score" not in self.source:
+            raise ValueError(f"reward {self.name!r}: kind python needs source with a function score(prompt, completion, answer)")
+        return self
+
+    @property
+    def missing_policy(self) -> str:
+        return self.on_missing or ("invalidate" if self.kind in PRIMARY else "skip")
+
+
+@dataclass(frozen=True)
+class Unscorable:
+    """No value, and why. Never 0."""
+
+    reason: str
+
+
+@dataclass
+class Scored:
+    """Reward of one row. total: weighted sum, None if unscorable. parts: raw value of each component, None if unscorable.
+    reasons: why, by component. correct: the verdict of the first verifier or code component, None without a verdict.
+    extracted: the answer that verdict was about."""
+
+    total: float | None
+    parts: dict[str, float | None] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    correct: bool | None = None
+    extracted: str | None = None
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What a component says about one row: its value, and whether the answer is right where it knows."""
+
+    value: float
+    correct: bool | None = None
+    extracted: str | None = None
+
+
+def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, renderer=None, device: str = "cpu") -> "Rewards":
+    """Scorers for the configured components. Reward models are loaded here, once, and stay frozen.
+
+    inputs: stage inputs by name (a component of kind model names one of them). renderer: renders a prompt row
+    when the caller does not pass its token ids. Raises ValueError naming the setting to change.
+    """
+    if not components:
+        raise ValueError("rewards is empty; write at least one component, for example rewards=[{name: verifier, kind: verifier}]")
+    names = [c.name for c in components]
+    repeated = sorted({n for n in names if names.count(n) > 1})
+    if repeated:
+        raise ValueError(f"two reward components are called {repeated[0]!r}; give every component its own name")
+    scorers = {}
+    for component in components:
+        if component.kind == "model":
+            if component.input not in inputs:
+                raise ValueError(f"reward {component.name!r} needs the stage input {component.input!r}; give {component.input}=MODEL_REF, "
+                                 "or remove the component")
+            scorers[component.name] = _load_scorer(inputs[component.input], renderer, device)
+    return Rewards(list(components), scorers, renderer)
+
+
+def _load_scorer(source, renderer, device: str):
+    from stages.modeling import RewardScorer
+
+    path = str(getattr(source, "path", source))
+    scorer = RewardScorer(path, device)
+    if renderer is not None:
+        _same_tokens(renderer, path)
+    return scorer
+
+
+def _same_tokens(renderer, path: str) -> None:
+    """Token ids go from the policy to the reward model as they are, so both must read them alike."""
+    from stages.chat import renderer_for
+
+    other = renderer_for(path)
+    if other.template_hash != renderer.template_hash or other.tokenizer.get_vocab() != renderer.tokenizer.get_vocab():
+        raise ValueError(f"the reward model in {path} has another tokenizer or chat template than the policy; train it from the same "
+                         "base model, so that it reads the same token ids")
+
+
+class Rewards:
+    """Scores rows: dicts with prompt_row (a `prompts/1` row), completion_text, completion_ids, finish_reason and, optionally,
+    prompt_ids."""
+
+    def __init__(self, components: list[RewardComponent], scorers: dict, renderer):
+        self.components, self.scorers, self.renderer = components, scorers, renderer
+
+    def score(self, rows: Sequence[dict]) -> list[Scored]:
+        """One `Scored` per row, in order; an error inside a component becomes an unscorable part with the error's text."""
+        results = {c.name: _RULES[c.kind](self, c, rows) for c in self.components}
+        return [self._combine({name: column[i] for name, column in results.items()}) for i in range(len(rows))]
+
+    def _combine(self, verdicts: dict) -> Scored:
+        scored = Scored(None)
+        for component in self.components:
+            verdict = verdicts[component.name]
+            if isinstance(verdict, Unscorable):
+                scored.parts[component.name] = None
+                scored.reasons[component.name] = verdict.reason
+                continue
+            scored.parts[component.name] = verdict.value
+            if scored.correct is None and verdict.correct is not None:
+                scored.correct, scored.extracted = verdict.correct, verdict.extracted
+        scored.total = combine(scored.parts, {c.name: c.weight for c in self.components},
+                               {c.name: c.missing_policy for c in self.components})
+        return scored
+
+
+def combine(parts: dict[str, float | None], weights: dict[str, float], policies: dict[str, str] | str = "skip") -> float | None:
+    """R = sum_k w_k r_k over the present parts (reward.composite); None when nothing is left or a missing part invalidates.
+
+    policies: per part, or one for all: `skip`, `renormalise` (times sum of all weights / sum of present weights), `invalidate`.
+    """
+    policy = policies if isinstance(policies, dict) else {name: policies for name in parts}
+    present = [name for name, value in parts.items() if value is not None]
+    missing = [name for name in parts if name not in present]
+    if not present or any(policy[name] == "invalidate" for name in missing):
+        return None
+    total = sum(weights[name] * parts[name] for name in present)
+    dropped = [name for name in missing if policy[name] == "renormalise"]
+    kept = sum(weights[name] for name in present)
+    if dropped and kept:
+        total *= (kept + sum(weights[name] for name in dropped)) / kept
+    return float(total)
+
+
+# -------------------------------------------------------------------------------------------------- components
+
+def _text(component: RewardComponent, row: dict) -> str:
+    from stages.verifiers import view
+
+    return view(row["completion_text"], component.view)
+
+
+def _value(value) -> _Verdict | Unscorable:
+    """A finite number as a verdict, anything else as unscorable."""
+    if isinstance(value, bool):
+        return _Verdict(float(value), value)
+    if isinstance(value, (int, float)) and math.isfinite(value):
+        return _Verdict(float(value))
+    return Unscorable("no value" if value is None else f"{value!r:.60} is no finite number")
+
+
+def _verify(rewards: Rewards, component: RewardComponent, rows) -> list:
+    from stages.verifiers import VERIFIERS, BadGold, verifier_of
+
+    def one(row):
+        try:
+            name = verifier_of(row["prompt_row"]) if component.verifier == "auto" else component.verifier
+            correct, extracted = VERIFIERS[name](row["prompt_row"], _text(component, row), component.extraction == "flexible")
+        except BadGold as error:
+            return Unscorable(str(error))
+        return _Verdict(component.correct_value if correct else component.incorrect_value, correct, extracted)
+
+    return [one(row) for row in rows]
+
+
+def _model(rewards: Rewards, component: RewardComponent, rows) -> list:
+    out: list = [None] * len(rows)
+    ids, positions = [], []
+    for i, row in enumerate(rows):
+        if not ended(row):
+            out[i] = _Verdict(component.no_eos_reward)
+        elif not row["completion_text"].strip():
+            out[i] = _Verdict(component.empty_reward)
+        else:
+            positions.append(i)
+            ids.append(list(_prompt_ids(rewards, row)) + list(row["completion_ids"]))
+    for i, score in zip(positions, rewards.scorers[component.name].score_ids(ids) if ids else []):
+        if math.isfinite(score):
+            score = max(-component.clip, min(component.clip, score)) if component.clip else score
+            score = 1.0 / (1.0 + math.exp(-score)) if component.squash == "sigmoid" else score
+        out[i] = _value(float(score))
+    return out
+
+
+def _prompt_ids(rewards: Rewards, row: dict):
+    if row.get("prompt_ids") is not None:
+        return row["prompt_ids"]
+    if rewards.renderer is None:
+        raise ValueError("rows without prompt_ids need a renderer; pass renderer= to build_rewards")
+    return rewards.renderer.prompt_ids(row["prompt_row"]["prompt"])
+
+
+def ended(row: dict) -> bool:
+    """Whether the policy ended the response itself (an end token or a stop string)."""
+    return row.get("finish_reason") in ("eos", "stop")
+
+
+def _format(rewards, component, rows) -> list:
+    from stages.verifiers import format_reward
+
+    return [_Verdict(format_reward(_text(component, row), component.preset, prefilled=component.prefilled)) for row in rows]
+
+
+def _length(rewards, component, rows) -> list:
+    from stages.verifiers import soft_overlong
+
+    # A response cut at the cap has no end token of its own, and counts as having reached the cap (reward.length_soft_overlong).
+    return [_Verdict(soft_overlong(len(row["completion_ids"]), component.max_length, component.cache_length)) for row in rows]
+
+
+def _truncation(rewards, component, rows) -> list:
+    return [_Verdict(0.0 if ended(row) else -component.missing_eos_penalty) for row in rows]
+
+
+def _constraints(rewards, component, rows) -> list:
+    from stages.verifiers import BadGold, check_constraint, constraint_reward
+
+    def one(row):
+        constraints = row["prompt_row"].get("constraints") or []
+        try:
+            satisfied = [check_constraint(c["id"], json.loads(c["kwargs_json"] or "{}"), _text(component, row)) for c in constraints]
+        except (BadGold, ValueError) as error:
+            return Unscorable(str(error))
+        value = constraint_reward(satisfied, "all" if component.mode == "all" else "fraction")
+        return Unscorable("the prompt row has no constraints") if value is None else _Verdict(value, all(satisfied))
+
+    return [one(row) for row in rows]
+
+
+def _limits(component: RewardComponent):
+    from stages.sandbox import Limits
+
+    return Limits(timeout_s=component.timeout_s, memory_mib=component.memory_mib)
+
+
+def _regex(rewards, component, rows) -> list:
+    from stages.sandbox import run_jobs
+
+    jobs = [{"kind": "pattern", "pattern": component.pattern, "text": _text(component, row)} for row in rows]
+    return [Unscorable(o.error) if o.error else _Verdict(float(o.value)) for o in run_jobs(jobs, _limits(component))]
+
+
+def _python(rewards, component, rows) -> list:
+    from stages.sandbox import run_jobs
+
+    jobs = [{"kind": "call", "source": component.source, "function": "score",
+             "args": [row["prompt_row"].get("prompt"), _text(component, row), row["prompt_row"].get("answer")]} for row in rows]
+    return [Unscorable(o.error) if o.error else _value(o.value) for o in run_jobs(jobs, _limits(component))]
+
+
+def extract_program(text: str) -> str | None:
+    """Content of the last fenced Python block; None without one (reward.code: badly formatted)."""
+    import re
+
+    blocks = re.findall(r"```(?:python|py)?[ \t]*\n(.*?)```", text, re.DOTALL)
+    return blocks[-1] if blocks else None
+
+
+def _code(rewards, component, rows) -> list:
+    """Unit tests: a test passes if its code runs to the end after the program, or if the program prints what is expected."""
+    from stages.sandbox import run_jobs
+    from stages.verifiers import code_reward
+
+    jobs, owners = [], []
+    programs = [extract_program(_text(component, row)) for row in rows]
+    for i, (row, program) in enumerate(zip(rows, programs)):
+        for test in (row["prompt_row"].get("tests") or []) if program is not None else []:
+            if test.get("code"):
+                jobs.append({"kind": "tested", "source": program, "test": test["code"]})
+            else:
+                jobs.append({"kind": "program", "source": program, "stdin": test.get("input") or ""})
+            owners.append((i, test))
+    passed = [0] * len(rows)
+    for (i, test), outcome in zip(owners, run_jobs(jobs, _limits(component), fresh=True)):
+        if outcome.error is None:
+            passed[i] += outcome.value is True if test.get("code") else (
+                outcome.value["exit"] == 0 and _same_output(outcome.value["stdout"], test.get("expected") or ""))
+    out = []
+    for row, program, count in zip(rows, programs, passed):
+        total = len(row["prompt_row"].get("tests") or [])
+        value = code_reward(count, total, component.mode, well_formatted=program is not None, threshold=component.threshold)
+        out.append(Unscorable("the prompt row has no tests") if value is None else _Verdict(value, program is not None and count == total))
+    return out
+
+
+def _same_output(got: str, expected: str) -> bool:
+    """Equal line by line, trailing white space and trailing empty lines aside."""
+    clean = lambda text: [line.rstrip() for line in text.rstrip().splitlines()]
+    return clean(got) == clean(expected)
+
+
+_RULES = {"verifier": _verify, "model": _model, "format": _format, "length": _length, "truncation": _truncation, "regex": _regex,
+          "constraints": _constraints, "code": _code, "python": _python}
