@@ -484,18 +484,21 @@ class Projector:
                 sent[_safe(key)] = sha256_text(value)[:16]
 
     def _inputs(self, run_id: str, cursor: dict[str, Any], d: Doc) -> None:
-        if cursor.get("inputs"):
+        sent = cursor.setdefault("inputs", [])
+        todo = {n: i for n, i in d["inputs"].items() if n not in sent}
+        if not todo:
             return
         from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelInput
 
         datasets, models = [], []
         state = _models_state()
-        for name, given in d["inputs"].items():
+        for name, given in todo.items():
             tags = [InputTag("mlflow.data.context", name), InputTag("posttrain.digest", given["digest"]), InputTag("posttrain.ref", given["ref"])]
             if given["kind"] == "model":
                 model_id = state["models"].get(given["digest"])
-                if model_id:
+                if model_id:  # else its own stage has not been projected yet, or it came from outside
                     models.append(LoggedModelInput(model_id))
+                    sent.append(name)
                 continue
             manifest = given.get("manifest") or {}
             profile = json.dumps({"num_rows": manifest["rows"], "splits": manifest.get("splits", {})}) if "rows" in manifest else None
@@ -504,9 +507,9 @@ class Projector:
                 name=(manifest.get("name") or Path(given["path"]).name)[:500], digest=given["digest"][:36], source_type=source,
                 source=json.dumps({"uri": given["path"]}), schema=_schema_of(given["path"]), profile=profile,
             ), tags))  # fmt: skip
+            sent.append(name)
         if datasets or models:
             self.client().log_inputs(run_id, datasets=datasets or None, models=models or None)
-        cursor["inputs"] = True
 
     def _metrics(self, run_id: str, d: Doc, cursor: dict[str, Any]) -> None:
         """Send the lines that MLflow has not seen. The file is deterministic, so line i is line i whatever was killed; a batch

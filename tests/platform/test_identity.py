@@ -1,0 +1,147 @@
+"""What a stage key sees and what it does not."""
+
+import subprocess
+import sys
+from enum import Enum
+from pathlib import Path
+
+import pytest
+from pydantic import Field
+
+from stages import spec as spec_module
+from stages.randomness import rng, seed_for
+from stages.spec import ConfigError, InputSpec, OutputSpec, StageConfig, StageSpec, UnhashableError, canonical_key, closure_digest, parse_config, stage_key
+from storage.files import canonical_json
+
+
+class Optimizer(StageConfig):
+    beta1: float = Field(0.9, ge=0, lt=1, description="first moment decay")
+
+
+class Mode(Enum):
+    FAST = "fast"
+
+
+class Config(StageConfig):
+    learning_rate: float = Field(1e-5, gt=0, description="peak learning rate")
+    optimizer: Optimizer = Field(Optimizer(), description="optimizer settings")
+    workers: int = Field(1, description="loader processes", json_schema_extra={"identity": False})
+    mode: Mode = Mode.FAST
+    anything: object = None
+
+
+SPEC = StageSpec("toy", Config, inputs={"model": InputSpec("model", doc="what to train"), "eval": InputSpec("dataset", many=True, required=False)}, outputs={"model": OutputSpec("model")})
+
+
+def key(config=None, inputs=None, seed=0, code="c"):
+    return stage_key("toy", code, parse_config(SPEC, config), inputs or {}, seed)
+
+
+def test_everything_that_counts_changes_the_key():
+    keys = [key(), key({"learning_rate": 2e-5}), key({"optimizer.beta1": 0.8}), key(seed=1), key(code="d"), key(inputs={"model": "a" * 64})]
+    assert len(set(keys)) == len(keys)
+    assert key({"workers": 8}) == key()
+    assert key({"learning_rate": 0.00001}) == key()
+
+
+def test_key_is_the_same_in_any_process():
+    code = "import tests.platform.test_identity as t; print(t.key({'learning_rate': 3e-5}, {'b': '1'*64, 'a': '2'*64}))"
+    keys = set()
+    for seed, locale in (("0", "C"), ("1", "C.UTF-8"), ("random", "de_DE.UTF-8")):
+        env = {"PYTHONHASHSEED": seed, "LC_ALL": locale, "PATH": "/usr/bin:/bin"}
+        keys.add(subprocess.run([sys.executable, "-c", code], env=env, cwd=spec_module.PROJECT_ROOT, capture_output=True, text=True, check=True).stdout)
+    assert keys == {key({"learning_rate": 3e-5}, {"a": "2" * 64, "b": "1" * 64}) + "\n"}
+
+
+@pytest.mark.parametrize("value", [Path("/data"), float("nan"), lambda: 1, b"bytes", object()])
+def test_what_cannot_be_hashed_is_refused(value):
+    with pytest.raises(UnhashableError):
+        key({"anything": value})
+
+
+def test_input_without_digest_is_refused():
+    with pytest.raises(UnhashableError, match="no content digest"):
+        key(inputs={"model": ""})
+
+
+def test_catalogue_canonical_form():
+    text, digest = canonical_key("train_rm", "v1", {"model": "tiny", "lr": 1e-06, "betas": [0.9, 0.95], "name": "été", "steps": 10}, ["b", "a"])
+    assert text == '{"code_version":"v1","config":{"betas":[0.9,0.95],"lr":1e-06,"model":"tiny","name":"été","steps":10},"inputs":["a","b"],"stage":"train_rm"}'
+    assert digest == "88791cccc95ad83120281535e28b4ca0e02695d5a5ef457d4b22f0ac033be0bf"
+
+
+def test_canonical_json_refuses():
+    for bad in (float("inf"), {1: 2}, {"a": {2: 3}}, {3}):
+        with pytest.raises((TypeError, ValueError)):
+            canonical_json(bad)
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    for name, text in {
+        "stages/__init__.py": "", "stages/randomness.py": "", "stages/main.py": "def run(stage):\n    from stages import helper\n    return helper.f()\n",
+        "stages/helper.py": "from . import deep as d\n\ndef f():\n    return d.g()\n", "stages/deep.py": "def g():\n    '''says one'''\n    return 1\n", "stages/other.py": "x = 1\n",
+    }.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(spec_module, "PROJECT_ROOT", tmp_path)
+    return tmp_path
+
+
+def test_cache_key_sees_helpers(project):
+    before = closure_digest("stages.main")
+    (project / "stages/other.py").write_text("x = 2\n")
+    (project / "stages/deep.py").write_text("# a remark\ndef g():\n    '''says something else'''\n\n    return 1\n")
+    assert closure_digest("stages.main") == before
+    (project / "stages/deep.py").write_text("def g():\n    return 2\n")
+    assert closure_digest("stages.main") != before
+
+
+def test_resources_count(project):
+    (project / "stages/words.txt").write_text("a")
+    before = closure_digest("stages.main", ("stages/words.txt",))
+    (project / "stages/words.txt").write_text("b")
+    assert closure_digest("stages.main", ("stages/words.txt",)) != before
+    with pytest.raises(UnhashableError, match="does not exist"):
+        closure_digest("stages.main", ("stages/gone.txt",))
+
+
+def test_computed_import_is_refused(project):
+    (project / "stages/deep.py").write_text("import importlib\n\ndef g(name):\n    return importlib.import_module(name)\n")
+    with pytest.raises(UnhashableError, match="import the modules by name"):
+        closure_digest("stages.main")
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        ({"learning_rat": 1}, ["learning_rat", "did you mean 'learning_rate'"]),
+        ({"optimizer": {"beta": 0.5}}, ["optimizer.beta", "did you mean 'beta1'"]),
+        ({"optimizer.beta1": 2}, ["optimizer.beta1", "given 2", "< 1"]),
+        ({"learning_rate": "fast"}, ["learning_rate", "'fast'", "peak learning rate"]),
+        ({"learning_rate": 0}, ["learning_rate", "> 0"]),
+        ({"mode": "slow"}, ["mode", "'fast'"]),
+    ],
+)
+def test_config_errors_say_what_to_write(given, parts):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(SPEC, given)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_input_errors_say_what_to_write():
+    with pytest.raises(ConfigError, match="model=REF_OR_PATH"):
+        SPEC.check_inputs([])
+    with pytest.raises(ConfigError, match="did you mean 'model'"):
+        SPEC.check_inputs(["modell"])
+    with pytest.raises(ConfigError, match="write model=REF"):
+        SPEC.check_inputs(["model.a"])
+    SPEC.check_inputs(["model", "eval.a", "eval.b"])
+
+
+def test_randomness_is_counter_based():
+    assert seed_for(0, "sft", "order", 3) == seed_for(0, "sft", "order", 3)
+    assert len({seed_for(s, st, p, c) for s in (0, 1) for st in ("a", "b") for p in ("x", "y") for c in (0, 1)}) == 16
+    assert 0 <= seed_for(5, "a", "b", "row-id") < 2**63
+    assert rng(0, "a", "b", 1).normal() == rng(0, "a", "b", 1).normal() != rng(0, "a", "b", 2).normal()

@@ -1,0 +1,82 @@
+"""The house stands as drawn: flows -> tasks -> stages -> storage, and nothing else."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from stages.spec import PROJECT_ROOT, imports_of
+
+LAYERS = ("storage", "stages", "tasks", "flows")  # each may import itself and those before it
+FOR_STAGES = {"storage.files", "storage.schema", "storage.datasets", "storage.checkpoints"}
+FILES = sorted(p for layer in LAYERS for p in (PROJECT_ROOT / layer).rglob("*.py"))
+
+
+def name_of(path):
+    parts = path.relative_to(PROJECT_ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def wanted(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    name = name_of(path)
+    if name == "stages.registry":  # the one table of names -> modules
+        tree.body = [node for node in tree.body if not isinstance(node, ast.FunctionDef)] + [n for f in tree.body if isinstance(f, ast.FunctionDef) for n in ast.walk(f) if isinstance(n, (ast.Import, ast.ImportFrom))]
+    return {n for n in imports_of(name, _without_computed(tree), path.name == "__init__.py") if n}
+
+
+def _without_computed(tree):
+    class Drop(ast.NodeTransformer):
+        def visit_Call(self, node):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__") and not (node.args and isinstance(node.args[0], ast.Constant)):
+                return ast.Constant(None)
+            return self.generic_visit(node)
+
+    return Drop().visit(tree)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PROJECT_ROOT)))
+def test_arrows(path):
+    name = name_of(path)
+    layer = name.split(".")[0]
+    for target in wanted(path):
+        top = target.split(".")[0]
+        if top in LAYERS:
+            assert LAYERS.index(top) <= LAYERS.index(layer), f"{name} imports {target}: {layer} may not know {top}"
+        assert top != "tests", f"{name} imports {target}"
+        if top == "prefect":
+            assert layer in ("tasks", "flows"), f"{name} imports prefect"
+        if top == "mlflow":
+            assert layer in ("flows", "tasks") or name == "storage.tracking", f"{name} imports mlflow"
+        if layer == "stages" and top == "storage" and target != "storage":
+            assert ".".join(target.split(".")[:2]) in FOR_STAGES, f"{name} imports {target}; stages may use {sorted(FOR_STAGES)}"
+
+
+@pytest.mark.parametrize("module", ["flows", "tasks", "tasks.run", "storage.store", "storage.records", "storage.tracking", "stages.registry", "stages.harness"])
+def test_light_imports(module):
+    heavy = ("torch", "transformers", "datasets", "mlflow", "prefect", "pandas", "matplotlib")
+    code = f"import sys, {module}; print([m for m in {heavy!r} if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT_ROOT, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_every_stage_declares_itself_lightly():
+    code = (
+        "import sys\nfrom stages.registry import STAGES, get_stage\n"
+        "for name in STAGES:\n    spec = get_stage(name).SPEC\n    assert spec.name == name, (name, spec.name)\n    spec.config()\n"
+        "    for field, info in spec.config.model_fields.items():\n        assert info.description, f'{name}.{field} has no description'\n"
+        "print([m for m in ('torch', 'transformers', 'mlflow', 'prefect') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT_ROOT)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "[]"
+
+
+def test_every_stage_can_be_hashed():
+    from stages.registry import STAGES
+    from stages.spec import closure_digest
+
+    for module in STAGES.values():
+        assert len(closure_digest(module)) == 64

@@ -1,0 +1,96 @@
+"""Locks and GPU slots follow the life of their owner."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from stages.spec import PROJECT_ROOT
+from storage import home, leases
+from storage.files import atomic_write_json, read_json
+
+HOLD = "import sys, time\nfrom storage import leases\nheld = leases.{call}\nprint('held', flush=True)\ntime.sleep(60)"
+
+
+def hold(call):
+    process = subprocess.Popen([sys.executable, "-c", HOLD.format(call=call)], cwd=PROJECT_ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_gpu_lease_after_sigkill(state_dir):
+    process = hold("acquire_slots('gpu', 1)")
+    with pytest.raises(leases.LeaseBusy, match=str(process.pid)):
+        leases.acquire_slots("gpu", 1, wait=False)
+    assert [h["pid"] for h in leases.gpu_holders()] == [process.pid]
+    threading.Timer(0.5, process.kill).start()
+    waited = []
+    taken = leases.acquire_slots("gpu", 1, timeout=30, on_wait=waited.append)  # free as soon as its owner is gone
+    process.wait()
+    assert len(taken) == 1 and len(waited) == 1
+    taken[0].release()
+    assert leases.gpu_holders() == []
+
+
+def test_reused_process_id_is_not_an_owner(state_dir):
+    path = home.leases_dir() / "x.json"
+    for change in ({"start": 1.0}, {"boot": "another"}, {"pid": 2**22 - 3}):
+        atomic_write_json(path, {**leases.this_process(), "token": "t", **change})
+        assert leases.holder(path) is None
+    leases.acquire("x", wait=False).release()
+
+
+def test_other_host_is_judged_by_its_heartbeat(state_dir):
+    path = home.leases_dir() / "x.json"
+    atomic_write_json(path, {**leases.this_process(), "host": "elsewhere", "heartbeat": time.time()})
+    assert leases.holder(path)
+    atomic_write_json(path, {**leases.this_process(), "host": "elsewhere", "heartbeat": time.time() - 1e4})
+    assert leases.holder(path) is None
+
+
+def test_one_owner_among_many_threads(state_dir):
+    inside, most, order = [], [], []
+
+    def work(n):
+        with leases.acquire("shared"):
+            inside.append(n)
+            most.append(len(inside))
+            time.sleep(0.01)
+            inside.remove(n)
+            order.append(n)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert max(most) == 1 and len(order) == 6
+
+
+def test_slots_are_all_or_none(state_dir):
+    two = leases.acquire_slots("gpu", 3, 2)
+    with pytest.raises(leases.LeaseBusy):
+        leases.acquire_slots("gpu", 3, 2, wait=False)
+    one = leases.acquire_slots("gpu", 3, 1, wait=False)
+    assert sorted(x.index for x in two + one) == [0, 1, 2]
+    with pytest.raises(ValueError, match="ask for at most 3"):
+        leases.acquire_slots("gpu", 3, 4)
+    [x.release() for x in two + one]
+
+
+def test_orphaned_worker_is_ended_before_its_lease_is_given(state_dir):
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    path = home.leases_dir() / "x.json"
+    atomic_write_json(path, {**leases.this_process(), "start": 1.0, "child": leases.this_process(worker.pid)})
+    leases.acquire("x", timeout=20).release()
+    assert worker.wait(timeout=10) == -signal.SIGKILL
+
+
+def test_release_leaves_a_foreign_lease_alone(state_dir):
+    lease = leases.acquire("x")
+    atomic_write_json(lease.path, {**leases.this_process(), "token": "somebody else"})
+    lease.release()
+    assert read_json(lease.path)["token"] == "somebody else"
+    os.unlink(lease.path)

@@ -1,0 +1,142 @@
+"""References, content digests, publishing."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from storage import registry, store
+from storage.datasets import open_dataset, write_dataset
+from storage.files import tree_digest
+from tests.toy_stage import row
+
+
+def make_dataset(path, n=3):
+    write_dataset(path, "toy", "text/1", (row(i, float(i)) for i in range(n)))
+    return path
+
+
+def make_model(path, weights="w"):
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    (path / "weights").write_text(weights)
+    return path
+
+
+def test_dataset_refs(tmp_path):
+    first = store.publish_dataset(make_dataset(tmp_path / "a", 3), "toy")
+    second = store.publish_dataset(make_dataset(tmp_path / "b", 4), "toy")
+    assert store.resolve("dataset:toy@latest", "dataset").digest == second.digest == store.resolve("dataset:toy").digest
+    assert store.resolve(f"dataset:toy@{first.digest[:10]}").path == first.path
+    assert store.publish_dataset(make_dataset(tmp_path / "c", 3), "toy").path == first.path
+    assert store.resolve("dataset:toy@latest").digest == first.digest
+    assert not (tmp_path / "c").exists()
+
+
+def test_model_refs(tmp_path):
+    found = store.publish_model(make_model(tmp_path / "m"))
+    assert registry.register("policy", found.digest, role="policy") == 1
+    assert registry.register("policy", found.digest) == 1
+    other = store.publish_model(make_model(tmp_path / "n", "x"))
+    assert registry.register("policy", other.digest) == 2
+    assert store.resolve("model:policy@candidate").digest == other.digest == store.resolve("model:policy").digest
+    assert store.resolve("model:policy/1", "model").digest == found.digest == store.resolve(f"model:m-{found.digest[:12]}").digest
+    registry.record_decision("policy", 1, promoted=True, evidence={"accuracy": [0.5, 0.6]})
+    assert store.resolve("model:policy@champion").digest == found.digest
+    registry.record_decision("policy", 2, promoted=False, evidence={"accuracy": [0.4, 0.5]})
+    assert store.resolve("model:policy@champion").digest == found.digest
+    history = registry.lookup("policy").history
+    assert [e["event"] for e in history] == ["version", "alias", "version", "alias", "decision", "alias", "decision"]
+    assert history[5]["evidence"] == {"accuracy": [0.5, 0.6]}
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "says"),
+    [
+        ("dataset:nothing", "dataset", "no dataset named"), ("model:nothing@champion", "model", "no model named"), ("/no/such/file", "dataset", "does not exist"),
+        ("dataset:a/b/c", "dataset", "write dataset:NAME@latest"), ("", "model", "empty reference"), ("model:m-abc", "model", "is not a model reference|no model named"),
+    ],
+)  # fmt: skip
+def test_unknown_things_are_explained(text, kind, says):
+    with pytest.raises(store.StoreError, match=says):
+        store.resolve(text, kind)
+
+
+def test_paths_are_hashed_by_content(tmp_path):
+    a, b = make_model(tmp_path / "a"), make_model(tmp_path / "b")
+    assert store.resolve(str(a), "model").digest == store.resolve(str(b), "model").digest
+    (b / "weights").write_text("v")
+    assert store.resolve(str(a), "model").digest != store.resolve(str(b), "model").digest
+    raw = tmp_path / "x.jsonl"
+    raw.write_text("{}\n")
+    assert store.resolve(str(raw), "dataset").kind == "file"
+    with pytest.raises(store.StoreError, match="config.json"):
+        store.resolve(str(tmp_path / "x.jsonl"), "model")
+
+
+def test_same_size_change_is_seen(tmp_path):
+    path = tmp_path / "f"
+    path.write_text("aaaa")
+    os.utime(path, ns=(10**18, 10**18))
+    first = store.cached_digest(path)
+    assert store.cached_digest(path) == first
+    path.write_text("bbbb")
+    assert store.cached_digest(path) != first
+
+
+def test_damaged_store_copy_is_replaced(tmp_path):
+    found = store.publish_model(make_model(tmp_path / "m"))
+    with open(os.path.join(found.path, "weights"), "a") as handle:
+        handle.write("!")
+    again = store.publish_model(make_model(tmp_path / "n"))
+    assert again.path == found.path and tree_digest(again.path) == found.digest
+
+
+def test_unfinished_and_damaged_datasets_are_refused(tmp_path):
+    path = make_dataset(tmp_path / "d")
+    part = next(path.glob("part-*.parquet"))
+    with open(part, "ab") as handle:
+        handle.write(b"x")
+    with pytest.raises(store.StoreError, match="was changed after it was written"):
+        store.resolve(str(path), "dataset")
+
+
+def test_second_name_costs_no_bytes(tmp_path):
+    found = store.publish_dataset(make_dataset(tmp_path / "a"), "one")
+    other = store.also_as(found.path, found.digest, "two")
+    assert other.ref == f"dataset:two@{found.digest}"
+    assert os.stat(os.path.join(other.path, "manifest.json")).st_ino == os.stat(os.path.join(found.path, "manifest.json")).st_ino
+    shutil.rmtree(found.path)
+    open_dataset(other.path).verify()
+
+
+def test_hub_id_without_network_is_explained(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(store.StoreError, match="give a local model directory"):
+        store.resolve("some-org/some-model", "model")
+
+
+def test_datasets_on_a_url(tmp_path, monkeypatch):
+    monkeypatch.setenv("POSTTRAIN_DATASETS", "memory://bucket/datasets")
+    found = store.publish_dataset(make_dataset(tmp_path / "a"), "far")
+    assert found.path == f"memory://bucket/datasets/far/{found.digest}"
+    back = store.resolve("dataset:far@latest", "dataset")
+    assert back.digest == found.digest and len(list(open_dataset(back.path).iter_rows())) == 3
+    assert store.check_output("dataset", back.path, back.digest, None, full=True)[0]
+
+
+def test_bad_names_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="cannot be a name"):
+        registry.register("../up", "a" * 64)
+    with pytest.raises(registry.RegistryError, match="no version 7"):
+        registry.register("m", "b" * 64)
+        registry.set_alias("m", "champion", 7)
+
+
+def test_registry_survives_a_torn_line(state_dir):
+    registry.register("m", "a" * 64)
+    with open(state_dir / "registry" / "models.jsonl", "a") as handle:
+        handle.write('{"event": "ver')
+    assert registry.register("m", "c" * 64) == 2
+    assert all(json.dumps(e) for e in registry.log()) and registry.lookup("m").aliases == {"candidate": 2}
