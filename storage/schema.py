@@ -234,7 +234,11 @@ def clean_messages(messages: Iterable[dict]) -> list[dict]:
 
 def _clean(value: Any) -> Any:
     """Drop null message fields anywhere inside a content column."""
+    if type(value) is str:
+        return value
     if isinstance(value, list):
+        if all(type(item) is dict and None not in item.values() for item in value):
+            return value                    # the common case: nothing to drop
         return [_clean(item) for item in value]
     if isinstance(value, dict) and "role" in value:
         return clean_message(value)
@@ -249,7 +253,8 @@ def prompt_id(messages: list[dict]) -> str:
 def _canonical_messages(messages: list[dict]) -> bytes:
     """Canonical JSON bytes of messages. orjson writes strings exactly as `json` does and is quick;
     it refuses lone surrogates and non-strings, which then take the slow road and its error."""
-    messages = clean_messages(messages)
+    if any(None in message.values() for message in messages):
+        messages = clean_messages(messages)
     try:
         return orjson.dumps(messages, option=orjson.OPT_SORT_KEYS)
     except TypeError:
@@ -358,8 +363,10 @@ def _defaults(kind: str) -> tuple[tuple[str, Any], ...]:
 
 
 def complete_row(kind: str, row: dict, *, dataset: str, source: str, origin: str,
-                 split: str = "train") -> dict:
+                 split: str = "train", identity: str | None = None) -> dict:
     """The row with its common columns filled. Values already in `row` win, except `row_id`.
+
+    identity: the row id where the caller has computed it already.
 
     Shapes: `row` maps column names of `kind` to Python values; missing nullable columns may stay
     away. group_id defaults to prompt_id, and to row_id where there is no prompt.
@@ -378,7 +385,7 @@ def complete_row(kind: str, row: dict, *, dataset: str, source: str, origin: str
         out["prompt_id"] = prompt_id(prompt) if prompt is not None else None
     if out.get("group_id") is None:
         out["group_id"] = out["prompt_id"]
-    out["row_id"] = row_id(kind, out)
+    out["row_id"] = identity or row_id(kind, out)
     if out["group_id"] is None:
         out["group_id"] = out["row_id"]
     return out

@@ -1,0 +1,10 @@
+"""What `ingest` is made of, in reading order:
+
+sources.py     files, directories and hub sets -> raw records, damage included
+formats.py     raw record -> row of one of our kinds (TRL, HH, AlpacaEval, GSM8K, ratings ...)
+rules.py       the quarantine codes of `data.validate`
+pairing.py     rankings, ratings, Likert labels, votes and thumbs -> pairs (and back)
+conversions.py the conversion matrix A.1 as row-wise and grouped converters
+curation.py    splits, near duplicates, decontamination, bias audit, agreement, mixtures, curricula
+seen.py        duplicate detection and grouping on disk
+"""

@@ -1,0 +1,400 @@
+"""Splits, near duplicates, decontamination, bias audit, agreement, mixtures and curricula.
+
+Catalogue: data.split, data.dedup, data.decontam, data.bias_audit, data.agreement, data.mixture,
+data.difficulty, data.curriculum, data.ifd.
+"""
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import unicodedata
+from collections import Counter
+from fractions import Fraction
+from typing import Hashable, Iterable, Sequence
+
+from storage.schema import normalise_text
+
+# -- splits -----------------------------------------------------------------------------------------
+HALVES_SALT = "rm-halves"
+
+
+def split_position(group_id: str, salt: str) -> float:
+    """u in [0, 1): first 16 hex of sha256(salt + ":" + group_id) over 2^64 (`data.split`)."""
+    return int.from_bytes(hashlib.sha256(f"{salt}:{group_id}".encode()).digest()[:8], "big") / 2 ** 64
+
+
+def split_of(group_id: str, salt: str, fractions: dict[str, float]) -> str:
+    """Split of a group: cumulative thresholds in the order of `fractions`. New rows never move old ones."""
+    u, edge, name = split_position(group_id, salt), 0.0, "train"
+    for name, fraction in fractions.items():
+        edge += fraction
+        if u < edge:
+            return name
+    return name
+
+
+def half_of(group_id: str, salt: str = HALVES_SALT) -> str:
+    """`rm_a` or `rm_b`: halves for train-RM / test-RM studies."""
+    return "rm_a" if split_position(group_id, salt) < 0.5 else "rm_b"
+
+
+# -- near duplicates --------------------------------------------------------------------------------
+_WORD = re.compile(r"[^\W_]+")
+_MERSENNE = (1 << 61) - 1
+
+
+def word_tokens(text: str) -> list[str]:
+    """Runs of letters and digits after NFKC and casefold (`data.decontam`)."""
+    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+
+
+def shingles(text: str, k: int = 5, unit: str = "word") -> set:
+    """k-shingles of the normalised text: of whitespace words, or of characters."""
+    items = normalise_text(text).split() if unit == "word" else normalise_text(text)
+    return {tuple(items[i:i + k]) if unit == "word" else items[i:i + k] for i in range(len(items) - k + 1)}
+
+
+def jaccard(left: set, right: set) -> float:
+    """|intersection| / |union|; two empty sets give 0."""
+    union = len(left | right)
+    return len(left & right) / union if union else 0.0
+
+
+class MinHash:
+    """MinHash signatures in bands for a Jaccard threshold (128 permutations by default)."""
+
+    def __init__(self, threshold: float = 0.8, permutations: int = 128, seed: int = 0x5EED):
+        import numpy as np
+
+        self._np = np
+        rng = np.random.Generator(np.random.Philox(seed))
+        self._a = rng.integers(1, 1 << 32, permutations, dtype=np.uint64)
+        self._b = rng.integers(0, 1 << 32, permutations, dtype=np.uint64)
+        # Rows per band r so that (1/bands)^(1/r) lies just under the threshold: few misses, and the
+        # exact Jaccard that follows removes the false candidates.
+        self.rows = max((r for r in range(1, permutations + 1) if permutations % r == 0
+                         and (r / permutations) ** (1 / r) <= threshold), default=1)
+        self.bands = permutations // self.rows
+
+    def keys(self, items: set) -> list[bytes]:
+        """One 16-byte key per band; two texts that share a key are candidates."""
+        np = self._np
+        hashes = np.array([int.from_bytes(hashlib.blake2b(repr(item).encode(), digest_size=4).digest(), "big")
+                           for item in items], dtype=np.uint64)
+        mixed = (self._a[:, None] * hashes[None, :] + self._b[:, None]) >> np.uint64(32)
+        signature = mixed.min(axis=1).astype(np.uint32)
+        return [hashlib.blake2b(band.to_bytes(4, "big") + signature[band * self.rows:(band + 1) * self.rows].tobytes(),
+                                digest_size=16).digest() for band in range(self.bands)]
+
+
+# -- decontamination --------------------------------------------------------------------------------
+def ngrams(tokens: Sequence[str] | str, n: int) -> list:
+    """All n-grams in order; none where there are fewer than n tokens."""
+    return [tuple(tokens[i:i + n]) if not isinstance(tokens, str) else tokens[i:i + n] for i in range(len(tokens) - n + 1)]
+
+
+def covered_tokens(evaluation: Sequence, train: Sequence, n: int) -> int:
+    """Tokens of the evaluation item that lie in an n-gram which the training row has too."""
+    known = set(ngrams(train, n))
+    covered = [False] * len(evaluation)
+    for start, gram in enumerate(ngrams(evaluation, n)):
+        if gram in known:
+            covered[start:start + n] = [True] * n
+    return sum(covered)
+
+
+class DecontaminationIndex:
+    """n-grams of evaluation texts; asks for each training text whether it overlaps (`data.decontam`).
+
+    mode coverage (Tulu 3): contaminated iff more than `threshold` of an evaluation item's tokens lie
+    in shared n-grams; any: iff one n-gram is shared. Texts shorter than n tokens match only as a
+    whole. Memory grows with the evaluation texts, not with the training rows.
+    """
+
+    def __init__(self, n: int = 8, mode: str = "coverage", threshold: float = 0.5, unit: str = "word"):
+        self.n, self.mode, self.threshold, self.unit = n, mode, threshold, unit
+        self._lengths: list[int] = []
+        self._where: dict[Hashable, list[tuple[int, int]]] = {}
+        self._short: dict[Hashable, list[int]] = {}
+        self.any_hit: set[int] = set()
+        self.best: dict[int, Fraction] = {}
+
+    def tokens(self, text: str) -> list[str]:
+        """Tokens of a text in the index's unit."""
+        return word_tokens(text) if self.unit == "word" else list(normalise_text(text))
+
+    def add(self, text: str) -> None:
+        """Index one evaluation text."""
+        tokens, item = self.tokens(text), len(self._lengths)
+        self._lengths.append(len(tokens))
+        if len(tokens) < self.n:
+            self._short.setdefault(tuple(tokens), []).append(item)
+        for start, gram in enumerate(ngrams(tokens, self.n)):
+            self._where.setdefault(gram, []).append((item, start))
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def check(self, text: str) -> bool:
+        """True if the training text is contaminated; remembers each evaluation item's best coverage."""
+        tokens = self.tokens(text)
+        spots: dict[int, set[int]] = {}
+        for gram in set(ngrams(tokens, self.n)):
+            for item, start in self._where.get(gram, ()):
+                spots.setdefault(item, set()).update(range(start, start + self.n))
+        hit = False
+        if len(tokens) < self.n:
+            for item in self._short.get(tuple(tokens), ()) if tokens else ():
+                self.any_hit.add(item)
+                self.best[item] = Fraction(1)
+                hit = True
+        for item, covered in spots.items():
+            self.any_hit.add(item)
+            score = Fraction(len(covered), self._lengths[item])
+            self.best[item] = max(self.best.get(item, Fraction(0)), score)
+            hit = hit or self.mode == "any" or score > self.threshold
+        return hit
+
+    def report(self) -> dict:
+        """Evaluation items in total, with any shared n-gram, over the threshold, mean coverage."""
+        total = len(self._lengths)
+        over = sum(score > self.threshold for score in self.best.values())
+        return {"eval_rows": total, "eval_rows_with_any_ngram": len(self.any_hit), "eval_rows_over_threshold": over,
+                "contamination_rate": (over if self.mode == "coverage" else len(self.any_hit)) / total if total else 0.0,
+                "mean_coverage": math.fsum(map(float, self.best.values())) / total if total else 0.0}
+
+
+# -- bias audit -------------------------------------------------------------------------------------
+_INLINE_MARKDOWN = re.compile(r"\*\*[^*\n]+\*\*|__[^_\n]+__|```")
+_LINE_MARKDOWN = re.compile(r"\n(?:\s{0,3}#{1,6}\s|\s*[-*+]\s+\S|\s*\d+[.)]\s+\S)")
+
+
+def has_markdown(text: str) -> bool:
+    """Bold, heading, bullet, numbered item or code fence."""
+    if ("**" in text or "__" in text or "```" in text) and _INLINE_MARKDOWN.search(text):
+        return True
+    return bool(_LINE_MARKDOWN.search("\n" + text))
+
+
+class BiasAudit:
+    """Running sums over chosen/rejected texts: constant memory, JSON-able state (`data.bias_audit`)."""
+
+    FIELDS = ("pairs", "chars", "words", "longer_chars", "longer_words", "equal_chars", "markdown_chosen", "markdown_rejected",
+              "cross_model", "with_models")
+
+    def __init__(self, state: dict | None = None):
+        state = state or {}
+        self.sums = {name: state.get("sums", {}).get(name, 0) for name in self.FIELDS}
+        self.models = {side: Counter(state.get("models", {}).get(side, {})) for side in ("chosen", "rejected")}
+
+    def state(self) -> dict:
+        """What a checkpoint keeps."""
+        return {"sums": dict(self.sums), "models": {side: dict(count) for side, count in self.models.items()}}
+
+    def add(self, chosen: str, rejected: str, models: tuple[str | None, str | None] = (None, None)) -> None:
+        """Count one pair of texts; lengths are of the stripped texts, in code points and in words."""
+        sums, a, b = self.sums, chosen.strip(), rejected.strip()
+        chars, words = len(a) - len(b), len(a.split()) - len(b.split())
+        sums["pairs"] += 1
+        sums["chars"] += chars
+        sums["words"] += words
+        sums["longer_chars"] += chars > 0
+        sums["equal_chars"] += chars == 0
+        sums["longer_words"] += words > 0
+        sums["markdown_chosen"] += has_markdown(a)
+        sums["markdown_rejected"] += has_markdown(b)
+        if models[0] and models[1]:
+            sums["with_models"] += 1
+            sums["cross_model"] += models[0] != models[1]
+            for side, name in zip(("chosen", "rejected"), models):
+                if name in self.models[side] or len(self.models[side]) < 1_000:
+                    self.models[side][name] += 1
+
+    def report(self) -> dict:
+        """Rates and means; empty where no pair was counted."""
+        n = self.sums["pairs"]
+        if not n:
+            return {}
+        out = {"pairs": n, "char_diff_mean": self.sums["chars"] / n, "word_diff_mean": self.sums["words"] / n,
+               "share_chosen_longer_chars": self.sums["longer_chars"] / n, "share_equal_chars": self.sums["equal_chars"] / n,
+               "share_chosen_longer_words": self.sums["longer_words"] / n,
+               "markdown_rate_chosen": self.sums["markdown_chosen"] / n, "markdown_rate_rejected": self.sums["markdown_rejected"] / n}
+        if self.sums["with_models"]:
+            out |= {"max_model_imbalance": source_share(self.models["chosen"], self.models["rejected"])["max_imbalance"],
+                    "pairs_cross_model": self.sums["cross_model"]}
+        return out
+
+    def warnings(self) -> list[str]:
+        """What a reward model would learn instead of quality; thresholds are the catalogue's choices."""
+        report, out = self.report(), []
+        if report.get("share_chosen_longer_chars", 0) > 0.6:
+            out.append(f"the chosen answer is longer in {report['share_chosen_longer_chars']:.1%} of the pairs (more than 60%): a reward "
+                       "model will learn length; balance the pairs or use a length-debiased reward")
+        if report.get("max_model_imbalance", 0) > 0.3:
+            out.append(f"one model's share differs by {report['max_model_imbalance']:.2f} between chosen and rejected (more than 0.3): a "
+                       "reward model will learn that model's style")
+        return out
+
+
+def source_share(chosen: Counter | Iterable[str], rejected: Counter | Iterable[str]) -> dict:
+    """win_share per model and the largest |chosen share - rejected share|."""
+    won, lost = Counter(chosen), Counter(rejected)
+    n_won, n_lost = sum(won.values()), sum(lost.values())
+    models = sorted(set(won) | set(lost))
+    return {"win_share": {m: won[m] / (won[m] + lost[m]) for m in models},
+            "max_imbalance": max((abs(won[m] / n_won - lost[m] / n_lost) for m in models), default=0.0) if n_won and n_lost else 0.0}
+
+
+def prefix_log_odds(chosen_with: int, n_chosen: int, rejected_with: int, n_rejected: int, smoothing: float = 0.5) -> dict:
+    """Haldane-Anscombe log-odds ratio of a prefix in chosen against rejected, its error and z."""
+    a, b = chosen_with + smoothing, n_chosen - chosen_with + smoothing
+    c, d = rejected_with + smoothing, n_rejected - rejected_with + smoothing
+    ratio, error = math.log(a * d / (b * c)), math.sqrt(1 / a + 1 / b + 1 / c + 1 / d)
+    return {"log_odds_ratio": ratio, "se": error, "z": ratio / error}
+
+
+def pearson(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """Pearson correlation; None where one side is constant."""
+    n = len(x)
+    if n < 2:
+        return None
+    mx, my = math.fsum(x) / n, math.fsum(y) / n
+    sxy = math.fsum((a - mx) * (b - my) for a, b in zip(x, y))
+    sxx, syy = math.fsum((a - mx) ** 2 for a in x), math.fsum((b - my) ** 2 for b in y)
+    return sxy / math.sqrt(sxx * syy) if sxx and syy else None
+
+
+# -- agreement --------------------------------------------------------------------------------------
+def cohen_kappa(confusion: Sequence[Sequence[float]]) -> dict:
+    """p_observed, p_expected, kappa (None where p_expected = 1) of a confusion matrix."""
+    n = math.fsum(map(math.fsum, confusion))
+    if not n:
+        return {"p_observed": None, "p_expected": None, "kappa": None}
+    observed = math.fsum(confusion[i][i] for i in range(len(confusion))) / n
+    rows = [math.fsum(row) / n for row in confusion]
+    columns = [math.fsum(column) / n for column in zip(*confusion)]
+    expected = math.fsum(a * b for a, b in zip(rows, columns))
+    return {"p_observed": observed, "p_expected": expected, "kappa": (observed - expected) / (1 - expected) if expected != 1 else None}
+
+
+def fleiss_kappa(counts: Sequence[Sequence[int]]) -> dict:
+    """P_bar, P_e, kappa of an items x categories table with the same number of raters per item."""
+    n, items = sum(counts[0]), len(counts)
+    p_bar = math.fsum((sum(v * v for v in row) - n) / (n * (n - 1)) for row in counts) / items
+    p_e = math.fsum((sum(column) / (items * n)) ** 2 for column in zip(*counts))
+    return {"P_bar": p_bar, "P_e": p_e, "kappa": (p_bar - p_e) / (1 - p_e) if p_e != 1 else None}
+
+
+def krippendorff_alpha(units: Sequence[Sequence], metric: str = "nominal") -> float | None:
+    """alpha = 1 - D_o/D_e over units of labels; units with fewer than two labels are dropped."""
+    pairs: Counter = Counter()
+    for unit in units:
+        if len(unit) >= 2:
+            for i, a in enumerate(unit):
+                for j, b in enumerate(unit):
+                    if i != j:
+                        pairs[a, b] += Fraction(1, len(unit) - 1)
+    totals: Counter = Counter()
+    for (a, _), value in pairs.items():
+        totals[a] += value
+    n = sum(totals.values())
+    if n <= 1:
+        return None
+
+    def distance(a, b) -> float:
+        return float(a != b) if metric == "nominal" else float(a - b) ** 2
+
+    observed = math.fsum(float(value) * distance(a, b) for (a, b), value in pairs.items()) / float(n)
+    expected = math.fsum(float(totals[a] * totals[b]) * distance(a, b) for a in totals for b in totals) / float(n * (n - 1))
+    return 1 - observed / expected if expected else None
+
+
+def bradley_terry(n: int, wins: Sequence[tuple[int, int]], l2: float = 0.1, steps: int = 100) -> list[float]:
+    """Scores of n items from (winner, loser) pairs: Newton steps on the l2-penalised log-likelihood."""
+    import numpy as np
+
+    theta = np.zeros(n)
+    winners, losers = np.array([w for w, _ in wins]), np.array([loser for _, loser in wins])
+    for _ in range(steps):
+        p = 1 / (1 + np.exp(theta[winners] - theta[losers]))       # P(the loser wins)
+        gradient, hessian = -l2 * theta, -l2 * np.eye(n)
+        np.add.at(gradient, winners, p)
+        np.add.at(gradient, losers, -p)
+        curvature = p * (1 - p)
+        for (i, j), c in zip(wins, curvature):
+            hessian[i, i] -= c
+            hessian[j, j] -= c
+            hessian[i, j] += c
+            hessian[j, i] += c
+        step = np.linalg.solve(hessian, gradient)
+        theta = theta - step
+        if np.abs(step).max() < 1e-12:
+            break
+    return theta.tolist()
+
+
+# -- mixtures, difficulty, curricula ------------------------------------------------------------------
+def mixture_counts(weights: Sequence[float], total: int) -> list[int]:
+    """Rows per source by largest remainder, ties to the lower index (`data.mixture`)."""
+    exact = [Fraction(str(w)) if isinstance(w, float) else Fraction(w) for w in weights]
+    shares = [w * total / sum(exact) for w in exact]
+    counts = [int(share) for share in shares]
+    order = sorted(range(len(weights)), key=lambda i: (-(shares[i] - counts[i]), i))
+    for index in order[:total - sum(counts)]:
+        counts[index] += 1
+    return counts
+
+
+def difficulty_band(correct: Iterable[int], n: int, low: float = 0.2, high: float = 0.8, inclusive: bool = True) -> list[int]:
+    """Indices of the prompts whose pass rate lies in the band, compared as exact fractions."""
+    lo, hi = Fraction(str(low)), Fraction(str(high))
+    rates = [Fraction(int(count), n) for count in correct]
+    return [i for i, rate in enumerate(rates) if (lo <= rate <= hi if inclusive else lo < rate < hi)]
+
+
+def mixed_groups(correct: Sequence[int], group: int) -> list[int]:
+    """Indices of groups with some but not all samples correct (`data.difficulty`, dynamic sampling)."""
+    return [index for index, count in enumerate(correct) if 0 < count < group]
+
+
+def prompt_statistics(rewards: Sequence[float], ddof: int = 0) -> dict:
+    """mean_reward, reward_std, pass_at_1 (share of rewards > 0) and zero_advantage of one prompt's group."""
+    n = len(rewards)
+    mean = math.fsum(rewards) / n
+    variance = math.fsum((r - mean) ** 2 for r in rewards) / (n - ddof) if n > ddof else 0.0
+    return {"mean_reward": mean, "reward_std": math.sqrt(variance), "pass_at_1": sum(r > 0 for r in rewards) / n,
+            "zero_advantage": len(set(rewards)) == 1}
+
+
+def gaussian_levels(levels: int, progress: float, sigma: float = 0.75, beta: float = 1.0) -> list[float]:
+    """Level distribution that drifts from easy to hard with progress in [0, 1] (`data.curriculum`)."""
+    centre = progress ** beta * (levels - 1)
+    weights = [math.exp(-(k - centre) ** 2 / (2 * sigma ** 2)) for k in range(levels)]
+    return [w / math.fsum(weights) for w in weights]
+
+
+def cosine_levels(levels: int, progress: float) -> list[float]:
+    """Level distribution a (K-1-k) + (1-a) k with a = (1 + cos(pi progress)) / 2, normalised."""
+    a = (1 + math.cos(math.pi * progress)) / 2
+    weights = [a * (levels - 1 - k) + (1 - a) * k for k in range(levels)]
+    total = math.fsum(weights)
+    return [w / total for w in weights] if total else [1.0 / levels] * levels
+
+
+def self_paced(losses: Sequence[float], k: float) -> list[int]:
+    """v_i = 1 iff loss < 1/K (Kumar et al. 2010); K is annealed down so that more samples enter."""
+    return [int(loss < 1 / k) for loss in losses]
+
+
+def superfilter(with_instruction: Sequence[float], without: Sequence[float], keep_fraction: float) -> dict:
+    """IFD = loss given the instruction / loss alone; >= 1 is dropped, then the highest floor(f * n) stay.
+
+    kept: indices in input order; n counts all rows.
+    """
+    ifd = [a / b if b else math.inf for a, b in zip(with_instruction, without)]
+    excluded = [i for i, value in enumerate(ifd) if not value < 1]
+    valid = [i for i in range(len(ifd)) if i not in set(excluded)]
+    count = math.floor(keep_fraction * len(ifd) + 1e-9)
+    kept = sorted(sorted(valid, key=lambda i: (-ifd[i], i))[:count])
+    return {"ifd": ifd, "excluded": excluded, "kept": kept}

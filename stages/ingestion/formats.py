@@ -1,0 +1,659 @@
+"""Adapters: a parsed source row -> (kind, row of that kind, codes).
+
+`detect` looks at the first rows of a file and names its format, `adapt` reads one row of that
+format. An adapter raises Bad where nothing can be made of a row; codes that leave a row readable
+(a transcript whose prompts differ) come back beside it, so that the rules can add theirs.
+"""
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from typing import Any, Callable
+
+from stages.ingestion.rules import Bad, role_codes
+from stages.ingestion.sources import canonical_bytes
+
+# How the names of other tools are read. Keys: our names; values: synonyms, first match wins.
+SYNONYMS = {
+    "completion": ("response", "output"),
+    "score": ("rating", "overall_score"),
+    "chosen_score": ("score_chosen",),
+    "rejected_score": ("score_rejected",),
+    "messages": ("conversations", "conversation"),
+    "ranks": ("rank",),
+}
+_SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
+             "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "system": "system",
+             "tool": "tool", "function_response": "tool", "observation": "tool"}
+_COMMON = ("batch_id", "license", "group_id", "weight")
+_HH_TURN = re.compile(r"\n\n(Human|Assistant):")
+
+
+# -- messages ---------------------------------------------------------------------------------------
+def to_message(item: Any) -> dict:
+    """One message from `{"role", "content"}` or ShareGPT's `{"from", "value"}`; Bad(wrong_type) else."""
+    if not isinstance(item, dict):
+        raise Bad("wrong_type")
+    role, content = item.get("role"), item.get("content")
+    if len(item) == 2 and type(role) is str and type(content) is str:
+        return {"role": role, "content": content}
+    if "role" not in item and "from" in item:
+        speaker = item["from"]
+        role = _SHAREGPT.get(speaker, speaker) if isinstance(speaker, str) else None
+        content = item.get("value")
+    calls = item.get("function_calls")
+    if calls is None and item.get("tool_calls"):
+        calls = "\n".join(canonical_bytes(call).decode() for call in _listed(item["tool_calls"]))
+    if isinstance(content, list):           # parts of multimodal APIs: only text can be kept
+        parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+                 for part in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise Bad("wrong_type")
+        content = "".join(parts)
+    if not isinstance(role, str) or not (isinstance(content, str) or (content is None and calls)):
+        raise Bad("missing_column" if role is None or content is None else "wrong_type")
+    message = {"role": role}
+    if content is not None:
+        message["content"] = content
+    for key in ("name", "tool_call_id"):
+        if isinstance(item.get(key), str):
+            message[key] = item[key]
+    functions = item.get("functions", item.get("tools"))
+    if functions:
+        message["functions"] = functions if isinstance(functions, str) else canonical_bytes(functions).decode()
+    if calls:
+        message["function_calls"] = calls if isinstance(calls, str) else canonical_bytes(calls).decode()
+    return message
+
+
+def _listed(value: Any) -> list:
+    return value if isinstance(value, list) else [value]
+
+
+def to_messages(value: Any) -> list[dict]:
+    """A message list; Bad(wrong_type) if it is none."""
+    if not isinstance(value, list):
+        raise Bad("wrong_type")
+    return [to_message(item) for item in value]
+
+
+def to_prompt(value: Any, system: Any = None) -> list[dict]:
+    """A prompt: a string becomes one user message; `system` becomes a leading system message."""
+    if isinstance(value, str):
+        messages = [{"role": "user", "content": value}]
+    elif value is None:
+        raise Bad("missing_column")
+    else:
+        messages = to_messages(value)
+    if isinstance(system, str) and system and (not messages or messages[0]["role"] != "system"):
+        messages = [{"role": "system", "content": system}, *messages]
+    return messages
+
+
+def to_completion(value: Any) -> list[dict]:
+    """A completion: a string becomes one assistant message."""
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}]
+    if value is None:
+        raise Bad("missing_column")
+    if isinstance(value, dict):
+        value = [value]
+    return to_messages(value)
+
+
+def hh_transcript(text: str) -> list[dict]:
+    """Messages of an HH transcript, split on blank line + `Human:` / `Assistant:`, contents stripped."""
+    parts = _HH_TURN.split(text)
+    if len(parts) < 3 or parts[0].strip():
+        raise Bad("parse_error")
+    return [{"role": "user" if parts[i] == "Human" else "assistant", "content": parts[i + 1].strip()}
+            for i in range(1, len(parts), 2)]
+
+
+def hh_pair(chosen: str, rejected: str) -> tuple[dict, set[str]]:
+    """(pair, codes) of two HH transcripts: all messages but the last are the prompt, and must agree."""
+    left, right = hh_transcript(chosen), hh_transcript(rejected)
+    codes = set()
+    if left[:-1] != right[:-1]:
+        codes.add("prompt_mismatch")
+        codes.update(role_codes([message["role"] for message in right]))
+    if left[-1]["role"] != "assistant" or right[-1]["role"] != "assistant":
+        codes.add("last_not_assistant")
+    return {"prompt": left[:-1], "chosen": left[-1:], "rejected": right[-1:]}, codes
+
+
+def implicit_strings(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """(prompt, chosen, rejected) of two texts with a common beginning (`data.pair`).
+
+    The longest common prefix is cut back to a word boundary; the whitespace there stays with the
+    completions, so that "blue" and "bright" are never cut inside the word.
+    """
+    if chosen == rejected:
+        return chosen, "", ""
+    low, high = 0, min(len(chosen), len(rejected))
+    while low < high:                       # binary search: slices compare quickly
+        middle = (low + high + 1) // 2
+        if chosen[:middle] == rejected[:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    cut = low
+    while cut and not chosen[cut - 1].isspace():
+        cut -= 1
+    cut = len(chosen[:cut].rstrip())
+    return chosen[:cut], chosen[cut:], rejected[cut:]
+
+
+def implicit_messages(chosen: list[dict], rejected: list[dict]) -> tuple[list, list, list]:
+    """(prompt, chosen, rejected): longest common message prefix; the rest must start with the assistant.
+
+    Where one list is a prefix of the other the last common assistant turn belongs to the completions.
+    """
+    same = 0
+    while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
+        same += 1
+    if same and same == min(len(chosen), len(rejected)):
+        while same and chosen[same - 1]["role"] != "user":
+            same -= 1
+    return chosen[:same], chosen[same:], rejected[same:]
+
+
+# -- numbers ----------------------------------------------------------------------------------------
+def to_number(value: Any, code: str = "bad_label") -> float:
+    """A finite number, also from text such as a CSV cell; Bad(code) else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise Bad("wrong_type" if value is not None else "missing_column")
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        raise Bad(code) from None
+    if not math.isfinite(number):
+        raise Bad(code)
+    return number
+
+
+def _optional_number(value: Any) -> float | None:
+    return None if value is None or value == "" else to_number(value)
+
+
+def to_label(value: Any) -> bool:
+    """A thumbs label: bool, 0/1 or the words true/false; Bad(bad_label) else."""
+    if isinstance(value, bool):
+        return value
+    if value is None:
+        raise Bad("missing_column")
+    if isinstance(value, str):
+        value = {"true": 1, "1": 1, "1.0": 1, "yes": 1, "false": 0, "0": 0, "0.0": 0, "no": 0}.get(value.strip().lower(), value)
+    if isinstance(value, (int, float)) and value in (0, 1):
+        return bool(value)
+    raise Bad("wrong_type" if isinstance(value, (list, dict)) else "bad_label")
+
+
+def gsm8k_answer(text: str) -> tuple[str, str]:
+    """(answer, answer_type) after `####`; Bad(verifier_spec_invalid) without a number there."""
+    _, mark, tail = text.rpartition("####")
+    answer = tail.strip().replace(",", "").lstrip("$").rstrip(".")
+    if not mark or not re.fullmatch(r"[+-]?\d+(\.\d+)?", answer):
+        raise Bad("verifier_spec_invalid")
+    return answer, "integer" if "." not in answer else "number"
+
+
+_NUMBER = re.compile(r"[+-]?(\d[\d,]*(\.\d+)?|\.\d+)([eE][+-]?\d+)?(/\d+)?%?")
+
+
+def check_answer(answer: str | None, answer_type: str | None) -> None:
+    """Raise Bad(verifier_spec_invalid) unless the answer can be read by its own verifier."""
+    if answer is None:
+        return
+    text = answer.strip()
+    good = {"integer": lambda: re.fullmatch(r"[+-]?[\d,]+", text), "number": lambda: _NUMBER.fullmatch(text),
+            "mc": lambda: re.fullmatch(r"\(?[A-Za-z0-9]\)?", text)}.get(answer_type, lambda: text)
+    if answer_type not in (None, "integer", "number", "latex", "text", "mc") or not good():
+        raise Bad("verifier_spec_invalid")
+
+
+# -- adapters ---------------------------------------------------------------------------------------
+def _pair(row: dict, options) -> tuple[str, dict, set]:
+    prompt, chosen, rejected = row.get("prompt"), row.get("chosen"), row.get("rejected")
+    if chosen is None or rejected is None:
+        raise Bad("missing_column")
+    codes: set[str] = set()
+    if type(prompt) is str and type(chosen) is str and type(rejected) is str:      # the common case
+        out = {"prompt": to_prompt(prompt, row.get("system")),
+               "chosen": [{"role": "assistant", "content": chosen}],
+               "rejected": [{"role": "assistant", "content": rejected}]}
+    elif isinstance(chosen, str) and isinstance(rejected, str):
+        if prompt is not None:
+            out = {"prompt": to_prompt(prompt, row.get("system")), "chosen": to_completion(chosen),
+                   "rejected": to_completion(rejected)}
+        elif _HH_TURN.search(chosen) and _HH_TURN.search(rejected):
+            out, codes = hh_pair(chosen, rejected)
+        else:
+            head, left, right = implicit_strings(chosen, rejected)
+            out = {"prompt": to_prompt(head), "chosen": to_completion(left), "rejected": to_completion(right)}
+            if chosen == rejected and head.strip():      # equal texts: nothing else to say about them
+                raise Bad("chosen_equals_rejected")
+    elif isinstance(chosen, str) or isinstance(rejected, str):
+        raise Bad("wrong_type")
+    else:
+        left, right = to_completion(chosen), to_completion(rejected)
+        if prompt is None:
+            head, left, right = implicit_messages(left, right)
+        elif isinstance(prompt, list):
+            head = to_messages(prompt)
+            if head and left[:len(head)] == head and right[:len(head)] == head:
+                left, right = left[len(head):], right[len(head):]
+        elif left and left[0]["role"] != "assistant":   # full conversations beside a prompt string
+            said = prompt if isinstance(prompt, str) else None
+            head, left, right = implicit_messages(left, right)
+            if said is None:
+                raise Bad("wrong_type")
+            if not any((m.get("content") or "").strip() == said.strip() for m in head):
+                codes.add("prompt_mismatch")
+        else:
+            head = to_prompt(prompt)
+        if row.get("system"):
+            head = to_prompt(head, row["system"])
+        out = {"prompt": head, "chosen": left, "rejected": right}
+        if (left and left[0]["role"] != "assistant") or (right and right[0]["role"] != "assistant"):
+            codes.add("prompt_mismatch")
+    for name in ("chosen_score", "rejected_score", "margin", "label_prob"):
+        if row.get(name) is not None:
+            out[name] = _optional_number(row[name])
+    if row.get("strength") is not None:
+        out["strength"] = int(to_number(row["strength"]))
+        if not 0 <= out["strength"] <= 127:
+            raise Bad("bad_label")
+    if out.get("label_prob") is not None and not 0 <= out["label_prob"] <= 1:
+        raise Bad("bad_label")
+    if isinstance(row.get("grade"), str):
+        out["_grade"] = row["grade"]
+    for side in ("chosen", "rejected"):
+        if isinstance(row.get(f"{side}_model"), str):
+            out[f"{side}_gen"] = {"model_id": row[f"{side}_model"]}
+    return "pairs/1", out, codes
+
+
+def _demonstration(row: dict, options) -> tuple[str, dict, set]:
+    prompt, completion = to_prompt(row.get("prompt"), row.get("system")), to_completion(row.get("completion"))
+    if len(completion) > len(prompt) and completion[:len(prompt)] == prompt:
+        completion = completion[len(prompt):]
+    turns = [len(prompt) + index for index, message in enumerate(completion) if message["role"] == "assistant"]
+    return "demonstrations/1", {"messages": prompt + completion, "train_turns": turns, **_texts(row, "category")}, set()
+
+
+def _messages(row: dict, options) -> tuple[str, dict, set]:
+    if row.get("messages") is None:
+        raise Bad("missing_column")
+    messages = to_messages(row["messages"])
+    if isinstance(row.get("system"), str) and row["system"]:
+        messages = to_prompt(messages, row["system"])
+    tools = row.get("tools")
+    if tools and messages and messages[0]["role"] == "system":
+        messages[0].setdefault("functions", tools if isinstance(tools, str) else canonical_bytes(tools).decode())
+    elif tools and messages:
+        messages = [{"role": "system", "content": "", "functions": tools if isinstance(tools, str)
+                     else canonical_bytes(tools).decode()}, *messages]
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    return "demonstrations/1", {"messages": messages, "train_turns": turns, **_texts(row, "category")}, set()
+
+
+def _prompts(row: dict, options) -> tuple[str, dict, set]:
+    out = {"prompt": to_prompt(row.get("prompt"), row.get("system")), **_texts(row, "domain", "category", "language")}
+    answer = row.get("answer")
+    if answer is not None:
+        if isinstance(answer, (list, dict)):
+            raise Bad("wrong_type")
+        out["answer"] = answer if isinstance(answer, str) else str(answer)
+        kind = row.get("answer_type") or options.answer_type
+        if not isinstance(kind, (str, type(None))):
+            raise Bad("wrong_type")
+        if kind is None:
+            text = out["answer"].strip()
+            kind = "integer" if re.fullmatch(r"[+-]?\d+", text) else "number" if _NUMBER.fullmatch(text) else "text"
+        out["answer_type"] = kind
+        check_answer(out["answer"], kind)
+    if isinstance(row.get("instruction_id_list"), list):        # IFEval
+        kwargs = _structs(row.get("kwargs") or [{}] * len(row["instruction_id_list"]))
+        if len(kwargs) != len(row["instruction_id_list"]):
+            raise Bad("verifier_spec_invalid")
+        out["constraints"] = [{"id": str(name), "kwargs_json": canonical_bytes(
+            {k: v for k, v in values.items() if v is not None}).decode()}
+            for name, values in zip(row["instruction_id_list"], kwargs)]
+    elif row.get("constraints") is not None:
+        out["constraints"] = [{"id": _text_of(item, "id"), "kwargs_json": _json_text(item.get("kwargs_json", item.get("kwargs", {})))}
+                              for item in _structs(row["constraints"])]
+    if isinstance(row.get("test"), str) and isinstance(row.get("entry_point"), str):    # HumanEval
+        out["tests"] = [{"kind": "python", "code": f"{row['test']}\ncheck({row['entry_point']})\n"}]
+    elif row.get("tests") is not None:
+        out["tests"] = [{key: value if value is None or key == "timeout_s" else str(value) for key, value in item.items()
+                         if key in ("kind", "input", "expected", "code", "timeout_s")} for item in _structs(row["tests"])]
+        for test in out["tests"]:
+            if test.get("timeout_s") is not None:
+                test["timeout_s"] = to_number(test["timeout_s"], "verifier_spec_invalid")
+    if out.get("tests") == [] or out.get("constraints") == []:
+        raise Bad("verifier_spec_invalid")
+    for name in ("facts", "reward_route"):
+        if row.get(name) is not None:
+            if not isinstance(row[name], list) or not all(isinstance(item, str) for item in row[name]):
+                raise Bad("wrong_type")
+            out[name] = row[name]
+    return "prompts/1", out, set()
+
+
+def _structs(value: Any) -> list[dict]:
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise Bad("wrong_type")
+    return value
+
+
+def _text_of(item: dict, key: str) -> str:
+    if not isinstance(item.get(key), str):
+        raise Bad("verifier_spec_invalid")
+    return item[key]
+
+
+def _json_text(value: Any) -> str:
+    return value if isinstance(value, str) else canonical_bytes(value).decode()
+
+
+def _texts(row: dict, *names: str) -> dict:
+    return {name: row[name] for name in names if isinstance(row.get(name), str)}
+
+
+def _text(row: dict, options) -> tuple[str, dict, set]:
+    text = row.get("text")
+    if text is None:
+        raise Bad("missing_column")
+    if not isinstance(text, str):
+        raise Bad("wrong_type")
+    return "text/1", {"text": text, **_texts(row, "domain")}, set()
+
+
+def _unpaired(row: dict, options) -> tuple[str, dict, set]:
+    kind = row.get("label_kind")
+    return "unpaired/1", {"prompt": to_prompt(row.get("prompt"), row.get("system")),
+                          "completion": to_completion(row.get("completion")), "label": to_label(row.get("label")),
+                          "label_kind": kind if isinstance(kind, str) else "thumbs"}, set()
+
+
+def _rating(row: dict, options) -> tuple[str, dict, set]:
+    low = _optional_number(row.get("scale_min")) if row.get("scale_min") is not None else options.scale_min
+    high = _optional_number(row.get("scale_max")) if row.get("scale_max") is not None else options.scale_max
+    low, high = (-math.inf if low is None else low), (math.inf if high is None else high)
+    out = {"prompt": to_prompt(row.get("prompt"), row.get("system")), "completion": to_completion(row.get("completion")),
+           "scale_min": low, "scale_max": high, **_texts(row, "critique")}
+    aspects = row.get("aspects")
+    if aspects is not None:
+        if isinstance(aspects, dict):
+            aspects = [{"aspect": name, "score": score} for name, score in aspects.items()]
+        out["aspects"] = [{"aspect": str(item.get("aspect")), "score": to_number(item.get("score")),
+                           "rationale": item.get("rationale") if isinstance(item.get("rationale"), str) else None}
+                          for item in _structs(aspects)]
+    if row.get("score") is None and out.get("aspects"):
+        out["score"] = math.fsum(item["score"] for item in out["aspects"]) / len(out["aspects"])
+    else:
+        out["score"] = to_number(row.get("score"))
+    if not low <= out["score"] <= high:
+        raise Bad("bad_label")
+    if out.get("aspects") and out["score"] == 10 and \
+            math.fsum(item["score"] for item in out["aspects"]) / len(out["aspects"]) <= 2:
+        raise Bad("score_inconsistent")         # UltraFeedback: an overall 10 that meant 1
+    if isinstance(row.get("model"), str):
+        out["gen"] = {"model_id": row["model"]}
+    return "ratings/1", out, set()
+
+
+def _ranking(row: dict, options) -> tuple[str, dict, set]:
+    from stages.ingestion.pairing import check_ranks, ranks_from_scores
+
+    completions = row.get("completions")
+    if completions is None:
+        raise Bad("missing_column")
+    if not isinstance(completions, list):
+        raise Bad("wrong_type")
+    out = {"prompt": to_prompt(row.get("prompt"), row.get("system")),
+           "completions": [to_completion(item) for item in completions]}
+    if row.get("scores") is not None:
+        if not isinstance(row["scores"], list):
+            raise Bad("wrong_type")
+        out["scores"] = [to_number(score) for score in row["scores"]]
+        if len(out["scores"]) != len(completions):
+            raise Bad("bad_rank")
+    if row.get("ranks") is not None:
+        out["ranks"] = check_ranks(row["ranks"], len(completions))
+    elif out.get("scores"):
+        out["ranks"] = ranks_from_scores(out["scores"])
+    else:
+        raise Bad("missing_column")
+    if isinstance(row.get("models"), list) and len(row["models"]) == len(completions):
+        out["gens"] = [{"model_id": str(name)} for name in row["models"]]
+    return "rankings/1", out, set()
+
+
+def _comparison(row: dict, options) -> tuple[str, dict, set]:
+    from stages.ingestion.pairing import likert, votes
+
+    out = {"prompt": to_prompt(row.get("prompt"), row.get("system")), "response_a": to_completion(row.get("response_a")),
+           "response_b": to_completion(row.get("response_b"))}
+    if row.get("p_a") is not None:
+        out |= {"label_kind": "prob", "p_a": to_number(row["p_a"])}
+        if not 0 <= out["p_a"] <= 1:
+            raise Bad("bad_label")
+    elif row.get("votes") is not None:
+        if not isinstance(row["votes"], list):
+            raise Bad("wrong_type")
+        votes(row["votes"])
+        out |= {"label_kind": "votes", "votes": [str(vote) for vote in row["votes"]]}
+    else:
+        label = row.get("label", row.get("preference", row.get("choice", row.get("winner"))))
+        if label is None:
+            raise Bad("missing_column")
+        if isinstance(label, str) and not re.fullmatch(r"\s*[+-]?\d+(\.\d*)?\s*", label):
+            votes([label])
+            out |= {"label_kind": "choice", "votes": [label]}
+        else:
+            number = to_number(label)
+            points = int(to_number(row["n_points"])) if row.get("n_points") is not None else options.n_points
+            orientation = row["orientation"] if row.get("orientation") in ("low_is_a", "high_is_a") else options.orientation
+            likert(number, points, orientation)
+            out |= {"label_kind": "likert", "n_points": points, "label": int(number), "orientation": orientation}
+    annotator = row.get("annotator_id", row.get("annotator"))
+    if isinstance(annotator, (str, int)):
+        out["ann"] = {"annotator_type": "human", "annotator_id": str(annotator)}
+    for side in "ab":
+        if isinstance(row.get(f"model_{side}"), str):
+            out[f"gen_{side}"] = {"model_id": row[f"model_{side}"]}
+    return "comparisons/1", out, set()
+
+
+def _alpaca_eval(row: dict, options) -> tuple[str, dict, set]:
+    """AlpacaEval judgements: preference in [1, 2], 1 = output_1 is better, 1.5 = tie."""
+    if row.get("preference") is None:
+        raise Bad("missing_column")
+    p_a = 2 - to_number(row["preference"])
+    if not 0 <= p_a <= 1:
+        raise Bad("bad_label")
+    out = {"prompt": to_prompt(row.get("instruction")), "response_a": to_completion(row.get("output_1")),
+           "response_b": to_completion(row.get("output_2")), "label_kind": "prob", "p_a": p_a,
+           "ann": {"annotator_type": "ai"}}
+    for side, key in (("a", "generator_1"), ("b", "generator_2")):
+        if isinstance(row.get(key), str):
+            out[f"gen_{side}"] = {"model_id": row[key]}
+    if isinstance(row.get("dataset"), str):
+        out["source"] = row["dataset"]
+    return "comparisons/1", out, set()
+
+
+def _gsm8k(row: dict, options) -> tuple[str, dict, set]:
+    question, answer = row.get("question"), row.get("answer")
+    if question is None or answer is None:
+        raise Bad("missing_column")
+    if not isinstance(question, str) or not isinstance(answer, str):
+        raise Bad("wrong_type")
+    value, kind = gsm8k_answer(answer)
+    if options.kind in ("demonstrations/1", "text/1"):
+        return "demonstrations/1", {"messages": to_prompt(question) + to_completion(answer), "train_turns": [1]}, set()
+    return "prompts/1", {"prompt": to_prompt(question), "domain": "math", "answer": value, "answer_type": kind,
+                         "_extra": {"solution": answer}}, set()
+
+
+def _qa(row: dict, options) -> tuple[str, dict, set]:
+    if options.kind == "prompts/1":
+        return _prompts({"prompt": row.get("question"), "answer": row.get("answer")}, options)
+    return _demonstration({"prompt": row.get("question"), "completion": row.get("answer")}, options)
+
+
+def _instruction(row: dict, options) -> tuple[str, dict, set]:
+    instruction, given = row.get("instruction"), row.get("input")
+    if isinstance(instruction, str) and isinstance(given, str) and given.strip():
+        instruction = f"{instruction}\n\n{given}"
+    return _demonstration({"prompt": instruction, "completion": row.get("output", row.get("response", row.get("completion"))),
+                           "system": row.get("system")}, options)
+
+
+def _turns(row: dict, options) -> tuple[str, dict, set]:
+    """MT-Bench questions: the first turn is the prompt, later turns stay in extra_json."""
+    turns = row.get("turns")
+    if not isinstance(turns, list) or not turns:
+        raise Bad("missing_column" if turns is None else "wrong_type")
+    return "prompts/1", {"prompt": to_prompt(turns[0]), "_extra": {"turns": turns}, **_texts(row, "category")}, set()
+
+
+def _stepwise(row: dict, options) -> tuple[str, dict, set]:
+    steps, labels = row.get("completions"), row.get("labels")
+    if steps is None or labels is None:
+        raise Bad("missing_column")
+    if not isinstance(steps, list) or not isinstance(labels, list) or not all(isinstance(s, str) for s in steps):
+        raise Bad("wrong_type")
+    if len(steps) != len(labels) or not steps:
+        raise Bad("step_label_length")
+    values = [(1 if label else -1) if isinstance(label, bool) else label for label in labels]
+    if any(isinstance(value, (str, list, dict, type(None))) or value not in (-1, 0, 1) for value in values):
+        raise Bad("bad_label")
+    return "stepwise/1", {"prompt": to_prompt(row.get("prompt"), row.get("system")), "completions": steps,
+                          "labels": [int(value) for value in values], "solution_correct": -1 not in values,
+                          **_texts(row, "answer")}, set()
+
+
+_ANSWER = ("answer", "answer_type", "tests", "constraints", "facts", "reward_route", "domain", "category", "language",
+           "instruction_id_list", "kwargs", "test", "entry_point")
+# format -> (adapter, required columns, further columns it reads, in order of precedence)
+FORMATS: dict[str, tuple[Callable, tuple[str, ...], tuple[str, ...]]] = {
+    "alpaca_eval": (_alpaca_eval, ("instruction", "output_1", "output_2", "preference"),
+                    ("generator_1", "generator_2", "dataset")),
+    "hh": (_pair, ("chosen", "rejected"), ("prompt",)),
+    "preference": (_pair, ("chosen", "rejected"), ("prompt", "system", "chosen_score", "rejected_score", "margin", "strength",
+                                                   "label_prob", "grade", "chosen_model", "rejected_model")),
+    "comparisons": (_comparison, ("response_a", "response_b"), (
+        "prompt", "system", "label", "preference", "choice", "winner", "votes", "p_a", "n_points", "orientation", "annotator_id",
+        "annotator", "model_a", "model_b", "label_kind")),
+    "stepwise": (_stepwise, ("prompt", "completions", "labels"), ("system", "answer")),
+    "rankings": (_ranking, ("completions",), ("prompt", "system", "ranks", "scores", "models")),
+    "unpaired": (_unpaired, ("completion", "label"), ("prompt", "system", "label_kind")),
+    "ratings": (_rating, ("completion", "score"), ("prompt", "system", "aspects", "critique", "scale_min", "scale_max", "model")),
+    "messages": (_messages, ("messages",), ("system", "tools", "category")),
+    "prompt_completion": (_demonstration, ("prompt", "completion"), ("system", "category")),
+    "gsm8k": (_gsm8k, ("question", "answer"), ()),
+    "qa": (_qa, ("question", "answer"), ()),
+    "instruction": (_instruction, ("instruction",), ("input", "output", "response", "completion", "system")),
+    "turns": (_turns, ("turns",), ("category",)),
+    "prompts": (_prompts, ("prompt",), ("system", *_ANSWER)),
+    "text": (_text, ("text",), ("domain",)),
+}
+ALIASES = {"trl": "auto", "likert": "comparisons", "sharegpt": "messages", "prompt_only": "prompts",
+           "language_modeling": "text", "alpaca": "instruction", "implicit": "preference", "math": "qa"}
+
+
+def _has(keys: frozenset, name: str) -> bool:
+    return name in keys or any(other in keys for other in SYNONYMS.get(name, ()))
+
+
+def _format_of(row: dict) -> str | None:
+    keys = frozenset(key for key, value in row.items() if value is not None)
+    for name, (_, required, _) in FORMATS.items():
+        if name == "hh" and not ("prompt" not in keys and isinstance(row.get("chosen"), str) and _HH_TURN.match(row["chosen"])):
+            continue
+        if name == "gsm8k" and not (isinstance(row.get("answer"), str) and "####" in row["answer"]):
+            continue
+        if all(_has(keys, column) for column in required):
+            return name
+    return None
+
+
+def detect(rows: list[dict]) -> str | None:
+    """The format that most of the sample rows have; None if no row has a known one."""
+    found = Counter(name for name in map(_format_of, rows) if name)
+    if not found:
+        return None
+    order = list(FORMATS)
+    return min(found, key=lambda name: (-found[name], order.index(name)))
+
+
+def rename(row: dict, column_map: dict[str, str]) -> dict:
+    """The row with our names: column_map is {our name: source name}; dotted source names go inside structs."""
+    out = dict(row)
+    for ours, theirs in column_map.items():
+        if theirs in row:
+            out.pop(theirs, None)
+            out[ours] = row[theirs]
+        elif "." in theirs:
+            value: Any = row
+            for key in theirs.split("."):
+                value = value.get(key) if isinstance(value, dict) else None
+            if value is not None:
+                out[ours] = value
+    return out
+
+
+class Adapter:
+    """Reads rows of one format. options: the stage's config (kind, scales, column_map ...)."""
+
+    def __init__(self, name: str, options):
+        self.name = name
+        self._read, required, more = FORMATS[name]
+        self._used = frozenset(required) | frozenset(more) | frozenset(_COMMON)
+        self._options, self._map = options, options.columns()
+        self._plain = {column: SYNONYMS[column] for column in self._used if column in SYNONYMS}
+
+    def __call__(self, row: dict) -> tuple[str, dict, set]:
+        """(kind, row, codes). Raises Bad. What the schema has no column for goes to extra_json."""
+        if self._map:
+            row = rename(row, self._map)
+        for ours, others in self._plain.items():
+            if row.get(ours) is None:
+                for other in others:
+                    if row.get(other) is not None:
+                        row = {key: value for key, value in row.items() if key != other} | {ours: row[other]}
+                        break
+        kind, out, codes = self._read(row, self._options)
+        extra = out.pop("_extra", None) or {}
+        for key, value in row.items():
+            if key not in self._used:
+                if key == "source" and isinstance(value, str):
+                    out.setdefault("source", value)
+                elif value is not None:
+                    extra[key] = value
+        for key in _COMMON:
+            value = row.get(key)
+            if value is None:
+                continue
+            if key == "weight":
+                out[key] = to_number(value)
+                if out[key] < 0:
+                    raise Bad("bad_label")
+            elif isinstance(value, str):
+                out[key] = value
+            else:
+                raise Bad("wrong_type")
+        if extra:
+            out["extra_json"] = canonical_bytes(extra).decode("utf-8")
+        return kind, out, codes
+
+
+def known_columns() -> str:
+    """One line per format for error messages: the columns that name it."""
+    return "; ".join(f"{name}: {' + '.join(required)}" for name, (_, required, _) in FORMATS.items())
+
+

@@ -1,0 +1,748 @@
+"""The ingest run: one pass over the input, and a second one over groups where rows of one prompt
+must meet (ratings -> pairs, thumbs -> pairs, contradicting votes ...).
+
+Everything that must survive a kill lives in the checkpoint (counts, position), in complete dataset
+parts, or in one SQLite file that commits with the checkpoint. Checkpoints come at fixed input
+positions, so that a killed run closes the same parts as an undisturbed one.
+"""
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, Iterator
+
+from stages.harness import StageFailure
+from stages.ingestion import conversions, curation, rules
+from stages.ingestion.formats import ALIASES, Adapter, detect, known_columns, rename
+from stages.ingestion.rules import Bad
+from stages.ingestion.seen import SeenRows
+from stages.ingestion.sources import Reading, Record, SourceError, SourceFile, canonical_bytes, find_files, head_rows, parse_json
+from stages.spec import ConfigError
+from storage.datasets import Dataset, DatasetError, open_dataset
+from storage.schema import complete_row, normalise_text, prompt_id, prompt_of, row_id
+
+SAMPLES_PER_CODE = 3
+RAW_LIMIT = 1 << 20                 # characters of a refused row that quarantine keeps
+LONG_PROMPT = 50_000                # characters; a warning only
+_CONTENT = {"pairs/1": ("prompt", "chosen", "rejected"), "comparisons/1": ("prompt", "response_a", "response_b"),
+            "demonstrations/1": ("messages",), "prompts/1": ("prompt", "answer"), "rankings/1": ("prompt", "completions"),
+            "ratings/1": ("prompt", "completion"), "unpaired/1": ("prompt", "completion"), "stepwise/1": ("prompt", "completions"),
+            "text/1": ("text",)}
+_PREFERRED = {"comparisons/1": "pairs/1"}       # what `kind: auto` makes of a kind
+
+
+class Counts:
+    """Everything that is counted; JSON-able, so that a checkpoint can hold it."""
+
+    def __init__(self, state: dict | None = None):
+        state = state or {}
+        self.rows_in: int = state.get("rows_in", 0)
+        self.rows_kept: int = state.get("rows_kept", 0)
+        self.rows_quarantined: int = state.get("rows_quarantined", 0)
+        self.rows_damaged: int = state.get("rows_damaged", 0)
+        self.rows_out: int = state.get("rows_out", 0)
+        self.rows_staged: int = state.get("rows_staged", 0)
+        self.long_prompts: int = state.get("long_prompts", 0)
+        self.codes: dict[str, int] = dict(state.get("codes", {}))
+        self.samples: dict[str, list] = {key: list(value) for key, value in state.get("samples", {}).items()}
+        self.dropped: dict[str, int] = dict(state.get("dropped", {}))
+        self.formats: dict[str, str] = dict(state.get("formats", {}))
+        self.damaged_files: dict[str, str] = dict(state.get("damaged_files", {}))
+        self.native: dict[str, int] = dict(state.get("native", {}))
+        self.labels: dict[str, int] = dict(state.get("labels", {}))
+
+    def state(self) -> dict:
+        """Plain values of all counts."""
+        return dict(vars(self))
+
+    def drop(self, reasons: dict[str, int]) -> None:
+        """Rows that a conversion left out, by reason."""
+        for reason, count in reasons.items():
+            self.dropped[reason] = self.dropped.get(reason, 0) + count
+
+
+class Ingestion:
+    """One run of the ingest stage."""
+
+    def __init__(self, stage, checkpoint_rows: int):
+        self.stage, self.config, self.every = stage, stage.config, checkpoint_rows
+        self.path = stage.path("data")
+        self.dataset: Dataset | None = None
+        self.files: list[SourceFile] = []
+        try:
+            self.dataset = open_dataset(self.path)
+        except DatasetError:
+            try:
+                self.files = find_files(self.path, self.config.files)
+            except SourceError as error:
+                raise ConfigError(f"stage ingest, input data: {error}") from None
+        self.name = self.config.dataset or (self.dataset.name if self.dataset else _stem(self.path))
+        self.kind = self._wanted_kind()
+        self.benchmarks = self._benchmark_index()
+        self._fractions = self.config.fractions()
+        self._split_all = None if self.config.halves or self._fractions["train"] < 1 else "train"
+        self._raw_name: tuple[str, Record] | None = None
+
+    # -- what to do -----------------------------------------------------------------------------------
+    def _wanted_kind(self) -> str:
+        if self.config.kind != "auto":
+            return self.config.kind
+        if self.dataset is not None:
+            return self.dataset.kind
+        from stages.ingest import native_kind
+
+        found = native_kind(self.path, self.config)
+        if found is None:
+            if all(source.size == 0 or not head_rows(source, 1) for source in self.files):
+                return "text/1"         # nothing readable: all of it goes to quarantine
+            raise ConfigError("stage ingest: the columns of the data fit no known format. " + self._columns_hint())
+        return _PREFERRED.get(found, found)
+
+    def _columns_hint(self) -> str:
+        seen = sorted({key for source in self.files[:3] for row in head_rows(source, 8) for key in row})[:40]
+        return (f"Columns found: {', '.join(seen) or 'none'}. Name them with column_map={{our column: source column}} (or prompt_column, "
+                f"chosen_column ...) or set format. Formats and their columns: {known_columns()}")
+
+    def _benchmark_index(self) -> curation.DecontaminationIndex | None:
+        given = self.stage.many("benchmarks")
+        if self.config.decontaminate == "off":
+            return None
+        if not given:
+            raise ConfigError("stage ingest: decontaminate needs evaluation sets; give benchmarks.NAME=PATH for each, or set decontaminate=off")
+        index = curation.DecontaminationIndex(self.config.decontaminate_n, self.config.decontaminate, self.config.decontaminate_threshold)
+        from stages.ingest import Config
+
+        for label, item in given.items():
+            before = len(index)
+            try:
+                files = find_files(item.path)
+            except SourceError as error:
+                raise ConfigError(f"stage ingest, input benchmarks.{label}: {error}") from None
+            for source in files:
+                name = detect(head_rows(source))
+                adapter = Adapter(name, Config(kind="prompts/1")) if name else None
+                for record in Reading(source):
+                    row = record.row if record.row is not None or record.code else parse_json(record.raw)[0]
+                    if row is None or adapter is None:
+                        continue
+                    try:
+                        kind, native, _ = adapter(row)
+                    except Bad:
+                        continue
+                    index.add(_user_text(conversions.prompt_row(kind, native)["prompt"] if kind != "text/1" else native["text"]))
+            if len(index) == before:
+                raise ConfigError(f"stage ingest, input benchmarks.{label}: no readable prompt was found; give a set with a prompt, question, "
+                                  "instruction or text column")
+        return index
+
+    # -- the run --------------------------------------------------------------------------------------
+    def run(self) -> None:
+        """Phase `read` over the input, phase `group` over staged groups, then the account."""
+        stage = self.stage
+        found = stage.checkpoints.latest()
+        state = found.state if found else {}
+        database = stage.workdir / "ingest.sqlite"
+        self.data = stage.writer("data", self.kind)
+        self.quarantine = stage.writer("quarantine", "quarantine/1")
+        self.seen = SeenRows(database, state.get("position") if found else None)
+        if not self.seen.valid:                 # the scratch file is behind: start again
+            state = {}
+            self.data.truncate(0)
+            self.quarantine.truncate(0)
+        self.counts = Counts(state.get("counts"))
+        self.bias = curation.BiasAudit(state.get("bias"))
+        self.step = state.get("step", 0)
+        self.position = state.get("position", 0)
+        if self.benchmarks is not None and state.get("decontam"):
+            self.benchmarks.any_hit = set(state["decontam"]["any_hit"])
+            self.benchmarks.best = {int(k): curation.Fraction(v) for k, v in state["decontam"]["best"].items()}
+        if self.config.near_duplicates != "off":
+            self.near = NearDuplicates(self.config.near_threshold, stage.workdir / "near.sqlite",
+                                       group=self.config.near_duplicates == "group",
+                                       keep_below=self.position if state else None)
+            if self.config.near_duplicates == "group" and not self.near.complete:
+                self._cluster()
+        else:
+            self.near = None
+        if state.get("phase") != "group":
+            self._read(self.position)
+            if self.counts.rows_staged:
+                self._checkpoint("group", group=-1)
+                state = {"group": -1}
+        if self.counts.rows_staged:
+            self._regroup(state.get("group", -1))
+        self._account()
+        self.seen.close()
+        if self.near:
+            self.near.close()
+
+    def _checkpoint(self, phase: str, group: int | None = None) -> None:
+        self.step += 1
+        self.seen.commit(self.position)
+        if self.near:
+            self.near.commit()
+        state: dict[str, Any] = {"phase": phase, "position": self.position, "group": group, "step": self.step, "counts": self.counts.state(),
+                                 "bias": self.bias.state()}
+        if self.benchmarks is not None:
+            state["decontam"] = {"any_hit": sorted(self.benchmarks.any_hit), "best": {str(k): str(v) for k, v in self.benchmarks.best.items()}}
+        self.stage.save_checkpoint(self.step, state)
+
+    # -- phase 1 --------------------------------------------------------------------------------------
+    def _records(self) -> Iterator[tuple[str, Any, Record]]:
+        """(source name, adapter, record) over the whole input; also tells the progress."""
+        if self.dataset is not None:
+            total = self.dataset.num_rows
+            for number, row in enumerate(self.dataset.iter_rows(), 1):
+                yield self.dataset.name, None, Record(number, None, row, None)
+                if number % 1_000 == 0:
+                    self.stage.progress(number, total, self._told())
+            return
+        total = sum(source.size for source in self.files) or 1
+        done = 0
+        for source in self.files:
+            adapter = self._adapter(source)
+            reading = Reading(source)
+            for index, record in enumerate(reading):
+                yield source.name, adapter, record
+                if index % 1_000 == 0:
+                    self.stage.progress(done + reading.done, total, self._told())
+            if reading.damage:
+                self.counts.damaged_files[source.name] = reading.damage
+                self.stage.warn("damaged_file", f"{source.name}: {reading.damage}; the readable part was kept")
+            done += source.size
+        self.stage.progress(total, total, self._told())
+
+    def _told(self) -> str:
+        return f"{self.counts.rows_in:,} rows, {self.counts.rows_quarantined:,} in quarantine"
+
+    def _adapter(self, source: SourceFile) -> Adapter | None:
+        name = ALIASES.get(self.config.format, self.config.format)
+        if name == "auto":
+            name = detect([rename(row, self.config.columns()) for row in head_rows(source)])
+        if name is None:
+            if source.size:
+                self.stage.warn("unknown_format", f"{source.name} fits no known format. {self._columns_hint()}")
+            return None
+        self.counts.formats[source.name] = name
+        return Adapter(name, self.config)
+
+    def _read(self, start: int) -> None:
+        limit, seq = self.config.limit, 0
+        for source, adapter, record in self._records():
+            if limit is not None and seq >= limit:
+                break
+            if seq >= start:
+                self._take(seq, source, adapter, record)
+                if (seq + 1) % self.every == 0:
+                    self.position = seq + 1
+                    self._checkpoint("read")
+            seq += 1
+        self.position = seq
+
+    def _take(self, seq: int, source: str, adapter: Adapter | None, record: Record) -> None:
+        counts = self.counts
+        counts.rows_in += 1
+        self._raw_name = (source, record)
+        row, code = record.row, record.code
+        if code is None and row is None:
+            row, code = parse_json(record.raw)
+        if code is not None:
+            return self._refuse((code,))
+        try:
+            if self.dataset is not None:
+                kind, native, codes = self.dataset.kind, row, set()
+            elif adapter is None:
+                raise Bad("missing_column")
+            else:
+                kind, native, codes = adapter(row)
+            path = conversions.route(kind, self.kind)
+            if path is None:
+                raise self._impossible(kind)
+            if self.dataset is None:
+                codes |= self._check(kind, native, record.raw)
+                if codes:
+                    return self._refuse(codes)
+            self._place(seq, source, kind, native, path)
+        except Bad as bad:
+            self._refuse(bad.codes)
+        except (RecursionError, OverflowError):         # absurdly nested or large values
+            self._refuse(("wrong_type",))
+
+    def _impossible(self, kind: str) -> ConfigError:
+        return ConfigError(f"stage ingest: the data holds {kind} rows, which cannot become {self.kind}; set kind to one of "
+                           f"{', '.join(conversions.reachable(kind))}, or give other data")
+
+    def _check(self, kind: str, row: dict, raw: bytes | None) -> set[str]:
+        """Codes of the rules for one row of our schema."""
+        codes: set[str] = set()
+        fields = [row[name] for name in _CONTENT[kind] if row.get(name) is not None]
+        # In JSON a control character can only come as an escape; most lines have none to look for.
+        if raw is None or b"\\u00" in raw or b"\\b" in raw or b"\\f" in raw or b"\x7f" in raw:
+            if rules.has_control_chars(fields):
+                codes.add("control_chars")
+        limit = self.config.max_chars
+        if limit is not None and (raw is None or len(raw) > limit) and sum(map(len, rules.texts_of(fields))) > limit:
+            codes.add("too_long")
+        prompt, sides = row.get("prompt"), []
+        if kind == "pairs/1":
+            sides = [row["chosen"], row["rejected"]]
+            codes.update(rules.pair_codes(prompt, *sides))
+        elif kind == "comparisons/1":
+            sides = [row["response_a"], row["response_b"]]
+            codes.update(rules.pair_codes(prompt, *sides))
+        elif kind == "demonstrations/1":
+            codes.update(rules.conversation_codes(row["messages"], row["train_turns"]))
+            sides = [[row["messages"][turn]] for turn in row["train_turns"]]
+        elif kind == "prompts/1":
+            codes |= rules.prompt_codes(prompt)
+            codes.update(rules.role_codes([message["role"] for message in prompt] + ["assistant"]))
+        elif kind == "rankings/1":
+            sides = row["completions"]
+            codes |= rules.prompt_codes(prompt)
+            for side in sides:
+                codes |= rules.completion_codes(prompt, side)
+            if len(sides) < 2:
+                codes.add("no_pair")
+        elif kind in ("ratings/1", "unpaired/1"):
+            sides = [row["completion"]]
+            codes |= rules.prompt_codes(prompt) | rules.completion_codes(prompt, row["completion"])
+        elif kind == "stepwise/1":
+            codes |= rules.prompt_codes(prompt)
+            if not all(step.strip() for step in row["completions"]):
+                codes.add("empty_completion")
+        elif kind == "text/1" and not row["text"].strip():
+            codes.add("empty_completion")
+        if self.config.min_chars:
+            if kind == "text/1":
+                sides = [[{"content": row["text"]}]]
+            if any(rules.messages_chars(side) < self.config.min_chars for side in sides):
+                codes.add("too_short")
+        if prompt and rules.messages_chars(prompt) > LONG_PROMPT:
+            self.counts.long_prompts += 1
+        return codes
+
+    def _place(self, seq: int, source: str, kind: str, row: dict, path: list[str]) -> None:
+        """Duplicates, contamination, then conversion of one good row. Raises Bad."""
+        if self.benchmarks is not None and self.benchmarks.check(_prompt_text(kind, row)):
+            raise Bad("contaminated")
+        key = None
+        flagging = self.config.contradictions == "flag_second"
+        if self.config.deduplicate != "off":
+            key = self._identity(kind, row)
+            if flagging and kind == "pairs/1":
+                found = self.seen.any_of(key, bytes.fromhex(_reversed_id(row)))
+                if found is not None:
+                    raise Bad("duplicate_row" if found == key else "contradicts_row")
+            elif self.seen.has(key):
+                raise Bad("duplicate_row")
+        if self.near is not None:
+            if self.near.group:
+                row["group_id"] = self.near.cluster_of(_prompt_text(kind, row)) or row.get("group_id")
+            elif not self.near.first(seq, _prompt_text(kind, row)):
+                raise Bad("near_duplicate")
+        rows = [row]
+        if kind == "comparisons/1":
+            self.counts.labels[_label(row)] = self.counts.labels.get(_label(row), 0) + 1
+        hops, have = path[1:] or [kind], kind
+        staged_to = None
+        for position, want in enumerate(hops):
+            if (have, want) in conversions.GROUPED:
+                staged_to = hops[position:]
+                break
+            rows = [new for item in rows for new in conversions.rowwise(have, want, item, self.config, self._draw(seq))]
+            have = want
+        voting = self.config.contradictions in ("drop_both", "keep_as_votes") and have == "pairs/1" and \
+            (kind == "pairs/1" or (kind == "comparisons/1" and not (row.get("ann") or {}).get("annotator_id")))
+        if voting and staged_to:
+            raise ConfigError(f"stage ingest: contradictions={self.config.contradictions} cannot be combined with the conversion to "
+                              f"{self.kind}; make pairs first (kind=pairs/1), then convert that dataset")
+        if flagging and have == "pairs/1" and ((kind == "pairs/1" and key is None) or (
+                kind == "comparisons/1" and not (row.get("ann") or {}).get("annotator_id"))):
+            # Comparisons, and runs without deduplication, have no key of the pair yet.
+            if self.seen.has(_tagged(_reversed_id(rows[0]))):
+                raise Bad("contradicts_row")
+            self.seen.add(_tagged(row_id("pairs/1", rows[0])), seq)
+        if key is not None:
+            self.seen.add(key, seq)
+        self.counts.native[kind] = self.counts.native.get(kind, 0) + 1
+        if staged_to or voting:
+            for index, item in enumerate(rows):
+                group = conversions.contradiction_key(item) if voting else hashlib.sha256(
+                    prompt_id(item["prompt"]).encode()).digest()[:16]
+                self.seen.stage(group, seq * 4096 + index if len(rows) > 1 else seq * 4096, {
+                    "row": item, "kind": have, "source": source, "line": self._raw_name[1].line, "seq": seq})
+            self.counts.rows_staged += 1
+            return
+        self.counts.rows_kept += 1
+        # One row of the wanted kind that came as such: its key is its row id.
+        exact = key is not None and rows[0] is row and len(rows) == 1 and kind == self.kind and \
+            not (self.config.deduplicate == "auto" and kind in ("prompts/1", "demonstrations/1"))
+        self._write(rows, source, seq, key.hex() if exact else None)
+
+    def _identity(self, kind: str, row: dict) -> bytes:
+        """Key of a row for duplicates: exact content, or the normalised text of prompts and demonstrations."""
+        if self.config.deduplicate == "auto" and kind == "prompts/1":
+            text = "\x1f".join(f"{m['role']}:{normalise_text(m.get('content') or '')}" for m in row["prompt"])
+            return hashlib.blake2b(b"prompt\x1f" + text.encode(), digest_size=16).digest()
+        if self.config.deduplicate == "auto" and kind == "demonstrations/1":
+            text = "\x1f".join(f"{m['role']}:{normalise_text(m.get('content') or '')}:{m.get('function_calls') or ''}" for m in row["messages"])
+            return hashlib.blake2b(f"demonstration\x1f{row['train_turns']}".encode() + text.encode(), digest_size=16).digest()
+        return bytes.fromhex(row_id(kind, row))
+
+    def _draw(self, seq: int):
+        return lambda n: int(self.stage.rng("best_vs_random", seq).integers(n))
+
+    # -- phase 2 --------------------------------------------------------------------------------------
+    def _regroup(self, after: int) -> None:
+        total = self.seen.count_groups()
+        done = 0
+        for gid, staged in self.seen.groups(after):
+            rows, have = [item["row"] for _, item in staged], staged[0][1]["kind"]
+            if have == self.kind == "pairs/1":
+                rows_out, lost = conversions.settle_votes(rows) if self.config.contradictions == "keep_as_votes" else (
+                    self._drop_both(rows))
+                reasons, code = {"merged_votes": len(rows) - len(rows_out) - len(lost)}, "contradicts_row"
+            else:
+                rows_out, reasons, lost = conversions.grouped(have, self.kind, rows, self.config, self._draw(gid))
+                code = "no_pair"
+            self.counts.drop({reason: count for reason, count in reasons.items() if count})
+            refused = {staged[index][1]["seq"] for index in lost}
+            kept = {item["seq"] for _, item in staged} - refused
+            for index in lost:
+                item = staged[index][1]
+                if item["seq"] in kept:
+                    continue
+                self._raw_name = (item["source"], Record(item["line"], None, item["row"], None))
+                self._refuse((code,))
+            self.counts.rows_kept += len(kept)
+            self._write(rows_out, staged[0][1]["source"], gid)
+            done += 1
+            if done % 1_000 == 0:
+                self.stage.progress(done, total, f"{done:,} of {total:,} groups")
+            if done % self.every == 0:
+                self._checkpoint("group", group=gid)
+        self.stage.progress(total, total, f"{total:,} groups")
+
+    @staticmethod
+    def _drop_both(rows: list[dict]) -> tuple[list[dict], list[int]]:
+        same = all(rules.same_completion(row["chosen"], rows[0]["chosen"]) for row in rows)
+        return (rows, []) if same else ([], list(range(len(rows))))
+
+    # -- writing --------------------------------------------------------------------------------------
+    def _write(self, rows: list[dict], source: str, seq: int, identity: str | None = None) -> None:
+        out = []
+        for row in rows:
+            if self.kind == "prompts/1" and row.get("origin") == "conversion" and self.config.deduplicate != "off":
+                if not self.seen.add(self._identity("prompts/1", row), seq):
+                    self.counts.drop({"duplicate_prompt": 1})
+                    continue
+            row.pop("_grade", None)
+            if self.dataset is not None and self.dataset.kind == self.kind:
+                done = row                                       # a dataset of ours keeps its columns
+            else:
+                done = self._complete(row, source, identity)
+            out.append(done)
+            if self.kind == "pairs/1":
+                gens = [(row.get(f"{side}_gen") or {}).get("model_id") for side in ("chosen", "rejected")]
+                self.bias.add(_said(row["chosen"]), _said(row["rejected"]), (gens[0], gens[1]))
+            elif self.kind == "unpaired/1":
+                key = "desirable" if row["label"] else "undesirable"
+                self.counts.labels[key] = self.counts.labels.get(key, 0) + 1
+        self.counts.rows_out += len(out)
+        self.data.write(out)
+
+    def _complete(self, row: dict, source: str, identity: str | None) -> dict:
+        origin = row.get("origin") or ("ai" if (row.get("ann") or {}).get("annotator_type") == "ai" else self.config.origin)
+        messages = prompt_of(self.kind, row)
+        if messages is not None:
+            row["prompt_id"] = prompt_id(messages)
+            if row.get("group_id") is None:
+                row["group_id"] = row["prompt_id"] if self.config.group_by == "prompt" else _opening(messages, row["prompt_id"])
+        row = complete_row(self.kind, row, dataset=self.name, source=source, origin=origin, identity=identity)
+        if self._split_all is None:
+            row["split"] = curation.half_of(row["group_id"]) if self.config.halves else curation.split_of(
+                row["group_id"], self.config.salt, self._fractions)
+        else:
+            row["split"] = self._split_all
+        return row
+
+    def _refuse(self, codes) -> None:
+        source, record = self._raw_name
+        codes, counts = sorted(set(codes)), self.counts
+        counts.rows_quarantined += 1
+        counts.rows_damaged += any(code not in rules.POLICY_CODES for code in codes)
+        for code in codes:
+            counts.codes[code] = counts.codes.get(code, 0) + 1
+            if len(counts.samples.setdefault(code, [])) < SAMPLES_PER_CODE:
+                counts.samples[code].append([source, record.line])
+        raw = record.raw if record.raw is not None else canonical_bytes(record.row)
+        text = raw.decode("utf-8", "backslashreplace")
+        if len(text) > RAW_LIMIT:
+            text = text[:RAW_LIMIT] + f"... ({len(text)} characters)"
+        self.quarantine.write([complete_row("quarantine/1", {
+            "source_file": source, "line_no": record.line, "raw_json": text, "codes": codes, "stage": "ingest"},
+            dataset=self.name, source=source, origin=self.config.origin)])
+
+    # -- near duplicates ------------------------------------------------------------------------------
+    def _cluster(self) -> None:
+        """A pass of its own that finds the clusters: a later row may join two of them."""
+        limit, counts = self.config.limit, self.counts
+        self.counts = Counts()
+        for seq, (_, adapter, record) in enumerate(self._records()):
+            if limit is not None and seq >= limit:
+                break
+            row = record.row if record.row is not None or record.code else parse_json(record.raw)[0]
+            if row is None or (adapter is None and self.dataset is None):
+                continue
+            try:
+                kind, native, _ = (self.dataset.kind, row, None) if self.dataset is not None else adapter(row)
+                self.near.join(seq, _prompt_text(kind, native))
+            except (Bad, RecursionError, OverflowError):
+                continue
+        self.counts = counts
+        self.near.finish()
+
+    # -- the account ----------------------------------------------------------------------------------
+    def _account(self) -> None:
+        stage, counts, config = self.stage, self.counts, self.config
+        if counts.rows_in != counts.rows_kept + counts.rows_quarantined:
+            raise AssertionError(f"rows do not add up: {counts.rows_in} in, {counts.rows_kept} kept, {counts.rows_quarantined} quarantined")
+        account: dict[str, Any] = {
+            "rows_in": counts.rows_in, "rows_kept": counts.rows_kept, "rows_quarantined": counts.rows_quarantined,
+            "rows_out": counts.rows_out, "codes": dict(sorted(counts.codes.items())), "formats": counts.formats,
+            "damaged_files": counts.damaged_files,
+            "conversion": {"from": dict(sorted(counts.native.items())), "to": self.kind, "rows_in": counts.rows_kept,
+                           "rows_out": counts.rows_out, "dropped": dict(sorted(counts.dropped.items()))}}
+        if counts.labels:
+            account["labels"] = dict(sorted(counts.labels.items()))
+        bias = self.bias.report()
+        if bias:
+            account["bias"] = bias
+        if self.benchmarks is not None:
+            account["decontamination"] = self.benchmarks.report()
+        self.data.close(account)
+        self.quarantine.close({"rows": counts.rows_quarantined, "codes": account["codes"]})
+        stage.summary({"rows_in": counts.rows_in, "rows_kept": counts.rows_kept, "rows_quarantined": counts.rows_quarantined,
+                       "rows_out": counts.rows_out} | {f"quarantine.{code}": n for code, n in account["codes"].items()}
+                      | {f"dropped.{reason}": n for reason, n in sorted(counts.dropped.items())}
+                      | {f"bias.{name}": value for name, value in bias.items()}
+                      | {f"decontamination.{name}": value for name, value in account.get("decontamination", {}).items()})
+        self._warnings(account)
+        stage.report("ingest", markdown=self._markdown(account),
+                     table=[{"code": code, "rows": n, "meaning": rules.CODES.get(code, ""), "first": _places(counts.samples.get(code, []))}
+                            for code, n in account["codes"].items()] or [{"code": "", "rows": 0, "meaning": "nothing was refused", "first": ""}])
+        if counts.rows_in and counts.rows_damaged / counts.rows_in > config.max_quarantine_fraction:
+            worst = sorted(account["codes"].items(), key=lambda item: (-item[1], item[0]))[:5]
+            hint = " " + self._columns_hint() if "missing_column" in account["codes"] and self.files else ""
+            raise StageFailure(
+                f"{counts.rows_damaged} of {counts.rows_in} rows ({counts.rows_damaged / counts.rows_in:.1%}) were refused, more than "
+                f"max_quarantine_fraction={config.max_quarantine_fraction}: "
+                + ", ".join(f"{n} {code} (first at {_places(counts.samples[code][:1])})" for code, n in worst)
+                + f". The refused rows are in {self.quarantine.path}. Repair the data, choose another format or column_map, or raise "
+                f"max_quarantine_fraction.{hint}")
+
+    def _warnings(self, account: dict) -> None:
+        stage, counts = self.stage, self.counts
+        if not counts.rows_in:
+            stage.warn("no_rows", "the input holds no rows; the dataset is empty")
+        elif not counts.rows_out:
+            stage.warn("no_rows", "no row was left; the dataset is empty (see the quarantine codes and dropped reasons)")
+        if counts.rows_quarantined:
+            stage.warn("quarantined", f"{counts.rows_quarantined} of {counts.rows_in} rows were refused: "
+                       + ", ".join(f"{n} {code}" for code, n in account["codes"].items()))
+        for text in self.bias.warnings():
+            stage.warn("bias", text)
+        if counts.long_prompts:
+            stage.warn("very_long_prompt", f"{counts.long_prompts} prompts have more than {LONG_PROMPT} characters")
+        if self.kind == "demonstrations/1" and counts.native.get("pairs/1"):
+            stage.warn("chosen_only", "demonstrations were made of chosen answers only: training on them also raises the likelihood of "
+                       "rejected answers (eval.displacement)")
+        if self.kind == "unpaired/1" and counts.labels:
+            from stages.ingestion.pairing import lambda_band
+
+            band = lambda_band(counts.labels.get("desirable", 0), counts.labels.get("undesirable", 0))
+            if band is None or not band[1]:
+                stage.warn("one_class", "all labels are the same; KTO and BCO need both")
+            elif not band[0] <= 1 <= band[1]:
+                stage.warn("class_balance", f"with lambda_U = 1, lambda_D should lie in [{band[0]:.3g}, {band[1]:.3g}]; suggested: {band[0]:.3g}")
+        rate = account.get("decontamination", {}).get("contamination_rate", 0)
+        if rate > 0.02:
+            stage.warn("contamination", f"{rate:.1%} of the evaluation items overlap with this data (more than 2%): decide whether to use it")
+
+    def _markdown(self, account: dict) -> str:
+        lines = [f"# Ingest: {self.name} as {self.kind}", "",
+                 f"{account['rows_in']} rows read = {account['rows_kept']} kept + {account['rows_quarantined']} quarantined; "
+                 f"{account['rows_out']} rows written.", ""]
+        if account["codes"]:
+            lines += ["| code | rows | first at | meaning |", "|---|---|---|---|"]
+            lines += [f"| {code} | {n} | {_places(self.counts.samples.get(code, []))} | {rules.CODES.get(code, '')} |"
+                      for code, n in account["codes"].items()] + [""]
+        if account["conversion"]["dropped"]:
+            lines += ["Dropped by the conversion: " + ", ".join(f"{n} {reason}" for reason, n in account["conversion"]["dropped"].items()), ""]
+        for title, values in (("Preference bias", account.get("bias")), ("Decontamination", account.get("decontamination"))):
+            if values:
+                lines += [f"## {title}", "", "| | |", "|---|---|", *(f"| {k} | {v:.4g} |" if isinstance(v, float) else f"| {k} | {v} |"
+                                                                      for k, v in values.items()), ""]
+        return "\n".join(lines)
+
+
+class NearDuplicates:
+    """Near duplicates of prompts in flat memory: MinHash bands find candidates, exact Jaccard decides.
+
+    group=False: `first(seq, text)` is False for a near copy of an earlier text. group=True: `join`
+    every text, `finish`, then `cluster_of` gives the shared group id of a cluster.
+    """
+
+    def __init__(self, threshold: float, path: Path, *, group: bool, keep_below: int | None = None):
+        import sqlite3
+
+        self.threshold, self.group, self.path = threshold, group, path
+        self.minhash = curation.MinHash(threshold)
+        if keep_below is None and not group:
+            path.unlink(missing_ok=True)
+        self.db = sqlite3.connect(path, isolation_level=None)
+        self.db.execute("PRAGMA synchronous=FULL")
+        self.db.execute("PRAGMA cache_size=-32768")
+        self.db.execute("CREATE TABLE IF NOT EXISTS done (x INTEGER)")
+        self.complete = group and self.db.execute("SELECT count(*) FROM done").fetchone()[0] > 0
+        if group and not self.complete:
+            for table in ("bands", "texts"):
+                self.db.execute(f"DROP TABLE IF EXISTS {table}")
+        self.db.execute("CREATE TABLE IF NOT EXISTS bands (key BLOB, seq INTEGER, PRIMARY KEY (key, seq)) WITHOUT ROWID")
+        self.db.execute("CREATE TABLE IF NOT EXISTS texts (seq INTEGER PRIMARY KEY, digest BLOB, text TEXT, parent INTEGER)")
+        self.db.execute("CREATE INDEX IF NOT EXISTS by_digest ON texts (digest)")
+        if keep_below is not None and not group:
+            self.db.execute("DELETE FROM bands WHERE seq >= ?", (keep_below,))
+            self.db.execute("DELETE FROM texts WHERE seq >= ?", (keep_below,))
+        self.db.execute("BEGIN")
+
+    @staticmethod
+    def _digest(text: str) -> bytes:
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+    def _matches(self, text: str, items: set, keys: list[bytes]) -> list[int]:
+        known = {}
+        for key in keys:
+            for (seq,) in self.db.execute("SELECT seq FROM bands WHERE key = ? LIMIT 50", (key,)):
+                known[seq] = None
+        out = []
+        for seq in sorted(known):
+            other = self.db.execute("SELECT text FROM texts WHERE seq = ?", (seq,)).fetchone()[0]
+            if curation.jaccard(items, curation.shingles(other)) >= self.threshold:
+                out.append(seq)
+        return out
+
+    def _add(self, seq: int, text: str, keys: list[bytes]) -> None:
+        self.db.execute("INSERT OR REPLACE INTO texts VALUES (?, ?, ?, ?)", (seq, self._digest(text), text, seq))
+        self.db.executemany("INSERT OR IGNORE INTO bands VALUES (?, ?)", [(key, seq) for key in keys])
+
+    def first(self, seq: int, text: str) -> bool:
+        """Remember a text; False if it is a near copy of one that was remembered before.
+
+        Texts that are equal after normalisation are the same prompt, not near copies of it.
+        """
+        text = normalise_text(text)
+        items = curation.shingles(text)
+        if not items or self.db.execute("SELECT 1 FROM texts WHERE digest = ?", (self._digest(text),)).fetchone():
+            return True
+        keys = self.minhash.keys(items)
+        if self._matches(text, items, keys):
+            return False
+        self._add(seq, text, keys)
+        return True
+
+    def _root(self, seq: int) -> int:
+        while (parent := self.db.execute("SELECT parent FROM texts WHERE seq = ?", (seq,)).fetchone()[0]) != seq:
+            seq = parent
+        return seq
+
+    def join(self, seq: int, text: str) -> None:
+        """Add a text to the clusters (connected components)."""
+        text = normalise_text(text)
+        items = curation.shingles(text)
+        if not items or self.db.execute("SELECT 1 FROM texts WHERE digest = ?", (self._digest(text),)).fetchone():
+            return
+        keys = self.minhash.keys(items)
+        roots = sorted({self._root(match) for match in self._matches(text, items, keys)} | {seq}) if self._add(seq, text, keys) is None else []
+        for root in roots[1:]:
+            self.db.execute("UPDATE texts SET parent = ? WHERE seq = ?", (roots[0], root))
+
+    def finish(self) -> None:
+        """The clusters are complete."""
+        self.db.execute("INSERT INTO done VALUES (1)")
+        self.commit()
+
+    def cluster_of(self, text: str) -> str | None:
+        """Group id of a text's cluster, or None if it is alone."""
+        found = self.db.execute("SELECT seq FROM texts WHERE digest = ?", (self._digest(normalise_text(text)),)).fetchone()
+        if found is None:
+            return None
+        root = self._root(found[0])
+        alone = root == found[0] and self.db.execute("SELECT count(*) FROM texts WHERE parent = ?", (root,)).fetchone()[0] == 1
+        if alone:
+            return None
+        digest = self.db.execute("SELECT digest FROM texts WHERE seq = ?", (root,)).fetchone()[0]
+        return "near-" + digest.hex()[:16]
+
+    def commit(self) -> None:
+        """Make everything permanent."""
+        self.db.execute("COMMIT")
+        self.db.execute("BEGIN")
+
+    def close(self) -> None:
+        """Close and delete the scratch file."""
+        self.db.close()
+        self.path.unlink(missing_ok=True)
+
+
+# -- small things -----------------------------------------------------------------------------------
+def _stem(path: str) -> str:
+    name = Path(path.rstrip("/")).name
+    for suffix in (".gz", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt"):
+        name = name.removesuffix(suffix)
+    return name.strip("*?[]") or "data"
+
+
+def _places(samples: list) -> str:
+    return ", ".join(f"{source}:{line}" for source, line in samples)
+
+
+def _said(messages: list[dict]) -> str:
+    return messages[-1].get("content") or ""
+
+
+def _user_text(prompt: Any) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(message.get("content") or "" for message in prompt if message.get("role") == "user")
+
+
+def _prompt_text(kind: str, row: dict) -> str:
+    """User turns of a row's prompt (the text itself for text rows)."""
+    if kind == "text/1":
+        return row["text"]
+    return _user_text(row["messages"] if kind == "demonstrations/1" else row["prompt"])
+
+
+def _opening(messages: list[dict], whole: str) -> str:
+    """Id of the messages up to the first user turn: equal to the prompt id of a single-turn prompt."""
+    for index, message in enumerate(messages):
+        if message["role"] == "user":
+            return whole if index + 1 == len(messages) else prompt_id(messages[:index + 1])
+    return whole
+
+
+def _label(row: dict) -> str:
+    if row["label_kind"] == "likert":
+        return f"likert_{row['label']}"
+    if row["label_kind"] == "prob":
+        return "A" if row["p_a"] > 0.5 else "B" if row["p_a"] < 0.5 else "tie"
+    return "votes"
+
+
+def _reversed_id(pair: dict) -> str:
+    return row_id("pairs/1", {"prompt": pair["prompt"], "chosen": pair["rejected"], "rejected": pair["chosen"]})
+
+
+def _tagged(identity: str) -> bytes:
+    return hashlib.blake2b(b"pair\x1f" + bytes.fromhex(identity), digest_size=16).digest()

@@ -1,0 +1,204 @@
+"""Validation rules: every reason a row is put into quarantine (`data.validate`).
+
+A rule returns codes, never raises; several codes of one row are sorted alphabetically. Texts are
+compared exactly after strip: no case folding, because case can be the very thing that was labelled.
+"""
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+ROLES = frozenset(("system", "user", "assistant", "tool"))
+
+CODES = {
+    "parse_error": "the row cannot be read (broken JSON or CSV, truncated file)",
+    "missing_column": "a required column is absent or null",
+    "wrong_type": "a column has a value of another type",
+    "bad_label": "a label outside its scale",
+    "bad_rank": "ranks are not non-negative integers, one per completion",
+    "empty_prompt": "nothing is left of the prompt after strip",
+    "empty_completion": "nothing is left of a completion after strip",
+    "chosen_equals_rejected": "both completions are equal after strip",
+    "prompt_mismatch": "the two transcripts have different prompts",
+    "last_not_assistant": "the transcript does not end with the assistant",
+    "bad_role": "a role other than system, user, assistant, tool",
+    "first_not_user": "the first turn after the system message is not the user's",
+    "non_alternating": "two turns of the same role follow each other",
+    "system_not_first": "a system message that is not the first message",
+    "orphan_tool": "a tool message that does not follow the assistant or another tool message",
+    "tool_not_answered": "a tool message that the assistant does not answer",
+    "empty_conversation": "a conversation without messages",
+    "invalid_utf8": "bytes or escapes that are no Unicode text",
+    "control_chars": "NUL or other control characters",
+    "too_long": "more characters than max_chars",
+    "too_short": "a completion with fewer characters than min_chars",
+    "no_pair": "a ranking or rating group that yields no pair",
+    "all_tied": "a tie, which tie_policy drops",
+    "verifier_spec_invalid": "the answer is not of its own answer_type, or tests/constraints are empty",
+    "score_inconsistent": "the overall score contradicts its aspects or scale",
+    "weight_sum": "weights that do not sum to 1",
+    "span_out_of_range": "a span outside its text",
+    "segments_overlap": "segments that overlap or are not sorted",
+    "step_label_length": "not one label per step",
+    "duplicate_row": "the same content was already seen (the first row is kept)",
+    "contradicts_row": "an earlier row has the same answers with the labels reversed",
+    "contaminated": "the prompt overlaps with an evaluation set",
+    "near_duplicate": "a near copy of an earlier row (only if near_duplicates is keep_first)",
+}
+# Dropped by a configured policy rather than damaged: they do not count towards
+# max_quarantine_fraction.
+POLICY_CODES = frozenset(("all_tied", "contaminated", "near_duplicate"))
+
+# C0 controls except tab, newline and carriage return, and DEL.
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+
+
+class Bad(Exception):
+    """A row that goes to quarantine; `codes` says why."""
+
+    def __init__(self, *codes: str):
+        super().__init__(", ".join(codes))
+        self.codes = codes
+
+
+@lru_cache(maxsize=4096)
+def _role_codes(roles: tuple[str, ...]) -> tuple[str, ...]:
+    if not roles:
+        return ("empty_conversation",)
+    codes = set()
+    if any(role not in ROLES for role in roles):
+        codes.add("bad_role")
+    if "system" in roles[1:]:
+        codes.add("system_not_first")
+    turns = [role for role in roles if role != "system"]
+    if not turns or turns[0] in ("assistant", "tool"):
+        codes.add("first_not_user")
+    for index, role in enumerate(turns):
+        before = turns[index - 1] if index else None
+        after = turns[index + 1] if index + 1 < len(turns) else None
+        if role == "tool":
+            if before not in ("assistant", "tool"):
+                codes.add("orphan_tool")
+            elif after not in ("assistant", "tool"):
+                codes.add("tool_not_answered")
+        elif role == before:
+            codes.add("non_alternating")
+    return tuple(sorted(codes))
+
+
+def role_codes(roles) -> list[str]:
+    """Codes of a conversation's role sequence, for example `["user", "user"]` -> `["non_alternating"]`.
+
+    A tool message may only follow the assistant or another tool message, and the assistant must
+    answer it. System messages are looked through when neighbours are compared.
+    """
+    return list(_role_codes(tuple(roles)))
+
+
+def has_text(message: dict) -> bool:
+    """True if something is left of the message after strip, or if it calls a tool."""
+    return bool((message.get("content") or "").strip() or message.get("function_calls"))
+
+
+def same_completion(left: list[dict], right: list[dict]) -> bool:
+    """Exact equality of two message lists after strip of each content."""
+    if len(left) != len(right):
+        return False
+    for a, b in zip(left, right):
+        if (a.get("content") or "").strip() != (b.get("content") or "").strip():
+            return False
+        if a.get("role") != b.get("role") or a.get("function_calls") != b.get("function_calls"):
+            return False
+    return True
+
+
+def prompt_codes(prompt: list[dict]) -> set[str]:
+    """`empty_prompt` if there is no message, no text at all, or the last turn says nothing."""
+    turns = [message for message in prompt if message.get("role") != "system"]
+    if not turns or not has_text(turns[-1]):
+        return {"empty_prompt"}
+    return set()
+
+
+def completion_codes(prompt: list[dict], completion: list[dict]) -> set[str]:
+    """Codes of one completion as the continuation of its prompt (roles, emptiness)."""
+    codes = set()
+    if not any(has_text(message) for message in completion):
+        codes.add("empty_completion")
+    if completion and completion[-1].get("role") != "assistant":
+        codes.add("last_not_assistant")
+    if prompt:
+        codes.update(_role_codes(tuple(m.get("role") for m in prompt) +
+                                 tuple(m.get("role") for m in completion)))
+    return codes
+
+
+def pair_codes(prompt: list[dict], chosen: list[dict], rejected: list[dict]) -> list[str]:
+    """All codes of a preference pair, sorted.
+
+    Equal answers are reported as such; that they may also be empty is then beside the point unless
+    the text itself is missing.
+    """
+    if len(prompt) == len(chosen) == len(rejected) == 1 and prompt[0]["role"] == "user" and \
+            chosen[0]["role"] == rejected[0]["role"] == "assistant":        # the common case
+        said, a, b = ((side[0].get("content") or "").strip() for side in (prompt, chosen, rejected))
+        if said and a and b and a != b:
+            return []
+    codes = prompt_codes(prompt)
+    codes |= completion_codes(prompt, chosen) | completion_codes(prompt, rejected)
+    if same_completion(chosen, rejected):
+        codes.add("chosen_equals_rejected")
+    return sorted(codes)
+
+
+def conversation_codes(messages: list[dict], turns=None) -> list[str]:
+    """Codes of a demonstration: role order, last turn by the assistant, no empty trained turn.
+
+    turns: indices of the trained messages; None means every assistant turn.
+    """
+    codes = set(_role_codes(tuple(message.get("role") for message in messages)))
+    if not messages:
+        return sorted(codes)
+    if messages[-1].get("role") != "assistant":
+        codes.add("last_not_assistant")
+    if turns is None:
+        turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    if any(not has_text(messages[index]) for index in turns if index < len(messages)):
+        codes.add("empty_completion")
+    users = [message for message in messages if message.get("role") == "user"]
+    if users and not has_text(users[-1]):
+        codes.add("empty_prompt")
+    return sorted(codes)
+
+
+def texts_of(value) -> list[str]:
+    """All strings of a row value (messages, lists, structs), in order."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return [text for item in value.values() for text in texts_of(item)]
+    if isinstance(value, (list, tuple)):
+        return [text for item in value for text in texts_of(item)]
+    return []
+
+
+def has_control_chars(value) -> bool:
+    """True if any string in `value` holds NUL, another C0 control (tab and newlines are fine) or DEL."""
+    return any(_CONTROL.search(text) for text in texts_of(value))
+
+
+def messages_chars(messages) -> int:
+    """Characters (Unicode code points) of the contents of a message list."""
+    return sum(len(message.get("content") or "") for message in messages)
+
+
+def segment_codes(text: str, segments: list[dict]) -> list[str]:
+    """Codes of half-open character segments `[start, end)` of one text (`data.segments`)."""
+    codes, end = set(), 0
+    for segment in segments:
+        if not 0 <= segment["start"] < segment["end"] <= len(text):
+            codes.add("span_out_of_range")
+        if segment["start"] < end:
+            codes.add("segments_overlap")
+        end = max(end, segment["end"])
+    return sorted(codes)

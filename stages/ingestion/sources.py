@@ -1,0 +1,467 @@
+"""Readers: files and directories -> records, whatever state they are in.
+
+A record is (line, raw, row, code): the 1-based line (or row) number in its file, the bytes of a
+JSON line still to be parsed or None, the parsed row or None, and a quarantine code or None. What
+cannot be read becomes one record with a code; what can be read around it is kept. Readers hold one
+line (or one Arrow batch) at a time.
+"""
+from __future__ import annotations
+
+import codecs
+import csv
+import fnmatch
+import glob
+import io
+import json
+import zlib
+from pathlib import Path
+from typing import Any, Iterator, NamedTuple
+
+import orjson
+
+MAX_LINE_BYTES = 64 << 20          # a longer line is no row
+MAX_CSV_RECORD_LINES = 2_000       # an unclosed quote is given up after so many lines
+_EXTENSIONS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
+_NOT_DATA = {"dataset_info.json", "state.json", "dataset_dict.json", "manifest.json", "dataset_infos.json"}
+
+
+class Record(NamedTuple):
+    line: int
+    raw: bytes | None
+    row: dict | None
+    code: str | None
+
+
+class SourceFile(NamedTuple):
+    """One file of the input. name: how it is called in quarantine rows; format: jsonl, json, csv ..."""
+
+    path: Path
+    name: str
+    format: str
+    packed: bool
+    size: int
+
+
+class SourceError(Exception):
+    """An input that is not there or of no known kind; the message says what to give instead."""
+
+
+# -- finding files ----------------------------------------------------------------------------------
+def find_files(path: str, only: str | None = None) -> list[SourceFile]:
+    """The data files behind a path: one file, a glob, or a directory (also one of `save_to_disk`, or
+    the snapshot of a hub set). only: pattern for the relative names, such as `train*`.
+
+    Raises SourceError where there is nothing to read.
+    """
+    root = Path(path)
+    if root.is_file():
+        return [_describe(root, root.name)]
+    if root.is_dir():
+        if (root / "dataset_dict.json").exists() or (root / "state.json").exists():
+            return _saved_dataset(root)
+        found = [item for item in sorted(root.rglob("*")) if item.is_file() and _is_data(item)
+                 and not any(part.startswith(".") for part in item.relative_to(root).parts)
+                 and (only is None or fnmatch.fnmatch(item.relative_to(root).as_posix(), only))]
+        if not found:
+            raise SourceError(f"the directory {path} holds no data file{f' that matches {only!r}' if only else ''}; put files ending in "
+                              f"{', '.join(_EXTENSIONS)} (also .gz) there, or give a file")
+        return [_describe(item, item.relative_to(root).as_posix()) for item in found]
+    if any(mark in path for mark in "*?["):
+        found = [Path(item) for item in sorted(glob.glob(path, recursive=True)) if Path(item).is_file()]
+        if not found:
+            raise SourceError(f"no file matches {path}; check the pattern (quote it in the shell)")
+        return [_describe(item, item.name) for item in found]
+    raise SourceError(f"{path} is neither a file, a directory nor a pattern; give the path of a JSON "
+                      "Lines, CSV or Parquet file, of a directory of such files, or a hub id such as owner/name")
+
+
+def _is_data(path: Path) -> bool:
+    name = path.name.lower().removesuffix(".gz")
+    return name.endswith(_EXTENSIONS) and name not in _NOT_DATA
+
+
+def _describe(path: Path, name: str) -> SourceFile:
+    with open(path, "rb") as handle:
+        head = handle.read(4096)
+    packed = head[:2] == b"\x1f\x8b"
+    suffix = Path(path.name.lower().removesuffix(".gz")).suffix
+    kind = {".csv": "csv", ".tsv": "tsv", ".txt": "txt", ".arrow": "arrow", ".parquet": "parquet"}.get(suffix, "jsonl")
+    if head[:4] == b"PAR1":
+        kind = "parquet"
+    elif kind == "jsonl":
+        start = head if not packed else _gunzip_head(path)
+        if start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+            kind = "json"
+        elif suffix == ".json" and start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"{" and \
+                start.removeprefix(b"\xef\xbb\xbf").lstrip()[1:2] in (b"\n", b"\r"):
+            kind = "json"               # one indented object
+    return SourceFile(path, name, kind, packed, path.stat().st_size)
+
+
+def _gunzip_head(path: Path) -> bytes:
+    with open(path, "rb") as handle:
+        try:
+            return zlib.decompressobj(31).decompress(handle.read(65536), 4096)
+        except zlib.error:
+            return b""
+
+
+def _saved_dataset(root: Path) -> list[SourceFile]:
+    """Arrow files of a `datasets` save_to_disk directory (a Dataset or a DatasetDict)."""
+    folders = [root]
+    if (root / "dataset_dict.json").exists():
+        splits = json.loads((root / "dataset_dict.json").read_text("utf-8")).get("splits", [])
+        folders = [root / name for name in splits]
+    files = []
+    for folder in folders:
+        state = json.loads((folder / "state.json").read_text("utf-8")) if (folder / "state.json").exists() else {}
+        if state.get("_indices_data_files"):
+            raise SourceError(f"{folder} was saved with an index mapping (after select, shuffle or filter); "
+                              "call .flatten_indices() before save_to_disk")
+        names = [item["filename"] for item in state.get("_data_files", [])] or \
+            [item.name for item in sorted(folder.glob("*.arrow"))]
+        files += [_describe(folder / name, (folder / name).relative_to(root).as_posix()) for name in names]
+    if not files:
+        raise SourceError(f"{root} looks like a save_to_disk directory but names no Arrow file; save it again")
+    return files
+
+
+# -- bytes and lines --------------------------------------------------------------------------------
+class _Blocks:
+    """Blocks of a plain or gzip file; `damage` says why the end could not be read, `done` how many
+    bytes of the file were consumed (for progress)."""
+
+    def __init__(self, source: SourceFile):
+        self.source, self.damage, self.done = source, None, 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        with open(self.source.path, "rb") as handle:
+            if not self.source.packed:
+                while block := handle.read(1 << 18):
+                    self.done += len(block)
+                    yield block
+                return
+            unpacker = zlib.decompressobj(31)
+            while block := handle.read(1 << 15):
+                self.done += len(block)
+                while block:
+                    if unpacker.eof:                    # members may follow each other
+                        if not block.strip(b"\0"):
+                            break
+                        unpacker = zlib.decompressobj(31)
+                    before = unpacker.copy()
+                    try:
+                        out = unpacker.decompress(block)
+                    except zlib.error as error:
+                        yield self._salvage(before, block)
+                        self.damage = f"gzip data is damaged ({error})"
+                        return
+                    if out:
+                        yield out
+                    block = unpacker.unused_data if unpacker.eof else b""
+            if not unpacker.eof and self.done:
+                tail = unpacker.flush()
+                if tail:
+                    yield tail
+                self.damage = "gzip file is truncated"
+
+    @staticmethod
+    def _salvage(unpacker, block: bytes) -> bytes:
+        """What can still be unpacked of a damaged block, byte by byte."""
+        out = bytearray()
+        try:
+            for index in range(len(block)):
+                out += unpacker.decompress(block[index:index + 1])
+        except zlib.error:
+            pass
+        return bytes(out)
+
+
+def _lines(blocks: _Blocks) -> Iterator[tuple[int, bytes, bool]]:
+    """(line number, line without its end, complete) of a file; over-long lines come cut, incomplete."""
+    number, rest, dropping, first = 0, b"", False, True
+    for block in blocks:
+        if first:
+            first, block = False, block.removeprefix(b"\xef\xbb\xbf")
+        pieces = (rest + block).split(b"\n") if rest else block.split(b"\n")
+        rest = pieces.pop()
+        for piece in pieces:
+            number += 1
+            if dropping:
+                dropping = False
+                continue
+            yield number, piece, True
+        if len(rest) > MAX_LINE_BYTES:
+            if not dropping:
+                yield number + 1, rest[:MAX_LINE_BYTES], False
+            rest, dropping = b"", True
+    if (rest or blocks.damage) and not dropping:
+        yield number + 1, rest, blocks.damage is None
+
+
+# -- formats ----------------------------------------------------------------------------------------
+def parse_json(raw: bytes) -> tuple[dict | None, str | None]:
+    """(row, code) of one JSON line. Python's parser has the second word: it knows NaN and lone
+    surrogates, which orjson refuses, so that they get the right code."""
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return None, "invalid_utf8"
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return None, "parse_error"
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except (UnicodeEncodeError, RecursionError, ValueError):
+            return None, "invalid_utf8" if "\\u" in text else "parse_error"
+    return (value, None) if isinstance(value, dict) else (None, "wrong_type")
+
+
+def _read_jsonl(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
+    for number, line, complete in _lines(blocks):
+        if not complete:
+            yield Record(number, line, None, "parse_error")
+        elif line and not line.isspace():
+            yield Record(number, line, None, None)
+
+
+def _read_txt(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
+    for number, line, complete in _lines(blocks):
+        if not complete:
+            yield Record(number, line, None, "parse_error")
+            continue
+        try:
+            text = line.removesuffix(b"\r").decode("utf-8")
+        except UnicodeDecodeError:
+            yield Record(number, line, None, "invalid_utf8")
+            continue
+        if text.strip():
+            yield Record(number, None, {"text": text}, None)
+
+
+def _read_json(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
+    """A JSON array of objects (or one object), element by element; numbers count elements."""
+    decoder, buffer, number, opened = json.JSONDecoder(), "", 0, False
+    utf8 = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape")
+    stream, exhausted, tried = iter(blocks), False, 0
+    while True:
+        buffer = buffer.lstrip("\ufeff \t\r\n" if opened is False else " \t\r\n,")
+        if not opened and buffer:
+            opened = True
+            if buffer[0] == "[":
+                buffer = buffer[1:]
+                continue
+        if opened and buffer[:1] == "]":
+            return
+        if buffer and (exhausted or len(buffer) >= 2 * tried):
+            try:
+                value, end = decoder.raw_decode(buffer)
+                if not exhausted and end == len(buffer):
+                    raise ValueError("may go on")
+            except (ValueError, RecursionError) as error:
+                tried = len(buffer)
+                if exhausted or tried > MAX_LINE_BYTES or isinstance(error, RecursionError):
+                    yield Record(number + 1, buffer[:4096].encode("utf-8", "backslashreplace"), None, "parse_error")
+                    return
+            else:
+                number, buffer, tried = number + 1, buffer[end:], 0
+                row, code = _checked(value)
+                yield Record(number, None if row else canonical_bytes(value), row, code)
+                continue
+        if exhausted:
+            if blocks.damage:
+                yield Record(number + 1, buffer[:4096].encode("utf-8", "backslashreplace"), None, "parse_error")
+            return
+        block = next(stream, None)
+        if block is None:
+            exhausted = True
+            buffer += utf8.decode(b"", True)
+        else:
+            buffer += utf8.decode(block)
+
+
+def _checked(value: Any) -> tuple[dict | None, str | None]:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except (UnicodeEncodeError, RecursionError):
+        return None, "invalid_utf8"
+    return (value, None) if isinstance(value, dict) else (None, "wrong_type")
+
+
+def canonical_bytes(value: Any) -> bytes:
+    """JSON bytes of any parsed value, for quarantine rows; what JSON has no form for becomes text."""
+    try:
+        return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS)
+    except (TypeError, RecursionError):
+        try:
+            return json.dumps(value, ensure_ascii=True, default=str, skipkeys=True).encode("utf-8")
+        except (ValueError, RecursionError):
+            return repr(type(value)).encode("utf-8")
+
+
+def _read_csv(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
+    """CSV/TSV with a header. A record may span lines inside quotes; where a quote is never closed
+    only the line that opened it is lost."""
+    delimiter = "\t" if source.format == "tsv" else ","
+    csv.field_size_limit(MAX_LINE_BYTES)
+    header: list[str] | None = None
+    lines = _lines(blocks)
+    waiting: list[tuple[int, bytes, bool]] = []         # lines given back by an unclosed quote
+
+    def parse(group: list[tuple[int, bytes, bool]]) -> list[str] | str:
+        try:
+            text = b"\n".join(line for _, line, _ in group).removesuffix(b"\r").decode("utf-8")
+        except UnicodeDecodeError:
+            return "invalid_utf8"
+        try:
+            rows = list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True))
+        except csv.Error:
+            return "parse_error"
+        return rows[0] if len(rows) == 1 else "parse_error"
+
+    while True:
+        item = waiting.pop(0) if waiting else next(lines, None)
+        if item is None:
+            return
+        group, fields = [item], None
+        if not item[2]:
+            yield Record(item[0], item[1], None, "parse_error")
+            continue
+        if item[1].count(b'"') % 2:                     # a quote is open: look for its end
+            odd = True
+            while odd and len(group) < MAX_CSV_RECORD_LINES:
+                more = waiting.pop(0) if waiting else next(lines, None)
+                if more is None or not more[2]:
+                    if more is not None:
+                        waiting.insert(0, more)
+                    break
+                group.append(more)
+                odd = more[1].count(b'"') % 2 == 0
+            fields = parse(group) if not odd else "parse_error"
+            if isinstance(fields, str) or (header is not None and len(fields) != len(header)):
+                waiting, group, fields = group[1:] + waiting, group[:1], "parse_error"
+        elif not item[1] or item[1].isspace():
+            continue
+        else:
+            fields = parse(group)
+        raw = b"\n".join(line for _, line, _ in group)
+        if isinstance(fields, str):
+            yield Record(item[0], raw, None, fields)
+        elif header is None:
+            header = [name.strip() for name in fields]
+        elif len(fields) > len(header):
+            yield Record(item[0], raw, None, "parse_error")
+        else:
+            yield Record(item[0], None, {name: _cell(value) for name, value in zip(header, fields)}, None)
+
+
+def _cell(value: str) -> Any:
+    """A CSV cell: JSON lists and objects are parsed (columns of messages), all else stays text."""
+    if value[:1] in "[{" and value[-1:] in "]}" and len(value) > 1:
+        try:
+            return orjson.loads(value)
+        except orjson.JSONDecodeError:
+            return value
+    return value
+
+
+def _rows_of_batches(batches, start: int) -> Iterator[Record]:
+    number = start
+    for batch in batches:
+        for row in batch.to_pylist():
+            number += 1
+            yield Record(number, None, row, None)
+
+
+def _read_parquet(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        reader = pq.ParquetFile(source.path)
+        sizes = [reader.metadata.row_group(i).num_rows for i in range(reader.num_row_groups)]
+    except (pa.ArrowException, OSError) as error:
+        blocks.damage = f"not a readable Parquet file ({str(error).splitlines()[0][:200]})"
+        yield Record(1, b"", None, "parse_error")
+        return
+    start = 0
+    for index, size in enumerate(sizes):
+        read = 0
+        try:
+            for batch in reader.iter_batches(batch_size=500, row_groups=[index]):
+                yield from _rows_of_batches([batch], start + read)
+                read += batch.num_rows
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            blocks.damage = f"row group {index} is damaged ({str(error).splitlines()[0][:200]})"
+            for lost in range(start + read, start + size):
+                yield Record(lost + 1, b"", None, "parse_error")
+        start += size
+        blocks.done = int(source.size * start / max(sum(sizes), 1))
+
+
+def _read_arrow(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
+    import pyarrow as pa
+
+    number = 0
+    try:
+        with pa.memory_map(str(source.path)) as memory:
+            try:
+                reader = pa.ipc.open_stream(memory)
+            except pa.ArrowInvalid:
+                memory.seek(0)
+                file = pa.ipc.open_file(memory)
+                reader = (file.get_batch(index) for index in range(file.num_record_batches))
+            for batch in reader:
+                for offset in range(0, batch.num_rows, 500):
+                    piece = batch.slice(offset, 500)
+                    yield from _rows_of_batches([piece], number)
+                    number += piece.num_rows
+                blocks.done = min(source.size, memory.tell())
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        blocks.damage = f"not a readable Arrow file ({str(error).splitlines()[0][:200]})"
+        yield Record(number + 1, b"", None, "parse_error")
+
+
+_READERS = {"jsonl": _read_jsonl, "json": _read_json, "csv": _read_csv, "tsv": _read_csv,
+            "txt": _read_txt, "parquet": _read_parquet, "arrow": _read_arrow}
+
+
+class Reading:
+    """Records of one file. After iteration `damage` is None or says what was wrong with the file;
+    `done` counts the bytes consumed of `source.size`."""
+
+    def __init__(self, source: SourceFile):
+        self.source, self._blocks = source, _Blocks(source)
+
+    def __iter__(self) -> Iterator[Record]:
+        try:
+            yield from _READERS[self.source.format](self.source, self._blocks)
+        finally:
+            self.damage = self._blocks.damage
+
+    damage: str | None = None
+
+    @property
+    def done(self) -> int:
+        return self._blocks.done
+
+
+def head_rows(source: SourceFile, count: int = 64, look: int = 2_000) -> list[dict]:
+    """The first parseable rows of a file (at most `count`, among the first `look` records)."""
+    rows: list[dict] = []
+    for index, record in enumerate(Reading(source)):
+        row = record.row
+        if row is None and record.code is None and record.raw is not None:
+            row, _ = parse_json(record.raw)
+        if row is not None:
+            rows.append(row)
+        if len(rows) >= count or index >= look:
+            break
+    return rows
+
+
+__all__ = ["Reading", "Record", "SourceError", "SourceFile", "canonical_bytes", "find_files", "head_rows", "parse_json"]
