@@ -1,0 +1,144 @@
+"""Reward vectors of the catalogue against stages/verifiers.py and stages/rewards.py."""
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+
+from stages.estimators import apply_truncation
+from stages.rewards import RewardComponent, build_rewards, combine
+from stages.verifiers import (STRICT_ORDER, as_rational, check_constraint, code_reward, constraint_reward, extract, extract_boxed,
+                              extract_hash, extract_last_number, extract_mc_letter, format_reward, math_equal, soft_overlong, view)
+from tests.vectors import Skip
+
+
+def texts(function):
+    return lambda inputs, params, key="answers": {key: [function(t) for t in inputs["texts"]]}
+
+
+def formats(inputs, params):
+    prefilled = params.get("prefilled", "")
+    if "text" in inputs:
+        return {name: format_reward(inputs["text"], name, prefilled=prefilled) for name in ("think_answer", "think_only")}
+    return {name: [format_reward(t, name, prefilled=prefilled) for t in inputs["texts"]] for name in ("think_answer", "think_only")}
+
+
+def overlong(inputs, params):
+    rewards = [soft_overlong(n, params["L_max"], params["L_cache"]) for n in inputs["lengths"]]
+    return {"reward": rewards, "total": [a + r for a, r in zip(inputs.get("accuracy", []), rewards)]}
+
+
+def truncation(inputs, params):
+    policy = params.get("truncation_policy", "penalty")
+    scores = np.array(inputs["rm_score"], float)
+    ended = inputs["ended_with_eos"]
+    if params.get("missing_eos_mode") == "subtract":
+        component = RewardComponent(kind="truncation", missing_eos_penalty=params["missing_eos_penalty"])
+        rows = [{"prompt_row": {}, "completion_text": "", "completion_ids": [], "finish_reason": "eos" if e else "length"} for e in ended]
+        return {"reward": [s + r.total for s, r in zip(scores, build_rewards([component], {}).score(rows))]}
+    rewards, _, _ = apply_truncation(scores, ended, policy, params["missing_eos_penalty"])
+    return {"reward": np.asarray(rewards).tolist(), "truncated_fraction": 1 - sum(ended) / len(ended)}
+
+
+def tulu(inputs, params):
+    rows = [params["reward_if_correct"] * v for v in inputs["verified"]]
+    rewards, _, _ = apply_truncation(np.array(rows, float), inputs["ended_with_eos"], "penalty", -params["non_stop_penalty"])
+    return {"reward": np.asarray(rewards).tolist()}
+
+
+def composite(inputs, params):
+    columns, weights = inputs["components"], params["weights"]
+    n = len(next(iter(columns.values())))
+    return {policy: [combine({k: columns[k][i] for k in columns}, weights, policy) for i in range(n)] for policy in ("skip", "renormalise")}
+
+
+def rlvr(inputs, params):
+    components = [RewardComponent(name="accuracy", kind="verifier", verifier="math", weight=params["weights"]["accuracy"]),
+                  RewardComponent(name="format", kind="format", preset="think_answer", weight=params["weights"]["format"])]
+    rows = [{"prompt_row": {"answer": inputs["gold"]}, "completion_text": t, "completion_ids": [], "finish_reason": "eos"} for t in inputs["texts"]]
+    scored = build_rewards(components, {}).score(rows)
+    return {"total": [s.total for s in scored], "accuracy": [s.parts["accuracy"] for s in scored], "format": [s.parts["format"] for s in scored]}
+
+
+def views(inputs, params):
+    text, missing = inputs["text"], params.get("missing", "full")
+    unclosed = text.split("</think>")[0]
+    return {**{name: view(text, name, missing=missing) for name in ("full", "answer_only", "think_only")},
+            "no_close_tag_answer_only": view(unclosed, "answer_only", missing=missing)}
+
+
+def code_modes(inputs, params):
+    rows = list(zip(inputs["passed"], inputs["total"], inputs["well_formatted"]))
+    return {mode: [code_reward(p, t, mode, well_formatted=w) for p, t, w in rows] for mode in ("all", "fraction")}
+
+
+def code_edge(inputs, params):
+    """The cases of the vector, run for real: a test that hangs, no tests, a program that cannot be imported."""
+    hang = {"program": "import sys\nx = int(input())\nwhile x == 3:\n    pass\nprint(x)",
+            "tests": [{"input": str(i), "expected": str(i), "code": None} for i in range(4)]}
+    broken = {"program": "import no_such_module_anywhere", "tests": [{"input": "", "expected": "", "code": None}] * 2}
+    cases = {"timeout on one of 4 tests": hang, "no tests": {"program": "pass", "tests": []}, "import error": broken}
+    rows = [{"prompt_row": {"tests": cases[c]["tests"]}, "completion_text": f"```python\n{cases[c]['program']}\n```", "completion_ids": [],
+             "finish_reason": "eos"} for c in inputs["cases"]]
+    return {mode: [s.parts["code"] for s in build_rewards([RewardComponent(kind="code", mode=mode, timeout_s=1.0)], {}).score(rows)]
+            for mode in ("all", "fraction")}
+
+
+def constraints(inputs, params):
+    return {"passes": [check_constraint(name, kwargs, text) for name, kwargs, text in inputs["cases"]]}
+
+
+def score_rules(inputs, params):
+    """Through the model component itself, with the raw scores in place of a network's."""
+    class Scorer:
+        def score_ids(self, rows):
+            return [float(row[0]) for row in rows]
+
+    component = RewardComponent(kind="model", no_eos_reward=params["no_eos_reward"], empty_reward=params["empty_reward"])
+    from stages.rewards import Rewards
+
+    rows = [{"prompt_row": {}, "prompt_ids": [raw], "completion_text": "" if empty else "x", "completion_ids": [],
+             "finish_reason": "eos" if eos else "length"} for raw, eos, empty in zip(inputs["raw"], inputs["has_eos"], inputs["empty"])]
+    return {"final": [s.total for s in Rewards([component], {"model": Scorer()}, None).score(rows)]}
+
+
+def gold_checksum(inputs, params):
+    from pathlib import Path
+
+    for path in (p for root in (Path.cwd(), *Path(__file__).resolve().parents) for p in root.glob("shared/data/**/*gsm8k*test*.jsonl")):
+        golds = [extract_hash(json.loads(line)["answer"]) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        values = [as_rational(g) for g in golds if g is not None]
+        values = [v for v in values if v is not None]
+        return {"n": len(golds), "n_parsed": len(values), "sum_of_golds": float(sum(values)), "n_negative": sum(v < 0 for v in values),
+                "n_non_integer": sum(v.denominator != 1 for v in values)}
+    raise Skip("the GSM8K test file (shared/data/**/*gsm8k*test*.jsonl)")
+
+
+ADAPTERS = {
+    "extract_boxed": texts(extract_boxed),
+    "extract_gsm8k": texts(extract_hash),
+    "extract_flexible": texts(lambda t: extract(t, STRICT_ORDER) or extract_last_number(t)),
+    "extract_mc_letter": lambda i, p: {"letters": [extract_mc_letter(t) for t in i["texts"]]},
+    "math_equivalence": lambda i, p: {"equal": [math_equal(a, b, rel_tol=p.get("rel_tol", 0.0)) for a, b in i["pairs"]]},
+    "gsm8k_gold_checksum": gold_checksum,
+    "format_reward": formats,
+    "format_reward_prefilled": formats,
+    "soft_overlong": overlong,
+    "soft_overlong_no_cache": overlong,
+    "soft_overlong_combined": overlong,
+    "eos_gate": truncation,
+    "eos_subtract": truncation,
+    "eos_gate_tulu": tulu,
+    "composite_missing": composite,
+    "rlvr_accuracy_plus_format": rlvr,
+    "reward_view": views,
+    "reward_view_missing_tags": views,
+    "code_reward_modes": code_modes,
+    "code_reward_bad_format": code_modes,
+    "code_reward_edge": code_edge,
+    "orm_threshold": lambda i, p: {"reward": code_reward(i["tests_passed"], i["tests"], "threshold", threshold=p["pass_rate_threshold"])},
+    "if_constraint_reward": lambda i, p: {m: [constraint_reward(s, m) for s in i["satisfied"]] for m in ("all", "fraction")},
+    "ifeval_checkers": constraints,
+    "rm.score_rules/truncation": score_rules,
+}
