@@ -360,6 +360,15 @@ def entropy(logits, mask=None):
     return out if mask is None else masked(out, mask)
 
 
+def total_loss(policy, *, kl=0.0, kl_coef: float = 0.0, value=0.0, vf_coef: float = 0.0, entropy=0.0, entropy_coef: float = 0.0,
+               ptx=0.0, ptx_coef: float = 0.0):
+    """policy + kl_coef KL + vf_coef value + ptx_coef NLL - entropy_coef H, all losses to minimise (PPO-FULL, PPO-PTX).
+
+    The entropy is a bonus: plus in an objective, minus here.
+    """
+    return policy + kl_coef * kl + vf_coef * value + ptx_coef * ptx - entropy_coef * entropy
+
+
 def value_loss(values_BT, targets_BT, mask_BT, old_values_BT=None, cliprange_value: float | None = None, half: bool = False):
     """(V - target)^2 per token [B, T]; with a clip range the maximum of clipped and unclipped error (CRITIC-LOSS, VALUE-CLIP)."""
     mask = mask_BT.bool()

@@ -365,13 +365,13 @@ def descend(i, p):
     """Plain gradient descent on the two logits of one always-preferred pair, uniform reference."""
     out = []
     for beta in p["betas"]:
-        theta, row, last = torch.tensor([i["init_h"], 0.0], dtype=torch.float64), [], max(p["steps"])
-        for step in range(1, last + 1):
-            # h = theta_0 - theta_1 and the loss depends on it alone: d loss/d theta_0 = -beta sigma(-beta h)
-            g = oracles.dpo_gradient(theta[0] - theta[1], beta)
-            theta = theta - i["lr"] * torch.stack([g, -g])
+        theta, row = [float(i["init_h"]), 0.0], []
+        for step in range(1, max(p["steps"]) + 1):
+            # the loss depends on h = theta_0 - theta_1 alone, so its gradient is (g, -g)
+            g = float(oracles.dpo_gradient(theta[0] - theta[1], beta))
+            theta = [theta[0] - i["lr"] * g, theta[1] + i["lr"] * g]
             if step in p["steps"]:
-                row.append(float(theta[0] - theta[1]))
+                row.append(theta[0] - theta[1])
         out.append(row)
     return {"h": out}
 

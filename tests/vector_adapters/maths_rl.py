@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from itertools import product
 
 import numpy as np
@@ -103,15 +104,20 @@ def total_variance(i, p):
     return {"grad_logits": oracles.softmax_policy_gradient(pi, r), "total_variance": out}
 
 
+@lru_cache(maxsize=64)
+def all_groups(reward, k, mode):
+    """(groups of k actions, their advantages) over the whole action set."""
+    groups = list(product(range(len(reward)), repeat=k))
+    advantages = [estimators.group_advantage(np.asarray(reward)[list(g)], ["q"] * k, mode)[0] for g in groups]
+    return np.array(groups), np.array(advantages)
+
+
 def expected_group_gradient(pi, reward, k, mode):
     """Exact expectation of the REINFORCE gradient over all groups of k actions, with group advantages of `mode`."""
-    pi, reward = arr(pi), arr(reward)
-    total = np.zeros(len(pi))
-    for group in product(range(len(pi)), repeat=k):
-        adv, _ = estimators.group_advantage(reward[list(group)], ["q"] * k, mode)
-        gradient = sum(a * ((np.arange(len(pi)) == action) - pi) for a, action in zip(adv, group)) / k
-        total += np.prod(pi[list(group)]) * gradient
-    return total
+    pi = arr(pi)
+    groups, adv = all_groups(tuple(float(r) for r in reward), k, mode)
+    score = np.eye(len(pi))[groups] - pi
+    return (pi[groups].prod(1)[:, None] * (adv[:, :, None] * score).mean(1)).sum(0)
 
 
 def inbatch_bias(i, p):
@@ -293,7 +299,7 @@ def rollout_loop(i, p):
             "advantage_var": picked.var(), "advantages": adv, "policy_loss_at_ratio_1": run(i["logp_old"], mode)[0],
             "policy_loss_at_ratio_1_token_mean": run(i["logp_old"], "token-mean")[0], "policy_loss": policy_,
             "policy_loss_token_mean": run(i["logp_new"], "token-mean")[0], "value_loss": value, "grad_logp_new": g,
-            "total_loss": policy_ + p["vf_coef"] * value - p["entropy_coef"] * p["entropy_value"]}
+            "total_loss": losses.total_loss(policy_, value=value, vf_coef=p["vf_coef"], entropy=p["entropy_value"], entropy_coef=p["entropy_coef"])}
 
 
 def early_stop(i, p):
@@ -335,6 +341,15 @@ def tis(i, p):
         out["loss"] = losses.aggregate_mean(per, mask, p["loss_agg_mode"])
         (out["grad_logp_new"],) = grads(out["loss"], logp)
     return out
+
+
+def objective_scalars(i, p):
+    """Scalars given as objectives and coefficients."""
+    clip = i.get("objective_clip", i.get("clip_objective"))
+    h = i["entropy"] if "entropy" in i else losses.entropy(T(i["pi_new"]).log())
+    loss = losses.total_loss(-clip, kl=i.get("kl", 0.0), kl_coef=p.get("beta", 0.0), value=i.get("value_loss", 0.0), vf_coef=p.get("vf_coef", 0.0),
+                             entropy=h, entropy_coef=p["entropy_coef"])
+    return {"loss": loss, "objective": -loss, "entropy": h}
 
 
 # --- critic, KL, entropy ---------------------------------------------------------------------------------------
@@ -544,11 +559,11 @@ def kl_units(i, p):
 
 def ptx(i, p):
     if "ptx_nll" in i:
-        return {"loss": i["policy_loss"] + p["ptx_coef"] * i["ptx_nll"]}
+        return {"loss": losses.total_loss(i["policy_loss"], ptx=i["ptx_nll"], ptx_coef=p["ptx_coef"])}
     logp, mask = T(i["logp_pretrain"], True), M(i["mask"])
     nll = losses.token_nll(logp)
     mean = losses.aggregate_mean(nll, mask, "token-mean")
-    loss = i["policy_loss"] + p["ptx_coef"] * mean
+    loss = losses.total_loss(i["policy_loss"], ptx=mean, ptx_coef=p["ptx_coef"])
     (g,) = grads(loss, logp)
     return {"ptx_nll_token_mean": mean, "ptx_nll_seq_mean_token_sum": losses.aggregate_mean(nll, mask, "seq-mean-token-sum"),
             "loss_token_mean": loss, "grad_logp_pretrain_token_mean": g}
@@ -819,6 +834,7 @@ ADAPTERS = {
     "cispo_loss": cispo, "ppo_sequence_level": ppo_sequence, "grpo_objective_ratios": ratio_inputs, "ppo_log_ratio_clamp": clamp_cases,
     "one_step_stopgrad_ratio": one_step, "ppo_rollout_loop": rollout_loop, "ppo_kl_early_stop": early_stop, "clip_fraction_two_definitions": clip_fractions,
     "ppo_kl_penalty": klpen, "ppo_clip_plus_kl": klpen, "ppo_full_objective": klpen, "ppo_ptx_total": ptx, "ppo_ptx_nll": ptx,
+    "grpo_sequence_form_entropy_sign": objective_scalars, "ppo_unified_scalar": objective_scalars,
     "kl_ctrl_ppo": controller, "kl_ctrl_ziegler": controller, "kl_ctrl_ppo_sequence": controller, "kl_units": kl_units,
     "ppo_terminal_reward_gae": kl_reward, "kl_reward_tokens": kl_reward, "kl_reward_modes": kl_reward, "kl_reward_two_samples": kl_reward,
     "kl_reward_sequence_ref": kl_reward, "kl_in_reward_gradient": kl_in_reward, "kl_k3_in_reward_is_biased": kl_in_reward,

@@ -9,7 +9,8 @@ import torch
 
 from stages import direct_losses as direct
 from stages import estimators, losses, masks, selection, statistics
-from stages.evaluation import overopt, preference, sampling
+from stages.evaluation import overopt, preference
+from stages.ingestion import pairing
 
 MODES = losses.LOSS_AGG_MODES
 
@@ -193,6 +194,15 @@ def rm_margin(i, p):
     w, l = T(d), T(i.get("r_rejected", 0.0))
     margins = i.get("margins", i.get("margin"))
     return {"loss": losses.bradley_terry_loss(w, l, margin=T(margins))}
+
+
+def likert_map(i, p):
+    eight = [pairing.likert(v, 8) for v in i.get("likert8", [])]
+    five = [pairing.likert(v, 5) for v in i.get("likert5", [])]
+    return {"preferred8": [w for w, _, _ in eight], "level8": [n for _, n, _ in eight],
+            "margin8_small": [pairing.margin("llama2_small", strength=n) for _, n, _ in eight],
+            "margin8_large": [pairing.margin("llama2_large", strength=n) for _, n, _ in eight],
+            "preferred5": [w for w, _, _ in five], "level5": [n for _, n, _ in five]}
 
 
 def pair_list(ranks):
@@ -470,7 +480,7 @@ ADAPTERS = {
     "kd_full_vocab": kd_probs, "kd_top_k": kd_probs, "context_distill_kl": kd_probs,
     "rm.head/linear": rm_linear, "rm.head/last_token_padding": rm_head,
     "rm.bt/margins": rm_bt, "rm.bt/shift_invariance": rm_bt, "rm.bt/extreme": rm_bt, "rm.bt/centering": rm_bt,
-    "rm.margin/diff_1.5": rm_margin, "margin_loss_values": rm_margin,
+    "rm.margin/diff_1.5": rm_margin, "rm.margin/likert_map": likert_map, "margin_loss_values": rm_margin,
     **{f"rm.kwise_pairs/{n}": kwise for n in ("k4", "two_prompts", "misordered", "ties", "k3")},
     "rm.plackett_luce/k3": plackett_luce, "rm.plackett_luce/k2_is_bt": plackett_luce,
     "rm.soft_label/cai": rm_soft, "ai_label_rm_soft_ce": rm_soft, "rm.soft_label/position_debias": position_debias,

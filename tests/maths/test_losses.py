@@ -1,0 +1,249 @@
+"""Losses: sums and counts do not depend on micro-batching, padding is inert, gradients equal independent formulas."""
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from stages import direct_losses, losses
+from stages.algorithms import DIRECT_METHODS, RL_PRESETS, resolve
+
+F64 = torch.float64
+
+
+def batch(seed, B=7, T=9):
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, T + 1, (B,), generator=g)
+    lengths[0], lengths[1] = 0, T
+    mask = (torch.arange(T) < lengths.unsqueeze(1)).long()
+    mask[2, : T // 2] = 0  # a hole, as tool tokens leave it
+    x = {k: torch.randn(B, T, generator=g, dtype=F64) * 0.3 - 1 for k in ("logp", "old", "ref")}
+    return x, mask, torch.randn(B, generator=g, dtype=F64)
+
+
+def grpo_like(preset):
+    row = RL_PRESETS[preset]
+
+    def loss(logp, x, adv, mask):
+        per, _ = losses.policy_loss(logp, x["old"], adv, mask, epsilon=row.epsilon, epsilon_high=row.epsilon_high,
+                                    ratio_level=row.ratio_level, surrogate=row.surrogate)
+        if row.kl_loss_coef:
+            per = per + row.kl_loss_coef * losses.kl_estimate(logp, x["ref"], row.kl_loss_estimator, mask)
+        return per
+    return loss, row.aggregation
+
+
+CASES = {"nll": (lambda logp, x, adv, mask: losses.token_nll(logp), None),
+         "value": (lambda logp, x, adv, mask: losses.value_loss(logp, x["ref"], mask, x["old"], 0.2), "token-mean"),
+         **{name: grpo_like(name) for name in RL_PRESETS}}
+
+
+@pytest.mark.parametrize("mode", losses.LOSS_AGG_MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_step_is_invariant_to_microbatching(name, mode):
+    """Splits, order and simulated ranks give the same gradient to 1e-12 when the step divides once."""
+    fn, _ = CASES[name]
+    x, mask, adv = batch(3)
+    B = len(adv)
+    rng = np.random.default_rng(0)
+
+    def run(parts):
+        logp = x["logp"].clone().requires_grad_()
+        count = 0
+        for part in parts:
+            i = torch.tensor(part)
+            per = fn(logp[i], {k: v[i] for k, v in x.items()}, adv[i], mask[i])
+            total, counts = losses.aggregate(per, mask[i], mode, 9.0)
+            total.backward()
+            count += counts[losses.denominator_of(mode)]
+        return logp.grad / count, count
+
+    whole, count = run([list(range(B))])
+    shuffled = rng.permutation(B).tolist()
+    for parts in ([[i] for i in range(B)], [shuffled[:3], shuffled[3:4], shuffled[4:]], [list(range(B))[::-1]], [[0, 2, 4, 6], [1, 3, 5]]):
+        other, n = run(parts)
+        assert n == count
+        assert torch.allclose(other, whole, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_padding_content_changes_nothing(name):
+    fn, mode = CASES[name]
+    x, mask, adv = batch(5)
+    results = []
+    for fill in (0.0, 7.0, math.nan, math.inf, -math.inf):
+        padded = {k: torch.where(mask.bool(), v, torch.tensor(fill, dtype=F64)) for k, v in x.items()}
+        logp = padded["logp"].clone().requires_grad_()
+        total, _ = losses.aggregate(fn(logp, padded, adv, mask), mask, mode or "token-mean", 9.0)
+        total.backward()
+        assert torch.equal(logp.grad[~mask.bool()], torch.zeros_like(logp.grad[~mask.bool()]))
+        results.append((total.detach(), logp.grad))
+    for total, grad in results[1:]:
+        assert torch.equal(total, results[0][0]) and torch.equal(grad, results[0][1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_extra_padding_columns_change_nothing(name):
+    fn, mode = CASES[name]
+    x, mask, adv = batch(6)
+    wide = {k: torch.cat([v, torch.full((len(v), 3), math.nan, dtype=F64)], 1) for k, v in x.items()}
+    wide_mask = torch.cat([mask, torch.zeros(len(mask), 3, dtype=mask.dtype)], 1)
+    a, _ = losses.aggregate(fn(x["logp"], x, adv, mask), mask, mode or "token-mean", 9.0)
+    b, _ = losses.aggregate(fn(wide["logp"], wide, adv, wide_mask), wide_mask, mode or "token-mean", 9.0)
+    assert torch.equal(a, b)
+
+
+def test_length_weighting_of_each_normaliser():
+    """Gradient per token of two responses of length 10 and 1000 with equal advantage (users.md A3)."""
+    mask = torch.zeros(2, 1000)
+    mask[0, :10], mask[1] = 1, 1
+    expected = {"token-mean": (1 / 1010, 1 / 1010), "seq-mean-token-sum": (1 / 2, 1 / 2), "seq-mean-token-mean": (1 / 20, 1 / 2000),
+                "seq-mean-token-sum-norm": (1 / 2000, 1 / 2000)}
+    for mode, (short, long) in expected.items():
+        logp = torch.zeros(2, 1000, dtype=F64, requires_grad=True)
+        losses.aggregate_mean(losses.token_nll(logp), mask, mode, 1000.0).backward()
+        assert logp.grad[0, 0].item() == pytest.approx(-short, abs=1e-15)
+        assert logp.grad[1, 0].item() == pytest.approx(-long, abs=1e-15)
+
+
+def test_empty_batch_gives_zero_connected_to_the_graph():
+    logp = torch.randn(2, 3, dtype=F64, requires_grad=True)
+    per, _ = losses.policy_loss(logp, logp.detach(), torch.ones(2, dtype=F64), torch.zeros(2, 3))
+    loss = losses.aggregate_mean(per, torch.zeros(2, 3), "token-mean")
+    loss.backward()
+    assert loss.item() == 0.0 and torch.equal(logp.grad, torch.zeros_like(logp))
+
+
+def test_sample_weights_divide_by_their_sum():
+    x, mask, _ = batch(1)
+    w = torch.rand(len(mask), dtype=F64)
+    total, counts = losses.aggregate(x["logp"], mask, "token-mean", weights_B=w)
+    direct = sum(w[i] * x["logp"][i, t] for i in range(len(mask)) for t in range(mask.shape[1]) if mask[i, t])
+    assert total.item() == pytest.approx(direct.item(), abs=1e-12)
+    assert counts["tokens"] == pytest.approx(float((w * mask.sum(1)).sum()))
+    ones, plain = losses.aggregate(x["logp"], mask, "token-mean", weights_B=torch.ones(len(mask)))
+    assert ones.item() == pytest.approx(losses.aggregate(x["logp"], mask, "token-mean")[0].item()) and plain == losses.count_targets(mask)
+
+
+# --- gradients against independent formulas ------------------------------------------------------
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-np.asarray(x)))
+
+
+def test_bradley_terry_gradients_and_options():
+    g = np.random.default_rng(1)
+    w, l, m, p = g.normal(size=6), g.normal(size=6), g.uniform(0, 1, 6), g.uniform(0, 1, 6)
+    tw, tl = torch.tensor(w, requires_grad=True), torch.tensor(l, requires_grad=True)
+    losses.bradley_terry_loss(tw, tl, margin=torch.tensor(m), center_rewards_coefficient=0.01).sum().backward()
+    assert np.allclose(tw.grad, -sigmoid(-(w - l - m)) + 0.02 * (w + l))
+    assert np.allclose(tl.grad, sigmoid(-(w - l - m)) + 0.02 * (w + l))
+    tw.grad = None
+    losses.bradley_terry_loss(tw, tl, label_prob=torch.tensor(p), label_smoothing=0.1).sum().backward()
+    q = p * 0.9 + (1 - p) * 0.1
+    assert np.allclose(tw.grad, sigmoid(w - l) - q)
+
+
+def test_margin_tightens():
+    w, l = torch.tensor([1.0]), torch.tensor([0.0])
+    assert losses.bradley_terry_loss(w, l, margin=torch.tensor([0.5])) > losses.bradley_terry_loss(w, l)
+
+
+def test_dpo_gradient_weights_and_ln2_at_the_reference():
+    v = [torch.randn(5, dtype=F64, requires_grad=True) for _ in range(2)] + [torch.randn(5, dtype=F64) for _ in range(2)]
+    losses.dpo_loss(*v, beta=0.3).sum().backward()
+    u = 0.3 * ((v[0] - v[2]) - (v[1] - v[3])).detach().numpy()
+    assert np.allclose(v[0].grad, -0.3 * sigmoid(-u)) and np.allclose(v[1].grad, 0.3 * sigmoid(-u))
+    same = losses.dpo_loss(v[0], v[1], v[0], v[1], beta=0.7)
+    assert torch.equal(same, torch.full_like(same, math.log(2)))
+
+
+@pytest.mark.parametrize("name", DIRECT_METHODS)
+def test_direct_losses_match_finite_differences(name):
+    row = DIRECT_METHODS[name]
+    fn = resolve(row.loss)
+    g = torch.Generator().manual_seed(4)
+    args = [-torch.rand(4, generator=g, dtype=F64) * 2 - 0.1 for _ in range(4)]
+    refs = args[2:] if row.needs_reference else [None, None]
+    extra = dict(row.options) | ({"label_prob": torch.full((4,), 0.7, dtype=F64)} if "label_prob" in row.columns else {})
+    pc, pr = (a.clone().requires_grad_() for a in args[:2])
+    fn(pc, pr, *refs, beta=row.default_beta, **extra).sum().backward()
+    eps = 1e-6
+    for leaf, k in ((pc, 0), (pr, 1)):
+        moved = []
+        for sign in (1, -1):
+            shifted = [a.clone() for a in args[:2]]
+            shifted[k] += sign * eps
+            moved.append(fn(*shifted, *refs, beta=row.default_beta, **extra))
+        assert torch.allclose((moved[0] - moved[1]) / (2 * eps), leaf.grad, rtol=1e-5, atol=1e-6), name
+
+
+def test_every_option_of_the_direct_losses_matters():
+    """A field that is silently ignored (users.md A5) would leave the loss unchanged."""
+    g = torch.Generator().manual_seed(9)
+    args = [-torch.rand(4, generator=g, dtype=F64) - 0.2 for _ in range(4)]
+    for name, row in DIRECT_METHODS.items():
+        fn, refs = resolve(row.loss), args[2:] if row.needs_reference else [None, None]
+        base = fn(*args[:2], *refs, beta=row.default_beta, **row.options)
+        assert not torch.equal(base, fn(*args[:2], *refs, beta=row.default_beta * 2, **row.options)), f"{name}: beta"
+        for option, value in row.options.items():
+            changed = {**row.options, option: (not value) if isinstance(value, bool) else value / 2 + 0.03}
+            assert not torch.equal(base, fn(*args[:2], *refs, beta=row.default_beta, **changed)), f"{name}: {option}"
+
+
+def test_relations_between_direct_losses():
+    g = torch.Generator().manual_seed(2)
+    a = [torch.randn(6, generator=g, dtype=F64) for _ in range(4)]
+    dpo = losses.dpo_loss(*a, beta=0.4)
+    h = (a[0] - a[2]) - (a[1] - a[3])
+    zero = torch.zeros(6, dtype=F64)
+    assert torch.allclose(dpo, losses.dpo_loss(*a, beta=0.4, label_prob=1.0, label_smoothing=0.0))
+    assert torch.allclose(dpo, losses.plackett_luce_loss(torch.stack([0.4 * (a[0] - a[2]), 0.4 * (a[1] - a[3])], -1)))
+    assert torch.allclose(dpo, direct_losses.odpo_loss(*a, beta=0.4, offset=0.0))
+    assert torch.allclose(direct_losses.reference_free_loss(a[0], a[1], beta=0.4), losses.dpo_loss(a[0], a[1], zero, zero, beta=0.4))
+    m = -a[0].abs(), -a[1].abs()
+    assert torch.allclose(direct_losses.alphapo_loss(*m, alpha=1e-7), direct_losses.simpo_loss(*m))
+    assert torch.allclose(direct_losses.apo_zero_loss(zero, zero, zero, zero), torch.ones(6, dtype=F64))
+    assert torch.allclose(direct_losses.ipo_loss(zero, zero, zero, zero, beta=0.2), torch.full((6,), 1 / (4 * 0.04), dtype=F64))
+    gap = h * 0.4
+    assert torch.allclose(direct_losses.rpo_loss(*a, beta=0.4, score_gap=gap, eta=1.0), zero, atol=1e-12)
+    assert torch.allclose(direct_losses.kto_loss(zero, 0.0, torch.tensor([True, False] * 3), desirable_weight=1.0, undesirable_weight=2.0),
+                          torch.tensor([0.5, 1.0] * 3, dtype=F64))
+
+
+def test_doubling_a_response_doubles_dpo_margins_and_leaves_mean_methods_alone():
+    one, two = torch.full((1, 4), -0.7, dtype=F64), torch.full((1, 8), -0.7, dtype=F64)
+    ones = torch.ones_like
+    S = [losses.sequence_logps(x, ones(x), "sum") for x in (one, two)]
+    mean = [losses.sequence_logps(x, ones(x), "mean") for x in (one, two)]
+    assert torch.allclose(S[1], 2 * S[0]) and torch.allclose(mean[1], mean[0])
+
+
+def test_orpo_is_finite_near_certainty():
+    for value in (-1e-8, -1e-4, -50.0):
+        m = torch.tensor([value], dtype=F64, requires_grad=True)
+        loss = direct_losses.orpo_loss(m, torch.tensor([-1.0], dtype=F64))
+        loss.backward()
+        assert torch.isfinite(loss) and torch.isfinite(m.grad)
+
+
+def test_numerics_at_the_extremes():
+    big = torch.tensor([1e4, -1e4], dtype=torch.float32)
+    assert torch.isfinite(losses.bradley_terry_loss(big, torch.zeros(2))).all()
+    logp = torch.tensor([[-1e4, 0.0]], requires_grad=True)
+    per, _ = losses.policy_loss(logp, torch.zeros(1, 2), torch.tensor([1.0]), torch.ones(1, 2))
+    per.sum().backward()
+    assert torch.isfinite(per).all() and torch.isfinite(logp.grad).all()
+    x = torch.tensor([-1e-12, -0.5, -100.0], dtype=F64)
+    assert torch.allclose(losses.log1mexp(x), torch.tensor([math.log(1e-12), math.log(1 - math.exp(-0.5)), -math.exp(-100)], dtype=F64), rtol=1e-6)
+
+
+def test_impossible_settings_say_what_to_write():
+    x = torch.zeros(1, 1)
+    for call, word in ((lambda: losses.aggregate(x, x, "mean"), "token-mean"), (lambda: losses.aggregate(x, x, "seq-mean-token-sum-norm"), "loss_scale_factor"),
+                       (lambda: losses.policy_loss(x, x, x, x, surrogate="ppo"), "clip"), (lambda: losses.policy_loss(x, x, x, x, epsilon=0.0), "surrogate='none'"),
+                       (lambda: losses.kl_estimate(x, x, "k4", x), "k3"), (lambda: losses.dpo_loss(x, x, x, x, beta=0.0), "0.1"),
+                       (lambda: losses.bradley_terry_loss(x, x, label_smoothing=0.6), "label_smoothing"),
+                       (lambda: losses.value_loss(x, x, x, cliprange_value=0.2), "old_values_BT")):
+        with pytest.raises(ValueError, match=word):
+            call()
