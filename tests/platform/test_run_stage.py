@@ -1,0 +1,228 @@
+"""The body of every stage task: cache, failure, cancellation, publishing."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from stages.spec import PROJECT_ROOT, ConfigError
+from storage import leases, records, registry, store
+from storage.files import read_json
+from tasks.run import Cancelled, StageError, prepare, run_stage
+
+TOY = "tests.toy_stage"
+
+
+def events(into, stop=None):
+    def listen(event):
+        into.append(event["event"])
+        if stop:
+            stop(event)
+
+    return listen
+
+
+def test_second_run_is_cached_and_outputs_are_checked(state_dir):
+    seen = []
+    first = run_stage(TOY, {}, {"steps": 6}, on_event=events(seen))
+    assert not first.cached and "started" in seen and first.perf["seconds"] > 0 and first.perf["peak_memory_mib"] > 1
+    assert first.perf["tokens_per_second"] == 3.5 and first.metrics["position"] and first.seconds == first.perf["seconds"]
+    seen.clear()
+    again = run_stage(TOY, {}, {"steps": 6}, name_as="other", on_event=events(seen))
+    assert again.cached and "started" not in seen and again.key == first.key
+    assert store.resolve("dataset:other@latest").digest == store.resolve(first.outputs["data"]).digest
+    assert registry.lookup("other").versions[1]["digest"] == registry.lookup("toy").versions[1]["digest"]
+    os.utime(Path(first.paths["model"]) / "weights.bin")  # touched but unchanged: still good
+    assert run_stage(TOY, {}, {"steps": 6}).cached
+    weights = Path(first.paths["model"]) / "weights.bin"
+    good = weights.read_bytes()
+    weights.write_bytes(b"damaged")
+    assert records.problems(records.read(first.key))
+    repaired = run_stage(TOY, {}, {"steps": 6})
+    assert not repaired.cached and repaired.outputs == first.outputs and weights.read_bytes() == good
+    shutil.rmtree(first.paths["data"])
+    shutil.rmtree(state_dir / "datasets" / "other")
+    assert not run_stage(TOY, {}, {"steps": 6}).cached
+    assert run_stage(TOY, {}, {"steps": 6, "sleep": 0.001}).cached  # speed is not identity
+    forced = run_stage(TOY, {}, {"steps": 6}, force=True)
+    assert not forced.cached and forced.outputs == first.outputs
+    assert not run_stage(TOY, {}, {"steps": 6}, seed=1).cached
+
+
+def test_failure_carries_the_stage_own_words(state_dir):
+    with pytest.raises(StageError) as caught:
+        run_stage(TOY, {}, {"steps": 9, "fail_at": 7})
+    assert caught.value.message == "asked to fail at step 7" and caught.value.kind == "RuntimeError"
+    assert "toy_stage.py" in str(caught.value) and "stage.log" in str(caught.value)
+    assert records.read(caught.value.key) is None
+    import pickle
+
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_bad_inputs_and_settings_are_refused_before_anything_starts(state_dir, tmp_path):
+    with pytest.raises(ConfigError, match="did you mean 'steps'"):
+        run_stage(TOY, {}, {"step": 3})
+    with pytest.raises(ConfigError, match="has no input"):
+        run_stage(TOY, {"datta": "x"})
+    with pytest.raises(store.StoreError, match="input model of stage toy"):
+        run_stage(TOY, {"model": str(tmp_path / "nowhere")})
+    with pytest.raises(ConfigError, match="there is no stage"):
+        run_stage("stf")
+    assert not list((state_dir / "work").glob("*")) if (state_dir / "work").exists() else True
+
+
+def test_key_depends_on_input_content_not_on_its_place(state_dir, tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("same")
+    keys = {prepare(TOY, {"text": str(tmp_path / n)}).key for n in ("a.txt", "b.txt")}
+    (tmp_path / "b.txt").write_text("other")
+    assert len(keys) == 1 and prepare(TOY, {"text": str(tmp_path / "b.txt")}).key not in keys
+
+
+def test_a_failing_listener_does_not_fail_the_stage(state_dir, capsys):
+    def broken(event):
+        raise RuntimeError("the log server is away")
+
+    assert run_stage(TOY, {}, {"steps": 2}, on_event=broken).metrics
+    assert capsys.readouterr().err.count("the log server is away") == 1
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Cancelled])
+def test_cancel_takes_the_whole_tree_down(state_dir, kind):
+    pids = []
+
+    def stop(event):
+        if event["event"] == "started":
+            pids.append(event["pid"])
+        if event["event"] == "metric":
+            pids.extend(p.pid for p in psutil.Process(pids[0]).children(recursive=True))
+            raise kind("cancelled from outside")
+
+    started = time.monotonic()
+    with pytest.raises(kind):
+        run_stage(TOY, {}, {"steps": 5000, "sleep": 0.05}, on_event=stop)
+    assert not any(psutil.pid_exists(p) for p in pids) and time.monotonic() - started < 240
+    assert leases.holder(next((state_dir / "leases").glob("stage-*.json"), state_dir / "none")) is None
+
+
+def test_sigterm_to_the_parent_ends_the_child(state_dir):
+    code = f"from tasks.run import run_stage; run_stage({TOY!r}, {{}}, {{'steps': 5000, 'sleep': 0.05}}, on_event=lambda e: e['event'] == 'started' and print(e['pid'], flush=True))"
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=PROJECT_ROOT, stdout=subprocess.PIPE, text=True, stderr=subprocess.PIPE)
+    child = int(parent.stdout.readline())
+    parent.send_signal(signal.SIGTERM)
+    _, err = parent.communicate(timeout=120)
+    assert parent.returncode != 0 and "Cancelled" in err and not psutil.pid_exists(child)
+
+
+def test_second_copy_waits_or_is_refused(state_dir):
+    code = f"from tasks.run import run_stage; run_stage({TOY!r}, {{}}, {{'steps': 60, 'sleep': 0.05}}, on_event=lambda e: print(e['event'], flush=True))"
+    other = subprocess.Popen([sys.executable, "-c", code], cwd=PROJECT_ROOT, stdout=subprocess.PIPE, text=True)
+    while other.stdout.readline() != "started\n":
+        assert other.poll() is None
+    with pytest.raises(leases.LeaseBusy, match=f"process {other.pid}"):
+        run_stage(TOY, {}, {"steps": 60}, wait=False)
+    seen = []
+    result = run_stage(TOY, {}, {"steps": 60}, on_event=events(seen))
+    assert result.cached and "waiting" in seen and "started" not in seen
+    other.communicate(timeout=60)
+    assert other.returncode == 0
+
+
+def test_crash_between_publish_and_record_needs_no_second_run(state_dir, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def die(*_):
+        raise Killed
+
+    real = records.write
+    monkeypatch.setattr(records, "write", die)
+    with pytest.raises(Killed):
+        run_stage(TOY, {}, {"steps": 4})
+    monkeypatch.setattr(records, "write", real)
+    real_publish = store.publish_model
+    shutil.rmtree(state_dir / "leases")
+    seen = []
+    result = run_stage(TOY, {}, {"steps": 4}, on_event=events(seen))
+    assert "started" not in seen and not result.cached and records.find(result.key)
+    monkeypatch.setattr(store, "publish_model", lambda *a: die())
+    with pytest.raises(Killed):
+        run_stage(TOY, {}, {"steps": 5})
+    monkeypatch.setattr(store, "publish_model", real_publish)
+    seen.clear()
+    result = run_stage(TOY, {}, {"steps": 5}, on_event=events(seen))
+    assert "started" not in seen and records.find(result.key)
+
+
+def test_gpu_slot_is_taken_only_by_gpu_stages(state_dir, monkeypatch):
+    import dataclasses
+
+    import tests.toy_stage as toy
+    from tasks.run import _devices
+
+    monkeypatch.setenv("POSTTRAIN_GPU_SLOTS", "1")
+    slots, device, env = _devices(toy.SPEC, 1, True, lambda e: None)
+    assert slots == [] and device == "cpu" and env == {"CUDA_VISIBLE_DEVICES": ""}
+    slots, device, env = _devices(dataclasses.replace(toy.SPEC, gpu=True), 1, True, lambda e: None)
+    assert len(slots) == 1 and device == "cpu"
+    with pytest.raises(leases.LeaseBusy):
+        _devices(dataclasses.replace(toy.SPEC, gpu=True), 1, False, lambda e: None)
+    slots[0].release()
+    monkeypatch.setenv("POSTTRAIN_GPU_SLOTS", "many")
+    with pytest.raises(ConfigError, match="write the number"):
+        _devices(dataclasses.replace(toy.SPEC, gpu=True), 1, False, lambda e: None)
+
+
+def test_run_record_lists_its_stages(state_dir):
+    from tasks.run import finish_flow, start_flow
+
+    run = start_flow("demo", {"x": 1})
+    run_stage(TOY, {}, {"steps": 3}, flow_run=run.as_flow_run("first"))
+    second = run_stage(TOY, {}, {"steps": 3}, flow_run=run.as_flow_run("second"))
+    finish_flow(run.run_id, "FINISHED")
+    back = records.get_run(run.run_id[:-2])
+    assert back.status == "FINISHED" and list(back.stages()) == ["first", "second"]
+    assert back.stages()["second"]["cached"] and back.stages()["second"]["key"] == second.key
+    assert records.get_run("latest").run_id == run.run_id
+    data = read_json(start_flow("demo", {}).path)
+    data["owner"]["start"] = 1.0
+    assert records.RunRecord(data).status == "KILLED"
+
+
+def test_lineage_reads_from_a_name_to_the_outside(state_dir, tmp_path):
+    from storage import lineage
+
+    raw = tmp_path / "raw.txt"
+    raw.write_text("x")
+    first = run_stage(TOY, {"text": str(raw)}, {"steps": 3})
+    run_stage(TOY, {"data": first.outputs["data"], "model": first.outputs["model"]}, {"steps": 4}, name_as="final")
+    tree = lineage.tree("model:final@candidate")
+    assert tree["stage"] == "toy" and set(tree["inputs"]) == {"data", "model"} and tree["names"] == ["model:final/1 (candidate)"]
+    leaf = tree["inputs"]["data"]["inputs"]["text"]
+    assert leaf["path"] == str(raw) and "stage" not in leaf
+    assert tree["inputs"]["model"].get("again") is True
+    text = "\n".join(lineage.lines(tree))
+    assert "(from outside)" in text and "└─" in text
+    assert [u["stage"] for u in lineage.uses(store.resolve(first.outputs["model"]).digest)] == ["toy"]
+    assert lineage.tree(first.key[:12])["key"] == first.key
+    with pytest.raises(store.StoreError):
+        lineage.tree("model:unknown")
+
+
+def test_stage_runs_by_hand(state_dir, tmp_path):
+    import json
+
+    (tmp_path / "s.json").write_text(json.dumps({"stage": TOY, "config": {"steps": 2}}))
+    run = subprocess.run([sys.executable, "-m", "stages", str(tmp_path / "s.json")], capture_output=True, text=True, cwd=PROJECT_ROOT)
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    assert run.returncode == 0 and lines[-1]["event"] == "done" and (tmp_path / "s.work" / "out" / "model").is_dir()
+    (tmp_path / "s.json").write_text(json.dumps({"stage": TOY, "config": {"stepps": 2}}))
+    run = subprocess.run([sys.executable, "-m", "stages", str(tmp_path / "s.json")], capture_output=True, text=True, cwd=PROJECT_ROOT)
+    assert run.returncode == 2 and "did you mean 'steps'" in run.stdout and "Traceback" not in run.stderr
