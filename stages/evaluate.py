@@ -101,6 +101,7 @@ class Plan:
             self._read_prompts()
         if stage.has("pairs"):
             self._read_pairs()
+        self.verifier = next((component for component in config.rewards if component.kind == "verifier"), None)
         self.run_id = stage.key[:16]
         self.protocol = self._protocol()
         self._loaded = {}
@@ -137,14 +138,14 @@ class Plan:
             "few_shot": "none", "engine": "built-in", "dtype": "float32",
         }
         if self.prompts:
-            from stages.rewards import GRADER_VERSION
+            from stages.evaluation.protocol import grader_version
 
             protocol |= {
                 "prompts": stage.dataset("prompts").digest, "num_samples": config.num_samples, "greedy": config.greedy,
                 "temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p,
                 "max_completion_length": config.max_completion_length, "max_prompt_length": config.max_prompt_length,
                 "stop_tokens": sorted(tokens), "stop_strings": list(config.stop_strings), "seed": stage.seed,
-                "graders": [component.model_dump(mode="json") for component in config.rewards], "grader_version": GRADER_VERSION,
+                "graders": [component.model_dump(mode="json") for component in config.rewards], "grader_version": grader_version(),
             }
         if self.pairs:
             protocol |= {"pairs": stage.dataset("pairs").digest, "max_length": config.max_length}
@@ -210,13 +211,14 @@ class Plan:
 
     def _answer_row(self, mode: str, sample, model_score, kl) -> dict:
         source = sample.prompt
+        strict, flexible, extracted = parse(source, sample.text, self.verifier)
         extra = {
             "mode": mode, "finish": sample.finish_reason, "reward": model_score, "kl": kl, "parts": sample.parts, "unscorable": sample.reasons or None,
             "category": source.get("category") or source.get("domain"), "difficulty": difficulty_of(source),
-            "prompt": source["prompt"][-1]["content"], "answer": source.get("answer"),
+            "prompt": source["prompt"][-1]["content"], "answer": source.get("answer"), "flexible_correct": flexible,
         }
-        return self._row(source, mode, sample.index, sample.text, len(sample.ids), extra, correct=sample.correct,
-                         extracted=getattr(sample, "extracted", None), format_error=bool(getattr(sample, "format_error", False)))
+        return self._row(source, mode, sample.index, sample.text, len(sample.ids), extra, extracted=extracted,
+                         correct=strict if sample.correct is None else sample.correct, format_error=strict is not None and extracted is None)
 
     def _row(self, source: dict, mode: str, index: int, text: str, tokens: int, extra: dict, *, correct=None, extracted=None, format_error=False) -> dict:
         from storage.files import canonical_json
@@ -302,6 +304,23 @@ def _replace(params, **changes):
     return replace(params, **changes)
 
 
+def parse(row: dict, text: str, component=None) -> tuple[bool | None, bool | None, str | None]:
+    """(right by strict extraction, right by flexible extraction, extracted answer) of a row with a checkable answer; all ``None``
+    for other rows. Both readings are reported, because formatting alone can move a score (section D.0). ``component``: the
+    configured verifier, whose choice of verifier and view counts here too."""
+    from stages.verifiers import VERIFIERS, BadGold, verifier_of, view
+
+    if row.get("answer") is None:
+        return None, None, None
+    try:
+        verify = VERIFIERS[verifier_of(row) if component is None or component.verifier == "auto" else component.verifier]
+        seen = text if component is None else view(text, component.view)
+        strict, extracted = verify(row, seen, False)
+        return strict, bool(strict or verify(row, seen, True)[0]), extracted
+    except BadGold:
+        return None, None, None
+
+
 def difficulty_of(row: dict) -> str | None:
     """Difficulty of a prompt row: a column or an ``extra_json`` entry named difficulty or level."""
     import json
@@ -378,7 +397,7 @@ def warnings(stage, metrics: dict) -> None:
 
 
 HEADLINES = {
-    "accuracy": "right answers, mean over samples (avg@k)", "greedy_accuracy": "right answers, greedy", "reward": "reward model score",
+    "accuracy": "right answers, mean over samples (avg@k)", "greedy_accuracy": "right answers, greedy", "flexible_accuracy": "right answers, answer searched for anywhere in the text", "reward": "reward model score",
     "greedy_reward": "reward model score, greedy", "kl_reference": "KL to the reference per answer, nats", "length_mean": "answer length, tokens",
     "stop_rate": "answers that end by themselves", "truncation_rate": "answers cut at the length limit", "format_error_rate": "answers whose format cannot be read",
     "unscorable_rate": "answers without a verdict", "distinct_1": "different words / words, per prompt", "distinct_2": "different word pairs / word pairs, per prompt",

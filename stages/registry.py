@@ -18,6 +18,7 @@ STAGES: dict[str, str] = {
     "align": "stages.align",
     "evaluate": "stages.evaluate",
     "promote": "stages.promote",
+    "compare": "stages.compare",
 }
 
 

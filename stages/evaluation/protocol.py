@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from stages.spec import ConfigError
+from stages.spec import ConfigError, module_file
 from storage.files import canonical_json, sha256_text
+
+GRADERS = ("stages.rewards", "stages.verifiers", "stages.sandbox")
 
 
 class ProtocolError(ConfigError):
@@ -20,6 +22,12 @@ class ProtocolError(ConfigError):
 def protocol_hash(protocol: Mapping) -> str:
     """16 hex digits over the canonical JSON of the protocol."""
     return sha256_text(canonical_json(dict(protocol)))[:16]
+
+
+def grader_version() -> str:
+    """Digest of the sources that turn an answer into a verdict: a changed parser is another protocol."""
+    files = [file for name in GRADERS if (file := module_file(name)) is not None]
+    return sha256_text("\n".join(file.read_text(encoding="utf-8") for file in files))[:12]
 
 
 def differences(a: Mapping, b: Mapping) -> dict[str, tuple]:

@@ -61,6 +61,7 @@ _SAMPLED, _GREEDY, _PAIRS = ("sample", "greedy"), ("greedy",), ("chosen",)
 _VALUES: dict[str, tuple[tuple[str, ...], Callable[[dict], float | None]]] = {
     # metric: (modes, the first one present is used; value of a record)
     "accuracy": ((*_SAMPLED, "chosen"), lambda r: _flag(r["correct"])),
+    "flexible_accuracy": (_SAMPLED, lambda r: _flag(r.get("flexible_correct"))),
     "greedy_accuracy": (_GREEDY, lambda r: _flag(r["correct"])),
     "pair_accuracy": (_PAIRS, lambda r: _flag(r["correct"])),
     "mean_margin": (_PAIRS, lambda r: _flag(r.get("margin"))),
@@ -146,7 +147,7 @@ def _maybe(value) -> float | None:
 def policy_metrics(records: Sequence[dict], seed: int) -> dict[str, Metric]:
     """Every metric of a policy evaluation that its samples support (eval.avg_at_k, pass_at_k, best_of_n, diversity, ...)."""
     metrics: dict[str, Metric] = {}
-    for name in ("accuracy", "greedy_accuracy", "stop_rate", "truncation_rate", "format_error_rate"):
+    for name in ("accuracy", "greedy_accuracy", "flexible_accuracy", "stop_rate", "truncation_rate", "format_error_rate"):
         found = item_values(records, name)
         if found:
             metrics[name] = share(*map(list, zip(*found.values())))

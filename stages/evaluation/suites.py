@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-
-_LETTER = re.compile(r"Therefore, the answer is \(([A-Z])\)")
 
 
 def mc_letter(letter_loglik: Sequence[float], gold: int) -> dict:
@@ -48,12 +45,6 @@ def mc_answer_text(
         name: {"scores": values.tolist(), "argmax": int(np.argmax(values)), "correct": int(np.argmax(values) == gold)}
         for name, values in variants.items()
     }
-
-
-def extract_mc_letter(text: str, letters: str = "ABCDEFGHIJKLMNOPQRSTUVWXYZ") -> str | None:
-    """The last "Therefore, the answer is (X)" of the text, or ``None``: a format failure, which counts as wrong."""
-    found = _LETTER.findall(text)
-    return found[-1] if found and found[-1] in letters else None
 
 
 def ifeval_accuracies(strict: Sequence[Sequence[int]], loose: Sequence[Sequence[int]]) -> dict:

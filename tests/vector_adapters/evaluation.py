@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages import selection, statistics
+from stages import selection, statistics, verifiers
 from stages.evaluation import overopt, preference, reward_model, sampling, suites, text
 
 
@@ -159,7 +159,7 @@ ADAPTERS = {
     "bon_kl": lambda i, p: {"kl_upper": [selection.best_of_n_kl(n) for n in i["n"]]},
     "mc_answer_text": _mc_answer_text,
     "mc_letter": lambda i, p: suites.mc_letter(i["letter_loglik"], i["gold"]),
-    "extract_mc_letter": lambda i, p: {"letters": [suites.extract_mc_letter(t) for t in i["texts"]]},
+    "extract_mc_letter": lambda i, p: {"letters": [verifiers.extract_mc_letter(t) for t in i["texts"]]},
     "ifeval_accuracies": lambda i, p: suites.ifeval_accuracies(i["strict"], i["loose"]),
     "ifeval_loose_variants": lambda i, p: {"variants": suites.ifeval_loose_variants(i["response"])},
     "winrate_ties_half": lambda i, p: preference.win_rate(i["verdicts"]),

@@ -1,0 +1,186 @@
+"""evaluate, compare and promote end to end on tiny random models, through the real stage process and in-process."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stages.harness import execute
+from stages.spec import ConfigError
+from storage.datasets import open_dataset
+from storage.files import tree_digest
+
+ROOT = Path(__file__).resolve().parents[2]
+POLICY = {"num_samples": 3, "max_completion_length": 8, "chunk": 6, "generation_batch": 16}
+
+
+def digest(path):
+    path = Path(path)
+    return open_dataset(path).digest if (path / "manifest.json").exists() else tree_digest(path)
+
+
+def spec(stage, workdir, inputs, config, key=None, seed=0):
+    given = {name: {"path": path, "digest": digest(path)} for name, path in inputs.items()}
+    key = key or hashlib.sha256(json.dumps([stage, config, {n: i["digest"] for n, i in given.items()}], sort_keys=True).encode()).hexdigest()
+    return {"stage": stage, "key": key, "config": config, "seed": seed, "device": "cpu", "inputs": given, "workdir": str(workdir)}
+
+
+@pytest.fixture(scope="module")
+def evaluations(tiny, tmp_path_factory):
+    """name -> (result, output folder) of the two policies, with reward model and reference."""
+    found = {}
+    for name in ("policy", "other"):
+        workdir = tmp_path_factory.mktemp(name)
+        inputs = {"model": tiny[name], "prompts": tiny["prompts"], "pairs": tiny["pairs"], "reward_model": tiny["reward"], "reference": tiny["policy"]}
+        found[name] = execute(spec("evaluate", workdir, inputs, POLICY)), workdir / "out"
+    return found
+
+
+def test_policy_evaluation(evaluations):
+    result, out = evaluations["other"]
+    summary = result["summary"]
+    assert summary["prompts"] == 20 and summary["pairs"] == 24
+    for name in ("accuracy", "greedy_accuracy", "flexible_accuracy", "reward", "length_mean", "kl_reference", "pair_accuracy"):
+        assert summary[f"{name}_low"] <= summary[name] <= summary[f"{name}_high"], name
+    assert summary["unscorable_rate"] == pytest.approx(4 / 20)  # prompts without an answer are not wrong, they are ungraded
+    assert {"pass_at_2", "pass_at_3", "distinct_1", "truncation_rate", "stop_rate"} <= set(summary)
+    samples = open_dataset(out / "samples")
+    samples.verify()
+    rows = list(samples.iter_rows())
+    modes = [json.loads(row["extra_json"])["mode"] for row in rows]
+    assert (modes.count("sample"), modes.count("greedy"), modes.count("chosen"), modes.count("rejected")) == (60, 20, 24, 24)
+    assert len({row["row_id"] for row in rows}) == len(rows)
+    scores = {row["metric"]: row for row in open_dataset(out / "scores").iter_rows()}
+    assert scores["accuracy"]["value"] == summary["accuracy"] and scores["accuracy"]["n"] == 16
+    assert json.loads(scores["accuracy"]["config_json"])["protocol_hash"] == summary["protocol_hash"]
+    assert "accuracy/category=add" in scores and "accuracy/difficulty=2" in scores
+    reports = {report["name"] for report in result["reports"]}
+    assert {"summary", "metrics", "length-distribution", "reward-histogram", "by-category", "margin-histogram"} <= reports
+
+
+def test_kl_to_itself_is_zero_and_to_another_model_is_positive(evaluations):
+    assert evaluations["policy"][0]["summary"]["kl_reference"] == pytest.approx(0.0, abs=1e-4)
+    assert evaluations["other"][0]["summary"]["kl_reference"] > 0.1
+
+
+def test_samples_of_two_models_share_their_seeds(evaluations):
+    """Same protocol hash, same items in the same order: the comparison is paired."""
+    items = {}
+    for name, (result, out) in evaluations.items():
+        items[name] = [(row["item_id"], row["sample_idx"]) for row in open_dataset(out / "samples").iter_rows()]
+    assert items["policy"] == items["other"]
+    assert evaluations["policy"][0]["summary"]["protocol_hash"] == evaluations["other"][0]["summary"]["protocol_hash"]
+
+
+def test_killed_evaluation_ends_with_the_same_bytes(tiny, evaluations, tmp_path):
+    """SIGKILL after the second chunk, then the same command: byte-identical datasets and summary."""
+    inputs = {"model": tiny["other"], "prompts": tiny["prompts"], "pairs": tiny["pairs"], "reward_model": tiny["reward"], "reference": tiny["policy"]}
+    file = tmp_path / "spec.json"
+    file.write_text(json.dumps(spec("evaluate", tmp_path / "work", inputs, POLICY)))
+    command = [sys.executable, "-m", "stages", str(file)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+    for line in process.stdout:
+        if json.loads(line).get("event") == "progress" and json.loads(line)["done"] >= 2:
+            break
+        if (tmp_path / "work" / "checkpoints" / "step-0000000002").exists():
+            break
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (tmp_path / "work" / "result.json").exists()
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+    result = json.loads((tmp_path / "work" / "result.json").read_text())
+    assert result["resumed_from"] >= 2
+    undisturbed, out = evaluations["other"]
+    assert result["summary"] == undisturbed["summary"]
+    for name in ("samples", "scores"):
+        assert tree_digest(tmp_path / "work" / "out" / name) == tree_digest(out / name), name
+
+
+def test_reward_model_evaluation(tiny, tmp_path):
+    result = execute(spec("evaluate", tmp_path, {"model": tiny["reward"], "pairs": tiny["pairs"]},
+                          {"target": "reward_model", "chunk": 10, "probe_pairs": 5}))
+    summary = result["summary"]
+    assert summary["pairs"] == 24 and 0 <= summary["accuracy_low"] <= summary["accuracy"] <= summary["accuracy_high"] <= 1
+    assert {"ece", "log_loss", "tie_rate", "length_matched_accuracy", "accuracy/strength=1", "accuracy/source=a", "fooled_rate/repeated", "changed_rate/typo"} <= set(summary)
+    rows = {(row["item_id"], json.loads(row["extra_json"])["mode"]): json.loads(row["extra_json"]) for row in open_dataset(tmp_path / "out" / "samples").iter_rows()}
+    item = next(item for item, mode in rows if mode == "chosen")
+    assert rows[item, "chosen"]["margin"] == pytest.approx(rows[item, "chosen"]["reward"] - rows[item, "rejected"]["reward"])
+    assert "calibration" in {report["name"] for report in result["reports"]}
+
+
+def test_reward_scores_do_not_depend_on_the_chunk(tiny, tmp_path):
+    margins = []
+    for chunk in (3, 24):
+        execute(spec("evaluate", tmp_path / str(chunk), {"model": tiny["reward"], "pairs": tiny["pairs"]}, {"target": "reward_model", "chunk": chunk, "probe_pairs": 0}))
+        margins.append([json.loads(row["extra_json"]).get("margin") for row in open_dataset(tmp_path / str(chunk) / "out" / "samples").iter_rows()])
+    assert margins[0] == pytest.approx([m for m in margins[1]], abs=1e-5, nan_ok=True) if None not in margins[0] else \
+        [m for m in margins[0] if m is not None] == pytest.approx([m for m in margins[1] if m is not None], abs=1e-5)
+
+
+def test_comparison(evaluations, tmp_path):
+    inputs = {f"evaluations.{name}": str(out / "samples") for name, (_, out) in evaluations.items()}
+    result = execute(spec("compare", tmp_path, inputs, {"order": ["policy", "other"]}))
+    assert result["summary"]["policy/accuracy"] == evaluations["policy"][0]["summary"]["accuracy"]
+    assert result["summary"]["other/accuracy_gain"] == pytest.approx(result["summary"]["other/accuracy"] - result["summary"]["policy/accuracy"])
+    page = next(Path(report["markdown"]).read_text() for report in result["reports"] if report["name"] == "comparison")
+    assert "gain over the row above" in page and "greedy answers" in page
+    assert open_dataset(tmp_path / "out" / "comparison").num_rows > 6
+
+
+def test_comparison_refuses_different_protocols(tiny, evaluations, tmp_path):
+    execute(spec("evaluate", tmp_path / "warm", {"model": tiny["policy"], "prompts": tiny["prompts"]}, {**POLICY, "temperature": 0.5}))
+    inputs = {"evaluations.a": str(evaluations["policy"][1] / "samples"), "evaluations.b": str(tmp_path / "warm" / "out" / "samples")}
+    with pytest.raises(ConfigError, match="temperature: 1.0 for a, 0.5 for b"):
+        execute(spec("compare", tmp_path / "compare", inputs, {}))
+
+
+def promotion_inputs(tiny, evaluations, candidate="other", champion="policy"):
+    inputs = {}
+    for role, name in (("candidate", candidate), ("champion", champion)):
+        if name:
+            out = evaluations[name][1]
+            inputs |= {role: tiny[name], f"{role}_samples": str(out / "samples"), f"{role}_scores": str(out / "scores")}
+    return inputs
+
+
+def test_promotion_is_recorded_whatever_it_is(tiny, evaluations, tmp_path):
+    from stages.promote import read_decision
+
+    config = {"min_prompts": 10, "gates": [{"metric": "accuracy", "max": 1.0}]}
+    result = execute(spec("promote", tmp_path, promotion_inputs(tiny, evaluations), config))
+    decision = read_decision(str(tmp_path / "out" / "decision"))
+    assert decision["promote"] is False and result["summary"]["promote"] == 0  # two random models
+    assert decision["candidate"].startswith("model:m-") and decision["champion"].startswith("model:m-")
+    assert [row["check"] for row in decision["evidence"]] == ["improvement over champion", "gate"]
+    first = next(iter(open_dataset(tmp_path / "out" / "decision").iter_rows()))
+    assert first["metric"] == "promote" and json.loads(first["config_json"]) == decision
+
+
+def test_promotion_without_champion_needs_a_gate(tiny, evaluations, tmp_path):
+    inputs = promotion_inputs(tiny, evaluations, champion=None)
+    with pytest.raises(ConfigError, match="nothing is promoted without evidence"):
+        execute(spec("promote", tmp_path / "a", inputs, {}))
+    result = execute(spec("promote", tmp_path / "b", inputs, {"gates": [{"metric": "length_mean", "max": 8}]}))
+    assert result["summary"]["promote"] == 1 and result["summary"]["champion"] == "none"
+
+
+def test_promotion_refuses_evidence_about_another_model(tiny, evaluations, tmp_path):
+    inputs = promotion_inputs(tiny, evaluations) | {"candidate": tiny["policy"]}
+    with pytest.raises(ConfigError, match="judge model"):
+        execute(spec("promote", tmp_path, inputs, {}))
+
+
+def test_impossible_settings_are_refused_at_load(tiny, tmp_path):
+    for config, text in (({"num_samples": 0, "greedy": False}, "greedy=true"), ({"temperature": 0.0}, "num_samples=0"), ({"num_sample": 3}, "did you mean 'num_samples'")):
+        with pytest.raises(ConfigError, match=text):
+            execute(spec("evaluate", tmp_path, {"model": tiny["policy"], "prompts": tiny["prompts"]}, config))
+    with pytest.raises(ConfigError, match="prompts=REF_OR_PATH"):
+        execute(spec("evaluate", tmp_path, {"model": tiny["policy"]}, {}))
+    with pytest.raises(ConfigError, match="pairs=REF_OR_PATH"):
+        execute(spec("evaluate", tmp_path, {"model": tiny["reward"]}, {"target": "reward_model"}))
