@@ -70,8 +70,49 @@ def _apply(flow, name: str, options: dict[str, Any]) -> str:
         description=flow.description, work_pool_name=POOL, work_queue_name=options["queue"],
         cron=options.get("cron"), interval=options.get("interval"), concurrency_limit=options.get("concurrency_limit"),
         entrypoint_type=EntrypointType.MODULE_PATH)
+    schema = deployment._parameter_openapi_schema
+    schema.properties, schema.definitions = titled(schema.properties, schema.definitions or {})
     deployment.apply()
     return f"{flow.name}/{name}"
+
+
+ACRONYMS = {"sft": "SFT", "rl": "RL", "dpo": "DPO"}
+
+
+def titled(properties: dict[str, Any], definitions: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A form schema whose sections are called after their steps: the UI shows a nested model by its title, and every
+    stage's model is called Config. Each use of a model becomes a definition of its own."""
+    named: dict[str, Any] = {}
+
+    def visit(node: Any, title: str) -> Any:
+        if isinstance(node, list):
+            return [visit(one, title) for one in node]
+        if not isinstance(node, dict):
+            return node
+        found = {}
+        for key, value in node.items():
+            if key == "$ref":
+                name = value.rpartition("/")[2]
+                own = f"{name}.{title.replace(' ', '')}"
+                if own not in named:
+                    named[own] = None
+                    named[own] = {**visit(definitions[name], title), "title": title}
+                found[key] = f"#/definitions/{own}"
+            elif key == "properties":
+                found[key] = {field: visit(one, human(field)) for field, one in value.items()}
+            elif key in ("default", "enum", "const", "examples"):
+                found[key] = value
+            else:
+                found[key] = visit(value, title)
+        return found
+
+    return {field: visit(one, human(field)) for field, one in properties.items()}, named
+
+
+def human(field: str) -> str:
+    """rejection_sft -> Rejection SFT."""
+    words = " ".join(ACRONYMS.get(word, word) for word in field.split("_"))
+    return words[:1].upper() + words[1:]
 
 
 # ---------------------------------------------------------------- pool, queues, slots

@@ -160,11 +160,23 @@ def embedded(state: Path) -> Iterator[str]:
         _wait("the embedded Prefect server", process, api + "/health", str(logs / "prefect-embedded.log"))
         yield api
     finally:
+        _drain()
         _stop([process.pid], grace=10)
         if previous is None:
             os.environ.pop("PREFECT_API_URL", None)
         else:
             os.environ["PREFECT_API_URL"] = previous
+
+
+def _drain() -> None:
+    """Send the logs and events that Prefect still holds; once its server is gone it would complain about each."""
+    import sys
+
+    with contextlib.suppress(Exception):  # a server that died first has nothing to receive
+        if "prefect.logging.handlers" in sys.modules:
+            sys.modules["prefect.logging.handlers"].APILogWorker.drain_all(timeout=5)
+        if "prefect.events.worker" in sys.modules:
+            sys.modules["prefect.events.worker"].EventsWorker.drain_all(timeout=5)
 
 
 def _detach(command: list[str], log: Path, environment: dict[str, str], cwd: Path) -> subprocess.Popen:

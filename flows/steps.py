@@ -50,8 +50,10 @@ class Evaluations(dict):
 
 
 def evaluate_all(run: Run, models: dict[str, str], config: Any, **inputs: str | None) -> Evaluations:
-    """Evaluate every model on the same inputs with the same settings."""
-    return Evaluations({name: evaluate(run, name, model, config, **inputs) for name, model in models.items()})
+    """Evaluate every model on the same inputs with the same settings, and set them side by side (step `compare`)."""
+    found = Evaluations({name: evaluate(run, name, model, config, **inputs) for name, model in models.items()})
+    run("compare", evaluations={name: outputs["samples"] for name, outputs in found.items()})
+    return found
 
 
 def evaluate(run: Run, name: str, model: str, config: Any, **inputs: str | None) -> Outputs:
