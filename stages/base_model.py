@@ -29,16 +29,16 @@ CHAT_TEMPLATE = (
 
 
 class Config(StageConfig):
-    architecture: Literal["llama", "qwen2"] = Field("llama", description="Hugging Face model class.")
+    architecture: Literal["llama", "qwen2", "qwen3"] = Field("qwen3", description="Hugging Face model class; qwen3 normalises queries and keys.")
     vocab_size: int = Field(768, ge=320, le=65536, description="Tokenizer entries at most: 4 special tokens, 256 bytes, merges.")
-    hidden_size: int = Field(192, ge=16, description="Width; a multiple of num_attention_heads.")
-    num_hidden_layers: int = Field(4, ge=1, description="Transformer blocks.")
-    num_attention_heads: int = Field(6, ge=1, description="Attention heads.")
-    num_key_value_heads: int = Field(6, ge=1, description="Key/value heads; divides num_attention_heads.")
-    intermediate_size: int = Field(512, ge=16, description="Width of the gated MLP.")
+    hidden_size: int = Field(256, ge=16, description="Width; a multiple of num_attention_heads.")
+    num_hidden_layers: int = Field(2, ge=1, description="Transformer blocks.")
+    num_attention_heads: int = Field(8, ge=1, description="Attention heads.")
+    num_key_value_heads: int = Field(8, ge=1, description="Key/value heads; divides num_attention_heads.")
+    intermediate_size: int = Field(704, ge=16, description="Width of the gated MLP.")
     max_position_embeddings: int = Field(512, ge=64, description="Longest sequence in tokens.")
     rope_theta: float = Field(10000.0, gt=0, description="Rotary base frequency.")
-    initializer_range: float = Field(0.02, gt=0, description="Standard deviation of the initial weights.")
+    initializer_range: float = Field(0.05, gt=0, description="Standard deviation of the initial weights.")
     tokenizer_rows: int = Field(6000, ge=1, description="Rows per data set read to train the tokenizer.")
 
     @model_validator(mode="after")
@@ -117,19 +117,21 @@ def train_tokenizer(texts, vocab_size: int, max_length: int):
 def new_model(config: Config, vocab_size: int, tokenizer, seed: int):
     """A causal language model of the configured class with seeded float32 weights and tied embeddings."""
     import torch
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+    import transformers
 
-    config_class, model_class = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}[config.architecture]
+    family = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[config.architecture]
+    config_class, model_class = getattr(transformers, f"{family}Config"), getattr(transformers, f"{family}ForCausalLM")
     eos, turn_end, pad = (tokenizer.convert_tokens_to_ids(t) for t in (END_OF_TEXT, TURN_END, PAD))
+    extra = {} if config.architecture == "qwen2" else {"head_dim": config.hidden_size // config.num_attention_heads}
     settings = config_class(
         vocab_size=vocab_size, hidden_size=config.hidden_size, num_hidden_layers=config.num_hidden_layers,
         num_attention_heads=config.num_attention_heads, num_key_value_heads=config.num_key_value_heads,
         intermediate_size=config.intermediate_size, max_position_embeddings=config.max_position_embeddings,
         rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
         initializer_range=config.initializer_range, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=eos, pad_token_id=pad)
+        bos_token_id=None, eos_token_id=eos, pad_token_id=pad, **extra)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed % 2**63)
         model = model_class(settings).float()
-    model.generation_config = GenerationConfig(bos_token_id=None, eos_token_id=[turn_end, eos], pad_token_id=pad)
+    model.generation_config = transformers.GenerationConfig(bos_token_id=None, eos_token_id=[turn_end, eos], pad_token_id=pad)
     return model

@@ -1,6 +1,6 @@
 """world: the embedded default, an honest miniature of post-training data, generated from a seed.
 
-A small language of animals, words and numbers with fifteen kinds of task of graded difficulty (see
+A small language of animals, words and numbers with fourteen kinds of task of graded difficulty (see
 stages/worldgen). Out come plain text to pre-train on, demonstrations of mixed quality, noisy human-like comparisons
 (ties, strengths, a length bias) and prompts with verifiable answers. Train, validation and test prompts are disjoint, across all
 of the data sets. The same seed gives the same bytes.

@@ -6,15 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-ANIMALS = ("fox cat dog owl bear wolf deer goat duck frog crow hare "
-           "lion seal swan toad mole pig cow hen bee ant bat rat").split()
-OBJECTS = "key cup hat box pen map bell coin lamp rope sock drum ball book fork ring".split()
-WORDS = ANIMALS + OBJECTS
+ANIMALS = "fox cat dog owl bear wolf deer goat duck frog crow hare lion seal swan toad".split()
+THINGS = "key cup hat box pen map bell coin lamp rope sock drum ball book fork ring".split()
+WORDS = ANIMALS + THINGS
 COLORS = "red blue green black white brown grey gold".split()
 HOMES = "forest river cave barn lake hill garden desert".split()
 FOODS = "berries nuts fish grass corn seeds honey leaves".split()
-MAX_AGE = 12
-ORDINALS = "first second third fourth fifth sixth".split()
+MAX_AGE = 9
+MAX_NUMBER = 20
 
 
 @dataclass(frozen=True)

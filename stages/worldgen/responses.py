@@ -52,5 +52,5 @@ def draw_response(item: Item, rng: np.random.Generator, *, wrong_share: float,
     names = list(style_weights)
     weights = np.array([style_weights[n] for n in names], dtype=np.float64)
     style = names[int(rng.choice(len(names), p=weights / weights.sum()))]
-    share = min(0.95, wrong_share * (0.75 + 0.25 * item.difficulty))
+    share = min(0.95, wrong_share * (0.6 + 0.2 * item.difficulty))
     return write(item, style, bool(rng.random() >= share), rng)

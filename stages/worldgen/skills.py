@@ -9,11 +9,11 @@ wherever the space of contents is large enough.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from stages.worldgen.lexicon import ANIMALS, COLORS, FOODS, HOMES, MAX_AGE, ORDINALS, WORDS, Facts
+from stages.worldgen.lexicon import ANIMALS, COLORS, FOODS, HOMES, MAX_AGE, MAX_NUMBER, THINGS, WORDS, Facts
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Item:
     sentence: str
     wrong: Callable[[np.random.Generator], tuple[str, str]]
     steps: str = ""
-    small_space: bool = field(default=False)   # too few contents to hold out: held out by exact wording
+    small_space: bool = False    # too few contents to hold out: held out by exact wording
 
 
 def _pick(rng: np.random.Generator, options):
@@ -50,15 +50,14 @@ def _other(rng, options, value):
 
 def _near(rng, value: int, low: int = 0) -> int:
     """A number close to `value` but different, never below `low`."""
-    options = [value + d for d in (-2, -1, 1, 2) if value + d >= low]
-    return _pick(rng, options)
+    return _pick(rng, [value + d for d in (-2, -1, 1, 2) if value + d >= low])
 
 
 def _shuffled_wrong(rng, words: list[str]) -> list[str]:
     """A list that is almost `words`: two places swapped, one word dropped, or one replaced."""
     out = list(words)
     kind = int(rng.integers(3))
-    if kind == 0 and len(set(out)) > 1:
+    if kind == 0 and len(out) > 1:
         i, j = _sample(rng, range(len(out)), 2)
         out[i], out[j] = out[j], out[i]
     elif kind == 1 and len(out) > 2:
@@ -66,65 +65,56 @@ def _shuffled_wrong(rng, words: list[str]) -> list[str]:
     else:
         i = int(rng.integers(len(out)))
         out[i] = _other(rng, WORDS, out[i])
-    if out == words:
-        out[-1] = _other(rng, WORDS, out[-1])
-    return out
+    return out if out != words else out[:-1] + [_other(rng, WORDS, out[-1])]
 
 
 # ---------------------------------------------------------------- knowledge
 
-_LOOKUP = {
-    "color": (["What color is the {a}?", "Tell me the color of the {a}.", "Which color does the {a} have?",
-               "Name the color of the {a}.", "The {a} has what color?", "Please say what color the {a} is."],
-              "The {a} is {v}.", COLORS),
-    "home": (["Where does the {a} live?", "Tell me the home of the {a}.", "In which place does the {a} live?",
-              "Name the home of the {a}.", "The {a} lives in what place?", "Please say where the {a} lives."],
-             "The {a} lives in the {v}.", HOMES),
-    "food": (["What does the {a} eat?", "Tell me the food of the {a}.", "Which food does the {a} like?",
-              "Name the food of the {a}.", "The {a} eats what?", "Please say what the {a} eats."],
-             "The {a} eats {v}.", FOODS),
-    "age": (["How old is the {a}?", "Tell me the age of the {a}.", "What age does the {a} have?",
-             "Name the age of the {a}.", "The {a} is how old?", "Please say how old the {a} is."],
-            "The {a} is {v} years old.", list(range(1, MAX_AGE + 1))),
+_VALUES = {"color": COLORS, "home": HOMES, "food": FOODS, "age": list(range(1, MAX_AGE + 1))}
+_ASK = {
+    "color": ["What color is the {a}?", "Which color does the {a} have?", "The {a} has what color?", "Please say what color the {a} is."],
+    "home": ["Where does the {a} live?", "In which place does the {a} live?", "The {a} lives in what place?", "Please say where the {a} lives."],
+    "food": ["What does the {a} eat?", "Which food does the {a} like?", "The {a} eats what?", "Please say what the {a} eats."],
+    "age": ["How old is the {a}?", "How many years old is the {a}?", "The {a} is how old?", "Please say how old the {a} is."],
 }
+_ASK_ANY = ["Tell me the {k} of the {a}.", "Name the {k} of the {a}.", "What is the {k} of the {a}?", "Give the {k} of the {a}."]
+
+
+def _fact(attribute: str, animal: str, value) -> str:
+    return f"The {attribute} of the {animal} is {value}."
 
 
 def lookup(rng, facts: Facts) -> Item:
     """Recall one attribute of one animal."""
-    attribute, animal = _pick(rng, list(_LOOKUP)), _pick(rng, ANIMALS)
-    phrasings, statement, values = _LOOKUP[attribute]
+    attribute, animal = _pick(rng, list(_VALUES)), _pick(rng, ANIMALS)
     value = getattr(facts, attribute)[animal]
-    sentence = statement.format(a=animal, v=value)
+    statement = _fact(attribute, animal, value)
 
     def wrong(r):
-        other = _other(r, values, value)
-        return statement.format(a=animal, v=other), str(other)
+        other = _other(r, _VALUES[attribute], value)
+        return _fact(attribute, animal, other), str(other)
 
-    return Item("lookup", 1, f"{attribute} {animal}", _pick(rng, phrasings).format(a=animal), str(value),
-                "integer" if attribute == "age" else "text", sentence, wrong, sentence, small_space=True)
+    ask = _pick(rng, _ASK[attribute] + _ASK_ANY).format(a=animal, k=attribute)
+    return Item("lookup", 1, f"{attribute} {animal}", ask, str(value), "integer" if attribute == "age" else "text",
+                statement, wrong, statement, small_space=True)
 
 
 def check(rng, facts: Facts) -> Item:
     """Say whether a claim about an animal is true."""
     attribute, animal = _pick(rng, ["color", "home", "food"]), _pick(rng, ANIMALS)
-    _, statement, values = _LOOKUP[attribute]
     value = getattr(facts, attribute)[animal]
-    claimed = value if rng.random() < 0.5 else _other(rng, values, value)
-    ask = {"color": ["Is the {a} {v}?", "True or not: the {a} is {v}?", "Does the {a} have the color {v}?"],
-           "home": ["Does the {a} live in the {v}?", "True or not: the {a} lives in the {v}?",
-                    "Is the {v} the home of the {a}?"],
-           "food": ["Does the {a} eat {v}?", "True or not: the {a} eats {v}?", "Is {v} the food of the {a}?"]}
+    claimed = value if rng.random() < 0.5 else _other(rng, _VALUES[attribute], value)
     answer = "yes" if claimed == value else "no"
-    fact = statement.format(a=animal, v=value)
+    ask = _pick(rng, ["Is {v} the {k} of the {a}?", "Is the {k} of the {a} {v}?", "True or not: the {k} of the {a} is {v}?",
+                      "Would you say that the {k} of the {a} is {v}?"])
+    fact = _fact(attribute, animal, value)
 
     def wrong(r):
-        flipped = "no" if answer == "yes" else "yes"
-        shown = _other(r, values, value) if answer == "yes" else claimed
-        return statement.format(a=animal, v=shown), flipped
+        shown = _other(r, _VALUES[attribute], value) if answer == "yes" else claimed
+        return _fact(attribute, animal, shown), "no" if answer == "yes" else "yes"
 
-    sentence = f"{fact} So is it {claimed}? {answer}."
-    return Item("check", 1, f"{attribute} {animal} {claimed}",
-                _pick(rng, ask[attribute]).format(a=animal, v=claimed), answer, "text", sentence, wrong, fact)
+    return Item("check", 2, f"{attribute} {animal} {claimed}", ask.format(a=animal, v=claimed, k=attribute), answer, "text",
+                f"{fact} Is it {claimed}? {answer}.", wrong, fact)
 
 
 def older(rng, facts: Facts) -> Item:
@@ -133,17 +123,12 @@ def older(rng, facts: Facts) -> Item:
     while facts.age[a] == facts.age[b]:
         a, b = _sample(rng, ANIMALS, 2)
     word = _pick(rng, ["older", "younger"])
-    better = max if word == "older" else min
-    answer = better((a, b), key=lambda x: facts.age[x])
-    steps = f"The {a} is {facts.age[a]} years old. The {b} is {facts.age[b]} years old."
+    answer = (max if word == "older" else min)((a, b), key=lambda x: facts.age[x])
+    steps = f"{_fact('age', a, facts.age[a])} {_fact('age', b, facts.age[b])}"
     ask = _pick(rng, [f"Who is {word}, the {a} or the {b}?", f"Which one is {word}: the {a} or the {b}?",
                       f"Tell me who is {word}, the {a} or the {b}.", f"Of the {a} and the {b}, who is {word}?"])
-
-    def wrong(r):
-        return steps, b if answer == a else a
-
-    return Item("older", 3, f"{word} {a} {b}", ask, answer, "text",
-                f"{steps} So the {answer} is {word}.", wrong, steps)
+    return Item("older", 3, f"{word} {a} {b}", ask, answer, "text", f"{steps} The {word} one is the {answer}.",
+                lambda r: (steps, b if answer == a else a), steps)
 
 
 def age_sum(rng, facts: Facts) -> Item:
@@ -153,7 +138,7 @@ def age_sum(rng, facts: Facts) -> Item:
     ask = _pick(rng, [f"How old are the {a} and the {b} together?", f"Add the ages of the {a} and the {b}.",
                       f"What is the age of the {a} plus the age of the {b}?",
                       f"Tell me the ages of the {a} and the {b} added up."])
-    stem = f"The {a} is {x} years old. The {b} is {y} years old. {x} plus {y} is "
+    stem = f"{_fact('age', a, x)} {_fact('age', b, y)} {x} plus {y} is "
 
     def wrong(r):
         v = _near(r, x + y, 1)
@@ -163,41 +148,82 @@ def age_sum(rng, facts: Facts) -> Item:
     return Item("age_sum", 3, f"{a} {b}", ask, str(x + y), "integer", steps, wrong, steps)
 
 
-def color_of(rng, facts: Facts) -> Item:
-    """Colour of the first or last animal of a list (select, then look up)."""
-    names = _sample(rng, ANIMALS, int(rng.integers(2, 5)))
-    where = _pick(rng, ["first", "last"])
-    animal = names[0] if where == "first" else names[-1]
-    value, shown = facts.color[animal], " ".join(names)
-    steps = f"The {where} one is {animal}. The {animal} is {value}."
-    ask = _pick(rng, [f"What color is the {where} animal in: {shown}?", f"Color of the {where} animal: {shown}",
-                      f"Look at: {shown}. Which color is the {where} one?",
-                      f"Name the color of the {where} animal of {shown}."])
-
-    def wrong(r):
-        other = _pick(r, [n for n in names if facts.color[n] != value] or [animal])
-        v = facts.color[other] if other != animal else _other(r, COLORS, value)
-        return f"The {where} one is {other}. The {other} is {v}.", v
-
-    return Item("color_of", 3, f"{where} {shown}", ask, value, "text", f"List: {shown}. {steps}", wrong, steps)
-
-
 # ---------------------------------------------------------------- lists of words
 
-def repeat(rng, facts: Facts) -> Item:
-    """Copy a list."""
+def _mixed(rng, n: int) -> tuple[str, list[str]]:
+    """One animal among n-1 things, in random order: (the animal, the list)."""
+    animal = _pick(rng, ANIMALS)
+    words = _sample(rng, THINGS, n - 1) + [animal]
+    return animal, [words[int(i)] for i in rng.permutation(n)]
+
+
+def find_animal(rng, facts: Facts) -> Item:
+    """Name the animal in a list of things."""
     n = int(rng.integers(2, 6))
+    animal, words = _mixed(rng, n)
+    shown = " ".join(words)
+    ask = _pick(rng, [f"Which word is an animal: {shown}?", f"Find the animal in: {shown}", f"Name the animal among {shown}.",
+                      f"One of these is an animal: {shown}. Which one?"])
+
+    def wrong(r):
+        thing = _other(r, words, animal)
+        return f"The animal is the {thing}.", thing
+
+    steps = f"The animal is the {animal}."
+    return Item("find_animal", 1 if n <= 3 else 2, shown, ask, animal, "text", f"List: {shown}. {steps}", wrong, steps)
+
+
+def animal_fact(rng, facts: Facts) -> Item:
+    """An attribute of the one animal in a list of things (find, then look up)."""
+    attribute = _pick(rng, list(_VALUES))
+    animal, words = _mixed(rng, int(rng.integers(2, 5)))
+    value, shown = getattr(facts, attribute)[animal], " ".join(words)
+    ask = _pick(rng, [f"What is the {attribute} of the animal in: {shown}?", f"Find the animal and name its {attribute}: {shown}",
+                      f"Look at {shown}. Tell me the {attribute} of the animal.", f"Name the {attribute} of the animal among {shown}."])
+    start = f"The animal is the {animal}. "
+
+    def wrong(r):
+        v = _other(r, _VALUES[attribute], value)
+        return start + _fact(attribute, animal, v), str(v)
+
+    steps = start + _fact(attribute, animal, value)
+    return Item("animal_fact", 3, f"{attribute} {shown}", ask, str(value), "integer" if attribute == "age" else "text",
+                f"List: {shown}. {steps}", wrong, steps)
+
+
+def count(rng, facts: Facts) -> Item:
+    """Count the words of a list."""
+    n = int(rng.integers(2, 7))
+    words = [_pick(rng, WORDS) for _ in range(n)]
+    shown = " ".join(words)
+    ask = _pick(rng, [f"How many words are in: {shown}?", f"Count the words: {shown}",
+                      f"Count these: {shown}", f"Tell me the number of words in {shown}."])
+
+    def wrong(r):
+        v = _near(r, n, 1)
+        return f"There are {v} words.", str(v)
+
+    steps = f"There are {n} words."
+    return Item("count", 1 if n <= 3 else 2, shown, ask, str(n), "integer", f"List: {shown}. {steps}", wrong, steps)
+
+
+def upper(rng, facts: Facts) -> Item:
+    """Write one or two words in capital letters."""
+    n = int(rng.integers(1, 3))
     words = _sample(rng, WORDS, n)
     shown = " ".join(words)
-    ask = _pick(rng, [f"Repeat: {shown}", f"Say these words again: {shown}", f"Copy the words {shown}.",
-                      f"Write the same words: {shown}", f"Please repeat the list {shown}."])
-    return Item("repeat", 1 if n <= 3 else 2, shown, ask, shown, "text", f"The words {shown} again: {shown}.",
-                lambda r: ("", " ".join(_shuffled_wrong(r, words))))
+    ask = _pick(rng, [f"Write in capitals: {shown}", f"Put {shown} in capital letters.", f"Shout: {shown}",
+                      f"Make this big: {shown}", f"Use capital letters for {shown}.", f"Please shout {shown}."])
+
+    def wrong(r):
+        return "", shown if r.random() < 0.3 else " ".join(_shuffled_wrong(r, words)).upper()
+
+    return Item("upper", n, shown, ask, shown.upper(), "text", f"{shown} in capitals is {shown.upper()}.", wrong, small_space=n == 1)
 
 
 def reverse(rng, facts: Facts) -> Item:
-    """Reverse a list."""
-    n = int(rng.integers(2, 6))
+    """Reverse a short list."""
+    n = int(rng.integers(2, 4))
     words = _sample(rng, WORDS, n)
     shown, back = " ".join(words), words[::-1]
     ask = _pick(rng, [f"Reverse: {shown}", f"Write these words backwards: {shown}", f"Reverse the list {shown}.",
@@ -206,120 +232,77 @@ def reverse(rng, facts: Facts) -> Item:
     def wrong(r):
         return "", shown if r.random() < 0.4 else " ".join(_shuffled_wrong(r, back))
 
-    return Item("reverse", 1 if n == 2 else 2 if n <= 4 else 3, shown, ask, " ".join(back), "text",
-                f"The words {shown} backwards: {' '.join(back)}.", wrong)
+    return Item("reverse", n, shown, ask, " ".join(back), "text", f"{shown} backwards is {' '.join(back)}.", wrong)
 
 
-def upper(rng, facts: Facts) -> Item:
-    """Write words in capital letters."""
-    n = int(rng.integers(1, 5))
-    words = _sample(rng, WORDS, n)
-    shown = " ".join(words)
-    ask = _pick(rng, [f"Write in capitals: {shown}", f"Put {shown} in capital letters.", f"Shout: {shown}",
-                      f"Make these words big: {shown}", f"Use capital letters for {shown}."])
-
-    def wrong(r):
-        return "", shown if r.random() < 0.3 else " ".join(_shuffled_wrong(r, words)).upper()
-
-    return Item("upper", 1 if n <= 2 else 2, shown, ask, shown.upper(), "text",
-                f"The words {shown} in capitals: {shown.upper()}.", wrong, small_space=n == 1)
-
-
-def reverse_upper(rng, facts: Facts) -> Item:
-    """Reverse a list, then write it in capitals (two operations)."""
+def last_word(rng, facts: Facts) -> Item:
+    """Name the first or last word of a list."""
     n = int(rng.integers(2, 5))
     words = _sample(rng, WORDS, n)
-    shown, back = " ".join(words), words[::-1]
-    joined = " ".join(back)
-    ask = _pick(rng, [f"Reverse and write in capitals: {shown}", f"Turn around and shout: {shown}",
-                      f"Write {shown} backwards in capital letters.", f"Reverse {shown}, then use capitals."])
-
-    def wrong(r):
-        bad = _shuffled_wrong(r, back)
-        return f"Backwards: {' '.join(bad)}.", " ".join(bad).upper()
-
-    steps = f"Backwards: {joined}."
-    return Item("reverse_upper", 3, shown, ask, joined.upper(), "text",
-                f"The words {shown} backwards: {joined}. In capitals: {joined.upper()}.", wrong, steps)
-
-
-def select(rng, facts: Facts) -> Item:
-    """Name the n-th, first or last word of a list."""
-    n = int(rng.integers(2, 6))
-    words = _sample(rng, WORDS, n)
-    i = int(rng.integers(n))
-    where = "last" if i == n - 1 and rng.random() < 0.7 else ORDINALS[i]
-    shown = " ".join(words)
+    where = _pick(rng, ["first", "last"])
+    answer, shown = words[0 if where == "first" else -1], " ".join(words)
     ask = _pick(rng, [f"What is the {where} word of {shown}?", f"Name the {where} word: {shown}",
                       f"Give me the {where} word in {shown}.", f"Which word is {where} in: {shown}?"])
-    return Item("select", 1 if i == 0 or where == "last" else 2, f"{where} {shown}", ask, words[i], "text",
-                f"List: {shown}. The {where} one is {words[i]}.", lambda r: ("", _other(r, words, words[i])))
 
+    def wrong(r):
+        other = _other(r, words, answer)
+        return f"The {where} word is {other}.", other
 
-def count(rng, facts: Facts) -> Item:
-    """Count the words of a list."""
-    n = int(rng.integers(1, 7))
-    words = [_pick(rng, WORDS) for _ in range(n)]
-    shown = " ".join(words)
-    ask = _pick(rng, [f"How many words are in: {shown}?", f"Count the words: {shown}",
-                      f"Count these: {shown}", f"Tell me the number of words in {shown}."])
-    return Item("count", 1 if n <= 3 else 2, shown, ask, str(n), "integer",
-                f"The list {shown} has {n} words.", lambda r: ("", str(_near(r, n, 1))), small_space=n == 1)
-
-
-def member(rng, facts: Facts) -> Item:
-    """Say whether a word is in a list."""
-    n = int(rng.integers(2, 6))
-    words = _sample(rng, WORDS, n)
-    inside = rng.random() < 0.5
-    word = _pick(rng, words) if inside else _pick(rng, [w for w in WORDS if w not in words])
-    shown, answer = " ".join(words), "yes" if inside else "no"
-    ask = _pick(rng, [f"Is {word} in the list {shown}?", f"Does {shown} contain {word}?",
-                      f"Can you find {word} in: {shown}?", f"Look for {word} in {shown}. Is it there?"])
-    return Item("member", 1 if n <= 3 else 2, f"{word} in {shown}", ask, answer, "text",
-                f"List: {shown}. Is {word} there? {answer}.", lambda r: ("", "no" if inside else "yes"))
+    steps = f"The {where} word is {answer}."
+    return Item("last_word", 1 if n == 2 else 2, f"{where} {shown}", ask, answer, "text", f"List: {shown}. {steps}", wrong, steps)
 
 
 # ---------------------------------------------------------------- numbers
 
 def add(rng, facts: Facts) -> Item:
-    """Add two or three small numbers."""
-    level = int(rng.integers(1, 4))
-    if level < 3:
-        x, y = (int(rng.integers(1, 11)), int(rng.integers(1, 11))) if level == 1 else (
-            int(rng.integers(8, 16)), int(rng.integers(2, 13)))
-        ask = _pick(rng, [f"What is {x} plus {y}?", f"Add {x} and {y}.", f"Compute {x} + {y}.",
-                          f"How much is {x} and {y} together?", f"Tell me the sum of {x} and {y}."])
-        stem, total, parts = f"{x} plus {y} is ", x + y, f"{x} {y}"
-    else:
-        x, y, z = (int(v) for v in rng.integers(1, 10, size=3))
-        ask = _pick(rng, [f"What is {x} plus {y} plus {z}?", f"Add {x}, {y} and {z}.", f"Compute {x} + {y} + {z}.",
-                          f"Tell me the sum of {x}, {y} and {z}."])
-        stem, total, parts = f"{x} plus {y} is {x + y}. {x + y} plus {z} is ", x + y + z, f"{x} {y} {z}"
+    """Add two small numbers."""
+    x, y = (int(v) for v in rng.integers(1, 10, size=2))
+    ask = _pick(rng, [f"What is {x} plus {y}?", f"Add {x} and {y}.", f"Compute {x} + {y}.", f"How much is {x} and {y} together?",
+                      f"Tell me the sum of {x} and {y}.", f"{x} plus {y} is how much?"])
+    stem = f"{x} plus {y} is "
 
     def wrong(r):
-        v = _near(r, total, 1)
+        v = _near(r, x + y, 1)
         return f"{stem}{v}.", str(v)
 
-    return Item("add", level, parts, ask, str(total), "integer", f"{stem}{total}.", wrong, f"{stem}{total}.",
-                small_space=level < 3)
+    return Item("add", 1, f"{x} {y}", ask, str(x + y), "integer", f"{stem}{x + y}.", wrong, f"{stem}{x + y}.", small_space=True)
 
 
-def compare(rng, facts: Facts) -> Item:
-    """Name the larger or smaller of two numbers."""
-    x, y = _sample(rng, range(1, 31), 2)
-    word = _pick(rng, ["larger", "smaller"])
-    answer = max(x, y) if word == "larger" else min(x, y)
-    ask = _pick(rng, [f"Which is {word}, {x} or {y}?", f"Name the {word} number: {x} or {y}?",
-                      f"Of {x} and {y}, which one is {word}?", f"Tell me the {word} of {x} and {y}."])
-    return Item("compare", 1, f"{word} {x} {y}", ask, str(answer), "integer",
-                f"Of {x} and {y}, {answer} is {word}.", lambda r: ("", str(x + y - answer)))
+def add_three(rng, facts: Facts) -> Item:
+    """Add three small numbers, one after the other."""
+    x, y, z = (int(v) for v in rng.integers(1, 6, size=3))
+    ask = _pick(rng, [f"What is {x} plus {y} plus {z}?", f"Add {x}, {y} and {z}.", f"Compute {x} + {y} + {z}.",
+                      f"Tell me the sum of {x}, {y} and {z}."])
+    stem = f"{x} plus {y} is {x + y}. {x + y} plus {z} is "
+
+    def wrong(r):
+        v = _near(r, x + y + z, 1)
+        return f"{stem}{v}.", str(v)
+
+    return Item("add_three", 3, f"{x} {y} {z}", ask, str(x + y + z), "integer", f"{stem}{x + y + z}.", wrong, f"{stem}{x + y + z}.")
+
+
+def extreme(rng, facts: Facts) -> Item:
+    """Name the largest or smallest of two to four numbers."""
+    n = int(rng.integers(2, 5))
+    numbers = _sample(rng, range(1, MAX_NUMBER + 1), n)
+    word = _pick(rng, ["largest", "smallest"])
+    answer, shown = (max if word == "largest" else min)(numbers), " ".join(map(str, numbers))
+    ask = _pick(rng, [f"Which is the {word} number: {shown}?", f"Name the {word} of {shown}.", f"Find the {word}: {shown}",
+                      f"Tell me the {word} number in {shown}."])
+
+    def wrong(r):
+        v = _other(r, numbers, answer)
+        return f"The {word} is {v}.", str(v)
+
+    return Item("extreme", 1 if n == 2 else 2, f"{word} {shown}", ask, str(answer), "integer",
+                f"Numbers: {shown}. The {word} is {answer}.", wrong, f"The {word} is {answer}.")
 
 
 def sort_numbers(rng, facts: Facts) -> Item:
-    """Sort three or four numbers, smallest first."""
-    n = int(rng.integers(3, 5))
-    numbers = _sample(rng, range(1, 31), n)
+    """Sort two to four numbers, smallest first."""
+    n = int(rng.integers(2, 5))
+    numbers = _sample(rng, range(1, MAX_NUMBER + 1), n)
     shown, ordered = " ".join(map(str, numbers)), sorted(numbers)
     ask = _pick(rng, [f"Sort: {shown}", f"Put these numbers in order: {shown}", f"Sort the numbers {shown}.",
                       f"Order {shown} from small to large."])
@@ -331,12 +314,12 @@ def sort_numbers(rng, facts: Facts) -> Item:
         return "", shown if r.random() < 0.3 and numbers != ordered else " ".join(map(str, out))
 
     return Item("sort_numbers", n - 1, shown, ask, " ".join(map(str, ordered)), "text",
-                f"The numbers {shown} in order: {' '.join(map(str, ordered))}.", wrong)
+                f"Numbers: {shown}. Sorted: {' '.join(map(str, ordered))}.", wrong)
 
 
 SKILLS: dict[str, Callable[[np.random.Generator, Facts], Item]] = {
-    f.__name__: f for f in (lookup, check, repeat, reverse, upper, select, count, member, add, compare,
-                            sort_numbers, reverse_upper, color_of, older, age_sum)}
+    f.__name__: f for f in (lookup, check, find_animal, count, upper, last_word, reverse, add, extreme, sort_numbers,
+                            animal_fact, add_three, older, age_sum)}
 
 
 def draw_item(rng: np.random.Generator, facts: Facts, skill: str | None = None) -> Item:
