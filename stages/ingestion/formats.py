@@ -244,7 +244,7 @@ def _pair(row: dict, options) -> tuple[str, dict, set]:
             head = to_messages(prompt)
             if head and left[:len(head)] == head and right[:len(head)] == head:
                 left, right = left[len(head):], right[len(head):]
-        elif left and left[0]["role"] != "assistant":   # full conversations beside a prompt string
+        elif left and left[0]["role"] in ("user", "system"):   # full conversations beside a prompt string
             said = prompt if isinstance(prompt, str) else None
             head, left, right = implicit_messages(left, right)
             if said is None:
@@ -256,7 +256,7 @@ def _pair(row: dict, options) -> tuple[str, dict, set]:
         if row.get("system"):
             head = to_prompt(head, row["system"])
         out = {"prompt": head, "chosen": left, "rejected": right}
-        if (left and left[0]["role"] != "assistant") or (right and right[0]["role"] != "assistant"):
+        if any(side and side[0]["role"] in ("user", "system") for side in (left, right)):
             codes.add("prompt_mismatch")
     for name in ("chosen_score", "rejected_score", "margin", "label_prob"):
         if row.get(name) is not None:

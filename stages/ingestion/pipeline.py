@@ -369,7 +369,7 @@ class Ingestion:
             for index, item in enumerate(rows):
                 group = conversions.contradiction_key(item) if voting else hashlib.sha256(
                     prompt_id(item["prompt"]).encode()).digest()[:16]
-                self.seen.stage(group, seq * 4096 + index if len(rows) > 1 else seq * 4096, {
+                self.seen.stage(group, seq, index, {
                     "row": item, "kind": have, "source": source, "line": self._raw_name[1].line, "seq": seq})
             self.counts.rows_staged += 1
             return

@@ -45,9 +45,9 @@ CODES = {
     "contaminated": "the prompt overlaps with an evaluation set",
     "near_duplicate": "a near copy of an earlier row (only if near_duplicates is keep_first)",
 }
-# Dropped by a configured policy rather than damaged: they do not count towards
+# Left out by a policy or a conversion rather than damaged: they do not count towards
 # max_quarantine_fraction.
-POLICY_CODES = frozenset(("all_tied", "contaminated", "near_duplicate"))
+POLICY_CODES = frozenset(("all_tied", "no_pair", "contaminated", "near_duplicate"))
 
 # C0 controls except tab, newline and carriage return, and DEL.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")

@@ -13,6 +13,9 @@ from typing import Iterator
 import orjson
 
 
+ROWS_PER_SEQ = 4096            # room for the rows that one input row expands to
+
+
 class SeenRows:
     """First-seen keys (16 bytes each) and staged rows by group.
 
@@ -32,8 +35,8 @@ class SeenRows:
                 self._remove()
                 self.valid, self.db = False, self._connect()
             else:
-                for table in ("seen", "groups", "staged"):
-                    self.db.execute(f"DELETE FROM {table} WHERE seq >= ?", (resume_at,))
+                for table, first in (("seen", resume_at), ("groups", resume_at * ROWS_PER_SEQ), ("staged", resume_at * ROWS_PER_SEQ)):
+                    self.db.execute(f"DELETE FROM {table} WHERE seq >= ?", (first,))
         self._insert = "INSERT OR IGNORE INTO seen VALUES (?, ?)"
 
     def _connect(self) -> sqlite3.Connection:
@@ -70,8 +73,9 @@ class SeenRows:
         found = self.db.execute("SELECT key FROM seen WHERE key IN (?, ?)", (key, other)).fetchall()
         return None if not found else key if (key,) in found else other
 
-    def stage(self, group: bytes, seq: int, row: dict) -> None:
-        """Put a row aside under its group; groups keep the order of their first row."""
+    def stage(self, group: bytes, position: int, index: int, row: dict) -> None:
+        """Put row `index` made of the input row at `position` aside; groups keep the order of their first row."""
+        seq = position * ROWS_PER_SEQ + index
         self.db.execute("INSERT OR IGNORE INTO groups VALUES (?, ?, ?)", (group, seq, seq))
         gid = self.db.execute("SELECT gid FROM groups WHERE key = ?", (group,)).fetchone()[0]
         self.db.execute("INSERT OR REPLACE INTO staged VALUES (?, ?, ?)", (gid, seq, orjson.dumps(row)))

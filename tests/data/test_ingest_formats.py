@@ -1,0 +1,262 @@
+"""Every source format, conversions, splits, duplicates."""
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from stages.ingest import matching_kind
+from stages.spec import ConfigError
+
+from .driver import SHARED, assistant, ingest, user, write_lines
+
+PAIR = {"prompt": [user("p")], "chosen": [assistant("a")], "rejected": [assistant("b")]}
+CONVERSATION = [user("one"), assistant("1"), user("two"), assistant("2")]
+
+
+def content(row: dict, *columns: str) -> dict:
+    return {column: row[column] for column in columns}
+
+
+@pytest.mark.parametrize("row, expected", [
+    ({"prompt": "p", "chosen": "a", "rejected": "b"}, PAIR),
+    (PAIR, PAIR),
+    ({"prompt": "p", "chosen": [user("p"), assistant("a")], "rejected": [user("p"), assistant("b")]}, PAIR),
+    ({"chosen": [user("p"), assistant("a")], "rejected": [user("p"), assistant("b")]}, PAIR),
+    ({"chosen": "\n\nHuman: p\n\nAssistant: a", "rejected": "\n\nHuman: p\n\nAssistant: b"}, PAIR),
+    ({"chosen": "The sky is blue.", "rejected": "The sky is bright."},
+     {"prompt": [user("The sky is")], "chosen": [assistant(" blue.")], "rejected": [assistant(" bright.")]}),
+    ({"prompt": "p", "system": "s", "chosen": "a", "rejected": "b"}, PAIR | {"prompt": [{"role": "system", "content": "s"}, user("p")]}),
+    ({"instruction": "p", "output_1": "b", "output_2": "a", "preference": 1.9, "generator_1": "x", "generator_2": "y"}, PAIR),
+    ({"prompt": "p", "response_a": "b", "response_b": "a", "label": 5}, PAIR),
+    ({"prompt": "p", "response_a": "a", "response_b": "b", "votes": ["A", "A", "tie"]}, PAIR),
+    ({"prompt": "p", "completions": ["b", "a"], "ranks": [1, 0]}, PAIR),
+    ({"prompt": "p", "completions": ["b", "a"], "scores": [1.0, 3.0]}, PAIR),
+])
+def test_preferences_become_pairs(tmp_path, row, expected):
+    result = ingest(write_lines(tmp_path / "x.jsonl", [row]), tmp_path / "w", kind="pairs/1")
+    assert [content(r, "prompt", "chosen", "rejected") for r in result.rows] == [expected]
+
+
+@pytest.mark.parametrize("row, kind, expected", [
+    ({"prompt": "p", "completion": "c"}, "demonstrations/1", {"messages": [user("p"), assistant("c")], "train_turns": [1]}),
+    ({"messages": CONVERSATION}, "demonstrations/1", {"messages": CONVERSATION, "train_turns": [1, 3]}),
+    ({"conversations": [{"from": "human", "value": "p"}, {"from": "gpt", "value": "c"}]}, "demonstrations/1",
+     {"messages": [user("p"), assistant("c")]}),
+    ({"instruction": "do", "input": "this", "output": "c"}, "demonstrations/1", {"messages": [user("do\n\nthis"), assistant("c")]}),
+    ({"prompt": "p"}, "prompts/1", {"prompt": [user("p")], "answer": None}),
+    ({"prompt": [user("p")], "answer": 7}, "prompts/1", {"answer": "7", "answer_type": "integer"}),
+    ({"question": "q", "answer": "so <<1+1=2>>2\n#### 1,002"}, "prompts/1", {"prompt": [user("q")], "answer": "1002", "answer_type": "integer"}),
+    ({"prompt": "p", "completion": "c", "label": True}, "unpaired/1", {"completion": [assistant("c")], "label": True}),
+    ({"prompt": "p", "response": "c", "rating": 4}, "ratings/1", {"completion": [assistant("c")], "score": 4.0}),
+    ({"text": "t"}, "text/1", {"text": "t", "n_chars": 1}),
+    ({"prompt": "p", "completions": ["s1", "s2"], "labels": [True, False]}, "stepwise/1", {"labels": [1, -1], "solution_correct": False}),
+    ({"prompt": "p", "completions": ["a", "b"], "ranks": [0, 0]}, "rankings/1", {"ranks": [0, 0]}),
+])
+def test_auto_kind(tmp_path, row, kind, expected):
+    result = ingest(write_lines(tmp_path / "x.jsonl", [row]), tmp_path / "w")
+    assert result.data.kind == kind
+    (got,) = result.rows
+    assert content(got, *expected) == expected and got["schema"] == kind and got["dataset"] == "x"
+
+
+def test_same_rows_from_every_container(tmp_path):
+    rows = [{"prompt": f"p{i}", "chosen": f'a, "{i}"\nline', "rejected": "b"} for i in range(5)]
+    write_lines(tmp_path / "a.jsonl", rows)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    (tmp_path / "c.json").write_text(json.dumps(rows, indent=1))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet")
+    import csv
+
+    with open(tmp_path / "e.csv", "w", newline="") as out:
+        writer = csv.DictWriter(out, ["prompt", "chosen", "rejected"])
+        writer.writeheader()
+        writer.writerows(rows)
+    (tmp_path / "f.jsonl").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "a.jsonl").read_bytes().replace(b"\n", b"\r\n"))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_lines(folder / "1.jsonl", rows[:2])
+    write_lines(folder / "2.jsonl", rows[2:])
+    (folder / "README.md").write_text("no data")
+    hashes = {}
+    for source in ("a.jsonl", "b.jsonl.gz", "c.json", "d.parquet", "e.csv", "f.jsonl", "folder", "folder/*.jsonl"):
+        result = ingest(tmp_path / source, tmp_path / "w" / source.replace("/", "_"))
+        assert result.counts["rows_in"] == 5 and not result.refused, source
+        hashes[source] = result.data.manifest["dataset_hash"]
+    assert len(set(hashes.values())) == 1, hashes
+
+
+def test_save_to_disk_directory(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": f"p{i}", "chosen": [assistant("a")], "rejected": [assistant("b")]} for i in range(4)]
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(str(tmp_path / "saved"))
+    result = ingest(tmp_path / "saved", tmp_path / "w")
+    assert result.data.kind == "pairs/1" and result.data.num_rows == 4
+
+
+def test_tools_and_special_tokens_stay_text(tmp_path):
+    messages = [user("weather <|im_end|><|im_start|>system"), {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {}}]},
+                {"role": "tool", "content": "sun"}, assistant("It is sunny.</s>")]
+    (row,) = ingest(write_lines(tmp_path / "x.jsonl", [{"messages": messages}]), tmp_path / "w").rows
+    assert row["messages"][0]["content"] == "weather <|im_end|><|im_start|>system"
+    assert row["messages"][1] == {"role": "assistant", "function_calls": '{"name":"f","arguments":{}}'} and row["train_turns"] == [1, 3]
+
+
+def test_column_map_extra_and_common_columns(tmp_path):
+    row = {"q": "p", "good": "a", "bad": "b", "license": "mit", "weight": 2, "note": {"x": [1]}, "source": "forum"}
+    result = ingest(write_lines(tmp_path / "x.jsonl", [row]), tmp_path / "w", prompt_column="q", column_map={"chosen": "good"}, rejected_column="bad")
+    (got,) = result.rows
+    assert got["license"] == "mit" and got["weight"] == 2.0 and got["source"] == "forum" and json.loads(got["extra_json"]) == {"note": {"x": [1]}}
+
+
+def test_unknown_columns_say_what_to_write(tmp_path):
+    with pytest.raises(ConfigError, match="column_map"):
+        ingest(write_lines(tmp_path / "x.jsonl", [{"foo": 1, "bar": 2}]), tmp_path / "w")
+    with pytest.raises(ConfigError, match="neither a file"):
+        ingest(tmp_path / "none.jsonl", tmp_path / "w2")
+    with pytest.raises(ConfigError, match="cannot become ratings/1"):
+        ingest(write_lines(tmp_path / "y.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "b"}]), tmp_path / "w3", kind="ratings/1")
+    with pytest.raises(ConfigError, match="0.05 and 0.05"):
+        ingest(tmp_path / "y.jsonl", tmp_path / "w4", validation_fraction=0.5, test_fraction=0.5)
+
+
+def test_conversions_from_pairs(tmp_path):
+    source = write_lines(tmp_path / "x.jsonl", [{"prompt": "p1", "chosen": "good", "rejected": "bad"}, {"prompt": "p1", "chosen": "good", "rejected": "worse"},
+                                                {"prompt": "p2", "chosen": "x", "rejected": "y"}, {"prompt": "p2", "chosen": "y", "rejected": "z"}])
+    unpaired = ingest(source, tmp_path / "u", kind="unpaired/1")
+    assert [(r["prompt"][0]["content"], r["completion"][0]["content"], r["label"]) for r in unpaired.rows] == [
+        ("p1", "good", True), ("p1", "bad", False), ("p1", "worse", False), ("p2", "x", True), ("p2", "z", False)]
+    assert unpaired.counts["conversion"]["dropped"] == {"conflict": 1} and unpaired.counts["rows_kept"] == 4
+    prompts = ingest(source, tmp_path / "p", kind="prompts/1")
+    assert [r["prompt"][0]["content"] for r in prompts.rows] == ["p1", "p2"] and prompts.counts["conversion"]["dropped"] == {"duplicate_prompt": 2}
+    demos = ingest(source, tmp_path / "d", kind="demonstrations/1")
+    assert [r["messages"][-1]["content"] for r in demos.rows] == ["good", "good", "x", "y"]
+    assert all(r["origin"] == "conversion" and json.loads(r["extra_json"])["row_ids"] for r in demos.rows)
+    ranking = ingest(source, tmp_path / "r", kind="rankings/1")
+    assert [r["ranks"] for r in ranking.rows] == [[0, 1, 1], [0, 1, 2]]
+    pairs = ingest(source, tmp_path / "pp")                           # a dataset of ours as input
+    again = ingest(pairs.workdir / "out" / "data", tmp_path / "uu", kind="unpaired/1")
+    assert [r["row_id"] for r in again.rows] == [r["row_id"] for r in unpaired.rows]
+
+
+def test_ratings_and_thumbs_become_pairs(tmp_path):
+    ratings = write_lines(tmp_path / "r.jsonl", [{"prompt": p, "completion": c, "score": s} for p, c, s in (
+        ("p", "a", 4), ("q", "x", 3), ("p", "b", 2), ("p", "c", 4), ("q", "y", 3), ("p", "d", 1))])
+    result = ingest(ratings, tmp_path / "w", kind="pairs/1", margin_mode="score_diff")
+    assert [(r["chosen"][0]["content"], r["rejected"][0]["content"], r["margin"]) for r in result.rows] == [
+        ("a", "d", 3.0), ("c", "d", 3.0), ("a", "b", 2.0), ("c", "b", 2.0), ("b", "d", 1.0)]
+    assert all(r["pairs_in_group"] == 5 and r["weight"] == 0.2 for r in result.rows)
+    assert result.counts["codes"] == {"no_pair": 2} and result.codes() == {2: ["no_pair"], 5: ["no_pair"]}
+    ranking = ingest(ratings, tmp_path / "k", kind="rankings/1")
+    assert [r["ranks"] for r in ranking.rows] == [[0, 1, 0, 2], [0, 0]]
+    thumbs = write_lines(tmp_path / "t.jsonl", [{"prompt": "p", "completion": c, "label": c[0] == "d"} for c in ("d0", "u0", "d1", "u1", "u2")])
+    made = ingest(thumbs, tmp_path / "t", kind="pairs/1", max_pairs_per_prompt=4)
+    assert [(r["chosen"][0]["content"], r["rejected"][0]["content"]) for r in made.rows] == [("d0", "u0"), ("d0", "u1"), ("d0", "u2"), ("d1", "u0")]
+    labelled = ingest(ratings, tmp_path / "l", kind="unpaired/1", threshold=3)
+    assert sum(r["label"] for r in labelled.rows) == 4
+
+
+@pytest.mark.parametrize("mode, count", [("all", 6), ("best_vs_rest", 3), ("best_worst", 1), ("adjacent", 3), ("best_vs_random", 1), ("rank_gap", 6)])
+def test_ranking_modes(tmp_path, mode, count):
+    source = write_lines(tmp_path / "x.jsonl", [{"prompt": "p", "completions": list("abcd"), "ranks": [2, 0, 3, 1]}])
+    rows = ingest(source, tmp_path / "w", kind="pairs/1", pair_mode=mode).rows
+    assert len(rows) == count and abs(sum(r["weight"] for r in rows) - 1) < 1e-12 and {r["pairs_in_group"] for r in rows} == {count}
+    if mode == "rank_gap":
+        assert [(r["rank_gap"], r["stage_index"]) for r in rows] == [(3, 0), (2, 1), (2, 1), (1, 2), (1, 2), (1, 2)]
+
+
+def test_likert_soft_labels_ties_and_margins(tmp_path):
+    rows = [{"prompt": f"p{v}", "response_a": "a", "response_b": "b", "label": v} for v in range(1, 9)]
+    result = ingest(write_lines(tmp_path / "x.jsonl", rows), tmp_path / "w", n_points=8, margin_mode="llama2_large", soft_label="linear")
+    assert [r["strength"] for r in result.rows] == [4, 3, 2, 1, 1, 2, 3, 4] and [r["margin"] for r in result.rows] == [3, 2, 1, 0, 0, 1, 2, 3]
+    assert [r["chosen"][0]["content"] for r in result.rows] == list("aaaabbbb") and all(r["label_prob"] > 0.5 for r in result.rows)
+    tie = write_lines(tmp_path / "t.jsonl", [{"prompt": "p", "response_a": "a", "response_b": "b", "label": 3}] + [
+        {"prompt": f"q{i}", "response_a": "a", "response_b": "b", "label": 9} for i in range(1)] + [
+        {"prompt": f"r{i}", "response_a": "a", "response_b": "b", "label": 1} for i in range(8)])
+    assert ingest(tie, tmp_path / "t").codes() == {1: ["all_tied"], 2: ["bad_label"]}
+    soft = ingest(tie, tmp_path / "s", tie_policy="soft")
+    assert soft.rows[0]["label_prob"] == 0.5 and soft.codes() == {2: ["bad_label"]}
+
+
+def test_multiturn_policies_keep_conversations_together(tmp_path):
+    source = write_lines(tmp_path / "x.jsonl", [{"messages": [{"role": "system", "content": ""}, *CONVERSATION]}])
+    rows = ingest(source, tmp_path / "w", multiturn="all_turns", balance="per_conversation").rows
+    assert [(len(r["messages"]), r["train_turns"], r["weight"]) for r in rows] == [(3, [2], 0.5), (5, [4], 0.5)]
+    assert len({r["group_id"] for r in rows}) == 1 and len({r["prompt_id"] for r in rows}) == 2
+    assert [r["train_turns"] for r in ingest(source, tmp_path / "v", multiturn="final_turn").rows] == [[4]]
+
+
+def test_duplicates_contradictions_and_policies(tmp_path):
+    lines = [("p", "x", "y"), ("p", "y", "x"), ("p", "x", "y"), ("p", "hello", "HELLO"), ("q", "a", "a ")] + [(f"r{i}", "1", "2") for i in range(20)]
+    source = write_lines(tmp_path / "x.jsonl", [{"prompt": p, "chosen": a, "rejected": b} for p, a, b in lines])
+    assert ingest(source, tmp_path / "w").codes() == {2: ["contradicts_row"], 3: ["duplicate_row"], 5: ["chosen_equals_rejected"]}
+    assert ingest(source, tmp_path / "b", contradictions="drop_both").codes() == {
+        1: ["contradicts_row"], 2: ["contradicts_row"], 3: ["duplicate_row"], 5: ["chosen_equals_rejected"]}
+    kept = ingest(source, tmp_path / "v", contradictions="keep_as_votes", deduplicate="off")
+    assert kept.rows[0]["label_prob"] == pytest.approx(2 / 3) and kept.counts["conversion"]["dropped"] == {"merged_votes": 2}
+    assert ingest(source, tmp_path / "o", contradictions="off").codes() == {3: ["duplicate_row"], 5: ["chosen_equals_rejected"]}
+
+
+def test_prompts_are_deduplicated_up_to_case_and_space(tmp_path):
+    source = write_lines(tmp_path / "x.jsonl", [{"prompt": "What  is it?"}, {"prompt": "what is IT? "}, *({"prompt": f"p{i}"} for i in range(9))])
+    assert ingest(source, tmp_path / "w").codes() == {2: ["duplicate_row"]}
+    assert not ingest(source, tmp_path / "v", deduplicate="exact").refused
+
+
+def test_splits_are_by_group_and_stable(tmp_path):
+    rows = [{"prompt": f"p{i % 100}", "chosen": f"a{i}", "rejected": "b"} for i in range(300)]
+    result = ingest(write_lines(tmp_path / "x.jsonl", rows), tmp_path / "w", validation_fraction=0.2, test_fraction=0.2)
+    splits: dict = {}
+    for row in result.rows:
+        splits.setdefault(row["prompt_id"], set()).add(row["split"])
+    assert all(len(found) == 1 for found in splits.values()) and set(result.data.manifest["splits"]) == {"train", "validation", "test"}
+    more = ingest(write_lines(tmp_path / "y.jsonl", rows + [{"prompt": f"new{i}", "chosen": "a", "rejected": "b"} for i in range(50)]), tmp_path / "v",
+                  validation_fraction=0.2, test_fraction=0.2)
+    assert {r["row_id"]: r["split"] for r in more.rows}.items() >= {r["row_id"]: r["split"] for r in result.rows}.items()
+    assert set(ingest(tmp_path / "x.jsonl", tmp_path / "h", halves=True).data.manifest["splits"]) == {"rm_a", "rm_b"}
+
+
+def test_near_duplicates(tmp_path):
+    base = " ".join(f"word{i}" for i in range(60))
+    prompts = [base, base + " more", base + " again thing", *(" ".join(f"other{i}x{j}" for j in range(20)) for i in range(12))]
+    source = write_lines(tmp_path / "x.jsonl", [{"prompt": p} for p in prompts])
+    assert ingest(source, tmp_path / "w", near_duplicates="keep_first").codes() == {2: ["near_duplicate"], 3: ["near_duplicate"]}
+    rows = ingest(source, tmp_path / "g", near_duplicates="group", validation_fraction=0.3).rows
+    assert len({r["group_id"] for r in rows[:3]}) == 1 and len({r["group_id"] for r in rows}) == 13 and len({r["split"] for r in rows[:3]}) == 1
+
+
+def test_decontamination(tmp_path):
+    item = " ".join(f"token{i}" for i in range(12))
+    bench = write_lines(tmp_path / "bench.jsonl", [{"question": item, "answer": "#### 3"}])
+    source = write_lines(tmp_path / "x.jsonl", [{"prompt": "well " + item[:90] + " end"}, {"prompt": " ".join(item.split()[:8]) + " and then something else"},
+                                                {"prompt": "clean"}])
+    result = ingest(source, tmp_path / "w", inputs={"benchmarks.b": bench}, decontaminate="coverage")
+    assert result.codes() == {1: ["contaminated"], 2: ["contaminated"]} and result.counts["decontamination"]["eval_rows_over_threshold"] == 1
+    with pytest.raises(ConfigError, match="benchmarks"):
+        ingest(source, tmp_path / "v", decontaminate="coverage")
+
+
+def test_matching_kind(tmp_path):
+    pairs = write_lines(tmp_path / "p.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "b"}])
+    math = write_lines(tmp_path / "m.jsonl", [{"question": "q", "answer": "#### 3"}])
+    assert matching_kind(str(pairs), ("demonstrations/1", "text/1")) == "demonstrations/1"
+    assert matching_kind(str(math), ("demonstrations/1", "text/1")) == "demonstrations/1"
+    assert matching_kind(str(math), ("prompts/1",)) == "prompts/1"
+    assert matching_kind(str(math), ("pairs/1",)) is None
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data files")
+def test_real_hh(tmp_path):
+    result = ingest(SHARED / "hh_harmless_base_test.jsonl.gz", tmp_path / "w")
+    assert result.counts["rows_in"] == 2312 and result.counts["rows_kept"] == 2299
+    assert result.counts["codes"] == {"empty_completion": 4, "non_alternating": 9, "prompt_mismatch": 5}
+    assert result.counts["bias"]["char_diff_mean"] == pytest.approx(-42.73205741626794)
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data files")
+def test_real_alpaca_eval_and_gsm8k(tmp_path):
+    result = ingest(SHARED / "alpaca_eval_gpt4_preferences.jsonl.gz", tmp_path / "w", limit=2000)
+    assert result.counts["rows_in"] == 2000 and all(0.5 < r["label_prob"] <= 1 for r in result.data.iter_rows(["label_prob"]))
+    prompts = ingest(SHARED / "gsm8k_test.jsonl", tmp_path / "g")
+    assert prompts.data.kind == "prompts/1" and prompts.data.num_rows == 1319 and {r["answer_type"] for r in prompts.data.iter_rows(["answer_type"])} == {"integer"}
