@@ -106,6 +106,8 @@ def _bare(model):
 class GenericDecoder:
     """Any Hugging Face decoder-only model through its own forward, with per-row columns and a 4D mask."""
 
+    wants_blocks = False
+
     def __init__(self, model):
         self.model = model
         config = model.config.get_text_config(decoder=True)
@@ -149,9 +151,11 @@ class GenericDecoder:
         logits = out.logits[torch.arange(ids.shape[0], device=ids.device), last].float()
         return Prefilled([layer.keys for layer in cache.layers], [layer.values for layer in cache.layers], logits)
 
-    def decode(self, kv: SlotKV, tokens: torch.Tensor, columns: torch.Tensor, longest: int) -> torch.Tensor:
-        """Append tokens [n] at columns [n] of slots 0..n-1; next-token logits [n, V] float32. longest = max column + 1."""
-        n = tokens.shape[0]
+    def decode(self, kv: SlotKV, tokens: torch.Tensor, columns: torch.Tensor, bounds) -> torch.Tensor:
+        """Append tokens [n] at columns [n] of slots 0..n-1; next-token logits [n, V] float32.
+
+        bounds: runs of slots (first, end, columns in use); this engine takes their maximum."""
+        n, longest = tokens.shape[0], max(width for _, _, width in bounds)
         rows = torch.arange(n, device=tokens.device)
         kv.mask[rows, columns] = 0
         mask = kv.mask[:n, :longest]
@@ -309,8 +313,11 @@ class _Layer:
 
     def __init__(self, layer, heads: int, groups: int):
         attention, mlp = layer.self_attn, layer.mlp
+        self.scale = attention.scaling  # folded into the queries: their norm weight, or their projection
         q, k, v = (_weight(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
         pair = lambda wb, count: tuple(None if x is None else _interleave(x, count) for x in wb)
+        if not hasattr(attention, "q_norm"):
+            q = tuple(None if x is None else x * self.scale for x in q)
         self.qkv = _Product([pair(q, heads), pair(k, groups), v])
         self.out = _Product([_weight(attention.o_proj)])
         self.gate_up = _Product([_weight(mlp.gate_proj), _weight(mlp.up_proj)])
@@ -319,7 +326,7 @@ class _Layer:
         self.norm2, self.eps2 = layer.post_attention_layernorm.weight, layer.post_attention_layernorm.variance_epsilon
         self.q_norm = self.k_norm = None
         if hasattr(attention, "q_norm"):
-            self.q_norm = _interleave(attention.q_norm.weight, 1)
+            self.q_norm = _interleave(attention.q_norm.weight, 1) * self.scale
             self.k_norm = _interleave(attention.k_norm.weight, 1)
             self.head_eps = attention.q_norm.variance_epsilon
 
@@ -332,11 +339,15 @@ class LeanDecoder:
         config = model.config
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = model.model.layers[0].self_attn.head_dim
-        self.scale = model.model.layers[0].self_attn.scaling
         self.layers: list[_Layer] = []
 
     def check_length(self, total: int) -> None:
         """Any length up to the model's positions is fine."""
+
+    @property
+    def wants_blocks(self) -> bool:
+        """On the CPU in full precision attention runs block by block, each over its own length; elsewhere in one call."""
+        return self.device.type == "cpu" and self.dtype == self.wide
 
     @torch.inference_mode()
     def refresh(self) -> None:
@@ -394,7 +405,7 @@ class LeanDecoder:
             values.append(v)
             if self.heads != self.groups:
                 k, v = (t.repeat_interleave(self.heads // self.groups, 1) for t in (k, v))
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
             x = self._finish(layer, x, attended.transpose(1, 2).reshape(count * width, -1))
         last = x.view(count, width, -1)[torch.arange(count, device=ids.device), lengths - 1]
         return Prefilled(keys, values, self._logits(last))
@@ -402,29 +413,35 @@ class LeanDecoder:
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(F.rms_norm(x, x.shape[-1:], self.norm, self.eps)).float()
 
-    def decode(self, kv: SlotKV, tokens: torch.Tensor, columns: torch.Tensor, longest: int) -> torch.Tensor:
-        """Append tokens [n] at columns [n] of slots 0..n-1; next-token logits [n, V] float32. longest = max column + 1."""
+    def decode(self, kv: SlotKV, tokens: torch.Tensor, columns: torch.Tensor, bounds) -> torch.Tensor:
+        """Append tokens [n] at columns [n] of slots 0..n-1; next-token logits [n, V] float32.
+
+        bounds: runs of slots (first, end, columns in use) that attend together, each over its own columns."""
         n, k_heads, d = tokens.shape[0], self.groups, self.head_dim
+        longest = max(width for _, _, width in bounds)
         rows = torch.arange(n, device=tokens.device)
         kv.mask[rows, columns] = 0
-        mask = kv.mask[:n, None, None, :longest]
+        masks = [kv.mask[first:end, None, None, :width] for first, end, width in bounds]
         cells = ((rows * (k_heads * kv.columns) + columns)[:, None]
                  + torch.arange(k_heads, device=tokens.device) * kv.columns).view(-1)
         rotation = self._rotations(longest)[columns][:, None]
         x = F.embedding(tokens, self.embedding)
-        batched = self.device.type == "cpu" and self.dtype == self.wide
         for layer, keys, values in zip(self.layers, kv.keys, kv.values):
             q, k, v = self._project(layer, x, rotation)
             keys.view(-1, d).index_copy_(0, cells, k.reshape(-1, d))
             values.view(-1, d).index_copy_(0, cells, v.reshape(-1, d))
-            q = q.reshape(n * k_heads, -1, d)
-            if batched:
-                keys, values = (t.view(-1, kv.columns, d)[: n * k_heads, :longest] for t in (keys, values))
-                scores = torch.bmm(q * self.scale, keys.transpose(1, 2)).view(n, k_heads, -1, longest)
-                weights = torch.softmax(scores.add_(mask), -1).view(n * k_heads, -1, longest)
-                attended = torch.bmm(weights, values)
+            if self.wants_blocks:
+                q = q.reshape(n * k_heads, -1, d)
+                keys, values = keys.view(-1, kv.columns, d), values.view(-1, kv.columns, d)
+                parts = []
+                for (first, end, width), mask in zip(bounds, masks):
+                    span = slice(first * k_heads, end * k_heads)
+                    scores = torch.bmm(q[span], keys[span, :width].transpose(1, 2)).view(end - first, k_heads, -1, width)
+                    weights = torch.softmax(scores.add_(mask), -1).view((end - first) * k_heads, -1, width)
+                    parts.append(torch.bmm(weights, values[span, :width]))
+                attended = torch.cat(parts) if len(parts) > 1 else parts[0]
             else:
-                attended = F.scaled_dot_product_attention(q.view(n, k_heads, -1, d), keys[:n, :, :longest],
-                                                          values[:n, :, :longest], attn_mask=mask, scale=self.scale)
+                attended = F.scaled_dot_product_attention(q.reshape(n, k_heads, -1, d), keys[:n, :, :longest],
+                                                          values[:n, :, :longest], attn_mask=masks[0], scale=1.0)
             x = self._finish(layer, x, attended.reshape(n, -1))
         return self._logits(x)

@@ -32,6 +32,7 @@ __all__ = ["Completion", "Sampler", "SamplerError", "SamplingParams"]
 
 PREFILL_TOKENS = 4096  # padded tokens of one prefill batch (a longer prompt goes alone)
 COLUMN_STEP = 128  # KV columns are added in multiples of this
+BLOCK = 16  # slots that share one attention length; longer rows are kept in earlier blocks
 
 
 class SamplerError(ValueError):
@@ -158,12 +159,27 @@ class _Run:
             if not self.live:
                 return self.results
             rows = np.arange(self.live)
-            longest = int(self.length[: self.live].max()) + 1
+            bounds = self._bounds()
+            longest = max(width for _, _, width in bounds)
             if longest > self.kv.columns:
                 self.kv.grow(self._columns(longest))
-            logits = self.decoder.decode(self.kv, self._send(self.token[: self.live]), self._send(self.length[: self.live]), longest)
+            logits = self.decoder.decode(self.kv, self._send(self.token[: self.live]), self._send(self.length[: self.live]), bounds)
             self.length[: self.live] += 1
             free = self._sample(logits, rows)
+
+    def _bounds(self) -> list[tuple[int, int, int]]:
+        """(first slot, end slot, columns in use) of runs of blocks with about the same longest row."""
+        if not self.decoder.wants_blocks:
+            return [(0, self.live, int(self.length[: self.live].max()) + 1)]
+        bounds: list[tuple[int, int, int]] = []
+        for start in range(0, self.live, BLOCK):
+            end = min(start + BLOCK, self.live)
+            width = int(self.length[start:end].max()) + 1
+            if bounds and abs(width - bounds[-1][2]) * 5 < max(width, bounds[-1][2]):
+                bounds[-1] = (bounds[-1][0], end, max(width, bounds[-1][2]))
+            else:
+                bounds.append((start, end, width))
+        return bounds
 
     def _send(self, x: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(x).to(self.device) if self.device.type != "cpu" else torch.from_numpy(x.copy())
@@ -181,20 +197,44 @@ class _Run:
         while free and self.next_row < len(self.queue):
             taken = self.queue[self.next_row : self.next_row + len(free)]
             self.next_row += len(taken)
-            slots, free = free[: len(taken)], free[len(taken) :]
-            logits = []
-            for slot, (i, g, seed) in zip(slots, taken):
+            holes, free = free[: len(taken)], free[len(taken) :]
+            slots, logits, held = [], [], set(holes) | set(free)
+            for hole, (i, g, seed) in zip(holes, taken):
                 while i not in self.prefilled:
                     self._prefill()
                 batch, j = self.prefilled[i]
+                slot = self._make_room(hole, len(self.prompts[i]), held)
+                slots.append(slot)
+                held.add(slot)
                 self._load(slot, i, g, batch, j)
                 logits.append(batch.logits[j])
                 if g == len(self.results[i]) - 1:
                     del self.prefilled[i]
             self.uniform[slots] = uniforms([seed for _, _, seed in taken], self.uniform.shape[1])
-            self.live = max(self.live, slots[-1] + 1)
+            self.live = max(self.live, max(slots) + 1)
             free = sorted(free + self._sample(torch.stack(logits), np.array(slots)))
         return free
+
+    def _make_room(self, hole: int, length: int, held: set[int]) -> int:
+        """The slot for a new row of `length` tokens: longer rows of later blocks move up into the hole first, so that
+        blocks stay ordered by length. held: slots that are free or just given, which stay where they are."""
+        while self.decoder.wants_blocks:
+            start = (hole // BLOCK + 1) * BLOCK
+            rows = [s for s in range(start, min(start + BLOCK, self.live)) if s not in held]
+            if not rows:
+                break
+            longest = max(rows, key=self.length.__getitem__)
+            if self.length[longest] <= length:
+                break
+            self._move(longest, hole)
+            hole = longest
+        return hole
+
+    def _move(self, source: int, target: int) -> None:
+        """A live row to another slot, its KV and its books."""
+        self.kv.move(source, target, int(self.length[source]))
+        for x in (self.row, self.length, self.count, self.token, self.uniform, self.out_ids, self.out_logps):
+            x[target] = x[source]
 
     def _prefill(self) -> None:
         """Prefill the next waiting prompts together (they are sorted by length, longest first)."""
@@ -227,12 +267,9 @@ class _Run:
                 self.live -= 1
             if hole >= self.live:
                 break
-            last = self.live - 1
-            self.kv.move(last, hole, int(self.length[last]))
-            for x in (self.row, self.length, self.count, self.token, self.uniform, self.out_ids, self.out_logps):
-                x[hole] = x[last]
+            self._move(self.live - 1, hole)
             empty.discard(hole)
-            self.live = last
+            self.live -= 1
 
     # ---- one token for some slots
 
