@@ -33,7 +33,7 @@ class StyleWeights(StageConfig):
 class Config(StageConfig):
     facts_seed: int | None = Field(None, ge=0, title="Facts seed", description="Seed of the fact base; unset = the run's seed.")
     text: Sizes = Field(Sizes(train=6500, validation=150), description="Passages of plain text for pre-training.")
-    sentences_per_text: tuple[int, int] = Field((4, 8), description="Sentences per passage, lowest and highest.")
+    statements_per_text: tuple[int, int] = Field((6, 10), description="Statements per passage, lowest and highest.")
     dialogue_share: float = Field(0.4, ge=0, le=1, description="Share of sentences written as a reported question and its answer.")
     demonstrations: Sizes = Field(Sizes(train=2500, validation=150), description="Demonstrations of mixed quality.")
     comparisons: Sizes = Field(Sizes(train=4000, validation=300, test=600), description="Labelled A/B comparisons.")
@@ -78,7 +78,7 @@ def run(stage) -> None:
                           noise=config.annotator_noise, tie_band=config.annotator_tie_band)
     makers = {
         "text": ("text/1", config.text, lambda split, n: generate.text_rows(
-            rng_of, facts, split=split, n=n, sentences=config.sentences_per_text, dialogue_share=config.dialogue_share)),
+            rng_of, facts, split=split, n=n, statements=config.statements_per_text, dialogue_share=config.dialogue_share)),
         "demonstrations": ("demonstrations/1", config.demonstrations, lambda split, n: generate.demonstration_rows(
             rng_of, facts, split=split, n=n, wrong_share=config.wrong_share, style_weights=styles)),
         "comparisons": ("comparisons/1", config.comparisons, lambda split, n: generate.comparison_rows(

@@ -15,7 +15,7 @@ import numpy as np
 from stages.worldgen.annotator import Annotator
 from stages.worldgen.lexicon import Facts
 from stages.worldgen.responses import Response, draw_response
-from stages.worldgen.skills import Item, draw_item
+from stages.worldgen.skills import Item, draw_item, draw_page
 
 ASKERS, TELLERS = ("Tom", "Eve", "Max", "Zoe"), ("Ann", "Ben", "Ida", "Leo")
 HELD_OUT_SHARE = {"test": 0.12, "validation": 0.08}
@@ -66,35 +66,39 @@ def _about(item: Item) -> dict:
     return {"category": item.category, "difficulty": item.difficulty, "content": item.content}
 
 
-def passage(items: list[Item], rng: np.random.Generator, *, dialogue_share: float) -> str:
-    """A short plain text about several items: statements, and reported questions with their answers."""
-    parts = []
-    for item in items:
-        if rng.random() < dialogue_share and split_of(item) == "train":
-            asker, teller = ASKERS[int(rng.integers(len(ASKERS)))], TELLERS[int(rng.integers(len(TELLERS)))]
-            steps = f"{item.steps} " if item.steps and rng.random() < 0.7 else ""
-            parts.append(f"{asker} asks {teller}: {item.instruction} {teller} says: {steps}{item.answer}.")
-        else:
-            parts.append(item.sentence)
+def passage(rng: np.random.Generator, facts: Facts, statements: int, dialogue_share: float) -> str:
+    """A short plain text of about `statements` statements: pages about one subject each, and reported questions with their answers.
+
+    Of items that are not in the train split, only the facts that a question of small space asks about may be stated; the
+    question itself never is.
+    """
+    parts: list[str] = []
+    done = 0
+    while done < statements:
+        if rng.random() < dialogue_share:
+            item = draw_item(rng, facts)
+            if split_of(item) == "train":
+                asker, teller = ASKERS[int(rng.integers(len(ASKERS)))], TELLERS[int(rng.integers(len(TELLERS)))]
+                said = item.steps if item.steps and rng.random() < 0.7 else f"{item.answer}."
+                parts.append(f"{asker} asks {teller}: {item.instruction} {teller} says: {said}")
+                done += 1
+            continue
+        stated: list[str] = []
+        for item in draw_page(rng, facts, int(rng.integers(3, 6))):
+            if item.statement not in stated and (split_of(item) == "train" or item.small_space):
+                stated += ([item.context] if item.context and item.context not in stated else []) + [item.statement]
+                done += 1
+        parts += stated
     return " ".join(parts)
 
 
 def text_rows(rng_of: Callable[..., np.random.Generator], facts: Facts, *, split: str, n: int,
-              sentences: tuple[int, int], dialogue_share: float) -> Iterator[dict]:
-    """`text/1` rows: n passages of `sentences` (low, high inclusive) sentences each.
-
-    Knowledge is what text is for: facts whose wording-level split is not train still appear as statements, never as
-    the held-out question.
-    """
+              statements: tuple[int, int], dialogue_share: float) -> Iterator[dict]:
+    """`text/1` rows: n passages of about `statements` (low, high) statements each."""
     rng = rng_of("text", split)
     for _ in range(n):
-        wanted = int(rng.integers(sentences[0], sentences[1] + 1))
-        items = []
-        while len(items) < wanted:
-            item = draw_item(rng, facts)
-            if split_of(item) == "train" or item.small_space:
-                items.append(item)
-        yield {"text": passage(items, rng, dialogue_share=dialogue_share), "domain": "world"}
+        wanted = int(rng.integers(statements[0], statements[1] + 1))
+        yield {"text": passage(rng, facts, wanted, dialogue_share), "domain": "world"}
 
 
 def demonstration_rows(rng_of, facts: Facts, *, split: str, n: int, wrong_share: float,

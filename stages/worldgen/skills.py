@@ -20,8 +20,9 @@ from stages.worldgen.lexicon import ANIMALS, COLORS, FOODS, HOMES, MAX_AGE, MAX_
 class Item:
     """One question with a verifiable answer.
 
-    `steps` is the reasoning a careful writer shows before the answer ('' when there is nothing to show).
-    `sentence` is the plain-text form used for pre-training. `wrong` draws a plausible wrong (steps, answer).
+    `steps` is the reasoning a careful writer shows before the answer ('' when there is nothing to show). `context` and
+    `statement` are the plain-text form used for pre-training: what is given, and what is true of it. `wrong` draws a
+    plausible wrong (steps, answer).
     """
 
     category: str
@@ -30,9 +31,10 @@ class Item:
     instruction: str
     answer: str
     answer_type: str             # text | integer
-    sentence: str
+    statement: str
     wrong: Callable[[np.random.Generator], tuple[str, str]]
     steps: str = ""
+    context: str = ""
     small_space: bool = False    # too few contents to hold out: held out by exact wording
 
 
@@ -66,6 +68,12 @@ def _shuffled_wrong(rng, words: list[str]) -> list[str]:
         i = int(rng.integers(len(out)))
         out[i] = _other(rng, WORDS, out[i])
     return out if out != words else out[:-1] + [_other(rng, WORDS, out[-1])]
+
+
+def _list(words) -> tuple[str, str]:
+    """(the words as shown, the sentence that introduces them)."""
+    shown = " ".join(map(str, words))
+    return shown, f"{'Numbers' if isinstance(words[0], int) else 'List'}: {shown}."
 
 
 # ---------------------------------------------------------------- knowledge
@@ -150,18 +158,21 @@ def age_sum(rng, facts: Facts) -> Item:
 
 # ---------------------------------------------------------------- lists of words
 
-def _mixed(rng, n: int) -> tuple[str, list[str]]:
-    """One animal among n-1 things, in random order: (the animal, the list)."""
-    animal = _pick(rng, ANIMALS)
-    words = _sample(rng, THINGS, n - 1) + [animal]
-    return animal, [words[int(i)] for i in rng.permutation(n)]
+def _mixed(rng, n: int) -> list[str]:
+    """One animal among n-1 things, in random order."""
+    words = _sample(rng, THINGS, n - 1) + [_pick(rng, ANIMALS)]
+    return [words[int(i)] for i in rng.permutation(n)]
 
 
-def find_animal(rng, facts: Facts) -> Item:
+def _animal_in(words: list[str]) -> str:
+    return next(w for w in words if w in ANIMALS)
+
+
+def find_animal(rng, facts: Facts, words: list[str] | None = None) -> Item:
     """Name the animal in a list of things."""
-    n = int(rng.integers(2, 6))
-    animal, words = _mixed(rng, n)
-    shown = " ".join(words)
+    words = words or _mixed(rng, int(rng.integers(2, 6)))
+    animal, n = _animal_in(words), len(words)
+    shown, context = _list(words)
     ask = _pick(rng, [f"Which word is an animal: {shown}?", f"Find the animal in: {shown}", f"Name the animal among {shown}.",
                       f"One of these is an animal: {shown}. Which one?"])
 
@@ -170,14 +181,16 @@ def find_animal(rng, facts: Facts) -> Item:
         return f"The animal is the {thing}.", thing
 
     steps = f"The animal is the {animal}."
-    return Item("find_animal", 1 if n <= 3 else 2, shown, ask, animal, "text", f"List: {shown}. {steps}", wrong, steps)
+    return Item("find_animal", 1 if n <= 3 else 2, shown, ask, animal, "text", steps, wrong, steps, context)
 
 
-def animal_fact(rng, facts: Facts) -> Item:
+def animal_fact(rng, facts: Facts, words: list[str] | None = None) -> Item:
     """An attribute of the one animal in a list of things (find, then look up)."""
     attribute = _pick(rng, list(_VALUES))
-    animal, words = _mixed(rng, int(rng.integers(2, 5)))
-    value, shown = getattr(facts, attribute)[animal], " ".join(words)
+    words = words or _mixed(rng, int(rng.integers(2, 5)))
+    animal = _animal_in(words)
+    value = getattr(facts, attribute)[animal]
+    shown, context = _list(words)
     ask = _pick(rng, [f"What is the {attribute} of the animal in: {shown}?", f"Find the animal and name its {attribute}: {shown}",
                       f"Look at {shown}. Tell me the {attribute} of the animal.", f"Name the {attribute} of the animal among {shown}."])
     start = f"The animal is the {animal}. "
@@ -188,14 +201,14 @@ def animal_fact(rng, facts: Facts) -> Item:
 
     steps = start + _fact(attribute, animal, value)
     return Item("animal_fact", 3, f"{attribute} {shown}", ask, str(value), "integer" if attribute == "age" else "text",
-                f"List: {shown}. {steps}", wrong, steps)
+                steps, wrong, steps, context)
 
 
-def count(rng, facts: Facts) -> Item:
+def count(rng, facts: Facts, words: list[str] | None = None) -> Item:
     """Count the words of a list."""
-    n = int(rng.integers(2, 7))
-    words = [_pick(rng, WORDS) for _ in range(n)]
-    shown = " ".join(words)
+    words = words or _sample(rng, WORDS, int(rng.integers(2, 7)))
+    n = len(words)
+    shown, context = _list(words)
     ask = _pick(rng, [f"How many words are in: {shown}?", f"Count the words: {shown}",
                       f"Count these: {shown}", f"Tell me the number of words in {shown}."])
 
@@ -204,43 +217,45 @@ def count(rng, facts: Facts) -> Item:
         return f"There are {v} words.", str(v)
 
     steps = f"There are {n} words."
-    return Item("count", 1 if n <= 3 else 2, shown, ask, str(n), "integer", f"List: {shown}. {steps}", wrong, steps)
+    return Item("count", 1 if n <= 3 else 2, shown, ask, str(n), "integer", steps, wrong, steps, context)
 
 
-def upper(rng, facts: Facts) -> Item:
+def upper(rng, facts: Facts, words: list[str] | None = None) -> Item:
     """Write one or two words in capital letters."""
-    n = int(rng.integers(1, 3))
-    words = _sample(rng, WORDS, n)
-    shown = " ".join(words)
+    words = words or _sample(rng, WORDS, int(rng.integers(1, 3)))
+    n = len(words)
+    shown, context = _list(words)
     ask = _pick(rng, [f"Write in capitals: {shown}", f"Put {shown} in capital letters.", f"Shout: {shown}",
                       f"Make this big: {shown}", f"Use capital letters for {shown}.", f"Please shout {shown}."])
 
     def wrong(r):
         return "", shown if r.random() < 0.3 else " ".join(_shuffled_wrong(r, words)).upper()
 
-    return Item("upper", n, shown, ask, shown.upper(), "text", f"{shown} in capitals is {shown.upper()}.", wrong, small_space=n == 1)
+    return Item("upper", n, shown, ask, shown.upper(), "text", f"In capitals: {shown.upper()}.", wrong,
+                context=context, small_space=n == 1)
 
 
-def reverse(rng, facts: Facts) -> Item:
+def reverse(rng, facts: Facts, words: list[str] | None = None) -> Item:
     """Reverse a short list."""
-    n = int(rng.integers(2, 4))
-    words = _sample(rng, WORDS, n)
-    shown, back = " ".join(words), words[::-1]
+    words = words or _sample(rng, WORDS, int(rng.integers(2, 4)))
+    n, back = len(words), words[::-1]
+    shown, context = _list(words)
     ask = _pick(rng, [f"Reverse: {shown}", f"Write these words backwards: {shown}", f"Reverse the list {shown}.",
                       f"Say {shown} in reverse order.", f"Turn the order around: {shown}"])
 
     def wrong(r):
         return "", shown if r.random() < 0.4 else " ".join(_shuffled_wrong(r, back))
 
-    return Item("reverse", n, shown, ask, " ".join(back), "text", f"{shown} backwards is {' '.join(back)}.", wrong)
+    return Item("reverse", n, shown, ask, " ".join(back), "text", f"Backwards: {' '.join(back)}.", wrong,
+                context=context)
 
 
-def last_word(rng, facts: Facts) -> Item:
+def end_word(rng, facts: Facts, words: list[str] | None = None) -> Item:
     """Name the first or last word of a list."""
-    n = int(rng.integers(2, 5))
-    words = _sample(rng, WORDS, n)
-    where = _pick(rng, ["first", "last"])
-    answer, shown = words[0 if where == "first" else -1], " ".join(words)
+    words = words or _sample(rng, WORDS, int(rng.integers(2, 5)))
+    n, where = len(words), _pick(rng, ["first", "last"])
+    answer = words[0 if where == "first" else -1]
+    shown, context = _list(words)
     ask = _pick(rng, [f"What is the {where} word of {shown}?", f"Name the {where} word: {shown}",
                       f"Give me the {where} word in {shown}.", f"Which word is {where} in: {shown}?"])
 
@@ -249,7 +264,7 @@ def last_word(rng, facts: Facts) -> Item:
         return f"The {where} word is {other}.", other
 
     steps = f"The {where} word is {answer}."
-    return Item("last_word", 1 if n == 2 else 2, f"{where} {shown}", ask, answer, "text", f"List: {shown}. {steps}", wrong, steps)
+    return Item("end_word", 1 if n == 2 else 2, f"{where} {shown}", ask, answer, "text", steps, wrong, steps, context)
 
 
 # ---------------------------------------------------------------- numbers
@@ -282,12 +297,12 @@ def add_three(rng, facts: Facts) -> Item:
     return Item("add_three", 3, f"{x} {y} {z}", ask, str(x + y + z), "integer", f"{stem}{x + y + z}.", wrong, f"{stem}{x + y + z}.")
 
 
-def extreme(rng, facts: Facts) -> Item:
+def extreme(rng, facts: Facts, numbers: list[int] | None = None) -> Item:
     """Name the largest or smallest of two to four numbers."""
-    n = int(rng.integers(2, 5))
-    numbers = _sample(rng, range(1, MAX_NUMBER + 1), n)
-    word = _pick(rng, ["largest", "smallest"])
-    answer, shown = (max if word == "largest" else min)(numbers), " ".join(map(str, numbers))
+    numbers = numbers or _sample(rng, range(1, MAX_NUMBER + 1), int(rng.integers(2, 5)))
+    n, word = len(numbers), _pick(rng, ["largest", "smallest"])
+    answer = (max if word == "largest" else min)(numbers)
+    shown, context = _list(numbers)
     ask = _pick(rng, [f"Which is the {word} number: {shown}?", f"Name the {word} of {shown}.", f"Find the {word}: {shown}",
                       f"Tell me the {word} number in {shown}."])
 
@@ -296,14 +311,14 @@ def extreme(rng, facts: Facts) -> Item:
         return f"The {word} is {v}.", str(v)
 
     return Item("extreme", 1 if n == 2 else 2, f"{word} {shown}", ask, str(answer), "integer",
-                f"Numbers: {shown}. The {word} is {answer}.", wrong, f"The {word} is {answer}.")
+                f"The {word} is {answer}.", wrong, f"The {word} is {answer}.", context)
 
 
-def sort_numbers(rng, facts: Facts) -> Item:
+def sort_numbers(rng, facts: Facts, numbers: list[int] | None = None) -> Item:
     """Sort two to four numbers, smallest first."""
-    n = int(rng.integers(2, 5))
-    numbers = _sample(rng, range(1, MAX_NUMBER + 1), n)
-    shown, ordered = " ".join(map(str, numbers)), sorted(numbers)
+    numbers = numbers or _sample(rng, range(1, MAX_NUMBER + 1), int(rng.integers(2, 5)))
+    n, ordered = len(numbers), sorted(numbers)
+    shown, context = _list(numbers)
     ask = _pick(rng, [f"Sort: {shown}", f"Put these numbers in order: {shown}", f"Sort the numbers {shown}.",
                       f"Order {shown} from small to large."])
 
@@ -314,14 +329,28 @@ def sort_numbers(rng, facts: Facts) -> Item:
         return "", shown if r.random() < 0.3 and numbers != ordered else " ".join(map(str, out))
 
     return Item("sort_numbers", n - 1, shown, ask, " ".join(map(str, ordered)), "text",
-                f"Numbers: {shown}. Sorted: {' '.join(map(str, ordered))}.", wrong)
+                f"Sorted: {' '.join(map(str, ordered))}.", wrong, context=context)
 
 
 SKILLS: dict[str, Callable[[np.random.Generator, Facts], Item]] = {
-    f.__name__: f for f in (lookup, check, find_animal, count, upper, last_word, reverse, add, extreme, sort_numbers,
+    f.__name__: f for f in (lookup, check, find_animal, count, upper, end_word, reverse, add, extreme, sort_numbers,
                             animal_fact, add_three, older, age_sum)}
 
 
 def draw_item(rng: np.random.Generator, facts: Facts, skill: str | None = None) -> Item:
     """One item of `skill`, or of a skill drawn uniformly."""
     return SKILLS[skill or _pick(rng, list(SKILLS))](rng, facts)
+
+
+def draw_page(rng: np.random.Generator, facts: Facts, statements: int) -> list[Item]:
+    """Items about one subject, as a text would treat it: a list, a few numbers, some animals, or some sums."""
+    subject = int(rng.integers(4))
+    if subject == 0:
+        words = _mixed(rng, int(rng.integers(2, 5)))
+        kinds = [find_animal, animal_fact, count, end_word, end_word] + [reverse] * (len(words) < 4) + [upper] * (len(words) < 3)
+        return [_pick(rng, kinds)(rng, facts, words) for _ in range(statements)]
+    if subject == 1:
+        numbers = _sample(rng, range(1, MAX_NUMBER + 1), int(rng.integers(2, 5)))
+        return [_pick(rng, [extreme, extreme, sort_numbers])(rng, facts, numbers) for _ in range(statements)]
+    kinds = [lookup, lookup, check, older, age_sum] if subject == 2 else [add, add, add_three]
+    return [_pick(rng, kinds)(rng, facts) for _ in range(statements)]

@@ -58,7 +58,7 @@ def test_held_out_content_is_in_no_training_data(facts):
         rows = list(generate.demonstration_rows(rng_of, facts, split=split, n=n, wrong_share=0.3, style_weights=STYLE_WEIGHTS))
         made[split] = prompts | {row["messages"][0]["content"] for row in rows}
     assert not made["train"] & made["test"] and not made["train"] & made["validation"] and not made["test"] & made["validation"]
-    text = "\n".join(row["text"] for row in generate.text_rows(rng_of, facts, split="train", n=400, sentences=(4, 8), dialogue_share=0.5))
+    text = "\n".join(row["text"] for row in generate.text_rows(rng_of, facts, split="train", n=400, statements=(6, 10), dialogue_share=0.5))
     asked = set(re.findall(r" asks \w+: (.*?) (?:Ann|Ben|Ida|Leo) says: ", text))
     assert len(asked) > 500 and not asked & (made["test"] | made["validation"])
 
