@@ -15,6 +15,7 @@ import difflib
 import enum
 import functools
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -25,6 +26,7 @@ from storage.files import canonical_json, sha256_file, sha256_text
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 PROJECT_PACKAGES = ("stages", "storage", "tasks", "flows", "tests")
+MODULE_STRING = re.compile(r"^((?:stages|storage)(?:\.\w+)+)(?::\w+)?$")
 ALWAYS_IN_CLOSURE = ("stages.randomness",)
 NEVER_IN_CLOSURE = ("stages.harness", "stages.registry", "stages.spec", "stages.__main__")  # they start stages and decide no number
 NUMERIC_LIBRARIES = {
@@ -296,8 +298,10 @@ def module_file(name: str) -> Path | None:
 
 def imports_of(name: str, tree: ast.AST, is_package: bool) -> set[str]:
     """Dotted names that a module's source imports anywhere, function bodies included; submodule candidates of
-    ``from package import x`` are given as both ``package`` and ``package.x``."""
-    found: set[str] = set()
+    ``from package import x`` are given as both ``package`` and ``package.x``. Raises UnhashableError for an import whose name
+    is computed from nothing that can be read in the module."""
+    found = tables_in(tree)
+    has_table = bool(found)
     typing_only = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) for part in node.body for inner in ast.walk(part)}
     for node in ast.walk(tree):
         if id(node) in typing_only:
@@ -317,11 +321,20 @@ def imports_of(name: str, tree: ast.AST, is_package: bool) -> set[str]:
             argument = node.args[0] if node.args else None
             if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
                 found.add(argument.value)
-            else:
+            elif not has_table:
                 raise UnhashableError(
-                    f"{name}, line {node.lineno}: an import whose name is computed cannot be part of a stage key; "
-                    "import the modules by name (an import inside a function is fine)"
+                    f"{name}, line {node.lineno}: an import whose name is computed cannot be part of a stage key; import the modules by name "
+                    "(an import inside a function is fine), or write them in this module as a table of 'stages.module:function' strings"
                 )
+    return found
+
+
+def tables_in(tree: ast.AST) -> set[str]:
+    """Modules named by whole strings such as ``'stages.losses:dpo_loss'``: tables that name functions count as imports."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and (match := MODULE_STRING.match(node.value)) and module_file(match.group(1)):
+            found.add(match.group(1))
     return found
 
 

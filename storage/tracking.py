@@ -146,79 +146,56 @@ def _unit_lock(unit: str, wait: bool) -> Iterator[bool]:
 
 
 class _Background:
-    """One daemon thread that projects the units it is poked with."""
+    """One daemon thread that projects the units it is poked with: at most every POLL_SECONDS each, after an error every
+    RETRY_SECONDS, at once when somebody waits in :meth:`flush`."""
 
     def __init__(self) -> None:
         self.condition = threading.Condition()
-        self.wanted: dict[str, float] = {}
-        self.finished: set[str] = set()
-        self.failed_at: dict[str, float] = {}
+        self.due: dict[str, float] = {}  # unit -> when to project it
+        self.ended: dict[str, tuple[float, bool]] = {}  # unit -> (start of its last pass, whether it went well)
         self.home = str(home.home())
         self.projector = Projector()
         self.warned = False
         self.thread = threading.Thread(target=self._loop, name="mlflow-projection", daemon=True)
         self.thread.start()
 
-    def poke(self, unit: str) -> None:
+    def poke(self, unit: str, at_once: bool = False) -> None:
         with self.condition:
-            self.wanted.setdefault(unit, time.monotonic())
+            now = time.monotonic()
+            started, well = self.ended.get(unit, (float("-inf"), True))
+            when = now if at_once else max(now, started + (POLL_SECONDS if well else RETRY_SECONDS))
+            self.due[unit] = min(when, self.due.get(unit, when))
             self.condition.notify_all()
 
     def _loop(self) -> None:
-        last: dict[str, float] = {}
         while True:
             with self.condition:
-                while not self.wanted:
-                    self.condition.wait()
-                unit = min(self.wanted, key=self.wanted.get)
-                urgent = unit in self.urgent
-                due = max(last.get(unit, 0.0) + POLL_SECONDS, self.failed_at.get(unit, 0.0) + RETRY_SECONDS if not urgent else 0.0)
-                pause = due - time.monotonic()
-                if pause > 0 and not urgent:
-                    others = [u for u in self.wanted if u != unit]
-                    if not others:
-                        self.condition.wait(timeout=min(pause, 0.5))
-                    else:
-                        self.wanted[unit] = time.monotonic() + pause
-                        self.condition.wait(timeout=min(pause, 0.1))
-                    continue
-                self.wanted.pop(unit, None)
-                self.urgent.discard(unit)
-            complete, error = self.projector.project(unit)
+                while True:
+                    unit = min(self.due, key=self.due.get, default=None)
+                    pause = None if unit is None else self.due[unit] - time.monotonic()
+                    if pause is not None and pause <= 0:
+                        break
+                    self.condition.wait(timeout=pause)
+                del self.due[unit]
+            started = time.monotonic()
+            _, error = self.projector.project(unit)
             with self.condition:
-                last[unit] = time.monotonic()
-                if error:
-                    self.failed_at[unit] = time.monotonic()
-                    self._warn(error)
-                else:
-                    self.failed_at.pop(unit, None)
-                if complete:
-                    self.finished.add(unit)
-                else:
-                    self.finished.discard(unit)
+                self.ended[unit] = (started, error is None)
+                if error and not self.warned:
+                    self.warned = True
+                    print(f"MLflow ({tracking_uri()}) could not be told: {error}\nThe work goes on; `posttrain doctor` or the next run sends what is missing.", file=sys.stderr)
                 self.condition.notify_all()
 
-    urgent: set[str] = set()
-
-    def _warn(self, error: str) -> None:
-        if not self.warned:
-            self.warned = True
-            print(f"MLflow ({tracking_uri()}) could not be told: {error}\nThe work goes on; `posttrain doctor` or the next run sends what is missing.", file=sys.stderr)
-
-    def flush(self, unit: str, timeout: float) -> bool:
-        deadline = time.monotonic() + timeout
+    def flush(self, unit: str, timeout: float) -> None:
+        """Wait for a pass over ``unit`` that starts after now, at most ``timeout`` seconds."""
+        asked = time.monotonic()
+        self.poke(unit, at_once=True)
         with self.condition:
-            self.finished.discard(unit)
-            self.failed_at.pop(unit, None)
-            self.urgent.add(unit)
-            self.wanted[unit] = 0.0
-            self.condition.notify_all()
-            while unit not in self.finished and unit not in self.failed_at:
-                left = deadline - time.monotonic()
+            while self.ended.get(unit, (float("-inf"), True))[0] < asked:
+                left = asked + timeout - time.monotonic()
                 if left <= 0:
-                    return False
+                    return
                 self.condition.wait(timeout=left)
-            return unit in self.finished
 
 
 _background: _Background | None = None
@@ -240,7 +217,7 @@ def poke(unit: str) -> None:
 
 
 def flush(unit: str, timeout: float = 30.0) -> str | None:
-    """Wait until MLflow knows all of a unit (at most ``timeout`` seconds); its MLflow run id, None if there is none yet."""
+    """Wait until MLflow knows what there is of a unit (at most ``timeout`` seconds); its MLflow run id, None if there is none yet."""
     if not enabled():
         return None
     if known(unit) and _files(unit)[0].exists():

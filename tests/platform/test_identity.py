@@ -145,3 +145,10 @@ def test_randomness_is_counter_based():
     assert len({seed_for(s, st, p, c) for s in (0, 1) for st in ("a", "b") for p in ("x", "y") for c in (0, 1)}) == 16
     assert 0 <= seed_for(5, "a", "b", "row-id") < 2**63
     assert rng(0, "a", "b", 1).normal() == rng(0, "a", "b", 1).normal() != rng(0, "a", "b", 2).normal()
+
+
+def test_table_of_functions_counts_as_imports(project):
+    (project / "stages/helper.py").write_text("import importlib\n\nTABLE = {'a': 'stages.other:x'}\n\ndef f(name):\n    return importlib.import_module(TABLE[name])\n")
+    before = closure_digest("stages.main")
+    (project / "stages/other.py").write_text("x = 2\n")
+    assert closure_digest("stages.main") != before

@@ -1,0 +1,181 @@
+"""MLflow shows what is on disk: once, truly, and also after it was away."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from stages.spec import PROJECT_ROOT
+from storage import records, registry, tracking
+from storage.files import atomic_write_json, read_json
+from tasks.run import StageError, finish_flow, run_stage, start_flow
+
+TOY = "tests.toy_stage"
+
+
+@pytest.fixture(autouse=True)
+def projection_on(state_dir, monkeypatch, mlflow_template):
+    """A database whose tables exist already (making them takes longest)."""
+    import shutil
+
+    state_dir.mkdir(parents=True)
+    shutil.copy(mlflow_template, state_dir / "mlflow.db")
+    monkeypatch.setenv("POSTTRAIN_TRACKING", "on")
+    monkeypatch.setenv("POSTTRAIN_TRACKING_WAIT_SECONDS", "120")
+    monkeypatch.setattr(tracking, "RETRY_SECONDS", 0.5)
+
+
+@pytest.fixture(scope="session")
+def mlflow_template(tmp_path_factory):
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+    from mlflow import MlflowClient
+
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    MlflowClient(tracking_uri=f"sqlite:///{path}").search_experiments()
+    return path
+
+
+def client():
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri=tracking.tracking_uri(), registry_uri=tracking.tracking_uri())
+
+
+def points(run_id, *keys):
+    return {k: [(m.step, m.value) for m in sorted(client().get_metric_history(run_id, k), key=lambda m: m.step)] for k in keys}
+
+
+def expected(key):
+    lines = [json.loads(line) for line in (records.home.work_dir(key) / "metrics.jsonl").read_text().splitlines()]
+    return {k: [(line["step"], line["metrics"][k]) for line in lines] for k in ("position", "abs")}
+
+
+def test_a_flow_as_mlflow_shows_it(state_dir, tmp_path):
+    raw = tmp_path / "raw.txt"
+    raw.write_text("x")
+    run = start_flow("demo", {"sft": {"lr": 0.1}}, prefect={"flow_run_id": "f-1", "url": "http://prefect/runs/f-1"})
+    first = run_stage(TOY, {"text": str(raw)}, {"steps": 6}, flow_run=run.as_flow_run("one"))
+    second = run_stage(TOY, {"data": first.outputs["data"], "model": first.outputs["model"]}, {"steps": 4}, name_as="final", flow_run=run.as_flow_run("two"))
+    third = run_stage(TOY, {"text": str(raw)}, {"steps": 6}, flow_run=run.as_flow_run("three"))
+    parent = finish_flow(run.run_id, "FINISHED", timeout=120)
+    mlflow = client()
+    assert tracking.pending() == [] and third.cached
+    runs = {r.info.run_name: r for r in mlflow.search_runs([mlflow.get_experiment_by_name("posttrain/demo").experiment_id])}
+    assert len(runs) == 4 and {r.info.status for r in runs.values()} == {"FINISHED"}
+    assert all(runs[n].data.tags["mlflow.parentRunId"] == parent for n in ("one", "two", "three"))
+    assert points(first.mlflow_run_id, "position", "abs") == expected(first.key)
+    one, two = runs["one"], mlflow.get_run(runs["two"].info.run_id)
+    assert one.data.params["steps"] == "6" and one.data.params["seed"] == "0" and one.data.metrics["final/position"] == first.metrics["position"]
+    assert one.data.metrics["perf/peak_memory_mib"] > 1 and one.data.tags["prefect.flow_run_id"] == "f-1" and "http://prefect/runs/f-1" in one.data.tags["mlflow.note.content"]
+    assert runs["three"].data.tags["posttrain.cached"] == "true" and runs["three"].data.metrics["final/position"] == first.metrics["position"]
+    data = two.inputs.dataset_inputs[0]
+    full = {t.key: t.value for t in data.tags}
+    assert full["posttrain.digest"].startswith(data.dataset.digest) and len(full["posttrain.digest"]) == 64 and data.dataset.name == "toy-data"
+    assert [m.model_id for m in two.inputs.model_inputs] == [tracking.model_id_of(registry.lookup("toy").versions[1]["digest"])]
+    assert mlflow.get_model_version_by_alias("final", "candidate").tags["posttrain.digest"] == registry.lookup("final").versions[1]["digest"]
+    model = mlflow.get_logged_model(two.outputs.model_outputs[0].model_id)
+    assert str(model.status) in ("READY", "LoggedModelStatus.READY") and {m.key for m in model.metrics} == {"final/position"}
+    stored = os.stat(os.path.join(second.paths["model"], "weights.bin"))
+    assert os.stat(os.path.join(tracking._local_path(model.artifact_location), "weights.bin")).st_ino == stored.st_ino
+    assert {a.path for a in mlflow.list_artifacts(one.info.run_id, "reports")} == {"reports/walk.md", "reports/walk.json"}
+    assert records.read(first.key)["mlflow"]["run_id"] == first.mlflow_run_id
+    registry.record_decision("final", 1, promoted=True, evidence={"win_rate": 0.7})
+    assert tracking.sync()["error"] is None
+    champion = mlflow.get_model_version_by_alias("final", "champion")
+    assert json.loads(champion.tags["posttrain.evidence"]) == {"win_rate": 0.7}
+    top = mlflow.get_run(parent)
+    assert top.data.params == {"sft.lr": "0.1"} and top.data.metrics["two/position"] == second.metrics["position"] and "| two | toy | ran |" in top.data.tags["mlflow.note.content"]
+
+
+def test_kill_and_resume_is_one_run_with_each_point_once(state_dir):
+    killed = []
+
+    def kill(event):
+        if event["event"] == "started":
+            killed.append(event["pid"])
+        if event["event"] == "metric" and event["step"] == 13:
+            tracking.flush(f"stage.toy.{key[:16]}", timeout=60)  # points beyond the checkpoint are in MLflow already
+            os.kill(killed[0], signal.SIGKILL)
+
+    from tasks.run import prepare
+
+    key = prepare(TOY, {}, {"steps": 20}).key
+    with pytest.raises(StageError):
+        run_stage(TOY, {}, {"steps": 20, "sleep": 0.1}, on_event=kill)
+    assert tracking.sync(timeout=60)["pending"] == 0
+    failed = tracking.run_id_of(f"stage.toy.{key[:16]}")
+    assert client().get_run(failed).info.status == "FAILED" and "SIGKILL" in client().get_run(failed).data.tags["posttrain.error"]
+    result = run_stage(TOY, {}, {"steps": 20})
+    assert result.mlflow_run_id == failed and client().get_run(failed).info.status == "FINISHED"
+    assert points(failed, "position", "abs") == expected(result.key)
+    speed = [step for step, _ in points(failed, "perf/tokens_per_second")["perf/tokens_per_second"]]
+    assert speed == list(range(20))  # the final one is the last step's
+
+
+def test_server_away_then_back(state_dir, monkeypatch, capsys):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("POSTTRAIN_TRACKING_WAIT_SECONDS", "1")
+    run = start_flow("demo", {})
+    result = run_stage(TOY, {}, {"steps": 6}, flow_run=run.as_flow_run("walk"))
+    finish_flow(run.run_id, "FINISHED", timeout=1)
+    assert result.mlflow_run_id is None and records.find(result.key)
+    assert len(tracking.pending()) == 2
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    answer = tracking.sync()
+    assert answer["error"] is None and answer["pending"] == 0 == len(tracking.pending())
+    unit = tracking.unit_of(run.as_flow_run(), "walk", result.key)
+    run_id = tracking.run_id_of(unit)
+    assert points(run_id, "position", "abs") == expected(result.key)
+    assert client().get_run(run_id).info.status == "FINISHED"
+    assert client().get_model_version_by_alias("toy", "candidate").version
+
+
+def test_batch_sent_but_not_noted_is_not_doubled(state_dir, tmp_path, monkeypatch):
+    """Stop the projection at each write of its cursor in turn; whoever goes on sends nothing twice and leaves nothing out."""
+    lines = [json.dumps({"step": s, "metrics": {"loss": 1.0 / (s + 1)}}) for s in range(5)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "perf.jsonl").write_text("\n".join(lines) + "\n")
+    projector = tracking.Projector()
+    experiment = projector.experiment("cut")
+
+    class Cut(Exception):
+        pass
+
+    for stop_at in range(5):
+        run_id = client().create_run(experiment).info.run_id
+        document = {"unit": f"u{stop_at}", "workdir": str(tmp_path)}
+        writes = []
+
+        def write(path, state):
+            writes.append(path)
+            if len(writes) == stop_at:
+                raise Cut
+            atomic_write_json(path, state)
+
+        for _ in range(2):  # the second time nothing stops it
+            cursor = read_json(tracking._files(document["unit"])[1], {})
+            monkeypatch.setattr(tracking, "atomic_write_json", write)
+            try:
+                projector._metrics(run_id, document, cursor)
+                projector._perf(run_id, document, cursor)
+            except Cut:
+                pass
+            monkeypatch.setattr(tracking, "atomic_write_json", atomic_write_json)
+        found = points(run_id, "loss", "perf/loss")
+        assert found["loss"] == found["perf/loss"] == [(s, 1.0 / (s + 1)) for s in range(5)]
+
+
+def test_dead_process_is_shown_as_killed(state_dir):
+    code = f"from tasks.run import run_stage, start_flow; r = start_flow('demo', {{}}); print(r.run_id, flush=True); run_stage({TOY!r}, {{}}, {{'steps': 900, 'sleep': 0.1}}, flow_run=r.as_flow_run('walk'), on_event=lambda e: e['event'] == 'metric' and print('go', flush=True))"
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=PROJECT_ROOT, stdout=subprocess.PIPE, text=True)
+    run_id = parent.stdout.readline().strip()
+    assert parent.stdout.readline() == "go\n"
+    parent.kill()
+    parent.wait()
+    assert records.get_run(run_id).status == "KILLED"
+    assert tracking.sync()["pending"] == 0
+    found = client().search_runs([client().get_experiment_by_name("posttrain/demo").experiment_id])
+    assert len(found) == 2 and {r.info.status for r in found} == {"KILLED"}
