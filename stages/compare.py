@@ -46,13 +46,13 @@ def run(stage):
     records, metrics = {}, {}
     for index, name in enumerate(names):
         records[name] = scores.records_of(stage.dataset(inputs[name]).iter_rows())
-        metrics[name] = scores.all_metrics(records[name], stage.seed_for("bootstrap"))
+        metrics[name] = scores.all_metrics(records[name])
         stage.progress(index + 1, len(names), name)
     columns = [column for column in COLUMNS if comparable(column, metas) and all(column in m for m in metrics.values())]
     if len({(meta.get("scorers") or {}).get("reward_model") for meta in metas.values()}) > 1:
         stage.warn("different_reward_models", "The evaluations were scored by different reward models, so rewards are left out of the comparison. Evaluate all "
                    "models with the same reward_model.")
-    differences = paired_differences(names, records, columns, config, stage.seed_for("bootstrap"))
+    differences = paired_differences(names, records, columns, config)
     rows = table(names, metrics, columns, differences, config.metric)
     summary = {"models": len(names), "protocol_hash": protocol_hash(metas[names[0]]["protocol"])}
     for name in names:
@@ -72,7 +72,7 @@ def comparable(column: str, metas: dict) -> bool:
     return scorer is None or len({(meta.get("scorers") or {}).get(scorer) for meta in metas.values()}) == 1
 
 
-def paired_differences(names: list[str], records: dict, columns: list[str], config: Config, seed: int) -> dict[tuple[str, str], dict]:
+def paired_differences(names: list[str], records: dict, columns: list[str], config: Config) -> dict[tuple[str, str], dict]:
     """{(name, metric): paired result against the model before it}."""
     from stages.evaluation.scores import paired
     from stages.spec import ConfigError
@@ -82,7 +82,7 @@ def paired_differences(names: list[str], records: dict, columns: list[str], conf
     for before, name in zip(names, names[1:]):
         for metric in metrics:
             try:
-                found[name, metric] = paired(records[name], records[before], metric, config.confidence, seed)
+                found[name, metric] = paired(records[name], records[before], metric, config.confidence)
             except ValueError as error:
                 if metric == config.metric:
                     raise ConfigError(f"compare: {error}") from None

@@ -341,8 +341,7 @@ def conclude(stage, plan: Plan, meta: dict, records: list[dict]) -> None:
     """Metrics from the stored samples, the scores dataset, the summary and the reports."""
     from stages.evaluation import scores
 
-    seed = stage.seed_for("bootstrap")
-    metrics = scores.all_metrics(records, seed)
+    metrics = scores.all_metrics(records)
     probe_table = scores.probe_metrics(records)[1]
     tables = {field: scores.by_group([r for r in records if r["mode"] in ("sample", "greedy")], field) for field in ("category", "difficulty")} if plan.prompts else {}
     write_scores(stage, plan, meta, metrics, tables)
@@ -404,8 +403,25 @@ HEADLINES = {
     "repetition_3": "repeated word triples inside an answer", "stock_phrase_rate": "answers with a stock phrase",
     "pair_accuracy": "pairs that the policy itself orders right", "tie_rate": "ties", "log_loss": "-log sigmoid(margin), nats", "mean_margin": "score difference chosen - rejected",
     "ece": "expected calibration error, 10 bins", "length_matched_accuracy": "accuracy on pairs of nearly equal length", "chosen_longer_share": "pairs whose chosen answer is longer",
+    "accuracy_ties_half": "the same with ties as half", "length_difference": "tokens of chosen - rejected", "fooled_rate": "probes that score at least as high as the clean answer",
+    "changed_rate": "pairs whose order a harmless change of the text turns around", "score_length_spearman": "rank correlation of score and length",
     "score_length_pearson": "correlation of score and length", "score_length_within_prompt": "the same inside a pair",
 }
+
+
+def meaning(name: str, target: str) -> str:
+    """What a metric says, for a reader of the report."""
+    stem = name.split("/")[0]
+    if stem == "accuracy" and target == "reward_model":
+        return "pairs whose chosen answer scores higher, ties wrong"
+    if stem in HEADLINES:
+        return HEADLINES[stem]
+    for prefix, text in (("pass_at_", "at least one of {} samples is right"), ("maj_at_", "the most frequent of {} answers is right")):
+        if stem.startswith(prefix):
+            return text.format(stem.removeprefix(prefix))
+    if stem.startswith("best_of_"):
+        return f"the sample that the reward model likes best of {stem.split('_')[2]} is right"
+    return f"{HEADLINES.get(stem[5:], '')} (by the policy's own likelihood)" if stem.startswith("pair_") and stem[5:] in HEADLINES else ""
 
 
 def publish(stage, plan: Plan, meta: dict, metrics: dict, tables: dict, probe_table: list[dict], records: list[dict]) -> None:
@@ -413,7 +429,7 @@ def publish(stage, plan: Plan, meta: dict, metrics: dict, tables: dict, probe_ta
     from stages import reports
     from stages.evaluation.scores import item_values
 
-    rows = [{"metric": name, "value": m.value, "low": m.low, "high": m.high, "se": m.se, "n": m.n, "meaning": HEADLINES.get(name, "")} for name, m in metrics.items()]
+    rows = [{"metric": name, "value": m.value, "low": m.low, "high": m.high, "se": m.se, "n": m.n, "meaning": meaning(name, stage.config.target)} for name, m in metrics.items()]
     stage.report("metrics", table=rows)
     answered = [r for r in records if r["mode"] in ("sample", "greedy")]
     sampled = [r for r in answered if r["mode"] == "sample"] or answered
@@ -455,7 +471,7 @@ def publish(stage, plan: Plan, meta: dict, metrics: dict, tables: dict, probe_ta
     examples = sample_examples(records, stage.config.examples)
     for name, part in examples.items():
         stage.report(f"samples-{name}", table=part)
-    headline = [{"metric": name, "value": reports.with_interval(m.value, m.low, m.high), "n": m.n, "meaning": HEADLINES.get(name, "")} for name, m in metrics.items() if "/" not in name]
+    headline = [{"metric": name, "value": reports.with_interval(m.value, m.low, m.high), "n": m.n, "meaning": meaning(name, stage.config.target)} for name, m in metrics.items() if "/" not in name]
     columns = {"prompts": "prompts", "accuracy": "accuracy", "accuracy_low": "low", "accuracy_high": "high", "greedy_accuracy": "greedy", "reward": "reward", "length_mean": "tokens", "truncation_rate": "cut"}
     blocks = [(f"By {field}", reports.markdown_table(table, {field: field, **{key: head for key, head in columns.items() if any(key in row for row in table)}})) for field, table in tables.items() if table]
     graded = item_values(answered, "accuracy") if answered else {}

@@ -92,7 +92,7 @@ def run(stage):
         raise ConfigError("promote: a champion without its evaluation cannot be compared; run the evaluate stage on it with the candidate's settings and give "
                           "champion_samples=REF")
     baseline = Evaluation.read(stage, "baseline") if stage.has("baseline_samples") and other is None else None
-    decision = decide(stage.config, candidate, champion=other, baseline=baseline, seed=stage.seed_for("bootstrap"))
+    decision = decide(stage.config, candidate, champion=other, baseline=baseline)
     decision |= {"candidate": model_ref(candidate.model), "champion": model_ref(other.model) if other else None}
     write_decision(stage, decision, candidate)
     numbers = {name: value for name, value in scores.flatten(candidate.metrics).items() if "/" not in name and not name.endswith("_se")}
@@ -144,7 +144,7 @@ def load_records(stage, samples: str, scores_input: str | None = None) -> tuple[
 
     records = records_of(stage.dataset(samples).iter_rows())
     if scores_input is None:
-        return records, all_metrics(records, stage.seed_for("bootstrap"))
+        return records, all_metrics(records)
     metrics = {}
     for row in stage.dataset(scores_input).iter_rows():
         interval = json.loads(row["extra_json"] or "{}")
@@ -152,7 +152,7 @@ def load_records(stage, samples: str, scores_input: str | None = None) -> tuple[
     return records, metrics
 
 
-def decide(config: Config, candidate: Evaluation, *, champion: Evaluation | None = None, baseline: Evaluation | None = None, seed: int = 0) -> dict:
+def decide(config: Config, candidate: Evaluation, *, champion: Evaluation | None = None, baseline: Evaluation | None = None) -> dict:
     """The decision without the model references: promote, metric, protocol_hash, reasons, evidence.
 
     Raises:
@@ -169,9 +169,9 @@ def decide(config: Config, candidate: Evaluation, *, champion: Evaluation | None
     evidence = [gate_row(gate, candidate) for gate in config.gates]
     if other is not None:
         require_same({candidate.name: candidate.meta["protocol"], other.name: other.meta["protocol"]})
-        evidence.insert(0, improvement_row(config, candidate, other, seed))
+        evidence.insert(0, improvement_row(config, candidate, other))
         if champion is not None:
-            evidence += [non_regression_row(item, config, candidate, champion, seed) for item in config.non_regression]
+            evidence += [non_regression_row(item, config, candidate, champion) for item in config.non_regression]
     failed = [row for row in evidence if not row["passed"]]
     reasons = [row["reason"] for row in failed] or [row["reason"] for row in evidence]
     if champion is not None and champion.model and champion.model == candidate.model:
@@ -188,22 +188,22 @@ def _require_same_scorer(metric: str, candidate: Evaluation, other: Evaluation) 
         require_same({e.name: {scorer: (e.meta.get("scorers") or {}).get(scorer)} for e in (candidate, other)}, what=scorer.replace("_", " "))
 
 
-def _paired(metric: str, candidate: Evaluation, other: Evaluation, config: Config, seed: int) -> dict:
+def _paired(metric: str, candidate: Evaluation, other: Evaluation, config: Config) -> dict:
     from stages.evaluation.scores import paired
     from stages.spec import ConfigError
 
     _require_same_scorer(metric, candidate, other)
     try:
-        return paired(candidate.records, other.records, metric, config.confidence, seed)
+        return paired(candidate.records, other.records, metric, config.confidence)
     except ValueError as error:
         raise ConfigError(f"promote: {error}") from None
 
 
-def improvement_row(config: Config, candidate: Evaluation, other: Evaluation, seed: int) -> dict:
+def improvement_row(config: Config, candidate: Evaluation, other: Evaluation) -> dict:
     """Paired test of the main metric; a gain counts in the metric's good direction."""
     from stages.evaluation.scores import lower_is_better
 
-    result = _paired(config.metric, candidate, other, config, seed)
+    result = _paired(config.metric, candidate, other, config)
     sign = -1.0 if lower_is_better(config.metric) else 1.0
     enough = result["n"] >= config.min_prompts
     bound = None if result["low"] is None else min(sign * result["low"], sign * result["high"])
@@ -217,11 +217,11 @@ def improvement_row(config: Config, candidate: Evaluation, other: Evaluation, se
     return _row(f"improvement over {other.name}", config.metric, result, f"{config.confidence:.0%} interval of the gain above {config.min_improvement:g}", passed, reason)
 
 
-def non_regression_row(item: NonRegression, config: Config, candidate: Evaluation, champion: Evaluation, seed: int) -> dict:
+def non_regression_row(item: NonRegression, config: Config, candidate: Evaluation, champion: Evaluation) -> dict:
     """The interval of the paired difference must stay above minus the tolerance (in the metric's good direction)."""
     from stages.evaluation.scores import lower_is_better
 
-    result = _paired(item.metric, candidate, champion, config, seed)
+    result = _paired(item.metric, candidate, champion, config)
     sign = -1.0 if lower_is_better(item.metric) else 1.0
     bound = None if result["low"] is None else min(sign * result["low"], sign * result["high"])
     passed = bound is not None and bound >= -item.tolerance

@@ -61,7 +61,10 @@ def line_chart(
             low, high = bands[name]
             axes.fill_between(list(x), list(low), list(high), color=colour, alpha=0.16, linewidth=0)
     if log_x:
+        ticks = sorted({float(point) for x, _ in series.values() for point in x})
         axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
     if len(series) > 1:
         axes.legend(fontsize=8, frameon=False)
     return _png(figure)

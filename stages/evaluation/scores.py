@@ -19,6 +19,7 @@ import numpy as np
 from stages import selection, statistics
 from stages.evaluation import reward_model, sampling, text
 
+BOOTSTRAP_SEED = 0  # one for all stages, so that a number has the same interval wherever it is shown
 LOWER_IS_BETTER = (
     "truncation_rate", "format_error_rate", "unscorable_rate", "kl_reference", "length_mean", "repetition_3", "log_loss",
     "ece", "tie_rate", "stock_phrase_rate", "fooled_rate", "changed_rate",
@@ -128,7 +129,7 @@ def share(values: Sequence[float], clusters: Sequence[str] | None = None) -> Met
     return Metric(mean, len(values), se, float(low), float(high))
 
 
-def average(values: Sequence[float], clusters: Sequence[str], seed: int) -> Metric:
+def average(values: Sequence[float], clusters: Sequence[str], seed: int = BOOTSTRAP_SEED) -> Metric:
     """A mean of unbounded values with a percentile bootstrap interval over prompts."""
     grouped: dict[str, list[float]] = defaultdict(list)
     for value, name in zip(values, clusters, strict=True):
@@ -144,7 +145,7 @@ def _maybe(value) -> float | None:
 
 # -- a policy's metrics -------------------------------------------------------------------------------------------------------
 
-def policy_metrics(records: Sequence[dict], seed: int) -> dict[str, Metric]:
+def policy_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED) -> dict[str, Metric]:
     """Every metric of a policy evaluation that its samples support (eval.avg_at_k, pass_at_k, best_of_n, diversity, ...)."""
     metrics: dict[str, Metric] = {}
     for name in ("accuracy", "greedy_accuracy", "flexible_accuracy", "stop_rate", "truncation_rate", "format_error_rate"):
@@ -262,7 +263,7 @@ def flatten(metrics: dict[str, Metric]) -> dict[str, float]:
     return flat
 
 
-def all_metrics(records: Sequence[dict], seed: int) -> dict[str, Metric]:
+def all_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED) -> dict[str, Metric]:
     """Every metric of an evaluation's samples: answers to prompts, pairs (``pair_`` where a policy scored them), probes."""
     answered = [r for r in records if r["mode"] in ("sample", "greedy")]
     implicit = any(r["mode"] == "chosen" and r.get("logp") is not None for r in records)
@@ -272,7 +273,7 @@ def all_metrics(records: Sequence[dict], seed: int) -> dict[str, Metric]:
 
 # -- pairs: reward models, and policies as implicit scorers --------------------------------------------------------------------
 
-def pair_metrics(records: Sequence[dict], seed: int, prefix: str = "") -> dict[str, Metric]:
+def pair_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED, prefix: str = "") -> dict[str, Metric]:
     """Metrics of a scorer on held-out pairs (rm.eval): ``chosen`` records carry the margin d = r_chosen - r_rejected.
 
     accuracy is strict (ties wrong); intervals by bootstrap over prompts; ECE of max(sigmoid(d), 1 - sigmoid(d)) in 10 bins.
@@ -348,7 +349,7 @@ def probe_metrics(records: Sequence[dict]) -> tuple[dict[str, Metric], list[dict
 
 # -- paired comparison ------------------------------------------------------------------------------------------------------------
 
-def paired(candidate: Sequence[dict], champion: Sequence[dict], metric: str, confidence: float = 0.95, seed: int = 0) -> dict:
+def paired(candidate: Sequence[dict], champion: Sequence[dict], metric: str, confidence: float = 0.95, seed: int = BOOTSTRAP_SEED) -> dict:
     """Difference candidate - champion on the same items, averaged per prompt.
 
     Returns {"difference", "se", "low", "high", "p_value", "n", "better", "worse", "candidate", "champion"}: interval by

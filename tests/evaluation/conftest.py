@@ -7,7 +7,7 @@ import pytest
 def tiny(tmp_path_factory):
     """{"policy", "other", "reward", "prompts", "pairs"}: paths. The models have hidden size 32 and know nothing."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     from stages.base_model import CHAT_TEMPLATE
@@ -18,6 +18,7 @@ def tiny(tmp_path_factory):
     root = tmp_path_factory.mktemp("tiny")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
     tokenizer.train_from_iterator(["what is two plus two? answer: 4"], trainers.BpeTrainer(
         vocab_size=300, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))

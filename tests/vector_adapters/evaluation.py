@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from stages import selection, statistics, verifiers
 from stages.evaluation import overopt, preference, reward_model, sampling, suites, text
 
@@ -146,7 +148,34 @@ def _length_correlation(inputs, params):
     return {"pearson": statistics.pearson(*pair), "spearman": reward_model.spearman(*pair)}
 
 
+def _shared_lines(name):
+    """Rows of a public data file kept beside the project; the vector is skipped where it is absent."""
+    import json
+    from pathlib import Path
+
+    from tests.vectors import Skip
+
+    file = Path(__file__).resolve().parents[2].parent / "shared" / "data" / name
+    if not file.exists():
+        raise Skip(f"needs the data file {name}")
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def _mt_bench_counts(inputs, params):
+    rows = _shared_lines("mt_bench_question.jsonl")
+    return {"questions": len(rows), "turns": max(len(row["turns"]) for row in rows), "per_category": dict(Counter(row["category"] for row in rows))}
+
+
+def _ifeval_counts(inputs, params):
+    rows = _shared_lines("ifeval_input_data.jsonl")
+    kinds = Counter(kind for row in rows for kind in row["instruction_id_list"])
+    return {"prompts": len(rows), "instructions": sum(kinds.values()), "instruction_types": len(kinds),
+            "no_comma": kinds["punctuation:no_comma"], "number_words": kinds["length_constraints:number_words"]}
+
+
 ADAPTERS = {
+    "mt_bench_file_counts": _mt_bench_counts,
+    "ifeval_file_counts": _ifeval_counts,
     "pass_at_k": _pass_at_k,
     "pass_at_k_undefined": _pass_at_k,
     "pass_at_k_biased_trap": _pass_at_k,
