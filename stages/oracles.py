@@ -105,3 +105,23 @@ def trust_region_search(logits, action_values, step, max_kl: float, coeff: float
         if tried[-1]["kl_old_new"] <= max_kl and tried[-1]["surrogate_gain"] > 0:
             return {"line_search": tried, "accepted_index": j, "pi": new}
     return {"line_search": tried, "accepted_index": None, "pi": old}
+
+
+def nash_md_step(policy, ref, preference, tau: float, eta: float):
+    """(mixture, next policy) of tabular Nash-MD: mixture ~ pi^(1 - eta tau) ref^(eta tau), next ~ mixture exp(eta P(y > mixture)) (NASH)."""
+    mixture = geometric_mixture(np.log(_f64(policy)), np.log(_f64(ref)), eta * tau)
+    weights = mixture * np.exp(eta * (_f64(preference) @ mixture))
+    return mixture, weights / weights.sum()
+
+
+def nash_equilibrium(ref, preference, tau: float, damping: float = 0.1, iterations: int = 20_000):
+    """Fixed point pi ~ ref exp(P(y > pi) / tau) of the regularised preference game (NASH)."""
+    ref, P = _f64(ref), _f64(preference)
+    pi = ref.copy()
+    for _ in range(iterations):
+        target = ref * np.exp(P @ pi / tau)
+        step = target / target.sum() - pi
+        pi = pi + damping * step
+        if np.abs(step).max() < 1e-14:
+            break
+    return pi

@@ -207,6 +207,47 @@ def tournament(num_candidates: int, first_wins) -> tuple[list[tuple[int, int]], 
     return pairs, (field[0] if field else None)
 
 
+def combine_scores(members, uncertainty_coef: float = 0.1) -> dict:
+    """Ensemble of calibrated scores [members, samples]: mean, min, population std and uwo = mean - coef variance (rm.ensemble)."""
+    m = np.asarray(members, dtype=np.float64)
+    return {"mean": m.mean(0), "min": m.min(0), "std": m.std(0), "uwo": m.mean(0) - uncertainty_coef * m.var(0)}
+
+
+def weighted_score(scores, weights) -> float:
+    """Weighted sum; weights must sum to 1, a missing (None or NaN) score renormalises the rest (rm.multi)."""
+    if abs(sum(weights) - 1) > 1e-6:
+        raise ValueError(f"weights sum to {sum(weights):g}; write weights that sum to 1")
+    present = [(s, w) for s, w in zip(scores, weights) if s is not None and not math.isnan(s)]
+    if not present:
+        return math.nan
+    return sum(s * w for s, w in present) / sum(w for _, w in present)
+
+
+def order_by_difficulty(difficulty, stages: int = 1) -> tuple[list[int], list[int]]:
+    """(easy-to-hard order with ties by index, stage of each row) in `stages` equal parts, the remainder to the first (rm.curriculum)."""
+    order = [int(i) for i in np.argsort(np.asarray(difficulty, dtype=np.float64), kind="stable")]
+    base, extra = divmod(len(order), stages)
+    stage, at = [0] * len(order), 0
+    for k in range(stages):
+        size = base + (k < extra)
+        for i in order[at:at + size]:
+            stage[i] = k
+        at += size
+    return order, stage
+
+
+def chunk_sizes(n: int, chunks: int) -> list[int]:
+    """n // chunks each, the remainder to the first chunks (da.sdpo)."""
+    return [n // chunks + (k < n % chunks) for k in range(chunks)]
+
+
+def rank_gap_stages(ranks) -> list[tuple[int, int, int]]:
+    """(chosen, rejected, rank gap) of best against every other response, largest gap first; ties in rank give no pair (da.curry)."""
+    best = min(range(len(ranks)), key=lambda i: (ranks[i], i))
+    rest = sorted((i for i in range(len(ranks)) if ranks[i] > ranks[best]), key=lambda i: (-ranks[i], i))
+    return [(best, i, ranks[i] - ranks[best]) for i in rest]
+
+
 def round_robin(win_probabilities) -> tuple[np.ndarray, list[int]]:
     """(mean win probability against the others, ranking with ties by index) (rs.rank)."""
     p = np.asarray(win_probabilities, dtype=np.float64)

@@ -8,7 +8,8 @@ from itertools import product
 import numpy as np
 import torch
 
-from stages import estimators, losses, masks, oracles, selection
+from stages import estimators, losses, masks, oracles, selection, sequence_losses
+from stages.evaluation import sampling
 from tests.vector_adapters.maths_supervised import T, grads, ragged
 
 MODES = losses.LOSS_AGG_MODES
@@ -590,9 +591,12 @@ def aggregation(i, p):
         loss, mask = T(i["loss"]), M(i.get("mask", i.get("response_mask")))
     if "tool_mask" in i:
         mask = mask * (1 - M(i["tool_mask"]))
-    out = {m: losses.aggregate_mean(loss, mask, m) for m in MODES[:3]}
+    keep = p["seq_denominator"] if isinstance(p.get("seq_denominator"), str) else "nonempty"
+    out = {m: losses.aggregate_mean(loss, mask, m, seq_denominator=keep) for m in MODES[:3]}
     if "loss_scale_factor" in p:
-        out[MODES[3]] = losses.aggregate_mean(loss, mask, MODES[3], p["loss_scale_factor"])
+        out[MODES[3]] = losses.aggregate_mean(loss, mask, MODES[3], p["loss_scale_factor"], keep)
+    if p.get("loss_agg_mode") in out:
+        out["loss"] = out[p["loss_agg_mode"]]
     if isinstance(p.get("seq_denominator"), list):
         out |= {m: {d: losses.aggregate_mean(loss, mask, m, seq_denominator=d) for d in p["seq_denominator"]} for m in MODES[1:3]}
     if "prompt_ids" in i:
@@ -633,7 +637,8 @@ def group_names(p):
 def grouped(i, p, mode="mean_std"):
     r = i.get("rewards", i.get("rewards_flat", i.get("reward")))
     ids = i.get("prompt_ids", i.get("prompt_id", ["q"] * len(r)))
-    adv, informative = estimators.group_advantage(r, ids, mode, p.get("ddof", 1), p.get("eps", 1e-4))
+    mode = {"group": "mean_std", "none": "mean", "batch": "batch_std", "batch_centered": "batch_centered_std"}.get(p.get("scale_rewards"), mode)
+    adv, informative = estimators.group_advantage(r, ids, mode, p.get("ddof", p.get("std_ddof", 1)), p.get("eps", p.get("std_eps", 1e-4)))
     out = {name: estimators.group_advantage(r, ids, *how)[0] for name, how in group_names(p).items()}
     loo, _ = estimators.group_advantage(r, ids, "mean")
     G = p.get("num_generations", len(r))
@@ -789,8 +794,9 @@ def astar(i, p):
                 "all_incorrect": [not any(r) for r in i["reference_rewards"]]}
     v = estimators.v_star(i["reference_rewards"], p["beta1"])
     logp = T(i["logp_seq"], True)
-    residual = losses.implicit_rewards(logp, T(i["logp_ref_seq"]), p["beta2"]) - (T(i["reward"]) - v)
-    loss = (residual ** 2).mean()
+    each = sequence_losses.astar_loss(logp, T(i["logp_ref_seq"]), T(i["reward"]), T([v] * len(i["reward"])), p["beta2"])
+    residual = losses.implicit_rewards(logp.detach(), T(i["logp_ref_seq"]), p["beta2"]) - (T(i["reward"]) - v)
+    loss = each.mean()
     (g,) = grads(loss, logp)
     return {"v_star": v, "residual": residual, "loss": loss, "grad_logp_seq": g}
 
@@ -811,7 +817,89 @@ def agent(i, p):
     return {"turn_returns": turn, "advantages": adv, "loss": loss, "grad_logp": g}
 
 
+def p3o(i, p):
+    def run(form, shift=0.0):
+        logp = T(i["logp_seq"], True)
+        loss = sequence_losses.p3o_loss(logp, T(i["logp_old_seq"]), T(i["reward"]) + shift, p["epsilon"], form).mean()
+        (g,) = grads(loss, logp)
+        return {"loss": loss.detach(), "grad_logp_seq": g}
+    out = {form: run(form) for form in ("separate", "joint")}
+    return {**out, **{f"grad_{k}": v["grad_logp_seq"] for k, v in out.items()}, "grad_after_reward_shift_7": run("separate", 7.0)["grad_logp_seq"]}
+
+
+def copg(i, p):
+    logp = T(i["logp_seq"], True)
+    loss = sequence_losses.copg_loss(logp.unsqueeze(0), T([i["logp_ref_seq"]]), T([i["reward"]]), p["beta"])[0]
+    (g,) = grads(loss, logp)
+    return {"loss": loss, "grad_logp_seq": g, "residual": -g[0]}
+
+
+def mirror_descent(i, p):
+    adv, _ = estimators.group_advantage(i["reward"], ["q"] * len(i["reward"]), "mean")
+    logp = T(i["logp_seq"], True)
+    loss = sequence_losses.mirror_descent_loss(logp, T(i["logp_iter_seq"]), T(adv.tolist()), p["tau"]).mean()
+    (g,) = grads(loss, logp)
+    return {"advantages": adv, "loss": loss, "grad_logp_seq": g}
+
+
+def oreo(i, p):
+    l, v, mask = T(i["log_ratio"], True), T(i["values"], True), M(i["mask"])
+    back = T(estimators.reward_to_go(estimators.place_terminal(i["reward"], i["mask"]), i["mask"]).tolist())
+    value, policy_ = (losses.aggregate_mean(x, mask, "token-mean") for x in sequence_losses.oreo_losses(l, v, back, mask, p["beta"]))
+    (gv,), (gl,) = torch.autograd.grad(value, v), torch.autograd.grad(policy_, l)
+    return {"value_loss": value, "policy_loss": policy_, "grad_values": gv, "grad_log_ratio": gl}
+
+
+def positive_lm(i, p):
+    total, tokens = sequence_losses.positive_nll(T(i["nll"]), M(i["mask"]), M(i["correct"]))
+    mean = total / max(tokens, 1)
+    return {"positive_nll_token_mean": mean, "loss_term": p["positive_lm_coef"] * mean}
+
+
+def nash(i, p):
+    ref, P = i["ref"], i["preference"]
+    if "eta" in p:
+        pi, steps = arr(ref), []
+        for _ in range(3):
+            mixture, pi = oracles.nash_md_step(pi, ref, P, p["tau"], p["eta"])
+            steps.append({"mixture": mixture, "pi_next": pi})
+        return {"steps": steps}
+    if "pi" in i:
+        pi, mixture = arr(i["pi"]), oracles.geometric_mixture(np.log(arr(i["pi"])), np.log(arr(ref)), p["mixture_coef"])
+        signal = arr(P) @ mixture - 0.5 - p["tau"] * (np.log(pi) - np.log(arr(ref)))
+        return {"mixture": mixture, "per_action_signal": signal, "grad_logits": oracles.softmax_policy_gradient(pi, signal)}
+    star, pi = oracles.nash_equilibrium(ref, P, p["tau"]), arr(ref)
+    for k in range(20_000):
+        _, pi = oracles.nash_md_step(pi, ref, P, p["tau"], 2 / (p["tau"] * (k + 2)))
+    return {"pi_star": star, "value": float(star @ arr(P) @ star), "nash_md_decaying_eta_limit": pi}
+
+
+def importance(i, p):
+    if "counts" in i:
+        w, n = arr(i["P"]) / arr(i["Q"]), arr(i["counts"])
+        return {"weights": w, "estimate": float((n * w * arr(i["value"])).sum() / n.sum()), "naive_mean": float((n * arr(i["value"])).sum() / n.sum())}
+    mu, pi, r = arr(i["behaviour"]), arr(i["pi"]), arr(i["reward"])
+    w = np.exp(np.log(pi) - np.log(mu))
+    return {"E_behaviour_ratio_R": float(mu @ (w * r)), "E_pi_R": float(pi @ r), "E_behaviour_ratio": float(mu @ w)}
+
+
+def refresh(i, p):
+    ref, out, at = arr(i["ref"]), {}, []
+    for step in range(1, p["steps"] + 1):
+        if step % p["ref_model_sync_steps"] == 0:
+            ref = oracles.ema(ref, arr(i["policy"]), 1 - p["ref_model_mixup_alpha"])
+            at.append(step)
+        out[f"ref_after_step_{step}"] = ref
+    return {**out, "sync_at_steps": at}
+
+
 ADAPTERS = {
+    "p3o_on_policy_gradient": p3o, "p3o_clipped": p3o, "copg_pair": copg, "mirror_descent_kimi": mirror_descent, "oreo_losses": oreo,
+    "vapo_positive_lm_loss": positive_lm, "nash_md_tabular": nash, "nash_regularised_equilibrium": nash, "nash_md_pg_gradient": nash,
+    "is_pro_players": importance, "is_offline_bandit": importance, "ref_mixup_refresh": refresh,
+    "weight_ema": lambda i, p: {"ema_new": oracles.ema(arr(i["ema"]), arr(i["theta"]), p["decay"])},
+    "sppo_win_rates": lambda i, p: {"win_rate": arr(i["pairwise"]).mean(1)},
+    "pass_at_k_curriculum": lambda i, p: {"pass_at_k": [sampling.pass_at_k(*c) for c in i["cases_n_c_k"]]},
     **{f"return_rtg_{n}": returns for n in ("gamma09", "gamma05", "padded")}, "value_oracle_two_step": value_oracle,
     **{n: td for n in ("td_error", "nstep_return", "td_lambda_return", "nstep_advantage")},
     **{f"gae_{n}": gae for n in ("terminated", "lambda1_is_mc", "lambda0_is_td", "discounted", "truncated_bootstrap", "discount_099", "one_token",

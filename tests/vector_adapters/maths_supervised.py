@@ -32,11 +32,12 @@ def ragged(rows):
             torch.tensor([[1] * len(r) + [0] * (width - len(r)) for r in rows]))
 
 
-def all_modes(loss, mask, constant=None):
+def all_modes(loss, mask, constant=None, mode=None):
+    """Every aggregation, and `loss` for the mode a vector asks for."""
     out = {m: losses.aggregate_mean(loss, mask, m) for m in MODES[:3]}
     if constant:
         out[MODES[3]] = losses.aggregate_mean(loss, mask, MODES[3], constant)
-    return out
+    return {**out, "loss": out[mode]} if mode in out else out
 
 
 # --- sft ---------------------------------------------------------------------------------------------
@@ -49,7 +50,7 @@ def nll_uniform(i, p):
 
 
 def nll_logps(i, p):
-    return all_modes(losses.token_nll(T(i["token_logps"])), torch.tensor(i["loss_mask"]), p.get("norm_constant"))
+    return all_modes(losses.token_nll(T(i["token_logps"])), torch.tensor(i["loss_mask"]), p.get("norm_constant"), p.get("loss_agg_mode"))
 
 
 def nll_losses(i, p):
@@ -58,7 +59,7 @@ def nll_losses(i, p):
     else:
         loss, mask = ragged(i["token_losses"])
     counts = losses.count_targets(mask)
-    out = all_modes(loss, mask, p.get("norm_constant"))
+    out = all_modes(loss, mask, p.get("norm_constant"), p.get("loss_agg_mode"))
     return {**out, "num_valid_sequences": counts["sequences"]}
 
 
@@ -467,7 +468,64 @@ def self_paced(i, p):
     return {"v": v, "objective": float((x * v).sum() - limit * sum(v))}
 
 
+def ensemble(i, p):
+    if "scores_member_by_sample" in i:
+        return selection.combine_scores(i["scores_member_by_sample"], p.get("uwo_coef", 0.1))
+    return selection.combine_scores(np.asarray(i["scores"]).T, p["lambda"])
+
+
+def safety_gate(i, p):
+    h, s = np.asarray(i["r_helpful_prob"]), np.asarray(i["r_safety_prob"])
+    combined = np.where(np.asarray(i["is_safety_prompt"]) | (s < p["safety_threshold"]), s, h)
+    logit = torch.logit(T(combined.tolist())).numpy()
+    return {"combined": combined, "logit": logit, "whitened": estimators.whiten(logit, ddof=p["ddof"])}
+
+
+def weighted(i, p):
+    cut = [*i["scores"][:-1], None]
+    return {"sum": selection.weighted_score(i["scores"], i["weights"]), "missing_third_renormalised": selection.weighted_score(cut, i["weights"])}
+
+
+def curriculum(i, p):
+    order, stage = selection.order_by_difficulty([-g for g in i["score_gap"]], p["stages"])
+    return {"easy_to_hard": order, "stage_of_pair": stage}
+
+
+def curry(i, p):
+    found = selection.rank_gap_stages(i["ranks"])
+    return {"stages_chosen_rejected_index": [x[:2] for x in found], "rank_gap": [x[2] for x in found]}
+
+
+def sdpo(i, p):
+    sizes = selection.chunk_sizes(i["n"], p["num_chunks"])
+    return {"sizes": sizes, "reference_of_chunk": ["sft"] + [f"chunk{k}" for k in range(len(sizes) - 1)]}
+
+
+def rest_thresholds(i, p):
+    N = len(i["scores"][0])
+    return {"kept_per_tau": [[[f // N, f % N] for f in selection.threshold(i["scores"], t)] for t in p["taus"]]}
+
+
+def regression(i, p):
+    pred, target = T(i["pred"]), T(i["target"])
+    return {"mse": losses.value_loss(pred, target, torch.ones_like(pred)).mean(), "standardised_target": estimators.whiten(i["target"], ddof=p["ddof"], eps=0.0)}
+
+
+def prm_ce(i, p):
+    classes = torch.tensor([p["class_map"][str(k)] for k in i["step_labels"]])
+    return {"loss": losses.token_nll(losses.gather_logps(T(i["logits_neg_neu_pos"]), classes)).mean()}
+
+
+def ckpt_select(i, p):
+    best = selection.select_top_per_prompt([i["rm_score"], [-v for v in i["val_loss"]]])
+    return {"by_rm_score": i["epoch"][best[0]], "by_val_loss": i["epoch"][best[1]]}
+
+
 ADAPTERS = {
+    "rm.ensemble/combine": ensemble, "rm_ensemble": ensemble, "rm.multi/safety_gate": safety_gate, "rm.multi/weighted": weighted,
+    "rm.curriculum/order": curriculum, "da.curry/stages": curry, "da.sdpo/chunks": sdpo, "rest_improve_thresholds": rest_thresholds,
+    "rm.regression/mse": regression, "rm.prm/three_class_ce": prm_ce, "sft.ckpt_select/rm_score": ckpt_select,
+    "rm.pairwise/symmetrise": lambda i, p: {"p_i_sym": (i["p_ij"] + 1 - i["p_ji"]) / 2},
     "sft.nll/uniform": nll_uniform, "sft.nll/reductions": nll_logps, "sft.nll/nan_padding": nll_logps,
     "sft.nll/prompt_mask": nll_prompt_mask, "sft.nll/grad_accumulation": nll_losses, "sft.nll/logit_gradient": nll_logits,
     "sft.nll/empty_row": nll_losses, "sft.nll/one_token": nll_losses, "sft.nll/shift_alignment": shift,

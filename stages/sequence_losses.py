@@ -1,0 +1,66 @@
+"""Pairwise and offline policy losses on sequence log-probs (rl.md 3.2-3.3): P3O, CoPG, mirror descent, A*-PO, OREO.
+
+Elementwise values, to be averaged by the optimizer step; rewards, values of other models and weights are detached.
+"""
+from __future__ import annotations
+
+import torch
+
+from stages.losses import LOG_RATIO_CLAMP, masked
+
+
+def p3o_loss(logps_P2, old_logps_P2, rewards_P2, epsilon: float = 0.2, form: str = "separate"):
+    """Pairwise PPO per pair [P] from two completions per prompt [P, 2] (P3O, Wu et al. 2023; clipped forms are ours).
+
+    D = r1 - r2, h_i = log pi/pi_old, rho_i = exp(h_i). `separate` clips each ratio under the other's detached one;
+    `joint` clips h_1 - h_2. On-policy both give -(r1 - r2)/2 grad(log pi(y1) - log pi(y2)).
+    """
+    D = (rewards_P2[:, 0] - rewards_P2[:, 1]).detach()
+    h = (logps_P2 - old_logps_P2.detach()).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    rho = torch.exp(h)
+    if form == "joint":
+        z = h[:, 0] - h[:, 1]
+        return -(rho[:, 0] * rho[:, 1]).detach() * torch.minimum(D * z, D * z.clamp(-epsilon, epsilon)) / 2
+    if form != "separate":
+        raise ValueError(f"form={form!r} is not known; write 'separate' or 'joint'")
+
+    def clipped(c, r):
+        return torch.minimum(r * c, r.clamp(1 - epsilon, 1 + epsilon) * c)
+
+    return -(clipped(rho[:, 1].detach() * D, rho[:, 0]) + clipped(-rho[:, 0].detach() * D, rho[:, 1])) / 2
+
+
+def copg_loss(logps_P2, ref_logps_P2, rewards_P2, beta: float):
+    """(dr - beta dh)^2 / (2 beta) per pair, dh the difference of log-ratios to the reference (COPG; scale is ours)."""
+    h = logps_P2 - ref_logps_P2
+    residual = (rewards_P2[:, 0] - rewards_P2[:, 1]).detach() - beta * (h[:, 0] - h[:, 1])
+    return residual ** 2 / (2 * beta)
+
+
+def mirror_descent_loss(logps_B, iterate_logps_B, advantages_B, tau: float):
+    """-(A log pi - tau/2 (log pi/pi_i)^2) per sequence, pi_i the previous iterate, A group-centred (MDPO, Kimi k1.5)."""
+    return -(advantages_B.detach() * logps_B - tau / 2 * (logps_B - iterate_logps_B) ** 2)
+
+
+def astar_loss(logps_B, ref_logps_B, rewards_B, v_star_B, beta: float):
+    """(beta log pi/ref - (r - V*))^2 per sequence, V* from reference samples (ASTAR-PO)."""
+    return (beta * (logps_B - ref_logps_B) - (rewards_B - v_star_B).detach()) ** 2
+
+
+def oreo_losses(log_ratios_BT, values_BT, returns_BT, mask_BT, beta: float):
+    """(value loss, policy loss) per token [B, T] of the soft-Bellman regression (OREO, Wang et al. 2024).
+
+    log_ratios = log pi/ref, returns = undiscounted reward-to-go. Each loss detaches the other model; in the policy
+    loss later log-ratios are constants.
+    """
+    l, v, G = masked(log_ratios_BT, mask_BT), masked(values_BT, mask_BT), masked(returns_BT, mask_BT)
+    future = l.detach().flip(-1).cumsum(-1).flip(-1)
+    value = (v - G + beta * future) ** 2
+    policy = (v.detach() - G + beta * l + beta * (future - l.detach())) ** 2
+    return masked(value, mask_BT), masked(policy, mask_BT)
+
+
+def positive_nll(nll_BT, mask_BT, correct_B):
+    """(sum, tokens) of the NLL of correct samples only (VAPO's positive LM loss)."""
+    mask = mask_BT.bool() & correct_B.bool().unsqueeze(-1)
+    return masked(nll_BT, mask).sum(), int(mask.sum())
