@@ -109,30 +109,25 @@ def recipe_name(name: str) -> str:
 
 def execute(recipe: str, values: dict[str, Any], force: list[str], as_json: bool, dry_run: bool) -> None:
     """Run (or plan) a recipe on values that are not validated yet, and print what came of it."""
-    from flows import display, env, services
-    from flows.recipe import Plan, get_recipe, load_config
-
-    recipe_name(recipe)
-    config = load_config(recipe, values)
-    state = env.state_dir()
-    if dry_run:
-        plan = Plan(recipe, config.seed, force)
-        get_recipe(recipe).method(plan, config)
-        resolved = config.model_dump(mode="json")
-        if as_json:
-            return emit({"recipe": recipe, "config": resolved, "plan": plan.table})
-        import yaml
-
-        print(yaml.safe_dump(resolved, sort_keys=False))
-        return display.table(plan.table, "plan")
     from contextlib import ExitStack
 
+    from flows import display, env, services
+    from flows.recipe import get_recipe, load_config
+
+    recipe_name(recipe)
+    state = env.state_dir()
+    if dry_run:
+        return print_plan(recipe, load_config(recipe, values), force, as_json)
     with ExitStack() as stack:
+        wait = None
         if not services.connect(state):
             os.environ["POSTTRAIN_EMBEDDED"] = "1"
-            stack.enter_context(services.embedded(state))
+            wait = stack.enter_context(services.embedded(state))
         from tasks.stages import listening
 
+        config = load_config(recipe, values)
+        if wait is not None:
+            wait()
         screen = stack.enter_context(display.Display())
         stack.enter_context(listening(screen))
         result = get_recipe(recipe)(config=config, force=force)
@@ -141,6 +136,22 @@ def execute(recipe: str, values: dict[str, Any], force: list[str], as_json: bool
     from flows.report import print_result
 
     print_result(result, state)
+
+
+def print_plan(recipe: str, config: Any, force: list[str], as_json: bool) -> None:
+    """The resolved configuration and, step by step, what would run."""
+    import yaml
+
+    from flows import display
+    from flows.recipe import Plan, get_recipe
+
+    plan = Plan(recipe, config.seed, force)
+    get_recipe(recipe).method(plan, config)
+    resolved = config.model_dump(mode="json")
+    if as_json:
+        return emit({"recipe": recipe, "config": resolved, "plan": plan.table})
+    print(yaml.safe_dump(resolved, sort_keys=False))
+    display.table(plan.table, "plan")
 
 
 # ------------------------------------------------------------------------------------------------ stage

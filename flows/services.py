@@ -14,7 +14,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from flows import env
@@ -22,7 +22,7 @@ from storage.files import atomic_write_json, read_json
 
 POOL = "posttrain"
 PORTS = {"prefect": 4200, "mlflow": 5000}
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 
 
 class ServiceError(RuntimeError):
@@ -59,6 +59,7 @@ def connect(state: Path) -> bool:
         os.environ.setdefault("MLFLOW_TRACKING_URI", alive["mlflow"]["url"])
     if "prefect" in alive:
         os.environ.setdefault("PREFECT_API_URL", alive["prefect"]["url"] + "/api")
+        _refresh()
     return bool(os.environ.get("PREFECT_API_URL"))
 
 
@@ -81,7 +82,7 @@ def up(state: Path, *, prefect_port: int | None = None, mlflow_port: int | None 
     """Start what is not running yet and return {service: {url, pid, started, log}}.
 
     Ports: the given one, else the usual one when free, else any free one.
-    Raises ServiceError when a server does not answer within two minutes.
+    Raises ServiceError when a server does not answer within five minutes.
     """
     alive = running(state)
     logs = state / "logs"
@@ -130,8 +131,9 @@ def up(state: Path, *, prefect_port: int | None = None, mlflow_port: int | None 
 
 
 @contextlib.contextmanager
-def embedded(state: Path) -> Iterator[str]:
-    """A Prefect server for the life of this process only, on a free port; yields its API URL.
+def embedded(state: Path) -> Iterator[Callable[[], None]]:
+    """A Prefect server for the life of this process only, on a free port; yields a function that waits until it answers
+    (starting takes seconds in which the caller can import what it needs).
 
     Same database as `up` uses, so that runs made without a server are seen later in the UI. Unlike Prefect's own
     temporary server it dies with its parent even when that is killed.
@@ -156,9 +158,9 @@ def embedded(state: Path) -> Iterator[str]:
     log.close()
     previous = os.environ.get("PREFECT_API_URL")
     os.environ["PREFECT_API_URL"] = api
+    _refresh()
     try:
-        _wait("the embedded Prefect server", process, api + "/health", str(logs / "prefect-embedded.log"))
-        yield api
+        yield lambda: _wait("the embedded Prefect server", process, api + "/health", str(logs / "prefect-embedded.log"))
     finally:
         _drain()
         _stop([process.pid], grace=10)
@@ -166,6 +168,14 @@ def embedded(state: Path) -> Iterator[str]:
             os.environ.pop("PREFECT_API_URL", None)
         else:
             os.environ["PREFECT_API_URL"] = previous
+
+
+def _refresh() -> None:
+    """Make a Prefect that is imported already read the environment again."""
+    import sys
+
+    if "prefect.context" in sys.modules:
+        sys.modules["prefect.context"].refresh_global_settings_context()
 
 
 def _drain() -> None:

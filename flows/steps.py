@@ -81,6 +81,6 @@ def promote(run: Run, models: dict[str, str], evaluations: Evaluations, winner: 
     if office is not None and office != models[winner]:
         judged = evaluate(run, "champion", office, evaluation, **inputs)
         given |= {"champion": office, "champion_samples": judged["samples"], "champion_scores": judged["scores"]}
-    elif winner != baseline:
+    else:
         given |= {"baseline_samples": evaluations[baseline]["samples"]}
     return run.conclude(models[winner], run("promote", config=config, **given), name)
