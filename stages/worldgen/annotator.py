@@ -8,14 +8,14 @@ import numpy as np
 
 from stages.worldgen.responses import Response
 
-STYLE_UTILITY = {"worked": 0.6, "short": 0.4, "chatty": 0.1, "sloppy": -0.8}
+STYLE_UTILITY = {"worked": 1.0, "short": 0.5, "chatty": 0.2, "sloppy": -1.5}
 
 
 @dataclass(frozen=True)
 class Annotator:
     """Hidden utility = correctness * [correct] + style + length_bias * words/10; noise is logistic (Bradley-Terry)."""
 
-    correctness: float = 3.0
+    correctness: float = 4.0
     length_bias: float = 0.25        # utility per ten words: people like long answers a little too much
     noise: float = 1.0               # scale of the logistic noise; 1 = Bradley-Terry on the utility itself
     tie_band: float = 0.35           # |perceived difference| below this is called a tie

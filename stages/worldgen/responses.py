@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stages.worldgen.lexicon import COLORS, FOODS, HOMES, MAX_NUMBER, WORDS
 from stages.worldgen.skills import Item
 
 STYLES = ("short", "worked", "chatty", "sloppy")
+OFF_TOPIC_SHARE = 0.4
 OPENINGS = ("Sure, I can help with that.", "Let me think about it.", "That is a good question.",
             "I am happy to help.", "Here is what I found.")
 CLOSINGS = ("I hope this helps.", "Let me know if you need more.", "Have a nice day.")
@@ -28,9 +30,20 @@ class Response:
     quality: int
 
 
+def mistake(item: Item, rng: np.random.Generator) -> tuple[str, str]:
+    """A wrong (steps, answer): a plausible slip, or (OFF_TOPIC_SHARE) an answer to another kind of question altogether."""
+    if rng.random() >= OFF_TOPIC_SHARE:
+        return item.wrong(rng)
+    if item.answer_type == "integer":
+        others = COLORS + HOMES + FOODS + WORDS
+    else:
+        others = [str(n) for n in range(1, MAX_NUMBER + 1)]
+    return "", others[int(rng.integers(len(others)))]
+
+
 def write(item: Item, style: str, correct: bool, rng: np.random.Generator) -> Response:
     """Write an answer to `item` in one of STYLES; a wrong one looks exactly like a right one."""
-    steps, answer = (item.steps, item.answer) if correct else item.wrong(rng)
+    steps, answer = (item.steps, item.answer) if correct else mistake(item, rng)
     if style == "short":
         text = f"Answer: {answer}."
     elif style == "worked":

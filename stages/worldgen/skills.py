@@ -55,21 +55,6 @@ def _near(rng, value: int, low: int = 0) -> int:
     return _pick(rng, [value + d for d in (-2, -1, 1, 2) if value + d >= low])
 
 
-def _shuffled_wrong(rng, words: list[str]) -> list[str]:
-    """A list that is almost `words`: two places swapped, one word dropped, or one replaced."""
-    out = list(words)
-    kind = int(rng.integers(3))
-    if kind == 0 and len(out) > 1:
-        i, j = _sample(rng, range(len(out)), 2)
-        out[i], out[j] = out[j], out[i]
-    elif kind == 1 and len(out) > 2:
-        del out[int(rng.integers(len(out)))]
-    else:
-        i = int(rng.integers(len(out)))
-        out[i] = _other(rng, WORDS, out[i])
-    return out if out != words else out[:-1] + [_other(rng, WORDS, out[-1])]
-
-
 def _list(words) -> tuple[str, str]:
     """(the words as shown, the sentence that introduces them)."""
     shown = " ".join(map(str, words))
@@ -221,33 +206,15 @@ def count(rng, facts: Facts, words: list[str] | None = None) -> Item:
 
 
 def upper(rng, facts: Facts, words: list[str] | None = None) -> Item:
-    """Write one or two words in capital letters."""
-    words = words or _sample(rng, WORDS, int(rng.integers(1, 3)))
-    n = len(words)
-    shown, context = _list(words)
-    ask = _pick(rng, [f"Write in capitals: {shown}", f"Put {shown} in capital letters.", f"Shout: {shown}",
-                      f"Make this big: {shown}", f"Use capital letters for {shown}.", f"Please shout {shown}."])
+    """Write a word in capital letters."""
+    word = _pick(rng, words or WORDS)
+    ask = _pick(rng, [f"Write in capitals: {word}", f"Put {word} in capital letters.", f"Shout: {word}", f"Make this big: {word}",
+                      f"Use capital letters for {word}.", f"Please shout {word}.", f"How do you write {word} in capitals?"])
 
     def wrong(r):
-        return "", shown if r.random() < 0.3 else " ".join(_shuffled_wrong(r, words)).upper()
+        return "", word if r.random() < 0.3 else _other(r, WORDS, word).upper()
 
-    return Item("upper", n, shown, ask, shown.upper(), "text", f"In capitals: {shown.upper()}.", wrong,
-                context=context, small_space=n == 1)
-
-
-def reverse(rng, facts: Facts, words: list[str] | None = None) -> Item:
-    """Reverse a short list."""
-    words = words or _sample(rng, WORDS, int(rng.integers(2, 4)))
-    n, back = len(words), words[::-1]
-    shown, context = _list(words)
-    ask = _pick(rng, [f"Reverse: {shown}", f"Write these words backwards: {shown}", f"Reverse the list {shown}.",
-                      f"Say {shown} in reverse order.", f"Turn the order around: {shown}"])
-
-    def wrong(r):
-        return "", shown if r.random() < 0.4 else " ".join(_shuffled_wrong(r, back))
-
-    return Item("reverse", n, shown, ask, " ".join(back), "text", f"Backwards: {' '.join(back)}.", wrong,
-                context=context)
+    return Item("upper", 1, word, ask, word.upper(), "text", f"{word} in capitals is {word.upper()}.", wrong, small_space=True)
 
 
 def end_word(rng, facts: Facts, words: list[str] | None = None) -> Item:
@@ -281,6 +248,22 @@ def add(rng, facts: Facts) -> Item:
         return f"{stem}{v}.", str(v)
 
     return Item("add", 1, f"{x} {y}", ask, str(x + y), "integer", f"{stem}{x + y}.", wrong, f"{stem}{x + y}.", small_space=True)
+
+
+def successor(rng, facts: Facts) -> Item:
+    """Name the number before or after another."""
+    number, where = int(rng.integers(2, MAX_NUMBER)), _pick(rng, ["after", "before"])
+    answer = number + (1 if where == "after" else -1)
+    ask = _pick(rng, [f"Which number comes {where} {number}?", f"What comes right {where} {number}?", f"Name the number {where} {number}.",
+                      f"Tell me the number that is just {where} {number}.", f"Count on: what is {where} {number}?"])
+    stem = f"The number {where} {number} is "
+
+    def wrong(r):
+        v = _near(r, answer, 1)
+        return f"{stem}{v}.", str(v)
+
+    return Item("successor", 1, f"{where} {number}", ask, str(answer), "integer", f"{stem}{answer}.", wrong, f"{stem}{answer}.",
+                small_space=True)
 
 
 def add_three(rng, facts: Facts) -> Item:
@@ -333,7 +316,7 @@ def sort_numbers(rng, facts: Facts, numbers: list[int] | None = None) -> Item:
 
 
 SKILLS: dict[str, Callable[[np.random.Generator, Facts], Item]] = {
-    f.__name__: f for f in (lookup, check, find_animal, count, upper, end_word, reverse, add, extreme, sort_numbers,
+    f.__name__: f for f in (lookup, check, find_animal, count, upper, end_word, successor, add, extreme, sort_numbers,
                             animal_fact, add_three, older, age_sum)}
 
 
@@ -347,10 +330,10 @@ def draw_page(rng: np.random.Generator, facts: Facts, statements: int) -> list[I
     subject = int(rng.integers(4))
     if subject == 0:
         words = _mixed(rng, int(rng.integers(2, 5)))
-        kinds = [find_animal, animal_fact, count, end_word, end_word] + [reverse] * (len(words) < 4) + [upper] * (len(words) < 3)
+        kinds = [find_animal, animal_fact, count, end_word, end_word, upper]
         return [_pick(rng, kinds)(rng, facts, words) for _ in range(statements)]
     if subject == 1:
         numbers = _sample(rng, range(1, MAX_NUMBER + 1), int(rng.integers(2, 5)))
         return [_pick(rng, [extreme, extreme, sort_numbers])(rng, facts, numbers) for _ in range(statements)]
-    kinds = [lookup, lookup, check, older, age_sum] if subject == 2 else [add, add, add_three]
+    kinds = [lookup, lookup, check, older, age_sum] if subject == 2 else [add, add, add_three, successor]
     return [_pick(rng, kinds)(rng, facts) for _ in range(statements)]
