@@ -77,6 +77,11 @@ def hidden_states(model, input_ids_BT, position_ids_BT, mask_B1TT=None) -> torch
                             use_cache=False).last_hidden_state
 
 
+def precise(x: torch.Tensor) -> torch.Tensor:
+    """float32 or better: half types are widened, float64 stays."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 @dataclass(frozen=True)
 class Head:
     """The LM head as data: ``logits = cap(scale * (hidden @ weight.T + bias))``."""
@@ -130,13 +135,14 @@ class _ChunkedLogps(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, temperature, scale, softcap, want_entropy):
         chunk = max(1, HEAD_CHUNK_ELEMENTS // weight.shape[0])
         n = hidden.shape[0]
-        logps = hidden.new_empty(n, dtype=torch.float32)
-        entropies = hidden.new_zeros(n if want_entropy else 0, dtype=torch.float32)
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        logps = hidden.new_empty(n, dtype=wide)
+        entropies = hidden.new_zeros(n if want_entropy else 0, dtype=wide)
         head = Head(weight, bias, scale, softcap)
         keep = n <= chunk and any(ctx.needs_input_grad)
         kept = None
         for start in range(0, n, chunk):
-            z = head.logits(hidden[start:start + chunk]).float()
+            z = precise(head.logits(hidden[start:start + chunk]))
             if temperature != 1.0:
                 z = z / temperature
             logp = torch.log_softmax(z, dim=-1)
@@ -154,15 +160,16 @@ class _ChunkedLogps(torch.autograd.Function):
         hidden, weight, bias, targets, kept = ctx.saved_tensors
         temperature, scale, softcap, want_entropy, chunk = ctx.settings
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and ctx.needs_input_grad[2] else None
+        wide = grad_logps.dtype
+        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             capped = None
             if kept is not None:
                 logp = kept
             else:
-                z = torch.nn.functional.linear(hidden[rows], weight, bias).float() * scale
+                z = precise(torch.nn.functional.linear(hidden[rows], weight, bias)) * scale
                 if softcap:
                     capped = torch.tanh(z / softcap)
                     z = softcap * capped
@@ -183,9 +190,9 @@ class _ChunkedLogps(torch.autograd.Function):
             dz = dz.to(weight.dtype)
             torch.mm(dz, weight, out=grad_hidden[rows]) if hidden.dtype == weight.dtype else grad_hidden[rows].copy_(dz @ weight)
             if grad_weight is not None:
-                grad_weight.addmm_(dz.t().float(), hidden[rows].float())
+                grad_weight.addmm_(dz.t().to(wide), hidden[rows].to(wide))
             if grad_bias is not None:
-                grad_bias += dz.sum(0).float()
+                grad_bias += dz.sum(0).to(wide)
         return (grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype),
                 None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None, None, None)
 
@@ -258,7 +265,7 @@ def save_reward_model(model, tokenizer, directory: str | Path, calibration: dict
 def last_token_scores(model, hidden_BTH, last_B) -> torch.Tensor:
     """Raw scores ``[B]`` (float32): the head on the hidden state of each row's last real token (``rm.head``)."""
     picked = hidden_BTH[torch.arange(hidden_BTH.shape[0], device=hidden_BTH.device), last_B]
-    return score_head(model)(picked.float())[:, 0]
+    return score_head(model)(precise(picked))[:, 0]
 
 
 class RewardScorer:

@@ -54,13 +54,13 @@ class PairRanking:
         import torch
 
         from stages.losses import bradley_terry_loss
-        from stages.modeling import hidden_states, score_head
+        from stages.modeling import hidden_states, precise, score_head
         from stages.training import Sums
 
         states = hidden_states(model, batch.input_ids_BT, batch.position_ids_BT, batch.attention_B1TT)
         last = states.flatten(0, 1)[batch.last_S]
         with torch.autocast(last.device.type, enabled=False):  # head and scores stay float32
-            scores = score_head(model)(last.float())[:, 0]
+            scores = score_head(model)(precise(last))[:, 0]
         chosen, rejected = scores[0::2], scores[1::2]
 
         def column(name):

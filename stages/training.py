@@ -116,11 +116,11 @@ class Trainer:
             with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=self.config.compute_dtype == "bfloat16"):
                 sums = self.objective(self.model, batch)
             loss = sum(total / max(counts[by], 1e-12) for total, by in sums.loss.values())
-            if isinstance(loss, torch.Tensor) and loss.requires_grad:
+            if loss.requires_grad:
                 loss.backward()
-            totals["loss"] += float(loss)
+            totals["loss"] += float(loss.detach())
             for name, (total, by) in {**(sums.loss if len(sums.loss) > 1 else {}), **sums.metrics}.items():
-                totals[name] = totals.get(name, 0.0) + float(total) / max(counts[by], 1e-12)
+                totals[name] = totals.get(name, 0.0) + float(total.detach()) / max(counts[by], 1e-12)
             for name, value in sums.maxima.items():
                 maxima[name] = max(maxima.get(name, -math.inf), float(value))
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)) if forwarded else 0.0

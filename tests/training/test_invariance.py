@@ -1,0 +1,155 @@
+"""Micro-batches, order, layout and padding cannot change a step: gradients in float64, for every objective (users.md A1, A5)."""
+
+import numpy as np
+import pytest
+import torch
+
+from stages.batching import collate, make_item, plan
+from stages.modeling import head_of, hidden_states, load_policy, new_reward_model, token_logps
+
+
+def pair_items(rng, n=7):
+    items = []
+    for i in range(n):
+        prompt = rng.integers(10, 250, rng.integers(3, 20)).tolist()
+        responses = [rng.integers(10, 250, rng.integers(1, 9)).tolist() for _ in range(2)]
+        items.append(make_item(f"row-{i}", prompt, responses, [[1] * len(r) for r in responses], margin=0.3 * (i % 2), label_prob=1.0 - 0.1 * (i % 3),
+                               weight=1.0 + i % 3, ended=(True, False), prompt_id=str(i), strength=None, ref_chosen=-3.0 - i, ref_rejected=-4.0))
+    return items
+
+
+def group_items(rng, n=4, g=3):
+    items = []
+    for i in range(n):
+        prompt = rng.integers(10, 250, rng.integers(3, 20)).tolist()
+        responses = [rng.integers(10, 250, rng.integers(1, 9)).tolist() for _ in range(g)]
+        masks = [[1] * len(r) for r in responses]
+        if i == 1:
+            masks[0] = [0] * len(responses[0])
+        items.append(make_item(f"row-{i}", prompt, responses, masks, advantages=rng.normal(size=g).tolist(),
+                               old_logps=[rng.normal(-5.5, 0.1, len(r)).tolist() for r in responses],
+                               ref_logps=[rng.normal(-5.5, 0.1, len(r)).tolist() for r in responses]))
+    return items
+
+
+def text_items(rng, n=7):
+    items = []
+    for i in range(n):
+        ids = rng.integers(10, 250, rng.integers(4, 30)).tolist()
+        items.append(make_item(f"row-{i}", [], [ids], [rng.integers(0, 2, len(ids)).tolist()[:-1] + [1]], weight=1.0 + i % 2))
+    return items
+
+
+def objectives():
+    from stages.align import Config as AlignConfig, PairPreference
+    from stages.reward_model import Config as RewardConfig, PairRanking
+    from stages.rl import Config as RLConfig, PolicyGradient, resolve_preset
+    from stages.sft import NextToken
+
+    out = {f"sft/{mode}": (NextToken(mode), text_items, False) for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
+    out["reward_model"] = (PairRanking(RewardConfig(use_margin=True, use_soft_labels=True, center_rewards_coefficient=0.01)), pair_items, True)
+    for method in ("dpo", "ipo", "length_norm", "dpo_nll", "soft_dpo"):
+        out[f"align/{method}"] = (PairPreference(AlignConfig(method=method)), pair_items, False)
+    for preset in ("reinforce", "rloo", "grpo", "dr_grpo", "gspo"):
+        config = RLConfig(preset=preset, num_generations=3, entropy_coef=0.01)
+        out[f"rl/{preset}"] = (PolicyGradient(resolve_preset(config)[0], config), group_items, False)
+    return out
+
+
+def gradient(model, objective, items, max_tokens, layout):
+    counts = objective.counts(items)
+    model.zero_grad(set_to_none=True)
+    value = 0.0
+    for group in plan(items, max_tokens, layout):
+        sums = objective(model, collate(group, layout))
+        loss = sum(total / max(counts[by], 1e-12) for total, by in sums.loss.values())
+        loss.backward()
+        value += float(loss.detach())
+    return value, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("name", list(objectives()))
+def test_step_is_invariant_to_microbatching(tiny, name):
+    objective, make, reward = objectives()[name]
+    model = (new_reward_model(tiny["policy"]) if reward else load_policy(tiny["policy"])).double()
+    items = make(np.random.default_rng(0))
+    value, whole = gradient(model, objective, items, 10**6, "rows")
+    assert torch.isfinite(whole).all() and whole.abs().max() > 0
+    # The model's own norms and rotary tables are float32 inside, so another layout rounds there; nothing else may differ.
+    for max_tokens, layout, order, tolerance in ((1, "rows", items, 1e-10), (60, "rows", items[::-1], 1e-10), (10**6, "tree", items, 2e-6),
+                                                 (1, "tree", items[::-1], 2e-6)):
+        other_value, other = gradient(model, objective, order, max_tokens, layout)
+        assert other_value == pytest.approx(value, rel=tolerance)
+        assert torch.allclose(other, whole, rtol=0, atol=tolerance * float(whole.abs().max()))
+
+
+def test_padding_content_changes_nothing(tiny):
+    model = load_policy(tiny["policy"])
+    items = text_items(np.random.default_rng(1), 4)
+    batch = collate(items, "rows")
+    real = torch.zeros_like(batch.input_ids_BT, dtype=torch.bool)
+    for row, item in enumerate(items):
+        real[row, : len(item.responses[0])] = True
+    logps = []
+    for filler in (0, 7, 249):
+        ids = torch.where(real, batch.input_ids_BT, filler)
+        states = hidden_states(model, ids, batch.position_ids_BT)
+        logps.append(token_logps(head_of(model), states.flatten(0, 1)[batch.src_N], batch.target_N)[0].detach())
+    assert torch.equal(logps[0], logps[1]) and torch.equal(logps[0], logps[2])
+
+
+def test_head_equals_plain_softmax_with_gradients():
+    from stages import modeling
+
+    torch.manual_seed(0)
+    for softcap, scale, temperature, chunk in ((None, 1.0, 1.0, 1 << 23), (None, 0.5, 0.7, 40), (5.0, 2.0, 1.3, 40)):
+        modeling.HEAD_CHUNK_ELEMENTS = chunk
+        hidden = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
+        weight = torch.randn(13, 6, dtype=torch.float64, requires_grad=True)
+        bias = torch.randn(13, dtype=torch.float64, requires_grad=True)
+        targets = torch.randint(0, 13, (9,))
+        upstream, upstream_entropy = torch.randn(9, dtype=torch.float64), torch.randn(9, dtype=torch.float64)
+        logps, entropy = token_logps(modeling.Head(weight, bias, scale, softcap), hidden, targets, temperature, entropy=True)
+        ours = torch.autograd.grad((logps * upstream + entropy * upstream_entropy).sum(), (hidden, weight, bias))
+        z = (hidden @ weight.t() + bias) * scale
+        z = (softcap * torch.tanh(z / softcap) if softcap else z) / temperature
+        plain = torch.log_softmax(z, -1)
+        plain_entropy = -(plain.exp() * plain).sum(-1)
+        picked = plain.gather(1, targets[:, None])[:, 0]
+        theirs = torch.autograd.grad((picked * upstream + plain_entropy * upstream_entropy).sum(), (hidden, weight, bias))
+        assert torch.allclose(logps, picked, atol=1e-12) and torch.allclose(entropy, plain_entropy, atol=1e-12)
+        for a, b in zip(ours, theirs):
+            assert torch.allclose(a, b, atol=1e-11)
+    modeling.HEAD_CHUNK_ELEMENTS = 1 << 23
+
+
+def test_a_group_without_signal_counts_but_is_not_forwarded(tiny):
+    from stages.rl import Config, PolicyGradient, resolve_preset
+    from stages.training import Trainer
+
+    config = Config(preset="dr_grpo", num_generations=3)
+    items = group_items(np.random.default_rng(2))
+    quiet = [make_item(i.row_id, i.prompt, i.responses, i.masks, **{**i.extra, "advantages": [0.0] * 3, "skip_forward": True}) for i in items[:2]]
+    loud = [make_item(i.row_id, i.prompt, i.responses, i.masks, **{**i.extra, "advantages": [0.0] * 3, "skip_forward": False}) for i in items[:2]]
+    weights = []
+    for head in (quiet, loud):
+        model = load_policy(tiny["policy"])
+        trainer = Trainer(model, PolicyGradient(resolve_preset(config)[0], config), config, 1)
+        trainer.step(head + items[2:])
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.allclose(weights[0], weights[1], atol=1e-9)
+
+
+def test_a_non_finite_step_is_skipped_then_fails_with_the_row(tiny):
+    from stages.sft import Config, NextToken
+    from stages.training import Trainer, TrainingError
+
+    model = load_policy(tiny["policy"])
+    before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+    items = text_items(np.random.default_rng(3), 2)
+    items[0].extra["weight"] = float("nan")
+    trainer = Trainer(model, NextToken("token-mean"), Config(max_nonfinite_steps=1), 5)
+    assert trainer.step(items)["skipped_steps"] == 1
+    assert torch.equal(before, torch.cat([p.detach().flatten() for p in model.parameters()]))
+    with pytest.raises(TrainingError, match="row-0"):
+        trainer.step(items)

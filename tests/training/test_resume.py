@@ -1,0 +1,71 @@
+"""kill -9 of a training stage at any step, then the same command: byte-identical weights, metrics and datasets (users.md D1)."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stages.harness import execute
+from stages.spec import PROJECT_ROOT
+from storage.files import tree_digest
+
+STAGES = {
+    "sft": ({"learning_rate": 1e-3, "batch_size": 8, "num_train_epochs": 2, "max_length": 64}, ("model", "demonstrations")),
+    "reward_model": ({"learning_rate": 1e-3, "batch_size": 6, "num_train_epochs": 2, "max_length": 96}, ("model", "pairs")),
+    "align": ({"learning_rate": 1e-3, "batch_size": 6, "num_train_epochs": 2, "max_length": 96}, ("model", "pairs")),
+    "rl": ({"learning_rate": 1e-3, "preset": "grpo", "max_steps": 12, "prompts_per_step": 4, "num_generations": 4, "num_iterations": 2,
+            "num_minibatches": 2, "max_completion_length": 12, "rewards": [{"name": "length", "kind": "length"}]}, ("model", "prompts")),
+}
+
+
+def outputs(workdir: Path) -> dict:
+    digests = {p.name: tree_digest(p) for p in (workdir / "out").iterdir()}
+    return {**digests, "metrics": (workdir / "metrics.jsonl").read_bytes(), "summary": json.loads((workdir / "result.json").read_text())["summary"]}
+
+
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_kill9_equals_uninterrupted(tiny, data, spec, stage, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    config, (_, rows) = STAGES[stage]
+    inputs = {"model": tiny["policy"], "data": data[rows]}
+    runner = [sys.executable, "-m", "stages"]
+    quiet = {**os.environ, "POSTTRAIN_CHECKPOINT_SECONDS": "1000"}
+    spec(stage, config, inputs, "whole")
+    subprocess.run([*runner, spec.path("whole")], cwd=PROJECT_ROOT, env=quiet, check=True, capture_output=True)
+    killed = spec(stage, config, inputs, "killed")
+    every_step = {**os.environ, "POSTTRAIN_CHECKPOINT_SECONDS": "0"}
+    metrics = Path(killed["workdir"], "metrics.jsonl")
+    for lines in (3, 7):
+        process = subprocess.Popen([*runner, spec.path("killed")], cwd=PROJECT_ROOT, env=every_step, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < deadline:
+            if metrics.exists() and metrics.read_bytes().count(b"\n") >= lines:
+                break
+            time.sleep(0.002)
+        process.kill()
+        process.wait()
+    assert not Path(killed["workdir"], "result.json").exists()
+    subprocess.run([*runner, spec.path("killed")], cwd=PROJECT_ROOT, env=every_step, check=True, capture_output=True)
+    result = json.loads(Path(killed["workdir"], "result.json").read_text())
+    assert result["resumed_from"], "the last run did not continue from a checkpoint"
+    assert outputs(Path(killed["workdir"])) == outputs(Path(killed["workdir"]).parent / "whole")
+
+
+def test_scores_survive_save_and_load(tiny, data, spec):
+    """The stage's model, loaded anew, gives the scores bit for bit, calibration included."""
+    from stages.modeling import RewardScorer, load_reward_model, save_reward_model
+    from stages.chat import load_tokenizer
+
+    result = execute(spec("reward_model", STAGES["reward_model"][0], {"model": tiny["policy"], "data": data["pairs"]}, "rm"), lambda e: None)
+    path = result["outputs"]["model"]["path"]
+    rows = [[5, 6, 7], [9] * 20, [11]]
+    first = RewardScorer(path).score_ids(rows)
+    copy = Path(path).parent / "copy"
+    scorer = RewardScorer(path)
+    save_reward_model(load_reward_model(path), load_tokenizer(path), copy, {"bias": scorer.bias, "anchor": "chosen"})
+    assert RewardScorer(str(copy)).score_ids(rows) == first
+    assert result["summary"]["calibration_bias"] == pytest.approx(scorer.bias)
