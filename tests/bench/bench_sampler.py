@@ -10,16 +10,17 @@ fusion, prefill and result building included. Ratios are given of wall time and 
 other work shares, only the CPU ratio with --threads 1 means anything.
 
 Notes (what was measured):
-    3.9M-parameter Llama (4 layers, hidden 256, 8 heads, 4 KV heads, vocabulary 4096), 64 prompts of 8-63 tokens,
-    batch 32, max_new 256, stop rate 1%, float32, --threads 1, one repeat, on 2 cores that other jobs kept busy;
-    taken before attention went block by block and before generate_batch was held to `batch` requests:
+    3.9M-parameter Llama (4 layers, hidden 256, 8 heads, 4 KV heads, vocabulary 4096), 96 prompts of 8-63 tokens,
+    batch 32, max_new 256, stop rate 1%, float32, --threads 1, two interleaved repeats, on 2 cores that other jobs kept
+    busy (load 6 to 9), so only CPU time is given; useful tokens per CPU second:
 
-                            useful tokens / CPU s    built-in by CPU time    built-in by wall time (noisy)
-    built-in                1953
-    static generate          611                     3.20x                   2.46x
-    generate_batch           665                     2.94x                   1.56x
+                       repeat 0    repeat 1    built-in is
+    built-in             1805        1775
+    static generate       513         512      3.5x
+    generate_batch        633         648      2.8x
 
-    One repeat on a busy machine: an indication, not a result. Run it on an idle machine for ratios to rely on.
+    Wall-time ratios ranged from 1.6x to 3.9x (static) and 1.4x to 3.3x (generate_batch) in the same repeats, which is
+    the other jobs' doing. Two threads, an idle machine and a GPU: not measured.
 """
 
 from __future__ import annotations
