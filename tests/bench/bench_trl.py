@@ -1,0 +1,193 @@
+"""Whole-step training speed and peak memory next to TRL 1.16: same model, rows, effective batch, precision, steps, one run.
+
+    python -m tests.bench.bench_trl --sft gsm8k_train.jsonl --pairs hh.jsonl.gz [--work sft reward_model align rl] [--repeats 3]
+
+Both sides are processes of their own, interleaved; ours goes through ``posttrain stage``. Tokens are the real (unpadded) tokens
+of the rows, prompt and completion (a pair counts its prompt twice, as TRL's rows do); time is whole steps after the first.
+For ``rl`` generated tokens are counted. Needs the extra ``bench``.
+
+Notes (medians of repeats; ratios are ours / TRL; memory is the process's peak resident set)
+
+(see below)
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+STEPS, BATCH, LENGTH = 8, 16, 512
+
+
+def read(path: str, n: int) -> list[dict]:
+    opener = gzip.open if path.endswith(".gz") else open
+    with opener(path, "rt", encoding="utf-8") as handle:
+        return [json.loads(line) for _, line in zip(range(n), handle)]
+
+
+def prepare(folder: Path, sft: str, pairs: str) -> None:
+    """A 6M-parameter Llama with a tokenizer trained on the rows, and three files of STEPS * BATCH rows."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from stages.base_model import CHAT_TEMPLATE
+
+    n = STEPS * BATCH
+    questions = read(sft, n)
+    dialogues = [r for r in read(pairs, 4 * n) if r["chosen"] != r["rejected"]]
+
+    def split(text):
+        at = text.rindex("\n\nAssistant:")
+        return text[:at].replace("\n\nHuman:", "").strip(), text[at + len("\n\nAssistant:"):].strip()
+
+    preference = []
+    for row in dialogues:
+        (p, c), (q, r) = split(row["chosen"]), split(row["rejected"])
+        if p == q and p and c and r and c != r and len(p) + len(c) + len(r) < 2500 and len(preference) < n:
+            preference.append({"prompt": p, "chosen": c, "rejected": r})
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    texts = [r["question"] + r["answer"] for r in questions] + [r["prompt"] + r["chosen"] for r in preference]
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=8192, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"],
+                                                             initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>")
+    fast.chat_template = CHAT_TEMPLATE
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=len(fast), hidden_size=256, intermediate_size=688, num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=8,
+                         max_position_embeddings=2048, tie_word_embeddings=True, pad_token_id=fast.pad_token_id, eos_token_id=fast.eos_token_id, bos_token_id=None)
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder / "model")
+    fast.save_pretrained(folder / "model")
+
+    def chat(*turns):
+        return [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(turns)]
+
+    rows = {"sft": [{"messages": chat(r["question"], r["answer"])} for r in questions],
+            "pairs": [{"prompt": chat(r["prompt"]), "chosen": chat("", r["chosen"])[1:], "rejected": chat("", r["rejected"])[1:]} for r in preference],
+            "prompts": [{"prompt": chat(r["question"]), "answer": r["answer"].split("####")[-1].strip()} for r in questions]}
+    for name, content in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in content))
+
+
+FILES = {"sft": "sft", "reward_model": "pairs", "align": "pairs", "rl": "prompts"}
+
+
+def ours(work: str, folder: Path) -> dict:
+    settings = {"max_steps": STEPS, "learning_rate": 1e-4, "max_grad_norm": 1.0}
+    if work == "rl":
+        settings |= {"preset": "grpo", "prompts_per_step": 4, "num_generations": 8, "max_completion_length": 64, "temperature": 1.0, "beta": 0.0}
+    else:
+        settings |= {"batch_size": BATCH, "max_length": LENGTH}
+    command = [sys.executable, "-m", "flows.cli", "stage", work, "--input", f"model={folder / 'model'}", "--input", f"data={folder / FILES[work]}.jsonl",
+               "--seed", str(time.time_ns() % 10**6), "--json"]
+    for key, value in settings.items():
+        command += ["--set", f"{key}={value}"]
+    environment = {**os.environ, "POSTTRAIN_HOME": str(folder / "home"), "POSTTRAIN_TRACKING": "off", "POSTTRAIN_CHECKPOINT_SECONDS": "1000"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr[-3000:])
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    metrics = result.get("metrics", result)
+    return {"tokens_per_second": metrics["tokens_per_second"], "peak_memory_mib": metrics["peak_memory_mib"]}
+
+
+def trl(work: str, folder: Path) -> dict:
+    done = subprocess.run([sys.executable, "-m", "tests.bench.bench_trl", "--peer", work, "--folder", str(folder)], capture_output=True, text=True,
+                          env={**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"})
+    if done.returncode:
+        raise SystemExit(done.stderr[-3000:])
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def peer(work: str, folder: Path) -> dict:
+    """The TRL side, in this process."""
+    import resource
+
+    from datasets import load_dataset
+    from transformers import AutoTokenizer, TrainerCallback
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    data = load_dataset("json", data_files=str(folder / f"{FILES[work]}.jsonl"), split="train", cache_dir=str(folder / "cache"))
+
+    class Clock(TrainerCallback):
+        marks: list[float] = []
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.marks.append(time.perf_counter())
+
+    def length(messages):
+        return min(LENGTH, len(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)))
+
+    common = dict(output_dir=str(folder / "out"), max_steps=STEPS, per_device_train_batch_size=BATCH, learning_rate=1e-4, report_to="none", save_strategy="no",
+                  logging_steps=1000, use_cpu=True, bf16=False, disable_tqdm=True, gradient_checkpointing=False)
+    model = str(folder / "model")
+    if work == "sft":
+        from trl import SFTConfig, SFTTrainer
+
+        trainer = SFTTrainer(model, args=SFTConfig(**common, max_length=LENGTH, assistant_only_loss=True), train_dataset=data, processing_class=tokenizer, callbacks=[Clock()])
+        per_step = sum(length(r["messages"]) for r in data) / len(data) * BATCH
+    elif work == "reward_model":
+        from trl import RewardConfig, RewardTrainer
+
+        trainer = RewardTrainer(model, args=RewardConfig(**common, max_length=LENGTH), train_dataset=data, processing_class=tokenizer, callbacks=[Clock()])
+    elif work == "align":
+        from trl import DPOConfig, DPOTrainer
+
+        trainer = DPOTrainer(model, args=DPOConfig(**common, max_length=LENGTH), train_dataset=data, processing_class=tokenizer, callbacks=[Clock()])
+    else:
+        from trl import GRPOConfig, GRPOTrainer
+
+        lengths: list[int] = []
+
+        def reward(completions, answer, completion_ids=None, **kwargs):
+            lengths.extend(len(c) for c in completion_ids)
+            return [float(a in c[0]["content"]) for a, c in zip(answer, completions)]
+
+        grpo = {**common, "per_device_train_batch_size": 32}
+        trainer = GRPOTrainer(model, reward_funcs=reward, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()], args=GRPOConfig(
+            **grpo, num_generations=8, max_completion_length=64, temperature=1.0, beta=0.0, loss_type="grpo"))
+    if work in ("reward_model", "align"):
+        per_step = sum(length(r["prompt"] + r["chosen"]) + length(r["prompt"] + r["rejected"]) for r in data) / len(data) * BATCH
+    trainer.train()
+    seconds = Clock.marks[-1] - Clock.marks[0]
+    tokens = sum(lengths[32:]) if work == "rl" else per_step * (STEPS - 1)
+    return {"tokens_per_second": tokens / seconds, "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--sft", default="../shared/data/gsm8k_train.jsonl")
+    parser.add_argument("--pairs", default="../shared/data/hh_harmless_base_test.jsonl.gz")
+    parser.add_argument("--work", nargs="+", default=list(FILES), choices=list(FILES))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--peer")
+    parser.add_argument("--folder")
+    given = parser.parse_args()
+    if given.peer:
+        print(json.dumps(peer(given.peer, Path(given.folder))))
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        prepare(folder, given.sft, given.pairs)
+        print("| work | ours tokens/s | TRL tokens/s | ratio | ours MiB | TRL MiB | ratio |\n|---|---|---|---|---|---|---|")
+        for work in given.work:
+            runs = [(ours(work, folder), trl(work, folder)) for _ in range(given.repeats)]
+            a, b = ({k: statistics.median(r[side][k] for r in runs) for k in runs[0][0]} for side in (0, 1))
+            speed = statistics.median(r[0]["tokens_per_second"] / r[1]["tokens_per_second"] for r in runs)
+            memory = statistics.median(r[0]["peak_memory_mib"] / r[1]["peak_memory_mib"] for r in runs)
+            print(f"| {work} | {a['tokens_per_second']:.0f} | {b['tokens_per_second']:.0f} | {speed:.2f} | {a['peak_memory_mib']:.0f} | "
+                  f"{b['peak_memory_mib']:.0f} | {memory:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
