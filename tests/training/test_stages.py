@@ -1,0 +1,114 @@
+"""Stages end to end on a tiny model: reference cache, rejection sampling, RL rollouts that can be audited."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stages.harness import execute
+from storage.datasets import open_dataset
+
+
+def silent(event):
+    pass
+
+
+def test_a_reference_cache_is_reused_only_where_it_belongs(tiny, data, spec):
+    """da.ref_cache: the same model, template and length take every row from the cache; another model takes none."""
+    config = {"max_steps": 2, "batch_size": 6, "max_length": 96, "learning_rate": 1e-4}
+    first = execute(spec("align", config, {"model": tiny["policy"], "data": data["pairs"]}, "first"), silent)
+    cache = first["outputs"]["ref_logps"]["path"]
+    rows = list(open_dataset(cache).iter_rows())
+    assert len(rows) == 48 and len({r["group_id"] for r in rows}) == 48
+    given = {"model": tiny["policy"], "data": data["pairs"]}
+    again = spec("align", config, given, "again")
+    again["inputs"]["ref_logps"] = {"kind": "dataset", "path": cache, "ref": "r", "digest": "r"}
+    second = execute(again, silent)
+    assert open_dataset(second["outputs"]["ref_logps"]["path"]).manifest["counts"]["from_cache"] == 48
+    assert second["summary"] == first["summary"]
+    other = spec("align", {**config, "max_length": 95}, given, "other")
+    other["inputs"]["ref_logps"] = again["inputs"]["ref_logps"]
+    third = execute(other, silent)
+    assert open_dataset(third["outputs"]["ref_logps"]["path"]).manifest["counts"]["from_cache"] == 0
+    assert any(w["code"] == "stale_reference_cache" for w in third["warnings"])
+
+
+def test_policy_equals_reference_at_step_0(tiny, data, spec):
+    """The first validation loss of DPO is ln 2, that of IPO (1/(2 beta))^2."""
+    import json
+
+    for method, expected in (("dpo", math.log(2)), ("ipo", 25.0)):
+        config = {"method": method, "max_steps": 1, "batch_size": 6, "max_length": 96}
+        made = spec("align", config, {"model": tiny["policy"], "data": data["pairs"]}, method)
+        execute(made, silent)
+        start = json.loads(Path(made["workdir"], "metrics.jsonl").read_text().splitlines()[0])
+        assert start["step"] == 0 and start["metrics"]["validation/loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_rejection_keeps_every_candidate_and_selects_again_without_sampling(tiny, data, spec):
+    config = {"num_generations": 4, "max_completion_length": 10, "rewards": [{"name": "length", "kind": "length"}], "block": 16}
+    made = spec("rejection", config, {"model": tiny["policy"], "prompts": data["prompts"]}, "rs")
+    first = execute(made, silent)
+    candidates = open_dataset(first["outputs"]["candidates"]["path"])
+    rows = list(candidates.iter_rows())
+    assert len(rows) == 42 * 4 and len(candidates.manifest["parts"]) == 3
+    best = {}
+    for row in rows:
+        if row["kept"] and row["reward"] is not None:
+            current = best.get(row["prompt_idx"])
+            if current is None or row["reward"] > current["reward"]:
+                best[row["prompt_idx"]] = row
+    selected = list(open_dataset(first["outputs"]["selected"]["path"]).iter_rows())
+    assert [s["messages"][-1]["content"] for s in selected] == [best[i]["completion"][0]["content"] for i in sorted(best)]
+    again = spec("rejection", {**config, "select": "top_k_overall", "k": 5}, {"model": tiny["policy"], "prompts": data["prompts"]}, "rs2")
+    again["inputs"]["candidates"] = {"kind": "dataset", "path": first["outputs"]["candidates"]["path"], "ref": "c", "digest": "c"}
+    second = execute(again, silent)
+    assert second["summary"]["selected"] == 5 and second["summary"]["completions"] == len(rows)
+
+
+@pytest.mark.parametrize("preset", ["reinforce", "rloo", "grpo", "dr_grpo"])
+def test_rl_rollouts_explain_the_update(tiny, data, spec, preset):
+    """Advantages in the rollout dataset follow from its rewards; log-probs are there; learning raises the reward."""
+    from stages.estimators import group_advantage
+    from stages.rl import Config, resolve_preset
+
+    config = {"preset": preset, "max_steps": 3, "prompts_per_step": 4, "num_generations": 4, "max_completion_length": 10, "learning_rate": 1e-4,
+              "rewards": [{"name": "length", "kind": "length"}]}
+    result = execute(spec("rl", config, {"model": tiny["policy"], "data": data["prompts"]}, preset), silent)
+    rows = list(open_dataset(result["outputs"]["rollouts"]["path"]).iter_rows())
+    assert len(rows) == 3 * 16
+    row, _ = resolve_preset(Config(preset=preset))
+    for iteration in range(3):
+        part = [r for r in rows if r["iteration"] == iteration]
+        rewards = np.array([r["reward"] for r in part])
+        if row.kl_reward_coef:
+            kl = [sum(np.array(r["logp_old"]) - np.array(r["logp_ref"])) for r in part]
+            rewards = rewards - row.kl_reward_coef * np.array(kl)
+        if preset == "reinforce":
+            continue
+        expected, _ = group_advantage(rewards, np.repeat(np.arange(4), 4), row.group_mode)
+        assert np.allclose([r["advantages"][0] for r in part], expected, atol=1e-5)
+        assert all(len(r["completion_ids"]) == len(r["logp_old"]) == r["length"] for r in part)
+        if row.needs_reference and iteration == 0:
+            assert all(np.allclose(r["logp_old"], r["logp_ref"], atol=1e-4) for r in part), "policy equals reference before the first step"
+
+
+def test_impossible_rl_settings_say_what_to_write():
+    from stages.rl import Config, resolve_preset
+
+    for config, text in ((Config(preset="grpo", num_generations=1), "num_generations"), (Config(preset="grpo", kl_coef=0.1), "allow_double_kl"),
+                         (Config(preset="rloo", num_minibatches=2), "num_iterations=1"), (Config(temperature=0.0), "temperature=1.0")):
+        with pytest.raises(ValueError, match=text):
+            resolve_preset(config)
+
+
+def test_every_preset_name_is_offered():
+    from typing import get_args
+
+    from stages.algorithms import DIRECT_METHODS, RL_PRESETS
+    from stages.align import Config as AlignConfig
+    from stages.rl import Config
+
+    assert set(get_args(Config.model_fields["preset"].annotation)) == set(RL_PRESETS)
+    assert set(get_args(AlignConfig.model_fields["method"].annotation)) == {n for n, m in DIRECT_METHODS.items() if m.needs_reference}
