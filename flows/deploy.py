@@ -198,8 +198,8 @@ def automations(preference_id, trigger_model: str):
     """The three automations.
 
     A run whose heartbeats stop without an ending is declared Crashed; a crashed run of a deployment is scheduled
-    again (twice at most) and continues from its checkpoints; a dataset of pairs published by a single stage run
-    starts the preference recipe.
+    again (twice at most) and continues from its checkpoints; a dataset of pairs published by a run of stage `ingest`
+    alone starts the preference recipe.
     """
     from prefect.automations import Automation
     from prefect.client.schemas.objects import StateType
@@ -224,10 +224,11 @@ def automations(preference_id, trigger_model: str):
             for_each={"prefect.resource.id"}, threshold=1, within=timedelta(0)),
         actions=[ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", message="continuing after a crash")])
     yield Automation(
-        name=AUTOMATIONS[2], description="New preference pairs, published by a stage run of their own, start the preference recipe.",
+        name=AUTOMATIONS[2], description="New preference pairs, ingested by a stage run of their own, start the preference recipe.",
         trigger=EventTrigger(
             posture=Posture.Reactive, expect={"posttrain.dataset.published"},
-            match={"prefect.resource.id": "posttrain.dataset.*", "posttrain.published-by": "stage", "posttrain.kind": "pairs/1"},
+            match={"prefect.resource.id": "posttrain.dataset.*", "posttrain.published-by": "stage", "posttrain.stage": "ingest",
+                   "posttrain.kind": "pairs/1"},
             for_each={"prefect.resource.id"}, threshold=1, within=timedelta(0)),
         actions=[RunDeployment(source="selected", deployment_id=preference_id, parameters={
             "config": {"model": trigger_model,

@@ -48,12 +48,15 @@ class Servers:
         request = urllib.request.Request(
             self.urls["prefect"] + "/api" + path, method=method or ("GET" if body is None else "POST"),
             data=None if body is None else json.dumps(body).encode(), headers={"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                text = answer.read()
-        except urllib.error.HTTPError as error:
-            raise AssertionError(f"{path}: {error.code} {error.read().decode()}") from None
-        return json.loads(text) if text else None
+        for attempt in range(5):
+            try:
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    text = answer.read()
+                return json.loads(text) if text else None
+            except urllib.error.HTTPError as error:
+                if error.code != 503 or attempt == 4:  # 503: SQLite was locked for a moment; clients retry it too
+                    raise AssertionError(f"{path}: {error.code} {error.read().decode()}") from None
+                time.sleep(1)
 
     def deployment(self, name: str) -> dict:
         return self.api(f"/deployments/name/{name}")
