@@ -53,7 +53,7 @@ def votes(labels: Sequence[str], strengths: Sequence[float] | None = None) -> di
     Raises Bad(bad_label) for an empty list or another vote.
     """
     named = {"a": "A", "b": "B", "tie": "tie", "t": "tie", "c": "tie", "c (tie)": "tie"}
-    clean = [named.get(str(label).strip().lower()) for label in labels]
+    clean = [named.get(str(label).strip().lower()) for label in labels or ()]
     if not clean or None in clean:
         raise Bad("bad_label")
     twice = 2 * clean.count("A") + clean.count("tie")

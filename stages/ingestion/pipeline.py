@@ -458,8 +458,11 @@ class Ingestion:
             row["prompt_id"] = prompt_id(messages)
             if row.get("group_id") is None:
                 row["group_id"] = row["prompt_id"] if self.config.group_by == "prompt" else _opening(messages, row["prompt_id"])
+        assigned = row.get("split") if self.dataset is not None else None     # a dataset of ours has its splits already
         row = complete_row(self.kind, row, dataset=self.name, source=source, origin=origin, identity=identity)
-        if self._split_all is None:
+        if assigned is not None and self._split_all is not None:
+            row["split"] = assigned
+        elif self._split_all is None:
             row["split"] = curation.half_of(row["group_id"]) if self.config.halves else curation.split_of(
                 row["group_id"], self.config.salt, self._fractions)
         else:

@@ -260,3 +260,18 @@ def test_real_alpaca_eval_and_gsm8k(tmp_path):
     assert result.counts["rows_in"] == 2000 and all(0.5 < r["label_prob"] <= 1 for r in result.data.iter_rows(["label_prob"]))
     prompts = ingest(SHARED / "gsm8k_test.jsonl", tmp_path / "g")
     assert prompts.data.kind == "prompts/1" and prompts.data.num_rows == 1319 and {r["answer_type"] for r in prompts.data.iter_rows(["answer_type"])} == {"integer"}
+
+
+def test_a_dataset_of_ours_keeps_its_splits_through_a_conversion(tmp_path):
+    """Held-out rows of a dataset must not become training rows because its kind changes."""
+    from storage.datasets import write_dataset
+    from storage.schema import complete_row
+
+    rows = [complete_row("comparisons/1", {
+        "prompt": [{"role": "user", "content": f"question {i}"}], "response_a": [{"role": "assistant", "content": f"good {i}"}],
+        "response_b": [{"role": "assistant", "content": f"bad {i}"}], "label_kind": "choice", "votes": ["A"],
+        "ann": {"annotator_type": "human"}}, dataset="made", source="s", origin="human", split=("train", "validation", "test")[i % 3]) for i in range(30)]
+    write_dataset(tmp_path / "comparisons", "comparisons", "comparisons/1", rows)
+    result = ingest(tmp_path / "comparisons", tmp_path / "out", kind="pairs/1")
+    assert result.data.manifest["splits"] == {"train": 10, "validation": 10, "test": 10}
+    assert {r["prompt"][0]["content"]: r["split"] for r in result.rows} == {r["prompt"][0]["content"]: r["split"] for r in rows}
