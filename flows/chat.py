@@ -11,11 +11,13 @@ def converse(model: str, *, prompt: str | None, system: str | None, temperature:
              seed: int, as_json: bool) -> None:
     """Answer one prompt, or talk until the input ends. Answers go to stdout, everything else to stderr."""
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
     from stages.chat import renderer_for
     from stages.modeling import load_policy
     from stages.sampler import Sampler, SamplingParams
 
+    disable_progress_bar()
     found = store.resolve(model, "model")
     renderer = renderer_for(found.path)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,9 +13,9 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
-from flows.config import ConfigError, build
+from flows.config import ConfigError, build, merge
 from stages.registry import get_stage
 from stages.spec import StageConfig
 
@@ -30,6 +30,18 @@ class RecipeConfig(StageConfig):
     """Base of a recipe's configuration: a section per step, each the config of the stage it runs."""
 
     seed: int = Field(0, ge=0, description="Seed of every random choice; another seed is another run of all stages.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_section_defaults(cls, values: Any) -> Any:
+        """A section given in part keeps what this recipe sets in the rest of it (for example the kind of rows to ingest)."""
+        if not isinstance(values, dict):
+            return values
+        filled = dict(values)
+        for name, field in cls.model_fields.items():
+            if isinstance(field.default, BaseModel) and isinstance(values.get(name), dict):
+                filled[name] = merge(field.default.model_dump(exclude_unset=True), values[name])
+        return filled
 
 
 class Outputs(Mapping):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flows.recipe import Outputs, Run
+from stages.compare import Config as CompareConfig
 
 
 class Source:
@@ -52,8 +53,15 @@ class Evaluations(dict):
 def evaluate_all(run: Run, models: dict[str, str], config: Any, **inputs: str | None) -> Evaluations:
     """Evaluate every model on the same inputs with the same settings, and set them side by side (step `compare`)."""
     found = Evaluations({name: evaluate(run, name, model, config, **inputs) for name, model in models.items()})
-    run("compare", evaluations={name: outputs["samples"] for name, outputs in found.items()})
+    run("compare", evaluations={name: outputs["samples"] for name, outputs in found.items()},
+        config=CompareConfig(metric=shared_metric(found), order=list(found)))
     return found
+
+
+def shared_metric(evaluations: Evaluations) -> str:
+    """The first main metric that every evaluation has (prompts without checkable answers have no accuracy)."""
+    return next((metric for metric in Evaluations.METRICS if evaluations
+                 and all(isinstance(outputs.metrics.get(metric), (int, float)) for outputs in evaluations.values())), "accuracy")
 
 
 def evaluate(run: Run, name: str, model: str, config: Any, **inputs: str | None) -> Outputs:

@@ -136,6 +136,15 @@ def test_set_reads_yaml_scalars():
         "a": {"b": 1e-5, "c": None}, "d": [1, "x"], "e": True, "f": None, "g": "a=b"}
 
 
+def test_a_section_given_in_part_keeps_the_recipes_settings_in_the_rest():
+    from flows.recipe import load_config
+
+    config = load_config("preference", {"model": "m", "data": {"path": "p"}, "ingest_pairs": {"test_fraction": 0.2},
+                                        "evaluate_reward": {"limit": 20}})
+    assert (config.ingest_pairs.kind, config.ingest_pairs.validation_fraction, config.ingest_pairs.test_fraction) == ("pairs/1", 0.05, 0.2)
+    assert (config.evaluate_reward.target, config.evaluate_reward.limit) == ("reward_model", 20)
+
+
 def test_presets_are_valid_configurations():
     from flows.config import load_preset, presets
     from flows.recipe import RECIPES, load_config
