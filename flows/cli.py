@@ -457,6 +457,9 @@ def emit(value: Any) -> None:
 
 def main() -> None:
     """Entry point: runs the command and turns errors into messages and exit codes."""
+    import signal
+
+    signal.signal(signal.SIGTERM, terminate)
     try:
         app()
     except KeyboardInterrupt:
@@ -468,6 +471,28 @@ def main() -> None:
         if code is None:
             raise
         fail(str(error) or type(error).__name__, code)
+
+
+class TerminationSignal(BaseException):
+    """SIGTERM arrived: unwind, so that whatever runs is ended on the way out."""
+
+
+def terminate(signum: int, frame: Any) -> None:
+    """Unwind on SIGTERM; and since an exception raised by a signal can be lost where Python ignores exceptions (a
+    finalizer, a callback), end everything from the outside when that has not happened in time."""
+    import threading
+    import time
+
+    def insist() -> None:
+        import psutil
+
+        time.sleep(float(os.environ.get("POSTTRAIN_GRACE_SECONDS", "10")) + 15)
+        for child in psutil.Process().children(recursive=True):
+            child.kill()
+        os._exit(143)
+
+    threading.Thread(target=insist, name="terminate", daemon=True).start()
+    raise TerminationSignal("terminated; the same command continues where it stopped")
 
 
 def classify(error: BaseException) -> int | None:
