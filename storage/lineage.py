@@ -30,8 +30,9 @@ def tree(ref: str, *, depth: int | None = None) -> dict[str, Any]:
     return _of(found.ref, found.kind, found.digest, found.path, seen, depth)
 
 
-def _of(ref: str, kind: str, digest: str, path: str, seen: set[str], depth: int | None) -> dict[str, Any]:
-    makers = records.makers_of(digest)
+def _of(ref: str, kind: str, digest: str, path: str, seen: set[str], depth: int | None, below: str = "") -> dict[str, Any]:
+    """``below`` is the stage key this is an input of: a stage that passes its input on unchanged is not its own origin."""
+    makers = [maker for maker in records.makers_of(digest) if maker["key"] != below]
     if not makers:
         return {"ref": ref, "kind": kind, "digest": digest, "path": path, "names": _names(kind, digest), "inputs": {}}
     return _of_record(makers[0], digest, seen, depth)
@@ -51,7 +52,7 @@ def _of_record(record: dict[str, Any], digest: str | None, seen: set[str], depth
     seen.add(record["key"])
     if depth is None or depth > 0:
         for name, given in record["inputs"].items():
-            node["inputs"][name] = _of(given["ref"], given["kind"], given["digest"], given["path"], seen, None if depth is None else depth - 1)
+            node["inputs"][name] = _of(given["ref"], given["kind"], given["digest"], given["path"], seen, None if depth is None else depth - 1, record["key"])
     return node
 
 
