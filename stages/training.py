@@ -91,6 +91,10 @@ class Trainer:
         self.model, self.objective, self.config = model, objective, config
         self.total_steps, self.device = total_steps, device
         self.step_index = self.skipped = 0
+        # Responses of a tree share their prompt's last position, so its gradient is a sum over them; by default torch adds
+        # such terms in the order in which threads arrive, and a resumed run would differ in the last bits.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
         model.train()
         if config.activation_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -153,3 +153,27 @@ def test_a_non_finite_step_is_skipped_then_fails_with_the_row(tiny):
     assert torch.equal(before, torch.cat([p.detach().flatten() for p in model.parameters()]))
     with pytest.raises(TrainingError, match="row-0"):
         trainer.step(items)
+
+
+def test_a_step_is_the_same_to_the_last_bit_however_threads_are_scheduled(tiny):
+    """Many responses behind one prompt: the shared position's gradient is summed in a fixed order."""
+    from stages.rl import Config, PolicyGradient, resolve_preset
+    from stages.training import Trainer
+
+    config = Config(preset="dr_grpo", num_generations=768, max_tokens_per_micro_batch=10**6)
+    rng = np.random.default_rng(4)
+    responses = [rng.integers(10, 250, 2).tolist() for _ in range(768)]
+    items = [make_item("row", rng.integers(10, 250, 400).tolist(), responses, [[1] * 2] * 768, advantages=rng.normal(size=768).tolist(),
+                       old_logps=[[-5.5] * 2] * 768)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        seen = set()
+        for _ in range(12):
+            model = load_policy(tiny["policy"])
+            trainer = Trainer(model, PolicyGradient(resolve_preset(config)[0], config), config, 1)
+            trainer.step(items)
+            seen.add(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(seen) == 1
