@@ -6,9 +6,8 @@ conversation has the same ids wherever it is seen (catalogue ``sft.template``, `
 How a conversation becomes ids
     1. The tokenizer's own chat template renders the text (a tokenizer without one gets :data:`PLAIN_TEMPLATE`).
     2. Special-token strings inside *message content* are encoded as ordinary text, never as control tokens.
-    3. The text is tokenised once. If the ids up to an assistant turn differ from the ids that generation would
-       start from (a merge across the boundary), the pieces are tokenised separately, so that what is trained is
-       what is sampled.
+    3. The text is cut at the borders of the trained spans and each piece is tokenised by itself, so a turn starts from
+       exactly the ids that generation starts from: what is trained is what is sampled.
     4. The trained span of an assistant turn runs from the end of its generation prompt to the end of its stop
        token; that it holds the message's text is verified, row by row.
 

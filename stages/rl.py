@@ -164,9 +164,8 @@ class Rollouts:
 
     def after_step(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         first = (step - 1) % self.steps_per_batch == 0
-        ratio = metrics.get("policy/ratio")
-        if first and ratio is not None and self.row.surrogate == "clip" and self.config.compute_dtype == "float32" \
-                and metrics.get("policy/outside_range", 0.0) == 0.0 and ratio and abs(ratio - 1.0) > 1e-3:
+        ratio = metrics.get("policy/ratio", 0.0)  # 0 when no token was trained
+        if first and ratio and self.row.surrogate == "clip" and self.config.compute_dtype == "float32" and abs(ratio - 1.0) > 1e-3:
             from stages.training import TrainingError
 
             raise TrainingError(f"The policy ratio must be 1 on the first minibatch of a rollout, but its mean is {ratio:.6f}: sampler and "
@@ -176,7 +175,7 @@ class Rollouts:
     def state(self):
         import json
 
-        in_hand = [] if (self.iteration + 1) == 0 else [
+        in_hand = [
             {"row_id": i.row_id, "prompt": i.prompt.tolist(), "responses": [r.tolist() for r in i.responses],
              "masks": [m.tolist() for m in i.masks], "extra": i.extra} for i in self.batch]
         return ({"iteration": self.iteration, "baseline": self.baseline.state_dict(), "metrics": self.metrics},
