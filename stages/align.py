@@ -95,10 +95,9 @@ class PairPreference:
 
 def sequence_logps(model, batch):
     """Sum of target log-probs of each response, ``[S]`` float32, differentiable."""
-    from stages.modeling import head_of, hidden_states, token_logps
+    from stages.modeling import target_logps
 
-    states = hidden_states(model, batch.input_ids_BT, batch.position_ids_BT, batch.attention_B1TT)
-    logps, _ = token_logps(head_of(model), states.flatten(0, 1)[batch.src_N], batch.target_N)
+    logps, _ = target_logps(model, batch)
     return logps.new_zeros(batch.mask_SL.shape[0]).index_add(0, batch.seq_N, logps)
 
 
@@ -128,9 +127,8 @@ def run(stage):
         if abs(loss - math.log(2)) > 1e-4 * max(1.0, objective.beta * 10):
             raise TrainingError(f"Policy equals reference at step 0, so the DPO loss must be ln 2 = 0.6931, but it is {loss:.6f}. The "
                                 "cached reference does not belong to this model and data; drop the ref_logps input.")
-    fit(stage, trainer, source, evaluate=(lambda: trainer.evaluate(validation)) if validation else None,
-        eval_every=config.eval_every)
-    final = trainer.evaluate(validation) if validation else {}
+    _, final = fit(stage, trainer, source, evaluate=(lambda: trainer.evaluate(validation)) if validation else None,
+                   eval_every=config.eval_every)
     with stage.output_model("model", role="policy") as directory:
         save_policy(model, renderer.tokenizer, directory)
     summary = {"steps": trainer.step_index, "pairs": len(train), "skipped_steps": trainer.skipped,
@@ -151,7 +149,7 @@ def add_reference(stage, renderer, items) -> None:
     cached = matching_cache(stage, prints)
     path = stage.workdir / "out" / "ref_logps"
     if not is_dataset(str(path)):  # a resumed run finds it complete
-        write_reference(stage, role, items, prints, cached, renderer)
+        write_reference(stage, role, items, prints, cached)
     stored = {r["group_id"]: (r["ref_chosen_logp"], r["ref_rejected_logp"])
               for r in open_dataset(str(path)).iter_rows(
                   columns=["group_id", "ref_chosen_logp", "ref_rejected_logp"])}
@@ -159,8 +157,9 @@ def add_reference(stage, renderer, items) -> None:
         item.extra["ref_chosen"], item.extra["ref_rejected"] = stored[item.row_id]
 
 
-def write_reference(stage, role: str, items, prints, cached, renderer) -> None:
+def write_reference(stage, role: str, items, prints, cached) -> None:
     """Compute what the cache lacks, 512 pairs at a time, and publish all of it as ``ref_logps/1``."""
+    from stages.batching import per_response
     from stages.modeling import freeze, load_policy
     from storage.schema import complete_row
 
@@ -171,7 +170,8 @@ def write_reference(stage, role: str, items, prints, cached, renderer) -> None:
         missing = [i for i in part if i.row_id not in by_row]
         if missing:
             model = model or freeze(load_policy(stage.path(role), stage.device))
-            by_row.update(zip((i.row_id for i in missing), reference_logps(model, missing, stage)))
+            sums = per_response(missing, stage.config.max_tokens_per_micro_batch, stage.device, lambda batch: sequence_logps(model, batch).tolist())
+            by_row.update(zip((i.row_id for i in missing), sums))
         writer.write([complete_row("ref_logps/1", {
             "group_id": i.row_id, "prompt_id": i.extra["prompt_id"], "ref_chosen_logp": by_row[i.row_id][0],
             "ref_rejected_logp": by_row[i.row_id][1], "n_chosen": int(i.masks[0].sum()), "n_rejected": int(i.masks[1].sum()),
@@ -203,18 +203,3 @@ def matching_cache(stage, prints: dict[str, str]) -> dict[str, tuple[float, floa
         stage.warn("stale_reference_cache", f"{stale} cached reference rows belong to another model, tokenizer, template or max_length "
                    "and are recomputed.")
     return cached
-
-
-def reference_logps(model, items, stage) -> list[tuple[float, float]]:
-    """(chosen, rejected) sums of the reference, in the items' order."""
-    import torch
-
-    from stages.batching import choose_layout, collate, plan
-
-    found: dict[int, tuple[float, float]] = {}
-    layout = choose_layout(items)
-    with torch.inference_mode():
-        for group in plan(items, stage.config.max_tokens_per_micro_batch, layout):
-            sums = sequence_logps(model, collate(group, layout, stage.device)).view(-1, 2).tolist()
-            found.update((id(item), tuple(row)) for item, row in zip(group, sums))
-    return [found[id(item)] for item in items]

@@ -13,7 +13,7 @@ Legend: B rows, T padded length, S responses, L longest response, N trained posi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,3 +177,17 @@ def collate(items: list[Item], layout: str, device: str = "cpu") -> Batch:
         attention = attention[:, None]
     return Batch(items, tensor(ids), tensor(positions), attention, tensor(sources), tensor(targets), tensor(seqs),
                  tensor(cols), torch.as_tensor(mask).to(device), tensor(last))
+
+
+@torch.inference_mode()
+def per_response(items: Sequence[Item], max_tokens: int, device: str, compute: Callable[[Batch], Sequence]) -> list[list]:
+    """``compute(batch)`` gives one value per response of a micro-batch; returns them per item, in the items' order.
+
+    Same micro-batches and layouts as training, without gradients.
+    """
+    found: dict[int, list] = {}
+    layout = choose_layout(items)
+    for group in plan(items, max_tokens, layout):
+        values = iter(compute(collate(group, layout, device)))
+        found.update((id(item), [next(values) for _ in item.responses]) for item in group)
+    return [found[id(item)] for item in items]

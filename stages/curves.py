@@ -10,12 +10,12 @@ FIGURES = {
     "accuracy": ("train/accuracy", "validation/accuracy", "rewards/accuracies", "validation/rewards/accuracies"),
     "rewards": ("rewards/chosen", "rewards/rejected", "rewards/margins"),
     "logps": ("logps/chosen", "logps/rejected"),
-    "reward": ("reward/mean", "reward/model", "reward/verifier", "train/correct"),
-    "kl": ("kl/reference", "kl/old_new_k3"),
+    "reward": ("reward/mean", "reward/shaped", "reward/verifier", "train/correct"),
+    "kl": ("kl/reference", "kl/sequence_sum", "policy/k3"),
     "length": ("completions/mean_length", "completions/mean_terminated_length"),
     "groups": ("reward/frac_zero_std", "completions/clipped_ratio"),
     "entropy": ("train/entropy",),
-    "learning_rate": ("learning_rate", "train/learning_rate"),
+    "learning_rate": ("train/learning_rate",),
     "grad_norm": ("train/grad_norm",),
 }
 

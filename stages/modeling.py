@@ -207,6 +207,12 @@ def token_logps(head: Head, hidden_NH, targets_N, temperature: float = 1.0, entr
     return logps, (entropies if entropy else None)
 
 
+def target_logps(model, batch, temperature: float = 1.0, entropy: bool = False):
+    """:func:`token_logps` of a batch's trained positions: (log-probs ``[N]``, entropies ``[N]`` or None)."""
+    states = hidden_states(model, batch.input_ids_BT, batch.position_ids_BT, batch.attention_B1TT)
+    return token_logps(head_of(model), states.flatten(0, 1)[batch.src_N], batch.target_N, temperature, entropy)
+
+
 # -- reward models --------------------------------------------------------------------------------------------------
 
 def new_reward_model(policy_path: str, device: str = "cpu", seed: int = 0, dtype: torch.dtype = torch.float32):
@@ -262,10 +268,12 @@ def save_reward_model(model, tokenizer, directory: str | Path, calibration: dict
     Path(directory, CALIBRATION_FILE).write_text(json.dumps(calibration or {"bias": 0.0, "anchor": None}, sort_keys=True))
 
 
-def last_token_scores(model, hidden_BTH, last_B) -> torch.Tensor:
-    """Raw scores ``[B]`` (float32): the head on the hidden state of each row's last real token (``rm.head``)."""
-    picked = hidden_BTH[torch.arange(hidden_BTH.shape[0], device=hidden_BTH.device), last_B]
-    return score_head(model)(precise(picked))[:, 0]
+def response_scores(model, batch) -> torch.Tensor:
+    """Raw scores ``[S]`` (float32 or better): the head on the hidden state of each response's last token (``rm.head``)."""
+    states = hidden_states(model, batch.input_ids_BT, batch.position_ids_BT, batch.attention_B1TT)
+    last = states.flatten(0, 1)[batch.last_S]
+    with torch.autocast(last.device.type, enabled=False):  # head and scores stay float32
+        return score_head(model)(precise(last))[:, 0]
 
 
 class RewardScorer:
@@ -282,31 +290,12 @@ class RewardScorer:
         file = Path(path, CALIBRATION_FILE)
         self.bias = float(json.loads(file.read_text())["bias"]) if file.exists() else 0.0
 
-    @torch.inference_mode()
     def score_ids(self, rows: list[list[int]]) -> list[float]:
         """Calibrated scalar of each token-id row, in the order given. Length-sorted inside (``rs.length_sort``)."""
-        scores = [0.0] * len(rows)
-        for part in budgeted(range(len(rows)), [len(r) for r in rows], self.max_tokens):
-            width = max(len(rows[i]) for i in part)
-            ids = torch.zeros(len(part), width, dtype=torch.long)
-            for k, i in enumerate(part):
-                if not rows[i]:
-                    raise ModelError("A reward model cannot score an empty row; give at least one token.")
-                ids[k, : len(rows[i])] = torch.tensor(rows[i])
-            positions = torch.arange(width).expand(len(part), -1)
-            states = hidden_states(self.model, ids.to(self.device), positions.to(self.device))
-            last = torch.tensor([len(rows[i]) - 1 for i in part], device=self.device)
-            for i, value in zip(part, last_token_scores(self.model, states, last).tolist()):
-                scores[i] = value + self.bias
-        return scores
+        from stages.batching import make_item, per_response
 
-
-def budgeted(indices, lengths, max_tokens: int) -> list[list[int]]:
-    """Split ``indices`` into groups of similar length with at most ``max_tokens`` padded tokens each (stable order)."""
-    groups: list[list[int]] = []
-    for i in sorted(indices, key=lambda i: lengths[i]):
-        if groups and lengths[i] * (len(groups[-1]) + 1) <= max_tokens:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return groups
+        if any(not len(row) for row in rows):
+            raise ModelError("A reward model cannot score an empty row; give at least one token.")
+        items = [make_item(str(i), [], [row], [[0] * len(row)]) for i, row in enumerate(rows)]
+        scores = per_response(items, self.max_tokens, self.device, lambda batch: response_scores(self.model, batch).tolist())
+        return [score + self.bias for score, in scores]

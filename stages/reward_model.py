@@ -54,13 +54,10 @@ class PairRanking:
         import torch
 
         from stages.losses import bradley_terry_loss
-        from stages.modeling import hidden_states, precise, score_head
+        from stages.modeling import response_scores
         from stages.training import Sums
 
-        states = hidden_states(model, batch.input_ids_BT, batch.position_ids_BT, batch.attention_B1TT)
-        last = states.flatten(0, 1)[batch.last_S]
-        with torch.autocast(last.device.type, enabled=False):  # head and scores stay float32
-            scores = score_head(model)(precise(last))[:, 0]
+        scores = response_scores(model, batch)
         chosen, rejected = scores[0::2], scores[1::2]
 
         def column(name):
@@ -127,22 +124,11 @@ def run(stage):
 def pair_scores(model, items, max_tokens: int, device: str):
     """Raw scores ``[n_items, 2]`` (chosen, rejected), in the items' order, through the same layout as training."""
     import numpy as np
-    import torch
 
-    from stages.batching import choose_layout, collate, plan
-    from stages.modeling import hidden_states, score_head
+    from stages.batching import per_response
+    from stages.modeling import response_scores
 
-    out = np.zeros((len(items), 2))
-    where = {id(item): i for i, item in enumerate(items)}
-    layout = choose_layout(items)
-    with torch.inference_mode():
-        for group in plan(items, max_tokens, layout):
-            batch = collate(group, layout, device)
-            states = hidden_states(model, batch.input_ids_BT, batch.position_ids_BT, batch.attention_B1TT)
-            scores = score_head(model)(states.flatten(0, 1)[batch.last_S].float())[:, 0].view(-1, 2).cpu().numpy()
-            for item, row in zip(group, scores):
-                out[where[id(item)]] = row
-    return out
+    return np.array(per_response(items, max_tokens, device, lambda batch: response_scores(model, batch).tolist())).reshape(-1, 2)
 
 
 def calibration_bias(stage, model, renderer, train, config) -> tuple[float, str | None]:

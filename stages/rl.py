@@ -99,13 +99,12 @@ class PolicyGradient:
         import torch
 
         from stages.losses import aggregate, kl_estimate, policy_loss
-        from stages.modeling import head_of, hidden_states, token_logps
+        from stages.modeling import target_logps
         from stages.training import Sums
 
         row, config = self.row, self.config
-        states = hidden_states(model, batch.input_ids_BT, batch.position_ids_BT, batch.attention_B1TT)
         want_entropy = config.log_entropy or config.entropy_coef > 0
-        logps, entropy = token_logps(head_of(model), states.flatten(0, 1)[batch.src_N], batch.target_N, config.temperature, want_entropy)
+        logps, entropy = target_logps(model, batch, config.temperature, want_entropy)
         logps_SL = batch.padded(logps)
         old_SL = batch.pad_lists([o for i in batch.items for o in i.extra["old_logps"]])
         advantages = torch.tensor([a for i in batch.items for a in i.extra["advantages"]], dtype=torch.float32, device=logps.device)
@@ -259,26 +258,16 @@ class Rollouts:
 
     def _logps(self, model, items) -> list[list[float]]:
         """Log-probs of every response token under ``model`` at the sampling temperature, in sample order."""
-        import numpy as np
-        import torch
+        from stages.batching import per_response
+        from stages.modeling import target_logps
 
-        from stages.batching import choose_layout, collate, plan
-        from stages.modeling import head_of, hidden_states, token_logps
+        def compute(batch):
+            padded = batch.padded(target_logps(model, batch, self.config.temperature)[0]).cpu().numpy()
+            lengths = [len(response) for item in batch.items for response in item.responses]
+            return [row[:length].tolist() for row, length in zip(padded, lengths)]
 
-        found: dict[tuple[int, int], np.ndarray] = {}
-        layout = choose_layout(items)
-        with torch.inference_mode():
-            for group in plan(items, self.config.max_tokens_per_micro_batch, layout):
-                batch = collate(group, layout, self.stage.device)
-                states = hidden_states(model, batch.input_ids_BT, batch.position_ids_BT, batch.attention_B1TT)
-                logps, _ = token_logps(head_of(model), states.flatten(0, 1)[batch.src_N], batch.target_N, self.config.temperature)
-                padded = batch.padded(logps).cpu().numpy()
-                s = 0
-                for item in group:
-                    for k, response in enumerate(item.responses):
-                        found[id(item), k] = padded[s, : len(response)]
-                        s += 1
-        return [found[id(item), k].tolist() for item in items for k in range(len(item.responses))]
+        found = per_response(items, self.config.max_tokens_per_micro_batch, self.stage.device, compute)
+        return [row for rows in found for row in rows]
 
     def _write(self, iteration, samples, rewards, advantages, old, ref, valid) -> None:
         import numpy as np

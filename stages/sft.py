@@ -37,7 +37,7 @@ SPEC = StageSpec(
 
 
 class NextToken:
-    """Objective of ``sft.nll``: weighted token log-likelihood, with token accuracy left to the loss itself."""
+    """Objective of ``sft.nll``: token log-likelihood, rows weighted by their weight."""
 
     def __init__(self, loss_agg_mode: str):
         from stages.losses import denominator_of
@@ -54,11 +54,10 @@ class NextToken:
         import torch
 
         from stages.losses import aggregate, token_nll
-        from stages.modeling import head_of, hidden_states, token_logps
+        from stages.modeling import target_logps
         from stages.training import Sums
 
-        states = hidden_states(model, batch.input_ids_BT, batch.position_ids_BT, batch.attention_B1TT)
-        logps, entropy = token_logps(head_of(model), states.flatten(0, 1)[batch.src_N], batch.target_N)
+        logps, _ = target_logps(model, batch)
         weights = torch.tensor([i.extra["weight"] for i in batch.items], device=logps.device)
         loss_SL = batch.padded(token_nll(logps)) * weights[:, None]
         total, _ = aggregate(loss_SL, batch.mask_SL, self.mode)
@@ -88,8 +87,7 @@ def run(stage):
                    "Raise max_length, or use a chat template that closes assistant turns with an end token.")
     source = ShuffledRows(stage, train, config.batch_size, config.num_train_epochs, config.max_steps)
     trainer = Trainer(model, NextToken(config.loss_agg_mode), config, source.total_steps, stage.device)
-    before = fit(stage, trainer, source, evaluate=lambda: trainer.evaluate(validation), eval_every=config.eval_every)
-    final = trainer.evaluate(validation)
+    before, final = fit(stage, trainer, source, evaluate=lambda: trainer.evaluate(validation), eval_every=config.eval_every)
     with stage.output_model("model", role="policy") as directory:
         save_policy(model, renderer.tokenizer, directory)
     summary = {"steps": trainer.step_index, "rows": len(train), "skipped_steps": trainer.skipped,

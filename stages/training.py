@@ -35,12 +35,11 @@ class TrainingError(RuntimeError):
 class Sums:
     """What an objective returns for one micro-batch.
 
-    ``loss`` and ``metrics`` map a name to ``(sum, name of the count that divides it)``; ``maxima`` are maximised over the step.
+    ``loss`` and ``metrics`` map a name to ``(sum, name of the count that divides it)``.
     """
 
     loss: dict[str, tuple[torch.Tensor, str]]
     metrics: dict[str, tuple[torch.Tensor, str]] = field(default_factory=dict)
-    maxima: dict[str, float] = field(default_factory=dict)
 
 
 class Objective(Protocol):
@@ -113,7 +112,6 @@ class Trainer:
         layout = choose_layout(items)
         self.optimizer.zero_grad(set_to_none=True)
         totals: dict[str, float] = {"loss": 0.0}
-        maxima: dict[str, float] = {}
         forwarded = [i for i in items if not i.extra.get("skip_forward")]  # counted above, but they cannot move a weight
         for group in plan(forwarded, self.config.max_tokens_per_micro_batch, layout):
             batch = collate(group, layout, self.device)
@@ -125,8 +123,6 @@ class Trainer:
             totals["loss"] += float(loss.detach())
             for name, (total, by) in {**(sums.loss if len(sums.loss) > 1 else {}), **sums.metrics}.items():
                 totals[name] = totals.get(name, 0.0) + float(total.detach()) / max(counts[by], 1e-12)
-            for name, value in sums.maxima.items():
-                maxima[name] = max(maxima.get(name, -math.inf), float(value))
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)) if forwarded else 0.0
         if not forwarded:
             return {"loss": 0.0, "grad_norm": 0.0, "learning_rate": learning_rate, "skipped_steps": float(self.skipped), "empty_step": 1.0}
@@ -136,7 +132,7 @@ class Trainer:
             self.optimizer.step()
         else:
             self._skip(items)
-        return {**totals, **maxima, "grad_norm": norm, "learning_rate": learning_rate, "skipped_steps": float(self.skipped)}
+        return {**totals, "grad_norm": norm, "learning_rate": learning_rate, "skipped_steps": float(self.skipped)}
 
     def _skip(self, items: Sequence[Item]) -> None:
         self.skipped += 1
@@ -195,11 +191,11 @@ def checkpoint_seconds() -> float:
 
 
 def fit(stage, trainer: Trainer, source: Source, *, evaluate: Callable[[], dict[str, float]] | None = None,
-        eval_every: int = 0, label: str = "train") -> dict[str, float]:
+        eval_every: int = 0, label: str = "train") -> tuple[dict[str, float], dict[str, float]]:
     """Run the loop to its end, resuming from the stage's last checkpoint.
 
     Returns:
-        the evaluation of the starting weights (``{}`` without ``evaluate``), the same whether resumed or not.
+        the evaluations of the starting and of the final weights (``{}`` without ``evaluate``), the same whether resumed or not.
 
     ``tokens_per_second`` (a ``perf`` number, not an output) counts the real tokens of the rows, prompt and completion, over
     whole steps after the first.
@@ -241,9 +237,10 @@ def fit(stage, trainer: Trainer, source: Source, *, evaluate: Callable[[], dict[
         if step < trainer.total_steps and time.monotonic() - last_save >= checkpoint_seconds():
             save(stage, trainer, source, label, initial)
             last_save = time.monotonic()
-    if evaluate is not None and trainer.total_steps:
-        stage.metric(trainer.step_index, {f"validation/{k}": v for k, v in evaluate().items()})
-    return initial
+    final = evaluate() if evaluate is not None else {}
+    if final:
+        stage.metric(trainer.step_index, {f"validation/{k}": v for k, v in final.items()})
+    return initial, final
 
 
 def save(stage, trainer: Trainer, source: Source, label: str, initial: dict[str, float]) -> None:
