@@ -1,14 +1,15 @@
-"""From rows to padded tensors: items, token-budget micro-batches, shared prompts.
+"""From rows to tensors: items, token-budget micro-batches, shared prompts, no padding.
 
 An :class:`Item` is what must stay together in one micro-batch: a prompt and its responses (one for supervised tuning,
 two for a preference pair, G for an RL group). :func:`plan` cuts the items of one optimizer step into micro-batches by a
-token budget over length-sorted items; :func:`collate` lays one micro-batch out in one of two ways with equal results:
+token budget over length-sorted items; :func:`collate` lays one micro-batch out flat: ``prompt | response 1 | response 2 ...``
+item after item, the prompt once, positions restarting behind it. Models that need rows of equal length get them from
+:func:`pad`, in one of two forms with equal results:
 
 ``rows``  every response is a right-padded row of its own behind a copy of the prompt; attention is plainly causal.
-``tree``  an item is one row ``prompt | response 1 | response 2 ...``; the prompt is computed once, a mask keeps the
-          responses apart and positions restart behind the prompt.
+``tree``  an item is one row; a mask keeps its responses apart.
 
-Legend: B rows, T padded length, S responses, L longest response, N trained positions (flat).
+Legend: U tokens, S responses, L longest response, N trained positions; padded: B rows, T their length.
 """
 
 from __future__ import annotations
@@ -64,14 +65,15 @@ def make_item(row_id: str, prompt: Sequence[int], responses, masks, **extra) -> 
 class Batch:
     """One micro-batch on the device.
 
-    ``src_N`` indexes the flattened ``[B*T]`` hidden states that predict ``target_N``; ``(seq_N, col_N)`` say which response
-    and which of its tokens that is; ``last_S`` is the flat index of each response's last token.
+    ``segments`` holds (prompt length, response lengths) of every item in the order of the U tokens. ``src_N`` are the tokens
+    whose hidden states predict ``target_N``; ``(seq_N, col_N)`` say which response and which of its tokens that is; ``last_S``
+    is each response's last token.
     """
 
     items: list[Item]
-    input_ids_BT: torch.Tensor
-    position_ids_BT: torch.Tensor
-    attention_B1TT: torch.Tensor | None
+    ids_U: torch.Tensor
+    positions_U: torch.Tensor
+    segments: list[tuple[int, list[int]]]
     src_N: torch.Tensor
     target_N: torch.Tensor
     seq_N: torch.Tensor
@@ -93,101 +95,124 @@ class Batch:
         return out.to(self.mask_SL.device)
 
 
-def row_cost(item: Item, layout: str) -> tuple[int, int]:
-    """(rows, width) an item takes in a layout."""
-    if layout == "tree":
-        return 1, len(item.prompt) + sum(map(len, item.responses))
-    return len(item.responses), len(item.prompt) + max((len(r) for r in item.responses), default=0)
+def size(item: Item) -> int:
+    """Tokens an item takes in a micro-batch: its prompt once, its responses."""
+    return len(item.prompt) + sum(map(len, item.responses))
 
 
-def choose_layout(items: Sequence[Item]) -> str:
-    """``tree`` where computing each prompt once saves a fifth of the tokens or more, else ``rows``."""
-    plain = sum(i.n_tokens for i in items)
-    shared = sum((len(i.responses) - 1) * len(i.prompt) for i in items)
-    return "tree" if plain and shared >= 0.2 * plain else "rows"
-
-
-def plan(items: Sequence[Item], max_tokens: int, layout: str) -> list[list[Item]]:
-    """Micro-batches of at most ``max_tokens`` padded tokens (an item longer than that stands alone), shortest first."""
+def plan(items: Sequence[Item], max_tokens: int) -> list[list[Item]]:
+    """Micro-batches of at most ``max_tokens`` tokens (an item longer than that stands alone), shortest items first."""
     groups: list[list[Item]] = []
-    rows_in_group = 0
-    for item in sorted(items, key=lambda i: row_cost(i, layout)[1]):
-        rows, width = row_cost(item, layout)
-        if groups and width * (rows_in_group + rows) <= max_tokens:
+    used = 0
+    for item in sorted(items, key=size):
+        if groups and used + size(item) <= max_tokens:
             groups[-1].append(item)
-            rows_in_group += rows
+            used += size(item)
         else:
             groups.append([item])
-            rows_in_group = rows
+            used = size(item)
     return groups
 
 
-def collate(items: list[Item], layout: str, device: str = "cpu") -> Batch:
+def collate(items: list[Item], device: str = "cpu") -> Batch:
     """Tensors of one micro-batch; see the module's legend."""
-    widths = [row_cost(i, layout) for i in items]
-    n_rows, width = sum(r for r, _ in widths), max(w for _, w in widths)
     n_seqs = sum(len(i.responses) for i in items)
     longest = max((len(r) for i in items for r in i.responses), default=0)
-    ids = np.zeros((n_rows, width), np.int64)
-    positions = np.tile(np.arange(width), (n_rows, 1))
-    segments = np.full((n_rows, width), -1, np.int32) if layout == "tree" else None
     mask = np.zeros((n_seqs, longest), bool)
     last = np.zeros(n_seqs, np.int64)
-    sources, targets, seqs, cols = [], [], [], []
-    row = seq = 0
+    ids, positions, segments, sources, targets, seqs, cols = [], [], [], [], [], [], []
+    cursor = seq = 0
     for item in items:
         n_prompt = len(item.prompt)
-        cursor = n_prompt
-        ids[row, :n_prompt] = item.prompt
-        if segments is not None:
-            segments[row, :n_prompt] = 0
-        for k, (response, response_mask) in enumerate(zip(item.responses, item.masks)):
-            if layout == "rows":
-                ids[row, :n_prompt] = item.prompt
-                cursor = n_prompt
-            end = cursor + len(response)
-            ids[row, cursor:end] = response
-            positions[row, cursor:end] = np.arange(n_prompt, n_prompt + len(response))
-            if segments is not None:
-                segments[row, cursor:end] = k + 1
+        ids.append(item.prompt)
+        positions.append(np.arange(n_prompt))
+        segments.append((n_prompt, [len(r) for r in item.responses]))
+        prompt_end = cursor = cursor + n_prompt
+        for response, response_mask in zip(item.responses, item.masks):
+            ids.append(response)
+            positions.append(np.arange(n_prompt, n_prompt + len(response)))
             at = np.flatnonzero(response_mask)
-            before = np.where(at == 0, n_prompt - 1, cursor + at - 1)  # the first response token is predicted by the prompt
-            sources.append(row * width + before)
-            targets.append(response[at].astype(np.int64))
+            sources.append(np.where(at == 0, prompt_end - 1, cursor + at - 1))  # the first response token is predicted by the prompt
+            targets.append(response[at])
             seqs.append(np.full(len(at), seq))
             cols.append(at)
             mask[seq, at] = True
-            last[seq] = row * width + end - 1
+            cursor += len(response)
+            last[seq] = cursor - 1
             seq += 1
-            cursor = end
-            if layout == "rows":
-                row += 1
-        if layout == "tree":
-            row += 1
 
-    def tensor(parts, dtype=torch.long):
+    def tensor(parts):
         array = np.concatenate(parts) if isinstance(parts, list) else parts
-        return torch.as_tensor(array, dtype=dtype).to(device)
+        return torch.as_tensor(array.astype(np.int64)).to(device)
 
+    return Batch(items, tensor(ids), tensor(positions), segments, tensor(sources), tensor(targets), tensor(seqs), tensor(cols),
+                 torch.as_tensor(mask).to(device), tensor(last))
+
+
+@dataclass
+class Padded:
+    """A micro-batch as rows of equal length; ``where_U`` says at which flat ``[B*T]`` position each of its U tokens stands.
+
+    ``attention_B1TT`` (bool, True = may attend) is None where attention is plainly causal.
+    """
+
+    ids_BT: torch.Tensor
+    positions_BT: torch.Tensor
+    attention_B1TT: torch.Tensor | None
+    where_U: torch.Tensor
+
+
+def choose_form(segments) -> str:
+    """``tree`` where computing each prompt once saves a fifth of the tokens or more, else ``rows``."""
+    plain = sum(len(responses) * prompt + sum(responses) for prompt, responses in segments)
+    shared = sum((len(responses) - 1) * prompt for prompt, responses in segments)
+    return "tree" if plain and shared >= 0.2 * plain else "rows"
+
+
+def pad(batch: Batch, form: str | None = None) -> Padded:
+    """Rows of equal length; ``form``: ``rows`` or ``tree``, by default the cheaper one."""
+    form = form or choose_form(batch.segments)
+    rows: list[list[tuple[int, int, int]]] = []  # per row: (first flat token, length, branch; 0 is the prompt)
+    cursor = 0
+    for prompt, responses in batch.segments:
+        shared = [(cursor, prompt, 0)]
+        cursor += prompt
+        branches = []
+        for k, length in enumerate(responses):
+            branches.append((cursor, length, k + 1))
+            cursor += length
+        rows += [shared + branches] if form == "tree" else [shared + [branch] for branch in branches] or [shared]
+    width = max(sum(n for _, n, _ in row) for row in rows)
+    source = np.zeros((len(rows), width), np.int64)
+    branch = np.full((len(rows), width), -1, np.int32)
+    where = np.zeros(cursor, np.int64)
+    for r, row in reversed(list(enumerate(rows))):  # of a prompt's copies the first row's counts
+        at = 0
+        for start, length, k in row:
+            source[r, at:at + length] = np.arange(start, start + length)
+            branch[r, at:at + length] = k
+            where[start:start + length] = r * width + np.arange(at, at + length)
+            at += length
+    device = batch.ids_U.device
+    source = torch.as_tensor(source).to(device)
+    real = torch.as_tensor(branch >= 0).to(device)
     attention = None
-    if segments is not None:
-        seg = torch.as_tensor(segments).to(device)
+    if form == "tree":
+        k = torch.as_tensor(branch).to(device)
         causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
-        attention = ((seg[:, None, :] == 0) | (seg[:, None, :] == seg[:, :, None])) & causal
-        attention = attention[:, None]
-    return Batch(items, tensor(ids), tensor(positions), attention, tensor(sources), tensor(targets), tensor(seqs),
-                 tensor(cols), torch.as_tensor(mask).to(device), tensor(last))
+        attention = (((k[:, None, :] == 0) | (k[:, None, :] == k[:, :, None])) & causal)[:, None]
+    positions = torch.where(real, batch.positions_U[source], torch.arange(width, device=device))
+    return Padded(torch.where(real, batch.ids_U[source], 0), positions, attention, torch.as_tensor(where).to(device))
 
 
 @torch.inference_mode()
 def per_response(items: Sequence[Item], max_tokens: int, device: str, compute: Callable[[Batch], Sequence]) -> list[list]:
     """``compute(batch)`` gives one value per response of a micro-batch; returns them per item, in the items' order.
 
-    Same micro-batches and layouts as training, without gradients.
+    Same micro-batches as training, without gradients.
     """
     found: dict[int, list] = {}
-    layout = choose_layout(items)
-    for group in plan(items, max_tokens, layout):
-        values = iter(compute(collate(group, layout, device)))
+    for group in plan(items, max_tokens):
+        values = iter(compute(collate(group, device)))
         found.update((id(item), [next(values) for _ in item.responses]) for item in group)
     return [found[id(item)] for item in items]

@@ -29,7 +29,7 @@ _LEAN = {
     ("transformers.models.qwen2.modeling_qwen2", "Qwen2ForCausalLM"),
     ("transformers.models.qwen3.modeling_qwen3", "Qwen3ForCausalLM"),
 }
-_FIXED_ROPE = {"default", "linear", "llama3", "yarn"}  # tables that do not depend on the running length
+FIXED_ROPE = {"default", "linear", "llama3", "yarn"}  # tables that do not depend on the running length
 
 
 class DecoderError(ValueError):
@@ -210,7 +210,7 @@ def why_not_lean(model) -> str | None:
         return f"{type(model).__name__} is not Llama, Mistral, Qwen2 or Qwen3"
     config = model.config
     rope = getattr(model.model.rotary_emb, "rope_type", "default")
-    if rope not in _FIXED_ROPE:
+    if rope not in FIXED_ROPE:
         return f"rotary type {rope!r}"
     if any(t != "full_attention" for t in getattr(config, "layer_types", None) or ()):
         return "sliding attention layers"
@@ -301,11 +301,12 @@ def _packs() -> bool:
     return _PACKS
 
 
-def _interleave(weight: torch.Tensor, heads: int) -> torch.Tensor:
+def interleave(weight: torch.Tensor, heads: int, back: bool = False) -> torch.Tensor:
     """Rows of each head reordered from (first halves, second halves) to (first, second) pairs, so that the rotation of
-    pair i is one complex product. Dot products of queries and keys do not change. weight [heads * D, ...]."""
+    pair i is one complex product; `back` undoes it. Dot products of queries and keys do not change. weight [heads * D, ...]."""
     tail = weight.shape[1:]
-    return weight.reshape(heads, 2, -1, *tail).transpose(1, 2).reshape(weight.shape)
+    halves = (-1, 2) if back else (2, -1)
+    return weight.reshape(heads, *halves, *tail).transpose(1, 2).reshape(weight.shape)
 
 
 class _Layer:
@@ -315,7 +316,7 @@ class _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         self.scale = attention.scaling  # folded into the queries: their norm weight, or their projection
         q, k, v = (_weight(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
-        pair = lambda wb, count: tuple(None if x is None else _interleave(x, count) for x in wb)
+        pair = lambda wb, count: tuple(None if x is None else interleave(x, count) for x in wb)
         if not hasattr(attention, "q_norm"):
             q = tuple(None if x is None else x * self.scale for x in q)
         self.qkv = _Product([pair(q, heads), pair(k, groups), v])
@@ -326,8 +327,8 @@ class _Layer:
         self.norm2, self.eps2 = layer.post_attention_layernorm.weight, layer.post_attention_layernorm.variance_epsilon
         self.q_norm = self.k_norm = None
         if hasattr(attention, "q_norm"):
-            self.q_norm = _interleave(attention.q_norm.weight, 1) * self.scale
-            self.k_norm = _interleave(attention.k_norm.weight, 1)
+            self.q_norm = interleave(attention.q_norm.weight, 1) * self.scale
+            self.k_norm = interleave(attention.k_norm.weight, 1)
             self.head_eps = attention.q_norm.variance_epsilon
 
 
@@ -404,7 +405,7 @@ class LeanDecoder:
             keys.append(k)
             values.append(v)
             if self.heads != self.groups:
-                k, v = (t.repeat_interleave(self.heads // self.groups, 1) for t in (k, v))
+                k, v = (t.repeatinterleave(self.heads // self.groups, 1) for t in (k, v))
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
             x = self._finish(layer, x, attended.transpose(1, 2).reshape(count * width, -1))
         last = x.view(count, width, -1)[torch.arange(count, device=ids.device), lengths - 1]

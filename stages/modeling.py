@@ -15,8 +15,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-#: Elements of logits held at a time by the head (fixed, so peak memory is flat in vocabulary size).
-HEAD_CHUNK_ELEMENTS = 1 << 23
+from stages import lean
+from stages.batching import Batch, collate, make_item, pad, per_response
+
+#: Elements of logits computed at a time by the head (a few MiB, so that they stay in a CPU's cache; 16 times as many on a GPU),
+#: and of log-probabilities kept for backward. Both are fixed, so peak memory is flat in vocabulary size.
+HEAD_CHUNK_ELEMENTS = 1 << 20
+HEAD_KEEP_ELEMENTS = 1 << 25
 CALIBRATION_FILE = "reward_calibration.json"
 
 
@@ -67,14 +72,30 @@ def freeze(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def hidden_states(model, input_ids_BT, position_ids_BT, mask_B1TT=None) -> torch.Tensor:
-    """Last hidden states ``[B, T, H]`` of a decoder.
+def is_lean(model) -> bool:
+    """Whether our own forward computes this model (:mod:`stages.lean`); decided at first use, see ``lean.why_not``."""
+    known = getattr(model, "_posttrain_lean", None)
+    if known is None:
+        known = model._posttrain_lean = lean.why_not(model) is None
+    return known
 
-    Rows are right-padded. Without ``mask`` attention is plainly causal, so padding (which comes after every real token)
-    cannot be seen by one; ``mask`` (bool, True = may attend) serves rows whose responses share a prompt.
+
+def hidden_states(model, batch: Batch, at_N=None) -> torch.Tensor:
+    """Last hidden states of a decoder, ``[N, H]`` at the flat positions ``at_N``, or of all tokens ``[U, H]``.
+
+    Without padding through :mod:`stages.lean` where it knows the architecture, else through the model's own forward over padded
+    rows: padding comes after every real token, so it cannot be seen by one.
     """
-    return model.base_model(input_ids=input_ids_BT, position_ids=position_ids_BT, attention_mask=mask_B1TT,
-                            use_cache=False).last_hidden_state
+    if is_lean(model):
+        kind = batch.ids_U.device.type
+        low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        with torch.autocast(kind, enabled=False):
+            return lean.states(model, batch.ids_U, batch.positions_U, batch.segments, at_N, low,
+                               recompute=model.training and getattr(lean.core_of(model).layers[0], "gradient_checkpointing", False))
+    rows = pad(batch)
+    out = model.base_model(input_ids=rows.ids_BT, position_ids=rows.positions_BT, attention_mask=rows.attention_B1TT,
+                           use_cache=False).last_hidden_state.flatten(0, 1)
+    return out[rows.where_U if at_N is None else rows.where_U[at_N]]
 
 
 def precise(x: torch.Tensor) -> torch.Tensor:
@@ -119,7 +140,7 @@ def head_of(model) -> Head:
         ids = torch.arange(4, device=output.weight.device).remainder(output.weight.shape[0])[None]
         with torch.no_grad():
             positions = torch.arange(4, device=ids.device)[None]
-            ours = head.logits(hidden_states(model, ids, positions)).float()
+            ours = head.logits(hidden_states(model, collate([make_item("probe", [], [ids[0].tolist()], [[0] * 4])], ids.device))).float()
             theirs = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
         if not torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3):
             raise ModelError(f"{type(model).__name__} changes its logits after the LM head in a way that is not supported; "
@@ -129,53 +150,53 @@ def head_of(model) -> Head:
 
 
 class _ChunkedLogps(torch.autograd.Function):
-    """log softmax(logits / temperature)[target] and entropy, per token, with logits recomputed chunk by chunk in backward."""
+    """log softmax(logits / temperature)[target] and entropy, per token, chunk by chunk.
+
+    The first ``HEAD_KEEP_ELEMENTS`` log-probabilities are kept for backward, the others are computed again there.
+    """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, scale, softcap, want_entropy):
-        chunk = max(1, HEAD_CHUNK_ELEMENTS // weight.shape[0])
-        n = hidden.shape[0]
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    def forward(ctx, hidden, weight, bias, targets, temperature, scale, softcap, want_entropy, low):
+        n, wide = hidden.shape[0], torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        head = Head(weight.to(low), None if bias is None else bias.to(low), scale, softcap)
         logps = hidden.new_empty(n, dtype=wide)
         entropies = hidden.new_zeros(n if want_entropy else 0, dtype=wide)
-        head = Head(weight, bias, scale, softcap)
-        keep = n <= chunk and any(ctx.needs_input_grad)
-        kept = None
-        for start in range(0, n, chunk):
-            z = precise(head.logits(hidden[start:start + chunk]))
-            if temperature != 1.0:
-                z = z / temperature
-            logp = torch.log_softmax(z, dim=-1)
-            logps[start:start + chunk] = logp.gather(1, targets[start:start + chunk, None])[:, 0]
+        chunks = _head_chunks(n, weight)
+        keep = HEAD_KEEP_ELEMENTS // weight.shape[0] if any(ctx.needs_input_grad) and not softcap else 0
+        kept = []
+        for rows in chunks:
+            z = precise(head.logits(hidden[rows].to(low)))
+            logp = torch.log_softmax(z if temperature == 1.0 else z / temperature, dim=-1)
+            logps[rows] = logp.gather(1, targets[rows, None])[:, 0]
             if want_entropy:
-                entropies[start:start + chunk] = -(logp.exp() * logp).sum(-1)
-            if keep and not softcap:
-                kept = logp
-        ctx.save_for_backward(hidden, weight, bias, targets, kept)
-        ctx.settings = (temperature, scale, softcap, want_entropy, chunk)
+                entropies[rows] = -(logp.exp() * logp).sum(-1)
+            if rows.stop <= keep:
+                kept.append(logp)
+        ctx.save_for_backward(hidden, weight, bias, targets, *kept)
+        ctx.settings = (temperature, scale, softcap, want_entropy, low, chunks)
         return logps, entropies
 
     @staticmethod
     def backward(ctx, grad_logps, grad_entropies):
-        hidden, weight, bias, targets, kept = ctx.saved_tensors
-        temperature, scale, softcap, want_entropy, chunk = ctx.settings
+        hidden, weight, bias, targets, *kept = ctx.saved_tensors
+        temperature, scale, softcap, want_entropy, low, chunks = ctx.settings
+        weight_low, bias_low = weight.to(low), None if bias is None else bias.to(low)
         grad_hidden = torch.empty_like(hidden)
         wide = grad_logps.dtype
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
-        for start in range(0, hidden.shape[0], chunk):
-            rows = slice(start, start + chunk)
-            capped = None
-            if kept is not None:
-                logp = kept
+        for i, rows in enumerate(chunks):
+            capped, h = None, hidden[rows].to(low)
+            if i < len(kept):
+                logp = kept[i]
             else:
-                z = precise(torch.nn.functional.linear(hidden[rows], weight, bias)) * scale
+                z = precise(torch.nn.functional.linear(h, weight_low, bias_low)) * scale
                 if softcap:
                     capped = torch.tanh(z / softcap)
                     z = softcap * capped
-                logp = torch.log_softmax(z / temperature, dim=-1)
-            p = logp.exp()
+                logp = torch.log_softmax(z if temperature == 1.0 else z / temperature, dim=-1)
             g = grad_logps[rows, None]
+            p = logp.exp()
             if want_entropy:  # d entropy / d z_v = -p_v (log p_v + entropy)
                 entropy = -(p * logp).sum(-1, keepdim=True)
                 dz = -g * p - grad_entropies[rows, None] * p * (logp + entropy)
@@ -187,30 +208,38 @@ class _ChunkedLogps(torch.autograd.Function):
                 dz = dz * factor
             if capped is not None:
                 dz = dz * (1.0 - capped * capped)
-            dz = dz.to(weight.dtype)
-            torch.mm(dz, weight, out=grad_hidden[rows]) if hidden.dtype == weight.dtype else grad_hidden[rows].copy_(dz @ weight)
-            if grad_weight is not None:
-                grad_weight.addmm_(dz.t().to(wide), hidden[rows].to(wide))
             if grad_bias is not None:
-                grad_bias += dz.sum(0).to(wide)
+                grad_bias += dz.sum(0)
+            dz = dz.to(low)
+            grad_hidden[rows] = dz @ weight_low
+            if grad_weight is not None:
+                grad_weight.addmm_(dz.t(), h) if low == wide else grad_weight.add_(dz.t() @ h)
         return (grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype),
-                None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None, None, None)
+                None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None, None, None, None)
+
+
+def _head_chunks(n: int, weight) -> list[slice]:
+    size = max(1, (HEAD_CHUNK_ELEMENTS if weight.device.type == "cpu" else 16 * HEAD_CHUNK_ELEMENTS) // weight.shape[0])
+    return [slice(i, min(n, i + size)) for i in range(0, n, size)]
 
 
 def token_logps(head: Head, hidden_NH, targets_N, temperature: float = 1.0, entropy: bool = False):
     """Log-probability of each target token, float32 ``[N]``, and the distribution's entropy ``[N]`` (nats) if asked for.
 
-    Differentiable in ``hidden``, weight and bias; peak memory is ``HEAD_CHUNK_ELEMENTS`` logits whatever V is.
+    Differentiable in ``hidden``, weight and bias; memory is bounded by ``HEAD_CHUNK_ELEMENTS`` and ``HEAD_KEEP_ELEMENTS`` whatever
+    V is. Under autocast the products run in its type.
     """
-    logps, entropies = _ChunkedLogps.apply(hidden_NH, head.weight, head.bias, targets_N, float(temperature),
-                                           head.scale, head.softcap, entropy)
+    kind = hidden_NH.device.type
+    low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
+    with torch.autocast(kind, enabled=False):
+        logps, entropies = _ChunkedLogps.apply(hidden_NH, head.weight, head.bias, targets_N, float(temperature),
+                                               head.scale, head.softcap, entropy, low)
     return logps, (entropies if entropy else None)
 
 
 def target_logps(model, batch, temperature: float = 1.0, entropy: bool = False):
     """:func:`token_logps` of a batch's trained positions: (log-probs ``[N]``, entropies ``[N]`` or None)."""
-    states = hidden_states(model, batch.input_ids_BT, batch.position_ids_BT, batch.attention_B1TT)
-    return token_logps(head_of(model), states.flatten(0, 1)[batch.src_N], batch.target_N, temperature, entropy)
+    return token_logps(head_of(model), hidden_states(model, batch, batch.src_N), batch.target_N, temperature, entropy)
 
 
 # -- reward models --------------------------------------------------------------------------------------------------
@@ -270,8 +299,7 @@ def save_reward_model(model, tokenizer, directory: str | Path, calibration: dict
 
 def response_scores(model, batch) -> torch.Tensor:
     """Raw scores ``[S]`` (float32 or better): the head on the hidden state of each response's last token (``rm.head``)."""
-    states = hidden_states(model, batch.input_ids_BT, batch.position_ids_BT, batch.attention_B1TT)
-    last = states.flatten(0, 1)[batch.last_S]
+    last = hidden_states(model, batch, batch.last_S)
     with torch.autocast(last.device.type, enabled=False):  # head and scores stay float32
         return score_head(model)(precise(last))[:, 0]
 
@@ -292,8 +320,6 @@ class RewardScorer:
 
     def score_ids(self, rows: list[list[int]]) -> list[float]:
         """Calibrated scalar of each token-id row, in the order given. Length-sorted inside (``rs.length_sort``)."""
-        from stages.batching import make_item, per_response
-
         if any(not len(row) for row in rows):
             raise ModelError("A reward model cannot score an empty row; give at least one token.")
         items = [make_item(str(i), [], [row], [[0] * len(row)]) for i, row in enumerate(rows)]

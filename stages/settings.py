@@ -21,7 +21,7 @@ class OptimizerConfig(StageConfig):
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW beta2.")
     max_grad_norm: float = Field(1.0, gt=0, description="Global gradient-norm clip (TRL default 1.0).")
     max_nonfinite_steps: int = Field(5, ge=0, description="Optimizer steps with a non-finite loss or gradient that are skipped before the stage fails.")
-    max_tokens_per_micro_batch: int = Field(4096, ge=1, description="Padded tokens per forward pass; bounds memory, cannot change the result.")
+    max_tokens_per_micro_batch: int = Field(4096, ge=1, description="Tokens per forward pass (a shared prompt once); bounds memory, cannot change the result.")
     compute_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Autocast type of the forward pass; weights and optimizer stay float32.")
     activation_checkpointing: bool = Field(False, description="Recompute layer activations in backward: less memory, slower.")
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from stages.batching import Batch, Item, choose_layout, collate, plan
+from stages.batching import Batch, Item, collate, plan
 from stages.settings import OptimizerConfig
 
 
@@ -109,12 +109,11 @@ class Trainer:
         learning_rate = learning_rate_at(self.step_index, self.total_steps, self.config)
         self.step_index += 1
         counts = self.objective.counts(items)
-        layout = choose_layout(items)
         self.optimizer.zero_grad(set_to_none=True)
         totals: dict[str, float] = {"loss": 0.0}
         forwarded = [i for i in items if not i.extra.get("skip_forward")]  # counted above, but they cannot move a weight
-        for group in plan(forwarded, self.config.max_tokens_per_micro_batch, layout):
-            batch = collate(group, layout, self.device)
+        for group in plan(forwarded, self.config.max_tokens_per_micro_batch):
+            batch = collate(group, self.device)
             with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=self.config.compute_dtype == "bfloat16"):
                 sums = self.objective(self.model, batch)
             loss = sum(total / max(counts[by], 1e-12) for total, by in sums.loss.values())
@@ -149,10 +148,9 @@ class Trainer:
         if not items:
             return {}
         counts = self.objective.counts(items)
-        layout = choose_layout(items)
         totals: dict[str, float] = {}
-        for group in plan(items, self.config.max_tokens_per_micro_batch, layout):
-            sums = self.objective(self.model, collate(group, layout, self.device))
+        for group in plan(items, self.config.max_tokens_per_micro_batch):
+            sums = self.objective(self.model, collate(group, self.device))
             for name, (total, by) in sums.metrics.items():
                 totals[name] = totals.get(name, 0.0) + float(total) / max(counts[by], 1e-12)
             totals["loss"] = totals.get("loss", 0.0) + sum(float(t) / max(counts[by], 1e-12) for t, by in sums.loss.values())

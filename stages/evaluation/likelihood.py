@@ -14,20 +14,18 @@ def response_logps(model, items: Sequence, max_tokens: int, device: str) -> list
     """
     import torch
 
-    from stages.batching import choose_layout, collate, plan
+    from stages.batching import collate, plan
     from stages.modeling import head_of, hidden_states, token_logps
 
     found: dict[int, list[list[float]]] = {}
     if not items:
         return []
-    layout = choose_layout(items)
     model.eval()
     with torch.inference_mode():
         head = head_of(model)
-        for group in plan(items, max_tokens, layout):
-            batch = collate(group, layout, device)
-            states = hidden_states(model, batch.input_ids_BT, batch.position_ids_BT, batch.attention_B1TT)
-            logps, _ = token_logps(head, states.flatten(0, 1)[batch.src_N], batch.target_N)
+        for group in plan(items, max_tokens):
+            batch = collate(group, device)
+            logps, _ = token_logps(head, hidden_states(model, batch, batch.src_N), batch.target_N)
             rows: list[list[float]] = [[] for _ in range(sum(len(i.responses) for i in group))]
             for sequence, value in zip(batch.seq_N.tolist(), logps.tolist()):
                 rows[sequence].append(value)

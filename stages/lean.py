@@ -1,0 +1,420 @@
+"""The training forward of Llama, Mistral, Qwen2 and Qwen3, over the Hugging Face model's own parameters.
+
+`why_not` says whether it computes exactly a given model; `states` gives the last hidden states of a flat micro-batch. Compared
+with the model's own forward:
+
+* tokens are flat, without padding; a prompt shared by several responses is computed once; attention runs over blocks of
+  whole items, so what else is in the micro-batch cannot change a number beyond the rounding of one dot product;
+* each layer saves its input, q/k/v, the attention's output and gate/up, and recomputes norms and activations in backward,
+  chunk by chunk in the processor's cache;
+* the last layer's MLP and the final norm run only on positions that are read;
+* float64 is float64 throughout (the model's own norms round to float32), so invariance can be tested to 1e-12;
+* LoRA products (peft) are taken apart: frozen weights get no gradient product.
+
+Shapes: U tokens of the micro-batch, N positions read, M hidden size, H query heads, K key/value heads, D head size,
+I intermediate size. Every function here has its backward written out and is checked against autograd by the tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
+
+from stages.decoders import FIXED_ROPE, interleave
+
+_CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+#: Tokens whose elementwise work is done at a time on the CPU, so that it stays in cache between the matrix products.
+CHUNK = 512
+#: Tokens of short items that attend in one call, behind a mask, instead of one call each.
+BLOCK = {"cpu": 256, "cuda": 2048}
+
+
+def core_of(model) -> nn.Module:
+    """The decoder stack (embedding, layers, norm) inside a causal LM, a sequence classifier or a peft wrapper of one."""
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    return getattr(model, getattr(model, "base_model_prefix", "") or "model", model)
+
+
+def why_not(model) -> str | None:
+    """None when `states` computes exactly this model's forward, else the reason it does not."""
+    core = core_of(model)
+    family = getattr(getattr(core, "config", None), "model_type", None)
+    if family not in _CLASSES or type(core).__name__ != _CLASSES[family] + "Model" or not type(core).__module__.startswith("transformers."):
+        return f"{type(core).__name__} is not a Llama, Mistral, Qwen2 or Qwen3 decoder"
+    config = core.config
+    if getattr(core.rotary_emb, "rope_type", "default") not in FIXED_ROPE:
+        return f"rotary type {core.rotary_emb.rope_type!r}"
+    if any(t != "full_attention" for t in getattr(config, "layer_types", None) or ()) or getattr(config, "sliding_window", None) is not None:
+        return "sliding attention layers"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"activation {config.hidden_act!r}"
+    if type(core.embed_tokens) is not nn.Embedding:
+        return f"a {type(core.embed_tokens).__name__} in place of the embedding"
+    for module in core.modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            return "forward hooks"
+    for layer in core.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        if core.rotary_emb.inv_freq.shape[0] * 2 != attention.head_dim:
+            return "partial rotary embeddings"
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+            try:
+                product(linear)
+            except TypeError as error:
+                return str(error)
+    return None
+
+
+# -- linear layers, plain or with LoRA --------------------------------------------------------------------------------------
+
+Product = tuple  # (weight [out, in], bias [out] | None, lora_A [r, in] | None, lora_B [out, r] | None, LoRA's scale)
+
+
+def product(linear) -> Product:
+    """What a linear layer computes: x W^T + b, and scale * (x A^T) B^T of its one active LoRA adapter.
+
+    Raises:
+        TypeError: another kind of layer, or an adapter this forward does not know (several at once, DoRA, dropout, bias in B).
+    """
+    if type(linear) is nn.Linear:
+        return linear.weight, linear.bias, None, None, 1.0
+    base = getattr(linear, "base_layer", None)
+    if type(base) is not nn.Linear or not hasattr(linear, "lora_A"):
+        raise TypeError(f"a {type(linear).__name__} in place of a linear layer")
+    active = [a for a in linear.active_adapters if a in linear.lora_A]
+    if linear.merged:
+        raise TypeError("a merged adapter; unmerge it, or load the merged model")
+    if linear.disable_adapters or not active:
+        return base.weight, base.bias, None, None, 1.0
+    name = active[0]
+    if len(active) > 1 or name in (getattr(linear, "lora_variant", None) or {}) or linear.lora_B[name].bias is not None:
+        raise TypeError("several adapters at once, or a LoRA variant")
+    if not isinstance(linear.lora_dropout[name], nn.Identity) and linear.lora_dropout[name].p > 0:
+        raise TypeError("LoRA dropout")
+    return base.weight, base.bias, linear.lora_A[name].weight, linear.lora_B[name].weight, float(linear.scaling[name])
+
+
+def _flat(products) -> list:
+    """The products' tensors as arguments of a Function, four each."""
+    return [t for p in products for t in p[:4]]
+
+
+def _cast(tensors, dtype) -> list[tuple]:
+    """Flat tensors back to one (W, b, A, B) per product, in the type the matrix products run in."""
+    cast = [None if t is None else t.to(dtype) for t in tensors]
+    return [tuple(cast[i:i + 4]) for i in range(0, len(cast), 4)]
+
+
+def _multiply(x, part, scale: float, out=None):
+    """x [u, in] through one product -> [u, out]."""
+    weight, bias, a, b = part
+    y = torch.addmm(bias, x, weight.t(), out=out) if bias is not None else torch.mm(x, weight.t(), out=out)
+    return y if a is None else y.addmm_(torch.mm(x, a.t()), b.t(), alpha=scale)
+
+
+class _Gradients:
+    """Sums of weight gradients over chunks, for the tensors of some products that want one."""
+
+    def __init__(self, tensors, wanted):
+        self.like, self.wanted, self.sums = tensors, wanted, [None] * len(tensors)
+
+    def add(self, i: int, left, right, alpha: float = 1.0) -> None:
+        """sums[i] += alpha * left^T right."""
+        if not self.wanted[i]:
+            return
+        if self.sums[i] is None:
+            self.sums[i] = torch.mm(left.t(), right)
+            if alpha != 1.0:
+                self.sums[i].mul_(alpha)
+        else:
+            self.sums[i].addmm_(left.t(), right, alpha=alpha)
+
+    def back(self, k: int, grad, x, part, scale: float, into=None):
+        """Backward of product k at chunk x: adds its weight gradients, returns (into +) the gradient of x."""
+        weight, bias, a, b = part
+        i = 4 * k
+        self.add(i, grad, x)
+        if bias is not None and self.wanted[i + 1]:
+            total = grad.sum(0)
+            self.sums[i + 1] = total if self.sums[i + 1] is None else self.sums[i + 1] + total
+        dx = torch.mm(grad, weight) if into is None else into.addmm_(grad, weight)
+        if a is not None:
+            inner = torch.mm(grad, b)
+            self.add(i + 2, inner, x, scale)
+            if self.wanted[i + 3]:
+                self.add(i + 3, grad, torch.mm(x, a.t()), scale)
+            dx.addmm_(inner, a, alpha=scale)
+        return dx
+
+    def done(self) -> list:
+        return [None if s is None else s.to(t.dtype) for s, t in zip(self.sums, self.like)]
+
+
+def _normalised(x, gain, eps: float):
+    """RMS norm of x [u, M] in x's own precision: (x / rms * gain, 1 / rms [u, 1])."""
+    rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True).add_(eps))
+    return (x * rstd).mul_(gain), rstd
+
+
+def _normalised_back(grad, x, rstd, gain, grad_gain):
+    """Gradient of `_normalised` with respect to x; adds the gain's gradient to `grad_gain` when it is not None."""
+    hat = x * rstd
+    if grad_gain is not None:
+        grad_gain += (grad * hat).sum(0) if grad.ndim == 2 else (grad * hat).sum((0, 1))
+    grad = grad * gain
+    shared = (grad * hat).mean(-1, keepdim=True)
+    return grad.addcmul_(hat, shared, value=-1).mul_(rstd)
+
+
+def _chunks(n: int, device) -> list[slice]:
+    size = CHUNK if device.type == "cpu" else max(n, 1)
+    return [slice(i, min(n, i + size)) for i in range(0, n, size)]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the layers share: head counts, type of the matrix products, their epsilon."""
+
+    heads: int
+    groups: int
+    head_dim: int
+    eps: float
+    low: torch.dtype
+
+
+class _Project(Function):
+    """x [U, M] -> rotated q, k and plain v, [U, (H + 2K) D]: norm, three products, head norms (Qwen3), rotation."""
+
+    @staticmethod
+    def forward(ctx, x, gain, q_gain, k_gain, turn, shape, scales, *tensors):
+        parts = _cast(tensors, shape.low)
+        parts[0], parts[1] = _turned(parts[0], shape.heads), _turned(parts[1], shape.groups)
+        a, b = shape.heads * shape.head_dim, (shape.heads + shape.groups) * shape.head_dim
+        out = x.new_empty(x.shape[0], b + shape.groups * shape.head_dim, dtype=shape.low)
+        head_norm = q_gain is not None
+        raw = x.new_empty(x.shape[0], b, dtype=shape.low) if head_norm else None
+        gains = _head_gains(q_gain, k_gain, shape) if head_norm else None
+        for rows in _chunks(x.shape[0], x.device):
+            normed = _normalised(x[rows], gain, shape.eps)[0].to(shape.low)
+            for part, scale, to in zip(parts, scales, (slice(0, a), slice(a, b), slice(b, None))):
+                target = raw if head_norm and to.stop is not None else out
+                _multiply(normed, part, scale, out=target[rows, to])
+            if head_norm:
+                heads = raw[rows].view(-1, shape.heads + shape.groups, shape.head_dim)
+                out[rows, :b] = _normalised(heads.to(x.dtype), gains, shape.eps)[0].flatten(1).to(shape.low)
+            _rotate(out[rows, :b], turn[rows], x.dtype)
+        ctx.save_for_backward(x, gain, q_gain, k_gain, turn, raw, *tensors)
+        ctx.settings = shape, scales
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, gain, q_gain, k_gain, turn, raw, *tensors = ctx.saved_tensors
+        shape, scales = ctx.settings
+        parts = _cast(tensors, shape.low)
+        parts[0], parts[1] = _turned(parts[0], shape.heads), _turned(parts[1], shape.groups)
+        a, b = shape.heads * shape.head_dim, (shape.heads + shape.groups) * shape.head_dim
+        wants = ctx.needs_input_grad
+        sums = _Gradients(tensors, wants[7:])
+        grad_x = torch.empty_like(x)
+        grad_gain = torch.zeros_like(gain) if wants[1] else None
+        gains = _head_gains(q_gain, k_gain, shape) if raw is not None else None
+        grad_gains = torch.zeros_like(gains) if raw is not None else None
+        back = turn.conj()
+        for rows in _chunks(x.shape[0], x.device):
+            normed, rstd = _normalised(x[rows], gain, shape.eps)
+            normed = normed.to(shape.low)
+            qk = grad[rows, :b].contiguous()
+            _rotate(qk, back[rows], x.dtype)
+            if raw is not None:
+                heads = raw[rows].view(-1, shape.heads + shape.groups, shape.head_dim).to(x.dtype)
+                incoming = qk.view_as(heads).to(x.dtype)
+                head_rstd = torch.rsqrt(heads.pow(2).mean(-1, keepdim=True).add_(shape.eps))
+                grad_gains += (incoming * heads * head_rstd).sum(0)
+                qk = _normalised_back(incoming, heads, head_rstd, gains, None).flatten(1).to(shape.low)
+            dx = sums.back(0, qk[:, :a], normed, parts[0], scales[0])
+            dx = sums.back(1, qk[:, a:], normed, parts[1], scales[1], into=dx)
+            dx = sums.back(2, grad[rows, b:], normed, parts[2], scales[2], into=dx)
+            grad_x[rows] = _normalised_back(dx.to(x.dtype), x[rows], rstd, gain, grad_gain)
+        for k, count in ((0, shape.heads), (1, shape.groups)):  # back to the model's own order of rows
+            for i in (4 * k, 4 * k + 1, 4 * k + 3):
+                if sums.sums[i] is not None:
+                    sums.sums[i] = interleave(sums.sums[i], count, back=True)
+        q_grad = k_grad = None
+        if raw is not None:
+            q_grad = interleave(grad_gains[: shape.heads].sum(0), 1, back=True) if wants[2] else None
+            k_grad = interleave(grad_gains[shape.heads :].sum(0), 1, back=True) if wants[3] else None
+        return (grad_x, grad_gain, q_grad, k_grad, None, None, None, *sums.done())
+
+
+def _turned(part, heads: int):
+    """A q or k product with the rows of each head in pairs, so that the rotation is one complex product."""
+    weight, bias, a, b = part
+    return interleave(weight, heads), None if bias is None else interleave(bias, heads), a, None if b is None else interleave(b, heads)
+
+
+def _head_gains(q_gain, k_gain, shape):
+    """[H + K, D]: the head norms' gains in pair order."""
+    return torch.cat([interleave(q_gain, 1).expand(shape.heads, -1), interleave(k_gain, 1).expand(shape.groups, -1)])
+
+
+def _rotate(qk, turn, wide: torch.dtype) -> None:
+    """In place: q and k [u, (H + K) D] in pairs, times turn [u, 1, D / 2] complex."""
+    u, half = qk.shape[0], turn.shape[-1]
+    turned = torch.view_as_complex(qk.to(wide).view(u, -1, half, 2)) * turn if qk.dtype != wide or not qk.is_contiguous() else None
+    if turned is None:
+        torch.view_as_complex(qk.view(u, -1, half, 2)).mul_(turn)
+    else:
+        qk.copy_(torch.view_as_real(turned).view(u, -1))
+
+
+class _Finish(Function):
+    """x [N, M], attended [N, H D] -> x + attended W_o, and on top of that the gated MLP of its norm."""
+
+    @staticmethod
+    def forward(ctx, x, attended, gain, shape, scales, *tensors):
+        out_part, gate_part, up_part, down_part = parts = _cast(tensors, shape.low)
+        wide = gate_part[0].shape[0]
+        middle, out = torch.empty_like(x), torch.empty_like(x)
+        gate_up = x.new_empty(x.shape[0], 2 * wide, dtype=shape.low)
+        for rows in _chunks(x.shape[0], x.device):
+            h = torch.add(x[rows], _multiply(attended[rows], out_part, scales[0]), out=middle[rows])
+            normed = _normalised(h, gain, shape.eps)[0].to(shape.low)
+            gate = _multiply(normed, gate_part, scales[1], out=gate_up[rows, :wide])
+            up = _multiply(normed, up_part, scales[2], out=gate_up[rows, wide:])
+            torch.add(h, _multiply(F.silu(gate).mul_(up), down_part, scales[3]), out=out[rows])
+        ctx.save_for_backward(attended, middle, gate_up, gain, *tensors)
+        ctx.settings = shape, scales
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        attended, middle, gate_up, gain, *tensors = ctx.saved_tensors
+        shape, scales = ctx.settings
+        parts = _cast(tensors, shape.low)
+        wide = gate_up.shape[1] // 2
+        wants = ctx.needs_input_grad
+        sums = _Gradients(tensors, wants[5:])
+        grad_x, grad_attended = torch.empty_like(middle), torch.empty_like(attended)
+        grad_gain = torch.zeros_like(gain) if wants[2] else None
+        for rows in _chunks(middle.shape[0], middle.device):
+            upper = grad[rows]
+            gate, up = gate_up[rows, :wide], gate_up[rows, wide:]
+            gated = torch.sigmoid(gate)
+            silu = gate * gated
+            inner = sums.back(3, upper.to(shape.low), silu * up, parts[3], scales[3])
+            grad_up = silu.mul_(inner) if silu.dtype == inner.dtype else silu * inner
+            # d silu / d gate = s (1 + gate (1 - s))
+            slope = torch.addcmul(gated, gate * gated, 1.0 - gated)
+            grad_gate = inner.mul_(up).mul_(slope)
+            normed, rstd = _normalised(middle[rows], gain, shape.eps)
+            normed = normed.to(shape.low)
+            dx = sums.back(1, grad_gate, normed, parts[1], scales[1])
+            dx = sums.back(2, grad_up, normed, parts[2], scales[2], into=dx)
+            h = torch.add(upper, _normalised_back(dx.to(middle.dtype), middle[rows], rstd, gain, grad_gain), out=grad_x[rows])
+            grad_attended[rows] = sums.back(0, h.to(shape.low), attended[rows], parts[0], scales[0])
+        return (grad_x, grad_attended, grad_gain, None, None, *sums.done())
+
+
+# -- the stack --------------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive tokens that attend among themselves: causally, or behind an additive mask [T, T]."""
+
+    length: int
+    mask: torch.Tensor | None
+
+
+def blocks(segments, device, dtype) -> list[Block]:
+    """Attention blocks of a flat micro-batch.
+
+    segments: per item (prompt length, response lengths), in the tokens' order; a response sees its prompt and itself.
+    """
+    limit = BLOCK.get(device.type, 256)
+    groups: list[list] = []
+    size = 0
+    for item in segments:
+        length = item[0] + sum(item[1])
+        if groups and size + length <= limit:
+            groups[-1].append(item)
+            size += length
+        elif length:
+            groups.append([item])
+            size = length
+    found = []
+    for group in groups:
+        length = sum(p + sum(r) for p, r in group)
+        if len(group) == 1 and (len(group[0][1]) == 1 or length == group[0][0]):
+            found.append(Block(length, None))
+            continue
+        owner, branch = [], []
+        for i, (p, responses) in enumerate(group):
+            owner += [i] * (p + sum(responses))
+            branch += [0] * p + [k + 1 for k, r in enumerate(responses) for _ in range(r)]
+        item, k = torch.tensor(owner), torch.tensor(branch)
+        open_ = (item[:, None] == item) & ((k == 0) | (k[:, None] == k))
+        mask = torch.zeros(length, length, dtype=dtype).masked_fill_(~open_.tril_(), float("-inf"))
+        found.append(Block(length, mask.to(device)))
+    return found
+
+
+def _attend(qkv, plan: list[Block], shape: Shape, scale: float):
+    """qkv [U, (H + 2K) D] -> [U, H D]."""
+    outs = []
+    for part, block in zip(qkv.split([b.length for b in plan]), plan):
+        q, k, v = (t.transpose(0, 1)[None] for t in part.view(block.length, -1, shape.head_dim).split([shape.heads, shape.groups, shape.groups], 1))
+        if shape.heads != shape.groups:
+            k, v = (t.repeat_interleave(shape.heads // shape.groups, 1) for t in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=block.mask, is_causal=block.mask is None, scale=scale)
+        outs.append(out[0].transpose(0, 1).reshape(block.length, -1))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def states(model, ids_U, positions_U, segments, at_N=None, dtype: torch.dtype | None = None, recompute: bool = False):
+    """Last hidden states after the final norm, [N, M] at the flat positions `at_N` (all of them without it).
+
+    Args:
+        segments: see :func:`blocks`.
+        dtype: type of the matrix products (bfloat16: residuals, norms and their gradients stay in the weights' type).
+        recompute: keep only each layer's input and compute the rest again in backward.
+    """
+    core = core_of(model)
+    first = core.layers[0].self_attn
+    weight = core.embed_tokens.weight
+    config = core.config
+    shape = Shape(config.num_attention_heads, config.num_key_value_heads, first.head_dim, core.norm.variance_epsilon, dtype or weight.dtype)
+    angles = positions_U.to(torch.float32)[:, None] * core.rotary_emb.inv_freq.to(weight.device, torch.float32)
+    scale = float(getattr(core.rotary_emb, "attention_scaling", 1.0))
+    turn = torch.complex(angles.cos() * scale, angles.sin() * scale)[:, None]
+    if weight.dtype == torch.float64:
+        turn = turn.to(torch.complex128)
+    plan = blocks(segments, weight.device, shape.low)
+    x = F.embedding(ids_U, weight)
+    last = len(core.layers) - 1
+
+    for i, layer in enumerate(core.layers):
+        at = at_N if i == last else None
+        if recompute and torch.is_grad_enabled():
+            x = checkpoint(_layer, layer, x, turn, plan, shape, at, use_reentrant=False)
+        else:
+            x = _layer(layer, x, turn, plan, shape, at)
+    return F.rms_norm(x, x.shape[-1:], core.norm.weight, core.norm.variance_epsilon)
+
+
+def _layer(layer, x, turn, plan, shape: Shape, at):
+    attention, mlp = layer.self_attn, layer.mlp
+    into = [product(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    outof = [product(p) for p in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+    norms = [attention.q_norm.weight, attention.k_norm.weight] if hasattr(attention, "q_norm") else [None, None]
+    qkv = _Project.apply(x, layer.input_layernorm.weight, *norms, turn, shape, [p[4] for p in into], *_flat(into))
+    attended = _attend(qkv, plan, shape, attention.scaling)
+    if at is not None:
+        x, attended = x[at], attended[at]
+    return _Finish.apply(x, attended, layer.post_attention_layernorm.weight, shape, [p[4] for p in outof], *_flat(outof))

@@ -1,0 +1,167 @@
+"""The training forward against the models' own, and its written-out backward against autograd's and finite differences."""
+
+import numpy as np
+import pytest
+import torch
+
+from stages import lean
+from stages.batching import choose_form, collate, make_item, pad
+from stages.modeling import hidden_states
+
+FAMILIES = ("llama", "llama-bias", "mistral", "qwen2", "qwen3")
+
+
+def build(family: str, dtype=torch.float32, layers: int = 2):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    extra = {"llama-bias": {"attention_bias": True, "mlp_bias": True}, "mistral": {"sliding_window": None}}.get(family, {})
+    config = AutoConfig.for_model(family.split("-")[0], vocab_size=61, hidden_size=32, intermediate_size=44, num_hidden_layers=layers, num_attention_heads=4,
+                                  num_key_value_heads=2, head_dim=8, max_position_embeddings=512, tie_word_embeddings=True, **extra)
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    with torch.no_grad():
+        for name, p in model.named_parameters():  # gains off 1 and biases off 0, or their gradients go unseen
+            if p.ndim == 1:
+                p.add_(0.3 * torch.randn_like(p))
+            else:
+                p.mul_(4)
+    return model.to(dtype)
+
+
+def trees(seed=0, n=5, short=False):
+    rng = np.random.default_rng(seed)
+    items = []
+    for i in range(n):
+        prompt = rng.integers(1, 61, rng.integers(0, 90 if not short else 6)).tolist()
+        responses = [rng.integers(1, 61, rng.integers(1, 80 if not short else 5)).tolist() for _ in range(1 + i % 4)]
+        items.append(make_item(str(i), prompt, responses, [[1] * len(r) for r in responses]))
+    return items
+
+
+def own_forward(model, batch, form):
+    rows = pad(batch, form)
+    out = model.base_model(input_ids=rows.ids_BT, position_ids=rows.positions_BT, attention_mask=rows.attention_B1TT, use_cache=False).last_hidden_state
+    return out.flatten(0, 1)[rows.where_U]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("form", ("rows", "tree"))
+def test_states_and_gradients_are_the_models_own(family, form):
+    """float64 weights; the model's own norms and rotary tables round to float32, which is the tolerance."""
+    model = build(family, torch.float64)
+    assert lean.why_not(model) is None
+    batch = collate(trees())
+    weights = torch.randn(len(batch.ids_U), 32, dtype=torch.float64)
+    seen = []
+    for forward in (lambda: hidden_states(model, batch), lambda: own_forward(model, batch, form)):
+        model.zero_grad(set_to_none=True)
+        out = forward()
+        (out * weights).sum().backward()
+        seen.append((out.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}))
+    (ours, our_grads), (theirs, their_grads) = seen
+    assert torch.allclose(ours, theirs, atol=2e-5)
+    for name, grad in their_grads.items():
+        assert torch.allclose(our_grads[name], grad, atol=1e-5 * float(grad.abs().max())), name
+
+
+@pytest.mark.parametrize("family", ("llama-bias", "qwen3"))
+def test_backward_equals_finite_differences(family):
+    model = build(family, torch.float64)
+    batch = collate(trees(1, 3, short=True))
+    direction = {n: torch.randn_like(p) for n, p in model.named_parameters()}
+    weights = torch.randn(len(batch.src_N), 32, dtype=torch.float64)
+
+    def value():
+        return (hidden_states(model, batch, batch.src_N) * weights).sum()
+
+    value().backward()
+    for name, p in model.named_parameters():
+        exact = float((p.grad * direction[name]).sum())
+        original, step = p.detach().clone(), 1e-5
+        with torch.no_grad():
+            p.copy_(original + step * direction[name])
+            up = float(value())
+            p.copy_(original - step * direction[name])
+            down = float(value())
+            p.copy_(original)
+        assert (up - down) / (2 * step) == pytest.approx(exact, rel=2e-6, abs=1e-7), name
+
+
+def test_positions_read_and_chunk_size_change_nothing(monkeypatch):
+    model = build("qwen3", torch.float64)
+    batch = collate(trees(2))
+    whole = hidden_states(model, batch)
+    assert torch.allclose(hidden_states(model, batch, batch.src_N), whole[batch.src_N], atol=1e-12)
+    weights = torch.randn_like(whole)
+    grads = []
+    for chunk, block in ((512, 256), (7, 256), (512, 1)):
+        monkeypatch.setattr(lean, "CHUNK", chunk)
+        monkeypatch.setattr(lean, "BLOCK", {"cpu": block})
+        model.zero_grad(set_to_none=True)
+        (hidden_states(model, batch) * weights).sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    for other in grads[1:]:
+        assert torch.allclose(other, grads[0], rtol=0, atol=1e-12 * float(grads[0].abs().max()))
+
+
+def test_recomputing_layers_gives_the_same_gradient():
+    model = build("llama")
+    batch = collate(trees(3))
+    grads = []
+    for recompute in (False, True):
+        model.zero_grad(set_to_none=True)
+        lean.states(model, batch.ids_U, batch.positions_U, batch.segments, recompute=recompute).square().sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.equal(*grads)
+
+
+def test_lora_products_are_pefts():
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(build("qwen2", torch.float64), LoraConfig(r=3, lora_alpha=8, target_modules="all-linear", lora_dropout=0.0))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.05)
+    assert lean.why_not(model) is None
+    batch = collate(trees(4))
+    weights = torch.randn(len(batch.ids_U), 32, dtype=torch.float64)
+    seen = []
+    for forward in (lambda: hidden_states(model, batch), lambda: own_forward(model.get_base_model(), batch, "rows")):
+        model.zero_grad(set_to_none=True)
+        (forward() * weights).sum().backward()
+        seen.append({n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad})
+    assert seen[0] and all("lora" in n for n in seen[0])
+    for name, grad in seen[1].items():
+        assert torch.allclose(seen[0][name], grad, atol=1e-5 * float(grad.abs().max())), name
+    with model.disable_adapter():
+        plain = hidden_states(model, batch)
+        assert torch.allclose(plain, own_forward(model.get_base_model(), batch, "rows"), atol=2e-5)
+
+
+def test_bfloat16_products_stay_near_float32():
+    model = build("qwen3")
+    batch = collate(trees(5))
+    exact = hidden_states(model, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = hidden_states(model, batch)
+    assert low.dtype == torch.float32 and not torch.equal(low, exact)
+    assert float((low - exact).norm() / exact.norm()) < 0.05
+    low.square().mean().backward()
+    assert all(torch.isfinite(p.grad).all() and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_padded_forms_agree_and_the_cheaper_one_is_chosen():
+    model = build("llama")
+    batch = collate(trees(6))
+    assert torch.allclose(own_forward(model, batch, "rows"), own_forward(model, batch, "tree"), atol=1e-5)
+    assert choose_form([(100, [10, 10])]) == "tree" and choose_form([(3, [50, 50])]) == "rows" and choose_form([(0, [7])]) == "rows"
+
+
+def test_refusals_name_the_reason():
+    from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
+
+    assert "GPT2Model" in lean.why_not(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11)))
+    windowed = MistralForCausalLM(MistralConfig(vocab_size=11, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+                                                num_key_value_heads=2, sliding_window=4))
+    assert "sliding" in lean.why_not(windowed)
