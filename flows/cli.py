@@ -19,6 +19,7 @@ app = typer.Typer(
          "dataset:NAME@DIGEST, model:NAME@champion, model:NAME/3, model:m-DIGEST. Where a ref is taken, a path or a hub id is too.",
     epilog=EXIT_CODES)
 
+Devices = Annotated[Optional[int], typer.Option("--devices", min=1, help="GPUs (processes on a machine without) that each training stage runs on; default POSTTRAIN_DEVICES, else 1.", callback=lambda n: os.environ.update(POSTTRAIN_DEVICES=str(n)) if n else None)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout, everything else on stderr.")]
 Sets = Annotated[Optional[list[str]], typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a setting; values are YAML. Repeatable.")]
 Files = Annotated[Optional[list[Path]], typer.Option("--config", "-c", help="YAML file with settings; later files win. Repeatable.")]
@@ -36,6 +37,7 @@ def run(
     preset: Annotated[Optional[str], typer.Option(help="Start from a preset, e.g. demo.")] = None,
     seed: Seed = None,
     force: Annotated[Optional[list[str]], typer.Option(help="Execute this step again although nothing changed. Repeatable.")] = None,
+    devices: Devices = None,
     json_: Json = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and which steps would run.")] = False,
 ) -> None:
@@ -166,6 +168,7 @@ def stage(
     name_as: Annotated[Optional[str], typer.Option(help="Name to publish the outputs under.")] = None,
     seed: Seed = None,
     force: Annotated[bool, typer.Option("--force", help="Execute although a verified record exists.")] = False,
+    devices: Devices = None,
     json_: Json = False,
     keys: Annotated[bool, typer.Option("--keys", help="List the stage's inputs and settings, and stop.")] = False,
 ) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 SLOW_LINES = 15.0
+SHOWN = 300
 
 
 def console(stderr: bool = False):
@@ -79,6 +82,23 @@ class Display:
 
     def _on_warning(self, label, event):
         self.say(f"  {label}: warning {event.get('code')}: {event.get('text')}", style="yellow")
+
+    def _on_report(self, label, event):
+        """On a terminal: the rows of the preflight with what is trained in colour."""
+        if not self.tty or event.get("name") != "preflight" or not event.get("table"):
+            return
+        from rich.text import Text
+
+        try:
+            rows = json.loads(Path(event["table"]).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return
+        for row in rows:
+            text = Text(f"  {row['row']}  ", style="bold")
+            for piece, trained in row["segments"]:
+                shown = piece if len(piece) <= SHOWN else f"{piece[:SHOWN // 2]} … {piece[-SHOWN // 2:]}"
+                text.append(shown, style="dim" if trained is None else "black on green" if trained else "dim cyan")
+            (self.bar.console if self.bar is not None else self.out).print(text)
 
     def _on_waiting(self, label, event):
         self.say(f"  {label}: {event.get('text', '')}")

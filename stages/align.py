@@ -32,7 +32,7 @@ class Config(OptimizerConfig):
 
 
 SPEC = StageSpec(
-    name="align", config=Config, gpu=True,
+    name="align", config=Config, gpu=True, parallel=True,
     inputs={"model": InputSpec("model", doc="Policy to start from (normally the SFT model)."),
             "data": InputSpec("dataset", kinds=("pairs/1",), doc="Preference pairs."),
             "reference": InputSpec("model", required=False, doc="Reference policy; default: the starting policy."),
@@ -106,7 +106,7 @@ def run(stage):
 
     from stages.chat import renderer_for
     from stages.curves import training_report
-    from stages.modeling import load_policy, save_policy
+    from stages.modeling import policy_to_train, save_policy
     from stages.pairs import encode_pairs
     from stages.training import ShuffledRows, Trainer, TrainingError, fit
 
@@ -116,7 +116,7 @@ def run(stage):
     validation, _ = encode_pairs(data, "validation", renderer, config.max_length, config.eval_rows)
     stage.log(f"{len(train)} training pairs, {len(validation)} validation; dropped {dropped}")
     add_reference(stage, renderer, train + validation)
-    model = load_policy(stage.path("model"), stage.device)
+    model = policy_to_train(stage)
     source = ShuffledRows(stage, train, config.batch_size, config.num_train_epochs, config.max_steps)
     objective = PairPreference(config)
     for text in objective.warnings:
@@ -130,7 +130,7 @@ def run(stage):
     _, final = fit(stage, trainer, source, evaluate=(lambda: trainer.evaluate(validation)) if validation else None,
                    eval_every=config.eval_every)
     with stage.output_model("model", role="policy") as directory:
-        save_policy(model, renderer.tokenizer, directory)
+        save_policy(model, renderer.tokenizer, directory, base=stage.inputs["model"].ref)
     summary = {"steps": trainer.step_index, "pairs": len(train), "skipped_steps": trainer.skipped,
                **{f"dropped/{k}": v for k, v in dropped.items()}, **{f"validation/{k}": v for k, v in final.items()}}
     if final.get("displacement/both_fell_fraction", 0.0) > 0.5:
@@ -142,14 +142,17 @@ def run(stage):
 
 def add_reference(stage, renderer, items) -> None:
     """Fill ``ref_chosen``/``ref_rejected`` of every item from the given cache, or compute and publish them."""
+    from stages.ranks import connect, first_rank_only
     from storage.datasets import is_dataset, open_dataset
 
+    connect(stage.device)
     role = "reference" if stage.has("reference") else "model"
     prints = fingerprints(stage, role, renderer)
     cached = matching_cache(stage, prints)
     path = stage.workdir / "out" / "ref_logps"
-    if not is_dataset(str(path)):  # a resumed run finds it complete
-        write_reference(stage, role, items, prints, cached)
+    with first_rank_only() as here:
+        if here and not is_dataset(str(path)):  # a resumed run finds it complete
+            write_reference(stage, role, items, prints, cached)
     stored = {r["group_id"]: (r["ref_chosen_logp"], r["ref_rejected_logp"])
               for r in open_dataset(str(path)).iter_rows(
                   columns=["group_id", "ref_chosen_logp", "ref_rejected_logp"])}

@@ -257,15 +257,19 @@ class Stage:
 
     @contextlib.contextmanager
     def output_model(self, name: str, role: str | None = None) -> Iterator[Path]:
-        """A directory to save the declared model output into; it becomes visible when the block ends without an error."""
+        """A directory to save the declared model output into; it becomes visible when the block ends without an error.
+
+        Rank 0 writes; other ranks get a path that does not exist.
+        """
         self._declared(name, "model")
+        if self.rank != 0:
+            yield self.workdir / "out" / f".{name}.rank{self.rank}"
+            return
         target = self.workdir / "out" / name
         tmp = self.workdir / "out" / f".{name}.tmp"
         shutil.rmtree(tmp, ignore_errors=True)
         tmp.mkdir(parents=True)
         yield tmp
-        if self.rank != 0:
-            return
         if not any(tmp.iterdir()):
             raise ValueError(f"output model {name!r}: nothing was saved; call model.save_pretrained(directory) inside the block")
         fsync_tree(tmp)

@@ -397,6 +397,8 @@ def states(model, ids_U, positions_U, segments, at_N=None, dtype: torch.dtype | 
         turn = turn.to(torch.complex128)
     plan = blocks(segments, weight.device, shape.low)
     x = F.embedding(ids_U, weight)
+    if x.dtype != torch.float64:
+        x = x.float()
     last = len(core.layers) - 1
 
     for i, layer in enumerate(core.layers):
@@ -405,7 +407,7 @@ def states(model, ids_U, positions_U, segments, at_N=None, dtype: torch.dtype | 
             x = checkpoint(_layer, layer, x, turn, plan, shape, at, use_reentrant=False)
         else:
             x = _layer(layer, x, turn, plan, shape, at)
-    return F.rms_norm(x, x.shape[-1:], core.norm.weight, core.norm.variance_epsilon)
+    return F.rms_norm(x, x.shape[-1:], core.norm.weight.to(x.dtype), core.norm.variance_epsilon)
 
 
 def _layer(layer, x, turn, plan, shape: Shape, at):

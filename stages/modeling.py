@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stages import lean
+from stages import adapters, lean, ranks
 from stages.batching import Batch, collate, make_item, pad, per_response
 
 #: Elements of logits computed at a time by the head (a few MiB, so that they stay in a CPU's cache; 16 times as many on a GPU),
@@ -57,8 +57,23 @@ def load_policy(path: str, device: str = "cpu", dtype: torch.dtype = torch.float
     return model.to(device)
 
 
-def save_policy(model, tokenizer, directory: str | Path, generation_config=None) -> None:
-    """Write a Hugging Face model directory (safetensors, tokenizer, chat template, generation config)."""
+def policy_to_train(stage, name: str = "model"):
+    """The stage's input policy, ready to train: with the LoRA adapter its config asks for."""
+    return adapters.add_lora(load_policy(stage.path(name), stage.device), stage.config, stage.seed_for("lora"))
+
+
+def save_policy(model, tokenizer, directory: str | Path, generation_config=None, base: str | None = None) -> None:
+    """Write a Hugging Face model directory (safetensors, tokenizer, chat template, generation config); rank 0 only.
+
+    A LoRA adapter is merged in (the wrapped model is used up) and written beside it under ``adapter/``; ``base`` is the name of the
+    model it was trained on.
+    """
+    from stages import sharding
+
+    sharding.gather(model)
+    if ranks.rank() != 0:
+        return
+    model = adapters.merge_and_save_adapter(model, directory, base)
     model.config.use_cache = True
     model.save_pretrained(directory, safe_serialization=True)
     model.config.use_cache = False
@@ -93,7 +108,7 @@ def hidden_states(model, batch: Batch, at_N=None) -> torch.Tensor:
             return lean.states(model, batch.ids_U, batch.positions_U, batch.segments, at_N, low,
                                recompute=model.training and getattr(lean.core_of(model).layers[0], "gradient_checkpointing", False))
     rows = pad(batch)
-    out = model.base_model(input_ids=rows.ids_BT, position_ids=rows.positions_BT, attention_mask=rows.attention_B1TT,
+    out = lean.core_of(model)(input_ids=rows.ids_BT, position_ids=rows.positions_BT, attention_mask=rows.attention_B1TT,
                            use_cache=False).last_hidden_state.flatten(0, 1)
     return out[rows.where_U if at_N is None else rows.where_U[at_N]]
 

@@ -16,6 +16,8 @@ STAGES: dict[str, str] = {
     "rejection": "stages.rejection",
     "rl": "stages.rl",
     "align": "stages.align",
+    "distill": "stages.distill",
+    "merge": "stages.merge",
     "evaluate": "stages.evaluate",
     "promote": "stages.promote",
     "compare": "stages.compare",

@@ -33,7 +33,7 @@ class Config(OptimizerConfig):
 
 
 SPEC = StageSpec(
-    name="reward_model", config=Config, gpu=True,
+    name="reward_model", config=Config, gpu=True, parallel=True,
     inputs={"model": InputSpec("model", doc="Backbone: the SFT model (default choice), a base model, or a smaller one."),
             "data": InputSpec("dataset", kinds=("pairs/1",), doc="Preference pairs; validation and test splits judge the model."),
             "anchor": InputSpec("dataset", kinds=("demonstrations/1",), required=False,

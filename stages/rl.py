@@ -321,7 +321,7 @@ def run(stage):
     from stages.chat import renderer_for
     from stages.curves import training_report
     from stages.generation import prompt_rows
-    from stages.modeling import freeze, load_policy, save_policy
+    from stages.modeling import freeze, load_policy, policy_to_train, save_policy
     from stages.rewards import build_rewards
     from stages.training import Trainer, fit
 
@@ -336,7 +336,7 @@ def run(stage):
     if config.eval_prompts:
         held_out = prompt_rows(stage, stage.dataset("data"), "validation", renderer, config.max_prompt_length, config.eval_prompts)
     rewards = build_rewards(config.rewards, stage.inputs, renderer=renderer, device=stage.device)
-    model = load_policy(stage.path("model"), stage.device)
+    model = policy_to_train(stage)
     reference = None
     if row.needs_reference:
         reference = freeze(load_policy(stage.path("reference" if stage.has("reference") else "model"), stage.device))
@@ -346,7 +346,7 @@ def run(stage):
     fit(stage, trainer, source, evaluate=evaluate, eval_every=config.eval_every)
     source.writer.close({"iterations": source.iteration + 1})
     with stage.output_model("model", role="policy") as directory:
-        save_policy(model, renderer.tokenizer, directory)
+        save_policy(model, renderer.tokenizer, directory, base=stage.inputs["model"].ref)
     summary = {"steps": trainer.step_index, "iterations": source.iteration + 1, "skipped_steps": trainer.skipped,
                **{f"last/{k}": v for k, v in source.metrics.items()}}
     stage.summary(summary)

@@ -29,7 +29,7 @@ class Config(OptimizerConfig):
 
 
 SPEC = StageSpec(
-    name="sft", config=Config, gpu=True,
+    name="sft", config=Config, gpu=True, parallel=True,
     inputs={"model": InputSpec("model", doc="Causal LM to start from."),
             "data": InputSpec("dataset", kinds=("demonstrations/1", "text/1"),
                               doc="Demonstrations; plain text rows are trained in full.")},
@@ -68,28 +68,26 @@ class NextToken:
 
 def run(stage):
     from stages.chat import renderer_for
-    from stages.modeling import load_policy, save_policy
+    from stages.modeling import policy_to_train, save_policy
     from stages.curves import training_report
+    from stages.preflight import preflight
     from stages.training import ShuffledRows, Trainer, fit
 
     config, dataset = stage.config, stage.dataset("data")
     renderer = renderer_for(stage.path("model"))
-    model = load_policy(stage.path("model"), stage.device)
+    model = policy_to_train(stage)
     full_text = dataset.kind == "text/1"
     encode = encode_text if full_text else encode_demonstrations
     train, dropped = encode(dataset, "train", renderer, config)
     validation, _ = encode(dataset, "validation", renderer, config, limit=config.eval_rows)
     stage.log(f"{len(train)} training rows, {sum(i.n_tokens for i in train)} tokens, "
               f"{sum(i.n_targets for i in train)} of them trained; {len(validation)} validation rows; dropped {dropped}")
-    if not full_text and train and not any(int(i.responses[0][-1 - k]) in renderer.stop_ids for i in train[:64]
-                                           for k in range(min(2, len(i.responses[0]))) if i.masks[0][-1 - k]):
-        stage.warn("stop_token_not_trained", "None of the first rows trains a stop token, so the model may never stop. "
-                   "Raise max_length, or use a chat template that closes assistant turns with an end token.")
     source = ShuffledRows(stage, train, config.batch_size, config.num_train_epochs, config.max_steps)
     trainer = Trainer(model, NextToken(config.loss_agg_mode), config, source.total_steps, stage.device)
+    preflight(stage, trainer, train, config.batch_size, renderer, completions_end=not full_text)
     before, final = fit(stage, trainer, source, evaluate=lambda: trainer.evaluate(validation), eval_every=config.eval_every)
     with stage.output_model("model", role="policy") as directory:
-        save_policy(model, renderer.tokenizer, directory)
+        save_policy(model, renderer.tokenizer, directory, base=stage.inputs["model"].ref)
     summary = {"steps": trainer.step_index, "rows": len(train), "skipped_steps": trainer.skipped,
                **{f"dropped/{k}": v for k, v in dropped.items()}}
     if final:

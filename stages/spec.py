@@ -87,7 +87,8 @@ class OutputSpec:
 @dataclass(frozen=True)
 class StageSpec:
     """A stage as the platform sees it. ``resources``: project-relative data files that are part of the stage's code.
-    ``judges``: name of the model input that the stage's summary metrics are about (evaluation stages)."""
+    ``judges``: name of the model input that the stage's summary metrics are about (evaluation stages). ``parallel``: the stage can
+    run as several ranks, one per device (``POSTTRAIN_DEVICES``)."""
 
     name: str
     config: type["StageConfig"]
@@ -97,6 +98,7 @@ class StageSpec:
     doc: str = ""
     resources: tuple[str, ...] = ()
     judges: str = ""
+    parallel: bool = False
 
     def input_spec(self, name: str) -> InputSpec:
         """The declaration behind an input name (``eval.a`` belongs to ``eval`` when that takes many)."""

@@ -6,7 +6,8 @@ Supervised tuning, reward models, direct alignment and RL differ in two plain ob
 * a **source** yields the items of each optimizer step (a shuffled dataset, or rollouts generated on the spot).
 
 The step divides once, by the counts of the whole optimizer step over all micro-batches and ranks. So micro-batch size,
-order, gradient accumulation and the number of ranks cannot change the result (``users.md`` A1; catalogue ``AGG``).
+order, gradient accumulation and the number of ranks cannot change the result (``users.md`` A1; catalogue ``AGG``). Under torchrun
+every rank plans the same micro-batches and computes its share of them (:mod:`stages.ranks`).
 
 Killed at any instant, the next run continues from the last checkpoint and computes the same bytes: the state is
 weights, optimizer, step and the source's own state; randomness is counter-based.
@@ -14,6 +15,7 @@ weights, optimizer, step and the source's own state; randomness is counter-based
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -23,7 +25,8 @@ from typing import Any, Protocol
 
 import torch
 
-from stages.batching import Batch, Item, collate, plan
+from stages import lean, ranks, sharding
+from stages.batching import Batch, Item, collate, plan, size
 from stages.settings import OptimizerConfig
 
 
@@ -72,9 +75,16 @@ def learning_rate_at(step: int, total: int, config: OptimizerConfig) -> float:
         return config.learning_rate * (step + 1) / warmup
     if config.lr_schedule == "constant":
         return config.learning_rate
-    done = (step - warmup) / max(1, total - warmup)
-    shape = 1.0 - done if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    if config.lr_schedule == "inverse_sqrt":
+        return config.learning_rate * max(config.min_lr_ratio, math.sqrt(max(1, warmup) / (step + 1)))
+    start = max(warmup, total - round(config.decay_ratio * total)) if config.lr_schedule == "wsd" else warmup
+    done = max(0.0, (step - start) / max(1, total - start))
+    shape = 0.5 * (1.0 + math.cos(math.pi * done)) if config.lr_schedule == "cosine" else 1.0 - done
     return config.learning_rate * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape)
+
+
+#: Ends of metric names for which less is better.
+LESS_IS_BETTER = ("loss", "nll", "ece", "perplexity", "brier")
 
 
 class Trainer:
@@ -90,19 +100,50 @@ class Trainer:
         self.model, self.objective, self.config = model, objective, config
         self.total_steps, self.device = total_steps, device
         self.step_index = self.skipped = 0
+        self.best: dict[str, Any] = {}
+        self.ranks = ranks.connect(device)
         # Responses of a tree share their prompt's last position, so its gradient is a sum over them; by default torch adds
         # such terms in the order in which threads arrive, and a resumed run would differ in the last bits.
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False
         model.train()
+        choose_forward(model, config.forward)
         if config.activation_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.root = sharding.shard(model, device) if config.sharding == "full" and self.ranks > 1 else None
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.averages = {n: p.detach().clone() for n, p in self.parameters.items()} if config.ema_decay else {}
+        self.best_weights: dict[str, torch.Tensor] = {}
         matrices = [p for p in self.parameters.values() if p.ndim >= 2]
         vectors = [p for p in self.parameters.values() if p.ndim < 2]
         self.optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
             lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2), eps=1e-8, fused=True)
+
+    def _micro_batches(self, items: Sequence[Item]) -> list[tuple[list[Item], bool]]:
+        """This rank's micro-batches of a step; small steps are cut so that every rank has work.
+
+        With sharded weights every rank must run as many as the others: ``False`` marks one that only keeps them company.
+        """
+        budget = self.config.max_tokens_per_micro_batch
+        if self.ranks > 1:
+            budget = min(budget, max(1, math.ceil(sum(map(size, items)) / self.ranks)))
+        groups = plan(items, budget)
+        mine, *others = (ranks.share(groups, lambda group: sum(map(size, group)), index)
+                         for index in [ranks.rank(), *(range(self.ranks) if self.root is not None else ())])
+        return [(g, True) for g in mine] + [(groups[0], False)] * (max(map(len, others), default=0) - len(mine))
+
+    def _sums(self, group: list[Item]) -> Sums:
+        with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=self.config.compute_dtype == "bfloat16"):
+            if self.root is None:
+                return self.objective(self.model, collate(group, self.device))
+            found: list[Sums] = []
+
+            def call() -> dict[str, torch.Tensor]:
+                found.append(self.objective(self.model, collate(group, self.device)))
+                return {name: total for name, (total, _) in found[0].loss.items()}
+            totals = self.root(call)
+            return Sums({name: (totals[name], by) for name, (_, by) in found[0].loss.items()}, found[0].metrics)
 
     def step(self, items: Sequence[Item]) -> dict[str, float]:
         """One optimizer step over ``items``; returns its metrics. A non-finite step changes nothing and is counted."""
@@ -112,26 +153,44 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         totals: dict[str, float] = {"loss": 0.0}
         forwarded = [i for i in items if not i.extra.get("skip_forward")]  # counted above, but they cannot move a weight
-        for group in plan(forwarded, self.config.max_tokens_per_micro_batch):
-            batch = collate(group, self.device)
-            with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=self.config.compute_dtype == "bfloat16"):
-                sums = self.objective(self.model, batch)
-            loss = sum(total / max(counts[by], 1e-12) for total, by in sums.loss.values())
-            if loss.requires_grad:
-                loss.backward()
-            totals["loss"] += float(loss.detach())
-            for name, (total, by) in {**(sums.loss if len(sums.loss) > 1 else {}), **sums.metrics}.items():
-                totals[name] = totals.get(name, 0.0) + float(total.detach()) / max(counts[by], 1e-12)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)) if forwarded else 0.0
         if not forwarded:
             return {"loss": 0.0, "grad_norm": 0.0, "learning_rate": learning_rate, "skipped_steps": float(self.skipped), "empty_step": 1.0}
+        for group, counted in self._micro_batches(forwarded):
+            sums = self.backward(group, counts, counted)
+            if counted:
+                self._add(totals, sums, counts)
+        totals = ranks.sum_numbers(totals)
+        if self.root is None:
+            ranks.sum_gradients(list(self.parameters.values()))
+        norm = float(sharding.whole(torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)))
         if math.isfinite(norm) and math.isfinite(totals["loss"]):
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()
+            for name, average in self.averages.items():
+                average.lerp_(self.parameters[name].detach(), 1.0 - self.config.ema_decay)
         else:
             self._skip(items)
         return {**totals, "grad_norm": norm, "learning_rate": learning_rate, "skipped_steps": float(self.skipped)}
+
+    def backward(self, group: list[Item], counts: dict[str, float], counted: bool = True) -> Sums:
+        """Forward and backward of one micro-batch of a step with these counts; gradients are added up (zeros if not ``counted``)."""
+        sums = self._sums(group)
+        loss = sum(total / max(counts[by], 1e-12) for total, by in sums.loss.values())
+        if not counted:
+            loss = 0.0 * loss
+        if loss.requires_grad:
+            loss.backward()
+        return sums
+
+    @staticmethod
+    def _add(totals: dict[str, float], sums: Sums, counts: dict[str, float]) -> None:
+        """Add a micro-batch's part of every loss term and metric to the step's totals."""
+        parts = {name: float(total.detach()) / max(counts[by], 1e-12) for name, (total, by) in sums.loss.items()}
+        totals["loss"] = totals.get("loss", 0.0) + sum(parts.values())
+        shown = {**(parts if len(parts) > 1 else {}), **{n: float(t.detach()) / max(counts[by], 1e-12) for n, (t, by) in sums.metrics.items()}}
+        for name, value in shown.items():
+            totals[name] = totals.get(name, 0.0) + value
 
     def _skip(self, items: Sequence[Item]) -> None:
         self.skipped += 1
@@ -149,38 +208,94 @@ class Trainer:
             return {}
         counts = self.objective.counts(items)
         totals: dict[str, float] = {}
-        for group in plan(items, self.config.max_tokens_per_micro_batch):
-            sums = self.objective(self.model, collate(group, self.device))
-            for name, (total, by) in sums.metrics.items():
-                totals[name] = totals.get(name, 0.0) + float(total) / max(counts[by], 1e-12)
-            totals["loss"] = totals.get("loss", 0.0) + sum(float(t) / max(counts[by], 1e-12) for t, by in sums.loss.values())
-        return totals
+        for group, counted in self._micro_batches(items):
+            sums = self._sums(group)
+            if counted:
+                self._add(totals, sums, counts)
+        return ranks.sum_numbers(totals)
+
+    # -- which weights count ------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def averaged(self):
+        """The averaged weights (``ema_decay``) in place inside the block; nothing happens without them."""
+        kept = {n: self.parameters[n].detach().clone() for n in self.averages}
+        self._load(self.averages)
+        try:
+            yield
+        finally:
+            self._load(kept)
+
+    @torch.no_grad()
+    def _load(self, weights: dict[str, torch.Tensor]) -> None:
+        for name, value in weights.items():
+            sharding.assign(self.parameters[name], value)
+
+    def consider(self, metrics: dict[str, float]) -> bool:
+        """Keep the weights of a validation pass if it is the best by ``select_by``; True when training should stop.
+
+        Call it inside :meth:`averaged`. A value that is not finite is never the best.
+        """
+        name = self.config.select_by
+        if not name:
+            return False
+        if name not in metrics:
+            raise TrainingError(f"select_by={name}: validation gives no such metric; write one of: {', '.join(sorted(metrics)) or 'none (there are no validation rows)'}")
+        value = metrics[name] * (-1.0 if name.endswith(LESS_IS_BETTER) else 1.0)
+        if math.isfinite(value) and value > self.best.get("value", -math.inf):
+            self.best = {"value": value, "step": self.step_index, "passes_since": 0}
+            self.best_weights = {n: p.detach().clone() for n, p in self.parameters.items()}
+        else:
+            self.best["passes_since"] = self.best.get("passes_since", 0) + 1
+        return 0 < self.config.early_stopping_patience <= self.best["passes_since"]
+
+    def settle(self) -> None:
+        """Put the weights in place that the stage publishes: the best (``select_by``), the averaged (``ema_decay``), or the last."""
+        self._load(self.best_weights or self.averages)
 
     # -- state --------------------------------------------------------------------------------------------------
     def state(self) -> tuple[dict, dict[str, bytes]]:
-        """(JSON state, files): weights, both Adam moments and step counts, exactly."""
+        """(JSON state, files): weights, both Adam moments and step counts, averages and best weights, exactly. Every rank must ask
+        when weights are sharded; the state is whole, so it resumes on any number of ranks."""
         from safetensors.torch import save
 
-        tensors = {f"weight/{n}": p.detach().contiguous() for n, p in self.parameters.items()}
+        tensors = {f"weight/{n}": p.detach() for n, p in self.parameters.items()}
+        tensors |= {f"average/{n}": t for n, t in self.averages.items()} | {f"best/{n}": t for n, t in self.best_weights.items()}
         for name, parameter in self.parameters.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"adam/{key}/{name}"] = value.detach().contiguous()
-        return {"step": self.step_index, "skipped": self.skipped}, {"trainer.safetensors": save(
-            {k: v.cpu() for k, v in tensors.items()})}
+                tensors[f"adam/{key}/{name}"] = value.detach()
+        return {"step": self.step_index, "skipped": self.skipped, "best": self.best}, {"trainer.safetensors": save(
+            {k: sharding.whole(v).contiguous().cpu() for k, v in tensors.items()})}
 
     def restore(self, state: dict, read: Callable[[str], bytes]) -> None:
         from safetensors.torch import load
 
         tensors = load(read("trainer.safetensors"))
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(tensors[f"weight/{name}"])
+        self._load({n: tensors[f"weight/{n}"] for n in self.parameters})
+        self.averages = {n: sharding.like(tensors[f"average/{n}"], p) for n, p in self.parameters.items() if f"average/{n}" in tensors}
+        self.best_weights = {n: sharding.like(tensors[f"best/{n}"], p) for n, p in self.parameters.items() if f"best/{n}" in tensors}
         for name, parameter in self.parameters.items():
             keys = [k for k in tensors if k.startswith("adam/") and k.split("/", 2)[2] == name]
             if keys:
                 self.optimizer.state[parameter] = {
-                    k.split("/", 2)[1]: tensors[k] if k.startswith("adam/step/") else tensors[k].to(parameter.device) for k in keys}
-        self.step_index, self.skipped = state["step"], state["skipped"]
+                    k.split("/", 2)[1]: tensors[k] if k.startswith("adam/step/") else sharding.like(tensors[k], parameter) for k in keys}
+        self.step_index, self.skipped, self.best = state["step"], state["skipped"], state["best"]
+
+
+def choose_forward(model, forward: str) -> None:
+    """Apply ``OptimizerConfig.forward`` to a model.
+
+    Raises:
+        TrainingError: ``own`` for an architecture that our forward does not compute.
+    """
+    if forward == "own":
+        reason = lean.why_not(model)
+        if reason:
+            raise TrainingError(f"forward=own does not take this model ({reason}); write forward=auto or forward=model")
+    if forward in ("model", "compiled"):
+        model._posttrain_lean = False
+    if forward == "compiled":
+        core = lean.core_of(model)
+        core.forward = torch.compile(core.forward, dynamic=True)
 
 
 def checkpoint_seconds() -> float:
@@ -198,6 +313,8 @@ def fit(stage, trainer: Trainer, source: Source, *, evaluate: Callable[[], dict[
     ``tokens_per_second`` (a ``perf`` number, not an output) counts the real tokens of the rows, prompt and completion, over
     whole steps after the first.
     """
+    if trainer.config.select_by and evaluate is None:
+        raise TrainingError(f"select_by={trainer.config.select_by} needs validation rows and there are none; give a dataset with a validation split, or drop select_by")
     found = stage.checkpoints.latest()
     initial = None
     if found is not None and found.state.get("phase") == label:
@@ -208,23 +325,35 @@ def fit(stage, trainer: Trainer, source: Source, *, evaluate: Callable[[], dict[
         trainer.restore(found.state["trainer"], read)
         source.restore(found.state["source"], read)
         stage.log(f"resumed at step {trainer.step_index} of {trainer.total_steps}")
+
+    def judge() -> tuple[dict[str, float], bool]:
+        if evaluate is None:
+            return {}, False
+        with trainer.averaged():
+            metrics = evaluate()
+            return metrics, trainer.consider(metrics)
+
     if initial is None:
-        initial = evaluate() if evaluate is not None else {}
+        initial, _ = judge()
         if initial:
             stage.metric(0, {f"validation/{k}": v for k, v in initial.items()})
     last_save = time.monotonic()
     tokens = seconds = 0.0
     first = trainer.step_index
-    while trainer.step_index < trainer.total_steps:
+    stop = False
+    while trainer.step_index < trainer.total_steps and not stop:
         started = time.monotonic()
         items = source.items(trainer.step_index)
         metrics = trainer.step(items)
         step = trainer.step_index
         metrics.update(source.after_step(step, metrics))
-        if evaluate is not None and eval_every and step % eval_every == 0 and step < trainer.total_steps:
-            metrics.update({f"validation/{k}": v for k, v in evaluate().items()})
-        stage.metric(step, {f"{label}/{k}" if "/" not in k else k: v for k, v in metrics.items()})
         elapsed = time.monotonic() - started
+        if evaluate is not None and eval_every and step % eval_every == 0 and step < trainer.total_steps:
+            judged, stop = judge()
+            metrics.update({f"validation/{k}": v for k, v in judged.items()})
+            if stop:
+                stage.log(f"early stop at step {step}: no better {trainer.config.select_by} than at step {trainer.best['step']}")
+        stage.metric(step, {f"{label}/{k}" if "/" not in k else k: v for k, v in metrics.items()})
         if step > first + 1:
             counted = getattr(source, "step_tokens", None)
             tokens += counted if counted is not None else sum(i.n_tokens for i in items)
@@ -232,17 +361,27 @@ def fit(stage, trainer: Trainer, source: Source, *, evaluate: Callable[[], dict[
         stage.progress(step, trainer.total_steps, f"loss {metrics.get('loss', float('nan')):.4f}")
         if seconds and (step == trainer.total_steps or step % 10 == 0):
             stage.perf(step, {"tokens_per_second": tokens / seconds, "step_seconds": elapsed})
-        if step < trainer.total_steps and time.monotonic() - last_save >= checkpoint_seconds():
+        # Ranks must agree on when to save, and their clocks do not.
+        due = step < trainer.total_steps and (time.monotonic() - last_save >= checkpoint_seconds())
+        if ranks.gather(due)[0] and not stop:
             save(stage, trainer, source, label, initial)
             last_save = time.monotonic()
-    final = evaluate() if evaluate is not None else {}
-    if final:
-        stage.metric(trainer.step_index, {f"validation/{k}": v for k, v in final.items()})
+    if not stop:
+        final, _ = judge()
+        if final:
+            stage.metric(trainer.step_index, {f"validation/{k}": v for k, v in final.items()})
+    trainer.settle()
+    if trainer.best:
+        stage.summary({"selected_step": trainer.best["step"]})
+    if evaluate is not None and trainer.best and trainer.best["step"] != trainer.step_index:
+        final = evaluate()
     return initial, final
 
 
 def save(stage, trainer: Trainer, source: Source, label: str, initial: dict[str, float]) -> None:
-    """Write one checkpoint: trainer and source together."""
+    """Write one checkpoint: trainer and source together (rank 0; the others' states are the same)."""
+    if ranks.rank() != 0 and trainer.root is None:
+        return
     trainer_state, files = trainer.state()
     source_state, source_files = source.state()
     stage.save_checkpoint(trainer.step_index, {"phase": label, "initial": initial, "trainer": trainer_state,

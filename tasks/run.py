@@ -113,7 +113,7 @@ def run_stage(
     flow_run: dict[str, Any] | None = None,
     force: bool = False,
     on_event: Callable[[Event], Any] | None = None,
-    devices: int = 1,
+    devices: int | None = None,
     wait: bool = True,
 ) -> StageResult:
     """Run one stage, or return what an identical run already gave.
@@ -122,7 +122,8 @@ def run_stage(
     id; raw data files given for a dataset are ingested first. config: settings that differ from the defaults. name_as: name
     under which outputs are published (default ``<stage>-<output>``). flow_run: ``RunRecord.as_flow_run(label)`` of the run it
     belongs to. force: run again although a record exists. wait: wait for another process that runs the same key (False:
-    raise LeaseBusy). devices: number of GPUs (more than one runs under torchrun).
+    raise LeaseBusy). devices: number of GPUs, or of processes where there is none (more than one runs under torchrun; default
+    ``POSTTRAIN_DEVICES``, else 1; stages that cannot share their work take one).
 
     Raises ConfigError (settings or inputs), StoreError (a reference), StageError (the stage itself), LeaseBusy.
     """
@@ -237,7 +238,7 @@ def _matching_kind(ingest: Any, text: str, kinds: tuple[str, ...]) -> str | None
 # ------------------------------------------------------------------------------------------------------------ the process
 
 
-def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_run: dict[str, Any] | None, force: bool, tell: Callable[[Event], None], devices: int, wait: bool) -> tuple[dict[str, Any], str]:
+def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_run: dict[str, Any] | None, force: bool, tell: Callable[[Event], None], devices: int | None, wait: bool) -> tuple[dict[str, Any], str]:
     """Run the stage process to its end and publish; returns the new record and the name of its MLflow run."""
     workdir = home.work_dir(p.key)
     old = records.read(p.key)
@@ -260,8 +261,9 @@ def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_
     try:
         result = _finished_result(workdir, p)
         if result is None:
+            devices = _wanted_devices(p.spec, devices)
             slots, device, environment = _devices(p.spec, devices, wait, tell)
-            result = _process(p, workdir, lock, device, devices if device != "cpu" else 1, environment, unit, tell)
+            result = _process(p, workdir, lock, device, devices, environment, unit, tell)
         record = _publish(p, workdir, result, label, name_as, started, attempt, flow_run)
     except BaseException as error:
         status = "FAILED" if isinstance(error, Exception) else "KILLED"
@@ -308,6 +310,18 @@ def cuda_devices() -> list[str]:
     return [str(i) for i in range(len(found))]
 
 
+def _wanted_devices(spec: StageSpec, devices: int | None) -> int:
+    """How many devices a stage is to run on: the argument, else ``POSTTRAIN_DEVICES``, else 1."""
+    given = os.environ.get("POSTTRAIN_DEVICES") or "1"
+    if devices is None:
+        if not given.isdigit() or int(given) < 1:
+            raise ConfigError(f"POSTTRAIN_DEVICES={given!r}: write the number of devices a training stage is to use, 1 or more")
+        devices = int(given) if spec.parallel else 1
+    if devices > 1 and not spec.parallel:
+        raise ConfigError(f"devices={devices}: stage {spec.name} runs on one device; write devices=1")
+    return devices
+
+
 def _devices(spec: StageSpec, devices: int, wait: bool, tell: Callable[[Event], None]) -> tuple[list[leases.Lease], str, dict[str, str]]:
     """(slots, device, environment) of a stage process. CPU stages take no slot and see no GPU."""
     cards = cuda_devices()
@@ -317,7 +331,10 @@ def _devices(spec: StageSpec, devices: int, wait: bool, tell: Callable[[Event], 
     if configured is not None and not (configured.isdigit() and int(configured) > 0):
         raise ConfigError(f"POSTTRAIN_GPU_SLOTS={configured!r}: write the number of GPU stages that may run at once, 1 or more")
     total = int(configured) if configured else len(cards)
-    if devices > max(total, 1) or (devices > 1 and not cards):
+    if not cards and devices > 1:  # ranks on the CPU share its cores
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return [], "cpu", {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // devices))}
+    if devices > max(total, 1):
         raise ConfigError(f"devices={devices}: this machine offers {len(cards)} GPU(s) and {total} slot(s); write devices={max(1, min(total, len(cards)))}")
     if not total:
         return [], "cpu", {}

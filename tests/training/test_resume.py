@@ -15,6 +15,8 @@ from storage.files import tree_digest
 
 STAGES = {
     "sft": ({"learning_rate": 1e-3, "batch_size": 8, "num_train_epochs": 2, "max_length": 64}, ("model", "demonstrations")),
+    "sft with everything": ({"learning_rate": 1e-2, "batch_size": 8, "num_train_epochs": 3, "max_length": 64, "lora_rank": 3, "ema_decay": 0.7, "eval_every": 2,
+                             "select_by": "loss"}, ("model", "demonstrations")),
     "reward_model": ({"learning_rate": 1e-3, "batch_size": 6, "num_train_epochs": 2, "max_length": 96}, ("model", "pairs")),
     "align": ({"learning_rate": 1e-3, "batch_size": 6, "num_train_epochs": 2, "max_length": 96}, ("model", "pairs")),
     "rl": ({"learning_rate": 1e-3, "preset": "grpo", "max_steps": 12, "prompts_per_step": 4, "num_generations": 4, "num_iterations": 2,
@@ -34,6 +36,7 @@ def test_kill9_equals_uninterrupted(tiny, data, spec, stage, monkeypatch):
     inputs = {"model": tiny["policy"], "data": data[rows]}
     runner = [sys.executable, "-m", "stages"]
     quiet = {**os.environ, "POSTTRAIN_CHECKPOINT_SECONDS": "1000"}
+    stage = stage.split()[0]
     spec(stage, config, inputs, "whole")
     subprocess.run([*runner, spec.path("whole")], cwd=PROJECT_ROOT, env=quiet, check=True, capture_output=True)
     killed = spec(stage, config, inputs, "killed")

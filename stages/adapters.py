@@ -1,0 +1,66 @@
+"""LoRA through peft: wrapping a model before training, and writing it out merged, with the adapter beside it.
+
+Catalogue ``peft.lora`` (Hu et al. 2021): a frozen weight W is trained as W + (alpha / r) B A; B starts at 0, so the first step's
+model is the base model, and switching the adapter off gives the reference policy back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import torch
+
+ADAPTER_FOLDER = "adapter"
+
+
+def is_adapted(model) -> bool:
+    return hasattr(model, "peft_config")
+
+
+def add_lora(model, config, seed: int, task: str = "CAUSAL_LM", keep: tuple[str, ...] = ()):
+    """The model ready to train: as it is with ``lora_rank=0``, else frozen with a fresh LoRA adapter.
+
+    Args:
+        config: an :class:`~stages.settings.OptimizerConfig`.
+        seed: of A's initial values (Kaiming uniform); B is 0.
+        keep: modules trained in full beside the adapter (a reward head).
+    """
+    if not config.lora_rank:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    targets = config.lora_targets if config.lora_targets == "all-linear" else config.lora_targets.replace(" ", "").split(",")
+    settings = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha or 2 * config.lora_rank, lora_dropout=0.0, bias="none",
+                          target_modules=targets, task_type=task, modules_to_save=list(keep) or None)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed % 2**63)
+        try:
+            return get_peft_model(model, settings)
+        except ValueError as error:
+            from stages.modeling import ModelError
+
+            linear = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
+            raise ModelError(f"lora_targets={config.lora_targets!r} fits no layer of {type(model).__name__}; write all-linear or some of: {', '.join(linear)}") from error
+
+
+@contextlib.contextmanager
+def switched_off(model):
+    """The base model inside: the reference policy of an adapter's training."""
+    with model.disable_adapter() if is_adapted(model) else contextlib.nullcontext():
+        yield model
+
+
+def merge_and_save_adapter(model, directory: str | Path | None, base: str | None = None):
+    """Write the adapter under ``directory/adapter`` (peft's own format) and return the plain model with the adapter merged in.
+
+    ``base`` is noted in the adapter as the model it belongs to. The wrapped model is used up.
+    """
+    if not is_adapted(model):
+        return model
+    if directory is not None:
+        for settings in model.peft_config.values():
+            settings.base_model_name_or_path = base
+        model.save_pretrained(Path(directory, ADAPTER_FOLDER), safe_serialization=True, save_embedding_layers=False)
+        Path(directory, ADAPTER_FOLDER, "README.md").unlink(missing_ok=True)
+    return model.merge_and_unload()

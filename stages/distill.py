@@ -1,0 +1,192 @@
+"""distill: a student learns a teacher's next-token distributions, not only its words.
+
+Three ways, all on the trained tokens of demonstrations (the same masks as ``sft``), over the whole vocabulary:
+
+``logit``      T^2 KL(teacher || student) on the given answers (``kd.logit``); with ``soft_weight`` below 1 the rest is the usual
+               negative log-likelihood (``kd.codistill``).
+``context``    the teacher reads ``context`` before each conversation and the student does not; by default the teacher is the
+               starting model itself (``kd.context``, Askell et al. 2021).
+``on_policy``  a share ``lmbda`` of the answers is sampled from the student as it is at that step (``kd.onpolicy``, GKD, Agarwal et
+               al. 2024); sampling is not differentiated.
+
+Sequence-level distillation (``kd.sequence``) needs no stage of its own: sample with ``rejection``, then run ``sft``.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from stages.sft import Config as SFTConfig
+from stages.spec import InputSpec, OutputSpec, StageSpec
+
+
+class Config(SFTConfig):
+    method: Literal["logit", "context", "on_policy"] = Field("logit", description="What the teacher sees and who writes the answers; see the stage's description.")
+    direction: Literal["forward", "reverse", "jsd"] = Field("forward", description="KL(teacher||student), KL(student||teacher), or their generalised Jensen-Shannon divergence.")
+    jsd_beta: float = Field(0.5, gt=0, lt=1, description="Weight of the teacher in the mixture (direction=jsd; GKD 0.5).")
+    distillation_temperature: float = Field(1.0, gt=0, description="Temperature of both distributions; the loss is multiplied by its square.")
+    soft_weight: float = Field(1.0, ge=0, le=1, description="Share of the divergence; the rest is the negative log-likelihood of the tokens (codistillation: 0.5).")
+    soft_weight_end: float | None = Field(None, ge=0, le=1, title="Soft weight at the end", description="Reached linearly at the last step; empty: constant.")
+    context: str | None = Field(None, title="Context", description="System message that only the teacher reads (method=context).")
+    lmbda: float = Field(0.5, ge=0, le=1, description="Share of rows answered by the student itself (method=on_policy; GKD 0.5).")
+    sampling_temperature: float = Field(0.9, gt=0, description="Temperature of the student's answers (method=on_policy; GKD 0.9).")
+    max_completion_length: int = Field(128, ge=1, description="New tokens of the student's answers at most (method=on_policy).")
+
+    @model_validator(mode="after")
+    def _context_given(self):
+        if (self.method == "context") != (self.context is not None):
+            raise ValueError("method=context needs context=TEXT (and no other method takes one); write both, or method=logit")
+        return self
+
+
+SPEC = StageSpec(
+    name="distill", config=Config, gpu=True, parallel=True,
+    inputs={"model": InputSpec("model", doc="The student."),
+            "teacher": InputSpec("model", required=False, doc="The teacher, with the student's tokenizer; method=context: default the student as it starts."),
+            "data": InputSpec("dataset", kinds=("demonstrations/1",), doc="Conversations; on_policy uses them up to the last user turn.")},
+    outputs={"model": OutputSpec("model", role="policy")})
+
+
+class Distillation:
+    """Objective: soft_weight * divergence + (1 - soft_weight) * negative log-likelihood, per trained token over the whole step."""
+
+    def __init__(self, config: Config, teacher):
+        self.config, self.teacher, self.soft_weight = config, teacher, config.soft_weight
+
+    def counts(self, items):
+        return {"tokens": float(sum(i.n_targets for i in items))}
+
+    def __call__(self, model, batch):
+        import torch
+
+        from stages.batching import collate
+        from stages.divergence import divergence
+        from stages.modeling import head_of, hidden_states, token_logps
+        from stages.training import Sums
+
+        config, device = self.config, batch.ids_U.device
+        theirs = collate([i.extra.get("teacher_item") or i for i in batch.items], device)
+        with torch.no_grad():
+            teacher_states = hidden_states(self.teacher, theirs, theirs.src_N)
+        states, head = hidden_states(model, batch, batch.src_N), head_of(model)
+        values = divergence(head, states, head_of(self.teacher), teacher_states, config.direction, config.distillation_temperature, config.jsd_beta)
+        terms = {"divergence": (self.soft_weight * values.sum(), "tokens")}
+        if self.soft_weight < 1:
+            terms["nll"] = (-(1 - self.soft_weight) * token_logps(head, states, batch.target_N)[0].sum(), "tokens")
+        return Sums(terms, {"kl": (values.detach().sum() / config.distillation_temperature ** 2, "tokens")})
+
+
+def run(stage):
+    from stages.adapters import add_lora
+    from stages.chat import renderer_for
+    from stages.curves import training_report
+    from stages.modeling import freeze, load_policy, save_policy
+    from stages.preflight import preflight
+    from stages.spec import ConfigError
+    from stages.training import Trainer, fit
+
+    config = stage.config
+    if not stage.has("teacher") and config.method != "context":
+        raise ConfigError(f"distill: method={config.method} needs a teacher; give teacher=REF, or write method=context")
+    renderer = renderer_for(stage.path("model"))
+    teacher_path = stage.path("teacher" if stage.has("teacher") else "model")
+    if renderer_for(teacher_path).tokenizer.get_vocab() != renderer.tokenizer.get_vocab():
+        raise ConfigError("distill: teacher and student have different tokenizers, so their distributions cannot be compared; sample the teacher's answers with the "
+                          "rejection stage and fine-tune on them with sft instead")
+    train, dropped = encode(stage, renderer, "train")
+    validation, _ = encode(stage, renderer, "validation", config.eval_rows)
+    stage.log(f"{len(train)} training rows, {len(validation)} validation rows; dropped {dropped}")
+    model = add_lora(load_policy(stage.path("model"), stage.device), config, stage.seed_for("lora"))
+    objective = Distillation(config, freeze(load_policy(teacher_path, stage.device)))
+    source = answers(stage, train, objective, renderer, model)
+    trainer = Trainer(model, objective, config, source.total_steps, stage.device)
+    preflight(stage, trainer, train, config.batch_size, renderer)
+    before, final = fit(stage, trainer, source, evaluate=(lambda: trainer.evaluate(validation)) if validation else None, eval_every=config.eval_every)
+    with stage.output_model("model", role="policy") as directory:
+        save_policy(model, renderer.tokenizer, directory, base=stage.inputs["model"].ref)
+    summary = {"steps": trainer.step_index, "rows": len(train), "skipped_steps": trainer.skipped, **{f"dropped/{k}": v for k, v in dropped.items()}}
+    if final:
+        summary |= {"validation/kl": final["kl"], "validation/kl_before": before["kl"]}
+    stage.summary(summary)
+    training_report(stage, f"Distillation ({config.method})", summary)
+
+
+def encode(stage, renderer, split: str, limit: int | None = None):
+    """Items of a split, each with the teacher's item where that differs, and counts of dropped rows by reason."""
+    from stages.batching import make_item
+
+    config = stage.config
+    items, dropped = [], {"no_target": 0, "context_does_not_fit": 0}
+    for row in stage.dataset("data").iter_rows(split=split):
+        if limit is not None and len(items) >= limit:
+            break
+        if row.get("kept") is False:
+            continue
+        messages = row["messages"]
+        turns = (row.get("train_turns") or None) if config.train_on == "all_assistant" else None
+        mine = renderer.conversation(messages, train=config.train_on, train_turns=turns, max_length=config.max_length)
+        if not mine.n_targets:
+            dropped["no_target"] += 1
+            continue
+        extra = {"messages": messages} if config.method == "on_policy" else {}
+        if config.method == "context":
+            shifted = None if turns is None else [t + 1 for t in turns]
+            theirs = renderer.conversation([{"role": "system", "content": config.context}, *messages], train=config.train_on, train_turns=shifted)
+            extra["teacher_item"] = aligned(row["row_id"], theirs, mine)
+            if extra["teacher_item"] is None:
+                dropped["context_does_not_fit"] += 1
+                continue
+        items.append(make_item(row["row_id"], [], [mine.ids], [mine.mask], **extra))
+    return items, dropped
+
+
+def aligned(row_id: str, theirs, mine):
+    """The teacher's item with as many targets as the student's (which may be cut), or None where the tokens differ."""
+    from stages.batching import make_item
+
+    wanted = [t for t, m in zip(mine.ids, mine.mask) if m]
+    mask, found = [], []
+    for token, m in zip(theirs.ids, theirs.mask):
+        on = bool(m) and len(found) < len(wanted)
+        mask.append(int(on))
+        if on:
+            found.append(token)
+    return make_item(row_id, [], [theirs.ids], [mask]) if found == wanted else None
+
+
+def answers(stage, items, objective, renderer, model):
+    """Source: shuffled rows, some answered anew by the student (``on_policy``); sets the objective's weight of each step."""
+    from stages.batching import make_item
+    from stages.training import ShuffledRows
+
+    config = stage.config
+
+    class Source(ShuffledRows):
+        sampler = None
+
+        def items(self, step: int):
+            if config.soft_weight_end is not None:
+                done = step / max(1, self.total_steps - 1)
+                objective.soft_weight = config.soft_weight + (config.soft_weight_end - config.soft_weight) * done
+            rows = super().items(step)
+            if config.method != "on_policy":
+                return rows
+            own = [i for i, draw in enumerate(stage.rng("own answers", step).random(len(rows))) if draw < config.lmbda]
+            for i, answer in zip(own, self.sample([rows[i] for i in own], step)):
+                rows[i] = answer
+            return rows
+
+        def sample(self, rows, step):
+            from stages.sampler import Sampler
+            from stages.sampling import SamplingParams
+
+            if self.sampler is None:
+                self.sampler = Sampler(model, renderer.tokenizer, max_batch=64)
+            prompts = [renderer.prompt_ids(row.extra["messages"][:-1]) for row in rows]
+            params = SamplingParams(temperature=config.sampling_temperature, max_new_tokens=config.max_completion_length, stop_ids=renderer.stop_ids)
+            groups = self.sampler.generate(prompts, params, [[stage.seed_for("answer", step, row.row_id)] for row in rows])
+            return [make_item(row.row_id, prompt, [group[0].ids], [[1] * len(group[0].ids)], **row.extra) for row, prompt, group in zip(rows, prompts, groups)]
+
+    return Source(stage, items, config.batch_size, config.num_train_epochs, config.max_steps)

@@ -1,0 +1,104 @@
+"""Divergence of a student's next-token distribution from a teacher's over the whole vocabulary, chunk by chunk.
+
+Legend: N positions, V vocabulary, p the teacher's distribution, q the student's, both at temperature T. Values are nats per
+position, times T^2 so that the gradient's size does not depend on T (Hinton et al. 2015). Directions:
+
+``forward``  KL(p || q)                               gradient in the student's logits: T (q - p)
+``reverse``  KL(q || p)
+``jsd``      b KL(p || M) + (1 - b) KL(q || M), M = b p + (1 - b) q   (Agarwal et al. 2024; b -> 0 is forward / b, b -> 1 reverse)
+
+Catalogue ``kd.logit``, ``kd.context``, ``kd.onpolicy``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from stages.modeling import Head, _head_chunks, precise
+
+DIRECTIONS = ("forward", "reverse", "jsd")
+
+
+def divergence(student: Head, hidden_NH, teacher: Head, teacher_hidden_NK, direction: str = "forward", temperature: float = 1.0, jsd_beta: float = 0.5):
+    """Per-position divergence ``[N]``, float32 or better; differentiable in the student's hidden states, weight and bias.
+
+    Args:
+        teacher_hidden_NK: hidden states of the teacher at the same targets; no gradient flows there.
+
+    Raises:
+        ValueError: unknown direction, ``jsd_beta`` outside (0, 1), or vocabularies of different size.
+    """
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction={direction!r}; write one of {', '.join(DIRECTIONS)}")
+    if direction == "jsd" and not 0 < jsd_beta < 1:
+        raise ValueError(f"jsd_beta={jsd_beta}; write a number between 0 and 1, or direction=forward (0) or reverse (1)")
+    if student.weight.shape[0] != teacher.weight.shape[0]:
+        raise ValueError(f"the student's vocabulary has {student.weight.shape[0]} entries, the teacher's {teacher.weight.shape[0]}; distillation on logits needs the same "
+                         "tokenizer and vocabulary (sequence-level distillation does not: run sft on the teacher's answers)")
+    return _Divergence.apply(hidden_NH, student.weight, student.bias, teacher_hidden_NK.detach(), student, teacher, direction, float(temperature), float(jsd_beta))
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, teacher_hidden, student, teacher, direction, temperature, beta):
+        out = hidden.new_empty(hidden.shape[0], dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+        for rows in _head_chunks(hidden.shape[0], weight):
+            out[rows] = _values(*_logs(student, hidden[rows], teacher, teacher_hidden[rows], temperature), direction, beta) * temperature ** 2
+        ctx.save_for_backward(hidden, weight, bias, teacher_hidden)
+        ctx.settings = student, teacher, direction, temperature, beta
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight, bias, teacher_hidden = ctx.saved_tensors
+        student, teacher, direction, temperature, beta = ctx.settings
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=grad.dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=grad.dtype) if bias is not None and ctx.needs_input_grad[2] else None
+        for rows in _head_chunks(hidden.shape[0], weight):
+            logq, logp = _logs(student, hidden[rows], teacher, teacher_hidden[rows], temperature)
+            # d(value)/d(logit / T) = q (g - sum q g) with g = d(value)/dq up to a constant
+            if direction == "forward":
+                dz = logq.exp() - logp.exp()
+            else:
+                g = logq - (logp if direction == "reverse" else _mixture(logp, logq, beta))
+                if direction == "jsd":
+                    g = (1 - beta) * g
+                q = logq.exp()
+                dz = q * (g - (q * g).sum(-1, keepdim=True))
+            dz = dz * (grad[rows, None] * temperature * student.scale)
+            if student.softcap:
+                cap = student.logits(hidden[rows]) / student.softcap
+                dz = dz * (1 - cap * cap)
+            dz = dz.to(weight.dtype)
+            grad_hidden[rows] = (dz @ weight).to(hidden.dtype)
+            if grad_weight is not None:
+                grad_weight += dz.t() @ hidden[rows].to(weight.dtype)
+            if grad_bias is not None:
+                grad_bias += dz.sum(0)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+
+
+def _logs(student, hidden, teacher, teacher_hidden, temperature):
+    """(log q, log p) [n, V]."""
+    return (torch.log_softmax(precise(student.logits(hidden)) / temperature, -1),
+            torch.log_softmax(precise(teacher.logits(teacher_hidden)).to(precise(hidden).dtype) / temperature, -1))
+
+
+def _mixture(logp, logq, beta):
+    """log(b p + (1 - b) q)."""
+    import math
+
+    return torch.logaddexp(logp + math.log(beta), logq + math.log1p(-beta))
+
+
+def _values(logq, logp, direction, beta):
+    def kl(a, b):
+        return (a.exp() * (a - b)).sum(-1)
+
+    if direction == "forward":
+        return kl(logp, logq)
+    if direction == "reverse":
+        return kl(logq, logp)
+    middle = _mixture(logp, logq, beta)
+    return beta * kl(logp, middle) + (1 - beta) * kl(logq, middle)

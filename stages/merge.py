@@ -1,0 +1,140 @@
+"""merge: one model from several of the same architecture, by arithmetic on their weights, without training.
+
+``linear``           sum_i c_i w_i with coefficients that sum to 1 (``ops.merge``: Llama 3's averaging, model soups)
+``slerp``            of two models, along the arc between their weights, tensor by tensor (Shoemake 1985)
+``task_arithmetic``  base + sum_i c_i (w_i - base) (Ilharco et al. 2023)
+``ties``             as task_arithmetic after trimming each difference to its largest entries and keeping, per weight, those
+                     that agree with the majority sign (Yadav et al. 2023)
+
+Everything is computed in float32; integer buffers come from the first model, tokenizer and template too.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
+
+
+class Config(StageConfig):
+    method: Literal["linear", "slerp", "task_arithmetic", "ties"] = Field("linear", description="How weights are combined; see the stage's description.")
+    coefficients: dict[str, float] = Field(default_factory=dict, description="Label of each model -> coefficient; empty: equal shares (linear, slerp) or 1 each (task_arithmetic, ties). "
+                                           "slerp: the share of the second model decides.")
+    density: float = Field(0.2, gt=0, le=1, description="Share of each difference's entries that ties keeps (paper 0.2).")
+
+
+SPEC = StageSpec(
+    name="merge", config=Config,
+    inputs={"models": InputSpec("model", many=True, doc="The models, each with a label."),
+            "base": InputSpec("model", required=False, doc="What they were trained from (task_arithmetic, ties).")},
+    outputs={"model": OutputSpec("model", role="policy")})
+
+
+def run(stage):
+    from stages.modeling import load_policy, save_policy
+    from stages.chat import renderer_for
+    from stages.spec import ConfigError
+
+    config, given = stage.config, stage.many("models")
+    labels = list(given)
+    differences = config.method in ("task_arithmetic", "ties")
+    if len(labels) < (1 if differences else 2) or (config.method == "slerp" and len(labels) != 2):
+        raise ConfigError(f"merge: method={config.method} takes {'exactly two' if config.method == 'slerp' else 'several'} models; give --input models.a=REF --input models.b=REF")
+    if differences != stage.has("base"):
+        raise ConfigError("merge: " + (f"method={config.method} needs what the models were trained from; give base=REF" if differences
+                                       else f"method={config.method} has no base; drop it, or write method=task_arithmetic"))
+    coefficients = coefficients_of(config, labels)
+    stage.log("merging " + ", ".join(f"{c:g} x {label} ({given[label].ref or given[label].path})" for label, c in coefficients.items()))
+    model = load_policy(given[labels[0]].path)
+    states = {label: load_policy(given[label].path).state_dict() for label in labels}
+    base = load_policy(stage.path("base")).state_dict() if differences else None
+    check_alike(states, base)
+    merged = {name: combine(config, name, [states[label][name] for label in labels], list(coefficients.values()), base[name] if base else None)
+              for name in states[labels[0]]}
+    model.load_state_dict(merged)
+    with stage.output_model("model", role="policy") as directory:
+        save_policy(model, renderer_for(given[labels[0]].path).tokenizer, directory)
+    first = states[labels[0]]
+    stage.summary({"models": len(labels), **{f"coefficient/{label}": c for label, c in coefficients.items()},
+                   "distance_to_first": float(sum((merged[n].double() - first[n].double()).square().sum() for n in merged if merged[n].is_floating_point()) ** 0.5)})
+
+
+def coefficients_of(config: Config, labels: list[str]) -> dict[str, float]:
+    """Coefficient per label, in the models' order.
+
+    Raises:
+        ConfigError: unknown or missing labels, or shares that do not sum to 1 where they must.
+    """
+    from stages.spec import ConfigError
+
+    share = config.method in ("linear", "slerp")
+    if not config.coefficients:
+        return {label: 1.0 / len(labels) if share else 1.0 for label in labels}
+    if set(config.coefficients) != set(labels):
+        raise ConfigError(f"merge: coefficients name {sorted(config.coefficients)}, the models are {sorted(labels)}; name each model once")
+    found = {label: config.coefficients[label] for label in labels}
+    if share and abs(sum(found.values()) - 1.0) > 1e-9:
+        raise ConfigError(f"merge: the coefficients sum to {sum(found.values()):g}; for method={config.method} they must sum to 1 (write method=task_arithmetic to add differences)")
+    return found
+
+
+def check_alike(states: dict, base: dict | None) -> None:
+    """Refuse models whose tensors differ in name, shape or kind."""
+    from stages.spec import ConfigError
+
+    everyone = {**states, **({"base": base} if base else {})}
+    first, reference = next(iter(everyone.items()))
+    for label, state in everyone.items():
+        odd = sorted(set(state) ^ set(reference)) or [n for n in reference if state[n].shape != reference[n].shape or state[n].dtype != reference[n].dtype]
+        if odd:
+            raise ConfigError(f"merge: models {first} and {label} differ in {odd[0]} ({len(odd)} tensors in all); merge models of one architecture and vocabulary")
+
+
+def combine(config: Config, name: str, tensors: list, coefficients: list[float], base=None):
+    """One merged tensor, in the type of the first."""
+    import torch
+
+    first = tensors[0]
+    if not first.is_floating_point():
+        return first
+    wide = [t.to(torch.float64 if t.dtype == torch.float64 else torch.float32) for t in tensors]
+    if config.method == "slerp":
+        merged = slerp(wide[0], wide[1], coefficients[1])
+    elif config.method == "linear":
+        merged = sum(c * w for c, w in zip(coefficients, wide))
+    else:
+        origin = base.to(wide[0].dtype)
+        changes = [w - origin for w in wide]
+        if config.method == "ties":
+            merged = origin + ties(changes, coefficients, config.density)
+        else:
+            merged = origin + sum(c * d for c, d in zip(coefficients, changes))
+    return merged.to(first.dtype)
+
+
+def slerp(a, b, share: float):
+    """Point at ``share`` of the way along the arc from a to b; along the line where they are (nearly) parallel."""
+    import torch
+
+    cosine = (torch.dot(a.flatten(), b.flatten()) / (a.norm() * b.norm()).clamp_min(1e-30)).clamp(-1.0, 1.0)
+    angle = torch.arccos(cosine)
+    if float(angle) < 1e-4 or float(angle) > 3.14149:
+        return (1 - share) * a + share * b
+    return (torch.sin((1 - share) * angle) * a + torch.sin(share * angle) * b) / torch.sin(angle)
+
+
+def ties(changes: list, coefficients: list[float], density: float):
+    """Trim, elect sign, merge: per entry the mean of the trimmed changes that have the elected sign."""
+    import torch
+
+    trimmed = []
+    for change, c in zip(changes, coefficients):
+        keep = max(1, round(density * change.numel()))
+        threshold = change.abs().flatten().kthvalue(change.numel() - keep + 1).values
+        trimmed.append(torch.where(change.abs() >= threshold, c * change, 0.0))
+    stacked = torch.stack(trimmed)
+    sign = torch.sign(stacked.sum(0))
+    agrees = (torch.sign(stacked) == sign) & (stacked != 0)
+    return torch.where(agrees, stacked, 0.0).sum(0) / agrees.sum(0).clamp_min(1)

@@ -1,0 +1,115 @@
+"""The processes that train one model together: who this one is, and exact sums over all of them.
+
+A stage that runs on several devices is started once per device under torchrun. Every rank reads the same rows and plans the same
+micro-batches; each computes its share, and gradients, losses and metrics are summed over ranks before anything is divided
+(`stages.training`). So the number of ranks changes a result only by the rounding of one sum. With one process all of this is free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+#: Elements summed in one message.
+BUCKET_ELEMENTS = 1 << 24
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def connect(device: str = "cpu") -> int:
+    """Join the process group named by torchrun's environment (gloo on the CPU, NCCL on CUDA); returns the number of ranks."""
+    size = world_size()
+    if size > 1 and not dist.is_initialized():
+        if device.startswith("cuda"):
+            torch.cuda.set_device(device)
+        # One rank may compute a reference cache or write a report while the others wait.
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=timedelta(hours=4))
+    return size
+
+
+def share(groups: Sequence[Sequence], cost: Callable[[Sequence], int], index: int | None = None, size: int | None = None) -> list[Sequence]:
+    """The micro-batches of this rank: the dearest first, each to the rank with the least work so far."""
+    index, size = rank() if index is None else index, world_size() if size is None else size
+    if size == 1:
+        return list(groups)
+    load = [0] * size
+    mine = []
+    for group in sorted(groups, key=cost, reverse=True):
+        owner = min(range(size), key=lambda r: (load[r], r))
+        load[owner] += cost(group)
+        if owner == index:
+            mine.append(group)
+    return mine
+
+
+def sum_numbers(values: dict[str, float]) -> dict[str, float]:
+    """Sum per name over ranks, in rank order; a name missing on a rank counts as 0."""
+    if world_size() == 1:
+        return values
+    everyone: list[dict[str, float]] = [{}] * world_size()
+    dist.all_gather_object(everyone, values)
+    names = dict.fromkeys(name for one in everyone for name in one)
+    return {name: sum(one.get(name, 0.0) for one in everyone) for name in names}
+
+
+def sum_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Sum the gradients over ranks, in place; a parameter without a gradient on every rank keeps none."""
+    if world_size() == 1:
+        return
+    parameters = list(parameters)
+    device = parameters[0].device
+    present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
+    dist.all_reduce(present)
+    bucket: list[torch.nn.Parameter] = []
+    for p, any_rank in zip(parameters, present.tolist()):
+        if not any_rank:
+            continue
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        if bucket and (p.grad.dtype != bucket[0].grad.dtype or sum(b.numel() for b in bucket) + p.numel() > BUCKET_ELEMENTS):
+            _sum_bucket(bucket)
+            bucket = []
+        bucket.append(p)
+    if bucket:
+        _sum_bucket(bucket)
+
+
+def _sum_bucket(bucket) -> None:
+    flat = torch.cat([p.grad.reshape(-1) for p in bucket])
+    dist.all_reduce(flat)
+    for p, part in zip(bucket, flat.split([p.numel() for p in bucket])):
+        p.grad.copy_(part.view_as(p))
+
+
+def gather(value):
+    """Every rank's value, in rank order."""
+    if world_size() == 1:
+        return [value]
+    everyone = [None] * world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def barrier() -> None:
+    if world_size() > 1 and dist.is_initialized():
+        dist.barrier()
+
+
+@contextlib.contextmanager
+def first_rank_only():
+    """``with first_rank_only() as here: if here: ...``: rank 0 works, the others wait for the end of the block."""
+    try:
+        yield rank() == 0
+    finally:
+        barrier()

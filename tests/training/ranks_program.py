@@ -1,0 +1,34 @@
+"""Run by torchrun (or alone): one float64 step of every objective; rank 0 writes the gradients and metrics. Not a test module."""
+
+import sys
+
+import numpy as np
+import torch
+
+from stages import ranks
+from stages.sharding import whole
+from stages.modeling import load_policy, new_reward_model
+from stages.training import Trainer
+from tests.training.test_invariance import objectives
+
+
+def main(policy: str, out: str, sharding: str = "none") -> None:
+    torch.set_num_threads(1)
+    found = {}
+    for name, (objective, make, reward) in objectives().items():
+        from stages.settings import OptimizerConfig
+
+        model = (new_reward_model(policy) if reward else load_policy(policy)).double()
+        config = OptimizerConfig(max_tokens_per_micro_batch=64, max_grad_norm=1e9, sharding=sharding, forward="model" if sharding == "full" else "auto")
+        trainer = Trainer(model, objective, config, 3)
+        items = make(np.random.default_rng(0))
+        metrics = trainer.step(items)
+        found[name] = (torch.cat([whole(p.grad).flatten() for p in model.parameters() if p.grad is not None]), metrics, trainer.evaluate(items[:3]))
+    everyone = ranks.gather({name: float(g.double().sum()) for name, (g, _, _) in found.items()})
+    assert all(one == everyone[0] for one in everyone), "ranks disagree"
+    if ranks.rank() == 0:
+        torch.save(found, out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,117 @@
+"""Distillation: the chunked divergence against autograd, what the teacher reads, and the stage on a tiny model."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from stages import modeling
+from stages.divergence import divergence
+from stages.harness import execute
+from stages.modeling import Head
+
+BASE = {"learning_rate": 1e-2, "batch_size": 8, "num_train_epochs": 2, "max_length": 64}
+
+
+def silent(event):
+    pass
+
+
+@pytest.mark.parametrize("direction", ("forward", "reverse", "jsd"))
+@pytest.mark.parametrize("temperature", (1.0, 1.7))
+def test_divergence_equals_autograd(direction, temperature, monkeypatch):
+    monkeypatch.setattr(modeling, "HEAD_CHUNK_ELEMENTS", 40)
+    torch.manual_seed(0)
+    hidden, weight, bias = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((9, 6), (13, 6), (13,)))
+    theirs, teacher = torch.randn(9, 4, dtype=torch.float64), Head(torch.randn(13, 4, dtype=torch.float64), None)
+    upstream = torch.randn(9, dtype=torch.float64)
+    for scale, softcap in ((1.0, None), (0.7, 4.0)):
+        student = Head(weight, bias, scale, softcap)
+        ours = divergence(student, hidden, teacher, theirs, direction, temperature, 0.3)
+        q, p = (torch.softmax(h.logits(x) / temperature, -1) for h, x in ((student, hidden), (teacher, theirs)))
+        kl = lambda a, b: (a * (a / b).log()).sum(-1)
+        m = 0.3 * p + 0.7 * q
+        plain = {"forward": kl(p, q), "reverse": kl(q, p), "jsd": 0.3 * kl(p, m) + 0.7 * kl(q, m)}[direction] * temperature ** 2
+        assert torch.allclose(ours, plain, atol=1e-12)
+        for a, b in zip(torch.autograd.grad((ours * upstream).sum(), (hidden, weight, bias)), torch.autograd.grad((plain * upstream).sum(), (hidden, weight, bias))):
+            assert torch.allclose(a, b, atol=1e-11)
+
+
+def test_a_distribution_equal_to_the_teachers_has_no_gradient():
+    weight, hidden = torch.randn(7, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    for direction in ("forward", "reverse", "jsd"):
+        value = divergence(Head(weight, None), hidden, Head(weight, None), hidden.detach(), direction)
+        assert torch.allclose(value, torch.zeros(5, dtype=torch.float64), atol=1e-14)
+        assert torch.allclose(torch.autograd.grad(value.sum(), hidden)[0], torch.zeros(5, 3, dtype=torch.float64), atol=1e-14)
+
+
+def test_other_vocabularies_are_refused_with_the_way_out():
+    with pytest.raises(ValueError, match="sft on the teacher's answers"):
+        divergence(Head(torch.randn(7, 3), None), torch.randn(2, 3), Head(torch.randn(8, 3), None), torch.randn(2, 3))
+
+
+@pytest.fixture(scope="module")
+def teacher(tiny, data, tmp_path_factory):
+    """A tiny model that has learned the demonstrations."""
+    workdir = tmp_path_factory.mktemp("teacher")
+    result = execute({"stage": "sft", "config": {**BASE, "num_train_epochs": 6}, "device": "cpu", "workdir": str(workdir),
+                      "inputs": {"model": {"path": tiny["policy"]}, "data": {"path": data["demonstrations"]}}}, silent)
+    return result["outputs"]["model"]["path"]
+
+
+def distilled(spec, tiny, data, config, name, **inputs):
+    made = spec("distill", {**BASE, **config}, {"model": tiny["policy"], "data": data["demonstrations"], **inputs}, name)
+    return execute(made, silent), made
+
+
+@pytest.mark.parametrize("direction", ("forward", "jsd"))
+def test_the_student_moves_to_its_teacher(spec, tiny, data, teacher, direction):
+    result, _ = distilled(spec, tiny, data, {"direction": direction, "num_train_epochs": 6}, "logit", teacher=teacher)
+    assert result["summary"]["validation/kl"] < 0.2 * result["summary"]["validation/kl_before"]
+
+
+def test_codistillation_mixes_both_losses_with_a_scheduled_weight(spec, tiny, data, teacher):
+    _, made = distilled(spec, tiny, data, {"soft_weight": 1.0, "soft_weight_end": 0.0, "max_steps": 5}, "co", teacher=teacher)
+    rows = [json.loads(line)["metrics"] for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()]
+    steps = [r for r in rows if "train/loss" in r]
+    for i, row in enumerate(steps):
+        soft = 1.0 - i / 4
+        assert row.get("train/divergence", row["train/loss"]) == pytest.approx(soft * row["train/kl"], rel=1e-4, abs=1e-6)
+    assert steps[-1]["train/nll"] == pytest.approx(steps[-1]["train/loss"], rel=1e-5)
+
+
+def test_context_moves_into_the_weights(spec, tiny, data, teacher):
+    """The teacher is the starting model with the context in front; its targets are the student's tokens."""
+    result, _ = distilled(spec, tiny, data, {"method": "context", "context": "answer with the letter b", "num_train_epochs": 4}, "context")
+    assert 0 < result["summary"]["validation/kl"] < result["summary"]["validation/kl_before"]
+    assert result["summary"]["rows"] == 42 and result["summary"]["dropped/context_does_not_fit"] == 0
+
+
+def test_the_student_answers_its_share_of_the_rows(spec, tiny, data, teacher):
+    from stages.chat import renderer_for
+    from stages.distill import Config, Distillation, answers, encode
+    from stages.harness import Stage
+    from stages.modeling import load_policy
+    from stages.registry import get_stage
+
+    made = spec("distill", {**BASE, "method": "on_policy", "lmbda": 0.5, "max_completion_length": 6, "direction": "jsd"},
+                {"model": tiny["policy"], "data": data["demonstrations"], "teacher": teacher}, "gkd")
+    stage = Stage(get_stage("distill"), made, silent)
+    renderer = renderer_for(tiny["policy"])
+    train, _ = encode(stage, renderer, "train")
+    source = answers(stage, train, Distillation(Config(method="on_policy"), None), renderer, load_policy(tiny["policy"]))
+    known = {i.row_id: i for i in train}
+    own = [item for step in range(6) for item in source.items(step) if item is not known[item.row_id]]
+    assert 0 < len(own) < 48 and all(1 <= len(i.responses[0]) <= 6 and i.masks[0].all() and len(i.prompt) for i in own)
+    again = [i.responses[0].tolist() for i in source.items(0)]
+    assert again == [i.responses[0].tolist() for i in source.items(0)]
+    result = execute({**made, "workdir": made["workdir"] + "-run"}, silent)
+    assert result["summary"]["validation/kl"] < result["summary"]["validation/kl_before"]
+
+
+def test_a_teacher_is_asked_for(spec, tiny, data):
+    from stages.spec import ConfigError
+
+    with pytest.raises(ConfigError, match="teacher=REF"):
+        distilled(spec, tiny, data, {}, "none")

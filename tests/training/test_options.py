@@ -1,0 +1,196 @@
+"""What every trained stage can be asked for: LoRA, averaged weights, the best validation pass, early stopping, who computes the layers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stages.batching import collate
+from stages.harness import execute
+from stages.modeling import load_policy, save_policy, target_logps
+from stages.settings import OptimizerConfig
+from stages.sft import NextToken
+from stages.training import Trainer, TrainingError, learning_rate_at
+from tests.training.test_invariance import text_items
+
+SFT = {"learning_rate": 1e-2, "batch_size": 8, "num_train_epochs": 2, "max_length": 64}
+
+
+def silent(event):
+    pass
+
+
+def scores(model, items) -> list[float]:
+    with torch.inference_mode():
+        return target_logps(model.eval(), collate(items))[0].tolist()
+
+
+def test_lora_trains_only_the_adapter_and_comes_back_to_the_last_bit(tiny, tmp_path):
+    """In a fresh process: base + adapter give the trained scores exactly, the merged directory gives the merged model's."""
+    from stages.adapters import add_lora, switched_off
+    from stages.chat import load_tokenizer
+
+    items = text_items(np.random.default_rng(0))
+    base = load_policy(tiny["policy"])
+    before = scores(base, items)
+    model = add_lora(load_policy(tiny["policy"]), OptimizerConfig(lora_rank=4), seed=7)
+    assert scores(model, items) == pytest.approx(before, abs=1e-6)  # B starts at 0
+    trainer = Trainer(model, NextToken("token-mean"), OptimizerConfig(learning_rate=1e-2, lora_rank=4, warmup_ratio=0), 3)
+    assert trainer.parameters and all("lora_" in name for name in trainer.parameters)
+    for _ in range(3):
+        trainer.step(items)
+    trained = scores(model, items)
+    assert max(abs(a - b) for a, b in zip(trained, before)) > 1e-2
+    with switched_off(model):
+        assert scores(model, items) == before
+    save_policy(model, load_tokenizer(tiny["policy"]), tmp_path / "out", base="model:base")
+    merged = scores(load_policy(str(tmp_path / "out")), items)
+    assert merged == pytest.approx(trained, abs=1e-4)
+    assert json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())["base_model_name_or_path"] == "model:base"
+    program = f"""
+import json, numpy as np
+from peft import PeftModel
+from stages.modeling import load_policy
+from tests.training.test_invariance import text_items
+from tests.training.test_options import scores
+items = text_items(np.random.default_rng(0))
+adapted = PeftModel.from_pretrained(load_policy({tiny['policy']!r}), {str(tmp_path / 'out' / 'adapter')!r})
+print(json.dumps([scores(adapted, items), scores(load_policy({str(tmp_path / 'out')!r}), items)]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == [trained, merged]
+
+
+@pytest.mark.parametrize("stage", ("sft", "align", "rl"))
+def test_stages_train_with_lora(stage, tiny, data, spec):
+    from transformers import AutoModelForCausalLM
+
+    config = {"sft": SFT, "align": {**SFT, "max_length": 96}, "rl": {"learning_rate": 1e-2, "max_steps": 2, "prompts_per_step": 6, "num_generations": 8,
+              "max_completion_length": 48, "rewards": [{"name": "length", "kind": "length"}]}}[stage]
+    rows = {"sft": "demonstrations", "align": "pairs", "rl": "prompts"}[stage]
+    result = execute(spec(stage, {**config, "lora_rank": 4}, {"model": tiny["policy"], "data": data[rows]}, "lora"), silent)
+    out = Path(result["outputs"]["model"]["path"])
+    new, old = (dict(AutoModelForCausalLM.from_pretrained(p).named_parameters()) for p in (out, tiny["policy"]))
+    changed = {n for n in old if not torch.equal(old[n], new[n])}
+    assert changed and all(n.endswith("_proj.weight") for n in changed)
+    assert (out / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_unknown_lora_targets_name_the_layers(tiny):
+    from stages.adapters import add_lora
+    from stages.modeling import ModelError
+
+    with pytest.raises(ModelError, match="q_proj"):
+        add_lora(load_policy(tiny["policy"]), OptimizerConfig(lora_rank=2, lora_targets="quack"), 0)
+
+
+def test_averaged_weights_are_the_published_ones(tiny):
+    items = text_items(np.random.default_rng(0))
+    model = load_policy(tiny["policy"])
+    trainer = Trainer(model, NextToken("token-mean"), OptimizerConfig(learning_rate=1e-2, ema_decay=0.8), 4)
+    expected = {n: p.detach().clone() for n, p in trainer.parameters.items()}
+    for _ in range(4):
+        trainer.step(items)
+        expected = {n: 0.8 * e + 0.2 * trainer.parameters[n].detach() for n, e in expected.items()}
+    last = {n: p.detach().clone() for n, p in trainer.parameters.items()}
+    with trainer.averaged():
+        inside = trainer.evaluate(items)["loss"]
+    assert all(torch.equal(last[n], p) for n, p in trainer.parameters.items())
+    trainer.settle()
+    assert all(torch.allclose(expected[n], p, atol=1e-6) for n, p in trainer.parameters.items())
+    assert trainer.evaluate(items)["loss"] == inside
+
+
+def test_the_best_validation_pass_is_published_and_training_stops(tiny, data, spec):
+    """A learning rate that ruins the model: the published weights are those of the best pass, and patience ends the run."""
+    config = {**SFT, "learning_rate": 3.0, "warmup_ratio": 0, "lr_schedule": "constant", "num_train_epochs": 6, "eval_every": 2, "select_by": "loss",
+              "early_stopping_patience": 2}
+    made = spec("sft", config, {"model": tiny["policy"], "data": data["demonstrations"]}, "best")
+    result = execute(made, silent)
+    rows = [json.loads(line) for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()]
+    passes = {r["step"]: r["metrics"]["validation/loss"] for r in rows if "validation/loss" in r["metrics"]}
+    best = min(passes, key=passes.get)
+    assert result["summary"]["selected_step"] == best and result["summary"]["steps"] == best + 4 < 36
+    assert result["summary"]["validation/nll"] == pytest.approx(passes[best], rel=1e-5)
+    same = execute(spec("sft", {**SFT, "max_steps": 1}, {"model": result["outputs"]["model"]["path"], "data": data["demonstrations"]}, "again"), silent)
+    assert same["summary"]["validation/nll_before"] == pytest.approx(passes[best], rel=1e-5)
+
+
+def test_selection_needs_something_to_select_by(tiny, data, spec):
+    with pytest.raises(ValueError, match="eval_every=STEPS"):
+        OptimizerConfig.model_validate({"early_stopping_patience": 1})
+    from stages.sft import Config
+
+    with pytest.raises(ValueError, match="eval_every=STEPS"):
+        Config(select_by="loss")
+    with pytest.raises(TrainingError, match="write one of.*loss"):
+        execute(spec("sft", {**SFT, "eval_every": 1, "select_by": "quality"}, {"model": tiny["policy"], "data": data["demonstrations"]}, "wrong"), silent)
+
+
+def test_a_layers_own_forward_and_ours_train_alike(tiny):
+    items = text_items(np.random.default_rng(0))
+    weights = []
+    for forward in ("own", "model"):
+        model = load_policy(tiny["policy"])
+        trainer = Trainer(model, NextToken("token-mean"), OptimizerConfig(learning_rate=1e-3, forward=forward, activation_checkpointing=forward == "own"), 3)
+        for _ in range(3):
+            trainer.step(items)
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.allclose(*weights, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_compiled_forward_trains_alike(tiny):
+    items = text_items(np.random.default_rng(0), 3)
+    weights = []
+    for forward in ("compiled", "model"):
+        model = load_policy(tiny["policy"])
+        trainer = Trainer(model, NextToken("token-mean"), OptimizerConfig(learning_rate=1e-3, forward=forward), 1)
+        trainer.step(items)
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.allclose(*weights, atol=2e-5)
+
+
+def test_learning_rate_schedules():
+    def curve(schedule, **extra):
+        config = OptimizerConfig(learning_rate=1.0, lr_schedule=schedule, warmup_ratio=0.1, **extra)
+        return [learning_rate_at(step, 100, config) for step in range(100)]
+
+    for schedule in ("constant", "linear", "cosine", "inverse_sqrt", "wsd"):
+        values = curve(schedule)
+        assert values[0] == pytest.approx(0.1) and values[9] == pytest.approx(1.0) and max(values) <= 1.0 + 1e-12, schedule
+    assert curve("wsd", decay_ratio=0.3)[69] == 1.0 and curve("wsd", decay_ratio=0.3)[85] == pytest.approx(0.5)
+    assert curve("inverse_sqrt")[39] == pytest.approx(0.5)
+    assert curve("linear", min_lr_ratio=0.2)[99] == pytest.approx(0.2 + 0.8 / 90, abs=1e-9)
+
+
+def test_preflight_tells_the_plan_and_marks_what_is_trained(tiny, data, spec):
+    events = []
+    execute(spec("sft", {**SFT, "max_steps": 1}, {"model": tiny["policy"], "data": data["demonstrations"]}, "pre"), events.append)
+    told = [e for e in events if e["event"] == "report" and e["name"] == "preflight"][0]
+    page = Path(told["markdown"]).read_text()
+    assert "optimizer steps | 1" in page
+    rows = json.loads(Path(told["table"]).read_text())
+    assert len(rows) == 5
+    for row in rows:
+        trained = "".join(text for text, on in row["segments"] if on)
+        assert set(trained.split("<")[0]) == {"b"} and "user" not in trained
+    assert any("dearest micro-batch" in e.get("text", "") for e in events)
+
+
+def test_a_micro_batch_that_does_not_fit_fails_at_once_with_advice(tiny):
+    from stages.preflight import try_dearest
+
+    items = text_items(np.random.default_rng(0))
+    trainer = Trainer(load_policy(tiny["policy"]), NextToken("token-mean"), OptimizerConfig(), 1)
+
+    def backward(group, counts):
+        raise MemoryError
+
+    trainer.backward = backward
+    with pytest.raises(TrainingError, match="max_tokens_per_micro_batch"):
+        try_dearest(trainer, items, 4)
