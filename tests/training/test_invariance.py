@@ -49,7 +49,7 @@ def objectives():
 
     out = {f"sft/{mode}": (NextToken(mode), text_items, False) for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
     out["reward_model"] = (PairRanking(RewardConfig(use_margin=True, use_soft_labels=True, center_rewards_coefficient=0.01)), pair_items, True)
-    for method in ("dpo", "ipo", "length_norm", "dpo_nll", "soft_dpo"):
+    for method in ("dpo", "ipo", "length_norm", "dpo_nll", "soft_dpo", "orpo", "cpo"):
         out[f"align/{method}"] = (DirectAlignment(AlignConfig(method=method)), pair_items, False)
     for preset in ("reinforce", "rloo", "grpo", "dr_grpo", "gspo"):
         config = RLConfig(preset=preset, num_generations=3, entropy_coef=0.01)
