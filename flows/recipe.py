@@ -23,6 +23,9 @@ RECIPES = {
     "post_training": "flows.post_training",
     "preference": "flows.preference",
     "verifiable": "flows.verifiable",
+    "online_dpo": "flows.online_dpo",
+    "rest": "flows.rest",
+    "sdpo": "flows.sdpo",
 }
 
 

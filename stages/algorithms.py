@@ -122,15 +122,25 @@ def validate_rl(row: RLPreset, num_generations: int, *, updates_per_generation: 
 
 @dataclass(frozen=True)
 class DirectMethod:
-    """One direct-alignment loss on (policy chosen, policy rejected, reference chosen, reference rejected) [B]."""
+    """One direct-alignment loss: which data it reads, what number a response becomes, what else the loss wants.
+
+    data: `pairs` (loss of policy and reference values of both sides [B]), `unpaired` (of log-ratios and labels [B]), `rankings`
+    (of the K responses of one prompt), `segments` (of paired spans), `conditions` (pairs, plus the chosen response behind a
+    corrupted prompt). See stages/direct_losses.py for the signatures.
+    """
     name: str
     loss: str                            # "module:function"
     needs_reference: bool = True
-    logp_reduction: str = "sum"          # how token log-probs become one number per response
-    default_beta: float = 0.1
+    data: str = "pairs"
+    logp_reduction: str = "sum"          # how token log-probs become one number per response: sum | mean
+    default_beta: float | None = 0.1     # None: the loss has no beta
     options: dict = field(default_factory=dict)  # extra keyword arguments with their defaults
-    columns: tuple[str, ...] = ()        # per-pair values the loss also wants
+    columns: tuple[str, ...] = ()        # per-row values the loss also wants (stages.align.COLUMNS or item extras)
+    positive_gap: bool = False           # pairs whose chosen score is not above the rejected one are dropped
+    statistic: str = ""                  # of the whole step or run: z0 | delta | sorted (stages.align.Statistics)
+    settings: dict = field(default_factory=dict)  # options of the statistic, not of the loss
     nll_coef: float = 0.0                # coefficient of an NLL term on the chosen response
+    nll_reduction: str = "seq-mean"      # of that term per response: seq-mean | seq-sum
     source: str = ""
 
 
@@ -140,36 +150,66 @@ _DIRECT_ROWS = (
     DirectMethod("robust_dpo", "stages.losses:dpo_loss", options={"label_smoothing": 0.1, "robust": True}, source="da.cdpo (Chowdhury et al. 2024)"),
     DirectMethod("soft_dpo", "stages.losses:dpo_loss", columns=("label_prob",), source="da.soft_dpo"),
     DirectMethod("ipo", "stages.direct_losses:ipo_loss", source="da.ipo (Azar et al. 2023); beta is tau"),
+    DirectMethod("soft_ipo", "stages.direct_losses:ipo_loss", columns=("label_prob",), source="da.ipo with preference probabilities"),
     DirectMethod("hinge_norm", "stages.direct_losses:hinge_norm_loss", default_beta=0.05, source="da.slic, RSO"),
     DirectMethod("length_norm", "stages.losses:dpo_loss", logp_reduction="mean", default_beta=5.0, source="da.length_norm"),
     DirectMethod("apo_zero", "stages.direct_losses:apo_zero_loss", source="da.apo_zero"),
     DirectMethod("apo_down", "stages.direct_losses:apo_down_loss", source="da.apo_down"),
     DirectMethod("discopop", "stages.direct_losses:discopop_loss", default_beta=0.05, options={"discopop_tau": 0.05}, source="da.discopop"),
-    DirectMethod("cal_dpo", "stages.direct_losses:cal_dpo_loss", options={"cal_weight": 0.5}, source="da.cal_dpo"),
-    DirectMethod("sppo_hard", "stages.direct_losses:sppo_hard_loss", default_beta=1e-3, source="da.sppo"),
+    DirectMethod("discovered", "stages.direct_losses:discovered_loss", default_beta=0.05, options={"member": "padll"}, source="da.discopop, the family"),
+    DirectMethod("cal_dpo", "stages.direct_losses:cal_dpo_loss", options={"cal_weight": 0.5, "beta_in_contrast": False}, source="da.cal_dpo"),
     DirectMethod("nca_pair", "stages.direct_losses:nca_pair_loss", source="da.relatives"),
-    DirectMethod("bco_pair", "stages.direct_losses:bco_pair_loss", options={"delta": 0.0}, source="da.bco"),
     DirectMethod("exo_pair", "stages.direct_losses:exo_pair_loss", options={"label_smoothing": 1e-3}, source="da.relatives"),
+    DirectMethod("r_dpo", "stages.direct_losses:r_dpo_loss", columns=("length_chosen", "length_rejected"), options={"alpha": 0.05}, source="da.relatives"),
+    DirectMethod("wpo", "stages.direct_losses:wpo_loss", columns=("length_chosen", "length_rejected"), source="da.relatives"),
+    DirectMethod("aot", "stages.direct_losses:aot_matched_loss", columns=("matched_rejected", "matched_chosen"), statistic="sorted", source="da.relatives"),
     DirectMethod("dpo_nll", "stages.losses:dpo_loss", nll_coef=1.0, source="da.dpo_nll"),
+    DirectMethod("mdpo", "stages.direct_losses:mdpo_loss", data="conditions", columns=("h_corrupted",),
+                 options={"delta": 0.0, "conditional_weight": 1.0, "anchor_weight": 1.0}, source="da.mdpo, text analogue"),
+    DirectMethod("2d_dpo", "stages.direct_losses:two_d_dpo_loss", data="segments", source="da.2d_dpo"),
+    # with scores of both responses
+    DirectMethod("odpo", "stages.direct_losses:odpo_loss", columns=("score_gap",), positive_gap=True, options={"alpha": 1.0, "offset_fn": "log"},
+                 source="da.odpo (Amini et al. 2024)"),
+    DirectMethod("rpo", "stages.direct_losses:rpo_loss", columns=("score_gap",), options={"eta": 1.0}, source="da.rpo (Nemotron-4)"),
+    DirectMethod("rebel", "stages.direct_losses:rebel_pair_loss", columns=("score_gap",), default_beta=1.0, source="da.rebel; beta is 1/eta"),
+    # rankings
+    DirectMethod("pl_dpo", "stages.direct_losses:pl_dpo_loss", data="rankings", source="da.pl_dpo"),
+    DirectMethod("sppo", "stages.direct_losses:sppo_loss", data="rankings", columns=("win_prob",), default_beta=1e-3,
+                 source="da.sppo; beta is 1/eta, the reference is the previous iterate"),
+    DirectMethod("sppo_hard", "stages.direct_losses:sppo_hard_loss", default_beta=1e-3, source="da.sppo"),
+    DirectMethod("rrhf", "stages.direct_losses:rrhf_loss", needs_reference=False, data="rankings", columns=("rewards",), default_beta=None,
+                 options={"average": False}, source="da.rrhf (Yuan et al. 2023)"),
+    # single responses with a label
+    DirectMethod("kto", "stages.direct_losses:kto_loss", data="unpaired", statistic="z0",
+                 options={"desirable_weight": 1.0, "undesirable_weight": 1.0}, source="da.kto (Ethayarajh et al. 2024)"),
+    DirectMethod("bco", "stages.direct_losses:bco_loss", data="unpaired", statistic="delta", settings={"momentum": 0.99}, source="da.bco"),
+    DirectMethod("bco_pair", "stages.direct_losses:bco_pair_loss", options={"delta": 0.0}, source="da.bco"),
+    DirectMethod("apo_zero_unpaired", "stages.direct_losses:apo_zero_unpaired_loss", data="unpaired", source="da.apo_zero"),
+    # without a reference policy
     DirectMethod("reference_free", "stages.direct_losses:reference_free_loss", needs_reference=False, source="da.reference_free"),
     DirectMethod("simpo", "stages.direct_losses:simpo_loss", needs_reference=False, logp_reduction="mean", default_beta=2.0,
-                 options={"simpo_gamma": 0.5}, source="da.simpo"),
+                 options={"simpo_gamma": 0.5, "label_smoothing": 0.0}, source="da.simpo"),
     DirectMethod("alphapo", "stages.direct_losses:alphapo_loss", needs_reference=False, logp_reduction="mean", default_beta=2.0,
                  options={"simpo_gamma": 0.5, "alpha": 0.25}, source="da.alphapo"),
+    DirectMethod("cpo", "stages.direct_losses:reference_free_loss", needs_reference=False, nll_coef=1.0, nll_reduction="seq-sum", source="da.cpo"),
     DirectMethod("orpo", "stages.direct_losses:orpo_loss", needs_reference=False, logp_reduction="mean", default_beta=0.1,
                  nll_coef=1.0, source="da.orpo; beta is lambda, the loss is lambda * odds-ratio term"),
+    DirectMethod("slic", "stages.direct_losses:slic_loss", needs_reference=False, columns=("target",), default_beta=None,
+                 options={"delta": 1.0, "reg_coef": 0.1}, source="da.slic (SLiC-HF)"),
 )
 DIRECT_METHODS: dict[str, DirectMethod] = {row.name: row for row in _DIRECT_ROWS}
 
 
-def validate_direct(row: DirectMethod, beta: float, has_reference: bool) -> list[str]:
+def validate_direct(row: DirectMethod, beta: float | None, has_reference: bool) -> list[str]:
     """Refuse impossible direct-alignment settings (supervised-reward-direct.md, Model roles) and return warnings."""
-    if not beta > 0:
+    if row.default_beta is None and beta is not None:
+        raise ValueError(f"{row.name} has no beta; leave it out (its options are {', '.join(row.options)})")
+    if row.default_beta is not None and not beta > 0:
         raise ValueError(f"beta={beta} must be > 0; write {row.default_beta} for {row.name}")
     if row.needs_reference and not has_reference:
-        raise ValueError(f"{row.name} compares with a reference policy; give one (normally the model you start from), or use loss=simpo or orpo")
+        raise ValueError(f"{row.name} compares with a reference policy; give one (normally the model you start from), or use method=simpo or orpo")
     if not row.needs_reference and has_reference:
-        raise ValueError(f"{row.name} has no reference policy; leave the reference input out")
+        raise ValueError(f"{row.name} has no reference policy; leave the reference input and reference_update out")
     return [f"beta={beta} is below the usual range for simpo (2.0-2.5)"] if row.name == "simpo" and beta < 1 else []
 
 

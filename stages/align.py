@@ -1,9 +1,14 @@
-"""align: direct alignment of a policy on preference pairs (DPO and its relatives).
+"""align: direct alignment of a policy on preference data (DPO and its relatives).
 
-Reference log-probabilities are computed once, before training, into a ``ref_logps/1`` dataset (catalogue ``da.ref_cache``);
-a cache from an earlier run can be given as input and is used only if its fingerprints match. At step 0 policy equals
-reference, so DPO's loss must be ln 2: that is checked (``da.dpo``). Chosen and rejected log-probabilities are logged
-separately, with the displacement metrics of ``da.displacement``.
+A method is a row of ``stages.algorithms.DIRECT_METHODS``; it says which data it reads: pairs, single responses with a label (KTO,
+BCO), rankings of K responses (Plackett-Luce DPO, SPPO, RRHF) or paired segments (2D-DPO). Data of another kind is converted where
+ingestion has a rule for it.
+
+Log-probabilities of a frozen reference are computed once, before training, into a dataset (catalogue ``da.ref_cache``); a cache
+from an earlier run can be given as input and is used only if its fingerprints match. A moving reference (``reference_update``) is
+kept in memory instead. At step 0 policy equals reference, so DPO's loss must be ln 2: that is checked (``da.dpo``). Chosen and
+rejected log-probabilities are logged separately, with the displacement metrics of ``da.displacement``; for methods without a
+reference these are relative to the starting policy, on the held-out rows.
 """
 
 from __future__ import annotations
@@ -17,88 +22,49 @@ from stages.spec import InputSpec, OutputSpec, StageSpec
 
 
 class Config(OptimizerConfig):
-    method: Literal["dpo", "cdpo", "robust_dpo", "soft_dpo", "ipo", "apo_zero", "apo_down", "discopop", "cal_dpo", "hinge_norm", "length_norm",
-                    "sppo_hard", "nca_pair", "bco_pair", "exo_pair", "dpo_nll"] = Field(
-        "dpo", description="Direct-alignment loss with a reference policy (stages.algorithms.DIRECT_METHODS).")
+    method: Literal["dpo", "cdpo", "robust_dpo", "soft_dpo", "ipo", "soft_ipo", "hinge_norm", "length_norm", "apo_zero", "apo_down", "discopop",
+                    "discovered", "cal_dpo", "nca_pair", "exo_pair", "r_dpo", "wpo", "aot", "dpo_nll", "mdpo", "2d_dpo", "odpo", "rpo", "rebel",
+                    "pl_dpo", "sppo", "sppo_hard", "rrhf", "kto", "bco", "bco_pair", "apo_zero_unpaired", "reference_free", "simpo", "alphapo",
+                    "cpo", "orpo", "slic"] = Field("dpo", description="Direct-alignment loss (stages.algorithms.DIRECT_METHODS).")
     beta: float | None = Field(None, gt=0, title="Beta", description="Strength of the tie to the reference: higher stays closer; default the method's (dpo 0.1).")
     learning_rate: float = Field(5e-7, gt=0, description="Peak learning rate (ours 5e-7; TRL 1e-6; texts: very low).")
-    batch_size: int = Field(32, ge=1, description="Pairs per optimizer step (texts 32-64).")
-    num_train_epochs: float = Field(1.0, gt=0, description="Passes over the pairs.")
+    batch_size: int = Field(32, ge=1, description="Pairs (rows, prompts) per optimizer step (texts 32-64).")
+    num_train_epochs: float = Field(1.0, gt=0, description="Passes over the data.")
     max_steps: int | None = Field(None, ge=1, title="Max steps", description="Optimizer steps; overrides num_train_epochs.")
-    max_length: int = Field(1024, ge=8, description="Tokens of prompt and longer response.")
-    options: dict[str, float] = Field(default_factory=dict, description="The method's own options, e.g. label_smoothing for cdpo.")
+    max_length: int = Field(1024, ge=8, description="Tokens of prompt and longest response.")
+    options: dict[str, bool | float | str] = Field(default_factory=dict, description="The method's own options, e.g. label_smoothing for cdpo.")
+    logp_reduction: Literal["sum", "mean"] | None = Field(
+        None, title="Log-prob reduction", description="Token log-probs of a pair's responses summed or averaged; default the method's (TRL's ipo: mean).")
+    nll_coef: float | None = Field(None, ge=0, title="NLL coefficient", description="Coefficient of an NLL term on the chosen response; default the method's "
+                                   "(cpo, dpo_nll, orpo 1; else 0). simpo with nll_coef is CPO-SimPO.")
+    nll_reduction: Literal["seq-mean", "seq-sum"] | None = Field(None, title="NLL reduction", description="Of the NLL term per response; default the method's (cpo: seq-sum).")
+    reference_update: Literal["frozen", "tr_soft", "ema", "per_interval"] = Field(
+        "frozen", description="Moving reference (da.reference): tr_soft = mixed in every reference_interval steps (TR-DPO), ema = every step, "
+        "per_interval = copied every reference_interval steps (BPO).")
+    reference_alpha: float = Field(0.6, gt=0, le=1, description="tr_soft: share of the policy, ref <- a*pi + (1-a)*ref (TRL 0.6).")
+    reference_decay: float = Field(0.995, ge=0, lt=1, description="ema: share of the old reference, ref <- d*ref + (1-d)*pi.")
+    reference_interval: int = Field(512, ge=1, description="tr_soft, per_interval: optimizer steps between updates (TRL 512).")
+    z_ref_mode: Literal["batch_mismatched", "heldout", "zero"] = Field(
+        "batch_mismatched", description="kto: reference point z0 from mismatched pairs of each step, of the validation rows at each validation pass, or 0.")
+    win_probability: Literal["ranks", "bradley_terry", "scores"] = Field(
+        "ranks", description="sppo: P(y beats the prompt's other responses) from ranks, from sigma of score differences, or the scores themselves.")
+    segment_pairing: Literal["by_index", "top_chosen_vs_bottom_rejected"] = Field("by_index", description="2d_dpo: which segments are compared.")
+    corruption: Literal["drop", "shuffle", "truncate"] = Field("drop", description="mdpo: what is done to the parts of the prompt's last message.")
+    corruption_share: float = Field(0.5, gt=0, lt=1, description="mdpo: share of the parts dropped or cut off.")
+    stage_index: int | None = Field(None, ge=0, title="Stage index", description="Train only on rows of this curriculum stage (column stage_index).")
     eval_every: int = Field(0, ge=0, description="Optimizer steps between validation passes; 0 = only at start and end.")
-    eval_rows: int = Field(1000, ge=0, description="Held-out pairs used at most.")
+    eval_rows: int = Field(1000, ge=0, description="Held-out rows used at most.")
 
 
 SPEC = StageSpec(
     name="align", config=Config, gpu=True, parallel=True,
     inputs={"model": InputSpec("model", doc="Policy to start from (normally the SFT model)."),
-            "data": InputSpec("dataset", kinds=("pairs/1",), doc="Preference pairs."),
+            "data": InputSpec("dataset", kinds=("pairs/1", "unpaired/1", "rankings/1", "segments/1"), doc="Preference data of the method's kind, or convertible to it."),
             "reference": InputSpec("model", required=False, doc="Reference policy; default: the starting policy."),
-            "ref_logps": InputSpec("dataset", kinds=("ref_logps/1",), required=False, doc="Reference log-probs of an earlier run.")},
-    outputs={"model": OutputSpec("model", role="policy"), "ref_logps": OutputSpec("dataset")})
-
-
-class PairPreference:
-    """Objective of a row of ``DIRECT_METHODS``: per-pair losses on sequence log-probs; weighted rows count by their weight."""
-
-    def __init__(self, config: Config):
-        from stages.algorithms import DIRECT_METHODS, resolve, validate_direct
-
-        self.method = DIRECT_METHODS[config.method]
-        self.beta = config.beta if config.beta is not None else self.method.default_beta
-        self.warnings = validate_direct(self.method, self.beta, has_reference=True)
-        unknown = set(config.options) - set(self.method.options)
-        if unknown:
-            raise ValueError(f"method {config.method} has no option {sorted(unknown)}; it takes {sorted(self.method.options) or 'none'}.")
-        self.options = {**self.method.options, **config.options}
-        self.loss = resolve(self.method.loss)
-
-    def counts(self, items):
-        return {"weight": sum(i.extra["weight"] for i in items), "pairs": float(len(items)),
-                "chosen_tokens": float(sum(int(i.masks[0].sum()) for i in items))}
-
-    def __call__(self, model, batch):
-        import torch
-
-        from stages.training import Sums
-
-        sequence = sequence_logps(model, batch)
-        chosen, rejected = sequence[0::2], sequence[1::2]
-
-        def column(name):
-            return torch.tensor([i.extra[name] for i in batch.items], device=sequence.device, dtype=torch.float32)
-
-        weight, beta, ref_chosen, ref_rejected = column("weight"), self.beta, column("ref_chosen"), column("ref_rejected")
-        scale_chosen = scale_rejected = torch.ones_like(chosen)
-        if self.method.logp_reduction == "mean":
-            lengths = batch.mask_SL.sum(1).float()
-            scale_chosen, scale_rejected = 1.0 / lengths[0::2], 1.0 / lengths[1::2]
-        columns = {name: column(name) for name in self.method.columns}
-        losses = self.loss(chosen * scale_chosen, rejected * scale_rejected, ref_chosen * scale_chosen, ref_rejected * scale_rejected,
-                           beta=beta, **self.options, **columns)
-        terms = {"preference": ((losses * weight).sum(), "weight")}
-        if self.method.nll_coef:
-            terms["nll"] = (-self.method.nll_coef * chosen.sum(), "chosen_tokens")
-        shift_chosen, shift_rejected = (chosen - ref_chosen).detach(), (rejected - ref_rejected).detach()
-        u = beta * (shift_chosen - shift_rejected)
-        pairs = "pairs"
-        return Sums(terms, {
-            "rewards/chosen": (beta * shift_chosen.sum(), pairs), "rewards/rejected": (beta * shift_rejected.sum(), pairs),
-            "rewards/margins": (u.sum(), pairs), "rewards/accuracies": ((u > 0).float().sum(), pairs),
-            "logps/chosen": (chosen.detach().sum(), pairs), "logps/rejected": (rejected.detach().sum(), pairs),
-            "gradient_weight": (torch.sigmoid(-u).sum(), pairs),
-            "displacement/displaced_fraction": ((shift_chosen < 0).float().sum(), pairs),
-            "displacement/both_fell_fraction": (((shift_chosen < 0) & (shift_rejected < 0)).float().sum(), pairs)})
-
-
-def sequence_logps(model, batch):
-    """Sum of target log-probs of each response, ``[S]`` float32, differentiable."""
-    from stages.modeling import target_logps
-
-    logps, _ = target_logps(model, batch)
-    return logps.new_zeros(batch.mask_SL.shape[0]).index_add(0, batch.seq_N, logps)
+            "ref_logps": InputSpec("dataset", kinds=("ref_logps/1", "ref_values/1"), required=False, doc="Reference log-probs of an earlier run."),
+            "targets": InputSpec("dataset", kinds=("demonstrations/1",), required=False, doc="slic: target answers, by prompt; default: the chosen answers.")},
+    outputs={"model": OutputSpec("model", role="policy"),
+             "ref_logps": OutputSpec("dataset", required=False, doc="Log-probs under the frozen reference; methods without one, and moving ones, have none.")})
 
 
 def run(stage):
@@ -106,79 +72,163 @@ def run(stage):
 
     from stages.chat import renderer_for
     from stages.curves import training_report
+    from stages.direct_alignment import UNIT, AlignmentRows, DirectAlignment, MovingReference
     from stages.modeling import policy_to_train, save_policy
-    from stages.pairs import encode_pairs
-    from stages.training import ShuffledRows, Trainer, TrainingError, fit
+    from stages.preference_items import Encoder
+    from stages.preflight import preflight
+    from stages.training import Trainer, TrainingError, fit
 
     config, data = stage.config, stage.dataset("data")
+    objective = DirectAlignment(config, stage.has("reference"))
+    method, unit = objective.method, UNIT[objective.method.data]
     renderer = renderer_for(stage.path("model"))
-    train, dropped = encode_pairs(data, "train", renderer, config.max_length)
-    validation, _ = encode_pairs(data, "validation", renderer, config.max_length, config.eval_rows)
-    stage.log(f"{len(train)} training pairs, {len(validation)} validation; dropped {dropped}")
-    add_reference(stage, renderer, train + validation)
-    model = policy_to_train(stage)
-    source = ShuffledRows(stage, train, config.batch_size, config.num_train_epochs, config.max_steps)
-    objective = PairPreference(config)
-    for text in objective.warnings:
+    encode = Encoder(renderer, method, config, stage.rng, target_answers(stage, method))
+    train = encode(data, "train")
+    dropped = dict(encode.dropped)
+    validation = encode(data, "validation", config.eval_rows)
+    stage.log(f"{len(train)} training {unit}, {len(validation)} validation; dropped {dropped}")
+    for text in [*objective.warnings, *data_warnings(config, objective, train, validation)]:
         stage.warn("align_settings", text)
+    frozen = method.needs_reference and config.reference_update == "frozen"
+    if frozen:
+        add_reference(stage, renderer, objective, train + validation)
+    elif stage.has("ref_logps"):
+        raise ValueError(f"method {config.method} with reference_update={config.reference_update} has no frozen reference; leave the ref_logps input out.")
+    if not frozen and method.needs_reference and config.lora_rank:
+        raise ValueError(f"reference_update={config.reference_update} mixes all weights into the reference, which an adapter does not have; write lora_rank=0 or "
+                         "reference_update=frozen.")
+    if config.sharding == "full" and (method.statistic in ("z0", "sorted") or (method.needs_reference and not frozen)):
+        raise ValueError(f"method {config.method} with reference_update={config.reference_update} scores rows outside the training step, which sharded weights do not "
+                         "allow; write sharding=none.")
+    model = policy_to_train(stage)
+    moving = None
+    if method.needs_reference and not frozen:
+        moving = MovingReference(config, stage.path("reference" if stage.has("reference") else "model"), stage.device)
+    if not method.needs_reference:  # held-out displacement is measured from the start instead
+        for item, values in zip(validation, objective.log_probs(model, validation, stage.device)):
+            item.extra["ref"] = values
+    source = AlignmentRows(stage, model, objective, train, validation, moving)
     trainer = Trainer(model, objective, config, source.total_steps, stage.device)
     if config.method == "dpo" and not stage.has("reference") and stage.checkpoints.latest() is None:
-        loss = trainer.evaluate(train[: min(len(train), config.batch_size)])["loss"]
-        if abs(loss - math.log(2)) > 1e-4 * max(1.0, objective.beta * 10):
+        first = train[: min(len(train), config.batch_size)]
+        source.prepare(first)
+        loss = trainer.evaluate(first)["loss"]
+        if not objective.nll_coef and abs(loss - math.log(2)) > 1e-4 * max(1.0, objective.scale * 10):
             raise TrainingError(f"Policy equals reference at step 0, so the DPO loss must be ln 2 = 0.6931, but it is {loss:.6f}. The "
                                 "cached reference does not belong to this model and data; drop the ref_logps input.")
-    _, final = fit(stage, trainer, source, evaluate=(lambda: trainer.evaluate(validation)) if validation else None,
-                   eval_every=config.eval_every)
+    preflight(stage, trainer, train, config.batch_size, renderer)
+    _, final = fit(stage, trainer, source, evaluate=(lambda: source.evaluate(trainer)) if validation else None, eval_every=config.eval_every)
     with stage.output_model("model", role="policy") as directory:
         save_policy(model, renderer.tokenizer, directory, base=stage.inputs["model"].ref)
-    summary = {"steps": trainer.step_index, "pairs": len(train), "skipped_steps": trainer.skipped,
+    summary = {"steps": trainer.step_index, unit: len(train), "skipped_steps": trainer.skipped,
                **{f"dropped/{k}": v for k, v in dropped.items()}, **{f"validation/{k}": v for k, v in final.items()}}
-    if final.get("displacement/both_fell_fraction", 0.0) > 0.5:
-        stage.warn("likelihood_displacement", "On most held-out pairs the log-probabilities of chosen and rejected both fell. Raise "
-                   "beta, lower learning_rate, or train fewer steps.")
+    if final.get("displacement/both_fell_fraction", 0.0) > 0.5 or displaced(source.history):
+        stage.warn("likelihood_displacement", "On held-out rows the log-probability of the chosen responses fell although the margin grew. Raise "
+                   "beta, lower learning_rate, train fewer steps, or take method=dpo_nll, cal_dpo or apo_zero.")
     stage.summary(summary)
     training_report(stage, "Direct alignment", summary)
 
 
-def add_reference(stage, renderer, items) -> None:
-    """Fill ``ref_chosen``/``ref_rejected`` of every item from the given cache, or compute and publish them."""
+def displaced(history: list[list[float]], falls: int = 3) -> bool:
+    """Whether chosen_shift fell and the margin grew at each of the last ``falls`` validation passes (section H, alarms)."""
+    last = history[-falls - 1:]
+    return len(last) == falls + 1 and all(b[0] < a[0] and b[1] > a[1] for a, b in zip(last, last[1:]))
+
+
+def target_answers(stage, method) -> dict[str, list[dict]] | None:
+    """prompt_id -> the demonstration's answer, from the ``targets`` input (``da.slic``)."""
+    from storage.schema import prompt_id
+
+    if not stage.has("targets"):
+        return None
+    if "target" not in method.columns:
+        raise ValueError(f"the input `targets` is read by method slic only; leave it out for {method.name}.")
+    found = {}
+    for row in stage.dataset("targets").iter_rows():
+        first = min(row["train_turns"])
+        found.setdefault(prompt_id(row["messages"][:first]), row["messages"][first:])
+    return found
+
+
+def data_warnings(config: Config, objective, train, validation) -> list[str]:
+    """What the rows say about the settings (``da.kto``: weights and mismatched pairs)."""
+    from stages.direct_losses import kto_weight_range
+
+    texts = []
+    if objective.method.name != "kto":
+        return texts
+    good = sum(i.extra["label"] for i in train)
+    bad = len(train) - good
+    weights = {k: float(objective.arguments[k]) for k in ("desirable_weight", "undesirable_weight")}
+    if good and bad:
+        low, high = kto_weight_range(good, bad, weights["undesirable_weight"])
+        if not low <= weights["desirable_weight"] <= high:
+            texts.append(f"{good} desirable and {bad} undesirable rows with weights {weights['desirable_weight']:g} and {weights['undesirable_weight']:g}: "
+                         f"desirable_weight times rows should be 1 to 1.5 times the other side's; write options.desirable_weight between {low:.4g} and {high:.4g}.")
+    else:
+        texts.append(f"all rows are {'desirable' if good else 'undesirable'}; KTO learns from the contrast, so add rows of the other label.")
+    if config.z_ref_mode == "batch_mismatched" and (min(config.batch_size, len(train)) < 2 or not any("mismatched" in i.extra for i in train)):
+        texts.append("z0 needs at least two rows with different prompts in a step and is 0 here; raise batch_size or set z_ref_mode=heldout.")
+    if config.z_ref_mode == "heldout" and not validation:
+        raise ValueError("z_ref_mode=heldout estimates z0 on validation rows and there are none; give data with a validation split, or "
+                         "z_ref_mode=batch_mismatched.")
+    return texts
+
+
+def add_reference(stage, renderer, objective, items) -> None:
+    """Fill ``ref`` of every item (and of its mismatched row) from the given cache, or compute and publish the values."""
     from stages.ranks import connect, first_rank_only
     from storage.datasets import is_dataset, open_dataset
 
     connect(stage.device)
     role = "reference" if stage.has("reference") else "model"
+    items = items + [i.extra["mismatched"] for i in items if "mismatched" in i.extra]
     prints = fingerprints(stage, role, renderer)
-    cached = matching_cache(stage, prints)
     path = stage.workdir / "out" / "ref_logps"
     with first_rank_only() as here:
         if here and not is_dataset(str(path)):  # a resumed run finds it complete
-            write_reference(stage, role, items, prints, cached)
-    stored = {r["group_id"]: (r["ref_chosen_logp"], r["ref_rejected_logp"])
-              for r in open_dataset(str(path)).iter_rows(
-                  columns=["group_id", "ref_chosen_logp", "ref_rejected_logp"])}
+            write_reference(stage, role, objective, items, prints, matching_cache(stage, prints))
+    stored = {r["group_id"]: values_of(r) for r in open_dataset(str(path)).iter_rows()}
     for item in items:
-        item.extra["ref_chosen"], item.extra["ref_rejected"] = stored[item.row_id]
+        item.extra["ref"] = stored[item.row_id]
 
 
-def write_reference(stage, role: str, items, prints, cached) -> None:
-    """Compute what the cache lacks, 512 pairs at a time, and publish all of it as ``ref_logps/1``."""
-    from stages.batching import per_response
+def values_of(row: dict) -> list:
+    """Values of each response from a row of ``ref_logps/1`` or ``ref_values/1`` (a response with several segments has a list)."""
+    if row["schema"] == "ref_logps/1":
+        return [row["ref_chosen_logp"], row["ref_rejected_logp"]]
+    values, parts = row["ref_values"], row["parts"]
+    if parts is None:
+        return list(values)
+    ends = [sum(parts[: k + 1]) for k in range(len(parts))]
+    return [values[end - n:end] for end, n in zip(ends, parts)]
+
+
+def write_reference(stage, role: str, objective, items, prints, cached) -> None:
+    """Compute what the cache lacks, 512 rows at a time, and publish all of it: pairs as ``ref_logps/1``, else ``ref_values/1``."""
     from stages.modeling import freeze, load_policy
     from storage.schema import complete_row
 
-    writer = stage.writer("ref_logps", "ref_logps/1")
+    kind = "ref_logps/1" if objective.method.data == "pairs" else "ref_values/1"
+    writer = stage.writer("ref_logps", kind)
     by_row, chunk, model = dict(cached), 512, None
     for start in range(0, len(items), chunk):
         part = items[start:start + chunk]
         missing = [i for i in part if i.row_id not in by_row]
         if missing:
             model = model or freeze(load_policy(stage.path(role), stage.device))
-            sums = per_response(missing, stage.config.max_tokens_per_micro_batch, stage.device, lambda batch: sequence_logps(model, batch).tolist())
-            by_row.update(zip((i.row_id for i in missing), sums))
-        writer.write([complete_row("ref_logps/1", {
-            "group_id": i.row_id, "prompt_id": i.extra["prompt_id"], "ref_chosen_logp": by_row[i.row_id][0],
-            "ref_rejected_logp": by_row[i.row_id][1], "n_chosen": int(i.masks[0].sum()), "n_rejected": int(i.masks[1].sum()),
-            **prints}, dataset="ref_logps", source="align", origin="conversion") for i in part])
+            by_row.update(zip((i.row_id for i in missing), objective.log_probs(model, missing, stage.device)))
+        rows = []
+        for item in part:
+            values, lengths = by_row[item.row_id], [int(m.sum()) for m in item.masks]
+            if kind == "ref_logps/1":
+                own = {"ref_chosen_logp": values[0], "ref_rejected_logp": values[1], "n_chosen": lengths[0], "n_rejected": lengths[1]}
+            else:
+                split = objective.method.data == "segments"
+                own = {"ref_values": [v for one in values for v in one] if split else values, "parts": [len(v) for v in values] if split else None, "n_tokens": lengths}
+            rows.append(complete_row(kind, {"group_id": item.row_id, "prompt_id": item.extra["prompt_id"], **own, **prints},
+                                     dataset="ref_logps", source="align", origin="conversion"))
+        writer.write(rows)
         writer.flush()
         stage.progress(min(start + chunk, len(items)), len(items), "reference log-probabilities")
     writer.close({"rows": len(items), "from_cache": len(cached)})
@@ -188,18 +238,23 @@ def fingerprints(stage, role: str, renderer) -> dict[str, str]:
     """What a cached log-prob depends on besides the row: weights, tokenizer, template, truncation (``da.ref_cache``)."""
     import hashlib
 
+    config = stage.config
     vocabulary = hashlib.sha256(repr(sorted(renderer.tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
-    return {"ref_model_hash": stage.inputs[role].digest, "tokenizer_hash": vocabulary,
-            "template_id": f"{renderer.template_hash}:{stage.config.max_length}:{stage.config.compute_dtype}"}
+    template = f"{renderer.template_hash}:{config.max_length}:{config.compute_dtype}"
+    if config.method == "mdpo":
+        template += f":{config.corruption}:{config.corruption_share}:{stage.seed}"
+    if config.method == "2d_dpo":
+        template += f":{config.segment_pairing}"
+    return {"ref_model_hash": stage.inputs[role].digest, "tokenizer_hash": vocabulary, "template_id": template}
 
 
-def matching_cache(stage, prints: dict[str, str]) -> dict[str, tuple[float, float]]:
+def matching_cache(stage, prints: dict[str, str]) -> dict[str, list]:
     if not stage.has("ref_logps"):
         return {}
     cached, stale = {}, 0
     for row in stage.dataset("ref_logps").iter_rows():
         if all(row[k] == v for k, v in prints.items()):
-            cached[row["group_id"]] = (row["ref_chosen_logp"], row["ref_rejected_logp"])
+            cached[row["group_id"]] = values_of(row)
         else:
             stale += 1
     if stale:

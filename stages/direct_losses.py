@@ -1,19 +1,25 @@
 """Direct-alignment losses beyond DPO, per pair [B], on sequence log-probs (supervised-reward-direct.md part D).
 
-Common form: f(policy_chosen, policy_rejected, ref_chosen, ref_rejected, *, beta, ...) with S (sums) or M (means) of
-token log-probs as the method's row in stages/algorithms.py says; reference values are None for reference-free
+Common form on pairs: f(policy_chosen, policy_rejected, ref_chosen, ref_rejected, *, beta, ...) with S (sums) or M (means)
+of token log-probs as the method's row in stages/algorithms.py says; reference values are None for reference-free
 methods. h_w = policy - reference of the chosen response, h_l of the rejected one, u = beta (h_w - h_l).
+On single responses: f(logratio, label, *, beta, ...) [B]. On the K responses of one prompt, best first:
+f(policy, ref, lengths, *, beta, ...) of [K] tensors, one value per prompt.
 """
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-from stages.losses import log1mexp, soft_bce
+from stages.losses import log1mexp, plackett_luce_loss, soft_bce
 
 
 def _h(policy_chosen, policy_rejected, ref_chosen, ref_rejected):
     return policy_chosen - ref_chosen, policy_rejected - ref_rejected
+
+
+def _h_difference(policy_chosen, policy_rejected, ref_chosen, ref_rejected):
+    return (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected)
 
 
 def ipo_loss(pc, pr, rc, rr, *, beta: float = 0.1, label_prob=None):
@@ -57,6 +63,14 @@ def discovered_losses(h, *, beta: float = 0.05) -> dict:
             "padll": 0.9 * torch.where(h < 0, 0.5, 1.0) * logistic, "cell": 0.5 * logistic + 0.5 * exponential}
 
 
+def discovered_loss(pc, pr, rc, rr, *, beta: float = 0.05, member: str = "padll"):
+    """A member of :func:`discovered_losses` by name (da.discopop)."""
+    family = discovered_losses(_h_difference(pc, pr, rc, rr), beta=beta)
+    if member not in family:
+        raise ValueError(f"discovered loss {member!r} is not known; write one of: {', '.join(family)}")
+    return family[member]
+
+
 def cal_dpo_loss(pc, pr, rc, rr, *, beta: float = 0.1, cal_weight: float = 0.5, beta_in_contrast: bool = False):
     """-log sigma(h) + w [(h_w - 1/(2 beta))^2 + (h_l + 1/(2 beta))^2] (da.cal_dpo)."""
     h_w, h_l = _h(pc, pr, rc, rr)
@@ -73,6 +87,11 @@ def sppo_hard_loss(pc, pr, rc, rr, *, beta: float = 1e-3):
 def sppo_soft_loss(policy, previous, win_prob, *, eta: float):
     """(log pi/pi_t - eta (P(y > pi_t) - 1/2))^2 per response (da.sppo, SPPO)."""
     return (policy - previous - eta * (win_prob - 0.5)) ** 2
+
+
+def sppo_loss(policy, ref, lengths, *, beta: float = 1e-3, win_prob):
+    """Mean over one prompt's responses of the soft SPPO regression, eta = 1/beta, ref = previous iterate (da.sppo)."""
+    return sppo_soft_loss(policy, ref, win_prob, eta=1.0 / beta).mean()
 
 
 def nca_pair_loss(pc, pr, rc, rr, *, beta: float = 0.1):
@@ -107,6 +126,39 @@ def r_dpo_loss(pc, pr, rc, rr, *, beta: float = 0.1, length_chosen, length_rejec
 def aot_unpaired_loss(h_chosen, h_rejected, *, beta: float = 0.1):
     """Logistic on the sorted log-ratios of the batch (da.relatives)."""
     return F.softplus(-beta * (torch.sort(h_chosen).values - torch.sort(h_rejected).values))
+
+
+def aot_matches(h_chosen, h_rejected):
+    """(rejected log-ratio of equal rank for each chosen one, chosen log-ratio of equal rank for each rejected one) [B]."""
+    order_w, order_l = torch.argsort(h_chosen, stable=True), torch.argsort(h_rejected, stable=True)
+    for_chosen, for_rejected = torch.empty_like(h_chosen), torch.empty_like(h_rejected)
+    for_chosen[order_w], for_rejected[order_l] = h_rejected[order_l], h_chosen[order_w]
+    return for_chosen, for_rejected
+
+
+def aot_matched_loss(pc, pr, rc, rr, *, beta: float = 0.1, matched_rejected, matched_chosen):
+    """aot_unpaired_loss taken apart by rows: each side against the detached value it is matched with over the whole step.
+
+    A matched pair occurs in two rows, so values are halved; gradients are those of the whole, since each side moves in one
+    of the two only.
+    """
+    h_w, h_l = _h(pc, pr, rc, rr)
+    both = F.softplus(-beta * (h_w - matched_rejected)) + F.softplus(-beta * (matched_chosen - h_l))
+    return both - 0.5 * both.detach()
+
+
+def wpo_loss(pc, pr, rc, rr, *, beta: float = 0.1, length_chosen, length_rejected):
+    """DPO weighted by the detached length-normalised probability of both responses, exp(M_w + M_l) (da.relatives, WPO)."""
+    weight = torch.exp(pc / length_chosen + pr / length_rejected).detach()
+    return weight * F.softplus(-beta * _h_difference(pc, pr, rc, rr))
+
+
+def mdpo_loss(pc, pr, rc, rr, *, beta: float = 0.1, h_corrupted, delta: float = 0.0, conditional_weight: float = 1.0,
+              anchor_weight: float = 1.0):
+    """DPO + conditional + anchor (da.mdpo): h_corrupted is the chosen response's log-ratio under the corrupted prompt."""
+    h_w, h_l = _h(pc, pr, rc, rr)
+    return (F.softplus(-beta * (h_w - h_l)) + conditional_weight * F.softplus(-beta * (h_w - h_corrupted))
+            + anchor_weight * F.softplus(-(beta * h_w - delta)))
 
 
 def reference_free_loss(pc, pr, rc=None, rr=None, *, beta: float = 0.1):
@@ -154,6 +206,17 @@ def kto_loss(logratio, z0, label, *, beta: float = 0.1, desirable_weight=1.0, un
     return weight * torch.sigmoid(torch.where(good, -1.0, 1.0) * beta * (logratio - z0))
 
 
+def bco_loss(logratio, label, *, beta: float = 0.1, delta: float = 0.0):
+    """-log sigma(r - delta) of a desirable row, -log sigma(-(r - delta)) of another, r = beta logratio (da.bco, unpaired)."""
+    r = beta * logratio - delta
+    return F.softplus(torch.where(label.bool(), -r, r))
+
+
+def apo_zero_unpaired_loss(logratio, label, *, beta: float = 0.1):
+    """1 - sigma(beta r) of a desirable row, sigma(beta r) of another (da.apo_zero, unpaired)."""
+    return torch.sigmoid(torch.where(label.bool(), -beta, beta) * logratio)
+
+
 def kto_reference_point(mismatched_logratios):
     """z0 = max(0, mean over the batch), detached: mean first, clamp after (da.kto)."""
     return mismatched_logratios.detach().mean().clamp(min=0.0)
@@ -165,7 +228,7 @@ def kto_weight_range(n_desirable: int, n_undesirable: int, undesirable_weight: f
     return [ratio[0] * base, ratio[1] * base]
 
 
-def slic_loss(pc, pr, *, delta: float = 1.0, reg_coef: float = 0.1, target=None):
+def slic_loss(pc, pr, rc=None, rr=None, *, delta: float = 1.0, reg_coef: float = 0.1, target=None):
     """max(0, delta - S_w + S_l) - lambda S_target (da.slic); target defaults to the chosen response."""
     return F.relu(delta - pc + pr) - reg_coef * (pc if target is None else target)
 
@@ -178,10 +241,11 @@ def odpo_offset(score_chosen, score_rejected, alpha: float = 1.0, offset_fn: str
     return alpha * (torch.log(gap) if offset_fn == "log" else gap)
 
 
-def odpo_loss(pc, pr, rc, rr, *, beta: float = 0.1, offset=0.0):
-    """-log sigma(u - offset) (da.odpo, Amini et al. 2024)."""
-    h_w, h_l = _h(pc, pr, rc, rr)
-    return F.softplus(-(beta * (h_w - h_l) - offset))
+def odpo_loss(pc, pr, rc, rr, *, beta: float = 0.1, offset=0.0, score_gap=None, alpha: float = 1.0, offset_fn: str = "log"):
+    """-log sigma(u - offset), the offset given or alpha f(score gap) (da.odpo, Amini et al. 2024)."""
+    if score_gap is not None:
+        offset = odpo_offset(score_gap, torch.zeros_like(score_gap), alpha, offset_fn)
+    return F.softplus(-(beta * _h_difference(pc, pr, rc, rr) - offset))
 
 
 def rpo_loss(pc, pr, rc, rr, *, beta: float = 0.1, score_gap, eta: float = 1.0):
@@ -197,6 +261,27 @@ def rebel_loss(logratio_a, logratio_b, reward_a, reward_b, *, eta: float = 1.0):
     return ((logratio_a - logratio_b) / eta - (reward_a - reward_b).detach()) ** 2
 
 
+def rebel_pair_loss(pc, pr, rc, rr, *, beta: float = 1.0, score_gap):
+    """(beta (h_w - h_l) - reward gap)^2, beta = 1/eta, reference = the current iterate (da.rebel)."""
+    return (beta * _h_difference(pc, pr, rc, rr) - score_gap.detach()) ** 2
+
+
+def rrhf_loss(policy, ref, lengths, *, rewards, average: bool = False):
+    """Ranked hinge on mean log-probs minus the best response's log-prob, over one prompt (da.rrhf).
+
+    `average` divides the pairs by their number and the best response's term by its length.
+    """
+    mean_logps = policy / lengths
+    best = torch.argmax(rewards)  # first of equals
+    pairs = int((rewards.unsqueeze(1) < rewards.unsqueeze(0)).sum()) if average else 1
+    return rrhf_rank_loss(mean_logps, rewards) / max(pairs, 1) - (mean_logps if average else policy)[best]
+
+
+def pl_dpo_loss(policy, ref, lengths, *, beta: float = 0.1):
+    """-log Plackett-Luce probability of one prompt's ranking, best first, under the implicit rewards (da.pl_dpo)."""
+    return plackett_luce_loss(beta * (policy - ref))
+
+
 def rrhf_rank_loss(mean_logps, rewards):
     """Sum over pairs with r_i < r_j of max(0, p_i - p_j) for one prompt (da.rrhf)."""
     worse = rewards.unsqueeze(1) < rewards.unsqueeze(0)
@@ -206,6 +291,11 @@ def rrhf_rank_loss(mean_logps, rewards):
 def two_d_dpo_arguments(segments_chosen, segments_rejected, weight_chosen, weight_rejected, *, beta: float = 0.1):
     """beta (w_c sum delta_c - w_r sum delta_r) per paired segment (da.2d_dpo)."""
     return beta * (weight_chosen * segments_chosen - weight_rejected * segments_rejected)
+
+
+def two_d_dpo_loss(segments_chosen, segments_rejected, weight_chosen, weight_rejected, *, beta: float = 0.1):
+    """-sum over paired segments of log sigma of :func:`two_d_dpo_arguments`, one pair of responses (da.2d_dpo)."""
+    return F.softplus(-two_d_dpo_arguments(segments_chosen, segments_rejected, weight_chosen, weight_rejected, beta=beta)).sum()
 
 
 def segment_sums(token_values, starts, lengths):

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
 KINDS = ("demonstrations/1", "text/1", "pairs/1", "unpaired/1", "prompts/1", "rankings/1", "ratings/1", "comparisons/1",
-         "stepwise/1")
+         "stepwise/1", "segments/1")
 CHECKPOINT_ROWS = 50_000
 
 
@@ -26,11 +26,11 @@ class Config(StageConfig):
     """How raw rows become rows of one kind."""
 
     kind: Literal["auto", "demonstrations/1", "text/1", "pairs/1", "unpaired/1", "prompts/1", "rankings/1", "ratings/1",
-                  "comparisons/1", "stepwise/1"] = Field(
+                  "comparisons/1", "stepwise/1", "segments/1"] = Field(
         "auto", description="kind of rows wanted; auto takes what the data is (comparisons become pairs). Source: catalogue A.0, A.1")
     format: Literal["auto", "trl", "hh", "preference", "implicit", "alpaca_eval", "comparisons", "likert", "gsm8k", "qa",
                     "messages", "sharegpt", "prompt_completion", "instruction", "alpaca", "unpaired", "ratings", "rankings",
-                    "stepwise", "prompts", "prompt_only", "turns", "text", "language_modeling"] = Field(
+                    "stepwise", "segments", "prompts", "prompt_only", "turns", "text", "language_modeling"] = Field(
         "auto", description="format of the source rows; auto (and trl) look at the columns of each file's first rows")
     files: str | None = Field(None, description="pattern of the files to read where the input is a directory, such as 'train*.jsonl'")
     dataset: str | None = Field(None, description="name written to the `dataset` column; default is the input's file name")

@@ -14,6 +14,8 @@ STAGES: dict[str, str] = {
     "sft": "stages.sft",
     "reward_model": "stages.reward_model",
     "rejection": "stages.rejection",
+    "preferences": "stages.preferences",
+    "curriculum": "stages.curriculum",
     "rl": "stages.rl",
     "align": "stages.align",
     "distill": "stages.distill",

@@ -25,9 +25,13 @@ class Config(SamplingConfig):
         "top_per_prompt", description="Selector on the reward matrix (rs.select).")
     k: int = Field(1, ge=1, description="Rows kept per prompt (top_k_per_prompt) or in all (top_k_overall).")
     threshold: float | None = Field(None, title="Threshold", description="Keep rewards strictly above this (select=threshold; as a floor otherwise).")
+    threshold_mode: Literal["absolute", "quantile"] = Field("absolute", description="What threshold is: a reward, or the share of valid candidates at or below it.")
+    max_per_prompt: int | None = Field(None, ge=1, title="Max per prompt", description="select=all_correct, threshold: rows kept per prompt at most, the first (ReST-EM 10).")
+    allow_empty: bool = Field(False, description="Selecting nothing is a result and no error (ReST stops there).")
     dedupe: bool = Field(True, description="Drop identical texts of one prompt before selecting (the first is kept).")
     split: str = Field("train", description="Prompt split to sample from.")
     max_prompts: int | None = Field(None, ge=1, title="Max prompts", description="Prompts used at most.")
+    prompt_offset: int = Field(0, ge=0, description="Prompts passed over before the first one used, in a circle: other prompts in each round.")
     max_prompt_length: int = Field(1024, ge=1, description="Prompt tokens at most; longer prompts are left out and counted.")
     block: int = Field(64, ge=1, description="Prompts generated and scored as one resumable unit.")
 
@@ -70,7 +74,7 @@ def run(stage):
     if config.dedupe:
         drop_duplicates(matrix, where)
     chosen = select(matrix, correct, config, stage)
-    write_selected(stage, [where[divmod(int(i), width)] for i in chosen])
+    write_selected(stage, [where[divmod(int(i), width)] for i in chosen], config.allow_empty)
     report(stage, rows, matrix, correct, chosen)
 
 
@@ -85,7 +89,9 @@ def generate(stage) -> None:
 
     config = stage.config
     renderer = renderer_for(stage.path("model"))
-    rows = prompt_rows(stage, stage.dataset("prompts"), config.split, renderer, config.max_prompt_length, config.max_prompts)
+    rows = prompt_rows(stage, stage.dataset("prompts"), config.split, renderer, config.max_prompt_length, None if config.prompt_offset else config.max_prompts)
+    first = config.prompt_offset % len(rows)
+    rows = (rows[first:] + rows[:first])[:config.max_prompts]
     writer = stage.writer("candidates", "candidates/1")
     done = len(writer.parts)
     total = len(rows)
@@ -148,19 +154,32 @@ def select(matrix, correct, config, stage) -> list[int]:
     elif config.select == "threshold":
         if config.threshold is None:
             raise ValueError("select=threshold needs threshold; write for example threshold=0.5.")
-        flat = selection.threshold(matrix, config.threshold)
+        flat = selection.threshold(matrix, level(matrix, config))
     elif config.select == "all_correct":
         flat = np.flatnonzero(correct & ~np.isnan(matrix))
     else:
         picks = selection.random_per_prompt(matrix, stage.rng("random_per_prompt"))
         flat = [i * width + j for i, j in enumerate(picks) if j is not None]
-    flat = [int(i) for i in flat]
+    flat = sorted(int(i) for i in flat)
     if config.threshold is not None and config.select != "threshold":
-        flat = [i for i in flat if matrix.flat[i] > config.threshold]
-    return sorted(flat)
+        flat = [i for i in flat if matrix.flat[i] > level(matrix, config)]
+    if config.max_per_prompt is not None and config.select in ("threshold", "all_correct"):
+        flat = [i for at, i in enumerate(flat) if at < config.max_per_prompt or flat[at - config.max_per_prompt] // width != i // width]
+    return flat
 
 
-def write_selected(stage, rows) -> None:
+def level(matrix, config) -> float:
+    """The threshold as a reward: itself, or the quantile of the valid rewards."""
+    import numpy as np
+
+    if config.threshold_mode == "absolute":
+        return config.threshold
+    if not 0.0 <= config.threshold < 1.0:
+        raise ValueError(f"threshold={config.threshold} is no share; with threshold_mode=quantile write a value in [0, 1), for example 0.9.")
+    return float(np.nanquantile(matrix, config.threshold)) if (~np.isnan(matrix)).any() else 0.0
+
+
+def write_selected(stage, rows, allow_empty: bool = False) -> None:
     from storage.schema import complete_row
 
     writer = stage.writer("selected", "demonstrations/1")
@@ -169,7 +188,7 @@ def write_selected(stage, rows) -> None:
         "prompt_id": row["prompt_id"], "group_id": row["group_id"]}, dataset="selected", source=row["source"], origin="ai", split="train")
         for row in rows])
     writer.close({"selected": len(rows)})
-    if not rows:
+    if not rows and not allow_empty:
         raise ValueError("Nothing was selected: no completion ended by itself and could be scored above the threshold. Raise "
                          "max_completion_length or num_generations, or lower threshold; the candidates dataset shows each row's drop_reason.")
 
@@ -191,11 +210,11 @@ def report(stage, rows, matrix, correct, chosen) -> None:
         "prompts": matrix.shape[0], "completions": len(rows), "valid": int(valid.sum()), "selected": len(chosen),
         "truncated": sum(r["drop_reason"] == "truncated" for r in rows), "unscorable": sum(r["drop_reason"] == "unscorable" for r in rows),
         "prompts_covered": len({i // width for i in chosen}), "reward/mean": float(np.nanmean(flat)) if valid.any() else None,
-        "reward/selected": float(np.mean([flat[i] for i in chosen])), "length/mean": float(lengths.mean()),
-        "length/selected": float(lengths[is_picked].mean())}
+        "reward/selected": float(np.mean([flat[i] for i in chosen])) if chosen else None, "length/mean": float(lengths.mean()),
+        "length/selected": float(lengths[is_picked].mean()) if chosen else None}
     if any(r["correct"] is not None for r in rows):
         summary |= {"correct/mean": float(np.mean([bool(r["correct"]) for r in rows])),
-                    "correct/selected": float(correct.ravel()[chosen].mean())}
+                    "correct/selected": float(correct.ravel()[chosen].mean()) if chosen else None}
     stage.summary({k: v for k, v in summary.items() if v is not None})
     stage.report("rewards", png=histogram({"all": flat[valid.ravel()].tolist(), "selected": [float(flat[i]) for i in chosen]},
                                           title="Reward before and after selection", xlabel="reward"))

@@ -241,6 +241,14 @@ def chunk_sizes(n: int, chunks: int) -> list[int]:
     return [n // chunks + (k < n % chunks) for k in range(chunks)]
 
 
+def refresh_intervals(total_steps: int, refreshes: int) -> list[int]:
+    """Optimizer steps of each interval between refreshes of the behaviour policy: T // F, the last one longer (da.bpo)."""
+    if not 1 <= refreshes <= total_steps:
+        raise ValueError(f"{refreshes} intervals do not fit {total_steps} steps; write at most one interval per step")
+    base = total_steps // refreshes
+    return [base] * (refreshes - 1) + [total_steps - base * (refreshes - 1)]
+
+
 def rank_gap_stages(ranks) -> list[tuple[int, int, int]]:
     """(chosen, rejected, rank gap) of best against every other response, largest gap first; ties in rank give no pair (da.curry)."""
     best = min(range(len(ranks)), key=lambda i: (ranks[i], i))

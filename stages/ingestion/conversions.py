@@ -17,7 +17,7 @@ from storage.schema import prompt_id, row_id
 ROWWISE = {
     ("comparisons/1", "pairs/1"), ("rankings/1", "pairs/1"), ("pairs/1", "demonstrations/1"),
     ("rankings/1", "demonstrations/1"), ("ratings/1", "unpaired/1"), ("stepwise/1", "unpaired/1"),
-    ("demonstrations/1", "demonstrations/1"),
+    ("demonstrations/1", "demonstrations/1"), ("segments/1", "pairs/1"),
 }
 GROUPED = {
     ("ratings/1", "rankings/1"), ("ratings/1", "pairs/1"), ("unpaired/1", "pairs/1"), ("pairs/1", "unpaired/1"),
@@ -165,6 +165,8 @@ def rowwise(have: str, want: str, row: dict, options, draw=None) -> list[dict]:
         return [finish_pair(row, options) if have == "pairs/1" else row]
     if have == "comparisons/1":
         return [_derived(have, row, comparison_to_pair(row, options))]
+    if (have, want) == ("segments/1", "pairs/1"):
+        return [_derived(have, row, {name: row[name] for name in ("prompt", "chosen", "rejected")})]
     if (have, want) == ("rankings/1", "pairs/1"):
         return [_derived(have, row, new) for new in _ranking_to_pairs(row, options, draw)]
     if (have, want) == ("pairs/1", "demonstrations/1"):

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from typing import Any, Callable
 
-from stages.ingestion.rules import Bad, role_codes
+from stages.ingestion.rules import Bad, role_codes, segment_codes
 from stages.ingestion.sources import canonical_bytes
 
 # How the names of other tools are read. Keys: our names; values: synonyms, first match wins.
@@ -537,12 +537,39 @@ def _stepwise(row: dict, options) -> tuple[str, dict, set]:
                           **_texts(row, "answer")}, set()
 
 
+def _segments(row: dict, options) -> tuple[str, dict, set]:
+    """A pair whose responses are cut into scored half-open spans [start, end), in characters or tokens (`data.segments`)."""
+    _, pair, codes = _pair(row, options)
+    out = {name: pair[name] for name in ("prompt", "chosen", "rejected")}
+    unit = row.get("offset_unit") or "char"
+    for side in ("chosen", "rejected"):
+        out[f"{side}_segments"] = [_segment(item) for item in _listed(row.get(f"{side}_segments"))]
+        if unit == "char":
+            codes.update(segment_codes(out[side][0].get("content") or "", out[f"{side}_segments"]))
+    return "segments/1", {**out, "offset_unit": unit}, codes
+
+
+def _segment(item: Any) -> dict:
+    """{"start", "end", "scores"}; scores are {aspect: number} or a list of {"aspect", "score"}."""
+    if not isinstance(item, dict) or any(type(item.get(key)) is not int for key in ("start", "end")):
+        raise Bad("wrong_type")
+    scores = item.get("scores")
+    if isinstance(scores, dict):
+        scores = [{"aspect": aspect, "score": score} for aspect, score in scores.items()]
+    if not isinstance(scores, list) or not scores or not all(
+            isinstance(s, dict) and isinstance(s.get("score"), (int, float)) and math.isfinite(s["score"]) for s in scores):
+        raise Bad("wrong_type")
+    return {"start": item["start"], "end": item["end"], "scores": [
+        {"aspect": str(s.get("aspect")), "score": float(s["score"]), "rationale": s.get("rationale")} for s in scores]}
+
+
 _ANSWER = ("answer", "answer_type", "tests", "constraints", "facts", "reward_route", "domain", "category", "language",
            "instruction_id_list", "kwargs", "test", "entry_point")
 # format -> (adapter, required columns, further columns it reads, in order of precedence)
 FORMATS: dict[str, tuple[Callable, tuple[str, ...], tuple[str, ...]]] = {
     "alpaca_eval": (_alpaca_eval, ("instruction", "output_1", "output_2", "preference"),
                     ("generator_1", "generator_2", "dataset")),
+    "segments": (_segments, ("chosen", "rejected", "chosen_segments", "rejected_segments"), ("prompt", "system", "offset_unit")),
     "hh": (_pair, ("chosen", "rejected"), ("prompt",)),
     "preference": (_pair, ("chosen", "rejected"), ("prompt", "system", "chosen_score", "rejected_score", "margin", "strength",
                                                    "label_prob", "grade", "chosen_model", "rejected_model")),

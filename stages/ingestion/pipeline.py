@@ -27,7 +27,7 @@ LONG_PROMPT = 50_000                # characters; a warning only
 _CONTENT = {"pairs/1": ("prompt", "chosen", "rejected"), "comparisons/1": ("prompt", "response_a", "response_b"),
             "demonstrations/1": ("messages",), "prompts/1": ("prompt", "answer"), "rankings/1": ("prompt", "completions"),
             "ratings/1": ("prompt", "completion"), "unpaired/1": ("prompt", "completion"), "stepwise/1": ("prompt", "completions"),
-            "text/1": ("text",)}
+            "segments/1": ("prompt", "chosen", "rejected"), "text/1": ("text",)}
 _PREFERRED = {"comparisons/1": "pairs/1"}       # what `kind: auto` makes of a kind
 
 
@@ -284,7 +284,7 @@ class Ingestion:
         if limit is not None and (raw is None or len(raw) > limit) and sum(map(len, rules.texts_of(fields))) > limit:
             codes.add("too_long")
         prompt, sides = row.get("prompt"), []
-        if kind == "pairs/1":
+        if kind in ("pairs/1", "segments/1"):
             sides = [row["chosen"], row["rejected"]]
             codes.update(rules.pair_codes(prompt, *sides))
         elif kind == "comparisons/1":

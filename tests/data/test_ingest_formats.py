@@ -275,3 +275,18 @@ def test_a_dataset_of_ours_keeps_its_splits_through_a_conversion(tmp_path):
     result = ingest(tmp_path / "comparisons", tmp_path / "out", kind="pairs/1")
     assert result.data.manifest["splits"] == {"train": 10, "validation": 10, "test": 10}
     assert {r["prompt"][0]["content"]: r["split"] for r in result.rows} == {r["prompt"][0]["content"]: r["split"] for r in rows}
+
+
+def test_segments(tmp_path):
+    """2D-DPO rows: scored half-open spans of both answers; a span outside its text is refused; they become plain pairs too."""
+    good = {"prompt": "q", "chosen": "one. two.", "rejected": "three.", "chosen_segments": [{"start": 0, "end": 4, "scores": {"help": 0.9, "safe": 0.5}}],
+            "rejected_segments": [{"start": 0, "end": 6, "scores": [{"aspect": "help", "score": 0.1}]}]}
+    bad = {**good, "prompt": "r", "rejected_segments": [{"start": 0, "end": 60, "scores": {"help": 0.1}}]}
+    path = write_lines(tmp_path / "segments.jsonl", [good, bad, *({**good, "prompt": p} for p in "stuvw")])
+    assert matching_kind(str(path), ("pairs/1", "segments/1")) == "segments/1" and matching_kind(str(path), ("pairs/1",)) == "pairs/1"
+    done = ingest(path, tmp_path / "w")
+    assert done.data.kind == "segments/1" and len(done.rows) == 6 and done.codes() == {2: ["span_out_of_range"]}
+    assert done.rows[0]["chosen_segments"] == [{"start": 0, "end": 4, "scores": [{"aspect": "help", "score": 0.9, "rationale": None},
+                                                                                {"aspect": "safe", "score": 0.5, "rationale": None}]}]
+    pairs = ingest(path, tmp_path / "w2", kind="pairs/1")
+    assert pairs.data.kind == "pairs/1" and content(pairs.rows[0], "chosen") == {"chosen": [assistant("one. two.")]}

@@ -14,7 +14,7 @@ def pair_items(rng, n=7):
         prompt = rng.integers(10, 250, rng.integers(3, 20)).tolist()
         responses = [rng.integers(10, 250, rng.integers(1, 9)).tolist() for _ in range(2)]
         items.append(make_item(f"row-{i}", prompt, responses, [[1] * len(r) for r in responses], margin=0.3 * (i % 2), label_prob=1.0 - 0.1 * (i % 3),
-                               weight=1.0 + i % 3, ended=(True, False), prompt_id=str(i), strength=None, ref_chosen=-3.0 - i, ref_rejected=-4.0))
+                               weight=1.0 + i % 3, ended=(True, False), prompt_id=str(i), strength=None, ref=[-3.0 - i, -4.0]))
     return items
 
 
@@ -41,15 +41,16 @@ def text_items(rng, n=7):
 
 
 def objectives():
-    from stages.align import Config as AlignConfig, PairPreference
+    from stages.align import Config as AlignConfig
+    from stages.direct_alignment import DirectAlignment
     from stages.reward_model import Config as RewardConfig, PairRanking
     from stages.rl import Config as RLConfig, PolicyGradient, resolve_preset
     from stages.sft import NextToken
 
     out = {f"sft/{mode}": (NextToken(mode), text_items, False) for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
     out["reward_model"] = (PairRanking(RewardConfig(use_margin=True, use_soft_labels=True, center_rewards_coefficient=0.01)), pair_items, True)
-    for method in ("dpo", "ipo", "length_norm", "dpo_nll", "soft_dpo"):
-        out[f"align/{method}"] = (PairPreference(AlignConfig(method=method)), pair_items, False)
+    for method in ("dpo", "ipo", "length_norm", "dpo_nll", "soft_dpo", "orpo", "cpo"):
+        out[f"align/{method}"] = (DirectAlignment(AlignConfig(method=method)), pair_items, False)
     for preset in ("reinforce", "rloo", "grpo", "dr_grpo", "gspo"):
         config = RLConfig(preset=preset, num_generations=3, entropy_coef=0.01)
         out[f"rl/{preset}"] = (PolicyGradient(resolve_preset(config)[0], config), group_items, False)

@@ -19,6 +19,7 @@ STAGES = {
                              "select_by": "loss"}, ("model", "demonstrations")),
     "reward_model": ({"learning_rate": 1e-3, "batch_size": 6, "num_train_epochs": 2, "max_length": 96}, ("model", "pairs")),
     "align": ({"learning_rate": 1e-3, "batch_size": 6, "num_train_epochs": 2, "max_length": 96}, ("model", "pairs")),
+    "align/bco": ({"method": "bco", "options": {"momentum": 0.7}, "learning_rate": 1e-3, "batch_size": 6, "num_train_epochs": 2, "max_length": 96}, ("model", "pairs")),
     "rl": ({"learning_rate": 1e-3, "preset": "grpo", "max_steps": 12, "prompts_per_step": 4, "num_generations": 4, "num_iterations": 2,
             "num_minibatches": 2, "max_completion_length": 12, "rewards": [{"name": "length", "kind": "length"}]}, ("model", "prompts")),
 }
@@ -29,10 +30,10 @@ def outputs(workdir: Path) -> dict:
     return {**digests, "metrics": (workdir / "metrics.jsonl").read_bytes(), "summary": json.loads((workdir / "result.json").read_text())["summary"]}
 
 
-@pytest.mark.parametrize("stage", list(STAGES))
-def test_kill9_equals_uninterrupted(tiny, data, spec, stage, monkeypatch):
+@pytest.mark.parametrize("case", list(STAGES))
+def test_kill9_equals_uninterrupted(tiny, data, spec, case, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    config, (_, rows) = STAGES[stage]
+    stage, (config, (_, rows)) = case.split("/")[0], STAGES[case]
     inputs = {"model": tiny["policy"], "data": data[rows]}
     runner = [sys.executable, "-m", "stages"]
     quiet = {**os.environ, "POSTTRAIN_CHECKPOINT_SECONDS": "1000"}

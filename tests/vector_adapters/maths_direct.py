@@ -275,7 +275,13 @@ def mdpo(i, p):
     w, l, c = T(i["h_chosen"]), T(i["h_rejected"]), T(i["h_chosen_corrupted_condition"])
     dpo, conditional = (losses.dpo_loss(w, x, ZERO, ZERO, beta=p["beta"]) for x in (l, c))
     anchor = on_u(p["beta"] * w - p["delta"])
-    return {"dpo": dpo, "conditional": conditional, "anchor": anchor, "loss": dpo + conditional + anchor}
+    return {"dpo": dpo, "conditional": conditional, "anchor": anchor,
+            "loss": direct.mdpo_loss(w, l, ZERO, ZERO, beta=p["beta"], h_corrupted=c, delta=p["delta"])}
+
+
+def diffusion_dpo(i, p):
+    """DPO on squared denoising errors in place of negative log-probs (images are out of scope; the link is the same)."""
+    return {"loss": losses.dpo_loss(*(-T(i[k]) for k in ("err_w", "err_l", "err_w_ref", "err_l_ref")), beta=p["beta_T_omega"])}
 
 
 def dpo_nll(i, p):
@@ -318,7 +324,10 @@ def alphapo(i, p):
 
 
 def bco(i, p):
-    return {"loss": direct.bco_pair_loss(T(i["reward_chosen"]), T(i["reward_rejected"]), ZERO, ZERO, beta=1.0, delta=p["delta"])}
+    r = T([i["reward_chosen"], i["reward_rejected"]])
+    unpaired = direct.bco_loss(r, torch.tensor([True, False]), beta=1.0, delta=p["delta"]).sum()
+    assert torch.allclose(unpaired, direct.bco_pair_loss(r[0], r[1], ZERO, ZERO, beta=1.0, delta=p["delta"]))
+    return {"loss": unpaired}
 
 
 def pl_dpo(i, p):
@@ -421,6 +430,7 @@ ADAPTERS = {
     "da.rebel/pair": rebel, "da.rpo/bernoulli_kl": rpo, "da.cal_dpo/pair": cal_dpo, "da.alphapo/pair": alphapo, "da.bco/pair": bco,
     "da.pl_dpo/k3": pl_dpo, "da.sppo/hard": sppo_hard, "da.sppo/soft": sppo_soft, "sppo_loss": sppo_soft, "sppo_pair_hard_labels": sppo_hard,
     "da.ipo_md/mixture": ipo_md, "ipo_md_mixture_logits": ipo_md, "da.reference/ema": reference,
+    "da.diffusion_dpo/pair": diffusion_dpo, "da.bpo/interval": lambda i, p: {"K": [selection.refresh_intervals(i["total_steps"], f)[0] for f in i["F"]]},
     "da.displacement/metrics": displacement, "da.relatives/formulas": relatives,
     "da.relatives/aot": lambda i, p: {"aot_unpaired": direct.aot_unpaired_loss(T(i["logratio_chosen"]), T(i["logratio_rejected"]), beta=p["beta"]).mean()},
 }

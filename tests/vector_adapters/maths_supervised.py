@@ -405,6 +405,11 @@ def rs_dpo_all_gaps(i, p):
     return {**rs_dpo(i, p), "p_gap": every}
 
 
+def expert_iteration(i, p):
+    total = [a + p["pm_weight"] * b for a, b in zip(i["env_reward"], i["pm_score"])]
+    return {"hhh_order": selection.top_k_per_prompt([total], len(total))[0], "exploit_only": selection.all_correct([i["success"]])}
+
+
 def rest_em(i, p):
     limit, dedupe = p.get("max_per_problem"), p.get("dedupe", p.get("dedup", True))
     if "text_hash" in i:
@@ -552,6 +557,7 @@ ADAPTERS = {
     "rm.overopt/bon_estimator": bon_estimator, "rm.overopt/gao_peak": gao_peak, "rm.overopt/divergence": divergence,
     "rm.bt_fit/two_items": bt_fit, "rm.bt_fit/three_items": bt_fit, "rm.implicit/score": implicit,
     "rs.select/matrix": rs_matrix, "rs.select/ties_and_nan": rs_matrix, "rs.select/threshold": rs_matrix,
+    "rs.expert_iteration/top": expert_iteration,
     "rs.raft/local_global": rs_matrix, "da.online_dpo/best_vs_worst": rs_matrix,
     "rs.best_of_n/kl": lambda i, p: {"kl": [selection.best_of_n_kl(n) for n in i["n"]]},
     "rs.length_sort/permutation": length_sort, "length_sorted_scoring": length_sort,

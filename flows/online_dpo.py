@@ -1,0 +1,64 @@
+"""online_dpo: rounds of sampling, scoring, pairing and direct alignment, each from the model of the round before.
+
+    posttrain run online_dpo --set model=path/or/ref --set data.prompts=prompts.jsonl
+
+Each round samples the current policy, scores the answers (verifier, reward model, any reward components), builds pairs from them and
+aligns on the pairs. With other settings it is
+
+    RS-DPO            pairs.select=gap                      every pair with a large enough reward gap
+    RSO               pairs.select=rso  align.method=dpo    pairs among statistically accepted answers (align.beta is RSO's gamma, 0.05)
+    iterative reasoning (IRPO)   pairs.select=correct_vs_incorrect  align.method=dpo_nll  reference=previous
+    BPO               reference=previous  rounds=F  total_steps=T
+    Online IPO        align.method=ipo
+    online KTO        pairs.kind=unpaired/1  align.method=kto
+    SPPO              pairs.kind=rankings/1  align.method=sppo  align.win_probability=bradley_terry  reference=previous
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Optional
+
+from pydantic import Field
+
+from flows.recipe import Run, recipe
+from flows.start import IteratedConfig, conclusion, scorer, starting_policy
+from flows.steps import Source, ingest
+from stages.algorithms import DIRECT_METHODS
+from stages.align import Config as AlignConfig
+from stages.preferences import Config as PreferencesConfig
+from stages.rejection import Config as RejectionConfig
+from stages.selection import refresh_intervals
+
+
+class Config(IteratedConfig):
+    rounds: int = Field(3, ge=1, description="Rounds of sampling and alignment.")
+    total_steps: Optional[int] = Field(None, ge=1, title="Total steps", description="Optimizer steps of all rounds together: an equal share each, the last one longer "
+                                       "(BPO: rounds=F, K = T/F); empty: what align says, per round.")
+    reference: Literal["sft", "previous"] = Field("sft", description="Reference of every round: the starting policy, or the policy that sampled the round.")
+    sample: RejectionConfig = Field(RejectionConfig(num_generations=4, temperature=0.9, allow_empty=True), description="Sampling and scoring of each round (TRL online: temperature 0.9).")
+    fresh_prompts: bool = Field(True, description="With sample.max_prompts, every round takes the next prompts instead of the same ones.")
+    pairs: PreferencesConfig = Field(PreferencesConfig(), description="Preferences from the scored answers.")
+    align: AlignConfig = Field(AlignConfig(), description="Direct alignment of each round.")
+
+
+@recipe(Config)
+def online_dpo(run: Run, config: Config) -> dict:
+    """Online direct alignment: rounds of sampling, scoring, pairing and training on the policy's own answers."""
+    source = Source(run, config)
+    prompts = ingest(run, "prompts", source("prompts"), config)
+    start = starting_policy(run, source, config)
+    judge = scorer(run, source, config, config.sample.rewards, start)
+    fixed = config.reference == "sft" and DIRECT_METHODS[config.align.method].needs_reference
+
+    steps = refresh_intervals(config.total_steps, config.rounds) if config.total_steps is not None else [config.align.max_steps] * config.rounds
+    models = {"start": start}
+    policy = start
+    for number in range(1, config.rounds + 1):
+        offset = config.sample.prompt_offset + (number - 1) * (config.sample.max_prompts or 0) * config.fresh_prompts
+        sampled = run("rejection", f"sample_{number}", model=policy, prompts=prompts, reward_model=judge, seed=run.seed + number,
+                      config=config.sample.model_copy(update={"prompt_offset": offset}))
+        pairs = run("preferences", f"pairs_{number}", candidates=sampled["candidates"], config=config.pairs, seed=run.seed + number)["data"]
+        policy = run("align", f"align_{number}", model=policy, data=pairs, reference=start if fixed and number > 1 else None, 
+                     config=config.align.model_copy(update={"max_steps": steps[number - 1]}), seed=run.seed + number, name_as=f"online-{config.align.method.replace('_', '-')}-{number}")["model"]
+        models[f"round_{number}"] = policy
+    return conclusion(run, config, models, prompts, judge)

@@ -1,0 +1,63 @@
+"""rest: Grow and Improve rounds of self-training on the policy's own best answers (ReST, ReST-EM, expert iteration, RAFT).
+
+    posttrain run rest --set model=path/or/ref --set data.prompts=problems.jsonl
+
+Grow samples and scores the current policy once; Improve fine-tunes on the answers above a threshold that rises from step to step, at a
+falling learning rate, each time on the same samples. With other settings it is
+
+    ReST-EM           sample.select=all_correct  sample.max_per_prompt=10  improve_from=start  thresholds=[]
+    expert iteration  sample.select=top_per_prompt  thresholds=[]
+    RAFT              the same with small sample.max_prompts and many rounds
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from flows.recipe import Run, recipe
+from flows.start import IteratedConfig, conclusion, scorer, starting_policy
+from flows.steps import Source, ingest
+from stages.rejection import Config as RejectionConfig
+from stages.sft import Config as SFTConfig
+
+
+class Config(IteratedConfig):
+    rounds: int = Field(2, ge=1, description="Grow rounds: the policy is sampled anew in each.")
+    thresholds: list[float] = Field([0.5], description="Rising thresholds of the Improve steps of a round, as sample.threshold_mode says (paper: rewards in [0, 1], 0.7, 0.8, 0.9, "
+                                    "0.95, 0.99); empty: one step on what sample.select takes.")
+    improve_from: Literal["current", "start"] = Field("current", description="Model each Improve step starts from: the last one, or the starting policy (ReST-EM).")
+    learning_rate_decay: float = Field(0.5, gt=0, le=1, description="Factor on the learning rate from one Improve step of a round to the next.")
+    sample: RejectionConfig = Field(RejectionConfig(allow_empty=True), description="Sampling, scoring and selection.")
+    fresh_prompts: bool = Field(True, description="With sample.max_prompts, every round takes the next prompts instead of the same ones.")
+    improve: SFTConfig = Field(SFTConfig(), description="Fine-tuning of each Improve step.")
+
+
+@recipe(Config)
+def rest(run: Run, config: Config) -> dict:
+    """Reinforced self-training: sample and score (Grow), then fine-tune on answers above rising thresholds (Improve), in rounds."""
+    source = Source(run, config)
+    prompts = ingest(run, "prompts", source("prompts"), config)
+    start = starting_policy(run, source, config)
+    judge = scorer(run, source, config, config.sample.rewards, start)
+
+    models = {"start": start}
+    policy = start
+    for number in range(1, config.rounds + 1):
+        offset = config.sample.prompt_offset + (number - 1) * (config.sample.max_prompts or 0) * config.fresh_prompts
+        sampling = config.sample.model_copy(update={"prompt_offset": offset, "allow_empty": True})
+        grown = run("rejection", f"grow_{number}", model=policy, prompts=prompts, reward_model=judge, config=sampling, seed=run.seed + number)
+        for step, threshold in enumerate(config.thresholds or [None], 1):
+            label = f"{number}_{step}"
+            kept = grown
+            if threshold is not None:
+                kept = run("rejection", f"filter_{label}", model=policy, prompts=prompts, reward_model=judge, candidates=grown["candidates"], seed=run.seed + number,
+                           config=sampling.model_copy(update={"threshold": threshold, **({"select": "threshold"} if config.sample.select == "top_per_prompt" else {})}))
+            if kept.metrics.get("selected") == 0:  # nothing above this threshold, so nothing above a higher one
+                break
+            slower = config.improve.model_copy(update={"learning_rate": config.improve.learning_rate * config.learning_rate_decay ** (step - 1)})
+            policy = run("sft", f"improve_{label}", model=policy if config.improve_from == "current" else start, data=kept["selected"], config=slower,
+                         name_as=f"rest-{label.replace('_', '-')}", seed=run.seed + number)["model"]
+            models[f"round_{label}"] = policy
+    return conclusion(run, config, models, prompts, judge)

@@ -1,0 +1,68 @@
+"""Where the iterated recipes start and how they end: a policy that answers, a scorer, and all rounds judged side by side."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+from pydantic import Field
+
+from flows.post_training import Data
+from flows.recipe import RecipeConfig, Run
+from flows.steps import Source, best, evaluate_all, ingest, promote
+from stages.base_model import Config as BaseModelConfig
+from stages.evaluate import Config as EvaluateConfig
+from stages.ingest import Config as IngestConfig
+from stages.promote import Config as GateConfig
+from stages.reward_model import Config as RewardModelConfig
+from stages.sft import Config as SFTConfig
+from stages.world import Config as WorldConfig
+
+
+class IteratedConfig(RecipeConfig):
+    """What every iterated recipe has: the policy to start from, data, a reward model where one is asked for, and the judgement."""
+
+    model: Optional[str] = Field(None, title="Model", description="Policy to improve, normally an SFT model (ref, directory or hub id); empty: a small one is "
+                                 "trained here on the embedded world.")
+    reward_model: Optional[str] = Field(None, title="Reward model", description="Scorer of reward components with kind=model; empty: trained on the pairs when needed.")
+    data: Data = Field(Data(), description="Your own data; empty: the embedded world.")
+    world: WorldConfig = Field(WorldConfig(), description="The embedded world.")
+    base_model: BaseModelConfig = Field(BaseModelConfig(), description="Shape and tokenizer of the small base model.")
+    pretraining: SFTConfig = Field(SFTConfig(train_on="full"), description="Pre-training of the small base model on plain text.")
+    ingest_demonstrations: IngestConfig = Field(IngestConfig(kind="demonstrations/1"), description="Checks and splits of the demonstrations.")
+    ingest_pairs: IngestConfig = Field(IngestConfig(kind="pairs/1"), description="Checks and splits of the preference pairs.")
+    ingest_prompts: IngestConfig = Field(IngestConfig(kind="prompts/1"), description="Checks and splits of the prompts.")
+    sft: SFTConfig = Field(SFTConfig(), description="Fine-tuning of the small base model on demonstrations.")
+    train_reward_model: RewardModelConfig = Field(RewardModelConfig(), description="Reward model from pairs, where one is asked for and none is given.")
+    evaluate: EvaluateConfig = Field(EvaluateConfig(), description="Evaluation on held-out prompts, the same for every round.")
+    promote: GateConfig = Field(GateConfig(), description="The promotion gate.")
+    promote_as: str = Field("policy", description="Registered name whose champion the best model challenges.")
+
+
+def starting_policy(run: Run, source: Source, config: Any) -> str:
+    """The given policy, else a small base model pre-trained and fine-tuned here."""
+    if config.model is not None:
+        return config.model
+    demonstrations = ingest(run, "demonstrations", source("demonstrations"), config)
+    blank = run("base_model", text=source("text"), conversations=demonstrations, config=config.base_model)
+    base = run("sft", "pretraining", model=blank["model"], data=source("text"), config=config.pretraining, name_as="base")["model"]
+    return run("sft", model=base, data=demonstrations, config=config.sft, name_as="sft")["model"]
+
+
+def scorer(run: Run, source: Source, config: Any, components: list, start: str) -> str | None:
+    """The reward model that the components ask for: the given one, else one trained on the pairs; None when none asks."""
+    if not any(component.kind == "model" for component in components):
+        return None
+    if config.reward_model is not None:
+        return config.reward_model
+    pairs = ingest(run, "pairs", source("pairs"), config)
+    return run("reward_model", "train_reward_model", model=start, data=pairs, config=config.train_reward_model, name_as="reward")["model"]
+
+
+def conclusion(run: Run, config: Any, models: dict[str, str], prompts: str, judge: str | None) -> dict:
+    """Every model on the same held-out prompts, the best one through the promotion gate."""
+    start = models["start"]
+    evaluations = evaluate_all(run, models, config.evaluate, prompts=prompts, reward_model=judge, reference=start)
+    winner = best(evaluations, config.promote.metric)
+    decision = promote(run, models, evaluations, winner, config.promote, config.evaluate, baseline="start", name=config.promote_as, prompts=prompts,
+                       reward_model=judge, reference=start)
+    return {"models": models, "scores": evaluations.table(), "best": winner, "decision": decision}

@@ -1,0 +1,147 @@
+"""preferences: scored candidates of the rejection stage -> preference pairs, rankings or labelled rows.
+
+Pair building is a selector on each prompt's rewards: best against worst (catalogue ``da.online_dpo``, ``rs.triplet``), every pair with a
+large enough gap (``rs.rs_dpo``), pairs of statistically accepted candidates (``rs.rso``), correct against incorrect (``da.dpo_nll``), or
+all. Candidates that were cut by the length limit or could not be scored are in no pair; prompts that give none are counted.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
+
+
+class Config(StageConfig):
+    kind: Literal["pairs/1", "rankings/1", "unpaired/1"] = Field("pairs/1", description="Rows wanted: pairs, one ranking per prompt (by reward), or labelled responses.")
+    select: Literal["best_vs_worst", "gap", "rso", "correct_vs_incorrect", "all"] = Field(
+        "best_vs_worst", description="pairs: which. best_vs_worst (da.online_dpo), gap (rs.rs_dpo), rso (rs.rso), correct_vs_incorrect (da.dpo_nll), all with different rewards.")
+    tau: float = Field(1.0, gt=0, description="gap: temperature of the reward difference (RS-DPO 1.0).")
+    eta: float = Field(0.85, ge=0.5, lt=1, description="gap: keep pairs with sigma((r_i - r_j)/tau) above this (RS-DPO 0.85); lower = more, noisier pairs.")
+    rso_beta: float = Field(0.5, gt=0, description="rso: temperature of acceptance (RSO 0.5); small = only the best, large = plain samples.")
+    rso_accept: int = Field(8, ge=2, description="rso: candidates accepted per prompt (RSO 8 of 64).")
+    rso_pairs: Literal["first_round", "tournament"] = Field("first_round", description="rso: n/2 pairs of neighbours after shuffling, or n-1 of a knock-out.")
+    max_pairs_per_prompt: int | None = Field(None, ge=1, title="Max pairs per prompt", description="Cap, the first ones in candidate order; empty = all.")
+    soft_labels: bool = Field(False, description="pairs: write label_prob = sigma((r_w - r_l)/tau) (da.soft_dpo).")
+    threshold: float | None = Field(None, title="Threshold", description="unpaired: label = reward above this; empty = the verifier's verdict.")
+    dedupe: bool = Field(True, description="Identical texts of one prompt count once (the first).")
+    validation_fraction: float = Field(0.05, ge=0, lt=1, description="Share of prompts in the validation split.")
+
+
+SPEC = StageSpec(
+    name="preferences", config=Config,
+    inputs={"candidates": InputSpec("dataset", kinds=("candidates/1",), many=True, doc="Scored candidates; several sets (other models, a teacher) are joined by prompt.")},
+    outputs={"data": OutputSpec("dataset", doc="pairs/1, rankings/1 or unpaired/1.")})
+
+
+def run(stage):
+    from stages.ingestion.curation import split_of
+    from stages.reports import document, facts, histogram
+    from storage.schema import complete_row
+
+    config = stage.config
+    groups: dict[str, list[dict]] = {}
+    seen, unusable, everything = set(), 0, []
+    for name in stage.many("candidates"):
+        for row in stage.dataset(f"candidates.{name}" if name else "candidates").iter_rows():
+            group = groups.setdefault(row["prompt_id"], [])
+            key = row["prompt_id"], row["completion"][0]["content"]
+            if row["kept"] is False or row["reward"] is None or (config.dedupe and key in seen):
+                unusable += 1
+                continue
+            seen.add(key)
+            group.append(row)
+            everything.append(row["reward"])
+    counts = {"prompts": len(groups), "candidates": len(everything), "unusable": unusable, "rows": 0, "prompts_without": 0, "accepted": 0}
+    gaps, taken, lengths = [], [], []
+    writer = stage.writer("data", config.kind)
+    fractions = {"train": 1.0 - config.validation_fraction, "validation": config.validation_fraction}
+    for prompt_id, rows in groups.items():
+        made = {"pairs/1": pairs_of, "rankings/1": ranking_of, "unpaired/1": labelled_of}[config.kind](stage, rows, counts) if rows else []
+        counts["prompts_without"] += not made
+        counts["rows"] += len(made)
+        for row in made:
+            if config.kind == "pairs/1":
+                gaps.append(row["margin"])
+                taken += [row["chosen_score"], row["rejected_score"]]
+                lengths.append(len(row["chosen"][0]["content"]) - len(row["rejected"][0]["content"]))
+        group_id = rows[0]["group_id"] if rows else prompt_id
+        writer.write([complete_row(config.kind, {"prompt": rows[0]["prompt"], "prompt_id": prompt_id, "group_id": group_id, **row}, dataset="preferences",
+                                   source=rows[0]["source"], origin="verifier" if config.select == "correct_vs_incorrect" else "ai",
+                                   split=split_of(group_id, "split-v1", fractions)) for row in made])
+    if not counts["rows"]:
+        raise ValueError(f"No prompt gave a row of {config.kind}: of {len(groups)} prompts all usable candidates have the same reward or miss what select="
+                         f"{config.select} asks for. Raise num_generations or temperature of the sampling, or take select=best_vs_worst or a lower eta.")
+    writer.close(counts)
+    summary = {**counts, "rows_per_prompt": counts["rows"] / len(groups), "reward/mean": sum(everything) / len(everything)}
+    if config.select == "rso":
+        summary["acceptance_rate"] = counts["accepted"] / max(len(everything), 1)
+    if gaps:
+        summary |= {"reward_gap/mean": sum(gaps) / len(gaps), "reward/used": sum(taken) / len(taken), "length_difference/mean": sum(lengths) / len(lengths)}
+        stage.report("gaps", png=histogram({"reward gap": gaps}, title="Reward gap of the pairs", xlabel="chosen - rejected"))
+    stage.summary(summary)
+    stage.report("summary", markdown=document("Preferences from candidates", facts(summary)))
+
+
+def pairs_of(stage, rows, counts) -> list[dict]:
+    """Pairs of one prompt."""
+    import math
+
+    from stages import selection
+
+    config, rewards = stage.config, [r["reward"] for r in rows]
+    if config.select == "best_vs_worst":
+        pair = selection.best_vs_worst(rewards)
+        found = [] if pair is None else [pair]
+    elif config.select == "gap":
+        found = [(i, j) for i, j, _ in selection.gap_pairs(rewards, config.tau, config.eta)]
+    elif config.select == "rso":
+        found = rso_pairs(stage, rows[0]["prompt_id"], rewards, counts)
+    elif config.select == "correct_vs_incorrect":
+        found = [(i, j) for i, a in enumerate(rows) for j, b in enumerate(rows) if a["correct"] is True and b["correct"] is False]
+    else:
+        found = [(i, j) for i in range(len(rows)) for j in range(len(rows)) if rewards[i] > rewards[j]]
+    found = found[:config.max_pairs_per_prompt]
+    return [{"chosen": rows[i]["completion"], "rejected": rows[j]["completion"], "chosen_score": rewards[i], "rejected_score": rewards[j],
+             "margin": rewards[i] - rewards[j], "pairs_in_group": len(found), "chosen_gen": rows[i]["gen"], "rejected_gen": rows[j]["gen"],
+             "label_prob": 0.5 * (1.0 + math.tanh((rewards[i] - rewards[j]) / (2.0 * config.tau))) if config.soft_labels else None} for i, j in found]
+
+
+def rso_pairs(stage, prompt_id: str, rewards, counts) -> list[tuple[int, int]]:
+    """Pairs among candidates accepted by statistical rejection sampling, labelled by reward; equal rewards give none (``rs.rso``)."""
+    from stages import selection
+
+    config = stage.config
+    if len(rewards) < config.rso_accept:
+        return []
+    rng = stage.rng("rso", prompt_id)
+    accepted, _ = selection.rso_select(rewards, config.rso_accept, config.rso_beta, iter(rng.random, None))
+    counts["accepted"] += len(accepted)
+    order = [accepted[i] for i in rng.permutation(len(accepted))]
+    if config.rso_pairs == "tournament":
+        played, _ = selection.tournament(len(order), lambda a, b: rewards[order[a]] >= rewards[order[b]])
+        found = [(order[a], order[b]) for a, b in played]
+    else:
+        found = [(a, b) if rewards[a] >= rewards[b] else (b, a) for a, b in zip(order[::2], order[1::2])]
+    return [(a, b) for a, b in found if rewards[a] > rewards[b]]
+
+
+def ranking_of(stage, rows, counts) -> list[dict]:
+    """One ranking by reward; equal rewards share a rank, and a prompt with one reward only gives none."""
+    rewards = [r["reward"] for r in rows]
+    levels = sorted(set(rewards), reverse=True)
+    if len(levels) < 2:
+        return []
+    return [{"completions": [r["completion"] for r in rows], "ranks": [1 + levels.index(r) for r in rewards], "scores": rewards, "gens": [r["gen"] for r in rows]}]
+
+
+def labelled_of(stage, rows, counts) -> list[dict]:
+    """Every candidate with a label: the reward against the threshold, else the verifier's verdict."""
+    threshold = stage.config.threshold
+    if threshold is None and all(r["correct"] is None for r in rows):
+        raise ValueError("kind=unpaired/1 needs a label: the candidates have no verifier's verdict, so write threshold=VALUE (label = reward above it).")
+    return [{"completion": r["completion"], "label": bool(r["correct"]) if threshold is None else r["reward"] > threshold,
+             "label_kind": "correctness" if threshold is None else "threshold", "gen": r["gen"]}
+            for r in rows if threshold is not None or r["correct"] is not None]

@@ -1,0 +1,52 @@
+"""The iterated recipes: which steps they run on which models, read from a plan (no stage is run)."""
+
+import pytest
+
+from flows.recipe import Plan, get_recipe, load_config
+
+
+def planned(recipe, monkeypatch, metrics=None, **values):
+    """{label: (stage, inputs, config, seed)} of a plan; `metrics` are given to the steps by stage name."""
+    steps = {}
+
+    class Recorder(Plan):
+        def execute(self, stage, label, inputs, config, name_as, seed):
+            value = super().execute(stage, label, inputs, config, name_as, seed)
+            steps[label] = (stage, inputs, config, seed)
+            return {**value, "metrics": (metrics or {}).get(stage, {})}
+
+    flow = get_recipe(recipe)
+    monkeypatch.setattr("flows.start.promote", lambda *args, **more: {})  # asks the registry for a champion
+    flow.method(Recorder(recipe, 7, []), load_config(recipe, {"model": "(given.model)", "seed": 7, "data": {"prompts": "(given.prompts)", "pairs": "(given.pairs)"}, **values}))
+    return steps
+
+
+def test_the_iterated_recipes_plan_their_rounds(monkeypatch):
+    steps = planned("online_dpo", monkeypatch, rounds=3, sample={"max_prompts": 10})
+    models = [steps[f"sample_{k}"][1]["model"] for k in (1, 2, 3)]
+    assert models == ["(given.model)", "(align_1.model)", "(align_2.model)"]
+    assert [steps[f"sample_{k}"][2].prompt_offset for k in (1, 2, 3)] == [0, 10, 20] and len({steps[f"sample_{k}"][3] for k in (1, 2, 3)}) == 3
+    assert [steps[f"align_{k}"][1].get("reference") for k in (1, 2, 3)] == [None, "(given.model)", "(given.model)"]
+    assert [steps[f"align_{k}"][1]["data"] for k in (1, 2)] == ["(pairs_1.data)", "(pairs_2.data)"]
+    bpo = planned("online_dpo", monkeypatch, rounds=3, reference="previous", total_steps=100)
+    assert [bpo[f"align_{k}"][2].max_steps for k in (1, 2, 3)] == [33, 33, 34] and all("reference" not in bpo[f"align_{k}"][1] for k in (1, 2, 3))
+    free = planned("online_dpo", monkeypatch, rounds=2, align={"method": "simpo"})
+    assert "reference" not in free["align_2"][1]
+    judged = planned("online_dpo", monkeypatch, rounds=1, sample={"rewards": [{"name": "rm", "kind": "model"}]})
+    assert judged["train_reward_model"][1]["model"] == "(given.model)" and judged["sample_1"][1]["reward_model"] == "(train_reward_model.model)"
+    given = planned("online_dpo", monkeypatch, rounds=1, reward_model="(my.rm)", sample={"rewards": [{"name": "rm", "kind": "model"}]})
+    assert "train_reward_model" not in given and given["sample_1"][1]["reward_model"] == "(my.rm)"
+
+    steps = planned("rest", monkeypatch, rounds=2, thresholds=[0.5, 0.8], improve={"learning_rate": 1e-4})
+    assert [steps[f"improve_{k}"][1]["model"] for k in ("1_1", "1_2", "2_1")] == ["(given.model)", "(improve_1_1.model)", "(improve_1_2.model)"]
+    assert [steps[f"improve_1_{k}"][2].learning_rate for k in (1, 2)] == pytest.approx([1e-4, 5e-5])
+    assert [steps[f"filter_1_{k}"][2].threshold for k in (1, 2)] == [0.5, 0.8] and steps["filter_1_2"][1]["candidates"] == "(grow_1.candidates)"
+    em = planned("rest", monkeypatch, rounds=2, thresholds=[], improve_from="start", sample={"select": "all_correct", "max_per_prompt": 10})
+    assert [em[f"improve_{k}_1"][1]["model"] for k in (1, 2)] == ["(given.model)"] * 2 and em["grow_2"][1]["model"] == "(improve_1_1.model)"
+    assert em["improve_1_1"][1]["data"] == "(grow_1.selected)"
+    empty = planned("rest", monkeypatch, metrics={"rejection": {"selected": 0}}, rounds=2, thresholds=[0.5, 0.8])
+    assert not any(label.startswith("improve") for label in empty) and "filter_1_2" not in empty
+
+    steps = planned("sdpo", monkeypatch, metrics={"curriculum": {"stages": 2}}, curriculum={"stages": 5})
+    assert [(steps[f"align_{k}"][1]["model"], steps[f"align_{k}"][2].stage_index) for k in (0, 1)] == [("(given.model)", 0), ("(align_0.model)", 1)]
+    assert "align_2" not in steps and all("reference" not in steps[f"align_{k}"][1] for k in (0, 1))

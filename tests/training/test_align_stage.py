@@ -1,0 +1,258 @@
+"""The align stage on every kind of data: conversions, options, degenerate rows, moving references, and kill -9 with a state of its own."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from stages.align import Config, displaced
+from stages.direct_alignment import DirectAlignment
+from stages.harness import execute
+from storage.datasets import open_dataset, write_dataset
+from storage.schema import complete_row
+from tests.training.test_align_methods import World, assistant, preferences, user  # noqa: F401
+from tests.training.test_resume import outputs
+
+
+def silent(event):
+    pass
+
+
+def steps_of(made):
+    return [json.loads(line) for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("method,kind", [("simpo", "pairs"), ("orpo", "pairs"), ("kto", "unpaired"), ("kto", "pairs"), ("bco", "rankings"), ("dpo", "rankings"),
+                                         ("dpo", "unpaired"), ("sppo", "rankings"), ("pl_dpo", "pairs"), ("2d_dpo", "segments"), ("mdpo", "pairs"), ("aot", "pairs")])
+def test_a_stage_run_trains_and_says_what_it_saw(tiny, preferences, spec, method, kind):
+    """From a dataset of one kind, converted where the method wants another; two steps; the reference cache only where there is a reference."""
+    if (method, kind) == ("dpo", "unpaired"):
+        with pytest.raises(Exception, match="No row is left"):  # every row has a prompt of its own: no pair
+            execute(spec("align", {"method": method, "max_steps": 1, "max_length": 96}, {"model": tiny["policy"], "data": preferences[kind]}, "none"), silent)
+        return
+    made = spec("align", {"method": method, "max_steps": 2, "batch_size": 4, "max_length": 96, "learning_rate": 1e-4},
+                {"model": tiny["policy"], "data": preferences[kind]}, f"{method}-{kind}")
+    result = execute(made, silent)
+    free = method in ("simpo", "orpo")
+    assert ("ref_logps" in result["outputs"]) == (not free)
+    metrics = steps_of(made)[-1]["metrics"]
+    assert math.isfinite(result["summary"]["validation/loss"]) and result["summary"]["skipped_steps"] == 0
+    assert metrics["validation/displacement/chosen_shift"] == pytest.approx(result["summary"]["validation/displacement/chosen_shift"])
+    if not free:
+        again = spec("align", made["config"], {"model": tiny["policy"], "data": preferences[kind]}, f"{method}-{kind}-again")
+        again["inputs"]["ref_logps"] = {"kind": "dataset", "path": result["outputs"]["ref_logps"]["path"], "ref": "r", "digest": "r"}
+        second = execute(again, silent)
+        counts = open_dataset(second["outputs"]["ref_logps"]["path"]).manifest["counts"]
+        assert counts["from_cache"] == counts["rows"] and second["summary"] == result["summary"]
+
+
+def test_loss_at_the_reference(tiny, preferences, spec):
+    """Policy equals reference before the first step: DPO ln 2, KTO half its weight, APO 1, IPO (1/(2 tau))^2, 2D-DPO ln 2 per segment."""
+    for method, kind, expected in (("dpo", "pairs", math.log(2)), ("kto", "unpaired", 0.5), ("apo_zero", "pairs", 1.0), ("ipo", "pairs", 25.0),
+                                   ("2d_dpo", "segments", 2 * math.log(2)), ("mdpo", "pairs", 3 * math.log(2)), ("bco", "unpaired", math.log(2)),
+                                   ("pl_dpo", "rankings", math.log(24))):
+        made = spec("align", {"method": method, "max_steps": 1, "batch_size": 4, "max_length": 96}, {"model": tiny["policy"], "data": preferences[kind]}, method)
+        execute(made, silent)
+        assert steps_of(made)[0]["metrics"]["validation/loss"] == pytest.approx(expected, rel=1e-4), method
+
+
+def test_impossible_settings_say_what_to_write(tiny, preferences, spec):
+    for config, inputs, text in (({"method": "simpo"}, {"reference": "policy"}, "leave the reference input"), ({"method": "rrhf", "beta": 0.1}, {}, "no beta"),
+                                 ({"method": "orpo", "reference_update": "ema"}, {}, "reference_update out"), ({"method": "kto", "nll_coef": 1.0}, {}, "leave it out"),
+                                 ({"method": "cdpo", "options": {"smoothing": 0.1}}, {}, "label_smoothing"), ({"method": "pl_dpo", "logp_reduction": "mean"}, {}, "leave it out"),
+                                 ({"method": "odpo", "options": {"offset_fn": 1.0}}, {}, "'log'"), ({"method": "2d_dpo"}, {}, "segments/1"),
+                                 ({"method": "dpo", "reference_update": "ema"}, {"ref_logps": "policy"}, "ref_logps input out")):
+        made = spec("align", {**config, "max_steps": 1}, {"model": tiny["policy"], "data": preferences["pairs"]}, "wrong")
+        made["inputs"] |= {name: {"kind": "model", "path": tiny["policy"], "ref": "x", "digest": "x"} for name in inputs}
+        with pytest.raises(ValueError, match=text):
+            execute(made, silent)
+
+
+# -- degenerate rows ------------------------------------------------------------------------------------------------
+
+def test_identical_responses_have_no_gradient(tiny, preferences):
+    world = World(tiny, preferences, method="dpo")
+    for item in world.items:
+        object.__setattr__(item, "responses", (item.responses[0],) * 2)
+        object.__setattr__(item, "masks", (item.masks[0],) * 2)
+        item.extra["ref"] = [item.extra["ref"][0]] * 2
+    loss, gradient = world.step()
+    assert loss == pytest.approx(math.log(2)) and gradient.abs().max() < 1e-12
+
+
+def test_equal_or_missing_scores_are_dropped_where_the_loss_needs_them(tiny, preferences, tmp_path):
+    rows = list(open_dataset(preferences["pairs"]).iter_rows(split="train"))
+    rows[0]["chosen_score"] = rows[0]["rejected_score"]
+    rows[1]["chosen_score"] = rows[1]["margin"] = None
+    write_dataset(str(tmp_path / "d"), "d", "pairs/1", [complete_row("pairs/1", r, dataset="d", source="s", origin="human") for r in rows])
+    data = {**preferences, "pairs": str(tmp_path / "d")}
+    odpo, rpo, dpo = (World(tiny, data, method=m) for m in ("odpo", "rpo", "dpo"))
+    assert (len(odpo.items), len(rpo.items), len(dpo.items)) == (4, 5, 6)
+    assert odpo.dropped["score_gap_not_positive"] == odpo.dropped["no_score"] == rpo.dropped["no_score"] == 1
+
+
+def test_kto_learns_from_a_batch_with_one_label_and_warns_about_weights(tiny, preferences):
+    from stages.align import data_warnings
+
+    world = World(tiny, preferences, method="kto")
+    world.items = [i for i in world.items if i.extra["label"]]
+    loss, gradient = world.step()
+    assert 0 < loss < 1 and torch.isfinite(gradient).all() and gradient.abs().max() > 0
+    assert "add rows of the other label" in data_warnings(world.config, world.objective, world.items, [])[0]
+    world = World(tiny, preferences, method="kto", options={"desirable_weight": 5.0})
+    assert "options.desirable_weight between" in data_warnings(world.config, world.objective, world.items, [])[0]
+
+
+def test_z0_is_of_mismatched_prompts_mean_first_clamp_after(tiny, preferences):
+    world = World(tiny, preferences, method="kto")
+    for item in world.items:
+        other = next(o for o in world.items if item.extra["mismatched"].row_id.endswith(o.row_id))
+        assert other.extra["prompt_id"] != item.extra["prompt_id"]
+        assert item.extra["mismatched"].prompt.tolist() == item.prompt.tolist() and item.extra["mismatched"].responses[0].tolist() == other.responses[0].tolist()
+    ratios = []
+    for item in world.items:
+        with torch.no_grad():
+            ratios.append(float(world.logps(world.policy, item.extra["mismatched"], 0).sum()) - item.extra["mismatched"].extra["ref"][0])
+    for shift in (0.0, 1e4):
+        for item, ratio in zip(world.items, ratios):
+            item.extra["mismatched"].extra["ref"][0] += shift
+        z0 = world.objective.prepare(world.policy, world.items, "cpu")["z0"]
+        assert z0 == pytest.approx(max(0.0, sum(ratios) / len(ratios) - shift), rel=1e-5)
+    assert world.objective.prepare(world.policy, world.items[:1], "cpu")["z0"] == 0.0
+    assert DirectAlignment(Config(method="kto", z_ref_mode="zero")).prepare(world.policy, world.items, "cpu") == {}
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto", "orpo", "simpo", "exo_pair", "discopop", "wpo", "alphapo", "rpo"])
+def test_extreme_log_probs_stay_finite(tiny, preferences, method):
+    """A reference 1e4 nats away on either side, and a policy that is certain."""
+    world = World(tiny, preferences, method=method)
+    for sign, item in zip([1, -1] * 3, world.items):
+        if "ref" in item.extra:
+            item.extra["ref"] = [v + sign * 1e4 * (1 - 2 * k) for k, v in enumerate(item.extra["ref"])]
+    loss, gradient = world.step()
+    assert math.isfinite(loss) and torch.isfinite(gradient).all()
+    with torch.no_grad():
+        for p in world.policy.parameters():
+            p.mul_(30.0)
+    loss, gradient = world.step()
+    assert math.isfinite(loss) and torch.isfinite(gradient).all()
+
+
+# -- options --------------------------------------------------------------------------------------------------------
+
+def test_ipo_with_mean_log_ratios_and_simpo_with_nll(tiny, preferences):
+    from tests.training.test_align_methods import FORMULAS, M, free, nll, pairwise
+
+    world = World(tiny, preferences, method="ipo", logp_reduction="mean")
+    expected, gradient = world.independent(pairwise(lambda r, w, l: (w / r["n"][0] - l / r["n"][1] - 5.0) ** 2))
+    loss, ours = world.step()
+    assert loss == pytest.approx(expected, rel=2e-6) and torch.allclose(ours, gradient, rtol=0, atol=2e-6 * float(gradient.abs().max()))
+    world = World(tiny, preferences, method="simpo", nll_coef=0.3)
+    simpo, _ = world.independent(FORMULAS["simpo"])
+    both, gradient = world.independent(lambda rows: FORMULAS["simpo"](rows) + free(lambda r, w, l: 0.3 * nll(r))(rows))
+    loss, ours = world.step()
+    assert loss == pytest.approx(both, rel=2e-6) and loss > simpo and torch.allclose(ours, gradient, rtol=0, atol=2e-6 * float(gradient.abs().max()))
+
+
+def test_slic_regularises_towards_target_answers(tiny, preferences, spec, tmp_path):
+    pairs = list(open_dataset(preferences["pairs"]).iter_rows())
+    write_dataset(str(tmp_path / "targets"), "t", "demonstrations/1", [complete_row("demonstrations/1", {
+        "messages": r["prompt"] + assistant("the target"), "train_turns": [len(r["prompt"])]}, dataset="t", source="s", origin="human") for r in pairs[1:]])
+    results = []
+    for given in ({}, {"targets": {"kind": "dataset", "path": str(tmp_path / "targets"), "ref": "t", "digest": "t"}}):
+        made = spec("align", {"method": "slic", "max_steps": 1, "batch_size": 4, "max_length": 96}, {"model": tiny["policy"], "data": preferences["pairs"]}, f"slic{len(given)}")
+        made["inputs"] |= given
+        results.append(execute(made, silent)["summary"])
+    assert results[1]["dropped/no_target_answer"] == 1 and results[0]["validation/loss"] != results[1]["validation/loss"]
+
+
+def test_bco_delta_is_a_running_mean_of_both_classes():
+    objective = DirectAlignment(Config(method="bco", options={"momentum": 0.5}))
+    objective.after_step({"rewards/chosen": 1.0, "rewards/rejected": -3.0})
+    assert objective.delta == pytest.approx(0.5 * (0.5 - 1.5))
+    objective.after_step({"rewards/chosen": 1.0})  # no undesirable row in this step
+    objective.after_step({"rewards/chosen": math.nan, "rewards/rejected": math.inf})
+    assert objective.means == {"chosen": 0.75, "rejected": -1.5}
+
+
+def test_corruption_changes_only_the_last_message():
+    import numpy as np
+
+    from stages.preference_items import corrupt
+
+    messages = [{"role": "system", "content": "be brief"}, *user("One. Two. Three. Four.")]
+    for mode in ("drop", "shuffle", "truncate"):
+        spoiled = corrupt(messages, mode, 0.5, np.random.default_rng(0))
+        assert spoiled[0] == messages[0] and spoiled[-1]["content"] != messages[-1]["content"]
+        assert set(spoiled[-1]["content"].split()) <= set(messages[-1]["content"].split())
+    assert corrupt(user("word"), "drop", 0.5, np.random.default_rng(0)) is None
+
+
+def test_the_displacement_alarm_needs_three_falls_in_a_row():
+    falling = [[0.0, 0.0], [-1.0, 1.0], [-2.0, 2.0], [-3.0, 3.0]]
+    assert displaced(falling) and not displaced(falling[:3]) and not displaced(falling[:3] + [[-1.5, 4.0]])
+
+
+# -- moving references ----------------------------------------------------------------------------------------------
+
+def test_reference_updates(tiny):
+    """tr_soft mixes every interval, ema every step, per_interval copies; the rules of ``da.reference``."""
+    from stages.direct_alignment import MovingReference
+    from stages.modeling import load_policy
+
+    policy, start = load_policy(tiny["policy"]), load_policy(tiny["other"])
+    pi, ref = (next(m.parameters()).detach().clone() for m in (policy, start))
+    expected = {"tr_soft": [ref, 0.6 * pi + 0.4 * ref], "ema": [0.1 * pi + 0.9 * ref, 0.19 * pi + 0.81 * ref], "per_interval": [ref, pi]}
+    for mode, after in expected.items():
+        moving = MovingReference(Config(reference_update=mode, reference_interval=2, reference_decay=0.9), tiny["other"], "cpu")
+        for step, want in enumerate(after, 1):
+            moving.after_step(step, policy)
+            assert torch.allclose(next(moving.model.parameters()), want, atol=1e-6), (mode, step)
+        twin = MovingReference(Config(reference_update=mode), tiny["other"], "cpu")
+        twin.load(moving.tensors())
+        assert torch.equal(next(twin.model.parameters()), next(moving.model.parameters()))
+
+
+def test_dpo_loss_is_ln2_again_right_after_the_reference_is_copied(tiny, preferences, spec):
+    made = spec("align", {"max_steps": 5, "batch_size": 6, "max_length": 96, "learning_rate": 1e-2, "lr_schedule": "constant", "warmup_ratio": 0.0,
+                          "reference_update": "per_interval", "reference_interval": 2}, {"model": tiny["policy"], "data": preferences["pairs"]}, "moving")
+    result = execute(made, silent)
+    losses = {s["step"]: s["metrics"]["train/loss"] for s in steps_of(made) if "train/loss" in s["metrics"]}
+    assert [abs(losses[k] - math.log(2)) < 1e-5 for k in range(1, 6)] == [True, False, True, False, True]
+    assert "ref_logps" not in result["outputs"]
+
+
+# -- kill -9 ----------------------------------------------------------------------------------------------------------
+
+STATEFUL = {"bco": {"method": "bco", "options": {"momentum": 0.5}}, "kto_heldout": {"method": "kto", "z_ref_mode": "heldout", "eval_every": 2},
+            "tr_dpo": {"method": "dpo", "reference_update": "tr_soft", "reference_interval": 3}}
+
+
+@pytest.mark.parametrize("name", list(STATEFUL))
+def test_an_interrupted_run_with_a_state_of_its_own_ends_with_the_same_bytes(tiny, data, spec, name, monkeypatch):
+    """Ended inside a step after a checkpoint of every step, twice; weights, metrics and summary equal the uninterrupted run."""
+    from stages import training
+
+    class Killed(BaseException):
+        pass
+
+    config = {**STATEFUL[name], "learning_rate": 1e-3, "batch_size": 6, "max_steps": 10, "max_length": 96}
+    inputs = {"model": tiny["policy"], "data": data["pairs"]}
+    monkeypatch.setenv("POSTTRAIN_CHECKPOINT_SECONDS", "1000")
+    execute(spec("align", config, inputs, "whole"), silent)
+    monkeypatch.setenv("POSTTRAIN_CHECKPOINT_SECONDS", "0")
+    killed = spec("align", config, inputs, "killed")
+    step = training.Trainer.step
+    for at in (4, 7):
+        def dying(self, items, at=at):
+            if self.step_index == at:
+                raise Killed
+            return step(self, items)
+        monkeypatch.setattr(training.Trainer, "step", dying)
+        with pytest.raises(Killed):
+            execute(killed, silent)
+    monkeypatch.setattr(training.Trainer, "step", step)
+    assert execute(killed, silent)["resumed_from"] == 7
+    assert outputs(Path(killed["workdir"])) == outputs(Path(killed["workdir"]).parent / "whole")

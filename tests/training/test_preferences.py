@@ -1,0 +1,179 @@
+"""Candidates to preferences, curricula, and the selections of ReST: stages on made-up candidates."""
+
+
+import math
+
+import pytest
+
+from stages.harness import execute
+from stages.preferences import Config
+from storage.datasets import open_dataset, write_dataset
+from storage.schema import complete_row
+
+
+def silent(event):
+    pass
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def assistant(text):
+    return [{"role": "assistant", "content": text}]
+
+
+@pytest.fixture()
+def candidates(tmp_path):
+    """candidates(rewards per prompt, correct=..., kept=..., texts=...) -> path."""
+
+    def make(rewards, correct=None, kept=None, texts=None, name="candidates"):
+        rows = [complete_row("candidates/1", {
+            "prompt": user(f"prompt {i}"), "prompt_idx": i, "completion_idx": j, "completion": assistant(texts[i][j] if texts else f"answer {j}"),
+            "scores": [], "reward": r, "correct": None if correct is None else correct[i][j], "kept": True if kept is None else kept[i][j],
+            "extra_json": "{}"}, dataset="made", source="s", origin="ai") for i, row in enumerate(rewards) for j, r in enumerate(row)]
+        path = str(tmp_path / name)
+        write_dataset(path, name, "candidates/1", rows)
+        return path
+
+    return make
+
+
+@pytest.fixture()
+def build(tmp_path):
+    """build(config, path or {label: path}, stage="preferences") -> (result, rows)."""
+    count = iter(range(100))
+
+    def run(config, given, stage="preferences"):
+        given = given if isinstance(given, dict) else {"": given}
+        key = "candidates" if stage == "preferences" else "data"
+        inputs = {f"{key}.{k}" if k else key: {"kind": "dataset", "path": v, "ref": k, "digest": f"d{k}"} for k, v in given.items()}
+        if stage == "preferences":
+            config = {"validation_fraction": 0.0, **config}
+        result = execute({"stage": stage, "key": "t", "config": config, "seed": 3, "device": "cpu", "inputs": inputs, "workdir": str(tmp_path / f"w{next(count)}")}, silent)
+        return result, list(open_dataset(result["outputs"]["data"]["path"]).iter_rows())
+
+    return run
+
+
+def answers(row, *columns):
+    return tuple(row[c][0]["content"] for c in columns)
+
+
+def test_best_vs_worst_and_what_gives_no_pair(candidates, build):
+    """The catalogue's matrix (da.online_dpo/best_vs_worst), a cut answer that would have been the best, and equal texts."""
+    path = candidates([[0.2, 0.9, 0.9, 0.1], [0.5, 0.5, 0.5, 0.5], [None, 0.3, 0.7, None], [9.0, 0.1, 0.2, 0.3]],
+                      kept=[[True] * 4, [True] * 4, [True] * 4, [False, True, True, True]],
+                      texts=[list("abcd"), list("abcd"), list("abcd"), ["x", "same", "b", "same"]])
+    result, rows = build({}, path)
+    assert [answers(r, "chosen", "rejected") for r in rows] == [("b", "d"), ("c", "b"), ("b", "same")]
+    assert [r["margin"] for r in rows] == pytest.approx([0.8, 0.4, 0.1])
+    assert result["summary"]["prompts_without"] == 1 and result["summary"]["unusable"] == 4
+    assert "label_prob" in rows[0] and rows[0]["label_prob"] is None
+
+
+def test_gap_pairs_cap_and_soft_labels(candidates, build):
+    path = candidates([[0.0, 1.0, 3.0, 5.0]])
+    _, rows = build({"select": "gap", "eta": 0.85, "soft_labels": True}, path)
+    expected = [(i, j) for i in range(4) for j in range(4) if 1 / (1 + math.exp([0.0, 1.0, 3.0, 5.0][j] - [0.0, 1.0, 3.0, 5.0][i])) > 0.85]
+    assert [answers(r, "chosen", "rejected") for r in rows] == [(f"answer {i}", f"answer {j}") for i, j in expected]
+    assert all(r["label_prob"] == pytest.approx(1 / (1 + math.exp(-r["margin"]))) and r["label_prob"] > 0.85 for r in rows)
+    assert len(build({"select": "gap", "max_pairs_per_prompt": 2}, path)[1]) == 2
+
+
+def test_rso_pairs_come_from_accepted_candidates(candidates, build):
+    rewards = [[float(j % 16) / 4 for j in range(32)]] * 3 + [[1.0] * 4]
+    result, rows = build({"select": "rso", "rso_accept": 8, "rso_beta": 1e-6}, candidates(rewards))
+    used = {s for r in rows for s in (r["chosen_score"], r["rejected_score"])}
+    assert used <= {3.75, 3.5, 3.25, 3.0} and all(r["margin"] > 0 for r in rows)  # beta -> 0 takes the 8 best
+    assert result["summary"]["accepted"] == 24 and result["summary"]["acceptance_rate"] == pytest.approx(24 / 100)
+    again, _ = build({"select": "rso", "rso_accept": 8, "rso_beta": 1e-6}, candidates(rewards, name="again"))
+    assert again["outputs"]["data"]["digest"] == result["outputs"]["data"]["digest"]
+    _, knocked = build({"select": "rso", "rso_accept": 8, "rso_beta": 1e6, "rso_pairs": "tournament"}, candidates([[0.1 * j for j in range(8)]], name="eight"))
+    assert len(knocked) == 7 and sum(answers(r, "chosen") == ("answer 7",) for r in knocked) == 3
+
+
+def test_correct_against_incorrect_rankings_labels_and_joined_sets(candidates, build):
+    path = candidates([[0.0, 1.0, 1.0], [1.0, 1.0, 1.0]], correct=[[False, True, True], [True, True, True]])
+    _, rows = build({"select": "correct_vs_incorrect"}, path)
+    assert [answers(r, "chosen", "rejected") for r in rows] == [("answer 1", "answer 0"), ("answer 2", "answer 0")]
+    _, rows = build({"kind": "rankings/1"}, path)
+    assert rows[0]["ranks"] == [2, 1, 1] and rows[0]["scores"] == [0.0, 1.0, 1.0] and len(rows) == 1
+    _, rows = build({"kind": "unpaired/1"}, path)
+    assert [r["label"] for r in rows] == [False, True, True, True, True, True]
+    teacher = candidates([[5.0], [0.5]], correct=[[True], [False]], texts=[["teacher a"], ["teacher b"]], name="teacher")
+    _, rows = build({}, {"policy": path, "teacher": teacher})
+    assert [answers(r, "chosen", "rejected") for r in rows] == [("teacher a", "answer 0"), ("answer 0", "teacher b")]
+
+
+def test_nothing_to_learn_from_says_what_to_change(candidates, build):
+    with pytest.raises(ValueError, match="Raise num_generations or temperature"):
+        build({}, candidates([[1.0, 1.0]]))
+    with pytest.raises(ValueError, match="threshold=VALUE"):
+        build({"kind": "unpaired/1"}, candidates([[1.0, 2.0]], name="plain"))
+    assert Config().select == "best_vs_worst"
+
+
+# -- curricula ------------------------------------------------------------------------------------------------------
+
+def pairs_file(path, n, held_out=0, **columns):
+    rows = [complete_row("pairs/1", {"prompt": user(f"p{i}"), "chosen": assistant("yes"), "rejected": assistant("no"), **{k: v[i] for k, v in columns.items()}},
+                         dataset="d", source="s", origin="human", split="validation" if i >= n - held_out else "train") for i in range(n)]
+    write_dataset(str(path), "d", "pairs/1", rows)
+    return str(path)
+
+
+def test_sdpo_chunks_keep_the_order_and_curry_goes_from_easy_to_hard(tmp_path, build):
+    result, rows = build({"order": "given", "stages": 3}, pairs_file(tmp_path / "a", 12, held_out=2), "curriculum")
+    assert [r["stage_index"] for r in rows] == [0] * 4 + [1] * 3 + [2] * 3 + [None] * 2
+    assert [r["prompt"][0]["content"] for r in rows] == [f"p{i}" for i in range(12)] and result["summary"]["stages"] == 3
+    _, rows = build({"order": "margin", "stages": 2}, pairs_file(tmp_path / "b", 5, margin=[0.1, 2.0, None, 1.0, 0.5]), "curriculum")
+    assert [(r["margin"], r["stage_index"]) for r in rows] == [(2.0, 0), (1.0, 0), (0.5, 1), (0.1, 1)]
+    rankings = [complete_row("rankings/1", {"prompt": user(f"r{i}"), "completions": [assistant(t) for t in "abcd"], "ranks": [2, 1, 4, 3]},
+                             dataset="d", source="s", origin="human") for i in range(2)]
+    write_dataset(str(tmp_path / "c"), "d", "rankings/1", rankings)
+    _, rows = build({"order": "rank_gap", "stages": 9}, str(tmp_path / "c"), "curriculum")
+    assert [(*answers(r, "chosen", "rejected"), r["stage_index"], r["rank_gap"]) for r in rows[:3]] == [("b", "c", 0, 3), ("b", "d", 1, 2), ("b", "a", 2, 1)]
+    _, rows = build({"order": "rank_gap", "stages": 2, "pairing": "all_pairs_by_gap"}, str(tmp_path / "c"), "curriculum")
+    assert {r["stage_index"]: sum(q["stage_index"] == r["stage_index"] for q in rows) for r in rows} == {0: 2, 1: 10}
+    with pytest.raises(ValueError, match="order=rank_gap does not fit"):
+        build({"order": "rank_gap"}, str(tmp_path / "a"), "curriculum")
+    with pytest.raises(ValueError, match="order=given"):
+        build({"order": "margin"}, str(tmp_path / "a"), "curriculum")
+
+
+def test_align_trains_on_one_stage_only(tiny, tmp_path, spec, build):
+    result, _ = build({"order": "given", "stages": 2}, pairs_file(tmp_path / "a", 11, held_out=2), "curriculum")
+    made = execute(spec("align", {"stage_index": 1, "max_steps": 1, "max_length": 64}, {"model": tiny["policy"], "data": result["outputs"]["data"]["path"]}, "one"), silent)
+    assert made["summary"]["pairs"] == 4
+
+
+# -- ReST's selections -------------------------------------------------------------------------------------------------
+
+def test_thresholds_by_quantile_caps_and_empty_selections(tiny, data, spec, candidates):
+    path = candidates([[0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 0.7, 0.8]], correct=[[True] * 4, [False, True, True, True]])
+
+    def select(name, **config):
+        made = spec("rejection", {"num_generations": 4, **config}, {"model": tiny["policy"], "prompts": data["prompts"]}, name)
+        made["inputs"]["candidates"] = {"kind": "dataset", "path": path, "ref": "c", "digest": "c"}
+        result = execute(made, silent)
+        return result, [(r["messages"][0]["content"], r["messages"][1]["content"]) for r in open_dataset(result["outputs"]["selected"]["path"]).iter_rows()]
+
+    assert len(select("half", select="threshold", threshold=0.5, threshold_mode="quantile")[1]) == 4
+    assert select("cap", select="all_correct", max_per_prompt=2)[1] == [("prompt 0", "answer 0"), ("prompt 0", "answer 1"), ("prompt 1", "answer 1"), ("prompt 1", "answer 2")]
+    result, rows = select("none", select="threshold", threshold=5.0, allow_empty=True)
+    assert rows == [] and result["summary"]["selected"] == 0
+    with pytest.raises(ValueError, match="Nothing was selected"):
+        select("error", select="threshold", threshold=5.0)
+    with pytest.raises(ValueError, match="no share"):
+        select("share", select="threshold", threshold=1.5, threshold_mode="quantile")
+
+
+def test_rounds_pass_over_prompts_in_a_circle(tiny, data, spec):
+    seen = []
+    for offset in (0, 30, 60):
+        config = {"num_generations": 1, "max_completion_length": 2, "rewards": [{"name": "length", "kind": "length"}], "max_prompts": 30, "prompt_offset": offset, "allow_empty": True}
+        result = execute(spec("rejection", config, {"model": tiny["policy"], "prompts": data["prompts"]}, f"r{offset}"), silent)
+        seen.append([r["prompt_id"] for r in open_dataset(result["outputs"]["candidates"]["path"]).iter_rows()])
+    whole = seen[0] + seen[1][:12]
+    assert len(set(whole)) == 42 and seen[1][12:] == seen[0][:18] and seen[2] == whole[18:] + whole[:6]
