@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -44,6 +44,8 @@ class RewardComponent(StageConfig):
     empty_reward: float = Field(-1.0, description="model: score of an empty response (rm.score_rules).")
     clip: float | None = Field(None, gt=0, title="Clip", description="model: scores are clipped to [-clip, clip].")
     squash: Literal["none", "sigmoid"] = Field("none", description="model: squash scores to (0, 1).")
+    normalise: Literal["none", "batch"] = Field("none", description="model: whiten the scores of one batch of responses, before clip and squash (rm.calibrate); "
+                                                "not for evaluation, where runs must stay comparable.")
     preset: Literal["think_answer", "think_only", "answer_mark"] = Field("think_answer", description="format: required structure (reward.format).")
     prefilled: str = Field("", description="format: text that the chat template already opened, prepended before the check.")
     pattern: str = Field("", description="regex: pattern that must be found; dots match line ends.")
@@ -100,11 +102,12 @@ class Scored:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What a component says about one row: its value, and whether the answer is right where it knows."""
+    """What a component says about one row: its value, whether the answer is right where it knows, and how much an ensemble's members differ."""
 
     value: float
     correct: bool | None = None
     extracted: str | None = None
+    spread: float | None = None
 
 
 def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, renderer=None, device: str = "cpu") -> "Rewards":
@@ -125,28 +128,10 @@ def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, render
             if component.input not in inputs:
                 raise ValueError(f"reward {component.name!r} needs the stage input {component.input!r}; give {component.input}=MODEL_REF, "
                                  "or remove the component")
-            scorers[component.name] = _load_scorer(inputs[component.input], renderer, device)
+            from stages.reward_scorers import load_scorer
+
+            scorers[component.name] = load_scorer(str(getattr(inputs[component.input], "path", inputs[component.input])), device)
     return Rewards(list(components), scorers, renderer)
-
-
-def _load_scorer(source, renderer, device: str):
-    from stages.modeling import RewardScorer
-
-    path = str(getattr(source, "path", source))
-    scorer = RewardScorer(path, device)
-    if renderer is not None:
-        _same_tokens(renderer, path)
-    return scorer
-
-
-def _same_tokens(renderer, path: str) -> None:
-    """Token ids go from the policy to the reward model as they are, so both must read them alike."""
-    from stages.chat import renderer_for
-
-    other = renderer_for(path)
-    if other.template_hash != renderer.template_hash or other.tokenizer.get_vocab() != renderer.tokenizer.get_vocab():
-        raise ValueError(f"the reward model in {path} has another tokenizer or chat template than the policy; train it from the same "
-                         "base model, so that it reads the same token ids")
 
 
 class Rewards:
@@ -159,7 +144,12 @@ class Rewards:
     def score(self, rows: Sequence[dict]) -> list[Scored]:
         """One `Scored` per row, in order; an error inside a component becomes an unscorable part with the error's text."""
         results = {c.name: _RULES[c.kind](self, c, rows) for c in self.components}
-        return [self._combine({name: column[i] for name, column in results.items()}) for i in range(len(rows))]
+        scored = [self._combine({name: column[i] for name, column in results.items()}) for i in range(len(rows))]
+        for name, column in results.items():  # every row of a batch has the same parts
+            if any(isinstance(v, _Verdict) and v.spread is not None for v in column):
+                for one, verdict in zip(scored, column):
+                    one.parts[f"{name}/disagreement"] = getattr(verdict, "spread", None)
+        return scored
 
     def _combine(self, verdicts: dict) -> Scored:
         scored = Scored(None)
@@ -227,8 +217,13 @@ def _verify(rewards: Rewards, component: RewardComponent, rows) -> list:
 
 
 def _model(rewards: Rewards, component: RewardComponent, rows) -> list:
+    """Scores of a reward model. Its own template renders the text, unless it reads exactly the policy's token ids."""
+    from stages.reward_scorers import Response
+
+    scorer = rewards.scorers[component.name]
+    as_ids = component.view == "full" and scorer.reads_ids_of(rewards.renderer)
     out: list = [None] * len(rows)
-    ids, positions = [], []
+    responses, positions = [], []
     for i, row in enumerate(rows):
         if not ended(row):
             out[i] = _Verdict(component.no_eos_reward)
@@ -236,12 +231,20 @@ def _model(rewards: Rewards, component: RewardComponent, rows) -> list:
             out[i] = _Verdict(component.empty_reward)
         else:
             positions.append(i)
-            ids.append(list(_prompt_ids(rewards, row)) + list(row["completion_ids"]))
-    for i, score in zip(positions, rewards.scorers[component.name].score_ids(ids) if ids else []):
+            ids = list(_prompt_ids(rewards, row)) + list(row["completion_ids"]) if as_ids else None
+            responses.append(Response(row["prompt_row"].get("prompt") or [], [{"role": "assistant", "content": _text(component, row)}], ids, row["prompt_row"]))
+    scores = scorer.score(responses) if responses else []
+    if component.normalise == "batch":
+        from stages.estimators import whiten
+
+        scores = whiten(scores).tolist() if len(scores) else scores
+    spread = scorer.disagreement if responses else None
+    for k, (i, score) in enumerate(zip(positions, scores)):
         if math.isfinite(score):
             score = max(-component.clip, min(component.clip, score)) if component.clip else score
             score = 1.0 / (1.0 + math.exp(-score)) if component.squash == "sigmoid" else score
-        out[i] = _value(float(score))
+        verdict = _value(float(score))
+        out[i] = replace(verdict, spread=spread[k]) if spread and isinstance(verdict, _Verdict) else verdict
     return out
 
 
