@@ -55,6 +55,7 @@ SPEC = StageSpec(
             "prompts": InputSpec("dataset", kinds=("prompts/1",), required=False, doc="Held-out prompts, with answers where they can be checked."),
             "pairs": InputSpec("dataset", kinds=("pairs/1",), required=False, doc="Held-out preference pairs."),
             "reward_model": InputSpec("model", required=False, doc="Scores the policy's answers."),
+            "judge": InputSpec("model", required=False, doc="Causal LM of reward components with kind=judge."),
             "reference": InputSpec("model", required=False, doc="KL of the policy to this model is estimated on the samples.")},
     outputs={"samples": OutputSpec("dataset", doc="eval_samples/1: every answer with its grade."),
              "scores": OutputSpec("dataset", doc="eval_scores/1: every metric with error, count and protocol.")})

@@ -206,10 +206,12 @@ def aggregate_steps(p, how: str = "prod") -> float:
 # -- models that compare ------------------------------------------------------------------------------------------------------
 
 class ComparingScorer(Scorer):
-    """A model that says which of two responses is better. As a scalar: mean win probability against the other responses of the
-    same prompt (``rs.rank``); a response without a rival gets 0.5."""
+    """A model that says which of two responses is better. As a scalar, by ``ranking``: mean win probability against the other
+    responses of the same prompt (``round_robin``, ``rs.rank``), or how far it came in a knock-out of m - 1 comparisons
+    (``tournament``, ``rm.t2t_pair``; the champion gets 1). A response without a rival gets 0.5."""
 
     relative = True
+    ranking = "round_robin"
 
     def preferences(self, pairs: Sequence[tuple[Response, Response]]) -> list[float]:
         """P(first is better) of each pair, both presentation orders averaged: (P(i,j) + 1 - P(j,i)) / 2."""
@@ -227,6 +229,14 @@ class ComparingScorer(Scorer):
 
         scores = [0.5] * len(responses)
         for members in same_prompt(responses):
+            if self.ranking == "tournament" and len(members) > 1:
+                games, champion = self.best([responses[i] for i in members])
+                depth = [0] * len(members)
+                for winner, loser in games:
+                    depth[winner] = max(depth[winner], depth[loser]) + 1
+                for i, reached in zip(members, depth):
+                    scores[i] = reached / depth[champion]
+                continue
             table = np.full((len(members), len(members)), 0.5)
             index = [(i, j) for i in range(len(members)) for j in range(i + 1, len(members))]
             for (i, j), p in zip(index, self.preferences([(responses[members[i]], responses[members[j]]) for i, j in index]) if index else []):

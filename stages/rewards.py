@@ -20,28 +20,37 @@ from pydantic import Field, model_validator
 
 from stages.spec import StageConfig
 
-PRIMARY = ("verifier", "code", "python", "model")
+PRIMARY = ("verifier", "code", "python", "model", "judge")
 
 
 class RewardComponent(StageConfig):
     """One component of a reward: what it scores, its weight, and its options."""
 
     name: str = Field("reward", min_length=1, description="Name under which its values are stored and plotted.")
-    kind: Literal["verifier", "model", "format", "length", "truncation", "regex", "constraints", "code", "python"] = Field(
-        description="verifier: gold answer; model: a reward model; format: tags; length: DAPO soft overlong; truncation: no end token; "
+    kind: Literal["verifier", "model", "judge", "format", "length", "truncation", "regex", "constraints", "code", "python"] = Field(
+        description="verifier: gold answer; model: a reward model; judge: a language model's opinion; format: tags; length: DAPO soft overlong; truncation: no end token; "
                     "regex: a pattern; constraints: IFEval checkers; code: unit tests; python: your own function.")
     weight: float = Field(1.0, description="Factor in the total.")
     on_missing: Literal["invalidate", "skip", "renormalise"] | None = Field(
         None, title="On missing", description="When unscorable: drop the row from training, drop the term, or rescale the other terms. "
-        "Unset: invalidate for verifier, code, python and model, skip for the others.")
+        "Unset: invalidate for verifier, code, python, model and judge, skip for the others.")
     view: Literal["full", "answer_only", "think_only"] = Field("full", description="Part of the response it sees (reward.view).")
     correct_value: float = Field(1.0, description="verifier: value of a right answer (DAPO 1, Tulu 3 10).")
     incorrect_value: float = Field(0.0, description="verifier: value of a wrong answer (DAPO -1).")
     verifier: Literal["auto", "world", "math", "text", "mc"] = Field("auto", description="verifier: which one; auto reads the prompt row.")
     extraction: Literal["strict", "flexible"] = Field("strict", description="verifier: flexible also takes the last number or a bare letter; for evaluation.")
-    input: str = Field("reward_model", description="model: the stage input that holds the reward model.")
-    no_eos_reward: float = Field(0.0, description="model: score of a cut response, which the model never sees (rm.score_rules; 0 = average expert).")
-    empty_reward: float = Field(-1.0, description="model: score of an empty response (rm.score_rules).")
+    input: str = Field("reward_model", description="model, judge: the stage input that holds the model (judge: `judge` where that is given).")
+    ranking: Literal["round_robin", "tournament"] = Field("round_robin", description="model, judge that compare: mean win probability against all other answers "
+                                                          "of the prompt (rs.rank), or a knock-out (rm.t2t_pair).")
+    judge_mode: Literal["score", "reference", "preference", "verdict"] = Field(
+        "score", description="judge: expected score 1..10 as [-1, 1], the same with the reference answer shown, letter probabilities, or written verdicts.")
+    endpoint: str = Field("", description="judge: base URL of a server with the OpenAI chat interface; empty: the local model of `input`.")
+    endpoint_model: str = Field("", description="judge: name of the model on the server.")
+    key_variable: str = Field("", description="judge: environment variable with the server's key.")
+    judge_tokens: int = Field(256, ge=1, description="judge, verdict: tokens of explanation and verdict at most.")
+    judge_retries: int = Field(2, ge=0, description="judge, verdict: times an unreadable answer is asked for again.")
+    no_eos_reward: float = Field(0.0, description="model, judge: score of a cut response, which the model never sees (rm.score_rules; 0 = average expert).")
+    empty_reward: float = Field(-1.0, description="model, judge: score of an empty response (rm.score_rules).")
     clip: float | None = Field(None, gt=0, title="Clip", description="model: scores are clipped to [-clip, clip].")
     squash: Literal["none", "sigmoid"] = Field("none", description="model: squash scores to (0, 1).")
     normalise: Literal["none", "batch"] = Field("none", description="model: whiten the scores of one batch of responses, before clip and squash (rm.calibrate); "
@@ -69,6 +78,8 @@ class RewardComponent(StageConfig):
     def _check(self):
         if self.kind == "length" and self.cache_length > self.max_length:
             raise ValueError(f"reward {self.name!r}: cache_length {self.cache_length} exceeds max_length {self.max_length}; write a smaller cache_length")
+        if self.kind == "judge" and self.endpoint and not self.endpoint_model:
+            raise ValueError(f"reward {self.name!r}: endpoint needs endpoint_model, the name of the model on that server")
         if self.kind == "regex" and not self.pattern:
             raise ValueError(f"reward {self.name!r}: kind regex needs pattern: write the pattern that a good response contains")
         if self.kind == "python" and "def score" not in self.source:
@@ -124,14 +135,32 @@ def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, render
         raise ValueError(f"two reward components are called {repeated[0]!r}; give every component its own name")
     scorers = {}
     for component in components:
-        if component.kind == "model":
-            if component.input not in inputs:
-                raise ValueError(f"reward {component.name!r} needs the stage input {component.input!r}; give {component.input}=MODEL_REF, "
-                                 "or remove the component")
-            from stages.reward_scorers import load_scorer
-
-            scorers[component.name] = load_scorer(str(getattr(inputs[component.input], "path", inputs[component.input])), device)
+        if component.kind in ("model", "judge"):
+            scorers[component.name] = _scorer(component, inputs, device)
     return Rewards(list(components), scorers, renderer)
+
+
+def _scorer(component: RewardComponent, inputs: dict, device: str):
+    from stages.judge import Judge, LocalJudge, ServerJudge
+    from stages.reward_heads import RewardCard
+    from stages.reward_scorers import load_scorer
+
+    name = "judge" if component.kind == "judge" and component.input == "reward_model" and "judge" in inputs else component.input
+    if component.endpoint and component.kind == "judge":
+        asked = ServerJudge(component.endpoint, component.endpoint_model, component.key_variable, max(component.timeout_s, 60.0))
+    elif name not in inputs:
+        raise ValueError(f"reward {component.name!r} needs the stage input {name!r}; give {name}=MODEL_REF{', or an endpoint' * (component.kind == 'judge')}, "
+                         "or remove the component")
+    else:
+        path = str(getattr(inputs[name], "path", inputs[name]))
+        if component.kind == "model":
+            scorer = load_scorer(path, device)
+            scorer.ranking = component.ranking
+            return scorer
+        asked = LocalJudge(path, RewardCard(), device)
+    judge = Judge(asked, component.judge_mode, max_tokens=component.judge_tokens, retries=component.judge_retries)
+    judge.ranking = component.ranking
+    return judge
 
 
 class Rewards:
@@ -355,5 +384,5 @@ def _same_output(got: str, expected: str) -> bool:
     return clean(got) == clean(expected)
 
 
-_RULES = {"verifier": _verify, "model": _model, "format": _format, "length": _length, "truncation": _truncation, "regex": _regex,
+_RULES = {"verifier": _verify, "model": _model, "judge": _model, "format": _format, "length": _length, "truncation": _truncation, "regex": _regex,
           "constraints": _constraints, "code": _code, "python": _python}
