@@ -23,6 +23,7 @@ RECIPES = {
     "post_training": "flows.post_training",
     "preference": "flows.preference",
     "verifiable": "flows.verifiable",
+    "reward": "flows.reward",
 }
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.evaluation.conftest import tiny  # noqa: F401
+from tests.training.conftest import data  # noqa: F401
 
 
 def user(text):
