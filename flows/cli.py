@@ -31,7 +31,7 @@ Seed = Annotated[Optional[int], typer.Option(help="Seed of every random choice (
 
 @app.command(rich_help_panel="Pipelines", epilog=EXIT_CODES)
 def run(
-    recipe: Annotated[str, typer.Argument(help="post_training, preference or verifiable; `posttrain ls recipes` describes them.")],
+    recipe: Annotated[str, typer.Argument(help="post_training, preference, verifiable or reward; `posttrain ls recipes` describes them.")],
     set_: Sets = None,
     config: Files = None,
     preset: Annotated[Optional[str], typer.Option(help="Start from a preset, e.g. demo.")] = None,

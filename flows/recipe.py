@@ -26,6 +26,7 @@ RECIPES = {
     "online_dpo": "flows.online_dpo",
     "rest": "flows.rest",
     "sdpo": "flows.sdpo",
+    "reward": "flows.reward",
 }
 
 

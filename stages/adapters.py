@@ -18,13 +18,12 @@ def is_adapted(model) -> bool:
     return hasattr(model, "peft_config")
 
 
-def add_lora(model, config, seed: int, task: str = "CAUSAL_LM", keep: tuple[str, ...] = ()):
+def add_lora(model, config, seed: int, task: str = "CAUSAL_LM"):
     """The model ready to train: as it is with ``lora_rank=0``, else frozen with a fresh LoRA adapter.
 
     Args:
         config: an :class:`~stages.settings.OptimizerConfig`.
         seed: of A's initial values (Kaiming uniform); B is 0.
-        keep: modules trained in full beside the adapter (a reward head).
     """
     if not config.lora_rank:
         return model
@@ -32,7 +31,7 @@ def add_lora(model, config, seed: int, task: str = "CAUSAL_LM", keep: tuple[str,
 
     targets = config.lora_targets if config.lora_targets == "all-linear" else config.lora_targets.replace(" ", "").split(",")
     settings = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha or 2 * config.lora_rank, lora_dropout=0.0, bias="none",
-                          target_modules=targets, task_type=task, modules_to_save=list(keep) or None)
+                          target_modules=targets, task_type=task)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed % 2**63)
         try:

@@ -116,7 +116,7 @@ def run(stage):
         if not objective.nll_coef and abs(loss - math.log(2)) > 1e-4 * max(1.0, objective.scale * 10):
             raise TrainingError(f"Policy equals reference at step 0, so the DPO loss must be ln 2 = 0.6931, but it is {loss:.6f}. The "
                                 "cached reference does not belong to this model and data; drop the ref_logps input.")
-    preflight(stage, trainer, train, config.batch_size, renderer)
+    preflight(stage, trainer, train, config.batch_size, renderer, prepare=source.prepare)
     _, final = fit(stage, trainer, source, evaluate=(lambda: source.evaluate(trainer)) if validation else None, eval_every=config.eval_every)
     with stage.output_model("model", role="policy") as directory:
         save_policy(model, renderer.tokenizer, directory, base=stage.inputs["model"].ref)

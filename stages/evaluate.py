@@ -12,6 +12,7 @@ refuse to compare different ones. Work is done in chunks; a killed run continues
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -54,6 +55,7 @@ SPEC = StageSpec(
             "prompts": InputSpec("dataset", kinds=("prompts/1",), required=False, doc="Held-out prompts, with answers where they can be checked."),
             "pairs": InputSpec("dataset", kinds=("pairs/1",), required=False, doc="Held-out preference pairs."),
             "reward_model": InputSpec("model", required=False, doc="Scores the policy's answers."),
+            "judge": InputSpec("model", required=False, doc="Causal LM of reward components with kind=judge."),
             "reference": InputSpec("model", required=False, doc="KL of the policy to this model is estimated on the samples.")},
     outputs={"samples": OutputSpec("dataset", doc="eval_samples/1: every answer with its grade."),
              "scores": OutputSpec("dataset", doc="eval_scores/1: every metric with error, count and protocol.")})
@@ -94,7 +96,7 @@ class Plan:
             raise ConfigError("evaluate: target=policy needs prompts=REF_OR_PATH (prompts/1) or pairs=REF_OR_PATH (pairs/1)")
         if not policy and not stage.has("pairs"):
             raise ConfigError("evaluate: target=reward_model needs pairs=REF_OR_PATH (pairs/1), the held-out preference pairs")
-        self.renderer = renderer_for(stage.path("model"))
+        self.renderer = renderer_for(stage.path("model")) if policy else None  # a reward model reads text in its own way
         self.prompts, self.pairs, self.texts, self.dropped = [], [], {}, {}
         self.scorers = {name: stage.inputs[name].digest for name in ("reward_model", "reference") if stage.has(name)}
         if policy and stage.has("prompts"):
@@ -121,20 +123,26 @@ class Plan:
         from stages.spec import ConfigError
 
         config, data = self.config, self.stage.dataset("pairs")
-        self.pairs, dropped = encode_pairs(data, config.split, self.renderer, config.max_length, config.limit)
-        self.dropped = {f"pairs_{name}": count for name, count in dropped.items()}
+        if config.target == "reward_model":
+            from stages.reward_eval import rows_of
+
+            self.pairs = rows_of(data, config.split, config.limit)
+        else:
+            self.pairs, dropped = encode_pairs(data, config.split, self.renderer, config.max_length, config.limit)
+            self.dropped = {f"pairs_{name}": count for name, count in dropped.items()}
         if not self.pairs:
             splits = ", ".join(data.manifest.get("splits") or {}) or "none"
             raise ConfigError(f"evaluate: the pairs have no usable row in split {config.split!r} (splits: {splits}); write split=NAME")
+        if config.target == "reward_model":
+            return
         wanted = {item.row_id for item in self.pairs}
         self.texts = {row["row_id"]: row for row in data.iter_rows(split=config.split) if row["row_id"] in wanted}
 
     def _protocol(self) -> dict:
         """Everything that a score depends on besides the weights (users.md G1)."""
         stage, config = self.stage, self.config
-        tokens = self.renderer.tokenizer.convert_ids_to_tokens(sorted(self.renderer.stop_ids))
         protocol = {
-            "target": config.target, "split": config.split, "limit": config.limit, "template": self.renderer.template_hash,
+            "target": config.target, "split": config.split, "limit": config.limit, "template": self.renderer.template_hash if self.renderer else "own",
             "few_shot": "none", "engine": "built-in", "dtype": "float32",
         }
         if self.prompts:
@@ -144,11 +152,11 @@ class Plan:
                 "prompts": stage.dataset("prompts").digest, "num_samples": config.num_samples, "greedy": config.greedy,
                 "temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p,
                 "max_completion_length": config.max_completion_length, "max_prompt_length": config.max_prompt_length,
-                "stop_tokens": sorted(tokens), "stop_strings": list(config.stop_strings), "seed": stage.seed,
+                "stop_tokens": sorted(self.renderer.tokenizer.convert_ids_to_tokens(sorted(self.renderer.stop_ids))), "stop_strings": list(config.stop_strings), "seed": stage.seed,
                 "graders": [component.model_dump(mode="json") for component in config.rewards], "grader_version": grader_version(),
             }
         if self.pairs:
-            protocol |= {"pairs": stage.dataset("pairs").digest, "max_length": config.max_length}
+            protocol |= {"pairs": stage.dataset("pairs").digest} | ({"max_length": config.max_length} if self.renderer else {})
         return protocol
 
     def units(self) -> list[tuple[str, list]]:
@@ -167,9 +175,9 @@ class Plan:
         return self._once(role, lambda: freeze(load_policy(self.stage.path(role), self.stage.device)))
 
     def scorer(self, role: str):
-        from stages.modeling import RewardScorer
+        from stages.reward_scorers import load_scorer
 
-        return self._once(f"scorer:{role}", lambda: RewardScorer(self.stage.path(role), self.stage.device, self.config.max_tokens_per_micro_batch))
+        return self._once(f"scorer:{role}", lambda: load_scorer(self.stage.path(role), self.stage.device, self.config.max_tokens_per_micro_batch))
 
     # -- answers to prompts -----------------------------------------------------------------------------------------------
 
@@ -197,9 +205,18 @@ class Plan:
         stage.perf(len(rows), {"tokens_per_second": tokens / max(1e-9, time.monotonic() - started)})
         flat = [(mode, sample) for i in range(len(rows)) for mode, part in groups.items() for sample in part[i]]
         score(rewards, [sample for _, sample in flat])
-        model_scores = self.scorer("reward_model").score_ids([s.prompt_ids + s.ids for _, s in flat]) if stage.has("reward_model") else [None] * len(flat)
+        model_scores = self._reward([s for _, s in flat]) if stage.has("reward_model") else [None] * len(flat)
         divergences = self._kl([s for _, s in flat]) if stage.has("reference") else [None] * len(flat)
         return [self._answer_row(mode, sample, model_score, kl) for (mode, sample), model_score, kl in zip(flat, model_scores, divergences)]
+
+    def _reward(self, samples) -> list[float | None]:
+        from stages.reward_scorers import Response
+
+        scorer = self.scorer("reward_model")
+        as_ids = scorer.reads_ids_of(self.renderer)
+        scores = scorer.score([Response(s.prompt["prompt"], [{"role": "assistant", "content": s.text}], s.prompt_ids + s.ids if as_ids else None, s.prompt)
+                               for s in samples])
+        return [None if value != value else value for value in scores]
 
     def _kl(self, samples) -> list[float]:
         from stages.batching import make_item
@@ -235,14 +252,19 @@ class Plan:
 
     def pair_scores(self, items) -> list[dict]:
         """Score one chunk of pairs: a ``chosen`` and a ``rejected`` row each, and the probes of a reward model."""
-        if self.config.target == "reward_model":
-            ids = [item.prompt.tolist() + response.tolist() for item in items for response in item.responses]
-            flat = self.scorer("model").score_ids(ids)
-            scored = [{"chosen": {"reward": a}, "rejected": {"reward": b}, "margin": a - b} for a, b in zip(flat[0::2], flat[1::2])]
-        else:
-            scored = self._likelihoods(items)
-        rows = [row for item, score in zip(items, scored) for row in self._pair_rows(item, score)]
-        return rows + (self._probe_rows(items) if self.config.target == "reward_model" else [])
+        if self.config.target == "policy":
+            return [row for item, score in zip(items, self._likelihoods(items))
+                    for row in self._pair_rows(self.texts[item.row_id], score, [len(r) for r in item.responses])]
+        from stages.reward_eval import margins_of
+        from stages.reward_scorers import Response
+
+        scorer = self.scorer("model")
+        pairs = [(Response(row["prompt"], row["chosen"], row=row), Response(row["prompt"], row["rejected"], row=row)) for row in items]
+        margins, scores = margins_of(scorer, pairs)
+        scores = scores if scores is not None else [[1 / (1 + math.exp(-m)), 1 / (1 + math.exp(m))] for m in margins]
+        rows = [made for row, pair, margin, (a, b) in zip(items, pairs, margins.tolist(), scores) if not math.isnan(margin)
+                for made in self._pair_rows(row, {"chosen": {"reward": float(a)}, "rejected": {"reward": float(b)}, "margin": margin}, scorer.lengths(pair))]
+        return rows + ([] if scorer.relative else self._probe_rows(items))
 
     def _likelihoods(self, items) -> list[dict]:
         """Sequence log-probabilities of both sides; with a reference the implicit reward decides, else the log-prob sum."""
@@ -261,41 +283,36 @@ class Plan:
             scored.append({"chosen": chosen, "rejected": rejected, "margin": chosen["reward"] - rejected["reward"]})
         return scored
 
-    def _pair_rows(self, item, score: dict) -> list[dict]:
-        source = self.texts[item.row_id]
+    def _pair_rows(self, source: dict, score: dict, lengths: list[int]) -> list[dict]:
         shared = {"prompt": source["prompt"][-1]["content"] if source["prompt"] else "", "source": source.get("source"), "strength": source.get("strength")}
         rows = []
         for index, side in enumerate(("chosen", "rejected")):
             extra = {**shared, **score[side], "mode": side}
             if side == "chosen":
                 extra["margin"] = score["margin"]
-            rows.append(self._row(source, side, index, source[side][-1]["content"] or "", len(item.responses[index]), extra,
+            rows.append(self._row(source, side, index, source[side][-1]["content"] or "", lengths[index], extra,
                                   correct=score["margin"] > 0 if side == "chosen" else None))
         return rows
 
     def _probe_rows(self, items) -> list[dict]:
         from stages.evaluation.reward_model import probes, transforms
-        from stages.pairs import trim
+        from stages.reward_scorers import Response
 
-        probed = {item.row_id for item in self.pairs[: self.config.probe_pairs]}
-        rows, ids = [], []
-        for item in items:
-            if item.row_id not in probed:
+        probed = {row["row_id"] for row in self.pairs[: self.config.probe_pairs]}
+        asked = []
+        for source in items:
+            if source["row_id"] not in probed:
                 continue
-            source = self.texts[item.row_id]
             answers = {side: source[side][-1]["content"] or "" for side in ("chosen", "rejected")}
-            made = {f"probe:{name}": text for name, text in probes(answers["chosen"], self.stage.rng("probe", item.row_id)).items()}
+            made = {f"probe:{name}": text for name, text in probes(answers["chosen"], self.stage.rng("probe", source["row_id"])).items()}
             for side, answer in answers.items():
-                for name, text in transforms(answer, self.stage.rng("transform", item.row_id, side)).items():
+                for name, text in transforms(answer, self.stage.rng("transform", source["row_id"], side)).items():
                     made[f"transform:{name}:{side}"] = text
-            for index, (mode, text) in enumerate(sorted(made.items())):
-                _, response, mask = self.renderer.completion_ids(source["prompt"], [*source["chosen"][:-1], {"role": "assistant", "content": text}])
-                response = trim(response, mask)[0][: self.config.max_length]
-                rows.append((source, mode, index, text, len(response)))
-                ids.append(item.prompt.tolist() + list(response))
-        scores = self.scorer("model").score_ids(ids) if ids else []
+            asked += [(source, mode, index, text) for index, (mode, text) in enumerate(sorted(made.items()))]
+        responses = [Response(source["prompt"], [*source["chosen"][:-1], {"role": "assistant", "content": text}], row=source) for source, _, _, text in asked]
+        scorer = self.scorer("model")
         return [self._row(source, mode, index, text, length, {"mode": mode, "reward": value})
-                for (source, mode, index, text, length), value in zip(rows, scores)]
+                for (source, mode, index, text), length, value in zip(asked, scorer.lengths(responses), scorer.score(responses))]
 
 
 def _replace(params, **changes):

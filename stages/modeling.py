@@ -1,4 +1,4 @@
-"""Models as the stages use them: loading, the backbone, the chunked LM head, and the scalar reward head.
+"""Models as the stages use them: loading, the backbone and the chunked LM head (reward heads: stages/reward_heads.py).
 
 Shapes: ``N`` trained positions of a batch (flat), ``H`` hidden size, ``V`` vocabulary, ``B`` rows, ``T`` padded length.
 
@@ -8,7 +8,6 @@ vocabulary x length. Log-probabilities are always float32 (catalogue section 0, 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from stages.batching import Batch, collate, make_item, pad, per_response
 #: and of log-probabilities kept for backward. Both are fixed, so peak memory is flat in vocabulary size.
 HEAD_CHUNK_ELEMENTS = 1 << 20
 HEAD_KEEP_ELEMENTS = 1 << 25
-CALIBRATION_FILE = "reward_calibration.json"
 
 
 class ModelError(ValueError):
@@ -255,88 +253,3 @@ def token_logps(head: Head, hidden_NH, targets_N, temperature: float = 1.0, entr
 def target_logps(model, batch, temperature: float = 1.0, entropy: bool = False):
     """:func:`token_logps` of a batch's trained positions: (log-probs ``[N]``, entropies ``[N]`` or None)."""
     return token_logps(head_of(model), hidden_states(model, batch, batch.src_N), batch.target_N, temperature, entropy)
-
-
-# -- reward models --------------------------------------------------------------------------------------------------
-
-def new_reward_model(policy_path: str, device: str = "cpu", seed: int = 0, dtype: torch.dtype = torch.float32):
-    """Reward model with the backbone of ``policy_path`` and a fresh head ~ N(0, 1/(H+1)) (catalogue ``rm.head``)."""
-    model = load_reward_model(policy_path, device, dtype)
-    weight = score_head(model).weight
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        fresh = torch.randn(weight.shape, generator=generator, dtype=torch.float32) / (weight.shape[1] + 1) ** 0.5
-        weight.copy_(fresh.to(weight.dtype))
-    return model
-
-
-def load_reward_model(path: str, device: str = "cpu", dtype: torch.dtype = torch.float32):
-    """``AutoModelForSequenceClassification`` with one output, dropout off; float32 head.
-
-    Raises:
-        ModelError: the directory holds no model that can carry a scalar head.
-    """
-    from transformers import AutoModelForSequenceClassification
-    from transformers.utils import logging as hf_logging
-
-    verbosity = hf_logging.get_verbosity()
-    hf_logging.set_verbosity_error()  # "score.weight newly initialised" is what we want here
-    try:
-        with torch.random.fork_rng(devices=[]):
-            model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=dtype,
-                                                                       attn_implementation="sdpa")
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be loaded as a sequence classifier ({error}). Give a decoder (Llama-, Qwen-, GPT-2-"
-                         "class) or a reward model trained by the reward_model stage.") from error
-    finally:
-        hf_logging.set_verbosity(verbosity)
-    disable_dropout(model)
-    model.config.use_cache = False
-    score_head(model).float()
-    return model.to(device)
-
-
-def score_head(model) -> nn.Linear:
-    """The scalar head; ``score`` in decoder classes."""
-    head = getattr(model, "score", None)
-    if not isinstance(head, nn.Linear):
-        raise ModelError(f"{type(model).__name__} has no linear `score` head; use a decoder-only architecture as reward model.")
-    return head
-
-
-def save_reward_model(model, tokenizer, directory: str | Path, calibration: dict | None = None) -> None:
-    """Write the reward model; ``calibration`` = {"bias": b, "anchor": name} is applied by :class:`RewardScorer`."""
-    model.config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(directory, safe_serialization=True)
-    tokenizer.save_pretrained(directory)
-    Path(directory, CALIBRATION_FILE).write_text(json.dumps(calibration or {"bias": 0.0, "anchor": None}, sort_keys=True))
-
-
-def response_scores(model, batch) -> torch.Tensor:
-    """Raw scores ``[S]`` (float32 or better): the head on the hidden state of each response's last token (``rm.head``)."""
-    last = hidden_states(model, batch, batch.last_S)
-    with torch.autocast(last.device.type, enabled=False):  # head and scores stay float32
-        return score_head(model)(precise(last))[:, 0]
-
-
-class RewardScorer:
-    """A frozen reward model with its calibration: ``r' = r + bias`` (``rm.calibrate``).
-
-    Args:
-        path: reward-model directory.
-        max_tokens: padded tokens per forward.
-    """
-
-    def __init__(self, path: str, device: str = "cpu", max_tokens: int = 8192):
-        self.model = freeze(load_reward_model(path, device))
-        self.device, self.max_tokens = device, max_tokens
-        file = Path(path, CALIBRATION_FILE)
-        self.bias = float(json.loads(file.read_text())["bias"]) if file.exists() else 0.0
-
-    def score_ids(self, rows: list[list[int]]) -> list[float]:
-        """Calibrated scalar of each token-id row, in the order given. Length-sorted inside (``rs.length_sort``)."""
-        if any(not len(row) for row in rows):
-            raise ModelError("A reward model cannot score an empty row; give at least one token.")
-        items = [make_item(str(i), [], [row], [[0] * len(row)]) for i, row in enumerate(rows)]
-        scores = per_response(items, self.max_tokens, self.device, lambda batch: response_scores(self.model, batch).tolist())
-        return [score + self.bias for score, in scores]

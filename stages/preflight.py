@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from stages.batching import Item, plan, size
 
@@ -16,11 +16,13 @@ SAMPLES = 5
 LONGEST_SHOWN = 1200
 
 
-def preflight(stage, trainer, items: Sequence[Item], batch_size: int, renderer, *, completions_end: bool = True) -> None:
+def preflight(stage, trainer, items: Sequence[Item], batch_size: int, renderer, *, completions_end: bool = True,
+              prepare: Callable[[list[Item]], object] | None = None) -> None:
     """Report the plan and marked samples of these training items and try the dearest micro-batch. Skipped on a resume.
 
     Args:
         batch_size: items per optimizer step.
+        prepare: gives the trial's items what their loss needs beyond themselves.
         completions_end: trained responses are expected to train a stop token (False for plain text and reward models).
 
     Raises:
@@ -34,7 +36,7 @@ def preflight(stage, trainer, items: Sequence[Item], batch_size: int, renderer, 
     stage.log("plan: " + ", ".join(f"{v:,} {k}" if isinstance(v, int) else f"{k} {v}" for k, v in facts.items()))
     if completions_end:
         check_stop_tokens(stage, items, renderer)
-    seconds, tokens, peak = try_dearest(trainer, items, batch_size)
+    seconds, tokens, peak = try_dearest(trainer, items, batch_size, prepare)
     whole = facts["tokens per step"] * trainer.total_steps * seconds / max(1, tokens)
     stage.log(f"the dearest micro-batch ({tokens:,} tokens) ran in {seconds:.2f} s; memory so far {peak:,.0f} MiB; "
               f"{trainer.total_steps} steps will take about {duration(whole)}")
@@ -52,16 +54,20 @@ def plan_facts(items: Sequence[Item], batch_size: int, steps: int, budget: int) 
 
 def marked(item: Item, renderer) -> dict:
     """One item as text in segments ``[text, trained]``: the prompt, then each response."""
-    segments: list[list] = [[renderer.decode(item.prompt.tolist(), skip_special_tokens=False), False]] if len(item.prompt) else []
+    segments: list[list] = [[_text(renderer, item.prompt.tolist()), False]] if len(item.prompt) else []
     for k, (ids, mask) in enumerate(zip(item.responses, item.masks)):
         if len(item.responses) > 1:
             segments.append([f"\n— response {k + 1} —\n", None])
         start = 0
         for end in range(1, len(ids) + 1):
             if end == len(ids) or mask[end] != mask[start]:
-                segments.append([renderer.decode(ids[start:end].tolist(), skip_special_tokens=False), bool(mask[start])])
+                segments.append([_text(renderer, ids[start:end].tolist()), bool(mask[start])])
                 start = end
     return {"row": item.row_id, "segments": segments}
+
+
+def _text(renderer, ids: list[int]) -> str:
+    return renderer.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def page(facts, samples) -> str:
@@ -85,7 +91,7 @@ def check_stop_tokens(stage, items: Sequence[Item], renderer) -> None:
                    "Raise max_length, or use a chat template that closes assistant turns with an end token.")
 
 
-def try_dearest(trainer, items: Sequence[Item], batch_size: int) -> tuple[float, int, float]:
+def try_dearest(trainer, items: Sequence[Item], batch_size: int, prepare=None) -> tuple[float, int, float]:
     """Forward and backward of the largest micro-batch that a step could hold: (seconds, its tokens, peak MiB so far)."""
     import torch
 
@@ -97,6 +103,8 @@ def try_dearest(trainer, items: Sequence[Item], batch_size: int) -> tuple[float,
     tokens = sum(map(size, group))
     started = time.monotonic()
     try:
+        if prepare is not None:
+            prepare(step)
         trainer.backward(group, trainer.objective.counts(step))
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "alloc" not in str(error).lower():

@@ -41,6 +41,7 @@ SPEC = StageSpec(
     inputs={"model": InputSpec("model", doc="Policy that samples."),
             "prompts": InputSpec("dataset", kinds=("prompts/1",), doc="Prompts, with answers for verifiers."),
             "reward_model": InputSpec("model", required=False, doc="Scorer of components with kind=model."),
+            "judge": InputSpec("model", required=False, doc="Causal LM of components with kind=judge."),
             "candidates": InputSpec("dataset", kinds=("candidates/1",), required=False,
                                     doc="Scored candidates of an earlier run: select again without generating.")},
     outputs={"candidates": OutputSpec("dataset"), "selected": OutputSpec("dataset")})

@@ -1,188 +1,352 @@
-"""reward_model: a scalar reward model from preference pairs.
+"""reward_model: a reward model from labelled answers, in any form that labels come in.
 
-Bradley-Terry ranking loss, optionally with margins, soft labels, label smoothing or a centring term (catalogue ``rm.bt``,
-``rm.margin``, ``rm.soft_label``), on a backbone with a linear head read at the last response token (``rm.head``). After
-training the scores are anchored by a bias (``rm.calibrate``) and the model is judged on held-out pairs (``rm.eval``).
+    pairs/1      bt, margin, soft_label (ranking losses), pairwise (both answers in one context), t2t_point, t2t_pair (label words)
+    rankings/1   kwise_pairs, plackett_luce
+    ratings/1    regression, value
+    unpaired/1   pointwise_bce, orm (every token of an answer), value
+    stepwise/1   prm (every step of a solution)
+
+``objective=auto`` takes the natural one of the data. The backbone may be any decoder or encoder, with its own tokenizer and
+template. After training the scores are anchored (``rm.calibrate``) and the model is judged on held-out rows (``rm.eval``) through
+the same scorer that rejection sampling, RL and evaluation use.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from stages.reward_objectives import KINDS
 from stages.settings import OptimizerConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
 
 class Config(OptimizerConfig):
+    objective: Literal["auto", "bt", "margin", "soft_label", "kwise_pairs", "plackett_luce", "pointwise_bce", "regression", "orm", "value", "prm",
+                       "pairwise", "t2t_point", "t2t_pair"] = Field(
+        "auto", description="What is learned; auto: bt from pairs, kwise_pairs from rankings, regression from ratings, pointwise_bce from labels, "
+        "prm from steps (catalogue section B).")
     learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate (ours 1e-5; InstructGPT 9e-6; TRL 1e-4).")
-    batch_size: int = Field(32, ge=1, description="Pairs per optimizer step.")
-    num_train_epochs: float = Field(1.0, gt=0, description="Passes over the pairs; reward models overfit after one (texts).")
+    batch_size: int = Field(32, ge=1, description="Rows (pairs, rankings, solutions) per optimizer step.")
+    num_train_epochs: float = Field(1.0, gt=0, description="Passes over the rows; reward models overfit after one (texts).")
     max_steps: int | None = Field(None, ge=1, title="Max steps", description="Optimizer steps; overrides num_train_epochs.")
     max_length: int = Field(1024, ge=8, description="Tokens of prompt and longer response; see the ingest report for lengths.")
-    use_margin: bool = Field(False, description="Subtract the rows' margin inside the loss (rm.margin; Llama 3 dropped it).")
-    use_soft_labels: bool = Field(False, description="Use label_prob as P(chosen preferred) (rm.soft_label).")
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="Probability that a label is flipped.")
-    center_rewards_coefficient: float = Field(0.0, ge=0, description="c * mean((r_w + r_l)^2) (TRL; 0.01 in the paper).")
-    train_layers: Literal["all", "head"] = Field("all", description="Trainable set: everything, or the head only.")
-    anchor: Literal["none", "chosen", "demonstrations"] = Field(
-        "chosen", description="Set whose mean score becomes 0 (rm.calibrate): held-in chosen answers, or the `anchor` input.")
+    split: str = Field("train", description="Split to learn from; rm_a or rm_b for train-RM / test-RM studies (ingest halves=true; rm.overopt).")
+    pooling: Literal["auto", "last", "mean", "cls"] = Field(
+        "auto", description="State the head reads: last token (decoders), mean over tokens, or the encoder's own pooled head; auto: last / mean.")
+    init_head: Literal["fresh", "keep"] = Field("fresh", description="keep: go on from a reward model's head (pre-trained preference models, rm.pmp).")
+    train_layers: Literal["all", "head", "head_and_last"] = Field("all", description="Trainable set: everything, the head, or head and last_layers.")
+    last_layers: int = Field(2, ge=1, description="Layers trained with train_layers=head_and_last.")
+    facts: bool = Field(False, description="Append each row's facts (column or extra_json entry `facts`) to what the model reads (rm.factual).")
+
+    use_margin: bool = Field(False, description="pairs: subtract the rows' margin inside the loss (rm.margin; Llama 3 dropped it).")
+    use_soft_labels: bool = Field(False, description="pairs: use label_prob as P(chosen preferred) (rm.soft_label).")
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="pairs: probability that a label is flipped.")
+    center_rewards_coefficient: float = Field(0.0, ge=0, description="pairs: c * mean((r_w + r_l)^2) (TRL; 0.01 in the paper).")
+    lm_loss_weight: float = Field(0.0, ge=0, description="bt family, orm: also the LM loss on the (chosen) answer, LM head kept in training (Cobbe: 1).")
+    curriculum: Literal["none", "margin", "score_gap", "rank_gap", "confidence", "stage_index"] = Field(
+        "none", description="pairs: train from easy (large value) to hard; stage_index: stages as given (rm.curriculum).")
+    curriculum_stages: int = Field(3, ge=1, description="Stages of equal size of a curriculum.")
+    pair_weighting: Literal["per_prompt", "per_pair"] = Field("per_prompt", description="kwise_pairs: mean over prompts of mean over pairs, or over pairs.")
+    tie_policy: Literal["error", "drop_item", "use_pairs"] = Field("error", description="plackett_luce: what to do with equal ranks.")
+    top_ranks: int | None = Field(None, ge=1, title="Top ranks", description="plackett_luce: only the first ranks are certain (partial rankings).")
+    normalise_by_k: bool = Field(False, description="plackett_luce: divide each ranking's loss by K - 1.")
+    attributes: list[str] = Field(default_factory=list, description="regression: one output per aspect of the ratings; empty: the overall score.")
+    attribute_weights: list[float] = Field(default_factory=list, description="regression: weights of the attributes in the score, sum 1; empty: equal.")
+    regression_loss: Literal["mse", "huber"] = Field("mse", description="regression: squared, or linear beyond one standard deviation.")
+    centre_annotators: bool = Field(False, description="regression: move each annotator's mean rating to the overall mean.")
+    balance: bool = Field(True, description="orm: equally many right and wrong answers per prompt; prompts with one kind are left out.")
+    outcome_head: Literal["linear", "gain_bias"] = Field("linear", description="orm: linear head, or gain and bias on one vocabulary logit (Cobbe et al.).")
+    outcome_token: str | None = Field(None, title="Outcome token", description="orm, gain_bias: the reserved token; empty: the pad token.")
+    step_classes: Literal[2, 3] = Field(2, description="prm: wrong / right, or wrong / neutral / right (PRM800K).")
+    step_separator: str = Field("", description="prm: text that ends a step; empty: the rows' own separator.")
+    after_first_error: Literal["drop", "keep"] = Field("drop", description="prm: labels behind the first wrong step are dropped or used.")
+    hard_labels: bool = Field(False, description="prm: use hard labels although rows have soft ones (rm.prm_rollout).")
+    neutral_as: Literal["positive", "negative"] = Field("positive", description="prm: what a neutral step counts as in the score.")
+    aggregation: Literal["auto", "prod", "min", "mean", "last"] = Field("auto", description="Score of a solution from its steps (prm: prod) or tokens (orm: last).")
+    label_words: list[str] = Field(default_factory=list, description="t2t_point: good and bad word (Good, Bad); t2t_pair: the letters (A, B).")
+    normalise_over_labels: bool = Field(False, description="t2t_point: P(Good) / (P(Good) + P(Bad)) instead of P(Good).")
+
+    anchor: Literal["auto", "none", "chosen", "demonstrations", "generations"] = Field(
+        "auto", description="Answers whose mean score becomes 0 (rm.calibrate): chosen ones, or the `anchor` input; auto: chosen for rankings, else none.")
     eval_every: int = Field(0, ge=0, description="Optimizer steps between validation passes; 0 = only at start and end.")
-    eval_rows: int = Field(2000, ge=0, description="Held-out pairs used at most.")
+    eval_rows: int = Field(2000, ge=0, description="Held-out rows used at most.")
+    probe_pairs: int = Field(64, ge=0, description="Held-out pairs on which probes and surface changes are tried at the end; 0 = none.")
+
+    @model_validator(mode="after")
+    def _possible(self):
+        if self.attribute_weights and (len(self.attribute_weights) != len(self.attributes) or abs(sum(self.attribute_weights) - 1) > 1e-6):
+            raise ValueError("attribute_weights needs one weight per attribute, with sum 1; write for example attributes=[a,b] attribute_weights=[0.7,0.3]")
+        if self.label_words and (len(self.label_words) != 2 or self.label_words[0] == self.label_words[1]):
+            raise ValueError("label_words are two different words; write for example label_words=[Good,Bad]")
+        if self.lm_loss_weight and self.objective not in ("auto", "bt", "margin", "soft_label", "orm"):
+            raise ValueError(f"lm_loss_weight keeps the LM head for the bt family and orm; set it to 0 for objective={self.objective}")
+        if self.curriculum != "none" and self.objective not in ("auto", "bt", "margin", "soft_label"):
+            raise ValueError("curriculum orders preference pairs; set curriculum=none, or objective=bt")
+        return self
 
 
 SPEC = StageSpec(
     name="reward_model", config=Config, gpu=True, parallel=True,
-    inputs={"model": InputSpec("model", doc="Backbone: the SFT model (default choice), a base model, or a smaller one."),
-            "data": InputSpec("dataset", kinds=("pairs/1",), doc="Preference pairs; validation and test splits judge the model."),
-            "anchor": InputSpec("dataset", kinds=("demonstrations/1",), required=False,
-                                doc="Demonstrations whose mean score becomes 0 (anchor=demonstrations).")},
+    inputs={"model": InputSpec("model", doc="Backbone: the SFT model (default choice), a base model, a smaller one, an encoder, or a reward model to go on from."),
+            "data": InputSpec("dataset", kinds=KINDS, doc="Pairs, rankings, ratings, labels or steps; validation and test splits judge the model."),
+            "anchor": InputSpec("dataset", kinds=("demonstrations/1", "candidates/1"), required=False,
+                                doc="Answers whose mean score becomes 0 (anchor=demonstrations or generations).")},
     outputs={"model": OutputSpec("model", role="reward")})
 
 
-class PairRanking:
-    """Objective of ``rm.bt`` and relatives; all terms are sums over pairs, weighted rows count by their weight."""
+class Setup:
+    """One reward model in training: its row, settings, network and reader."""
 
-    def __init__(self, config: Config):
-        self.config = config
+    def __init__(self, stage, dataset):
+        from stages.modeling import ModelError, load_policy
+        from stages.reward_heads import add_gain_bias, keep_lm_head, load_reward_model, new_reward_model, reader_for, resolve_pooling
+        from stages.reward_losses import RewardLoss
+        from stages.reward_objectives import objective_for
 
-    def counts(self, items):
-        return {"weight": sum(i.extra["weight"] for i in items), "pairs": float(len(items))}
+        config, path = stage.config, stage.path("model")
+        self.row = objective_for(config.objective, dataset.kind)
+        self.config = config.model_copy(update={"objective": self.row.name, **dict(self.row.settings)})
+        if self.row.reads == "labels":
+            self.model, self.pooling, self.token = load_policy(path, stage.device), "last", None
+        else:
+            outputs = self.config.step_classes if self.row.name == "prm" else max(1, len(self.config.attributes)) if self.row.name == "regression" else 1
+            self.model = (new_reward_model(path, stage.device, stage.seed_for("head"), outputs=outputs) if config.init_head == "fresh"
+                          else load_reward_model(path, stage.device, outputs=outputs))
+            self.pooling = resolve_pooling(config.pooling, self.model, self.row.reads)
+        self.reader = reader_for(path, self.model, config.max_length, self.pooling)
+        gain = self.row.name == "orm" and config.outcome_head == "gain_bias"
+        self.lm_head = keep_lm_head(self.model, path) if gain or self.config.lm_loss_weight else None
+        if self.config.lm_loss_weight and self.pooling == "mean":
+            raise ModelError("lm_loss_weight needs the prompt apart from the response, which pooling=mean merges; set pooling=last.")
+        self.objective = RewardLoss(self.row, self.config, self.pooling, self.lm_head if self.config.lm_loss_weight else None)
+        self.token = None
+        if gain:
+            tokenizer = self.reader.tokenizer
+            self.token = tokenizer.convert_tokens_to_ids(config.outcome_token) if config.outcome_token else tokenizer.pad_token_id
+            if self.token is None:
+                raise ModelError(f"outcome_token={config.outcome_token!r} is not in the vocabulary; write a token of the model's tokenizer.")
+            self.objective.read = add_gain_bias(self.model, self.lm_head, self.token)
+        freeze_layers(self.model, config, self.row.reads)
+        self.model = with_adapter(stage, self.model, config, self.row.reads)
+        self.scale = None
 
-    def __call__(self, model, batch):
-        import torch
+    def items(self, dataset, split: str, dropped, limit=None, training: bool = False):
+        """Items of one split; training rows also set the rating scale and are balanced."""
+        from stages.reward_data import balanced, encode, standardise
 
-        from stages.losses import bradley_terry_loss
-        from stages.modeling import response_scores
-        from stages.training import Sums
+        items = encode(self.row, dataset, split, self.reader, self.config, dropped, limit)
+        if self.row.name == "orm" and training and self.config.balance:
+            items = balanced(items, dropped)
+        if self.row.name == "regression" and items:
+            scale = standardise(items, None if training else self.scale, self.config.centre_annotators)
+            self.scale = self.scale or scale
+        return items
 
-        scores = response_scores(model, batch)
-        chosen, rejected = scores[0::2], scores[1::2]
+    def card(self, bias: float = 0.0, anchor: str | None = None, offset: float = 0.0):
+        """What the trained directory will say about itself."""
+        from stages.reward_heads import RewardCard
 
-        def column(name):
-            return torch.tensor([i.extra[name] for i in batch.items], device=scores.device, dtype=torch.float32)
+        config, name = self.config, self.row.name
+        options = {"facts": True} if config.facts else {}
+        if name == "regression":
+            mean, std = self.scale
+            options |= {"mean": mean, "std": std, "weights": config.attribute_weights or [1.0 / len(mean)] * len(mean), "attributes": config.attributes}
+        elif name == "prm":
+            options |= {"separator": self.separator, "neutral_as": config.neutral_as,
+                        "aggregation": "prod" if config.aggregation == "auto" else config.aggregation}
+        elif name == "orm":
+            options |= {"offset": offset, "aggregation": "last" if config.aggregation == "auto" else config.aggregation}
+        elif self.row.reads == "labels":
+            options |= {"label_words": config.label_words or None, "normalise_over_labels": config.normalise_over_labels}
+        return RewardCard(name, bias, anchor, self.pooling, self.reader.max_length, options)
 
-        config, weight = self.config, column("weight")
-        losses = bradley_terry_loss(
-            chosen, rejected, margin=column("margin") if config.use_margin else None,
-            label_prob=column("label_prob") if config.use_soft_labels else None, label_smoothing=config.label_smoothing,
-            center_rewards_coefficient=config.center_rewards_coefficient)
-        gap = (chosen - rejected).detach()
-        return Sums({"ranking": ((losses * weight).sum(), "weight")}, {
-            "accuracy": ((gap > 0).float().sum(), "pairs"), "margin": (gap.sum(), "pairs"),
-            "score_mean": ((chosen + rejected).detach().sum() / 2, "pairs"),
-            "no_eos_fraction": (torch.tensor(sum(2.0 - sum(i.extra["ended"]) for i in batch.items) / 2), "pairs")})
+    def scorer(self, stage, card):
+        """The scorer that consumers will load, on the network in memory."""
+        from stages.algorithms import resolve
+
+        return resolve(self.row.score)(stage.path("model"), card, stage.device, self.config.max_tokens_per_micro_batch, model=self.model, reader=self.reader)
+
+    def save(self, directory, card) -> None:
+        from stages.modeling import save_policy
+        from stages.reward_heads import save_reward_model, write_card
+
+        if self.row.reads == "labels":
+            save_policy(self.model, self.reader.tokenizer, directory)
+            write_card(directory, card)
+        else:
+            save_reward_model(self.model, self.reader.tokenizer, directory, card)
+
+
+def with_adapter(stage, model, config, reads: str):
+    """The model with the LoRA adapter its config asks for; the reward head is trained in full beside it."""
+    from stages.adapters import add_lora
+    from stages.modeling import ModelError
+    from stages.reward_heads import score_head
+
+    if not config.lora_rank:
+        return model
+    if config.train_layers != "all" or hasattr(model, "reward_gain") or hasattr(model, "kept_lm_head"):
+        raise ModelError("a LoRA adapter goes with train_layers=all, outcome_head=linear and lm_loss_weight=0; write these, or lora_rank=0.")
+    model = add_lora(model, config, stage.seed_for("lora"), task="CAUSAL_LM" if reads == "labels" else "SEQ_CLS")
+    if reads != "labels":
+        for parameter in score_head(model).parameters():
+            parameter.requires_grad_(True)
+    return model
+
+
+def freeze_layers(model, config, reads: str) -> None:
+    """Leave the configured set trainable."""
+    from torch import nn
+
+    from stages.modeling import ModelError
+    from stages.reward_heads import score_head
+
+    if config.train_layers == "all":
+        return
+    if reads == "labels":
+        raise ModelError("label words are read through the language model's own head; set train_layers=all for t2t objectives.")
+    head = {id(p) for p in score_head(model).parameters()} | {id(p) for n, p in model.named_parameters() if n.startswith("reward_")}
+    if config.train_layers == "head_and_last":
+        layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
+        head |= {id(p) for layer in layers[-config.last_layers:] for p in layer.parameters()}
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.requires_grad and id(parameter) in head)
+
+
+def staged_rows(stage, items, config):
+    """The training source: shuffled rows, or the parts of a curriculum one after the other, each for all its epochs."""
+    from stages.selection import order_by_difficulty
+    from stages.training import ShuffledRows
+
+    if config.curriculum == "none":
+        return WithSpread(ShuffledRows(stage, items, config.batch_size, config.num_train_epochs, config.max_steps))
+    difficulty = [i.extra["difficulty"] for i in items]
+    if config.curriculum == "stage_index":
+        part = difficulty
+    else:
+        _, part = order_by_difficulty(difficulty, config.curriculum_stages)
+    parts = [[i for i, p in zip(items, part) if p == value] for value in sorted(set(part))]
+    return WithSpread(StagedRows([ShuffledRows(stage, p, config.batch_size, config.num_train_epochs, None) for p in parts], config.max_steps))
+
+
+class StagedRows:
+    """Several sources in sequence; ``max_steps`` shares the steps out by the parts' sizes."""
+
+    def __init__(self, parts, max_steps: int | None):
+        from stages.selection import largest_remainder
+
+        self.parts = parts
+        steps = [p.total_steps for p in parts]
+        self.steps = steps if max_steps is None else largest_remainder(max_steps, steps)
+        self.total_steps = sum(self.steps)
+
+    def _at(self, step: int):
+        for index, count in enumerate(self.steps):
+            if step < count:
+                return index, step
+            step -= count
+        return len(self.steps) - 1, self.steps[-1] - 1
+
+    def items(self, step: int):
+        index, inner = self._at(step)
+        return self.parts[index].items(inner)
+
+    def state(self):
+        return {}, {}
+
+    def restore(self, state, read) -> None:
+        pass
+
+    def after_step(self, step: int, metrics) -> dict[str, float]:
+        return {"curriculum_stage": float(self._at(step - 1)[0])}
+
+
+class WithSpread:
+    """A source that adds the standard deviation of the step's scores to its metrics."""
+
+    def __init__(self, source):
+        self._source, self.total_steps = source, source.total_steps
+
+    def __getattr__(self, name):
+        return getattr(self._source, name)
+
+    def after_step(self, step, metrics):
+        extra = self._source.after_step(step, metrics)
+        square = metrics.pop("score_square_mean", None)
+        if square is not None:
+            extra["score_std"] = max(0.0, square - metrics["score_mean"] ** 2) ** 0.5
+        return extra
 
 
 def run(stage):
-    from stages.chat import renderer_for
+    from collections import Counter
+
     from stages.curves import training_report
-    from stages.modeling import new_reward_model, save_reward_model, score_head
-    from stages.pairs import encode_pairs
-    from stages.training import ShuffledRows, Trainer, fit
+    from stages.preflight import preflight
+    from stages.reward_eval import held_out, warn_about
+    from stages.reward_heads import drop_lm_head
+    from stages.training import Trainer, fit
 
     config, data = stage.config, stage.dataset("data")
-    renderer = renderer_for(stage.path("model"))
-    model = new_reward_model(stage.path("model"), stage.device, seed=stage.seed_for("head"))
-    train, dropped = encode_pairs(data, "train", renderer, config.max_length)
-    validation, _ = encode_pairs(data, "validation", renderer, config.max_length, config.eval_rows)
-    test, _ = encode_pairs(data, "test", renderer, config.max_length, config.eval_rows)
-    stage.log(f"{len(train)} training pairs, {len(validation)} validation, {len(test)} test; dropped {dropped}")
-    if config.train_layers == "head":
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
-        score_head(model).weight.requires_grad_(True)
-    source = ShuffledRows(stage, train, config.batch_size, config.num_train_epochs, config.max_steps)
-    trainer = Trainer(model, PairRanking(config), config, source.total_steps, stage.device)
-    fit(stage, trainer, source, evaluate=(lambda: trainer.evaluate(validation)) if validation else None,
-        eval_every=config.eval_every)
-    model.eval()
-    bias, anchor = calibration_bias(stage, model, renderer, train, config)
+    if config.sharding == "full":
+        raise ValueError("reward models are scored outside the training step, which sharded weights do not allow; write sharding=none (several devices still share the work).")
+    setup = Setup(stage, data)
+    setup.separator = step_separator(data, config)
+    dropped = Counter()
+    train = setup.items(data, config.split, dropped, training=True)
+    validation = setup.items(data, "validation", Counter(), config.eval_rows)
+    stage.log(f"{setup.row.name} on {data.kind}: {len(train)} training rows, {len(validation)} validation; dropped {dict(dropped)}")
+    source = staged_rows(stage, train, setup.config)
+    trainer = Trainer(setup.model, setup.objective, config, source.total_steps, stage.device)
+    preflight(stage, trainer, train, config.batch_size, setup.reader, completions_end=False)
+    fit(stage, trainer, source, evaluate=(lambda: trainer.evaluate(validation)) if validation else None, eval_every=config.eval_every)
+    setup.model.eval()
+    final = trainer.evaluate(train[: config.eval_rows])
+    offset = drop_lm_head(setup.model, setup.lm_head, setup.token)
+    card = setup.card(offset=offset)
+    card.bias, card.anchor = calibration_bias(stage, setup.scorer(stage, card), data, setup)
     with stage.output_model("model", role="reward") as directory:
-        save_reward_model(model, renderer.tokenizer, directory, {"bias": bias, "anchor": anchor})
-    summary = {"steps": trainer.step_index, "pairs": len(train), "skipped_steps": trainer.skipped, "calibration_bias": bias,
-               **{f"dropped/{k}": v for k, v in dropped.items()}}
-    held_out = {"validation": validation, "test": test}
-    for split, items in held_out.items():
-        if items:
-            summary |= {f"{split}/{k}": v for k, v in judge(stage, model, items, split, bias).items()}
-    if train:
-        scores = pair_scores(model, train[: config.eval_rows], config.max_tokens_per_micro_batch, stage.device)
-        summary["train/final_accuracy"] = float((scores[:, 0] > scores[:, 1]).mean())
+        setup.save(directory, card)
+    summary = {"steps": trainer.step_index, "rows": len(train), "skipped_steps": trainer.skipped, "calibration_bias": card.bias,
+               **{f"dropped/{k}": v for k, v in sorted(dropped.items())}, **{f"train/final_{k}": final[k] for k in ("accuracy", "loss") if k in final}}
+    if data.kind == "pairs/1":
+        summary["pairs"] = len(train)
+    judged = {}
+    for split in ("validation", "test"):
+        found = held_out(stage, setup.scorer(stage, card), data, split, limit=config.eval_rows, probe_pairs=config.probe_pairs if split == "test" else 0)
+        if found:
+            judged[split] = found
+            summary |= {f"{split}/{k}": v for k, v in found.items()}
     stage.summary(summary)
-    judged = "test" if test else "validation"
-    if summary.get(f"{judged}/accuracy", 1.0) <= 0.55:
-        stage.warn("reward_model_near_chance", f"Held-out accuracy is {summary[f'{judged}/accuracy']:.3f} (texts expect 0.65-0.80). "
-                   "Raise learning_rate or num_train_epochs, add pairs, or look at the data's bias report.")
-    if summary.get(f"{judged}/accuracy", 0.0) > 0.98:
-        stage.warn("reward_model_too_good", "Held-out accuracy above 0.98 suggests a leak: check length and source-model shares "
-                   "of chosen against rejected in the ingest report.")
-    training_report(stage, "Reward model", summary)
+    if judged:
+        warn_about(stage, judged.get("test") or judged["validation"], final.get("accuracy"))
+    training_report(stage, f"Reward model ({setup.row.name})", summary)
 
 
-def pair_scores(model, items, max_tokens: int, device: str):
-    """Raw scores ``[n_items, 2]`` (chosen, rejected), in the items' order, through the same layout as training."""
-    import numpy as np
-
-    from stages.batching import per_response
-    from stages.modeling import response_scores
-
-    return np.array(per_response(items, max_tokens, device, lambda batch: response_scores(model, batch).tolist())).reshape(-1, 2)
+def step_separator(data, config) -> str | None:
+    """The separator of stepwise rows: the configured one, else that of the first row."""
+    if data.kind != "stepwise/1":
+        return None
+    first = next(iter(data.iter_rows()), {})
+    return config.step_separator or first.get("separator") or "\n\n"
 
 
-def calibration_bias(stage, model, renderer, train, config) -> tuple[float, str | None]:
+def calibration_bias(stage, scorer, data, setup) -> tuple[float, str | None]:
     """``b = -mean`` of the anchor's raw scores, so that 0 is an average expert answer (``rm.calibrate``)."""
-    if config.anchor == "none" or (config.anchor == "chosen" and not train):
+    from stages.estimators import calibration_bias as bias_of
+    from stages.reward_eval import anchor_responses
+
+    config = stage.config
+    anchor = setup.row.anchor if config.anchor == "auto" else config.anchor
+    if anchor == "none" or scorer.relative:
         return 0.0, None
-    if config.anchor == "chosen":
-        scores = pair_scores(model, train[: config.eval_rows or len(train)], config.max_tokens_per_micro_batch, stage.device)
-        return -float(scores[:, 0].mean()), "chosen"
-    if not stage.has("anchor"):
-        raise ValueError("anchor=demonstrations needs the input `anchor` (a demonstrations dataset); give it with "
+    if anchor != "chosen" and not stage.has("anchor"):
+        raise ValueError(f"anchor={anchor} needs the input `anchor` (demonstrations, or candidates of the rejection stage); give it with "
                          "--input anchor=FILE, or set anchor=chosen.")
-    from stages.batching import make_item
-    from stages.pairs import trim
-
-    items = []
-    for row in stage.dataset("anchor").iter_rows():
-        encoded = renderer.conversation(row["messages"], max_length=config.max_length)
-        ids, mask = trim(encoded.ids, encoded.mask)
-        if sum(mask):
-            items.append(make_item(row["row_id"], [], [ids, ids[:1]], [mask, [0]]))
-        if len(items) >= max(1, config.eval_rows):
-            break
-    scores = pair_scores(model, items, config.max_tokens_per_micro_batch, stage.device)
-    return -float(scores[:, 0].mean()), "demonstrations"
-
-
-def judge(stage, model, items, split: str, bias: float) -> dict[str, float]:
-    """Held-out metrics of ``rm.eval`` with a bootstrap interval over prompts, and the calibration figure."""
-    import numpy as np
-
-    from stages import statistics
-    from stages.reports import calibration_diagram
-
-    scores = pair_scores(model, items, stage.config.max_tokens_per_micro_batch, stage.device) + bias
-    gap = scores[:, 0] - scores[:, 1]
-    lengths = np.array([[len(r) for r in i.responses] for i in items], float)
-    correct = (gap > 0).astype(float)
-    low, high = statistics.bootstrap_ci(correct, n=1000, seed=stage.seed_for("bootstrap", split) % 2**32,
-                                        clusters=[i.extra["prompt_id"] for i in items])
-    flat_scores, flat_lengths = scores.ravel(), lengths.ravel()
-    metrics = {
-        "accuracy": float(correct.mean()), "accuracy_ci_low": low, "accuracy_ci_high": high,
-        "tie_rate": float((gap == 0).mean()), "log_loss": float(np.logaddexp(0.0, -gap).mean()), "mean_margin": float(gap.mean()),
-        "ece": statistics.ece(*statistics.preference_confidence(scores[:, 0], scores[:, 1])), "chosen_longer_share": float((lengths[:, 0] > lengths[:, 1]).mean()),
-    }
-    if flat_scores.std() > 0 and flat_lengths.std() > 0:
-        metrics["score_length_correlation"] = float(np.corrcoef(flat_scores, flat_lengths)[0, 1])
-    matched = np.abs(lengths[:, 0] - lengths[:, 1]) <= 0.1 * lengths.max(axis=1)
-    if matched.sum() >= 20:
-        metrics["length_matched_accuracy"] = float(correct[matched].mean())
-    for strength in sorted({i.extra["strength"] for i in items if i.extra["strength"] is not None}):
-        chosen = np.array([i.extra["strength"] == strength for i in items])
-        metrics[f"accuracy_strength_{strength}"] = float(correct[chosen].mean())
-    stage.report(f"calibration-{split}", png=calibration_diagram(
-        *statistics.preference_confidence(scores[:, 0], scores[:, 1]), title=f"Reward model calibration ({split})"))
-    return metrics
+    source, split = (data, config.split) if anchor == "chosen" else (stage.dataset("anchor"), None)
+    scores = [s for s in scorer.score(anchor_responses(source, split, max(1, config.eval_rows))) if s == s]
+    if not scores:
+        raise ValueError(f"anchor={anchor}: no answer of the anchor can be scored; give data with chosen answers, or set anchor=none.")
+    return float(bias_of(scores)), anchor

@@ -13,37 +13,48 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from stages.spec import StageConfig
 
-PRIMARY = ("verifier", "code", "python", "model")
+PRIMARY = ("verifier", "code", "python", "model", "judge")
 
 
 class RewardComponent(StageConfig):
     """One component of a reward: what it scores, its weight, and its options."""
 
     name: str = Field("reward", min_length=1, description="Name under which its values are stored and plotted.")
-    kind: Literal["verifier", "model", "format", "length", "truncation", "regex", "constraints", "code", "python"] = Field(
-        description="verifier: gold answer; model: a reward model; format: tags; length: DAPO soft overlong; truncation: no end token; "
+    kind: Literal["verifier", "model", "judge", "format", "length", "truncation", "regex", "constraints", "code", "python"] = Field(
+        description="verifier: gold answer; model: a reward model; judge: a language model's opinion; format: tags; length: DAPO soft overlong; truncation: no end token; "
                     "regex: a pattern; constraints: IFEval checkers; code: unit tests; python: your own function.")
     weight: float = Field(1.0, description="Factor in the total.")
     on_missing: Literal["invalidate", "skip", "renormalise"] | None = Field(
         None, title="On missing", description="When unscorable: drop the row from training, drop the term, or rescale the other terms. "
-        "Unset: invalidate for verifier, code, python and model, skip for the others.")
+        "Unset: invalidate for verifier, code, python, model and judge, skip for the others.")
     view: Literal["full", "answer_only", "think_only"] = Field("full", description="Part of the response it sees (reward.view).")
     correct_value: float = Field(1.0, description="verifier: value of a right answer (DAPO 1, Tulu 3 10).")
     incorrect_value: float = Field(0.0, description="verifier: value of a wrong answer (DAPO -1).")
     verifier: Literal["auto", "world", "math", "text", "mc"] = Field("auto", description="verifier: which one; auto reads the prompt row.")
     extraction: Literal["strict", "flexible"] = Field("strict", description="verifier: flexible also takes the last number or a bare letter; for evaluation.")
-    input: str = Field("reward_model", description="model: the stage input that holds the reward model.")
-    no_eos_reward: float = Field(0.0, description="model: score of a cut response, which the model never sees (rm.score_rules; 0 = average expert).")
-    empty_reward: float = Field(-1.0, description="model: score of an empty response (rm.score_rules).")
+    input: str = Field("reward_model", description="model, judge: the stage input that holds the model (judge: `judge` where that is given).")
+    ranking: Literal["round_robin", "tournament"] = Field("round_robin", description="model, judge that compare: mean win probability against all other answers "
+                                                          "of the prompt (rs.rank), or a knock-out (rm.t2t_pair).")
+    judge_mode: Literal["score", "reference", "preference", "verdict"] = Field(
+        "score", description="judge: expected score 1..10 as [-1, 1], the same with the reference answer shown, letter probabilities, or written verdicts.")
+    endpoint: str = Field("", description="judge: base URL of a server with the OpenAI chat interface; empty: the local model of `input`.")
+    endpoint_model: str = Field("", description="judge: name of the model on the server.")
+    key_variable: str = Field("", description="judge: environment variable with the server's key.")
+    judge_tokens: int = Field(256, ge=1, description="judge, verdict: tokens of explanation and verdict at most.")
+    judge_retries: int = Field(2, ge=0, description="judge, verdict: times an unreadable answer is asked for again.")
+    no_eos_reward: float = Field(0.0, description="model, judge: score of a cut response, which the model never sees (rm.score_rules; 0 = average expert).")
+    empty_reward: float = Field(-1.0, description="model, judge: score of an empty response (rm.score_rules).")
     clip: float | None = Field(None, gt=0, title="Clip", description="model: scores are clipped to [-clip, clip].")
     squash: Literal["none", "sigmoid"] = Field("none", description="model: squash scores to (0, 1).")
+    normalise: Literal["none", "batch"] = Field("none", description="model: whiten the scores of one batch of responses, before clip and squash (rm.calibrate); "
+                                                "not for evaluation, where runs must stay comparable.")
     preset: Literal["think_answer", "think_only", "answer_mark"] = Field("think_answer", description="format: required structure (reward.format).")
     prefilled: str = Field("", description="format: text that the chat template already opened, prepended before the check.")
     pattern: str = Field("", description="regex: pattern that must be found; dots match line ends.")
@@ -67,6 +78,8 @@ class RewardComponent(StageConfig):
     def _check(self):
         if self.kind == "length" and self.cache_length > self.max_length:
             raise ValueError(f"reward {self.name!r}: cache_length {self.cache_length} exceeds max_length {self.max_length}; write a smaller cache_length")
+        if self.kind == "judge" and self.endpoint and not self.endpoint_model:
+            raise ValueError(f"reward {self.name!r}: endpoint needs endpoint_model, the name of the model on that server")
         if self.kind == "regex" and not self.pattern:
             raise ValueError(f"reward {self.name!r}: kind regex needs pattern: write the pattern that a good response contains")
         if self.kind == "python" and "def score" not in self.source:
@@ -100,11 +113,12 @@ class Scored:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What a component says about one row: its value, and whether the answer is right where it knows."""
+    """What a component says about one row: its value, whether the answer is right where it knows, and how much an ensemble's members differ."""
 
     value: float
     correct: bool | None = None
     extracted: str | None = None
+    spread: float | None = None
 
 
 def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, renderer=None, device: str = "cpu") -> "Rewards":
@@ -121,32 +135,32 @@ def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, render
         raise ValueError(f"two reward components are called {repeated[0]!r}; give every component its own name")
     scorers = {}
     for component in components:
-        if component.kind == "model":
-            if component.input not in inputs:
-                raise ValueError(f"reward {component.name!r} needs the stage input {component.input!r}; give {component.input}=MODEL_REF, "
-                                 "or remove the component")
-            scorers[component.name] = _load_scorer(inputs[component.input], renderer, device)
+        if component.kind in ("model", "judge"):
+            scorers[component.name] = _scorer(component, inputs, device)
     return Rewards(list(components), scorers, renderer)
 
 
-def _load_scorer(source, renderer, device: str):
-    from stages.modeling import RewardScorer
+def _scorer(component: RewardComponent, inputs: dict, device: str):
+    from stages.judge import Judge, LocalJudge, ServerJudge
+    from stages.reward_heads import RewardCard
+    from stages.reward_scorers import load_scorer
 
-    path = str(getattr(source, "path", source))
-    scorer = RewardScorer(path, device)
-    if renderer is not None:
-        _same_tokens(renderer, path)
-    return scorer
-
-
-def _same_tokens(renderer, path: str) -> None:
-    """Token ids go from the policy to the reward model as they are, so both must read them alike."""
-    from stages.chat import renderer_for
-
-    other = renderer_for(path)
-    if other.template_hash != renderer.template_hash or other.tokenizer.get_vocab() != renderer.tokenizer.get_vocab():
-        raise ValueError(f"the reward model in {path} has another tokenizer or chat template than the policy; train it from the same "
-                         "base model, so that it reads the same token ids")
+    name = "judge" if component.kind == "judge" and component.input == "reward_model" and "judge" in inputs else component.input
+    if component.endpoint and component.kind == "judge":
+        asked = ServerJudge(component.endpoint, component.endpoint_model, component.key_variable, max(component.timeout_s, 60.0))
+    elif name not in inputs:
+        raise ValueError(f"reward {component.name!r} needs the stage input {name!r}; give {name}=MODEL_REF{', or an endpoint' * (component.kind == 'judge')}, "
+                         "or remove the component")
+    else:
+        path = str(getattr(inputs[name], "path", inputs[name]))
+        if component.kind == "model":
+            scorer = load_scorer(path, device)
+            scorer.ranking = component.ranking
+            return scorer
+        asked = LocalJudge(path, RewardCard(), device)
+    judge = Judge(asked, component.judge_mode, max_tokens=component.judge_tokens, retries=component.judge_retries)
+    judge.ranking = component.ranking
+    return judge
 
 
 class Rewards:
@@ -159,7 +173,12 @@ class Rewards:
     def score(self, rows: Sequence[dict]) -> list[Scored]:
         """One `Scored` per row, in order; an error inside a component becomes an unscorable part with the error's text."""
         results = {c.name: _RULES[c.kind](self, c, rows) for c in self.components}
-        return [self._combine({name: column[i] for name, column in results.items()}) for i in range(len(rows))]
+        scored = [self._combine({name: column[i] for name, column in results.items()}) for i in range(len(rows))]
+        for name, column in results.items():  # every row of a batch has the same parts
+            if any(isinstance(v, _Verdict) and v.spread is not None for v in column):
+                for one, verdict in zip(scored, column):
+                    one.parts[f"{name}/disagreement"] = getattr(verdict, "spread", None)
+        return scored
 
     def _combine(self, verdicts: dict) -> Scored:
         scored = Scored(None)
@@ -227,8 +246,13 @@ def _verify(rewards: Rewards, component: RewardComponent, rows) -> list:
 
 
 def _model(rewards: Rewards, component: RewardComponent, rows) -> list:
+    """Scores of a reward model. Its own template renders the text, unless it reads exactly the policy's token ids."""
+    from stages.reward_scorers import Response
+
+    scorer = rewards.scorers[component.name]
+    as_ids = component.view == "full" and scorer.reads_ids_of(rewards.renderer)
     out: list = [None] * len(rows)
-    ids, positions = [], []
+    responses, positions = [], []
     for i, row in enumerate(rows):
         if not ended(row):
             out[i] = _Verdict(component.no_eos_reward)
@@ -236,12 +260,20 @@ def _model(rewards: Rewards, component: RewardComponent, rows) -> list:
             out[i] = _Verdict(component.empty_reward)
         else:
             positions.append(i)
-            ids.append(list(_prompt_ids(rewards, row)) + list(row["completion_ids"]))
-    for i, score in zip(positions, rewards.scorers[component.name].score_ids(ids) if ids else []):
+            ids = list(_prompt_ids(rewards, row)) + list(row["completion_ids"]) if as_ids else None
+            responses.append(Response(row["prompt_row"].get("prompt") or [], [{"role": "assistant", "content": _text(component, row)}], ids, row["prompt_row"]))
+    scores = scorer.score(responses) if responses else []
+    if component.normalise == "batch":
+        from stages.estimators import whiten
+
+        scores = whiten(scores).tolist() if len(scores) else scores
+    spread = scorer.disagreement if responses else None
+    for k, (i, score) in enumerate(zip(positions, scores)):
         if math.isfinite(score):
             score = max(-component.clip, min(component.clip, score)) if component.clip else score
             score = 1.0 / (1.0 + math.exp(-score)) if component.squash == "sigmoid" else score
-        out[i] = _value(float(score))
+        verdict = _value(float(score))
+        out[i] = replace(verdict, spread=spread[k]) if spread and isinstance(verdict, _Verdict) else verdict
     return out
 
 
@@ -352,5 +384,5 @@ def _same_output(got: str, expected: str) -> bool:
     return clean(got) == clean(expected)
 
 
-_RULES = {"verifier": _verify, "model": _model, "format": _format, "length": _length, "truncation": _truncation, "regex": _regex,
+_RULES = {"verifier": _verify, "model": _model, "judge": _model, "format": _format, "length": _length, "truncation": _truncation, "regex": _regex,
           "constraints": _constraints, "code": _code, "python": _python}

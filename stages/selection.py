@@ -315,3 +315,16 @@ def pack_best_fit(lengths, capacity: int) -> list[list[int]]:
         bins[best].append(i)
         room[best] -= lengths[i]
     return bins
+
+
+def convincing_wrong(scores, correct, k: int) -> list[int]:
+    """Indices of the k highest-scored samples whose final answer is wrong, best first: what a process reward model must learn from
+    (rm.active, Lightman et al. 2023). Unknown verdicts and scores are never taken."""
+    wrong = [i for i, (s, c) in enumerate(zip(scores, correct)) if c is not None and not c and s is not None and not math.isnan(s)]
+    return sorted(wrong, key=lambda i: (-scores[i], i))[:k]
+
+
+def uncertain(scores, k: int, centre: float = 0.5) -> list[int]:
+    """Indices of the k scores nearest to ``centre``, the nearest first (rm.active)."""
+    known = [i for i, s in enumerate(scores) if s is not None and not math.isnan(s)]
+    return sorted(known, key=lambda i: (abs(scores[i] - centre), i))[:k]

@@ -11,7 +11,8 @@ def tiny(tmp_path_factory):
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     from stages.base_model import CHAT_TEMPLATE
-    from stages.modeling import new_reward_model, save_policy, save_reward_model
+    from stages.modeling import save_policy
+    from stages.reward_heads import RewardCard, new_reward_model, save_reward_model
     from storage.datasets import write_dataset
     from storage.schema import complete_row
 
@@ -33,7 +34,7 @@ def tiny(tmp_path_factory):
         paths[name] = str(root / name)
         save_policy(model, fast, paths[name])
     paths["reward"] = str(root / "reward")
-    save_reward_model(new_reward_model(paths["policy"], seed=3), fast, paths["reward"], {"bias": 0.5, "anchor": "chosen"})
+    save_reward_model(new_reward_model(paths["policy"], seed=3), fast, paths["reward"], RewardCard(bias=0.5, anchor="chosen"))
 
     def user(text):
         return [{"role": "user", "content": text}]

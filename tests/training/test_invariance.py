@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from stages.batching import collate, make_item, pad, plan
-from stages.modeling import head_of, load_policy, new_reward_model, token_logps
+from stages.modeling import head_of, load_policy, token_logps
+from stages.reward_heads import new_reward_model
 
 
 def pair_items(rng, n=7):
@@ -14,7 +15,8 @@ def pair_items(rng, n=7):
         prompt = rng.integers(10, 250, rng.integers(3, 20)).tolist()
         responses = [rng.integers(10, 250, rng.integers(1, 9)).tolist() for _ in range(2)]
         items.append(make_item(f"row-{i}", prompt, responses, [[1] * len(r) for r in responses], margin=0.3 * (i % 2), label_prob=1.0 - 0.1 * (i % 3),
-                               weight=1.0 + i % 3, ended=(True, False), prompt_id=str(i), strength=None, ref=[-3.0 - i, -4.0]))
+                               weight=1.0 + i % 3, ended=(True, False), prompt_id=str(i), strength=None, ref=[-3.0 - i, -4.0],
+                               counts={"weight": 1.0 + i % 3, "pairs": 1.0}))
     return items
 
 
@@ -43,12 +45,15 @@ def text_items(rng, n=7):
 def objectives():
     from stages.align import Config as AlignConfig
     from stages.direct_alignment import DirectAlignment
-    from stages.reward_model import Config as RewardConfig, PairRanking
+    from stages.reward_losses import RewardLoss
+    from stages.reward_model import Config as RewardConfig
+    from stages.reward_objectives import REWARD_OBJECTIVES
     from stages.rl import Config as RLConfig, PolicyGradient, resolve_preset
     from stages.sft import NextToken
 
     out = {f"sft/{mode}": (NextToken(mode), text_items, False) for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
-    out["reward_model"] = (PairRanking(RewardConfig(use_margin=True, use_soft_labels=True, center_rewards_coefficient=0.01)), pair_items, True)
+    out["reward_model"] = (RewardLoss(
+        REWARD_OBJECTIVES["bt"], RewardConfig(use_margin=True, use_soft_labels=True, center_rewards_coefficient=0.01), "last"), pair_items, True)
     for method in ("dpo", "ipo", "length_norm", "dpo_nll", "soft_dpo", "orpo", "cpo"):
         out[f"align/{method}"] = (DirectAlignment(AlignConfig(method=method)), pair_items, False)
     for preset in ("reinforce", "rloo", "grpo", "dr_grpo", "gspo"):

@@ -61,15 +61,15 @@ def test_kill9_equals_uninterrupted(tiny, data, spec, case, monkeypatch):
 
 def test_scores_survive_save_and_load(tiny, data, spec):
     """The stage's model, loaded anew, gives the scores bit for bit, calibration included."""
-    from stages.modeling import RewardScorer, load_reward_model, save_reward_model
     from stages.chat import load_tokenizer
+    from stages.reward_heads import load_reward_model, read_card, save_reward_model
+    from stages.reward_scorers import load_scorer
 
     result = execute(spec("reward_model", STAGES["reward_model"][0], {"model": tiny["policy"], "data": data["pairs"]}, "rm"), lambda e: None)
     path = result["outputs"]["model"]["path"]
     rows = [[5, 6, 7], [9] * 20, [11]]
-    first = RewardScorer(path).score_ids(rows)
+    first = load_scorer(path).score_ids(rows)
     copy = Path(path).parent / "copy"
-    scorer = RewardScorer(path)
-    save_reward_model(load_reward_model(path), load_tokenizer(path), copy, {"bias": scorer.bias, "anchor": "chosen"})
-    assert RewardScorer(str(copy)).score_ids(rows) == first
-    assert result["summary"]["calibration_bias"] == pytest.approx(scorer.bias)
+    save_reward_model(load_reward_model(path), load_tokenizer(path), copy, read_card(path))
+    assert load_scorer(str(copy)).score_ids(rows) == first
+    assert result["summary"]["calibration_bias"] == pytest.approx(load_scorer(path).bias)

@@ -479,13 +479,6 @@ def ensemble(i, p):
     return selection.combine_scores(np.asarray(i["scores"]).T, p["lambda"])
 
 
-def safety_gate(i, p):
-    h, s = np.asarray(i["r_helpful_prob"]), np.asarray(i["r_safety_prob"])
-    combined = np.where(np.asarray(i["is_safety_prompt"]) | (s < p["safety_threshold"]), s, h)
-    logit = torch.logit(T(combined.tolist())).numpy()
-    return {"combined": combined, "logit": logit, "whitened": estimators.whiten(logit, ddof=p["ddof"])}
-
-
 def weighted(i, p):
     cut = [*i["scores"][:-1], None]
     return {"sum": selection.weighted_score(i["scores"], i["weights"]), "missing_third_renormalised": selection.weighted_score(cut, i["weights"])}
@@ -527,7 +520,7 @@ def ckpt_select(i, p):
 
 
 ADAPTERS = {
-    "rm.ensemble/combine": ensemble, "rm_ensemble": ensemble, "rm.multi/safety_gate": safety_gate, "rm.multi/weighted": weighted,
+    "rm.ensemble/combine": ensemble, "rm_ensemble": ensemble, "rm.multi/weighted": weighted,
     "rm.curriculum/order": curriculum, "da.curry/stages": curry, "da.sdpo/chunks": sdpo, "rest_improve_thresholds": rest_thresholds,
     "rm.regression/mse": regression, "rm.prm/three_class_ce": prm_ce, "sft.ckpt_select/rm_score": ckpt_select,
     "rm.pairwise/symmetrise": lambda i, p: {"p_i_sym": (i["p_ij"] + 1 - i["p_ji"]) / 2},

@@ -92,8 +92,13 @@ def constraints(inputs, params):
 def score_rules(inputs, params):
     """Through the model component itself, with the raw scores in place of a network's."""
     class Scorer:
-        def score_ids(self, rows):
-            return [float(row[0]) for row in rows]
+        disagreement = None
+
+        def reads_ids_of(self, renderer):
+            return True
+
+        def score(self, responses):
+            return [float(r.ids[0]) for r in responses]
 
     component = RewardComponent(kind="model", no_eos_reward=params["no_eos_reward"], empty_reward=params["empty_reward"])
     from stages.rewards import Rewards

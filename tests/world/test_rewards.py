@@ -43,8 +43,13 @@ def test_missing_policies():
 
 def test_a_cut_or_empty_response_never_reaches_the_reward_model():
     class Scorer:
-        def score_ids(self, rows):
-            assert rows == [[9, 1, 1]]
+        disagreement = None
+
+        def reads_ids_of(self, renderer):
+            return True
+
+        def score(self, responses):
+            assert [r.ids for r in responses] == [[9, 1, 1]]
             return [0.7]
 
     component = RewardComponent(kind="model")

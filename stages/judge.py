@@ -1,0 +1,240 @@
+"""A language model asked for its opinion: generative judges as rewards (``rm.judge``, ``synth.d_rlaif``).
+
+``score``        the expectation over the score words 1..10, rescaled to [-1, 1]: one forward pass, no sampling (d-RLAIF)
+``reference``    the same, with the reference answer shown
+``preference``   the probability of the letters A and B, both orders averaged: mean win probability among the answers of a prompt
+``verdict``      a short explanation ending in [[A]], [[B]] or [[C]], in both orders, temperature 0
+
+The judge is a local causal LM, or any server with the OpenAI chat interface. What cannot be parsed is unscorable after the
+retries, never guessed, never a tie.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+
+import numpy as np
+
+from stages.reward_scorers import ComparingScorer, LabelScorer, Response, label_probability, same_prompt
+
+MODES = ("score", "reference", "preference", "verdict")
+SCORES = tuple(str(i) for i in range(1, 11))
+IMPARTIAL = ("Act as an impartial judge. Consider helpfulness, relevance, accuracy, depth, creativity and level of detail. The order in which answers are "
+             "shown, their length and their authors' names must not influence you.")
+PROMPTS = {
+    "score": IMPARTIAL + "\n\n[Question]\n{context}\n\n[Answer]\n{a}\n\nRate the answer with one whole number from 1 to 10. Rating:",
+    "reference": IMPARTIAL + "\n\n[Question]\n{context}\n\n[Reference answer]\n{reference}\n\n[Answer]\n{a}\n\nRate how well the answer agrees with the "
+                 "reference answer, with one whole number from 1 to 10. Rating:",
+    "preference": IMPARTIAL + "\n\n[Question]\n{context}\n\n[Answer A]\n{a}\n\n[Answer B]\n{b}\n\nWhich answer is better? Reply with the letter A or B only.",
+    "verdict": IMPARTIAL + "\n\n[Question]\n{context}\n\n[Answer A]\n{a}\n\n[Answer B]\n{b}\n\nCompare the two answers in a short explanation, then give your verdict "
+               "strictly as [[A]] if A is better, [[B]] if B is better, or [[C]] for a tie.",
+}
+_VERDICT = re.compile(r"\[\[([ABC])\]\]")
+OUTCOME = {"A": 1.0, "tie": 0.5, "B": 0.0}
+
+
+class JudgeError(RuntimeError):
+    """The judge cannot be asked; the text says what to change."""
+
+
+# -- reading what a judge says ----------------------------------------------------------------------------------------------
+
+def parse_verdict(text: str) -> str | None:
+    """"A", "B" or "tie" when the text holds exactly one distinct marker, else None (``rm.judge``)."""
+    found = set(_VERDICT.findall(text))
+    return {"A": "A", "B": "B", "C": "tie"}[found.pop()] if len(found) == 1 else None
+
+
+def parse_rating(text: str, low: float = 1.0, high: float = 10.0) -> float | None:
+    """The number in [[..]], else in [..]; None when there is none in the range (``synth.judge``)."""
+    for pattern in (r"\[\[(-?\d+(?:\.\d+)?)\]\]", r"\[(-?\d+(?:\.\d+)?)\]"):
+        found = re.findall(pattern, text)
+        if found:
+            value = float(found[-1])
+            return value if low <= value <= high else None
+    return None
+
+
+def two_orders(first: str | None, second: str | None) -> float | None:
+    """Score of the response shown first in ``first``; ``second`` shows it second. The mean of both orders; None when one is unparsed."""
+    if first is None or second is None:
+        return None
+    return (OUTCOME[first] + 1.0 - OUTCOME[second]) / 2
+
+
+def expected_score(logps: Sequence[float]) -> tuple[float, float]:
+    """(E[s], the same rescaled to [-1, 1]) over the words 1..10, probabilities renormalised over them (``rm.judge``, d-RLAIF)."""
+    z = np.asarray(logps, float)
+    p = np.exp(z - z.max())
+    e = float((p / p.sum()) @ np.arange(1, len(p) + 1))
+    return e, 2 * (e - 1) / (len(p) - 1) - 1
+
+
+def soft_label(logp_a: float, logp_b: float, clamp: tuple[float, float] | None = None) -> float:
+    """P(A) from the log-probs of the two letters, nothing else; ``clamp`` is Constitutional AI's with chain of thought (``rm.soft_label``)."""
+    p = 1.0 / (1.0 + math.exp(min(700.0, logp_b - logp_a)))
+    return p if clamp is None else min(max(p, clamp[0]), clamp[1])
+
+
+def prompt_hash(mode: str) -> str:
+    """Identity of a judge prompt: scores of different prompts are not comparable."""
+    return hashlib.sha256(PROMPTS[mode].encode()).hexdigest()[:16]
+
+
+# -- who is asked -----------------------------------------------------------------------------------------------------------
+
+class LocalJudge(LabelScorer):
+    """A causal LM in this process."""
+
+    def load(self) -> None:
+        super().load()
+        self._sampler = None
+
+    def word_table(self, texts: Sequence[str], words: Sequence[str]) -> np.ndarray:
+        """Log-probability of every word as the beginning of the answer to every request ``[texts, words]``."""
+        return self.word_logps([self.reader.instruction(t)[-self.reader.room:] for t in texts], words)
+
+    def answers(self, texts: Sequence[str], max_tokens: int, attempt: int) -> list[str]:
+        """One answer per request: greedy at the first attempt, temperature 0.7 in later ones."""
+        from stages.sampler import Sampler
+        from stages.sampling import SamplingParams
+
+        self._sampler = self._sampler or Sampler(self.model, self.reader.tokenizer)
+        params = SamplingParams(temperature=0.7 if attempt else 0.0, max_new_tokens=max_tokens, stop_ids=frozenset(self.reader.renderer.stop_ids))
+        groups = self._sampler.generate([self.reader.instruction(t)[-self.reader.room:] for t in texts], params, [[attempt] for _ in texts])
+        return [group[0].text for group in groups]
+
+
+class ServerJudge:
+    """A server with the OpenAI chat interface (``/v1/chat/completions``).
+
+    Args:
+        endpoint: base URL, for example ``http://localhost:8000/v1``. model: name the server knows. key_variable: environment variable that holds
+            the key, if one is needed; keys never enter a configuration.
+    """
+
+    def __init__(self, endpoint: str, model: str, key_variable: str = "", timeout_s: float = 60.0):
+        self.endpoint, self.model, self.timeout_s = endpoint.rstrip("/"), model, timeout_s
+        self.key_variable = key_variable
+
+    def _ask(self, text: str, **more) -> dict:
+        headers = {"Content-Type": "application/json"}
+        if self.key_variable:
+            if self.key_variable not in os.environ:
+                raise JudgeError(f"The judge's key is expected in the environment variable {self.key_variable}, which is not set; export it.")
+            headers["Authorization"] = "Bearer " + os.environ[self.key_variable]
+        body = json.dumps({"model": self.model, "messages": [{"role": "user", "content": text}], **more}).encode()
+        request = urllib.request.Request(self.endpoint + "/chat/completions", body, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
+                return json.loads(answer.read())["choices"][0]
+        except (urllib.error.URLError, OSError, ValueError, KeyError, IndexError) as error:
+            raise JudgeError(f"The judge at {self.endpoint} did not answer as a chat server does ({type(error).__name__}: {error}). Check endpoint and model, "
+                             "or use a local model (input=...).") from error
+
+    def word_table(self, texts, words) -> np.ndarray:
+        """As :meth:`LocalJudge.word_table`, from the 20 most likely first tokens; a word outside them has probability 0."""
+        table = np.full((len(texts), len(words)), -math.inf)
+        for row, text in zip(table, texts):
+            choice = self._ask(text, max_tokens=1, temperature=0, logprobs=True, top_logprobs=20)
+            content = (choice.get("logprobs") or {}).get("content") or []
+            if not content:
+                raise JudgeError(f"The judge at {self.endpoint} gives no token probabilities; use judge_mode=verdict, which reads its text.")
+            for entry in content[0].get("top_logprobs") or []:
+                word = entry["token"].strip()
+                if word in words:
+                    row[words.index(word)] = np.logaddexp(row[words.index(word)], entry["logprob"])
+        return table
+
+    def answers(self, texts, max_tokens: int, attempt: int) -> list[str]:
+        return [(self._ask(t, max_tokens=max_tokens, temperature=0.7 if attempt else 0.0, seed=attempt).get("message") or {}).get("content") or "" for t in texts]
+
+
+class Judge(ComparingScorer):
+    """A judge in one of the ``MODES``, with the interface of a reward model. Answers that were asked for are kept (:attr:`cache`)."""
+
+    def __init__(self, asked, mode: str, *, max_tokens: int = 256, retries: int = 2):
+        if mode not in MODES:
+            raise JudgeError(f"judge_mode={mode!r} is unknown; write one of: {', '.join(MODES)}")
+        self.asked, self.mode, self.limit, self.retries = asked, mode, max_tokens, retries
+        self.relative = mode in ("preference", "verdict")
+        self.disagreement, self.bias = None, 0.0
+        self.cache: dict[str, object] = {}
+        self.unparsed = 0
+
+    def score(self, responses: Sequence[Response]) -> list[float]:
+        """One number per response: NaN where the judge's answer could not be read."""
+        if self.mode in ("score", "reference"):
+            return [self._rating(row) for row in self._words([self._request(r) for r in responses], SCORES)]
+        if self.mode == "preference":
+            return super().score(responses)
+        return self._by_verdicts(responses)
+
+    def _by_verdicts(self, responses) -> list[float]:
+        """Mean verdict score against the other answers of the prompt; pairs with an unreadable verdict are left out."""
+        scores = [math.nan] * len(responses)
+        for members in same_prompt(responses):
+            index = [(i, j) for k, i in enumerate(members) for j in members[k + 1:]]
+            given: dict[int, list[float]] = {i: [] for i in members}
+            for (i, j), value in zip(index, self.verdicts([(responses[i], responses[j]) for i, j in index])):
+                if value is not None:
+                    given[i].append(value)
+                    given[j].append(1.0 - value)
+            for i in members:
+                scores[i] = 0.5 if len(members) == 1 else float(np.mean(given[i])) if given[i] else math.nan
+        return scores
+
+    def verdicts(self, pairs: Sequence[tuple[Response, Response]]) -> list[float | None]:
+        """Score of the first response of each pair: both orders, the mean; disagreement is a tie, an unreadable order None."""
+        texts = [self._compare(a, b) for a, b in pairs] + [self._compare(b, a) for a, b in pairs]
+        found = self._texts(texts)
+        return [two_orders(a, b) for a, b in zip(found[: len(pairs)], found[len(pairs):])]
+
+    def preferences(self, pairs):
+        if self.mode == "verdict":
+            return [math.nan if v is None else v for v in self.verdicts(pairs)]
+        return super().preferences(pairs)
+
+    def one_order(self, pairs):
+        return label_probability(self._words([self._compare(a, b) for a, b in pairs], ("A", "B")), True).tolist() if pairs else []
+
+    def lengths(self, responses):
+        return [len(r.text.split()) for r in responses]
+
+    def _rating(self, logps) -> float:
+        return expected_score(logps)[1] if np.isfinite(logps).any() else math.nan
+
+    def _request(self, response: Response) -> str:
+        from stages.reward_heads import transcript
+
+        reference = (response.row or {}).get("answer")
+        if self.mode == "reference" and reference is None:
+            raise JudgeError("judge_mode=reference shows the judge each prompt's answer, and a prompt has none; give prompts with an `answer` column or use score.")
+        return PROMPTS[self.mode].format(context=transcript(response.prompt), a=response.text, reference=reference)
+
+    def _compare(self, a: Response, b: Response) -> str:
+        from stages.reward_heads import transcript
+
+        return PROMPTS["preference" if self.mode == "preference" else "verdict"].format(context=transcript(a.prompt), a=a.text, b=b.text)
+
+    def _words(self, texts, words) -> np.ndarray:
+        fresh = [t for t in dict.fromkeys(texts) if t not in self.cache]
+        if fresh:
+            self.cache.update(zip(fresh, self.asked.word_table(fresh, list(words))))
+        return np.array([self.cache[t] for t in texts]).reshape(len(texts), len(words))
+
+    def _texts(self, texts) -> list[str | None]:
+        """Verdict of each request; unreadable answers are asked for again ``retries`` times."""
+        for attempt in range(self.retries + 1):
+            fresh = [t for t in dict.fromkeys(texts) if self.cache.get(t) is None]
+            if fresh:
+                self.cache.update((t, parse_verdict(said)) for t, said in zip(fresh, self.asked.answers(fresh, self.limit, attempt)))
+        self.unparsed += sum(self.cache[t] is None for t in texts)
+        return [self.cache[t] for t in texts]

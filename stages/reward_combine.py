@@ -1,0 +1,111 @@
+"""reward_combine: several reward models as one, usable wherever a reward model is.
+
+``mean``, ``min``, ``uwo``     an ensemble: members trained from different seeds (``--seed``); uwo subtracts uncertainty_coef times the
+                          members' variance, and their spread is logged as an out-of-distribution signal (``rm.ensemble``)
+``weighted``              one model per principle or objective, fixed weights (``rm.multi``)
+``safety_gate``           the safety model decides on safety prompts and where it is alarmed, else the helpfulness model (``rm.multi``, Llama 2)
+``implicit``              a tuned policy against its reference (``rm.implicit``)
+
+Members must be calibrated (their own ``anchor``): scores of unrelated scales cannot be added. Given held-out pairs, the result is judged like
+any reward model, and so is each member.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
+
+
+class Config(StageConfig):
+    combine: Literal["mean", "min", "uwo", "weighted", "safety_gate", "implicit"] = Field("mean", description="How the members become one score.")
+    uncertainty_coef: float = Field(0.1, ge=0, description="uwo: lambda of mean - lambda * variance (no default in texts, ours 0.1; Coste et al. 2023).")
+    weights: dict[str, float] = Field(default_factory=dict, description="weighted: {member label: weight}, sum 1.")
+    helpful: str = Field("helpful", description="safety_gate: label of the helpfulness model.")
+    safety: str = Field("safety", description="safety_gate: label of the safety model.")
+    safety_threshold: float = Field(0.15, gt=0, lt=1, description="safety_gate: the safety model decides where its probability is below this (Llama 2).")
+    beta: float = Field(0.1, gt=0, description="implicit: beta (log pi - log ref); the beta the policy was tuned with.")
+    max_length: int = Field(1024, ge=8, description="implicit: tokens of prompt and response.")
+    split: str = Field("test", description="Split of the pairs that judge the result.")
+    limit: int | None = Field(2000, ge=1, title="Limit", description="Pairs used at most.")
+    probe_pairs: int = Field(64, ge=0, description="Pairs on which probes are tried; 0 = none.")
+    max_tokens_per_micro_batch: int = Field(8192, ge=1, description="Padded tokens per scoring forward; bounds memory.")
+
+    @model_validator(mode="after")
+    def _possible(self):
+        if self.combine == "weighted" and abs(sum(self.weights.values()) - 1) > 1e-6:
+            raise ValueError("weights must have sum 1; write one per member label, for example weights={helpful: 0.7, safe: 0.3}")
+        return self
+
+
+SPEC = StageSpec(
+    name="reward_combine", config=Config, gpu=True,
+    inputs={"members": InputSpec("model", many=True, required=False, doc="Reward models, members.LABEL=REF each."),
+            "policy": InputSpec("model", required=False, doc="implicit: the tuned policy."),
+            "reference": InputSpec("model", required=False, doc="implicit: its reference."),
+            "pairs": InputSpec("dataset", kinds=("pairs/1",), required=False, doc="Held-out pairs that judge the result.")},
+    outputs={"model": OutputSpec("model", role="reward")})
+
+
+def members_of(stage) -> dict[str, str]:
+    """{folder name: path} of what the configured combination needs.
+
+    Raises:
+        ConfigError: something is missing; the text says which input to give.
+    """
+    from stages.spec import ConfigError
+
+    config = stage.config
+    if config.combine == "implicit":
+        return {"policy": stage.path("policy"), "reference": stage.path("reference")}
+    given = {label or "0": entry.path for label, entry in stage.many("members").items()}
+    needed = {"weighted": list(config.weights), "safety_gate": [config.helpful, config.safety]}.get(config.combine, [])
+    missing = [label for label in needed if label not in given]
+    if missing or not given:
+        raise ConfigError(f"reward_combine: combine={config.combine} needs {', '.join(f'members.{m}=REF' for m in missing) or 'members.LABEL=REF, one per reward model'}"
+                          f"; given: {', '.join(given) or 'none'}")
+    if config.combine == "weighted" and set(given) != set(needed):
+        raise ConfigError(f"reward_combine: weights name {', '.join(needed)}, the members are {', '.join(given)}; give every member a weight")
+    return given
+
+
+def run(stage):
+    import shutil
+    from pathlib import Path
+
+    from stages.reports import document, facts
+    from stages.reward_eval import held_out, warn_about
+    from stages.reward_heads import RewardCard, write_card
+    from stages.reward_scorers import load_scorer
+
+    config, members = stage.config, members_of(stage)
+    implicit = config.combine == "implicit"
+    options = {"beta": config.beta} if implicit else {
+        "members": sorted(members), "combine": config.combine, "uncertainty_coef": config.uncertainty_coef, "weights": config.weights,
+        "helpful": config.helpful, "safety": config.safety, "safety_threshold": config.safety_threshold}
+    card = RewardCard("implicit" if implicit else "combined", max_length=config.max_length if implicit else None, options=options)
+    with stage.output_model("model", role="reward") as directory:
+        for name, path in members.items():
+            shutil.copytree(path, Path(directory, name) if implicit else Path(directory, "members", name))
+        write_card(directory, card)
+    if not implicit and len(members) < 2:
+        stage.warn("one_member", "A combination of one reward model is that model; give more members, trained from other seeds or data.")
+    summary = {"members": len(members)}
+    if stage.has("pairs"):
+        scorer = load_scorer(str(stage.workdir / "out" / "model"), stage.device, config.max_tokens_per_micro_batch)
+        found = held_out(stage, scorer, stage.dataset("pairs"), config.split, config.limit, config.probe_pairs)
+        summary |= found
+        if found:
+            warn_about(stage, found)
+        if not implicit:
+            for name, member in scorer.members.items():
+                alone = held_out(stage, member, stage.dataset("pairs"), config.split, config.limit)
+                summary |= {f"member/{name}/{k}": alone[k] for k in ("accuracy", "log_loss", "ece", "score_mean", "score_std") if k in alone}
+        scales = [summary[f"member/{n}/score_std"] for n in members if f"member/{n}/score_std" in summary]
+        if config.combine in ("mean", "min", "uwo", "weighted") and scales and max(scales) > 10 * max(min(scales), 1e-12):
+            stage.warn("scales_differ", "The members' scores have standard deviations that differ more than tenfold, so the widest decides alone. Train "
+                       "them alike, or give the narrow one a larger weight.")
+    stage.summary(summary)
+    stage.report("summary", markdown=document(f"Combined reward model ({config.combine})", facts(summary)))

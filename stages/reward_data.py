@@ -1,0 +1,338 @@
+"""Rows of every labelled kind as training items of a reward model.
+
+One item is what the loss needs together: a pair, a ranking, a solution. ``extra["counts"]`` holds what the item adds to each
+denominator of the optimizer step, so an objective only sums. Rows that carry no signal for their objective (one response,
+all tied, identical after the cut) never become items and are counted by reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import numpy as np
+
+from stages.batching import Item, make_item
+
+CONTEXT = "[CONTEXT]\n{context}"
+COMPARE = CONTEXT + "\n\n[RESPONSE A]\n{a}\n\n[RESPONSE B]\n{b}\n\n[PREFERRED RESPONSE]"
+JUDGE_ONE = CONTEXT + "\n\n[RESPONSE]\n{a}\n\n[QUALITY]"
+NO_FACTS = "none"
+
+
+class Drop(Exception):
+    """A row without signal; the text is the reason's name."""
+
+
+def encode(objective, dataset, split: str, reader, config, dropped: Counter | None = None, limit: int | None = None) -> list[Item]:
+    """Items of one split, in row order; reasons of dropped rows are counted into ``dropped``."""
+    from stages.algorithms import resolve
+
+    make = resolve(objective.encode)
+    items: list[Item] = []
+    dropped = Counter() if dropped is None else dropped
+    for row in dataset.iter_rows(split=split):
+        if limit is not None and len(items) >= limit:
+            break
+        try:
+            items.extend(make(row, reader, config, dropped))
+        except Drop as reason:
+            dropped[str(reason)] += 1
+    return items
+
+
+def with_facts(row: dict, prompt: list[dict], facts: bool) -> list[dict]:
+    """The prompt as the reward model sees it: with ``facts``, they follow the last message, or an explicit "none" (``rm.factual``)."""
+    import json
+
+    if not facts:
+        return prompt
+    found = row.get("facts")
+    if found is None and row.get("extra_json"):
+        found = json.loads(row["extra_json"]).get("facts")
+    found = [found] if isinstance(found, str) else list(found or [])
+    text = "\n".join(f"- {fact}" for fact in found) if found else NO_FACTS
+    last = dict(prompt[-1]) if prompt else {"role": "user", "content": ""}
+    return [*prompt[:-1], {**last, "content": f"{last.get('content') or ''}\n\n[FACTS]\n{text}"}]
+
+
+def cut(prompt, responses, room: int):
+    """(prompt, responses, whether anything was cut) within ``room`` tokens: responses are cut at their end to at least half of the
+    room, then the prompt at its beginning, identically for all responses of an item."""
+    longest = max(len(ids) for ids, _ in responses)
+    if len(prompt) + longest <= room:
+        return prompt, responses, False
+    keep = max(room // 2, room - len(prompt))
+    responses = [(ids[:keep], mask[:keep]) for ids, mask in responses]
+    longest = max(len(ids) for ids, _ in responses)
+    return (prompt[-(room - longest):] if room > longest else []), responses, True
+
+
+def build(reader, row: dict, prompt, completions, dropped: Counter, *, counts: dict, distinct: bool = False, **extra) -> Item:
+    """Item of one prompt with its responses, cut to the reader's room.
+
+    Raises:
+        Drop: a response without a scored token, or (``distinct``) responses that the cut made equal.
+    """
+    ids, responses = reader.parts(prompt, completions)
+    if any(not sum(mask) for _, mask in responses):
+        raise Drop("no_target")
+    ids, responses, was_cut = cut(ids, responses, reader.room)
+    if was_cut:
+        dropped["truncated"] += 1
+        if distinct and len({tuple(r) for r, _ in responses}) < len(responses):
+            raise Drop("identical_after_truncation")
+        if any(not sum(mask) for _, mask in responses):
+            raise Drop("no_target")
+    wrapped = [reader.wrap(ids, r, m) for r, m in responses]
+    return make_item(row["row_id"], wrapped[0][0], [r for _, r, _, _ in wrapped], [m for _, _, m, _ in wrapped], counts=counts,
+                     first=tuple(n for *_, n in wrapped), lengths=tuple(len(r) for r, _ in responses),
+                     ended=tuple(reader.ended(r) for r, _ in responses), **_labels(row), **extra)
+
+
+def _labels(row: dict) -> dict:
+    return {"weight": _weight(row), "prompt_id": row.get("prompt_id") or row["row_id"], "source": row.get("source"),
+            "strength": row.get("strength")}
+
+
+def _weight(row: dict) -> float:
+    return 1.0 if row.get("weight") is None else float(row["weight"])
+
+
+# -- rankings of two and more -------------------------------------------------------------------------------------------------
+
+def pair_items(row, reader, config, dropped) -> list[Item]:
+    """One item per pair: chosen first. Extras ``margin`` (0 where null), ``label_prob`` (1 where null)."""
+    probability, weight = row.get("label_prob"), _weight(row)
+    item = build(reader, row, with_facts(row, row["prompt"], config.facts), [row["chosen"], row["rejected"]], dropped, distinct=True,
+                 counts={"weight": weight, "pairs": 1.0}, margin=float(row.get("margin") or 0.0),
+                 label_prob=1.0 if probability is None else float(probability), difficulty=pair_difficulty(row, config.curriculum),
+                 stage_index=row.get("stage_index"))
+    item.extra["counts"]["chosen_tokens"] = float(item.masks[0].sum()) * weight
+    return [item]
+
+
+def pair_difficulty(row: dict, by: str) -> float:
+    """How hard a pair is, larger = harder (``rm.curriculum``): a small margin, rank gap, score gap or judge confidence is hard."""
+    if by == "none":
+        return 0.0
+    if by == "stage_index":
+        value = row.get("stage_index")
+        return 0.0 if value is None else float(value)
+    if by == "score_gap":
+        a, b = row.get("chosen_score"), row.get("rejected_score")
+        value = None if a is None or b is None else abs(a - b)
+    elif by == "confidence":
+        value = None if row.get("label_prob") is None else abs(row["label_prob"] - 0.5)
+    else:
+        value = row.get(by)
+    if value is None:
+        raise ValueError(f"curriculum={by} needs that column in every pair, and row {row['row_id']} has none; set curriculum=none, or ingest with "
+                         "margin_mode=score_diff (margin), pair_mode=rank_gap (rank_gap) or judgements with probabilities (confidence).")
+    return -float(value)
+
+
+def ranking_items(row, reader, config, dropped) -> list[Item]:
+    """One item per prompt, responses best first; ``pairs`` are the index pairs that the ranks decide (ties are dropped).
+
+    Raises:
+        Drop: fewer than two responses, or all tied.
+        ValueError: ties under ``tie_policy=error`` (Plackett-Luce cannot represent them).
+    """
+    ranks = list(row["ranks"])
+    order = sorted(range(len(ranks)), key=lambda i: (ranks[i], i))
+    if len(order) < 2:
+        raise Drop("single_response")
+    ranks = [ranks[i] for i in order]
+    completions = [row["completions"][i] for i in order]
+    listwise = config.objective == "plackett_luce"
+    if listwise and len(set(ranks)) < len(ranks):
+        if config.tie_policy == "error":
+            raise ValueError(f"Row {row['row_id']} ranks responses equally, which Plackett-Luce cannot represent. Set tie_policy=drop_item "
+                             "(keep the first of equals) or use_pairs, or objective=kwise_pairs.")
+        if config.tie_policy == "drop_item":
+            keep = [i for i in range(len(ranks)) if i == 0 or ranks[i] != ranks[i - 1]]
+            ranks, completions = [ranks[i] for i in keep], [completions[i] for i in keep]
+        else:
+            listwise = False
+    pairs = [(i, j) for i in range(len(ranks)) for j in range(i + 1, len(ranks)) if ranks[i] < ranks[j]]
+    if not pairs:
+        raise Drop("all_tied" if len(ranks) > 1 else "single_response")
+    weight, per_prompt = _weight(row), config.objective == "plackett_luce" or config.pair_weighting == "per_prompt"
+    return [build(reader, row, with_facts(row, row["prompt"], config.facts), completions, dropped, distinct=True,
+                  counts={"weight": weight if per_prompt else weight * len(pairs), "prompts": 1.0, "pairs": float(len(pairs))},
+                  pairs=pairs, ranks=ranks, listwise=listwise, pair_weight=weight / len(pairs) if per_prompt else weight, difficulty=0.0)]
+
+
+# -- single responses ---------------------------------------------------------------------------------------------------------
+
+def labelled_items(row, reader, config, dropped) -> list[Item]:
+    """One item per completion with a target: the label (0 or 1) of ``unpaired/1``, the score of ``ratings/1``."""
+    target = float(row["label"]) if row.get("label") is not None else float(row["score"])
+    weight = _weight(row)
+    item = build(reader, row, with_facts(row, row["prompt"], config.facts), [row["completion"]], dropped, counts={"weight": weight, "rows": 1.0},
+                 target=target, difficulty=0.0)
+    item.extra["counts"] |= {"tokens": float(item.n_targets) * weight, "chosen_tokens": float(item.n_targets) * weight}
+    return [item]
+
+
+def balanced(items: list[Item], dropped: Counter) -> list[Item]:
+    """Equally many right and wrong completions of every prompt, the first ones; prompts with one kind only are left out (``rm.orm``)."""
+    groups: dict[str, dict[bool, list[int]]] = defaultdict(lambda: {True: [], False: []})
+    for index, item in enumerate(items):
+        groups[item.extra["prompt_id"]][item.extra["target"] > 0.5].append(index)
+    keep = {i for sides in groups.values() for side in sides.values() for i in side[: min(map(len, sides.values()))]}
+    dropped["unbalanced"] += len(items) - len(keep)
+    return [item for index, item in enumerate(items) if index in keep]
+
+
+def rating_items(row, reader, config, dropped) -> list[Item]:
+    """One item per rated completion; ``targets`` and ``present`` per attribute (the overall score without ``attributes``)."""
+    values = [float(row["score"])]
+    if config.attributes:
+        given = {a["aspect"]: float(a["score"]) for a in row.get("aspects") or []} | {"overall": float(row["score"])}
+        values = [given.get(name, np.nan) for name in config.attributes]
+        if np.isnan(values).all():
+            raise Drop("no_attribute")
+    weight = _weight(row)
+    annotator = (row.get("ann") or {}).get("annotator_id")
+    return [build(reader, row, with_facts(row, row["prompt"], config.facts), [row["completion"]], dropped, counts={"weight": weight, "rows": 1.0},
+                  targets=values, raw=values[0] if len(values) == 1 else float(row["score"]), annotator=annotator, difficulty=0.0)]
+
+
+def standardise(items: list[Item], scale: tuple[list[float], list[float]] | None, centre_annotators: bool) -> tuple[list[float], list[float]]:
+    """Targets become z-scores in place; returns (mean, std), ddof 0, of the training targets, or applies the given ones.
+
+    ``centre_annotators`` first moves every annotator's mean rating to the overall one: people use scales differently (``rm.regression``).
+    """
+    values = np.array([i.extra["targets"] for i in items], float)
+    if scale is None and centre_annotators:
+        overall, names = np.nanmean(values, axis=0), np.array([str(i.extra["annotator"]) for i in items])
+        for name in np.unique(names):
+            values[names == name] += overall - np.nanmean(values[names == name], axis=0)
+    if scale is None:
+        std = np.nanstd(values, axis=0)
+        scale = np.nanmean(values, axis=0).tolist(), np.where(std > 0, std, 1.0).tolist()
+    for item, row in zip(items, (values - scale[0]) / scale[1]):
+        item.extra["targets"] = row.tolist()
+    return scale
+
+
+# -- steps --------------------------------------------------------------------------------------------------------------------
+
+def step_ids(reader, steps: list[str], separator: str) -> tuple[list[int], list[int]]:
+    """(ids of all steps, each followed by the separator's ids; index of every step's last separator token) (``rm.prm``).
+
+    Each piece is encoded by itself, so no token crosses the border of a step.
+    """
+    ids, ends = [], []
+    tail = reader.plain(separator)
+    for step in steps:
+        ids += [*reader.plain(step), *tail]
+        ends.append(len(ids) - 1)
+    return ids, ends
+
+
+def package_steps(prompt_ids, steps_ids, separator_ids, labels, ignore_index: int = -100) -> tuple[list[int], list[int]]:
+    """(input ids, labels) of a solution whose steps are already ids: a label sits on each step's last separator token (``rm.prm``)."""
+    ids, out = list(prompt_ids), [ignore_index] * len(prompt_ids)
+    for step, label in zip(steps_ids, labels):
+        ids += [*step, *separator_ids]
+        out += [ignore_index] * (len(step) + len(separator_ids) - 1) + [label]
+    return ids, out
+
+
+def step_item(reader, row: dict, prompt, steps: list[str], separator: str, targets: list[list[float]], **extra) -> Item:
+    """A solution whose targets are step ends; steps beyond the room are cut together with their labels."""
+    ids, ends = step_ids(reader, steps, separator)
+    prompt_ids, [(ids, _)], _ = cut(reader.prompt(prompt), [(ids, ids)], reader.room)
+    ends = [e for e in ends if e < len(ids)]
+    if not ends:
+        raise Drop("no_step_fits")
+    mask = np.zeros(len(ids), np.int8)
+    mask[ends] = 1
+    first, ids, mask, n = reader.wrap(prompt_ids, ids[: ends[-1] + 1], mask[: ends[-1] + 1].tolist())
+    return make_item(row["row_id"], first, [ids], [mask], first=(n,), targets=targets[: len(ends)], n_steps=len(ends), lengths=(len(ids),),
+                     ended=(True,), difficulty=0.0, **_labels(row), **extra)
+
+
+def step_items(row, reader, config, dropped) -> list[Item]:
+    """One item per solution; ``targets`` hold one distribution over classes per step, up to and including the first wrong step."""
+    labels, soft = list(row["labels"]), row.get("soft_labels")
+    if config.after_first_error == "drop" and -1 in labels:
+        labels = labels[: labels.index(-1) + 1]
+    targets = [class_target(label, config.step_classes) if soft is None or config.hard_labels else [1.0 - soft[i], soft[i]]
+               for i, label in enumerate(labels)]
+    if soft is not None and not config.hard_labels and config.step_classes != 2:
+        raise ValueError("soft step labels (stage label_steps) are probabilities of two classes; set step_classes=2, or hard_labels=true.")
+    weight = _weight(row)
+    separator = config.step_separator or row.get("separator") or "\n\n"
+    return [step_item(reader, row, with_facts(row, row["prompt"], config.facts), row["completions"][: len(labels)], separator, targets,
+                      counts={"steps": weight * len(labels), "weight": weight, "rows": 1.0}, labels=labels, solution_correct=row.get("solution_correct"))]
+
+
+def class_target(label: int, classes: int) -> list[float]:
+    """One-hot over (wrong, right), or (wrong, neutral, right); with two classes a neutral step counts as right (PRM800K)."""
+    index = label + 1 if classes == 3 else int(label >= 0)
+    return [float(k == index) for k in range(classes)]
+
+
+# -- two responses in one context, and label words ------------------------------------------------------------------------------
+
+def comparison_ids(reader, prompt, a, b) -> list[int]:
+    """Ids of one request that shows both responses; over-long parts are cut (responses at their end, the context at its beginning)."""
+    from stages.reward_heads import transcript
+
+    return fill(reader, COMPARE, context=transcript(prompt), a=transcript(a), b=transcript(b))
+
+
+def fill(reader, template: str, *, context: str, **responses: str) -> list[int]:
+    """Ids of a filled template within the reader's room."""
+    ids = reader.instruction(template.format(context=context, **responses))
+    if len(ids) <= reader.room:
+        return ids
+    frame = len(reader.instruction(template.format(context="", **{k: "" for k in responses})))
+    free = max(8, reader.room - frame - 8)
+    share = max(4, free // (len(responses) + 1))
+    decode = lambda part: reader.tokenizer.decode(part, skip_special_tokens=True)
+    cut_down = {k: decode(reader.plain(v)[:share]) for k, v in responses.items()}
+    left = max(1, free - sum(len(reader.plain(v)) for v in cut_down.values()))
+    return reader.instruction(template.format(context=decode(reader.plain(context)[-left:]), **cut_down))[-reader.room:]
+
+
+def comparison_item(reader, row: dict, prompt, a, b, **extra) -> Item:
+    """Both presentation orders of two responses, as the two rows of one item (``rm.pairwise``)."""
+    rows = [reader.wrap([], ids, [1] * len(ids)) for ids in (comparison_ids(reader, prompt, a, b), comparison_ids(reader, prompt, b, a))]
+    return make_item(row["row_id"], [], [r for _, r, _, _ in rows], [m for _, _, m, _ in rows], first=tuple(n for *_, n in rows),
+                     lengths=tuple(len(reader.plain((m[-1].get("content") or ""))) for m in (a, b)), ended=(True, True), difficulty=0.0,
+                     **_labels(row), **extra)
+
+
+def comparison_items(row, reader, config, dropped) -> list[Item]:
+    probability = row.get("label_prob") if config.use_soft_labels else None
+    if row["chosen"] == row["rejected"]:
+        raise Drop("identical")
+    return [comparison_item(reader, row, with_facts(row, row["prompt"], config.facts), row["chosen"], row["rejected"],
+                            counts={"weight": _weight(row), "pairs": 1.0}, label_prob=1.0 if probability is None else float(probability))]
+
+
+def label_item(reader, row: dict, ids: list[int], label: str, **extra) -> Item:
+    word = reader.plain(label)
+    return make_item(row["row_id"], ids, [word], [[1] * len(word)], first=(0,), lengths=(len(word),), ended=(True,), difficulty=0.0,
+                     counts={"weight": _weight(row), "tokens": len(word) * _weight(row), "rows": 1.0}, **_labels(row), **extra)
+
+
+def point_label_items(row, reader, config, dropped) -> list[Item]:
+    """Each pair gives one ``Good`` and one ``Bad`` row (``rm.t2t_point``); the words are ``label_words``."""
+    from stages.reward_heads import transcript
+
+    prompt = transcript(with_facts(row, row["prompt"], config.facts))
+    words = config.label_words or ["Good", "Bad"]
+    return [label_item(reader, row, fill(reader, JUDGE_ONE, context=prompt, a=transcript(row[side])), word)
+            for side, word in zip(("chosen", "rejected"), words)]
+
+
+def pair_label_items(row, reader, config, dropped) -> list[Item]:
+    """Each pair in both orders, with the letter of the better response (``rm.t2t_pair``)."""
+    prompt, words = with_facts(row, row["prompt"], config.facts), config.label_words or ["A", "B"]
+    return [label_item(reader, row, comparison_ids(reader, prompt, row["chosen"], row["rejected"]), words[0]),
+            label_item(reader, row, comparison_ids(reader, prompt, row["rejected"], row["chosen"]), words[1])]

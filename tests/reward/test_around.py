@@ -1,0 +1,121 @@
+"""The stages around reward models: curricula, step labels by rollouts, over-optimisation curves, going on from a model."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stages.reward_model import Config, StagedRows, staged_rows
+from storage.datasets import open_dataset, write_dataset
+from storage.schema import complete_row
+from tests.reward.conftest import assistant, user
+
+
+class Orders:
+    """Stands for a stage: its seeded randomness."""
+
+    def rng(self, *purpose):
+        from stages.randomness import rng
+
+        return rng(1, "test", *purpose)
+
+
+class Row:
+    def __init__(self, difficulty):
+        self.extra = {"difficulty": difficulty}
+
+
+def test_a_curriculum_goes_from_easy_to_hard_and_uses_every_row_once():
+    rows = [Row(d) for d in np.random.default_rng(0).permutation(20).astype(float)]
+    source = staged_rows(Orders(), rows, Config(curriculum="margin", curriculum_stages=3, batch_size=4))
+    seen = [[r.extra["difficulty"] for r in source.items(step)] for step in range(source.total_steps)]
+    assert sorted(d for batch in seen for d in batch) == list(range(20))
+    stages = [source.after_step(step + 1, {})["curriculum_stage"] for step in range(source.total_steps)]
+    assert stages == sorted(stages) and set(stages) == {0.0, 1.0, 2.0}
+    by_stage = [[d for batch, s in zip(seen, stages) if s == k for d in batch] for k in (0, 1, 2)]
+    assert max(by_stage[0]) < min(by_stage[1]) and max(by_stage[1]) < min(by_stage[2])
+    short = staged_rows(Orders(), rows, Config(curriculum="margin", curriculum_stages=3, batch_size=4, max_steps=3))
+    assert short.total_steps == 3 and isinstance(short._source, StagedRows) and short._source.steps == [1, 1, 1]
+    given = staged_rows(Orders(), [Row(1.0), Row(0.0), Row(1.0)], Config(curriculum="stage_index", batch_size=4))
+    assert [r.extra["difficulty"] for r in given.items(0)] == [0.0]
+
+
+def test_a_curriculum_and_a_pretrained_head_run_through_the_stage(tiny, rows, train):
+    config = {"learning_rate": 3e-3, "batch_size": 8, "max_length": 96, "probe_pairs": 0}
+    first = train("reward_model", {**config, "objective": "pointwise_bce"}, {"model": tiny["policy"], "data": rows["labels"]}, "pmp")
+    path = first["outputs"]["model"]["path"]
+    again = train("reward_model", {**config, "init_head": "keep", "curriculum": "margin", "train_layers": "head_and_last", "last_layers": 1},
+                  {"model": path, "data": rows["pairs"]}, "then-bt")
+    start = json.loads(Path(again["outputs"]["model"]["path"]).parents[1].joinpath("metrics.jsonl").read_text().splitlines()[0])
+    fresh = train("reward_model", {**config, "max_steps": 1}, {"model": tiny["policy"], "data": rows["pairs"]}, "fresh")
+    cold = json.loads(Path(fresh["outputs"]["model"]["path"]).parents[1].joinpath("metrics.jsonl").read_text().splitlines()[0])
+    assert start["metrics"]["validation/loss"] < cold["metrics"]["validation/loss"], "good and bad answers are told apart before the first pair (rm.pmp)"
+    from safetensors.torch import load_file
+
+    before, after = (load_file(Path(p, "model.safetensors")) for p in (path, again["outputs"]["model"]["path"]))
+    changed = {k for k in before if not (before[k] == after[k]).all()}
+    assert changed and all(".layers.1." in k or k.startswith("score") for k in changed)
+
+
+def test_facts_are_part_of_what_the_model_reads(tiny, rows, train):
+    from stages.reward_data import with_facts
+    from stages.reward_scorers import Response, load_scorer
+
+    result = train("reward_model", {"learning_rate": 3e-3, "max_steps": 2, "batch_size": 4, "max_length": 96, "facts": True, "probe_pairs": 0},
+                   {"model": tiny["policy"], "data": rows["pairs"]})
+    scorer = load_scorer(result["outputs"]["model"]["path"])
+    plain, none, told = (scorer.score([Response(user("q"), assistant("a"), row=row)])[0] for row in (None, {"extra_json": "{}"}, {"facts": ["the sky is blue"]}))
+    assert plain == none != told and "none" in with_facts({}, user("q"), True)[-1]["content"]
+
+
+@pytest.fixture(scope="module")
+def sums(tiny, tmp_path_factory):
+    """Prompts whose answers are checkable, and hand-made candidates with two steps each."""
+    root = tmp_path_factory.mktemp("sums")
+    prompts = [complete_row("prompts/1", {"prompt": user(f"what is {i} plus {i}?"), "answer": str(2 * i), "answer_type": "integer"}, dataset="sums", source="made",
+                            origin="human", split="train") for i in range(4)]
+    candidates = [complete_row("candidates/1", {
+        "prompt": p["prompt"], "prompt_id": p["prompt_id"], "group_id": p["group_id"], "prompt_idx": i, "completion_idx": k,
+        "completion": assistant(f"first {i}\n\n#### {2 * i + k}"), "scores": [], "reward": float(k), "correct": k == 0, "kept": True}, dataset="c", source="made",
+        origin="ai", split="train") for i, p in enumerate(prompts) for k in range(4)]
+    for name, kind, content in (("prompts", "prompts/1", prompts), ("candidates", "candidates/1", candidates)):
+        write_dataset(str(root / name), name, kind, content)
+    return {"prompts": str(root / "prompts"), "candidates": str(root / "candidates")}
+
+
+def test_steps_are_labelled_by_rollouts(tiny, sums, train):
+    """Every step of every solution gets the share of its rollouts that the verifier accepts; the rows train a process model."""
+    accept = {"kind": "python", "source": "def score(prompt, completion, answer):\n    return completion.count('first') == 1 and len(completion) % 2 == 0"}
+    config = {"rollouts": 3, "max_completion_length": 4, "block": 5, "rewards": [accept]}
+    result = train("label_steps", config, {"model": tiny["policy"], **sums})
+    rows = list(open_dataset(result["outputs"]["steps"]["path"]).iter_rows())
+    assert len(rows) == 16 and all(len(r["completions"]) == len(r["soft_labels"]) == len(r["labels"]) == 2 for r in rows)
+    assert all((s > 0) == (label == 1) and s in (0.0, 1 / 3, 2 / 3, 1.0) for r in rows for s, label in zip(r["soft_labels"], r["labels"]))
+    assert {r["solution_correct"] for r in rows} == {True, False} and 0 < result["summary"]["mean_soft_label"] < 1
+    again = train("label_steps", {**config, "block": 16}, {"model": tiny["policy"], **sums}, "other-blocks")
+    assert [r["soft_labels"] for r in open_dataset(again["outputs"]["steps"]["path"]).iter_rows()] == [r["soft_labels"] for r in rows]
+    model = train("reward_model", {"learning_rate": 1e-3, "max_length": 96, "batch_size": 4}, {"model": tiny["policy"], "data": result["outputs"]["steps"]["path"]}, "prm")
+    chosen = train("label_steps", {**config, "active": "convincing_wrong", "max_solutions": 3},
+                   {"model": tiny["policy"], **sums, "reward_model": model["outputs"]["model"]["path"]}, "active")
+    assert [r["solution_correct"] for r in open_dataset(chosen["outputs"]["steps"]["path"]).iter_rows()] == [False] * 3
+    with pytest.raises(Exception, match="reward_model=REF"):
+        train("label_steps", {**config, "active": "uncertain"}, {"model": tiny["policy"], **sums}, "no-model")
+
+
+def test_a_proxy_that_likes_wrong_answers_is_found_out(tiny, sums, train):
+    """The stored reward grows as the verdict falls: best-of-n raises the proxy and ruins the gold score."""
+    result = train("overoptimisation", {}, {"candidates": sums["candidates"]})
+    summary = result["summary"]
+    assert summary["gold/1"] == pytest.approx(0.25) and summary["gold/4"] == 0.0 and summary["proxy/4"] == 3.0 and summary["gold/best_n"] == 1
+    assert [w["code"] for w in result["warnings"]] == ["overoptimised"] and summary["proxy_gold_correlation"] < 0
+    points = {r["metric"]: r["value"] for r in open_dataset(result["outputs"]["curve"]["path"]).iter_rows()}
+    assert points["best_of_2/proxy"] == pytest.approx(7 / 3), "mean of the larger of two different draws from 0, 1, 2, 3"
+
+
+def test_along_rl_the_gold_model_is_watched(tiny, data, train):
+    """Rollouts of an RL stage scored by a gold model that reads the same ids; one with another template is refused."""
+    config = {"preset": "grpo", "max_steps": 3, "prompts_per_step": 4, "num_generations": 4, "max_completion_length": 10, "rewards": [{"name": "length", "kind": "length"}]}
+    rl = train("rl", config, {"model": tiny["policy"], "data": data["prompts"]}, "rl")
+    result = train("overoptimisation", {}, {"rollouts": rl["outputs"]["rollouts"]["path"], "model": tiny["policy"], "gold": tiny["reward"]})
+    assert result["summary"]["rl/iterations"] >= 1 and np.isfinite(result["summary"]["rl/gold_last"])

@@ -1,0 +1,366 @@
+"""One step of every objective equals an independent computation: plain transformers forwards, one response at a time, float64."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from stages.batching import collate, plan
+from stages.reward_data import Drop, balanced, encode, package_steps, pair_difficulty, ranking_items, standardise
+from stages.reward_heads import (ChatReader, add_gain_bias, drop_lm_head, keep_lm_head, new_reward_model, reader_for, resolve_pooling, response_outputs,
+                                 score_head)
+from stages.reward_losses import RewardLoss
+from stages.reward_model import Config
+from stages.reward_objectives import REWARD_OBJECTIVES, objective_for
+from storage.datasets import open_dataset
+
+softplus = torch.nn.functional.softplus
+
+
+def setup(path, data, objective, n=4, outputs=1, **settings):
+    """(model, items, loss object) on the first rows of a dataset, everything in float64."""
+    row = REWARD_OBJECTIVES[objective]
+    config = Config(objective=objective, max_length=96, **{**dict(row.settings), **settings})
+    if row.reads == "labels":
+        from stages.modeling import load_policy
+        model, pooling = load_policy(path).double(), "last"
+    else:
+        model = new_reward_model(path, seed=1, outputs=outputs).double()
+        pooling = resolve_pooling(config.pooling, model, row.reads)
+    reader = reader_for(path, model, config.max_length, pooling)
+    items = encode(row, open_dataset(data), "train", reader, config, limit=n)
+    return model, items, RewardLoss(row, config, pooling), config
+
+
+def ours(model, items, loss, max_tokens=10**6):
+    counts = loss.counts(items)
+    model.zero_grad(set_to_none=True)
+    value = 0.0
+    for group in plan(items, max_tokens, "rows"):
+        part = sum(total / counts[by] for total, by in loss(model, collate(group, "rows")).loss.values())
+        part.backward()
+        value += float(part.detach())
+    return value, gradients(model)
+
+
+def gradients(model):
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+
+
+def states(model, item, k, first=None):
+    """Hidden states [T, H] of one response behind its prompt, by transformers' own forward; its first response position."""
+    ids = torch.tensor([[*item.prompt.tolist(), *item.responses[k].tolist()]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if model.reads_both_ways if hasattr(model, "reads_both_ways") else False:
+        inputs["token_type_ids"] = (torch.arange(ids.shape[1]) >= item.extra["first"][k]).long()[None]
+    return model.base_model(**inputs).last_hidden_state[0], len(item.prompt)
+
+
+def last_score(model, item, k):
+    return score_head(model)(states(model, item, k)[0][-1])
+
+
+def target_outputs(model, item):
+    """Head outputs at the trained tokens of the item's only response."""
+    h, start = states(model, item, 0)
+    at = [start + j for j, m in enumerate(item.masks[0]) if m]
+    return score_head(model)(h[at])
+
+
+def pair_loss(model, items, each):
+    return sum(each(last_score(model, i, 0)[0], last_score(model, i, 1)[0], i.extra) for i in items) / len(items)
+
+
+def bt(margin=False, soft=False, smooth=0.0, centre=0.0):
+    def each(a, b, extra):
+        d = a - b - (extra["margin"] if margin else 0.0)
+        p = extra["label_prob"] if soft else 1.0
+        p = p * (1 - smooth) + (1 - p) * smooth
+        return -p * torch.nn.functional.logsigmoid(d) - (1 - p) * torch.nn.functional.logsigmoid(-d) + centre * (a + b) ** 2
+    return lambda model, items, config: pair_loss(model, items, each)
+
+
+def kwise(model, items, config):
+    losses, counts = [], []
+    for item in items:
+        s = [last_score(model, item, k)[0] for k in range(len(item.responses))]
+        each = [softplus(s[j] - s[i]) for i in range(len(s)) for j in range(i + 1, len(s))]
+        losses.append(sum(each))
+        counts.append(len(each))
+    return sum(l / c for l, c in zip(losses, counts)) / len(items) if config.pair_weighting == "per_prompt" else sum(losses) / sum(counts)
+
+
+def listwise(model, items, config):
+    total = 0.0
+    for item in items:
+        s = torch.stack([last_score(model, item, k)[0] for k in range(len(item.responses))])
+        probability = 1.0
+        for k in range(min(len(s) - 1, config.top_ranks or 99)):
+            probability = probability * s[k].exp() / s[k:].exp().sum()
+        total = total - probability.log() / ((len(s) - 1) if config.normalise_by_k else 1)
+    return total / len(items)
+
+
+def regress(model, items, config):
+    total = 0.0
+    for item in items:
+        out = last_score(model, item, 0)
+        errors = [abs(out[k] - t) for k, t in enumerate(item.extra["targets"]) if t == t]
+        total = total + sum(e ** 2 if config.regression_loss == "mse" or e <= 1 else 2 * e - 1 for e in errors) / len(errors)
+    return total / len(items)
+
+
+def per_token(each):
+    def loss(model, items, config):
+        values = [each(z, item.extra["target"]) for item in items for z in target_outputs(model, item)[:, 0]]
+        return sum(values) / len(values)
+    return loss
+
+
+def bce(z, y):
+    return softplus(-z) if y else softplus(z)
+
+
+def steps(model, items, config):
+    values = []
+    for item in items:
+        for out, label in zip(target_outputs(model, item), item.extra["labels"]):
+            klass = label + 1 if config.step_classes == 3 else int(label >= 0)
+            values.append(out.logsumexp(0) - out[klass])
+    return sum(values) / len(values)
+
+
+def pairwise(model, items, config):
+    return sum(softplus(-last_score(model, i, 0)[0]) + softplus(last_score(model, i, 1)[0]) for i in items) / 2 / len(items)
+
+
+def label_words(model, items, config):
+    values = []
+    for item in items:
+        ids = [*item.prompt.tolist(), *item.responses[0].tolist()]
+        logp = torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0], -1)
+        values += [-logp[j - 1, ids[j]] for j in range(len(item.prompt), len(ids))]
+    return sum(values) / len(values)
+
+
+CASES = {
+    "bt": ("pairs", "bt", {}, bt()), "margin": ("pairs", "margin", {}, bt(margin=True)), "soft": ("pairs", "soft_label", {}, bt(soft=True)),
+    "bt smoothed, centred": ("pairs", "bt", {"label_smoothing": 0.1, "center_rewards_coefficient": 0.01}, bt(smooth=0.1, centre=0.01)),
+    "kwise per prompt": ("rankings", "kwise_pairs", {}, kwise), "kwise per pair": ("rankings", "kwise_pairs", {"pair_weighting": "per_pair"}, kwise),
+    "plackett-luce": ("rankings", "plackett_luce", {}, listwise), "plackett-luce top": ("rankings", "plackett_luce", {"top_ranks": 1}, listwise),
+    "plackett-luce / K": ("rankings", "plackett_luce", {"normalise_by_k": True}, listwise),
+    "regression": ("ratings", "regression", {"attributes": ["help", "truth"]}, regress), "huber": ("ratings", "regression", {"regression_loss": "huber"}, regress),
+    "pointwise": ("labels", "pointwise_bce", {}, lambda m, items, c: sum(bce(last_score(m, i, 0)[0], i.extra["target"]) for i in items) / len(items)),
+    "orm": ("labels", "orm", {}, per_token(bce)), "value": ("labels", "value", {}, per_token(lambda z, y: (z - y) ** 2)),
+    "prm 2": ("steps", "prm", {}, steps), "prm 3": ("steps", "prm", {"step_classes": 3}, steps),
+    "pairwise": ("pairs", "pairwise", {}, pairwise), "t2t_point": ("pairs", "t2t_point", {}, label_words), "t2t_pair": ("pairs", "t2t_pair", {}, label_words),
+}
+OUTPUTS = {"prm 2": 2, "prm 3": 3, "regression": 2}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_step_equals_an_independent_computation(tiny, rows, name):
+    data, objective, settings, expected = CASES[name]
+    model, items, loss, config = setup(tiny["policy"], rows[data], objective, outputs=OUTPUTS.get(name, 1), **settings)
+    if objective == "regression":
+        standardise(items, None, False)
+    value, grads = ours(model, items, loss)
+    split_value, split = ours(model, items, loss, max_tokens=1)
+    model.zero_grad(set_to_none=True)
+    plain = expected(model, items, config)
+    plain.backward()
+    assert value == pytest.approx(float(plain.detach()), rel=1e-9) and split_value == pytest.approx(value, rel=1e-12)
+    theirs = gradients(model)
+    assert set(grads) == set(theirs)
+    for key, g in theirs.items():
+        assert torch.allclose(grads[key], g, rtol=1e-6, atol=1e-9 * float(g.abs().max()) + 1e-12), key
+        assert torch.allclose(split[key], g, rtol=1e-6, atol=1e-9 * float(g.abs().max()) + 1e-12), key
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_an_encoder_pools_what_transformers_pools(encoder, rows, pooling):
+    """Padding, micro-batches and segment ids change nothing; cls is the model's own head, mean averages prompt and response tokens."""
+    model, items, loss, _ = setup(encoder, rows["pairs"], "bt", pooling=pooling)
+    batched = response_outputs(model, collate(items), pooling)[:, 0]
+    alone = []
+    for item in items:
+        for k, ids in enumerate(item.responses):
+            inputs = {"input_ids": torch.tensor(ids[None].astype(np.int64)), "token_type_ids": (torch.arange(len(ids)) >= item.extra["first"][k]).long()[None]}
+            if pooling == "cls":
+                alone.append(model(**inputs).logits[0, 0])
+            else:
+                alone.append(score_head(model)(model.base_model(**inputs).last_hidden_state[0].mean(0))[0])
+    assert torch.allclose(batched, torch.stack(alone), atol=1e-6)
+    text = loss_text(encoder, items[0])
+    assert text.startswith("[CLS]") and text.count("[SEP]") == 2 and "good" in text.split("[SEP]")[1]
+
+
+def loss_text(path, item):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path).decode(item.responses[0])
+
+
+def test_a_decoder_can_average_its_tokens(tiny, rows):
+    model, items, _, _ = setup(tiny["policy"], rows["pairs"], "bt", pooling="mean")
+    batched = response_outputs(model, collate(items), "mean")[:, 0]
+    alone = [score_head(model)(states(model, i, k)[0].mean(0))[0] for i in items for k in range(2)]
+    assert torch.allclose(batched, torch.stack(alone), atol=1e-6) and all(not len(i.prompt) for i in items)
+
+
+def test_the_language_model_term_is_the_nll_of_the_chosen_answer(tiny, rows):
+    """rm.orm joint objective, rm.mentions: trained beside the head, dropped before saving."""
+    model, items, loss, config = setup(tiny["policy"], rows["pairs"], "bt", lm_loss_weight=0.5)
+    loss.lm_head = keep_lm_head(model, tiny["policy"])
+    model.double()
+    sums = loss(model, collate(items, "tree"))
+    total, by = sums.loss["language_model"]
+    expected, tokens = 0.0, 0
+    for item in items:
+        h, start = states(model, item, 0)
+        ids = [*item.prompt.tolist(), *item.responses[0].tolist()]
+        logp = torch.log_softmax(h @ loss.lm_head(model).weight.T, -1)
+        at = [start + j for j, m in enumerate(item.masks[0]) if m]
+        expected, tokens = expected - sum(float(logp[j - 1, ids[j]]) for j in at), tokens + len(at)
+    assert float(total) == pytest.approx(0.5 * expected, rel=1e-6) and loss.counts(items)[by] == tokens
+    drop_lm_head(model)
+    assert not any("kept" in name for name in model.state_dict())
+
+
+def test_gain_and_bias_fold_into_a_linear_head(tiny, rows):
+    """rm.orm, Cobbe et al.: sigma(gain * logit + bias) after training equals the saved linear head plus its constant."""
+    model, items, loss, config = setup(tiny["policy"], rows["labels"], "orm", outcome_head="gain_bias")
+    lm_head = keep_lm_head(model, tiny["policy"])
+    read = add_gain_bias(model, lm_head, 7)
+    model.double()
+    with torch.no_grad():
+        model.reward_gain.fill_(1.7)
+        model.reward_offset.fill_(-0.4)
+    batch = collate(items)
+    before = read(model, batch)
+    ids = [*items[0].prompt.tolist(), *items[0].responses[0].tolist()]
+    h, start = states(model, items[0], 0)
+    assert float(before[0, 0]) == pytest.approx(1.7 * float((h @ lm_head(model).weight.T)[start, 7]) - 0.4, rel=1e-9)
+    offset = drop_lm_head(model, lm_head, 7)
+    after = loss.read(model, batch) + offset
+    assert torch.allclose(before, after, atol=1e-9)
+
+
+# -- degenerate rows ----------------------------------------------------------------------------------------------------------
+
+class Characters:
+    """A reader whose tokens are characters."""
+
+    room, merged, both_ways = 40, False, False
+
+    def parts(self, prompt, completions):
+        return [ord(c) for c in prompt[0]["content"]], [([ord(c) for c in m[0]["content"]],) * 2 for m in completions]
+
+    def wrap(self, prompt, response, mask):
+        return prompt, response, [1] * len(response), 0
+
+    def ended(self, ids):
+        return True
+
+
+def ranking(ranks, texts=None, **settings):
+    texts = texts or [f"answer {i}" for i in range(len(ranks))]
+    row = {"row_id": "r", "prompt": [{"role": "user", "content": "q"}], "ranks": ranks, "completions": [[{"role": "assistant", "content": t}] for t in texts]}
+    return ranking_items(row, Characters(), Config(**settings), Counter())
+
+
+def test_rankings_without_signal_are_dropped_and_counted():
+    for ranks, reason in (([1], "single_response"), ([1, 1, 1], "all_tied")):
+        with pytest.raises(Drop, match=reason):
+            ranking(ranks, objective="kwise_pairs")
+    (item,) = ranking([2, 1, 2], objective="kwise_pairs")
+    assert item.extra["pairs"] == [(0, 1), (0, 2)] and item.extra["pair_weight"] == 0.5, "tied pairs are dropped from the divisor too"
+    with pytest.raises(Drop, match="identical_after_truncation"):
+        ranking([1, 2], ["x" * 60 + "a", "x" * 60 + "b"], objective="kwise_pairs")
+
+
+def test_ties_under_plackett_luce():
+    with pytest.raises(ValueError, match="tie_policy=drop_item"):
+        ranking([1, 2, 2], objective="plackett_luce")
+    (item,) = ranking([1, 2, 2], objective="plackett_luce", tie_policy="drop_item")
+    assert len(item.responses) == 2 and item.extra["listwise"]
+    (item,) = ranking([1, 2, 2], objective="plackett_luce", tie_policy="use_pairs")
+    assert len(item.responses) == 3 and not item.extra["listwise"] and item.extra["pairs"] == [(0, 1), (0, 2)]
+
+
+def test_two_responses_make_all_ranking_losses_equal():
+    from stages.reward_losses import kwise_pairs, plackett_luce
+
+    (item,) = ranking([1, 2], objective="plackett_luce")
+    batch = SimpleNamespace(items=[item])
+    s = torch.tensor([[0.3], [-0.9]], dtype=torch.float64)
+    expected = float(softplus(torch.tensor(-1.2, dtype=torch.float64)))
+    for loss in (kwise_pairs, plackett_luce):
+        assert float(loss(s, batch, Config(objective="plackett_luce")).loss["ranking"][0]) == pytest.approx(expected)
+
+
+def test_ratings_are_standardised_per_attribute_and_annotators_centred():
+    items = [SimpleNamespace(extra={"targets": [v], "annotator": a}) for v, a in ((1.0, "low"), (3.0, "low"), (3.0, "high"), (5.0, "high"))]
+    mean, std = standardise(items, None, True)
+    assert mean == [3.0] and std == [1.0] and [i.extra["targets"] for i in items] == [[-1.0], [1.0], [-1.0], [1.0]]
+    constant = [SimpleNamespace(extra={"targets": [2.0], "annotator": None})] * 1
+    assert standardise(constant, None, False) == ([2.0], [1.0]) and constant[0].extra["targets"] == [0.0]
+
+
+def test_outcomes_are_balanced_per_prompt():
+    items = [SimpleNamespace(extra={"prompt_id": p, "target": y}) for p, y in (("a", 1.0), ("a", 1.0), ("a", 0.0), ("b", 1.0))]
+    dropped = Counter()
+    assert balanced(items, dropped) == [items[0], items[2]] and dropped["unbalanced"] == 2
+
+
+def test_steps_keep_their_borders(tiny):
+    """A label sits on the last separator token of its step, and nothing of two steps is one token."""
+    from stages.chat import renderer_for
+    from stages.reward_data import step_ids
+
+    reader = ChatReader(renderer_for(tiny["policy"]), 96)
+    ids, ends = step_ids(reader, ["two plus", "two"], "\n\n")
+    tail = reader.plain("\n\n")
+    assert ids[ends[0] - len(tail) + 1: ends[0] + 1] == tail and ends[1] == len(ids) - 1
+    assert package_steps([1, 2], [[5, 6, 7], [8]], [9], [1, 0]) == ([1, 2, 5, 6, 7, 9, 8, 9], [-100, -100, -100, -100, -100, 1, -100, 0])
+
+
+def test_labels_behind_the_first_error_are_not_used(tiny, rows):
+    from stages.reward_data import step_items
+
+    data = [r for r in open_dataset(rows["steps"]).iter_rows(split="train") if -1 in r["labels"]][0]
+    reader = reader_for(tiny["policy"], new_reward_model(tiny["policy"], outputs=2), 96)
+    assert step_items(data, reader, Config(objective="prm"), Counter())[0].extra["n_steps"] == 2
+    assert step_items(data, reader, Config(objective="prm", after_first_error="keep"), Counter())[0].extra["n_steps"] == 3
+
+
+def test_an_empty_step_changes_nothing(tiny):
+    """A step whose items carry no weight has loss 0 and leaves the weights alone."""
+    from stages.training import Trainer
+
+    model, items, loss, config = None, None, None, None
+    model = new_reward_model(tiny["policy"])
+    loss = RewardLoss(REWARD_OBJECTIVES["bt"], Config(), "last")
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    found = Trainer(model, loss, Config(), 1).step([])
+    assert found["loss"] == 0.0 and found["empty_step"] == 1.0
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_what_does_not_fit_says_what_to_write(tiny, encoder):
+    with pytest.raises(ValueError, match="kind=rankings/1.*bt"):
+        objective_for("plackett_luce", "pairs/1")
+    assert objective_for("auto", "stepwise/1").name == "prm"
+    with pytest.raises(ValueError, match="pooling=last or mean"):
+        resolve_pooling("cls", new_reward_model(tiny["policy"]), "response")
+    with pytest.raises(ValueError, match="pooling=mean or cls"):
+        resolve_pooling("last", new_reward_model(encoder), "response")
+    with pytest.raises(ValueError, match="margin_mode=score_diff"):
+        pair_difficulty({"row_id": "x", "margin": None}, "margin")
+    with pytest.raises(ValueError, match="lm_loss_weight=0"):
+        keep_lm_head(new_reward_model(encoder), encoder)
+    for bad in ({"attribute_weights": [1.0]}, {"label_words": ["A"]}, {"objective": "prm", "lm_loss_weight": 1.0}, {"objective": "prm", "curriculum": "margin"}):
+        with pytest.raises(ValueError):
+            Config(**bad)

@@ -1,0 +1,308 @@
+"""Reward models at work: other templates, ensembles, comparisons, judges, combinations, and the stages around them."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from stages import judge as judging
+from stages.chat import renderer_for
+from stages.reward_eval import auc, judge_pairs, length_residual, stronger_model_share, warn_about
+from stages.reward_heads import RewardCard, load_reward_model, new_reward_model, save_reward_model, write_card
+from stages.reward_scorers import (ComparingScorer, Response, aggregate_steps, combine_members, label_probability, load_scorer, positive, safety_gate,
+                                   split_steps)
+from stages.rewards import RewardComponent, build_rewards
+from stages.selection import convincing_wrong, uncertain
+from storage.datasets import open_dataset
+from tests.reward.conftest import assistant, better, user, worse
+
+ASKED = [Response(user(f"which, number {i}?"), assistant(text)) for i in (3, 50) for text in (better(i), worse(i))]
+
+
+@pytest.fixture(scope="module")
+def other_template(tiny, tmp_path_factory):
+    """The tiny reward model under a chat template of its own."""
+    from stages.chat import load_tokenizer
+
+    path = tmp_path_factory.mktemp("other-template")
+    tokenizer = load_tokenizer(tiny["policy"])
+    tokenizer.chat_template = ("{%- for m in messages -%}{{- m['role'] + '> ' + m['content'] + eos_token -}}{%- endfor -%}"
+                               "{%- if add_generation_prompt -%}{{- 'assistant> ' -}}{%- endif -%}")
+    save_reward_model(load_reward_model(tiny["reward"]), tokenizer, path, RewardCard(bias=0.5, anchor="chosen"))
+    return str(path)
+
+
+def sampled(renderer, prompt, text):
+    """A row as rejection sampling scores it."""
+    start, ids, _ = renderer.completion_ids(prompt, assistant(text))
+    return {"prompt_row": {"prompt": prompt, "row_id": "r"}, "prompt_ids": start, "completion_ids": ids, "completion_text": text, "finish_reason": "eos"}
+
+
+def test_text_and_ids_give_the_same_score_and_another_template_renders_again(tiny, other_template):
+    renderer = renderer_for(tiny["policy"])
+    row = sampled(renderer, user("what is 2 plus 2?"), "The answer is 4.")
+    response = Response(row["prompt_row"]["prompt"], assistant(row["completion_text"]))
+    same, other = load_scorer(tiny["reward"]), load_scorer(other_template)
+    assert same.reads_ids_of(renderer) and not other.reads_ids_of(renderer)
+    for path, scorer in ((tiny["reward"], same), (other_template, other)):
+        (scored,) = build_rewards([RewardComponent(kind="model")], {"reward_model": path}, renderer=renderer).score([row])
+        assert scored.total == pytest.approx(scorer.score([response])[0], abs=1e-5)
+    own = other.reader.renderer.conversation([*response.prompt, *response.completion])
+    last = max(i for i, m in enumerate(own.mask) if m)
+    assert other.score([response])[0] == pytest.approx(other.score_ids([own.ids[: last + 1]])[0], abs=1e-5)
+    assert other.score([response])[0] != same.score([response])[0]
+
+
+def test_an_encoder_rewards_a_decoder_policy(tiny, encoder, tmp_path):
+    from transformers import AutoTokenizer
+
+    save_reward_model(new_reward_model(encoder), AutoTokenizer.from_pretrained(encoder), tmp_path, RewardCard(pooling="mean", max_length=128))
+    renderer = renderer_for(tiny["policy"])
+    rows = [sampled(renderer, user("which?"), text) for text in ("good", "bad " * 300)]
+    scored = build_rewards([RewardComponent(kind="model")], {"reward_model": str(tmp_path)}, renderer=renderer).score(rows)
+    assert all(math.isfinite(s.total) for s in scored), "an answer longer than the encoder's positions is cut, not an error"
+
+
+def test_a_view_shows_the_model_the_answer_only(tiny):
+    renderer = renderer_for(tiny["policy"])
+    rows = [sampled(renderer, user("why?"), f"<think>{thought}</think>so it is") for thought in ("a", "b c d")]
+    score = lambda view: [s.total for s in build_rewards([RewardComponent(kind="model", view=view)], {"reward_model": tiny["reward"]}, renderer=renderer).score(rows)]
+    assert score("answer_only")[0] == score("answer_only")[1] and score("full")[0] != score("full")[1]
+
+
+def member(tiny, directory, seed, bias):
+    from stages.chat import load_tokenizer
+
+    save_reward_model(new_reward_model(tiny["policy"], seed=seed), load_tokenizer(tiny["policy"]), directory, RewardCard(bias=bias, anchor="chosen"))
+    return str(directory)
+
+
+def test_an_ensemble_combines_calibrated_members_and_logs_their_spread(tiny, rows, train, tmp_path):
+    paths = {f"members.m{k}": member(tiny, tmp_path / f"m{k}", k, bias) for k, bias in enumerate((0.0, 1.0, -0.5))}
+    result = train("reward_combine", {"combine": "uwo", "uncertainty_coef": 0.3, "probe_pairs": 2}, {**paths, "pairs": rows["pairs"]})
+    path = result["outputs"]["model"]["path"]
+    table = np.array([load_scorer(p).score(ASKED) for p in paths.values()])
+    scorer = load_scorer(path)
+    assert scorer.score(ASKED) == pytest.approx((table.mean(0) - 0.3 * table.var(0)).tolist(), abs=1e-6)
+    assert scorer.disagreement == pytest.approx(table.std(0).tolist(), abs=1e-6)
+    assert {"accuracy", "disagreement", "member/m1/accuracy"} <= set(result["summary"])
+    renderer = renderer_for(tiny["policy"])
+    scored = build_rewards([RewardComponent(kind="model")], {"reward_model": path}, renderer=renderer).score(
+        [sampled(renderer, r.prompt, r.text) for r in ASKED] + [{**sampled(renderer, user("x"), "cut"), "finish_reason": "length"}])
+    assert [s.parts["model/disagreement"] for s in scored] == [pytest.approx(v, abs=1e-5) for v in table.std(0)] + [None]
+    assert [s.total for s in scored[:4]] == [pytest.approx(s.parts["model"]) for s in scored[:4]], "the spread is shown, not rewarded"
+
+
+def test_an_implicit_reward_is_beta_times_the_log_ratio(tiny, train):
+    from stages.evaluation.likelihood import response_logps
+
+    result = train("reward_combine", {"combine": "implicit", "beta": 0.2}, {"policy": tiny["other"], "reference": tiny["policy"]})
+    scorer = load_scorer(result["outputs"]["model"]["path"])
+    items = [scorer._item(r) for r in ASKED]
+    sums = [[sum(row[0]) for row in response_logps(m, items, 10**6, "cpu")] for m in (scorer.policy, scorer.reference)]
+    assert scorer.score(ASKED) == pytest.approx([0.2 * (a - b) for a, b in zip(*sums)])
+    same = train("reward_combine", {"combine": "implicit"}, {"policy": tiny["policy"], "reference": tiny["policy"]}, "same")
+    assert load_scorer(same["outputs"]["model"]["path"]).score(ASKED) == [0.0] * 4
+
+
+def test_combinations_refuse_what_cannot_be(tiny, train):
+    for config, inputs, text in (({"combine": "weighted", "weights": {"a": 1.0}}, {"members.b": tiny["reward"]}, "members.a=REF"),
+                                 ({"combine": "mean"}, {}, "members.LABEL=REF"), ({"combine": "implicit"}, {"policy": tiny["policy"]}, "reference=")):
+        with pytest.raises(Exception, match=text):
+            train("reward_combine", config, inputs, text[:5])
+    with pytest.raises(Exception, match="sum 1"):
+        train("reward_combine", {"combine": "weighted", "weights": {"a": 0.5}}, {"members.a": tiny["reward"]}, "sum")
+
+
+def test_weights_and_the_safety_gate():
+    table = {"helpful": [2.0, 2.0, math.nan], "safety": [3.0, -3.0, 1.0]}
+    rows = [None, None, {"category": "safety"}]
+    assert combine_members(table, {"combine": "weighted", "weights": {"helpful": 0.25, "safety": 0.75}}, rows) == pytest.approx([2.75, -1.75, 1.0])
+    gated = combine_members(table, {"combine": "safety_gate", "helpful": "helpful", "safety": "safety"}, rows)
+    assert gated == pytest.approx([2.0, -3.0, 1.0]), "alarmed or tagged: safety decides; scores come back as logits"
+    assert safety_gate([0.7], [0.15], [False]).tolist() == [0.7], "the threshold itself is not alarming"
+
+
+class ByLength(ComparingScorer):
+    """Prefers the longer text with a preference for whatever is shown first."""
+
+    def __init__(self):
+        self.calls, self.disagreement, self.bias = 0, None, 0.0
+
+    def one_order(self, pairs):
+        self.calls += len(pairs)
+        return [min(1.0, 0.1 + 0.8 * (len(a.text) > len(b.text)) + 0.4 * (len(a.text) == len(b.text))) for a, b in pairs]
+
+
+def test_comparisons_become_scores_by_round_robin_or_tournament():
+    responses = [Response(user("p"), assistant("x" * n)) for n in (2, 9, 4, 5, 1)] + [Response(user("alone"), assistant("y"))]
+    scorer = ByLength()
+    scores = scorer.score(responses)
+    assert scorer.calls == 2 * 10 and np.argsort(scores[:5]).tolist() == [4, 0, 2, 3, 1] and scores[5] == 0.5
+    assert np.mean(scores[:5]) == pytest.approx(0.5)
+    assert scorer.preferences([(responses[0], responses[0])]) == [pytest.approx(0.5)], "both orders cancel a position bias"
+    scorer.ranking, scorer.calls = "tournament", 0
+    scores = scorer.score(responses)
+    assert scorer.calls == 2 * 4 and scores[1] == 1.0 and max(scores[0], *scores[2:5]) < 1.0, "m - 1 comparisons, one champion"
+
+
+def test_step_scores():
+    assert aggregate_steps([], "prod") != aggregate_steps([], "prod"), "no step is no score"
+    assert positive([[0.1, 0.2, 0.7]]).tolist() == [pytest.approx(0.9)] and positive([[0.1, 0.2, 0.7]], "negative").tolist() == [0.7]
+    assert split_steps("a\n\n\n\nb\n\n", "\n\n") == ["a", "b"]
+    with pytest.raises(ValueError, match="prod, min, mean or last"):
+        aggregate_steps([0.5], "sum")
+
+
+# -- judges -------------------------------------------------------------------------------------------------------------------
+
+class Scripted:
+    """Says what it is told to, and counts."""
+
+    def __init__(self, verdicts=(), logps=None):
+        self.said, self.logps, self.asked = list(verdicts), logps, []
+
+    def answers(self, texts, max_tokens, attempt):
+        self.asked.append((attempt, list(texts)))
+        return [self.said.pop(0) for _ in texts]
+
+    def word_table(self, texts, words):
+        self.asked.append((0, list(texts)))
+        return np.array([self.logps(t, words) for t in texts])
+
+
+def test_a_local_model_rates_and_compares(tiny):
+    local = judging.LocalJudge(tiny["policy"], RewardCard())
+    for mode in ("score", "preference"):
+        scores = judging.Judge(local, mode).score(ASKED)
+        assert len(scores) == 4 and all(-1 <= s <= 1 for s in scores)
+    table = local.word_table(["Rate this."], ["1", "10"])
+    ids = local.reader.instruction("Rate this.")
+    import torch
+    logp = torch.log_softmax(local.model(torch.tensor([ids])).logits[0], -1)
+    assert table[0, 0] == pytest.approx(float(logp[-1, local.reader.plain("1")[0]]), abs=1e-5), "P(word) over the full vocabulary"
+    renderer = renderer_for(tiny["policy"])
+    component = RewardComponent(kind="judge", judge_mode="verdict", judge_tokens=4, judge_retries=1)
+    scored = build_rewards([component], {"judge": tiny["policy"]}, renderer=renderer).score([sampled(renderer, r.prompt, r.text) for r in ASKED])
+    assert all(s.total is None and s.reasons["judge"] for s in scored), "a model that knows nothing gives no verdict, and no verdict is no reward"
+
+
+def test_verdicts_are_asked_in_both_orders_and_again_when_unreadable():
+    said = ["[[A]]", "[[B]]"] + ["hm", "[[A]]"] + ["[[B]]"]
+    judge = judging.Judge(Scripted(said), "verdict")
+    pairs = [(ASKED[0], ASKED[1]), (ASKED[2], ASKED[3])]
+    judge.asked.said = ["[[A]]", "hm", "[[B]]", "[[A]]", "[[B]] and so [[B]]"]
+    assert judge.verdicts(pairs) == [1.0, 0.0] and [a for a, _ in judge.asked.asked] == [0, 1] and len(judge.asked.asked[1][1]) == 1
+    assert judge.verdicts(pairs) == [1.0, 0.0] and len(judge.asked.asked) == 2, "what was asked is kept"
+    silent = judging.Judge(Scripted(["?"] * 6), "verdict", retries=2)
+    assert silent.verdicts(pairs[:1]) == [None] and silent.unparsed == 2
+
+
+def test_a_server_is_asked_through_the_chat_interface(monkeypatch):
+    import threading
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+
+    seen = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            seen.append((self.path, self.headers.get("Authorization"), body))
+            top = [{"token": str(s), "logprob": math.log(0.5 if s == 10 else 0.5 / 9)} for s in range(1, 11)]
+            choice = {"message": {"content": "fine [[A]]"}, "logprobs": {"content": [{"token": "10", "top_logprobs": top}]} if body.get("logprobs") else None}
+            answer = json.dumps({"choices": [choice]}).encode()
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *args):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        monkeypatch.setenv("JUDGE_KEY", "secret")
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        component = RewardComponent(kind="judge", endpoint=url, endpoint_model="judge", key_variable="JUDGE_KEY")
+        row = {"prompt_row": {"prompt": user("q")}, "prompt_ids": [1], "completion_ids": [2], "completion_text": "a", "finish_reason": "eos"}
+        (scored,) = build_rewards([component], {}).score([row])
+        expected = 10 * 0.5 + sum(range(1, 10)) * 0.5 / 9
+        assert scored.total == pytest.approx(2 * (expected - 1) / 9 - 1)
+        assert seen[0][0] == "/v1/chat/completions" and seen[0][1] == "Bearer secret" and seen[0][2]["model"] == "judge"
+        verdicts = judging.Judge(judging.ServerJudge(url, "judge"), "verdict").verdicts([(ASKED[0], ASKED[1])])
+        assert verdicts == [0.5], "always the first: both orders disagree, a tie"
+    finally:
+        server.shutdown()
+    with pytest.raises(judging.JudgeError, match="Check endpoint and model"):
+        judging.ServerJudge(url, "judge", timeout_s=1).answers(["x"], 4, 0)
+    with pytest.raises(judging.JudgeError, match="NO_SUCH_KEY"):
+        judging.ServerJudge(url, "judge", "NO_SUCH_KEY").answers(["x"], 4, 0)
+
+
+def test_a_judge_with_a_reference_needs_one():
+    judge = judging.Judge(Scripted(logps=lambda t, w: [0.0] * len(w)), "reference")
+    assert judge.score([Response(user("q"), assistant("a"), row={"answer": "4"})]) == [pytest.approx(0.0)] and "4" in judge.asked.asked[0][1][0]
+    with pytest.raises(judging.JudgeError, match="use score"):
+        judge.score([Response(user("q"), assistant("a"), row={})])
+
+
+# -- what is measured -----------------------------------------------------------------------------------------------------------
+
+def test_measures():
+    assert auc([0.1, 0.9, 0.5], [False, True, True]) == 1.0 and auc([1.0, 1.0], [True, False]) == 0.5 and math.isnan(auc([1.0], [True]))
+    scores, slope = length_residual([0.2, 0.5, 0.6, 1.1], [100, 200, 300, 400])
+    assert slope == pytest.approx(0.0028) and np.corrcoef(scores, [100, 200, 300, 400])[0, 1] == pytest.approx(0.0, abs=1e-12)
+    named = [{"chosen_gen": {"model_id": a}, "rejected_gen": {"model_id": b}} for a, b in (("x", "y"), ("x", "y"), ("y", "x"))]
+    assert stronger_model_share(named) == {"chosen_from_stronger_model": pytest.approx(2 / 3)} and stronger_model_share([{}]) == {}
+    assert convincing_wrong([0.9, 0.8, 0.7, 0.2], [True, False, False, False], 2) == [1, 2]
+    assert uncertain([0.9, math.nan, 0.45, 0.6], 2) == [2, 3]
+    assert label_probability(np.log([[0.2, 0.1]]), False)[0] == pytest.approx(0.2) and label_probability(np.log([[0.2, 0.1]]), True)[0] == pytest.approx(2 / 3)
+
+
+class Told:
+    """Stands for a stage: keeps reports and warnings."""
+
+    def __init__(self):
+        self.warned, self.reports = [], []
+
+    def seed_for(self, *a):
+        return 1
+
+    def rng(self, *a):
+        return np.random.default_rng(0)
+
+    def report(self, name, **kinds):
+        self.reports.append(name)
+
+    def warn(self, code, text):
+        self.warned.append(code)
+
+
+class CountsWords:
+    relative, disagreement, bias = False, None, 0.0
+    card = SimpleNamespace(objective="bt")
+
+    def score(self, responses):
+        return [float(len(r.text.split())) for r in responses]
+
+    def lengths(self, responses):
+        return [len(r.text.split()) for r in responses]
+
+
+def test_a_scorer_that_counts_words_is_found_out():
+    stage = Told()
+    rng = np.random.default_rng(1)
+    lengths = [(int(a), int(b)) for a, b in rng.integers(1, 30, (60, 2)) if a != b]
+    rows = [{"row_id": str(i), "prompt_id": str(i), "prompt": user("q"), "chosen": assistant("w " * a), "rejected": assistant("w " * b), "source": "s", "strength": 1 + i % 2}
+            for i, (a, b) in enumerate(lengths)]
+    found = judge_pairs(stage, CountsWords(), rows, "test", probe_pairs=8)
+    longer = np.mean([a > b for a, b in lengths])
+    assert found["accuracy"] == pytest.approx(longer) == found["chosen_longer_share"] and found["score_length_correlation"] == pytest.approx(1.0)
+    assert found["probe/repeated"] == 1.0 and found["accuracy_ci_low"] <= found["accuracy"] <= found["accuracy_ci_high"] and "accuracy_strength_1" in found
+    warn_about(stage, found)
+    assert {"reward_follows_length", "length_does_as_well", "reward_model_fooled"} <= set(stage.warned) and "probes" in stage.reports
+    fine = Told()
+    warn_about(fine, {"accuracy": 0.72, "pairs": 100.0, "chosen_longer_share": 0.55, "ece": 0.03})
+    assert not fine.warned
