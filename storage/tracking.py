@@ -271,6 +271,7 @@ class Projector:
             for name, value in {
                 "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
                 "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_ENABLE_ASYNC_LOGGING": "false", "GIT_PYTHON_REFRESH": "quiet",
+                "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
             }.items():  # fmt: skip
                 os.environ.setdefault(name, value)
             for name in ("alembic", "mlflow", "mlflow.store.db.utils"):
