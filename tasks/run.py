@@ -184,10 +184,11 @@ def run_directory(key: str) -> Path:
     return home.work_dir(key)
 
 
-def start_flow(recipe: str, config: dict[str, Any], *, run_id: str | None = None, parent: str | None = None, prefect: dict[str, Any] | None = None) -> records.RunRecord:
-    """Begin a flow run (a known ``run_id`` continues it): its record on disk and its parent run in MLflow. What earlier runs
-    left unsent is sent now, and MLflow runs of processes that died are closed."""
-    run = records.start_run(recipe, config, run_id=run_id, parent=parent, prefect=prefect)
+def start_flow(recipe: str, config: dict[str, Any], *, run_id: str | None = None, parent: str | None = None, prefect: dict[str, Any] | None = None,
+               identity: str | None = None) -> records.RunRecord:
+    """Begin a flow run (a known ``run_id``, or the ``identity`` of one that did not finish, continues it): its record on disk and its
+    parent run in MLflow. What earlier runs left unsent is sent now, and MLflow runs of processes that died are closed."""
+    run = records.start_run(recipe, config, run_id=run_id, parent=parent, prefect=prefect, identity=identity)
     for unit in tracking.pending():
         tracking.poke(unit)
     tracking.put({"unit": tracking.flow_unit(run.run_id), "type": "flow", "run_id": run.run_id, "recipe": recipe})
