@@ -71,7 +71,8 @@ def rerun(
 ) -> None:
     """Repeat a run with one step changed; everything above it is reused.
 
-    Keys of --set belong to the step named by --stage. Without --set the step is executed again as it was.
+    Keys of --set belong to the step named by --stage. Without --set the step is executed again as it was; a run that failed or was
+    killed goes on when nothing is said.
 
     Example: posttrain rerun latest --stage rl --set kl_coef=0.02
     """
@@ -81,8 +82,8 @@ def rerun(
     from storage import records
 
     env.prepare(quiet=True)
-    record = records.get_run(run_id).data
-    recipe = record["recipe"]
+    run = records.get_run(run_id)
+    record, recipe = run.data, run.data["recipe"]
     if recipe.startswith("stage:"):
         raise ConfigError(f"run {run_id} ran one stage; repeat it with: posttrain stage {recipe[6:]} --input … --set …")
     recipe_flow = get_recipe(recipe)
@@ -90,8 +91,8 @@ def rerun(
     if stage is not None:
         section(recipe_flow.config_type, stage)
         given = {stage: given} if given else {}
-    elif not given and seed is None:
-        raise ConfigError("say what to change: --stage NAME (repeat it), --stage NAME --set key=value, or --seed N")
+    elif not given and seed is None and run.status == "FINISHED":
+        raise ConfigError("that run finished, so say what to change: --stage NAME (repeat it), --stage NAME --set key=value, or --seed N")
     values = merge(record["config"], given)
     if seed is not None:
         values["seed"] = seed
@@ -307,14 +308,15 @@ def deploy(
 
 @app.command(rich_help_panel="Servers", epilog=EXIT_CODES)
 def doctor(
-    fix: Annotated[bool, typer.Option(help="Repair what can be repaired: send what MLflow has not got, close dead runs.")] = True,
+    fix: Annotated[bool, typer.Option(help="Repair what can be repaired: send what MLflow has not got, close dead runs, tidy up finished stages.")] = True,
+    clean_after: Annotated[Optional[float], typer.Option(metavar="DAYS", min=0, help="Remove checkpoints of stages that never finished and were not touched for so long.")] = None,
     json_: Json = False,
 ) -> None:
     """Check versions, disk, servers, schedules and stale runs; exit 1 when something is wrong."""
     from flows import env
     from flows.doctor import examine
 
-    findings = examine(env.prepare(quiet=True), fix=fix)
+    findings = examine(env.prepare(quiet=True), fix=fix, clean_after=clean_after)
     if json_:
         emit({"ok": all(one["ok"] for one in findings), "checks": findings})
     else:

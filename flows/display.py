@@ -123,7 +123,7 @@ class Display:
         self.bar = self.task = None
 
 
-FIRST = ("test/accuracy", "validation/accuracy", "accuracy", "win_rate", "reward/mean", "validation/nll", "rows", "steps")
+FIRST = ("test/accuracy", "validation/accuracy", "accuracy", "win_rate", "reward/mean", "validation/nll", "rows_kept", "rows_quarantined", "rows", "steps")
 
 
 def headline(metrics: dict[str, Any], most: int = 4) -> str:

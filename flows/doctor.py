@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -20,10 +21,18 @@ PINS = {
 DISK_GIB = 5.0
 
 
-def examine(state: Path, *, fix: bool) -> list[dict[str, Any]]:
-    """Run every check: [{"check", "ok", "text"}]; a check that breaks is itself a finding."""
+def examine(state: Path, *, fix: bool, clean_after: float | None = None) -> list[dict[str, Any]]:
+    """Run every check: [{"check", "ok", "text"}]; a check that breaks is itself a finding.
+
+    fix: repair what can be repaired; clean_after: also remove what unfinished stages left that many days ago.
+    """
     findings = []
-    for check in (python, pins, disk, torch_device, server_app, services, outbox, stale_runs, leases):
+    if clean_after is not None:
+        from storage import work
+
+        count, size = work.clean(clean_after)
+        findings.append({"check": "clean", "ok": True, "text": f"removed {count} unfinished stage(s), {mib(size)}, untouched for {clean_after:g} days"})
+    for check in (python, pins, disk, sizes, work_directories, torch_device, server_app, services, outbox, stale_runs, leases):
         try:
             findings += [{"check": check.__name__.replace("_", " "), "ok": ok, "text": text} for ok, text in check(state, fix)]
         except Exception as error:  # a doctor that dies of the illness is no use
@@ -54,6 +63,36 @@ def pins(state: Path, fix: bool) -> Finding:
 def disk(state: Path, fix: bool) -> Finding:
     free = shutil.disk_usage(state).free / 2**30
     yield free >= DISK_GIB, f"{free:.1f} GiB free at {state}" + ("" if free >= DISK_GIB else f"; training wants at least {DISK_GIB:.0f} GiB")
+
+
+def sizes(state: Path, fix: bool) -> Finding:
+    from storage.work import size_of
+
+    found = {entry.name: size_of(entry) if entry.is_dir() else entry.stat().st_size for entry in state.iterdir()}
+    largest = sorted(found.items(), key=lambda item: -item[1])
+    yield True, f"{mib(sum(found.values()))} in {state}: " + ", ".join(f"{name} {mib(size)}" for name, size in largest if size >= 2**20)
+
+
+def mib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def work_directories(state: Path, fix: bool) -> Finding:
+    """Finished stages keep logs, curves and reports; what unfinished ones keep is for the command that continues them."""
+    from storage import work
+
+    found = work.usage()
+    left = [one for one in found if one["finished"] and one["spare"] and not one["busy"]]  # killed between publishing and tidying
+    if fix:
+        for one in left:
+            work.tidy(one["path"])
+    idle = [one for one in found if not one["finished"] and not one["busy"]]
+    yield True, f"{sum(one['finished'] for one in found)} finished stage(s) keep {mib(sum(one['bytes'] for one in found if one['finished']))} of logs, curves and reports" + (
+        f"; {len(left)} tidied up" if left and fix else "")
+    if idle:
+        age = (time.time() - min(one["touched"] for one in idle)) / 86400
+        yield True, (f"{len(idle)} unfinished stage(s) keep {mib(sum(one['bytes'] for one in idle))} to continue from, the oldest untouched for {age:.1f} days; "
+                     "`posttrain doctor --clean-after DAYS` removes those untouched for longer")
 
 
 def torch_device(state: Path, fix: bool) -> Finding:

@@ -9,7 +9,7 @@ pre-trained here on plain text, or is yours. From it:
     RL                   from the rejection-sampled model, against the reward model or a verifier
     DPO                  a second branch, from the SFT model, on the same pairs
 
-Every model then answers the same held-out prompts, and the best one goes through the promotion gate.
+Every model then answers the same held-out prompts. The best one on half of them goes through the promotion gate on the other half.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Literal, Optional
 from pydantic import Field
 
 from flows.recipe import RecipeConfig, Run, recipe
-from flows.steps import Source, best, evaluate_all, ingest, promote
+from flows.steps import Source, evaluate_all, ingest, promote
 from stages.align import Config as AlignConfig
 from stages.base_model import Config as BaseModelConfig
 from stages.evaluate import Config as EvaluateConfig
@@ -59,7 +59,7 @@ class Config(RecipeConfig):
     rl: RLConfig = Field(RLConfig(), description="Reinforcement learning from the rejection-sampled model.")
     dpo: AlignConfig = Field(AlignConfig(), description="Direct preference optimisation from the SFT model.")
     evaluate: EvaluateConfig = Field(EvaluateConfig(), description="Evaluation on held-out prompts, the same for every model.")
-    promote: GateConfig = Field(GateConfig(), description="The promotion gate.")
+    promote: GateConfig = Field(GateConfig(prompts="confirmation"), description="The promotion gate; the best model is chosen on the other half of the prompts.")
     promote_as: str = Field("policy", description="Registered name whose champion the best model challenges.")
 
 
@@ -88,8 +88,7 @@ def post_training(run: Run, config: Config) -> dict:
     aligned = run("align", "dpo", model=instructed, data=pairs, config=config.dpo, name_as="dpo")["model"]
 
     models = {"base": base, "sft": instructed, "rejection_sft": selected, "rl": reinforced, "dpo": aligned}
-    evaluations = evaluate_all(run, models, config.evaluate, prompts=prompts, reward_model=judge)
-    winner = best(evaluations, config.promote.metric)
-    decision = promote(run, models, evaluations, winner, config.promote, config.evaluate, baseline="base", name=config.promote_as,
+    evaluations = evaluate_all(run, models, config.evaluate, select_by=config.promote.metric, prompts=prompts, reward_model=judge)
+    decision = promote(run, models, evaluations, config.promote, config.evaluate, baseline="base", name=config.promote_as,
                        prompts=prompts, reward_model=judge)
-    return {"models": {**models, "reward": judge}, "scores": evaluations.table(), "best": winner, "decision": decision}
+    return {"models": {**models, "reward": judge}, "scores": evaluations.table(), "best": evaluations.best, "decision": decision}

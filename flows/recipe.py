@@ -197,14 +197,21 @@ def conduct(name: str, method: Callable, config: RecipeConfig, force: list[str])
 
 
 @contextlib.contextmanager
-def recorded(recipe: str, config: BaseModel, seed: int, force: list[str]):
-    """A `Run` whose run record says what came of it, whatever that is."""
+def recorded(recipe: str, config: BaseModel, seed: int, force: list[str], inputs: Mapping[str, Any] | None = None):
+    """A `Run` whose run record says what came of it, whatever that is. The same run, given again after it failed or was killed, goes on
+    in its record and its MLflow run, whatever Prefect calls it this time."""
     from prefect.runtime import flow_run
 
+    from storage.files import canonical_json, sha256_text
     from tasks.run import finish_flow, start_flow
+    from tasks.stages import close_lost
 
     prefect = {"flow_run_id": str(flow_run.id), "flow_run_name": flow_run.name, "url": ui_url(flow_run.id)}
-    record = start_flow(recipe, config.model_dump(mode="json"), run_id=str(flow_run.id), prefect=prefect)
+    resolved = config.model_dump(mode="json")
+    identity = sha256_text(canonical_json([recipe, resolved, seed, sorted(force), dict(inputs or {})]))
+    record = start_flow(recipe, resolved, run_id=str(flow_run.id), prefect=prefect, identity=identity)
+    if record.data["attempts"] > 1:
+        close_lost(record.data["flow_runs"], prefect["flow_run_id"])
     try:
         yield Run(recipe, seed, force, record)
     except BaseException as error:

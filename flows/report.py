@@ -209,7 +209,7 @@ def print_result(result: dict[str, Any], state: Path) -> None:
     print(f"\nrun {result['run']}")
     alive = services.running(state)
     if "prefect" in alive:
-        print(f"Prefect  {alive['prefect']['url']}/v2/runs/flow-run/{result['run']}")
+        print(f"Prefect  {alive['prefect']['url']}/v2/runs/flow-run/{records.get_run(result['run']).data['prefect']['flow_run_id']}")
         print(f"MLflow   {alive['mlflow']['url']}" if "mlflow" in alive else "")
     else:
         print("see it in the browser: posttrain up      look closer: posttrain show " + result["run"][:8])

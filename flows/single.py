@@ -69,8 +69,9 @@ def conduct_stage(name: str, inputs: BaseModel, config: BaseModel, seed: int, na
     """Run one stage as the only task of a flow run."""
     from flows.recipe import recorded
 
-    with recorded(f"stage:{name}", config, seed, [name] if force else []) as run:
-        outputs = run(name, config=config, name_as=name_as, **flatten_inputs(inputs))
+    given = flatten_inputs(inputs)
+    with recorded(f"stage:{name}", config, seed, [name] if force else [], {**given, "name_as": name_as}) as run:
+        outputs = run(name, config=config, name_as=name_as, **given)
     return {"run": run.record.run_id, "stage": name, "cached": outputs.cached, "outputs": outputs.refs, "metrics": outputs.metrics}
 
 

@@ -29,7 +29,9 @@ def ingest(run: Run, what: str, path: str, config: Any) -> str:
 
 
 class Evaluations(dict):
-    """model name -> outputs of its evaluation."""
+    """model name -> outputs of its evaluation; `best` is the name that `compare` chose on the selection half of the prompts."""
+
+    best: str = ""
 
     METRICS = ("accuracy", "greedy_accuracy", "reward", "pair_accuracy", "kl_reference", "length_mean")
 
@@ -50,18 +52,27 @@ class Evaluations(dict):
         return rows
 
 
-def evaluate_all(run: Run, models: dict[str, str], config: Any, **inputs: str | None) -> Evaluations:
-    """Evaluate every model on the same inputs with the same settings, and set them side by side (step `compare`)."""
+def evaluate_all(run: Run, models: dict[str, str], config: Any, select_by: str | None = None, **inputs: str | None) -> Evaluations:
+    """Evaluate every model on the same inputs with the same settings, and set them side by side (step `compare`).
+
+    select_by: metric by which the best one is chosen, on half of the prompts; the gate tests the choice on the other half.
+    """
     found = Evaluations({name: evaluate(run, name, model, config, **inputs) for name, model in models.items()})
-    run("compare", evaluations={name: outputs["samples"] for name, outputs in found.items()},
-        config=CompareConfig(metric=shared_metric(found), order=list(found)))
+    metric = select_by if select_by and has(found, select_by) else None
+    compared = run("compare", evaluations={name: outputs["samples"] for name, outputs in found.items()},
+                   config=CompareConfig(metric=shared_metric(found), order=list(found), select_by=metric))
+    found.best = compared.metrics.get("best") or list(found)[-1]  # nothing to choose by: the last, most trained one
     return found
+
+
+def has(evaluations: Evaluations, metric: str) -> bool:
+    """Whether every evaluation has the metric; True under a plan, where there are no numbers yet."""
+    return all(not outputs.metrics or isinstance(outputs.metrics.get(metric), (int, float)) for outputs in evaluations.values())
 
 
 def shared_metric(evaluations: Evaluations) -> str:
     """The first main metric that every evaluation has (prompts without checkable answers have no accuracy)."""
-    return next((metric for metric in Evaluations.METRICS if evaluations
-                 and all(isinstance(outputs.metrics.get(metric), (int, float)) for outputs in evaluations.values())), "accuracy")
+    return next((metric for metric in Evaluations.METRICS if has(evaluations, metric)), "accuracy")
 
 
 def evaluate(run: Run, name: str, model: str, config: Any, **inputs: str | None) -> Outputs:
@@ -69,20 +80,20 @@ def evaluate(run: Run, name: str, model: str, config: Any, **inputs: str | None)
     return run("evaluate", f"evaluate_{name}", model=model, config=config, **inputs)
 
 
-def best(evaluations: Evaluations, metric: str) -> str:
-    """The model with the highest value of a metric (ties: the earlier one; no values yet: the last one)."""
-    known = {name: outputs.metrics[metric] for name, outputs in evaluations.items()
-             if isinstance(outputs.metrics.get(metric), (int, float))}
-    return max(known, key=known.get) if known else list(evaluations)[-1]
-
-
-def promote(run: Run, models: dict[str, str], evaluations: Evaluations, winner: str, config: Any, evaluation: Any, *,
+def promote(run: Run, models: dict[str, str], evaluations: Evaluations, config: Any, evaluation: Any, *,
             baseline: str, name: str, **inputs: str | None) -> dict[str, Any]:
-    """Put the winner through the gate: against the champion of `name`, or against the baseline while there is none.
+    """Put the best model through the gate: against the champion of `name`, or against the baseline while there is none.
 
-    The champion is evaluated on the same inputs, and the decision is recorded whatever it is.
+    The champion is evaluated on the same inputs, and the decision is recorded whatever it is. Evaluations without the gate's
+    metric are no evidence: nothing is promoted, and the answer says what to write.
     """
     from tasks.promotion import champion
+
+    winner = evaluations.best
+    if not has(evaluations, config.metric):
+        return {"promoted": False, "model": models[winner], "name": name, "alias": "champion", "version": None, "reasons": [
+            f"The evaluations have no {config.metric}, so there is no evidence; give prompts with checkable answers, or write "
+            f"promote.metric={shared_metric(evaluations)}."]}
 
     given = {"candidate": models[winner], "candidate_samples": evaluations[winner]["samples"], "candidate_scores": evaluations[winner]["scores"]}
     office = champion(name)

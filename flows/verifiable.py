@@ -10,7 +10,7 @@ from typing import Optional
 from pydantic import Field
 
 from flows.recipe import RecipeConfig, Run, recipe
-from flows.steps import best, evaluate_all, ingest, promote
+from flows.steps import evaluate_all, ingest, promote
 from stages.evaluate import Config as EvaluateConfig
 from stages.ingest import Config as IngestConfig
 from stages.promote import Config as GateConfig
@@ -34,7 +34,7 @@ class Config(RecipeConfig):
     sft: SFTConfig = Field(SFTConfig(), description="Fine-tuning on the solutions.")
     rl: RLConfig = Field(RLConfig(), description="Reinforcement learning against the verifier.")
     evaluate: EvaluateConfig = Field(EvaluateConfig(), description="Evaluation on held-out problems.")
-    promote: GateConfig = Field(GateConfig(), description="The promotion gate.")
+    promote: GateConfig = Field(GateConfig(prompts="confirmation"), description="The promotion gate; the best model is chosen on the other half of the prompts.")
     promote_as: str = Field("solver", description="Registered name whose champion the best model challenges.")
 
 
@@ -49,7 +49,6 @@ def verifiable(run: Run, config: Config) -> dict:
     reinforced = run("rl", model=instructed, data=prompts, config=config.rl, name_as="rl")["model"]
 
     models = {"start": config.model, "sft": instructed, "rl": reinforced}
-    evaluations = evaluate_all(run, models, config.evaluate, prompts=test)
-    winner = best(evaluations, config.promote.metric)
-    decision = promote(run, models, evaluations, winner, config.promote, config.evaluate, baseline="start", name=config.promote_as, prompts=test)
-    return {"models": models, "scores": evaluations.table(), "best": winner, "decision": decision}
+    evaluations = evaluate_all(run, models, config.evaluate, select_by=config.promote.metric, prompts=test)
+    decision = promote(run, models, evaluations, config.promote, config.evaluate, baseline="start", name=config.promote_as, prompts=test)
+    return {"models": models, "scores": evaluations.table(), "best": evaluations.best, "decision": decision}

@@ -2,6 +2,9 @@
 
 Give the ``samples`` output of each evaluation as ``evaluations.NAME`` (``evaluations.base``, ``evaluations.sft`` ...). Evaluations made
 under different protocols are refused; reward columns appear only where the same reward model scored all of them.
+
+With ``select_by`` the summary names the ``best`` model, chosen on half of the prompts only, so that the promotion gate can test that choice on
+the other half (``stages/evaluation/halves.py``).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ class Config(StageConfig):
     metric: str = Field("accuracy", description="Metric of the paired differences and the figure, with a value per prompt.")
     order: list[str] = Field(default_factory=list, description="Names in the order of the table; each model is compared with the one before. Empty: as given.")
     confidence: float = Field(0.95, gt=0.5, lt=1, description="Level of the bootstrap intervals over prompts.")
+    select_by: str | None = Field(None, title="Select by", description="Metric that chooses the best model on the selection half of the prompts; empty: none is named.")
 
 
 SPEC = StageSpec(
@@ -61,9 +65,26 @@ def run(stage):
         if (name, config.metric) in differences:
             d = differences[name, config.metric]
             summary |= {f"{name}/{config.metric}_gain": d["difference"], f"{name}/{config.metric}_gain_low": d["low"], f"{name}/{config.metric}_gain_high": d["high"]}
-    stage.summary({key: value for key, value in summary.items() if value is not None})
+    best = select(stage, config, records) if config.select_by else {}
+    stage.summary({key: value for key, value in {**summary, **best}.items() if value is not None})
     write(stage, names, metrics, columns, differences, metas)
-    publish(stage, names, metrics, columns, rows, records)
+    publish(stage, names, metrics, columns, rows, records, best)
+
+
+def select(stage, config: Config, records: dict) -> dict:
+    """Summary entries of the choice: best, best_by, best_value and best_prompts (of the selection half)."""
+    from stages.evaluation.halves import choose
+    from stages.spec import ConfigError
+
+    try:
+        best, means, prompts = choose(records, config.select_by)
+    except ValueError as error:
+        raise ConfigError(f"compare: select_by: {error}") from None
+    if best is None:
+        stage.warn("nothing_to_select_by", f"No model has a value of {config.select_by!r} on the selection half of the prompts, so none is named best. "
+                   "Write another metric that the evaluations have, for example reward.")
+        return {}
+    return {"best": best, "best_by": config.select_by, "best_value": means[best], "best_prompts": prompts}
 
 
 def comparable(column: str, metas: dict) -> bool:
@@ -119,7 +140,7 @@ def write(stage, names: list[str], metrics: dict, columns: list[str], difference
     writer.close({"models": len(names)})
 
 
-def publish(stage, names: list[str], metrics: dict, columns: list[str], rows: list[dict], records: dict) -> None:
+def publish(stage, names: list[str], metrics: dict, columns: list[str], rows: list[dict], records: dict, best: dict) -> None:
     """The table as a page, bars per metric, and answers of all models to the same prompts side by side."""
     from stages import reports
     from stages.evaluation.scores import by_group
@@ -147,7 +168,8 @@ def publish(stage, names: list[str], metrics: dict, columns: list[str], rows: li
     if answers:
         stage.report("answers", table=answers)
         blocks.append(("The same prompts, greedy answers", reports.sample_table(answers[:8], limit=120)))
-    stage.report("comparison", table=rows, markdown=reports.document("Models on the same prompts", "Brackets are 95% intervals over prompts; gains are paired per prompt.", ("Results", reports.markdown_table(rows)), *blocks))
+    stage.report("comparison", table=rows, markdown=reports.document("Models on the same prompts", "Brackets are 95% intervals over prompts; gains are paired per prompt.",
+        f"Best by {best['best_by']} on the {best['best_prompts']} prompts of the selection half: **{best['best']}** ({best['best_value']:.4f})." if best else "", ("Results", reports.markdown_table(rows)), *blocks))
 
 
 def side_by_side(names: list[str], records: dict, count: int = 24) -> list[dict]:

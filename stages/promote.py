@@ -7,13 +7,16 @@ The candidate is promoted only if all of these hold, each a row of the evidence 
 * gates: every declared metric of the candidate is within its bounds;
 * non-regression: for every declared metric the interval of the paired difference stays above minus the tolerance.
 
+All of it on all prompts of the evaluations, or with ``prompts=confirmation`` on the half on which `compare` did not choose the candidate: the
+best of several models is partly the luckiest one, and must show its lead where it was not picked for it (``stages/evaluation/halves.py``).
+
 Without a champion the gates decide, together with a paired test against ``baseline`` (for example the base model) if one is
 given; nothing is promoted on no evidence at all.
 
 The stage changes no alias. Its ``decision`` dataset holds the decision in ``manifest.json`` under ``meta.decision``
 (:func:`read_decision`) and in the first row's ``config_json``::
 
-    {"promote": true, "candidate": "model:m-4f0c…", "champion": "model:m-81ab…" | null, "metric": "accuracy",
+    {"promote": true, "candidate": "model:m-4f0c…", "champion": "model:m-81ab…" | null, "metric": "accuracy", "prompts": "all",
      "protocol_hash": "…", "reasons": ["…"], "evidence": [{"check": "improvement", "metric": "accuracy", "candidate": 0.71,
      "compared_to": 0.64, "difference": 0.07, "low": 0.03, "high": 0.11, "p_value": 0.001, "n": 200, "required": "…",
      "passed": true}, …]}
@@ -22,6 +25,8 @@ Whoever keeps the registry moves ``champion`` when ``promote`` is true, and reco
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -59,6 +64,7 @@ class Config(StageConfig):
     min_improvement: float = Field(0.0, ge=0, description="The interval of the paired difference must lie above this.")
     confidence: float = Field(0.95, gt=0.5, lt=1, description="Level of the bootstrap intervals over prompts.")
     min_prompts: int = Field(30, ge=2, description="Fewer paired prompts than this never promote.")
+    prompts: Literal["all", "confirmation"] = Field("all", description="Prompts that decide: all, or only the half on which `compare` does not choose the best model.")
     gates: list[Gate] = Field(default_factory=list, description="Bounds on the candidate's own metrics, for example [{metric: truncation_rate, max: 0.05}].")
     non_regression: list[NonRegression] = Field(default_factory=list, description="Metrics that must not fall behind the champion's.")
 
@@ -92,6 +98,7 @@ def run(stage):
         raise ConfigError("promote: a champion without its evaluation cannot be compared; run the evaluate stage on it with the candidate's settings and give "
                           "champion_samples=REF")
     baseline = Evaluation.read(stage, "baseline") if stage.has("baseline_samples") and other is None else None
+    candidate, other, baseline = (e and e.on(stage.config.prompts) for e in (candidate, other, baseline))
     decision = decide(stage.config, candidate, champion=other, baseline=baseline)
     decision |= {"candidate": model_ref(candidate.model), "champion": model_ref(other.model) if other else None}
     write_decision(stage, decision, candidate)
@@ -135,6 +142,26 @@ class Evaluation:
             meta = {**meta, "model": given}
         return cls(name, *load_records(stage, f"{name}_samples", f"{name}_scores" if stage.has(f"{name}_scores") else None), meta)
 
+    def on(self, prompts: str) -> "Evaluation":
+        """The same evaluation seen on `confirmation` prompts only (`all`: itself): metrics are computed again from those records."""
+        from stages.evaluation.halves import part
+        from stages.evaluation.scores import all_metrics
+
+        if prompts == "all":
+            return self
+        records = part(self.records, prompts)
+        return Evaluation(self.name, records, {**all_metrics(records), **group_metrics(records)}, self.meta)
+
+
+def group_metrics(records: list[dict]) -> dict:
+    """Metrics per category and difficulty under the names that the evaluate stage gives them (accuracy/category=add)."""
+    from stages.evaluation.scores import Metric, by_group
+
+    answered = [r for r in records if r["mode"] in ("sample", "greedy")]
+    return {f"{metric}/{field}={row[field]}": Metric(row[metric], row["prompts"], None, row.get(f"{metric}_low"), row.get(f"{metric}_high"))
+            for field in ("category", "difficulty") for row in by_group(answered, field)
+            for metric in ("accuracy", "greedy_accuracy", "reward") if row.get(metric) is not None}
+
 
 def load_records(stage, samples: str, scores_input: str | None = None) -> tuple[list[dict], dict]:
     """(sample records, metrics by name): from the scores dataset if there is one, else computed from the samples."""
@@ -177,7 +204,7 @@ def decide(config: Config, candidate: Evaluation, *, champion: Evaluation | None
     if champion is not None and champion.model and champion.model == candidate.model:
         reasons = ["The candidate is the champion, byte for byte."]
         failed = evidence
-    return {"promote": not failed, "metric": config.metric, "protocol_hash": protocol_hash(candidate.meta["protocol"]), "reasons": reasons, "evidence": evidence}
+    return {"promote": not failed, "metric": config.metric, "prompts": config.prompts, "protocol_hash": protocol_hash(candidate.meta["protocol"]), "reasons": reasons, "evidence": evidence}
 
 
 def _require_same_scorer(metric: str, candidate: Evaluation, other: Evaluation) -> None:
@@ -209,10 +236,11 @@ def improvement_row(config: Config, candidate: Evaluation, other: Evaluation) ->
     bound = None if result["low"] is None else min(sign * result["low"], sign * result["high"])
     passed = enough and bound is not None and bound > config.min_improvement
     if not enough:
-        reason = f"Only {result['n']} prompts are scored in both evaluations; at least min_prompts={config.min_prompts} are needed."
+        where = "" if config.prompts == "all" else " of the confirmation half"
+        reason = f"Only {result['n']} prompts{where} are scored in both evaluations; at least min_prompts={config.min_prompts} are needed."
     else:
         reason = (f"{config.metric} {result['candidate']:.4f} against {result['champion']:.4f} of the {other.name}: difference {result['difference']:+.4f} "
-                  f"[{result['low']:+.4f}, {result['high']:+.4f}] on {result['n']} prompts, {'above' if passed else 'not clearly above'} "
+                  f"[{result['low']:+.4f}, {result['high']:+.4f}] on {result['n']} prompts{'' if config.prompts == 'all' else ' that took no part in choosing it'}, {'above' if passed else 'not clearly above'} "
                   f"{config.min_improvement:g}{' (lower is better)' if sign < 0 else ''}.")
     return _row(f"improvement over {other.name}", config.metric, result, f"{config.confidence:.0%} interval of the gain above {config.min_improvement:g}", passed, reason)
 
@@ -282,5 +310,5 @@ def publish(stage, decision: dict, candidate: Evaluation, other: Evaluation | No
         stage.report("candidate-and-champion", png=reports.bar_chart(bars, title=f"{decision['metric']} (95% interval)", ylabel=decision["metric"]))
     verdict = "**Promote** the candidate." if decision["promote"] else "**Keep** what is in office."
     stage.report("decision", table=rows, markdown=reports.document(
-        "Promotion decision", verdict, reports.facts({"candidate": decision["candidate"], "champion": decision["champion"] or "none", "protocol": decision["protocol_hash"]}),
+        "Promotion decision", verdict, reports.facts({"candidate": decision["candidate"], "champion": decision["champion"] or "none", "prompts": decision["prompts"], "protocol": decision["protocol_hash"]}),
         ("Why", "\n".join(f"- {reason}" for reason in decision["reasons"])), ("Evidence", reports.markdown_table(rows))))

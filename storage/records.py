@@ -130,16 +130,27 @@ def _locked(run_id: str) -> Iterator[None]:
         yield
 
 
-def start_run(recipe: str, config: dict[str, Any], *, run_id: str | None = None, parent: str | None = None, prefect: dict[str, Any] | None = None) -> RunRecord:
-    """Begin (or, for a known ``run_id``, continue) a flow run."""
-    run_id = run_id or time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + uuid.uuid4().hex[:6]
-    with _locked(run_id):
-        known = read_json(home.runs_dir() / f"{run_id}.json", None)
-        data = known or {"run_id": run_id, "recipe": recipe, "config": config, "parent": parent, "stages": [], "started": time.time(), "attempts": 0}
-        data.update(status="RUNNING", owner=leases.this_process(), prefect=prefect or data.get("prefect") or {}, finished=None, error=None, attempts=data["attempts"] + 1)
+def start_run(recipe: str, config: dict[str, Any], *, run_id: str | None = None, parent: str | None = None, prefect: dict[str, Any] | None = None,
+              identity: str | None = None) -> RunRecord:
+    """Begin a flow run, or continue one: that of a known ``run_id``, else the last one of the same ``identity`` (whatever makes two
+    runs the same: recipe, config, seed, inputs) if it failed or was killed. ``flow_runs`` lists the Prefect runs that worked on it."""
+    with _locked("start"):
+        run_id = run_id or time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + uuid.uuid4().hex[:6]
+        known = read_json(home.runs_dir() / f"{run_id}.json", None) or _unfinished(identity)
+        data = known or {"run_id": run_id, "recipe": recipe, "config": config, "identity": identity, "parent": parent, "stages": [], "started": time.time(), "attempts": 0}
+        flow_runs = [*data.get("flow_runs", []), *([prefect["flow_run_id"]] if prefect and prefect.get("flow_run_id") else [])]
+        data.update(status="RUNNING", owner=leases.this_process(), prefect=prefect or data.get("prefect") or {}, flow_runs=list(dict.fromkeys(flow_runs)),
+                    finished=None, error=None, attempts=data["attempts"] + 1)
         run = RunRecord(data)
-        atomic_write_json(run.path, data)
+        with _locked(data["run_id"]):
+            atomic_write_json(run.path, data)
     return run
+
+
+def _unfinished(identity: str | None) -> dict[str, Any] | None:
+    """The newest run of an identity, if it neither finished nor still runs."""
+    newest = next((run for run in all_runs() if identity and run.data.get("identity") == identity), None)
+    return newest.data if newest is not None and newest.status in ("FAILED", "KILLED") else None
 
 
 def append_stage(run_id: str, entry: dict[str, Any]) -> None:
@@ -166,11 +177,11 @@ def finish_run(run_id: str, status: str, error: str | None = None) -> None:
 
 
 def get_run(run_id: str) -> RunRecord:
-    """A flow run by its id, a unique beginning of it, or ``latest``."""
+    """A flow run by its id or that of a Prefect run that worked on it, a unique beginning of one, or ``latest``."""
     paths = sorted(home.runs_dir().glob("*.json"), key=lambda p: (read_json(p, {}) or {}).get("started", 0))
     if run_id == "latest" and paths:
         return RunRecord(read_json(paths[-1]))
-    found = [p for p in paths if p.stem.startswith(run_id)] if run_id else []
+    found = [p for p in paths if p.stem.startswith(run_id) or any(one.startswith(run_id) for one in read_json(p, {}).get("flow_runs", []))] if run_id else []
     exact = [p for p in found if p.stem == run_id]
     found = exact or found
     if len(found) == 1:

@@ -82,12 +82,13 @@ def _done_files(unit: str) -> tuple[Path, Path]:
 
 
 def put(document: Doc) -> None:
-    """Say how things stand with one stage or flow (``unit``); what MLflow lacks of it is sent in the background."""
+    """Say how things stand with one stage or flow (``unit``); what MLflow lacks of it is sent in the background. Never waits for
+    MLflow: a stage that is being ended has no time for that."""
     if not enabled():
         return
     path, cursor = _files(document["unit"])
     done, done_cursor = _done_files(document["unit"])
-    with _unit_lock(document["unit"], wait=True):
+    with _document_lock(document["unit"]):
         if done_cursor.exists() and not cursor.exists():
             os.replace(done_cursor, cursor)
         done.unlink(missing_ok=True)
@@ -140,6 +141,11 @@ def _unit_lock(unit: str, wait: bool) -> Iterator[bool]:
             yield False
             return
         yield True
+
+
+def _document_lock(unit: str) -> Any:
+    """Held for the moment in which a unit's files change; the lock of the unit itself is held for as long as MLflow takes."""
+    return _unit_lock("document " + unit, wait=True)
 
 
 # ------------------------------------------------------------------------------------------------------------ background
@@ -271,6 +277,7 @@ class Projector:
             for name, value in {
                 "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
                 "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_ENABLE_ASYNC_LOGGING": "false", "GIT_PYTHON_REFRESH": "quiet",
+                "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
             }.items():  # fmt: skip
                 os.environ.setdefault(name, value)
             for name in ("alembic", "mlflow", "mlflow.store.db.utils"):
@@ -313,13 +320,13 @@ class Projector:
             if not mine:
                 return False, None
             path, cursor_path = _files(unit)
-            document = read_json(path, None)
+            with _document_lock(unit):
+                document, cursor = read_json(path, None), read_json(cursor_path, {})
             if document is None:
                 return True, None
-            cursor = read_json(cursor_path, {})
-            if cursor.get("uri") not in (None, tracking_uri()):
-                cursor = {}
             try:
+                if cursor.get("uri") not in (None, tracking_uri()) and not self._same_store(unit, cursor):
+                    cursor = {}
                 cursor["uri"] = tracking_uri()
                 complete = self._flow(document, cursor) if document["type"] == "flow" else self._stage(document, cursor)
                 self.unreachable = False
@@ -330,13 +337,31 @@ class Projector:
             atomic_write_json(cursor_path, cursor)
             if complete:
                 done, done_cursor = _done_files(unit)
-                os.replace(cursor_path, done_cursor)
-                os.replace(path, done)
+                with _document_lock(unit):
+                    complete = read_json(path, None) == document  # else there is more to say meanwhile
+                    if complete:
+                        os.replace(cursor_path, done_cursor)
+                        os.replace(path, done)
         if complete and document["type"] == "stage":
             _note_in_record(document, cursor)
             error = self.registry() if document.get("outputs") else None
             return True, error
         return complete, None
+
+    def _same_store(self, unit: str, cursor: dict[str, Any]) -> bool:
+        """Whether the present address leads to the store that a cursor of another address is about (the database behind a server that was
+        started meanwhile): then what was sent is there."""
+        from mlflow.exceptions import MlflowException, RestException
+
+        try:
+            run = self.client().get_run(cursor.get("run_id") or "none")
+        except RestException as error:
+            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                raise
+            return False
+        except MlflowException:
+            return False
+        return run.data.tags.get("posttrain.unit") == unit
 
     def _ensure_run(self, unit: str, cursor: dict[str, Any], experiment: str, name: str, started: float, tags: dict[str, str], status: str) -> str:
         client = self.client()
@@ -367,10 +392,9 @@ class Projector:
             cursor = {"uri": tracking_uri()}
             document = read_json(path, None) or {"unit": unit, "type": "flow", "run_id": flow["run_id"], "recipe": flow["recipe"]}
             self._flow(document, cursor)
-            if path.exists():
-                atomic_write_json(cursor_path, cursor)
-            else:
-                atomic_write_json(path, document)
+            with _document_lock(unit):
+                if not path.exists():
+                    atomic_write_json(path, document)
                 atomic_write_json(cursor_path, cursor)
             return cursor["run_id"]
 
@@ -546,13 +570,13 @@ class Projector:
         metrics = []
         for key, value in values.items():
             name = _safe(prefix + key)
-            if name in sent:
+            if sent.get(name) in (True, repr(value)):  # a run that is continued with other code may say something else
                 continue
             model, dataset, digest = (judged or {}).get(key, (judged or {}).get("", ("", "", "")))
-            metrics.append(Metric(name, value, stamp, 0, model_id=model or None, dataset_name=dataset or None, dataset_digest=digest[:36] or None))
+            metrics.append(Metric(name, value, _ms(time.time()) if name in sent else stamp, 0, model_id=model or None, dataset_name=dataset or None, dataset_digest=digest[:36] or None))
         for at in range(0, len(metrics), BATCH):
             self.client().log_batch(run_id, metrics=metrics[at : at + BATCH])
-            sent.update({m.key: True for m in metrics[at : at + BATCH]})
+            sent.update({m.key: repr(m.value) for m in metrics[at : at + BATCH]})
 
     def _models(self, run_id: str, cursor: dict[str, Any], d: Doc) -> dict[str, str]:
         """Logged models of the outputs (digest -> model id), made where missing; their files are hard-linked into a local

@@ -29,10 +29,11 @@ from typing import Any, Callable, Iterator
 
 from stages.registry import get_stage, stage_module_name
 from stages.spec import PROJECT_ROOT, ConfigError, StageConfig, StageSpec, closure_digest, parse_config, stage_key
-from storage import home, leases, records, registry, store, tracking
+from storage import home, leases, records, registry, store, tracking, work
 from storage.files import atomic_write_json, read_json
 
 GRACE_SECONDS = 10.0
+DELIBERATE = ("StageFailure", "TrainingError")  # a stage refused what it was given: its message says all, and trying again changes nothing
 Event = dict[str, Any]
 
 
@@ -41,11 +42,11 @@ class StageError(RuntimeError):
 
     def __init__(self, stage: str, message: str, *, kind: str = "", tail: str = "", log_path: str = "", key: str = ""):
         self.stage, self.message, self.kind, self.tail, self.log_path, self.key = stage, message, kind, tail, log_path, key
-        text = f"stage {stage} failed: {kind + ': ' if kind else ''}{message}"
+        text = f"stage {stage} failed: {kind + ': ' if kind and kind not in DELIBERATE else ''}{message}"
         if tail.strip():
             text += "\n  last lines of its log:\n    " + "\n    ".join(tail.strip().splitlines()[-15:])
         if log_path:
-            text += f"\n  whole log: {log_path}\n  run the same command again to continue from the last checkpoint"
+            text += f"\n  whole log: {log_path}" + ("" if kind in DELIBERATE else "\n  run the same command again to continue from the last checkpoint")
         super().__init__(text)
 
     def __reduce__(self):
@@ -185,10 +186,11 @@ def run_directory(key: str) -> Path:
     return home.work_dir(key)
 
 
-def start_flow(recipe: str, config: dict[str, Any], *, run_id: str | None = None, parent: str | None = None, prefect: dict[str, Any] | None = None) -> records.RunRecord:
-    """Begin a flow run (a known ``run_id`` continues it): its record on disk and its parent run in MLflow. What earlier runs
-    left unsent is sent now, and MLflow runs of processes that died are closed."""
-    run = records.start_run(recipe, config, run_id=run_id, parent=parent, prefect=prefect)
+def start_flow(recipe: str, config: dict[str, Any], *, run_id: str | None = None, parent: str | None = None, prefect: dict[str, Any] | None = None,
+               identity: str | None = None) -> records.RunRecord:
+    """Begin a flow run (a known ``run_id``, or the ``identity`` of one that did not finish, continues it): its record on disk and its
+    parent run in MLflow. What earlier runs left unsent is sent now, and MLflow runs of processes that died are closed."""
+    run = records.start_run(recipe, config, run_id=run_id, parent=parent, prefect=prefect, identity=identity)
     for unit in tracking.pending():
         tracking.poke(unit)
     tracking.put({"unit": tracking.flow_unit(run.run_id), "type": "flow", "run_id": run.run_id, "recipe": recipe})
@@ -274,10 +276,7 @@ def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_
         for slot in slots:
             slot.release()
     tracking.put({**document, **_projected(record), "status": "FINISHED", "ended": record["finished"]})
-    for name in ("forced.json", "publish.json"):
-        (workdir / name).unlink(missing_ok=True)
-    shutil.rmtree(workdir / "checkpoints", ignore_errors=True)
-    shutil.rmtree(workdir / "out", ignore_errors=True)
+    work.tidy(workdir)
     return record, unit
 
 
@@ -393,7 +392,7 @@ def _process(p: Prepared, workdir: Path, lock: leases.Lease, device: str, device
     if error and error.get("type") == "ConfigError":
         raise ConfigError(error["message"])
     if error:
-        raise StageError(p.spec.name, error["message"], kind=error["type"], tail="" if error["type"] == "StageFailure" else error.get("traceback") or tail, log_path=str(log_path), key=p.key)
+        raise StageError(p.spec.name, error["message"], kind=error["type"], tail="" if error["type"] in DELIBERATE else error.get("traceback") or tail, log_path=str(log_path), key=p.key)
     raise StageError(p.spec.name, _how_it_ended(code), tail=tail, log_path=str(log_path), key=p.key)
 
 

@@ -86,6 +86,25 @@ def gpu_slot():
         yield
 
 
+def close_lost(flow_runs: list[str], current: str) -> None:
+    """End in Prefect what earlier attempts of a run left open when they were killed: nobody else would, and the UI would show them as
+    running for ever. `flow_runs` are all Prefect runs of it, `current` the one that goes on now."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter
+    from prefect.states import Cancelled, Crashed
+
+    mine, active = {"id": {"any_": flow_runs}}, {"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}}
+    try:
+        with get_client(sync_client=True) as client:
+            for lost in client.read_task_runs(flow_run_filter=FlowRunFilter.model_validate(mine), task_run_filter=TaskRunFilter.model_validate(active)):
+                client.set_task_run_state(lost.id, Crashed(message="its process died; a later attempt goes on"), force=True)
+            for lost in client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate({**mine, **active})):
+                if str(lost.id) != current:  # not Crashed: that would have it rescheduled beside this one
+                    client.set_flow_run_state(lost.id, Cancelled(message=f"continued by flow run {current}"), force=True)
+    except Exception as error:  # for the eye only
+        get_run_logger().warning("earlier attempts stay open in Prefect: %s", error)
+
+
 class Relay:
     """Turns a stage's events into log lines, one progress artifact and report artifacts; never fails the stage."""
 

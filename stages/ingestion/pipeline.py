@@ -534,6 +534,8 @@ class Ingestion:
         stage.report("ingest", markdown=self._markdown(account),
                      table=[{"code": code, "rows": n, "meaning": rules.CODES.get(code, ""), "first": _places(counts.samples.get(code, []))}
                             for code, n in account["codes"].items()] or [{"code": "", "rows": 0, "meaning": "nothing was refused", "first": ""}])
+        if not counts.rows_in and self.files:
+            raise StageFailure(f"{', '.join(Path(file.path).name for file in self.files[:3])} {'hold' if len(self.files) > 1 else 'holds'} no rows; give a file with data")
         if counts.rows_in and counts.rows_damaged / counts.rows_in > config.max_quarantine_fraction:
             worst = sorted(account["codes"].items(), key=lambda item: (-item[1], item[0]))[:5]
             hint = " " + self._columns_hint() if "missing_column" in account["codes"] and self.files else ""

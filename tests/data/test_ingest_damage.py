@@ -164,8 +164,8 @@ def test_csv_damage_stays_in_its_line(tmp_path):
 
 def test_empty_and_unreadable_inputs(tmp_path):
     (tmp_path / "empty.jsonl").write_bytes(b"")
-    result = ingest(tmp_path / "empty.jsonl", tmp_path / "w", kind="pairs/1")
-    assert result.data.num_rows == 0 and result.counts["rows_in"] == 0 and result.result["warnings"][0]["code"] == "no_rows"
+    with pytest.raises(StageFailure, match="empty.jsonl holds no rows; give a file with data"):
+        ingest(tmp_path / "empty.jsonl", tmp_path / "w", kind="pairs/1")
     (tmp_path / "noise.jsonl").write_bytes(random.Random(3).randbytes(20_000))
     with pytest.raises(StageFailure):
         ingest(tmp_path / "noise.jsonl", tmp_path / "v")

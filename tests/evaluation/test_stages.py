@@ -125,11 +125,12 @@ def test_reward_scores_do_not_depend_on_the_chunk(tiny, tmp_path):
 
 def test_comparison(evaluations, tmp_path):
     inputs = {f"evaluations.{name}": str(out / "samples") for name, (_, out) in evaluations.items()}
-    result = execute(spec("compare", tmp_path, inputs, {"order": ["policy", "other"]}))
+    result = execute(spec("compare", tmp_path, inputs, {"order": ["policy", "other"], "select_by": "length_mean"}))
+    assert result["summary"]["best"] in evaluations and 0 < result["summary"]["best_prompts"] < 24
     assert result["summary"]["policy/accuracy"] == evaluations["policy"][0]["summary"]["accuracy"]
     assert result["summary"]["other/accuracy_gain"] == pytest.approx(result["summary"]["other/accuracy"] - result["summary"]["policy/accuracy"])
     page = next(Path(report["markdown"]).read_text() for report in result["reports"] if report["name"] == "comparison")
-    assert "gain over the row above" in page and "greedy answers" in page
+    assert f"**{result['summary']['best']}**" in page and "gain over the row above" in page and "greedy answers" in page
     assert open_dataset(tmp_path / "out" / "comparison").num_rows > 6
 
 
@@ -152,12 +153,14 @@ def promotion_inputs(tiny, evaluations, candidate="other", champion="policy"):
 def test_promotion_is_recorded_whatever_it_is(tiny, evaluations, tmp_path):
     from stages.promote import read_decision
 
-    config = {"min_prompts": 10, "gates": [{"metric": "accuracy", "max": 1.0}]}
+    config = {"min_prompts": 2, "prompts": "confirmation", "gates": [{"metric": "accuracy", "max": 1.0}]}
     result = execute(spec("promote", tmp_path, promotion_inputs(tiny, evaluations), config))
     decision = read_decision(str(tmp_path / "out" / "decision"))
     assert decision["promote"] is False and result["summary"]["promote"] == 0  # two random models
     assert decision["candidate"].startswith("model:m-") and decision["champion"].startswith("model:m-")
     assert [row["check"] for row in decision["evidence"]] == ["improvement over champion", "gate"]
+    whole = evaluations["other"][0]["summary"]["prompts"]
+    assert all(0 < row["n"] < whole for row in decision["evidence"])
     first = next(iter(open_dataset(tmp_path / "out" / "decision").iter_rows()))
     assert first["metric"] == "promote" and json.loads(first["config_json"]) == decision
 

@@ -179,3 +179,60 @@ def test_dead_process_is_shown_as_killed(state_dir):
     assert tracking.sync()["pending"] == 0
     found = client().search_runs([client().get_experiment_by_name("posttrain/demo").experiment_id])
     assert len(found) == 2 and {r.info.status for r in found} == {"KILLED"}
+
+
+def test_saying_how_things_stand_never_waits_for_mlflow(state_dir):
+    """A stage that is being ended says so while the projection may be importing MLflow or waiting for a server."""
+    import threading
+
+    document = {"unit": "u", "type": "flow", "run_id": "r", "recipe": "demo"}
+    with tracking._unit_lock("u", wait=True):  # a projection that hangs
+        caller = threading.Thread(target=tracking.put, args=(document,), daemon=True)
+        caller.start()
+        caller.join(30)
+        assert not caller.is_alive() and tracking.pending() == ["u"]
+
+
+def test_what_is_said_while_a_unit_is_completed_is_not_lost(state_dir, monkeypatch):
+    monkeypatch.setattr(tracking, "poke", lambda unit: None)
+    first = {"unit": "u", "type": "flow", "run_id": "r", "recipe": "demo"}
+    tracking.put(first)
+
+    class Slow(tracking.Projector):
+        def _flow(self, document, cursor):
+            if "more" not in document:
+                tracking.put({**first, "more": 1})
+            return True
+
+    projector = Slow()
+    assert projector.project("u") == (False, None) and tracking.pending() == ["u"]
+    assert projector.project("u") == (True, None) and tracking.pending() == []
+
+
+def test_the_same_run_given_again_goes_on_in_its_mlflow_run(state_dir):
+    first = start_flow("demo", {"x": 1}, run_id="flow-1", prefect={"flow_run_id": "flow-1"}, identity="same")
+    stage = run_stage(TOY, {}, {"steps": 3}, flow_run=first.as_flow_run("walk"))
+    parent = finish_flow(first.run_id, "KILLED", timeout=120)
+    assert client().get_run(parent).info.status == "KILLED"
+    again = start_flow("demo", {"x": 1}, run_id="flow-2", prefect={"flow_run_id": "flow-2"}, identity="same")
+    assert again.run_id == "flow-1" and again.data["attempts"] == 2 and again.data["flow_runs"] == ["flow-1", "flow-2"]
+    assert records.get_run("flow-2").run_id == "flow-1"
+    assert run_stage(TOY, {}, {"steps": 3}, flow_run=again.as_flow_run("walk")).mlflow_run_id == stage.mlflow_run_id
+    assert start_flow("demo", {"x": 1}, run_id="flow-3", identity="same").run_id == "flow-3"  # flow-1 runs: a second copy is a run of its own
+    finish_flow("flow-3", "FINISHED", timeout=120)
+    assert finish_flow("flow-1", "FINISHED", timeout=120) == parent and client().get_run(parent).info.status == "FINISHED"
+    assert start_flow("demo", {"x": 1}, run_id="flow-4", identity="same").run_id == "flow-4"  # the newest one finished: nothing to go on with
+    assert start_flow("demo", {"x": 2}, run_id="flow-5", identity="other").run_id == "flow-5"
+
+
+def test_a_server_in_front_of_the_same_database_continues_what_was_sent(state_dir, monkeypatch):
+    """Another address of one store is not another store: no point is sent twice."""
+    result = run_stage(TOY, {}, {"steps": 6})
+    unit = f"stage.{result.label}.{result.key[:16]}"
+    done, cursor_path = tracking._done_files(unit)
+    document = read_json(done)
+    before = client().get_metric_history(result.mlflow_run_id, "position")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:////{str(state_dir / 'mlflow.db')}")  # one slash more: the same file under another name
+    tracking.put({**document, "more": 1})
+    assert tracking.flush(unit, timeout=120) == result.mlflow_run_id and tracking.pending() == []
+    assert len(client().get_metric_history(result.mlflow_run_id, "position")) == len(before) == len(expected(result.key)["position"])

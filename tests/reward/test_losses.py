@@ -38,8 +38,8 @@ def ours(model, items, loss, max_tokens=10**6):
     counts = loss.counts(items)
     model.zero_grad(set_to_none=True)
     value = 0.0
-    for group in plan(items, max_tokens, "rows"):
-        part = sum(total / counts[by] for total, by in loss(model, collate(group, "rows")).loss.values())
+    for group in plan(items, max_tokens):
+        part = sum(total / counts[by] for total, by in loss(model, collate(group)).loss.values())
         part.backward()
         value += float(part.detach())
     return value, gradients(model)
@@ -215,7 +215,7 @@ def test_the_language_model_term_is_the_nll_of_the_chosen_answer(tiny, rows):
     model, items, loss, config = setup(tiny["policy"], rows["pairs"], "bt", lm_loss_weight=0.5)
     loss.lm_head = keep_lm_head(model, tiny["policy"])
     model.double()
-    sums = loss(model, collate(items, "tree"))
+    sums = loss(model, collate(items))
     total, by = sums.loss["language_model"]
     expected, tokens = 0.0, 0
     for item in items:
