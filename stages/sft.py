@@ -26,13 +26,16 @@ class Config(OptimizerConfig):
         "token-mean", description="Loss aggregation over the whole optimizer step (sft.nll).")
     eval_every: int = Field(0, ge=0, description="Optimizer steps between validation passes; 0 = only at the end.")
     eval_rows: int = Field(512, ge=0, description="Validation rows used at most.")
+    eval_prompts: int = Field(64, ge=1, description="Validation prompts answered at each pass and scored by the reward_model input, where there is one.")
+    eval_completion_length: int = Field(128, ge=1, description="New tokens of these answers at most.")
 
 
 SPEC = StageSpec(
     name="sft", config=Config, gpu=True, parallel=True,
     inputs={"model": InputSpec("model", doc="Causal LM to start from."),
             "data": InputSpec("dataset", kinds=("demonstrations/1", "text/1"),
-                              doc="Demonstrations; plain text rows are trained in full.")},
+                              doc="Demonstrations; plain text rows are trained in full."),
+            "reward_model": InputSpec("model", required=False, doc="Scores greedy answers to validation prompts: select_by=reward (sft.ckpt_select).")},
     outputs={"model": OutputSpec("model", role="policy")})
 
 
@@ -85,15 +88,51 @@ def run(stage):
     source = ShuffledRows(stage, train, config.batch_size, config.num_train_epochs, config.max_steps)
     trainer = Trainer(model, NextToken(config.loss_agg_mode), config, source.total_steps, stage.device)
     preflight(stage, trainer, train, config.batch_size, renderer, completions_end=not full_text)
-    before, final = fit(stage, trainer, source, evaluate=lambda: trainer.evaluate(validation), eval_every=config.eval_every)
+    answers = Answers(stage, dataset, renderer, model) if stage.has("reward_model") else None
+    before, final = fit(stage, trainer, source, eval_every=config.eval_every,
+                        evaluate=lambda: {**trainer.evaluate(validation), **(answers.judge() if answers else {})})
     with stage.output_model("model", role="policy") as directory:
         save_policy(model, renderer.tokenizer, directory, base=stage.inputs["model"].ref)
     summary = {"steps": trainer.step_index, "rows": len(train), "skipped_steps": trainer.skipped,
                **{f"dropped/{k}": v for k, v in dropped.items()}}
     if final:
-        summary |= {"validation/nll": final["target_nll"], "validation/nll_before": before["target_nll"]}
+        summary |= {"validation/nll": final["target_nll"], "validation/nll_before": before["target_nll"]} if "target_nll" in final else {}
+        summary |= {"validation/reward": final["reward"], "validation/reward_before": before["reward"]} if "reward" in final else {}
     stage.summary(summary)
     training_report(stage, "Supervised fine-tuning", summary)
+
+
+class Answers:
+    """Greedy answers of the trained model to validation prompts, scored by a reward model (``sft.ckpt_select``)."""
+
+    def __init__(self, stage, dataset, renderer, model):
+        from stages.reward_scorers import load_scorer
+        from stages.sampler import Sampler
+        from stages.sampling import SamplingParams
+        from stages.spec import ConfigError
+
+        config = stage.config
+        if dataset.kind != "demonstrations/1":
+            raise ConfigError("sft: a reward_model judges answers to conversations, and plain text has none; leave the reward_model input out")
+        self.prompts = []
+        for row in dataset.iter_rows(split="validation"):
+            turns = [i for i, m in enumerate(row["messages"]) if m["role"] == "assistant"]
+            if turns and turns[0] and len(self.prompts) < config.eval_prompts:
+                self.prompts.append(row["messages"][:turns[0]])
+        if not self.prompts:
+            raise ConfigError("sft: a reward_model needs validation rows to answer; give a dataset with a validation split, or leave the reward_model input out")
+        self.renderer, self.scorer = renderer, load_scorer(stage.path("reward_model"), stage.device)
+        self.sampler = Sampler(model, renderer.tokenizer)
+        self.params = SamplingParams(temperature=0.0, max_new_tokens=config.eval_completion_length, stop_ids=renderer.stop_ids)
+
+    def judge(self) -> dict[str, float]:
+        """{"reward": mean score, "answer_length": mean tokens}; answers that cannot be scored do not count."""
+        from stages.reward_scorers import Response
+
+        groups = self.sampler.generate([self.renderer.prompt_ids(p) for p in self.prompts], self.params, [[0] for _ in self.prompts])
+        scores = self.scorer.score([Response(p, [{"role": "assistant", "content": g[0].text}]) for p, g in zip(self.prompts, groups)])
+        known = [s for s in scores if s == s]
+        return {"reward": sum(known) / len(known) if known else float("nan"), "answer_length": sum(len(g[0].ids) for g in groups) / len(groups)}
 
 
 def encode_demonstrations(dataset, split: str, renderer, config, limit: int | None = None):

@@ -120,6 +120,17 @@ def test_the_best_validation_pass_is_published_and_training_stops(tiny, data, sp
     assert same["summary"]["validation/nll_before"] == pytest.approx(passes[best], rel=1e-5)
 
 
+def test_the_best_pass_by_reward_score_is_published(tiny, data, spec):
+    made = spec("sft", {**SFT, "learning_rate": 0.3, "eval_every": 2, "select_by": "reward", "eval_completion_length": 8},
+                {"model": tiny["policy"], "data": data["demonstrations"], "reward_model": tiny["reward"]}, "judged")
+    result = execute(made, silent)
+    rows = [json.loads(line) for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()]
+    passes = {r["step"]: r["metrics"]["validation/reward"] for r in rows if "validation/reward" in r["metrics"]}
+    assert len(passes) > 3 and len(set(passes.values())) > 1
+    assert result["summary"]["selected_step"] == max(passes, key=passes.get)
+    assert result["summary"]["validation/reward"] == pytest.approx(max(passes.values()), rel=1e-5)
+
+
 def test_selection_needs_something_to_select_by(tiny, data, spec):
     with pytest.raises(ValueError, match="eval_every=STEPS"):
         OptimizerConfig.model_validate({"early_stopping_patience": 1})
