@@ -29,6 +29,7 @@ def setup(path, data, objective, n=4, outputs=1, **settings):
     else:
         model = new_reward_model(path, seed=1, outputs=outputs).double()
         pooling = resolve_pooling(config.pooling, model, row.reads)
+    model._posttrain_lean = False  # the independent computation runs the model's own forward, whose norms round to float32
     reader = reader_for(path, model, config.max_length, pooling)
     items = encode(row, open_dataset(data), "train", reader, config, limit=n)
     return model, items, RewardLoss(row, config, pooling), config
