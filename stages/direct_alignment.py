@@ -215,6 +215,13 @@ def pair_metrics(beta: float, chosen, rejected, ref_chosen, ref_rejected, values
     return {name: (value.sum(), "rows") for name, value in metrics.items()}
 
 
+def margin(metrics: dict[str, float]) -> dict[str, float]:
+    """``rewards/margins`` of single responses: between the means of the two classes, where a step has both."""
+    if "rewards/margins" in metrics or not {"rewards/chosen", "rewards/rejected"} <= set(metrics):
+        return {}
+    return {"rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"]}
+
+
 class MovingReference:
     """A reference policy that follows the trained one (``da.reference``: tr_soft, ema, per_interval)."""
 
@@ -276,7 +283,8 @@ class AlignmentRows(ShuffledRows):
     def evaluate(self, trainer) -> dict[str, float]:
         """A validation pass."""
         logged = self.prepare(self.validation, held_out=True)
-        found = {**trainer.evaluate(self.validation), **logged}
+        found = trainer.evaluate(self.validation)
+        found |= {**logged, **margin(found)}
         if "displacement/chosen_shift" in found and "rewards/margins" in found:
             self.history.append([found["displacement/chosen_shift"], found["rewards/margins"]])
         return found
@@ -285,7 +293,7 @@ class AlignmentRows(ShuffledRows):
         self.objective.after_step(metrics)
         if self.moving is not None:
             self.moving.after_step(step, self.model)
-        return {**super().after_step(step, metrics), **self.logged}
+        return {**super().after_step(step, metrics), **self.logged, **margin(metrics)}
 
     def state(self):
         files = {} if self.moving is None else {"reference.safetensors": self.moving.tensors()}
