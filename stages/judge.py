@@ -11,7 +11,6 @@ retries, never guessed, never a tie.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -83,15 +82,10 @@ def soft_label(logp_a: float, logp_b: float, clamp: tuple[float, float] | None =
     return p if clamp is None else min(max(p, clamp[0]), clamp[1])
 
 
-def prompt_hash(mode: str) -> str:
-    """Identity of a judge prompt: scores of different prompts are not comparable."""
-    return hashlib.sha256(PROMPTS[mode].encode()).hexdigest()[:16]
-
-
 # -- who is asked -----------------------------------------------------------------------------------------------------------
 
 class LocalJudge(LabelScorer):
-    """A causal LM in this process."""
+    """A causal LM in this process. A request that exceeds its positions gets no answer: cutting it would change the question."""
 
     def load(self) -> None:
         super().load()
@@ -99,7 +93,12 @@ class LocalJudge(LabelScorer):
 
     def word_table(self, texts: Sequence[str], words: Sequence[str]) -> np.ndarray:
         """Log-probability of every word as the beginning of the answer to every request ``[texts, words]``."""
-        return self.word_logps([self.reader.instruction(t)[-self.reader.room:] for t in texts], words)
+        ids = [self.reader.instruction(t) for t in texts]
+        table = np.full((len(texts), len(words)), math.nan)
+        fits = [i for i, row in enumerate(ids) if len(row) + 8 <= self.reader.room]
+        if fits:
+            table[fits] = self.word_logps([ids[i] for i in fits], words)
+        return table
 
     def answers(self, texts: Sequence[str], max_tokens: int, attempt: int) -> list[str]:
         """One answer per request: greedy at the first attempt, temperature 0.7 in later ones."""
@@ -108,8 +107,12 @@ class LocalJudge(LabelScorer):
 
         self._sampler = self._sampler or Sampler(self.model, self.reader.tokenizer)
         params = SamplingParams(temperature=0.7 if attempt else 0.0, max_new_tokens=max_tokens, stop_ids=frozenset(self.reader.renderer.stop_ids))
-        groups = self._sampler.generate([self.reader.instruction(t)[-self.reader.room:] for t in texts], params, [[attempt] for _ in texts])
-        return [group[0].text for group in groups]
+        ids = [self.reader.instruction(t) for t in texts]
+        fits = [i for i, row in enumerate(ids) if len(row) + max_tokens <= self.reader.room]
+        said = [""] * len(texts)
+        for i, group in zip(fits, self._sampler.generate([ids[i] for i in fits], params, [[attempt] for _ in fits]) if fits else []):
+            said[i] = group[0].text
+        return said
 
 
 class ServerJudge:
@@ -160,10 +163,13 @@ class ServerJudge:
 class Judge(ComparingScorer):
     """A judge in one of the ``MODES``, with the interface of a reward model. Answers that were asked for are kept (:attr:`cache`)."""
 
-    def __init__(self, asked, mode: str, *, max_tokens: int = 256, retries: int = 2):
+    why_not = "the judge gave no readable answer, or the request is longer than it can read"
+
+    def __init__(self, asked, mode: str, *, prompt: str = "", max_tokens: int = 256, retries: int = 2):
         if mode not in MODES:
             raise JudgeError(f"judge_mode={mode!r} is unknown; write one of: {', '.join(MODES)}")
         self.asked, self.mode, self.limit, self.retries = asked, mode, max_tokens, retries
+        self.prompt = prompt or PROMPTS[mode]
         self.relative = mode in ("preference", "verdict")
         self.disagreement, self.bias = None, 0.0
         self.cache: dict[str, object] = {}
@@ -217,12 +223,12 @@ class Judge(ComparingScorer):
         reference = (response.row or {}).get("answer")
         if self.mode == "reference" and reference is None:
             raise JudgeError("judge_mode=reference shows the judge each prompt's answer, and a prompt has none; give prompts with an `answer` column or use score.")
-        return PROMPTS[self.mode].format(context=transcript(response.prompt), a=response.text, reference=reference)
+        return self.prompt.format(context=transcript(response.prompt), a=response.text, reference=reference)
 
     def _compare(self, a: Response, b: Response) -> str:
         from stages.reward_heads import transcript
 
-        return PROMPTS["preference" if self.mode == "preference" else "verdict"].format(context=transcript(a.prompt), a=a.text, b=b.text)
+        return self.prompt.format(context=transcript(a.prompt), a=a.text, b=b.text)
 
     def _words(self, texts, words) -> np.ndarray:
         fresh = [t for t in dict.fromkeys(texts) if t not in self.cache]

@@ -86,8 +86,15 @@ def load_reward_model(path: str, device: str = "cpu", dtype: torch.dtype = torch
         labels = {} if outputs is None else {"num_labels": outputs}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # layers that the checkpoint lacks (a pooler) must not depend on who ran before
-            model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, attn_implementation="sdpa",
-                                                                       ignore_mismatched_sizes=outputs is not None, **labels)
+            def make(attention: str):
+                return AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, attn_implementation=attention,
+                                                                          ignore_mismatched_sizes=outputs is not None, **labels)
+            try:
+                model = make("sdpa")
+            except ValueError as error:
+                if "scaled_dot_product_attention" not in str(error):
+                    raise
+                model = make("eager")  # Gemma2- and DeBERTa-class models have an attention of their own
     except (OSError, ValueError) as error:
         if isinstance(error, ModelError):
             raise

@@ -42,6 +42,7 @@ class Scorer:
     """A frozen reward model. ``disagreement`` holds one spread per response after :meth:`score`, None where there is one model."""
 
     relative = False  # True: a score compares the responses of one prompt with each other
+    why_not = "the reward model reads no token of it"
 
     def __init__(self, path: str, card: RewardCard, device: str = "cpu", max_tokens: int = 8192, model=None, reader=None):
         self.path, self.card, self.device, self.max_tokens = path, card, device, max_tokens

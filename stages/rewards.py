@@ -44,6 +44,7 @@ class RewardComponent(StageConfig):
                                                           "of the prompt (rs.rank), or a knock-out (rm.t2t_pair).")
     judge_mode: Literal["score", "reference", "preference", "verdict"] = Field(
         "score", description="judge: expected score 1..10 as [-1, 1], the same with the reference answer shown, letter probabilities, or written verdicts.")
+    judge_prompt: str = Field("", description="judge: template with {context}, {a}, and {b} or {reference}; empty: the built-in one of the mode.")
     endpoint: str = Field("", description="judge: base URL of a server with the OpenAI chat interface; empty: the local model of `input`.")
     endpoint_model: str = Field("", description="judge: name of the model on the server.")
     key_variable: str = Field("", description="judge: environment variable with the server's key.")
@@ -80,6 +81,14 @@ class RewardComponent(StageConfig):
             raise ValueError(f"reward {self.name!r}: cache_length {self.cache_length} exceeds max_length {self.max_length}; write a smaller cache_length")
         if self.kind == "judge" and self.endpoint and not self.endpoint_model:
             raise ValueError(f"reward {self.name!r}: endpoint needs endpoint_model, the name of the model on that server")
+        if self.judge_prompt:
+            try:
+                filled = self.judge_prompt.format(context="c", a="a", b="b", reference="r")
+            except (KeyError, IndexError, ValueError) as error:
+                raise ValueError(f"reward {self.name!r}: judge_prompt cannot be filled ({error!r}); its fields are {{context}}, {{a}}, {{b}} and {{reference}}, "
+                                 "and other braces are doubled") from None
+            if filled == self.judge_prompt.replace("{{", "{").replace("}}", "}"):
+                raise ValueError(f"reward {self.name!r}: judge_prompt shows the judge nothing; write at least {{a}} in it")
         if self.kind == "regex" and not self.pattern:
             raise ValueError(f"reward {self.name!r}: kind regex needs pattern: write the pattern that a good response contains")
         if self.kind == "python" and "def score" not in self.source:
@@ -158,7 +167,7 @@ def _scorer(component: RewardComponent, inputs: dict, device: str):
             scorer.ranking = component.ranking
             return scorer
         asked = LocalJudge(path, RewardCard(), device)
-    judge = Judge(asked, component.judge_mode, max_tokens=component.judge_tokens, retries=component.judge_retries)
+    judge = Judge(asked, component.judge_mode, prompt=component.judge_prompt, max_tokens=component.judge_tokens, retries=component.judge_retries)
     judge.ranking = component.ranking
     return judge
 
@@ -272,7 +281,7 @@ def _model(rewards: Rewards, component: RewardComponent, rows) -> list:
         if math.isfinite(score):
             score = max(-component.clip, min(component.clip, score)) if component.clip else score
             score = 1.0 / (1.0 + math.exp(-score)) if component.squash == "sigmoid" else score
-        verdict = _value(float(score))
+        verdict = Unscorable(scorer.why_not) if math.isnan(score) else _value(float(score))
         out[i] = replace(verdict, spread=spread[k]) if spread and isinstance(verdict, _Verdict) else verdict
     return out
 

@@ -365,3 +365,37 @@ def test_what_does_not_fit_says_what_to_write(tiny, encoder):
     for bad in ({"attribute_weights": [1.0]}, {"label_words": ["A"]}, {"objective": "prm", "lm_loss_weight": 1.0}, {"objective": "prm", "curriculum": "margin"}):
         with pytest.raises(ValueError):
             Config(**bad)
+
+
+SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64, max_position_embeddings=64, pad_token_id=0)
+ARCHITECTURES = {
+    "LlamaConfig": (False, {**SIZES, "num_key_value_heads": 2}), "Qwen2Config": (False, {**SIZES, "num_key_value_heads": 2}),
+    "Gemma2Config": (False, {**SIZES, "num_key_value_heads": 2, "head_dim": 16}), "GPT2Config": (False, dict(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=64, pad_token_id=0)),
+    "GPTNeoXConfig": (False, SIZES), "BertConfig": (True, SIZES), "RobertaConfig": (True, {**SIZES, "pad_token_id": 1}),
+    "DistilBertConfig": (True, dict(dim=32, hidden_dim=64, n_layers=2, n_heads=2, vocab_size=64, max_position_embeddings=64, pad_token_id=0)),
+    "ElectraConfig": (True, {**SIZES, "embedding_size": 32}), "DebertaV2Config": (True, SIZES), "ModernBertConfig": (True, {**SIZES, "cls_token_id": 1, "sep_token_id": 2}),
+}
+
+
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_any_architecture_carries_a_head(name, tmp_path):
+    """Head found, direction found out, rows padded together score as alone, saved and loaded the same."""
+    import transformers
+
+    from stages.batching import make_item
+    from stages.reward_heads import load_reward_model
+
+    both, sizes = ARCHITECTURES[name]
+    torch.manual_seed(0)
+    transformers.AutoModel.from_config(getattr(transformers, name)(**sizes)).save_pretrained(tmp_path / "base")
+    model = new_reward_model(str(tmp_path / "base"), seed=2, outputs=3).eval()
+    assert model.reads_both_ways is both and score_head(model).weight.shape == (3, 32)
+    rows = [torch.randint(3, 60, (n,)).tolist() for n in (5, 11, 8)]
+    items = [make_item(str(i), [], [row], [[1] * len(row)], first=(2,)) for i, row in enumerate(rows)]
+    for pooling in ("mean", "cls") if both else ("last", "mean"):
+        together = response_outputs(model, collate(items, "rows"), pooling)
+        alone = torch.cat([response_outputs(model, collate([item], "rows"), pooling) for item in items])
+        assert torch.allclose(together, alone, atol=1e-5), pooling
+    model.save_pretrained(tmp_path / "saved")
+    again = load_reward_model(str(tmp_path / "saved")).eval()
+    assert torch.equal(response_outputs(again, collate(items, "rows"), pooling), together)

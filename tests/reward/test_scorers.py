@@ -36,7 +36,10 @@ def other_template(tiny, tmp_path_factory):
 
 def sampled(renderer, prompt, text):
     """A row as rejection sampling scores it."""
-    start, ids, _ = renderer.completion_ids(prompt, assistant(text))
+    from stages.pairs import trim
+
+    start, ids, mask = renderer.completion_ids(prompt, assistant(text))
+    ids, _ = trim(ids, mask)  # generation ends with the stop token
     return {"prompt_row": {"prompt": prompt, "row_id": "r"}, "prompt_ids": start, "completion_ids": ids, "completion_text": text, "finish_reason": "eos"}
 
 
@@ -175,23 +178,23 @@ class Scripted:
 
 def test_a_local_model_rates_and_compares(tiny):
     local = judging.LocalJudge(tiny["policy"], RewardCard())
-    for mode in ("score", "preference"):
-        scores = judging.Judge(local, mode).score(ASKED)
+    for mode, prompt in (("score", "Rate {a}:"), ("preference", "{a} or {b}?")):
+        scores = judging.Judge(local, mode, prompt=prompt).score(ASKED)
         assert len(scores) == 4 and all(-1 <= s <= 1 for s in scores)
+        assert all(math.isnan(s) for s in judging.Judge(local, mode).score(ASKED)), "a request beyond the model's positions is not cut, it is not asked"
     table = local.word_table(["Rate this."], ["1", "10"])
     ids = local.reader.instruction("Rate this.")
     import torch
     logp = torch.log_softmax(local.model(torch.tensor([ids])).logits[0], -1)
     assert table[0, 0] == pytest.approx(float(logp[-1, local.reader.plain("1")[0]]), abs=1e-5), "P(word) over the full vocabulary"
     renderer = renderer_for(tiny["policy"])
-    component = RewardComponent(kind="judge", judge_mode="verdict", judge_tokens=4, judge_retries=1)
+    component = RewardComponent(kind="judge", judge_mode="verdict", judge_prompt="{a} or {b}?", judge_tokens=4, judge_retries=1)
     scored = build_rewards([component], {"judge": tiny["policy"]}, renderer=renderer).score([sampled(renderer, r.prompt, r.text) for r in ASKED])
     assert all(s.total is None and s.reasons["judge"] for s in scored), "a model that knows nothing gives no verdict, and no verdict is no reward"
 
 
 def test_verdicts_are_asked_in_both_orders_and_again_when_unreadable():
-    said = ["[[A]]", "[[B]]"] + ["hm", "[[A]]"] + ["[[B]]"]
-    judge = judging.Judge(Scripted(said), "verdict")
+    judge = judging.Judge(Scripted(), "verdict")
     pairs = [(ASKED[0], ASKED[1]), (ASKED[2], ASKED[3])]
     judge.asked.said = ["[[A]]", "hm", "[[B]]", "[[A]]", "[[B]] and so [[B]]"]
     assert judge.verdicts(pairs) == [1.0, 0.0] and [a for a, _ in judge.asked.asked] == [0, 1] and len(judge.asked.asked[1][1]) == 1
