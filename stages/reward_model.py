@@ -218,49 +218,13 @@ def freeze_layers(model, config, reads: str) -> None:
 def staged_rows(stage, items, config):
     """The training source: shuffled rows, or the parts of a curriculum one after the other, each for all its epochs."""
     from stages.selection import order_by_difficulty
-    from stages.training import ShuffledRows
+    from stages.training import ShuffledRows, StagedRows
 
     if config.curriculum == "none":
         return WithSpread(ShuffledRows(stage, items, config.batch_size, config.num_train_epochs, config.max_steps))
     difficulty = [i.extra["difficulty"] for i in items]
-    if config.curriculum == "stage_index":
-        part = difficulty
-    else:
-        _, part = order_by_difficulty(difficulty, config.curriculum_stages)
-    parts = [[i for i, p in zip(items, part) if p == value] for value in sorted(set(part))]
-    return WithSpread(StagedRows([ShuffledRows(stage, p, config.batch_size, config.num_train_epochs, None) for p in parts], config.max_steps))
-
-
-class StagedRows:
-    """Several sources in sequence; ``max_steps`` shares the steps out by the parts' sizes."""
-
-    def __init__(self, parts, max_steps: int | None):
-        from stages.selection import largest_remainder
-
-        self.parts = parts
-        steps = [p.total_steps for p in parts]
-        self.steps = steps if max_steps is None else largest_remainder(max_steps, steps)
-        self.total_steps = sum(self.steps)
-
-    def _at(self, step: int):
-        for index, count in enumerate(self.steps):
-            if step < count:
-                return index, step
-            step -= count
-        return len(self.steps) - 1, self.steps[-1] - 1
-
-    def items(self, step: int):
-        index, inner = self._at(step)
-        return self.parts[index].items(inner)
-
-    def state(self):
-        return {}, {}
-
-    def restore(self, state, read) -> None:
-        pass
-
-    def after_step(self, step: int, metrics) -> dict[str, float]:
-        return {"curriculum_stage": float(self._at(step - 1)[0])}
+    part = difficulty if config.curriculum == "stage_index" else order_by_difficulty(difficulty, config.curriculum_stages)[1]
+    return WithSpread(StagedRows(stage, items, part, config))
 
 
 class WithSpread:

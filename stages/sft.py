@@ -24,6 +24,9 @@ class Config(OptimizerConfig):
         "all_assistant", description="Which tokens are trained (sft.mask). Rows with train_turns use those under all_assistant.")
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = Field(
         "token-mean", description="Loss aggregation over the whole optimizer step (sft.nll).")
+    curriculum: Literal["none", "length", "difficulty"] = Field(
+        "none", description="Train from easy to hard (sft.curriculum): by trained tokens, or by the rows' `difficulty` (ingested from that column).")
+    curriculum_stages: int = Field(3, ge=1, description="Parts of equal size of a curriculum, each for all its epochs, shuffled inside.")
     eval_every: int = Field(0, ge=0, description="Optimizer steps between validation passes; 0 = only at the end.")
     eval_rows: int = Field(512, ge=0, description="Validation rows used at most.")
     eval_prompts: int = Field(64, ge=1, description="Validation prompts answered at each pass and scored by the reward_model input, where there is one.")
@@ -74,7 +77,7 @@ def run(stage):
     from stages.modeling import policy_to_train, save_policy
     from stages.curves import training_report
     from stages.preflight import preflight
-    from stages.training import ShuffledRows, Trainer, fit
+    from stages.training import Trainer, fit
 
     config, dataset = stage.config, stage.dataset("data")
     renderer = renderer_for(stage.path("model"))
@@ -85,7 +88,7 @@ def run(stage):
     validation, _ = encode(dataset, "validation", renderer, config, limit=config.eval_rows)
     stage.log(f"{len(train)} training rows, {sum(i.n_tokens for i in train)} tokens, "
               f"{sum(i.n_targets for i in train)} of them trained; {len(validation)} validation rows; dropped {dropped}")
-    source = ShuffledRows(stage, train, config.batch_size, config.num_train_epochs, config.max_steps)
+    source = rows_in_order(stage, train, config)
     trainer = Trainer(model, NextToken(config.loss_agg_mode), config, source.total_steps, stage.device)
     preflight(stage, trainer, train, config.batch_size, renderer, completions_end=not full_text)
     answers = Answers(stage, dataset, renderer, model) if stage.has("reward_model") else None
@@ -100,6 +103,22 @@ def run(stage):
         summary |= {"validation/reward": final["reward"], "validation/reward_before": before["reward"]} if "reward" in final else {}
     stage.summary(summary)
     training_report(stage, "Supervised fine-tuning", summary)
+
+
+def rows_in_order(stage, items, config):
+    """The training source: shuffled rows, or a curriculum's parts one after the other."""
+    from stages.selection import order_by_difficulty
+    from stages.spec import ConfigError
+    from stages.training import ShuffledRows, StagedRows
+
+    if config.curriculum == "none" or not items:
+        return ShuffledRows(stage, items, config.batch_size, config.num_train_epochs, config.max_steps)
+    missing = [i.row_id for i in items if config.curriculum == "difficulty" and i.extra["difficulty"] is None]
+    if missing:
+        raise ConfigError(f"curriculum=difficulty needs a difficulty for every row, and {len(missing)} have none (first {missing[0]}); ingest data with a `difficulty` column, "
+                          "or write curriculum=length")
+    difficulty = [i.n_targets if config.curriculum == "length" else float(i.extra["difficulty"]) for i in items]
+    return StagedRows(stage, items, order_by_difficulty(difficulty, config.curriculum_stages)[1], config)
 
 
 class Answers:
@@ -137,6 +156,8 @@ class Answers:
 
 def encode_demonstrations(dataset, split: str, renderer, config, limit: int | None = None):
     """Items of a ``demonstrations/1`` split and the counts of rows dropped by reason."""
+    import json
+
     from stages.batching import make_item
 
     items, dropped = [], {"truncated": 0, "no_target": 0, "not_kept": 0}
@@ -153,7 +174,8 @@ def encode_demonstrations(dataset, split: str, renderer, config, limit: int | No
         if not encoded.n_targets:
             dropped["no_target"] += 1
             continue
-        items.append(make_item(row["row_id"], [], [encoded.ids], [encoded.mask], weight=float(row.get("weight") or 1.0)))
+        items.append(make_item(row["row_id"], [], [encoded.ids], [encoded.mask], weight=float(row.get("weight") or 1.0),
+                               difficulty=json.loads(row.get("extra_json") or "{}").get("difficulty")))
     return items, dropped
 
 
@@ -164,7 +186,7 @@ def encode_text(dataset, split: str, renderer, config, limit: int | None = None)
     items, buffer = [], []
 
     def emit(ids):
-        items.append(make_item(f"{split}-{len(items)}", [], [ids], [[1] * len(ids)], weight=1.0))
+        items.append(make_item(f"{split}-{len(items)}", [], [ids], [[1] * len(ids)], weight=1.0, difficulty=None))
 
     for row in dataset.iter_rows(columns=["text"], split=split):
         buffer += renderer.text_ids(row["text"])

@@ -415,3 +415,41 @@ class ShuffledRows:
 
     def after_step(self, step: int, metrics: dict[str, Any]) -> dict[str, float]:
         return {"epoch": step / self.steps_per_epoch}
+
+
+class StagedRows:
+    """Parts of the rows one after the other, each for all its epochs (curricula); ``max_steps`` shares the steps out by the parts' sizes.
+
+    Args:
+        part: per item its part's number; parts are trained in ascending order.
+    """
+
+    def __init__(self, stage, items: Sequence[Item], part: Sequence[float], config):
+        from stages.selection import largest_remainder
+
+        groups = [[i for i, p in zip(items, part) if p == value] for value in sorted(set(part))]
+        self.parts = [ShuffledRows(stage, g, config.batch_size, config.num_train_epochs, None) for g in groups]
+        steps = [p.total_steps for p in self.parts]
+        self.steps = steps if config.max_steps is None else largest_remainder(config.max_steps, steps)
+        self.total_steps = sum(self.steps)
+
+    def _at(self, step: int) -> tuple[int, int]:
+        """(part, step within it)."""
+        for index, count in enumerate(self.steps):
+            if step < count:
+                return index, step
+            step -= count
+        return len(self.steps) - 1, self.steps[-1] - 1
+
+    def items(self, step: int) -> list[Item]:
+        index, inner = self._at(step)
+        return self.parts[index].items(inner)
+
+    def state(self) -> tuple[dict, dict[str, bytes]]:
+        return {}, {}
+
+    def restore(self, state: dict, read: Callable[[str], bytes]) -> None:
+        pass
+
+    def after_step(self, step: int, metrics: dict[str, Any]) -> dict[str, float]:
+        return {"curriculum_stage": float(self._at(step - 1)[0])}

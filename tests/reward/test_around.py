@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stages.reward_model import Config, StagedRows, staged_rows
+from stages.reward_model import Config, staged_rows
+from stages.training import StagedRows
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
 from tests.reward.conftest import assistant, user

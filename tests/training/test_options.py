@@ -131,6 +131,25 @@ def test_the_best_pass_by_reward_score_is_published(tiny, data, spec):
     assert result["summary"]["validation/reward"] == pytest.approx(max(passes.values()), rel=1e-5)
 
 
+def test_a_curriculum_goes_from_short_to_long(tiny, data, spec):
+    from stages.chat import renderer_for
+    from stages.harness import Stage
+    from stages.registry import get_stage
+    from stages.sft import encode_demonstrations, rows_in_order
+    from stages.spec import ConfigError
+
+    made = spec("sft", {**SFT, "curriculum": "length"}, {"model": tiny["policy"], "data": data["demonstrations"]}, "ordered")
+    stage = Stage(get_stage("sft"), made, silent)
+    items, _ = encode_demonstrations(stage.dataset("data"), "train", renderer_for(tiny["policy"]), stage.config)
+    source = rows_in_order(stage, items, stage.config)
+    parts = [[], [], []]
+    for step in range(source.total_steps):
+        parts[int(source.after_step(step + 1, {})["curriculum_stage"])] += [i.n_targets for i in source.items(step)]
+    assert [len(p) for p in parts] == [28, 28, 28] and max(parts[0]) <= min(parts[1]) and max(parts[1]) <= min(parts[2])
+    with pytest.raises(ConfigError, match="difficulty"):
+        rows_in_order(stage, items, stage.config.model_copy(update={"curriculum": "difficulty"}))
+
+
 def test_selection_needs_something_to_select_by(tiny, data, spec):
     with pytest.raises(ValueError, match="eval_every=STEPS"):
         OptimizerConfig.model_validate({"early_stopping_patience": 1})
