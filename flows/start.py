@@ -24,6 +24,7 @@ class IteratedConfig(RecipeConfig):
     model: Optional[str] = Field(None, title="Model", description="Policy to improve, normally an SFT model (ref, directory or hub id); empty: a small one is "
                                  "trained here on the embedded world.")
     reward_model: Optional[str] = Field(None, title="Reward model", description="Scorer of reward components with kind=model; empty: trained on the pairs when needed.")
+    judge: str = Field("self", description="Language model of reward components with kind=judge: a ref, or self = the policy of the round (self-rewarding).")
     data: Data = Field(Data(), description="Your own data; empty: the embedded world.")
     world: WorldConfig = Field(WorldConfig(), description="The embedded world.")
     base_model: BaseModelConfig = Field(BaseModelConfig(), description="Shape and tokenizer of the small base model.")
@@ -58,9 +59,16 @@ def scorer(run: Run, source: Source, config: Any, components: list, start: str) 
     return run("reward_model", "train_reward_model", model=start, data=pairs, config=config.train_reward_model, name_as="reward")["model"]
 
 
+def judge_of(config: Any, components: list, policy: str) -> str | None:
+    """The language model that the components ask for an opinion; None when none asks a local one."""
+    if not any(component.kind == "judge" and not component.endpoint for component in components):
+        return None
+    return policy if config.judge == "self" else config.judge
+
+
 def conclusion(run: Run, config: Any, models: dict[str, str], prompts: str, judge: str | None) -> dict:
     """Every model on the same held-out prompts; the best one on half of them through the promotion gate on the other half."""
-    given = {"prompts": prompts, "reward_model": judge, "reference": models["start"]}
+    given = {"prompts": prompts, "reward_model": judge, "reference": models["start"], "judge": judge_of(config, config.evaluate.rewards, models["start"])}
     evaluations = evaluate_all(run, models, config.evaluate, select_by=config.promote.metric, **given)
     decision = promote(run, models, evaluations, config.promote, config.evaluate, baseline="start", name=config.promote_as, **given)
     return {"models": models, "scores": evaluations.table(), "best": evaluations.best, "decision": decision}
