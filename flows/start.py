@@ -8,7 +8,7 @@ from pydantic import Field
 
 from flows.post_training import Data
 from flows.recipe import RecipeConfig, Run
-from flows.steps import Source, best, evaluate_all, ingest, promote
+from flows.steps import Source, evaluate_all, ingest, promote
 from stages.base_model import Config as BaseModelConfig
 from stages.evaluate import Config as EvaluateConfig
 from stages.ingest import Config as IngestConfig
@@ -24,6 +24,7 @@ class IteratedConfig(RecipeConfig):
     model: Optional[str] = Field(None, title="Model", description="Policy to improve, normally an SFT model (ref, directory or hub id); empty: a small one is "
                                  "trained here on the embedded world.")
     reward_model: Optional[str] = Field(None, title="Reward model", description="Scorer of reward components with kind=model; empty: trained on the pairs when needed.")
+    judge: str = Field("self", description="Language model of reward components with kind=judge: a ref, or self = the policy of the round (self-rewarding).")
     data: Data = Field(Data(), description="Your own data; empty: the embedded world.")
     world: WorldConfig = Field(WorldConfig(), description="The embedded world.")
     base_model: BaseModelConfig = Field(BaseModelConfig(), description="Shape and tokenizer of the small base model.")
@@ -34,7 +35,7 @@ class IteratedConfig(RecipeConfig):
     sft: SFTConfig = Field(SFTConfig(), description="Fine-tuning of the small base model on demonstrations.")
     train_reward_model: RewardModelConfig = Field(RewardModelConfig(), description="Reward model from pairs, where one is asked for and none is given.")
     evaluate: EvaluateConfig = Field(EvaluateConfig(), description="Evaluation on held-out prompts, the same for every round.")
-    promote: GateConfig = Field(GateConfig(), description="The promotion gate.")
+    promote: GateConfig = Field(GateConfig(prompts="confirmation"), description="The promotion gate; the best model is chosen on the other half of the prompts.")
     promote_as: str = Field("policy", description="Registered name whose champion the best model challenges.")
 
 
@@ -58,11 +59,16 @@ def scorer(run: Run, source: Source, config: Any, components: list, start: str) 
     return run("reward_model", "train_reward_model", model=start, data=pairs, config=config.train_reward_model, name_as="reward")["model"]
 
 
+def judge_of(config: Any, components: list, policy: str) -> str | None:
+    """The language model that the components ask for an opinion; None when none asks a local one."""
+    if not any(component.kind == "judge" and not component.endpoint for component in components):
+        return None
+    return policy if config.judge == "self" else config.judge
+
+
 def conclusion(run: Run, config: Any, models: dict[str, str], prompts: str, judge: str | None) -> dict:
-    """Every model on the same held-out prompts, the best one through the promotion gate."""
-    start = models["start"]
-    evaluations = evaluate_all(run, models, config.evaluate, prompts=prompts, reward_model=judge, reference=start)
-    winner = best(evaluations, config.promote.metric)
-    decision = promote(run, models, evaluations, winner, config.promote, config.evaluate, baseline="start", name=config.promote_as, prompts=prompts,
-                       reward_model=judge, reference=start)
-    return {"models": models, "scores": evaluations.table(), "best": winner, "decision": decision}
+    """Every model on the same held-out prompts; the best one on half of them through the promotion gate on the other half."""
+    given = {"prompts": prompts, "reward_model": judge, "reference": models["start"], "judge": judge_of(config, config.evaluate.rewards, models["start"])}
+    evaluations = evaluate_all(run, models, config.evaluate, select_by=config.promote.metric, **given)
+    decision = promote(run, models, evaluations, config.promote, config.evaluate, baseline="start", name=config.promote_as, **given)
+    return {"models": models, "scores": evaluations.table(), "best": evaluations.best, "decision": decision}

@@ -37,6 +37,9 @@ def test_the_iterated_recipes_plan_their_rounds(monkeypatch):
     given = planned("online_dpo", monkeypatch, rounds=1, reward_model="(my.rm)", sample={"rewards": [{"name": "rm", "kind": "model"}]})
     assert "train_reward_model" not in given and given["sample_1"][1]["reward_model"] == "(my.rm)"
 
+    own = planned("online_dpo", monkeypatch, rounds=2, sample={"rewards": [{"kind": "judge"}]})
+    assert [own[f"sample_{k}"][1].get("judge") for k in (1, 2)] == ["(given.model)", "(align_1.model)"]
+
     steps = planned("rest", monkeypatch, rounds=2, thresholds=[0.5, 0.8], improve={"learning_rate": 1e-4})
     assert [steps[f"improve_{k}"][1]["model"] for k in ("1_1", "1_2", "2_1")] == ["(given.model)", "(improve_1_1.model)", "(improve_1_2.model)"]
     assert [steps[f"improve_1_{k}"][2].learning_rate for k in (1, 2)] == pytest.approx([1e-4, 5e-5])
