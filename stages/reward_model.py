@@ -70,6 +70,7 @@ class Config(OptimizerConfig):
 
     anchor: Literal["auto", "none", "chosen", "demonstrations", "generations"] = Field(
         "auto", description="Answers whose mean score becomes 0 (rm.calibrate): chosen ones, or the `anchor` input; auto: chosen for rankings, else none.")
+    drift_alarm: float = Field(0.05, ge=0, le=1, description="Fall in accuracy of the `previous` model on these rows that warns (rm.refresh; catalogue H: 5 points).")
     eval_every: int = Field(0, ge=0, description="Optimizer steps between validation passes; 0 = only at start and end.")
     eval_rows: int = Field(2000, ge=0, description="Held-out rows used at most.")
     probe_pairs: int = Field(64, ge=0, description="Held-out pairs on which probes and surface changes are tried at the end; 0 = none.")
@@ -92,7 +93,8 @@ SPEC = StageSpec(
     inputs={"model": InputSpec("model", doc="Backbone: the SFT model (default choice), a base model, a smaller one, an encoder, or a reward model to go on from."),
             "data": InputSpec("dataset", kinds=KINDS, doc="Pairs, rankings, ratings, labels or steps; validation and test splits judge the model."),
             "anchor": InputSpec("dataset", kinds=("demonstrations/1", "candidates/1"), required=False,
-                                doc="Answers whose mean score becomes 0 (anchor=demonstrations or generations).")},
+                                doc="Answers whose mean score becomes 0 (anchor=demonstrations or generations)."),
+            "previous": InputSpec("model", required=False, doc="The reward model that these rows, from the newer policy, replace: its drift is measured.")},
     outputs={"model": OutputSpec("model", role="reward")})
 
 
@@ -271,8 +273,6 @@ def run(stage):
     offset = drop_lm_head(setup.model, setup.lm_head, setup.token)
     card = setup.card(offset=offset)
     card.bias, card.anchor = calibration_bias(stage, setup.scorer(stage, card), data, setup)
-    with stage.output_model("model", role="reward") as directory:
-        setup.save(directory, card)
     summary = {"steps": trainer.step_index, "rows": len(train), "skipped_steps": trainer.skipped, "calibration_bias": card.bias,
                **{f"dropped/{k}": v for k, v in sorted(dropped.items())}, **{f"train/final_{k}": final[k] for k in ("accuracy", "loss") if k in final}}
     if data.kind == "pairs/1":
@@ -283,10 +283,32 @@ def run(stage):
         if found:
             judged[split] = found
             summary |= {f"{split}/{k}": v for k, v in found.items()}
+    best = judged.get("test") or judged.get("validation") or {}
+    card.options["held_out"] = {k: best[k] for k in ("accuracy", "ece") if k in best}
+    with stage.output_model("model", role="reward") as directory:
+        setup.save(directory, card)
+    if stage.has("previous"):
+        summary |= drift(stage, data, best)
     stage.summary(summary)
     if judged:
-        warn_about(stage, judged.get("test") or judged["validation"], final.get("accuracy"))
+        warn_about(stage, best, final.get("accuracy"))
     training_report(stage, f"Reward model ({setup.row.name})", summary)
+
+
+def drift(stage, data, new: dict[str, float]) -> dict[str, float]:
+    """How the previous reward model does on these rows, which come from the newer policy, against its own held-out rows (``rm.refresh``)."""
+    from stages.reward_eval import held_out
+    from stages.reward_scorers import load_scorer
+
+    config = stage.config
+    previous = load_scorer(stage.path("previous"), stage.device, config.max_tokens_per_micro_batch)
+    found = next((f for f in (held_out(stage, previous, data, split, config.eval_rows) for split in ("test", "validation")) if f), {})
+    then, now = previous.card.options.get("held_out", {}).get("accuracy"), found.get("accuracy")
+    if then is not None and now is not None and then - now > config.drift_alarm:
+        stage.warn("reward_model_drifted", f"The previous reward model was right in {then:.3f} of its own held-out rows and is in {now:.3f} of these "
+                   f"(drift_alarm={config.drift_alarm}): the policy has left the rows it learned from. Use the new model ({new.get('accuracy', float('nan')):.3f}), score "
+                   "earlier samples again, and do not mix scores of both.")
+    return {f"previous/{k}": found[k] for k in ("accuracy", "log_loss", "ece") if k in found} | ({"previous/accuracy_then": then} if then is not None else {})
 
 
 def step_separator(data, config) -> str | None:

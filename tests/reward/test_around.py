@@ -120,3 +120,17 @@ def test_along_rl_the_gold_model_is_watched(tiny, data, train):
     rl = train("rl", config, {"model": tiny["policy"], "data": data["prompts"]}, "rl")
     result = train("overoptimisation", {}, {"rollouts": rl["outputs"]["rollouts"]["path"], "model": tiny["policy"], "gold": tiny["reward"]})
     assert result["summary"]["rl/iterations"] >= 1 and np.isfinite(result["summary"]["rl/gold_last"])
+
+
+def test_a_reward_model_that_the_policy_has_left_is_noticed(tiny, rows, train, tmp_path):
+    """rm.refresh: the previous model learned the opposite; on the new rows it falls and the stage says so."""
+    turned = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in open_dataset(rows["pairs"]).iter_rows()]
+    write_dataset(str(tmp_path / "turned"), "turned", "pairs/1", [complete_row("pairs/1", {k: row[k] for k in ("prompt", "chosen", "rejected")}, dataset="made", source="s",
+                                                                               origin="human", split=row["split"]) for row in turned])
+    config = {"learning_rate": 3e-3, "batch_size": 8, "max_length": 96, "num_train_epochs": 2, "probe_pairs": 0}
+    old = train("reward_model", config, {"model": tiny["policy"], "data": str(tmp_path / "turned")}, "old")["outputs"]["model"]["path"]
+    result = train("reward_model", config, {"model": tiny["policy"], "data": rows["pairs"], "previous": old}, "new")
+    assert result["summary"]["previous/accuracy_then"] >= 0.75 and result["summary"]["previous/accuracy"] <= 0.25
+    assert "reward_model_drifted" in [w["code"] for w in result["warnings"]]
+    again = train("reward_model", {**config, "max_steps": 1}, {"model": tiny["policy"], "data": str(tmp_path / "turned"), "previous": old}, "same")
+    assert "reward_model_drifted" not in [w["code"] for w in again["warnings"]]

@@ -72,7 +72,8 @@ def test_a_view_shows_the_model_the_answer_only(tiny):
     renderer = renderer_for(tiny["policy"])
     rows = [sampled(renderer, user("why?"), f"<think>{thought}</think>so it is") for thought in ("a", "b c d")]
     score = lambda view: [s.total for s in build_rewards([RewardComponent(kind="model", view=view)], {"reward_model": tiny["reward"]}, renderer=renderer).score(rows)]
-    assert score("answer_only")[0] == score("answer_only")[1] and score("full")[0] != score("full")[1]
+    answer, full = score("answer_only"), score("full")
+    assert answer[0] == pytest.approx(answer[1], abs=1e-5) and abs(full[0] - full[1]) > 1e-3
 
 
 def member(tiny, directory, seed, bias):
