@@ -8,7 +8,7 @@ from pydantic import Field
 
 from flows.post_training import Data
 from flows.recipe import RecipeConfig, Run
-from flows.steps import Source, best, evaluate_all, ingest, promote
+from flows.steps import Source, evaluate_all, ingest, promote
 from stages.base_model import Config as BaseModelConfig
 from stages.evaluate import Config as EvaluateConfig
 from stages.ingest import Config as IngestConfig
@@ -34,7 +34,7 @@ class IteratedConfig(RecipeConfig):
     sft: SFTConfig = Field(SFTConfig(), description="Fine-tuning of the small base model on demonstrations.")
     train_reward_model: RewardModelConfig = Field(RewardModelConfig(), description="Reward model from pairs, where one is asked for and none is given.")
     evaluate: EvaluateConfig = Field(EvaluateConfig(), description="Evaluation on held-out prompts, the same for every round.")
-    promote: GateConfig = Field(GateConfig(), description="The promotion gate.")
+    promote: GateConfig = Field(GateConfig(prompts="confirmation"), description="The promotion gate; the best model is chosen on the other half of the prompts.")
     promote_as: str = Field("policy", description="Registered name whose champion the best model challenges.")
 
 
@@ -61,8 +61,7 @@ def scorer(run: Run, source: Source, config: Any, components: list, start: str) 
 def conclusion(run: Run, config: Any, models: dict[str, str], prompts: str, judge: str | None) -> dict:
     """Every model on the same held-out prompts, the best one through the promotion gate."""
     start = models["start"]
-    evaluations = evaluate_all(run, models, config.evaluate, prompts=prompts, reward_model=judge, reference=start)
-    winner = best(evaluations, config.promote.metric)
-    decision = promote(run, models, evaluations, winner, config.promote, config.evaluate, baseline="start", name=config.promote_as, prompts=prompts,
+    evaluations = evaluate_all(run, models, config.evaluate, select_by=config.promote.metric, prompts=prompts, reward_model=judge, reference=start)
+    decision = promote(run, models, evaluations, config.promote, config.evaluate, baseline="start", name=config.promote_as, prompts=prompts,
                        reward_model=judge, reference=start)
-    return {"models": models, "scores": evaluations.table(), "best": winner, "decision": decision}
+    return {"models": models, "scores": evaluations.table(), "best": evaluations.best, "decision": decision}
