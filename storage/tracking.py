@@ -33,6 +33,7 @@ from urllib.parse import unquote, urlparse
 from storage import home, leases, registry
 from storage.files import atomic_write_json, read_json, sha256_text
 
+REGISTRY = "registry"  # what to poke for the model registry, which is no unit of its own
 POLL_SECONDS = 2.0
 RETRY_SECONDS = 20.0
 BATCH = 900  # MLflow takes at most 1000 metrics in one call
@@ -231,6 +232,12 @@ def flush(unit: str, timeout: float = 30.0) -> str | None:
     return run_id_of(unit)
 
 
+def flush_registry(timeout: float = 30.0) -> None:
+    """Wait, at most ``timeout`` seconds, until MLflow's model registry shows the versions, aliases and decisions of ours."""
+    if enabled():
+        _thread().flush(REGISTRY, timeout)
+
+
 def sync(timeout: float = 120.0) -> dict[str, Any]:
     """Send everything that is still pending, and close the runs of processes that died. Returns {sent, pending, error}."""
     if not enabled():
@@ -316,6 +323,9 @@ class Projector:
 
     def project(self, unit: str) -> tuple[bool, str | None]:
         """(whether MLflow now knows all of a finished unit, an error text). Never raises."""
+        if unit == REGISTRY:
+            error = self.registry()
+            return error is None, error
         with _unit_lock(unit, wait=False) as mine:
             if not mine:
                 return False, None
@@ -344,9 +354,7 @@ class Projector:
                         os.replace(path, done)
         if complete and document["type"] == "stage":
             _note_in_record(document, cursor)
-            error = self.registry() if document.get("outputs") else None
-            return True, error
-        return complete, None
+        return complete, self.registry() if complete and (document["type"] == "flow" or document.get("outputs")) else None
 
     def _same_store(self, unit: str, cursor: dict[str, Any]) -> bool:
         """Whether the present address leads to the store that a cursor of another address is about (the database behind a server that was
@@ -663,7 +671,7 @@ class Projector:
         entries = registry.log()
         with _unit_lock("registry", wait=True):
             state = _models_state()
-            if state["log"] == len(entries):
+            if state["log"] == len(entries) and not state["waiting"]:
                 return None
             try:
                 self._registry(entries, state)
@@ -675,14 +683,19 @@ class Projector:
     def _registry(self, entries: list[dict[str, Any]], state: dict[str, Any]) -> None:
         from mlflow.exceptions import MlflowException
 
-        client = self.client()
-        for position in range(state["log"], len(entries)):
+        """Entries about a model that this store has not got (its stage is yet to be projected, or was told to another store) wait,
+        with all later ones of that name; other names go on."""
+        client, waiting = self.client(), []
+        held: set[str] = set()
+        for position in [*state["waiting"], *range(state["log"], len(entries))]:
             entry = entries[position]
             name = entry["name"]
+            model_id = self._model_in_store(entry["digest"], state) if entry["event"] == "version" and name not in held else None
+            if name in held or (entry["event"] == "version" and model_id is None):
+                held.add(name)
+                waiting.append(position)
+                continue
             if entry["event"] == "version":
-                model_id = state["models"].get(entry["digest"])
-                if model_id is None:
-                    return  # its stage has not been projected yet; continue here next time
                 try:
                     client.get_registered_model(name)
                 except MlflowException:
@@ -704,8 +717,21 @@ class Projector:
                 version = state["versions"].get(f"{name}/{entry['version']}", str(entry["version"]))
                 client.set_model_version_tag(name, version, "posttrain.promoted", str(entry["promoted"]).lower())
                 client.set_model_version_tag(name, version, "posttrain.evidence", json.dumps(entry["evidence"], sort_keys=True)[:4900])
-            state["log"] = position + 1
-            _save_models_state(state)
+            state["waiting"] = waiting + [p for p in state["waiting"] if p > position]
+            state["log"] = max(state["log"], position + 1)
+            _save_models_state(state, waiting=True)
+        state["waiting"], state["log"] = waiting, len(entries)
+        _save_models_state(state, waiting=True)
+
+    def _model_in_store(self, digest: str, state: dict[str, Any]) -> str | None:
+        """Id of the logged model of a digest, also when it was logged under another address of the same store."""
+        if digest not in state["models"]:
+            experiments = [experiment.experiment_id for experiment in self.client().search_experiments()]
+            found = self.client().search_logged_models(experiments, filter_string=f"tags.`posttrain.digest` = '{digest}'", max_results=1) if experiments else []
+            if not found or str(found[0].status) not in ("READY", "LoggedModelStatus.READY"):
+                return None
+            state["models"][digest] = found[0].model_id
+        return state["models"][digest]
 
 
 # ------------------------------------------------------------------------------------------------------------------ small
@@ -714,14 +740,18 @@ class Projector:
 def _models_state() -> dict[str, Any]:
     """What the present tracking server knows of models: digest -> logged model id, name/version -> MLflow version, log position."""
     state = read_json(home.outbox_dir() / "models.json", {}).get(tracking_uri())
-    return state or {"models": {}, "versions": {}, "log": 0}
+    return {"models": {}, "versions": {}, "log": 0, "waiting": [], **(state or {})}
 
 
-def _save_models_state(state: dict[str, Any]) -> None:
+def _save_models_state(state: dict[str, Any], waiting: bool = False) -> None:
+    """Add what is new; ``waiting`` is the registry's to say alone."""
     with _unit_lock("models state", wait=True):
         whole = read_json(home.outbox_dir() / "models.json", {})
-        before = whole.get(tracking_uri()) or {"models": {}, "versions": {}, "log": 0}
-        whole[tracking_uri()] = {"models": {**before["models"], **state["models"]}, "versions": {**before["versions"], **state["versions"]}, "log": max(before["log"], state["log"])}
+        before = {"models": {}, "versions": {}, "log": 0, "waiting": [], **(whole.get(tracking_uri()) or {})}
+        whole[tracking_uri()] = {
+            "models": {**before["models"], **state["models"]}, "versions": {**before["versions"], **state["versions"]},
+            "log": max(before["log"], state["log"]), "waiting": (state if waiting else before)["waiting"],
+        }  # fmt: skip
         atomic_write_json(home.outbox_dir() / "models.json", whole)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from stages.spec import ConfigError
-from storage import records, registry, store
+from storage import records, registry, store, tracking
 
 
 def champion(name: str, alias: str = "champion") -> str | None:
@@ -36,6 +36,7 @@ def conclude(candidate: str, decision_path: str, *, name: str, alias: str = "cha
     in_office = model.aliases.get(alias) == version
     if not kept or kept[-1]["evidence"] != decision or promoted != in_office:
         registry.record_decision(name, version, promoted=promoted, evidence=decision, alias=alias)
+    tracking.flush_registry(timeout=10)
     return {"promoted": promoted, "model": found.ref, "name": name, "alias": alias, "version": version, "reasons": decision["reasons"]}
 
 

@@ -236,3 +236,37 @@ def test_a_server_in_front_of_the_same_database_continues_what_was_sent(state_di
     tracking.put({**document, "more": 1})
     assert tracking.flush(unit, timeout=120) == result.mlflow_run_id and tracking.pending() == []
     assert len(client().get_metric_history(result.mlflow_run_id, "position")) == len(before) == len(expected(result.key)["position"])
+
+
+def aliases():
+    return {model.name: model.aliases for model in client().search_registered_models()}
+
+
+def test_the_champion_is_in_mlflow_when_the_run_ends(state_dir):
+    """Promotion comes after the last stage: nothing that a later stage sends may be needed for it to be seen."""
+    run = start_flow("demo", {})
+    result = run_stage(TOY, {}, {"steps": 3}, name_as="toy", flow_run=run.as_flow_run("walk"))
+    digest = result.outputs["model"].removeprefix("model:m-")
+    version = registry.register("policy", next(o["digest"] for o in records.read(result.key)["outputs"].values() if o["digest"].startswith(digest)))
+    registry.set_alias("policy", "champion", version)
+    finish_flow(run.run_id, "FINISHED", timeout=120)
+    assert aliases()["policy"]["champion"] in (1, "1") and "toy" in aliases()
+
+
+def test_a_model_that_a_store_has_not_got_holds_up_its_own_name_only(state_dir, monkeypatch):
+    first = run_stage(TOY, {}, {"steps": 3}, name_as="first")
+    monkeypatch.setenv("POSTTRAIN_TRACKING", "off")
+    run_stage(TOY, {}, {"steps": 4}, name_as="unseen")  # MLflow is never told
+    monkeypatch.setenv("POSTTRAIN_TRACKING", "on")
+    digest = next(o["digest"] for o in records.read(first.key)["outputs"].values() if o["kind"] == "model")
+    registry.set_alias("policy", "champion", registry.register("policy", digest))
+    tracking.flush_registry(120)
+    assert {"first", "policy"} <= set(aliases()) and "unseen" not in aliases()
+    assert "champion" in aliases()["policy"]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:////{str(state_dir / 'mlflow.db')}")  # the same store under another address
+    registry.set_alias("policy", "champion", None)
+    tracking.flush_registry(120)
+    assert "champion" not in aliases()["policy"]
+    run_stage(TOY, {}, {"steps": 4}, name_as="unseen", force=True)
+    tracking.flush_registry(120)
+    assert "unseen" in aliases()
