@@ -9,37 +9,75 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass, field, replace
 
-ADVANTAGES = ("reward_minus_baseline", "group_mean", "leave_one_out", "gae")
+ADVANTAGES = ("reward_minus_baseline", "group_mean", "leave_one_out", "process", "win_rate", "reward_to_go", "gae", "reward_minus_value")
+GROUP_ADVANTAGES = ("group_mean", "leave_one_out", "process", "win_rate")   # compare the completions of one prompt
+VALUE_ADVANTAGES = ("gae", "reward_minus_value")                            # need a critic
 SCALES = ("none", "group", "batch", "batch_centered")
+BASELINES = ("none", "constant", "moving_average", "batch_mean", "greedy", "table", "v_star")
+CRITIC_TARGETS = ("lambda_return", "mc_return", "td0", "terminal", "bandit", "kl_adjusted_outcome", "soft_bellman")
+ON_POLICY_SURROGATES = ("logp", "stopgrad_ratio")
 
 
 @dataclass(frozen=True)
 class RLPreset:
-    """One policy-gradient algorithm. KL coefficients of 0 mean that no reference model is loaded."""
+    """One policy-gradient algorithm: a point on the axes of rl.md 1.5. KL coefficients of 0 mean that no reference is loaded."""
     name: str
     advantage: str                       # ADVANTAGES
-    scale: str = "none"                  # scale_rewards: SCALES
-    surrogate: str = "clip"              # losses.SURROGATES
+    scale: str = "none"                  # scale_rewards: SCALES, of group advantages
+    whiten: bool = False                 # over the trained tokens of the rollout batch, ddof 0 (NORM)
+    baseline: str = "none"               # BASELINES, for reward_minus_baseline
+    gamma: float = 1.0
+    lam: float = 0.95                    # GAE
+    lam_critic: float | None = None      # GAE of the critic's target; None = lam
+    lam_alpha: float | None = None       # length-adaptive lambda of the policy: 1 - 1/(lam_alpha * length) (VAPO)
+    surrogate: str = "clip"              # losses.SURROGATES; unused where objective is given
     ratio_level: str = "token"           # losses.RATIO_LEVELS
     epsilon: float = 0.2
     epsilon_high: float | None = None    # None = epsilon
+    clip_ratio_c: float | None = None    # dual clip
+    objective: str = ""                  # "module:function" of a loss on whole responses (sequence_losses.Responses), instead of a surrogate
+    unit: str = "sequences"              # what `objective` is averaged over: sequences, pairs (two completions of a prompt) or tokens
+    options: dict = field(default_factory=dict)  # keyword arguments of `objective`
+    off_policy_ok: bool = False          # may train on replayed or stored rollouts of other policies
+    on_policy_logps: bool = False        # replayed rollouts get the current policy's log-probs, not those they were sampled with
     kl_reward_coef: float = 0.0          # nats -> reward
     kl_reward_mode: str = "sequence_sum"  # estimators.KL_REWARD_MODES
     kl_loss_coef: float = 0.0            # "beta"
-    kl_loss_estimator: str = "k3"        # losses.KL_ESTIMATORS
+    kl_loss_estimator: str = "k3"        # losses.KL_ESTIMATORS or full (exact, over the vocabulary)
+    kl_direction: str = "reverse"        # of full: reverse KL(pi||target), forward KL(target||pi)
+    kl_target: str = "ref"               # of the KL in the loss: ref, or old (the policy that sampled: a trust region)
+    kl_controller: str = "fixed"         # estimators.KL_CONTROLLERS
+    target_kl: float | None = None       # of the controller: nats per sequence towards ref, nats per token towards old
+    reads_reference: bool = False        # `objective` reads reference log-probs
     aggregation: str = "token-mean"      # losses.LOSS_AGG_MODES
-    baseline: str = "none"               # for reward_minus_baseline: none | moving_average | batch_mean
     std_ddof: int = 1
     std_eps: float = 1e-4
-    num_iterations: int = 1              # optimizer epochs over one rollout
-    min_generations: int = 1
     needs_critic: bool = False
+    critic_target: str = "lambda_return"  # CRITIC_TARGETS
+    num_iterations: int = 1              # optimizer epochs over one rollout
+    update: str = "adamw"                # adamw, or trust_region (conjugate gradient and line search, one step per rollout)
+    ptx_coef: float = 0.0                # pretraining mix (PPO-PTX)
+    positive_nll_coef: float = 0.0       # NLL of correct completions (VAPO)
+    critic_warmup_steps: int = 0         # critic steps before the policy moves
+    dynamic_sampling: bool = False       # refill groups without signal
+    truncation_policy: str = "score"     # estimators.TRUNCATION_POLICIES
+    soft_punish_share: float = 0.0       # soft overlong penalty on the last share of max_completion_length (OVERLONG)
+    min_generations: int = 1
     source: str = ""
     note: str = ""
 
     @property
     def needs_reference(self) -> bool:
-        return self.kl_reward_coef > 0 or self.kl_loss_coef > 0
+        return self.kl_reward_coef > 0 or (self.kl_loss_coef > 0 and self.kl_target == "ref") or self.reads_reference
+
+    @property
+    def compares(self) -> bool:
+        """Whether groups of equal rewards teach nothing."""
+        return self.advantage in GROUP_ADVANTAGES or self.unit == "pairs"
+
+    @property
+    def strictly_on_policy(self) -> bool:
+        return self.update == "trust_region" or (not self.objective and self.surrogate in ON_POLICY_SURROGATES)
 
     @property
     def group_mode(self) -> str:
@@ -51,22 +89,71 @@ class RLPreset:
         return "batch_mean" if self.baseline == "batch_mean" else "none"
 
 
+_REGRESSION = "stages.sequence_losses:"
+_PPO = RLPreset("ppo", "gae", whiten=True, needs_critic=True, kl_reward_coef=0.02, kl_reward_mode="token_terminal", num_iterations=4,
+                truncation_policy="bootstrap", source="PPO (Schulman et al. 2017; Ouyang et al. 2022)")
 _RL_ROWS = (
     RLPreset("reinforce", "reward_minus_baseline", surrogate="logp", baseline="moving_average",
              kl_reward_coef=0.02, aggregation="seq-mean-token-sum", source="REINFORCE (Williams 1992)",
              note="strictly on-policy: one optimizer step per rollout"),
+    RLPreset("remax", "reward_minus_baseline", surrogate="logp", baseline="greedy", kl_reward_coef=0.02, aggregation="seq-mean-token-sum",
+             source="ReMax (Li et al. 2023)", note="one greedy completion per prompt more"),
+    RLPreset("reinforce_pp", "reward_to_go", whiten=True, kl_reward_coef=0.02, kl_reward_mode="token_terminal", source="REINFORCE++ (Hu 2025)"),
     RLPreset("rloo", "leave_one_out", surrogate="logp", kl_reward_coef=0.02, aggregation="seq-mean-token-sum",
              min_generations=2, source="RLOO (Ahmadian et al. 2024)", note="strictly on-policy unless surrogate=clip"),
     RLPreset("grpo", "group_mean", scale="group", kl_loss_coef=0.04, aggregation="seq-mean-token-mean",
              min_generations=2, source="GRPO (Shao et al. 2024)",
-             note="per-sequence mean: short answers weigh more per token; write kl_loss_coef=0 with verifiable rewards"),
+             note="per-sequence mean: short answers weigh more per token; write beta=0 with verifiable rewards"),
+    RLPreset("grpo_process", "process", kl_loss_coef=0.04, aggregation="seq-mean-token-mean", min_generations=2,
+             source="GRPO with process supervision (Shao et al. 2024)", note="step rewards from the reward model at every step_separator"),
     RLPreset("dr_grpo", "group_mean", aggregation="seq-mean-token-sum-norm", min_generations=2,
              source="Dr. GRPO (Liu et al. 2025)", note="no std, constant length normaliser, no KL"),
+    RLPreset("dapo", "group_mean", scale="group", epsilon_high=0.28, dynamic_sampling=True, soft_punish_share=0.2, truncation_policy="mask",
+             min_generations=2, source="DAPO (Yu et al. 2025)", note="paper: rewards +1 and -1, 512 prompts x 16, 16 updates per rollout"),
+    RLPreset("grpo_plus", "group_mean", scale="group", epsilon_high=0.4, aggregation="seq-mean-token-mean", truncation_policy="mask",
+             min_generations=2, source="GRPO+ (DeepCoder 2025)", note="with context_schedule; reward 1 only if all tests pass"),
     RLPreset("gspo", "group_mean", scale="group", ratio_level="sequence_mean", epsilon=3e-4, epsilon_high=4e-4,
              aggregation="seq-mean-token-mean", min_generations=2, source="GSPO (Zheng et al. 2025)",
              note="one geometric-mean ratio and one clip per sequence"),
     RLPreset("cispo", "group_mean", scale="group", surrogate="cispo", epsilon_high=0.28, aggregation="token-mean",
              min_generations=2, source="CISPO (MiniMax 2025)", note="clipped detached weight, every token keeps a gradient"),
+    RLPreset("grape", "group_mean", aggregation="seq-mean-token-sum", min_generations=2, source="GRAPE", note="for rubric rewards"),
+    RLPreset("grape_alt", "group_mean", ratio_level="sequence", aggregation="seq-mean-token-mean", min_generations=2, source="Alt-GRAPE, PPO-SEQ",
+             note="one product ratio and one clip per sequence; collapses more easily than token level"),
+    _PPO,
+    replace(_PPO, name="ppo_outcome", advantage="reward_minus_value", kl_reward_mode="sequence_mean", aggregation="seq-mean-token-mean",
+            critic_target="kl_adjusted_outcome", truncation_policy="score", note="the KL-adjusted outcome on every token"),
+    replace(_PPO, name="ppo_ptx", ptx_coef=27.8, source="PPO-ptx (Ouyang et al. 2022)", note="needs the input ptx; retune the coefficient"),
+    replace(_PPO, name="ppo_penalty_adaptive", surrogate="none", kl_reward_coef=0.0, kl_loss_coef=1.0, kl_loss_estimator="full", kl_target="old",
+            kl_direction="forward", kl_controller="adaptive_ppo", target_kl=0.01, note="paper's targets .003, .01, .03"),
+    replace(_PPO, name="ppo_clip_kl", kl_reward_coef=0.0, kl_loss_coef=1.0, kl_loss_estimator="full", kl_target="old", kl_direction="forward"),
+    replace(_PPO, name="a2c", surrogate="logp", num_iterations=1, source="A2C (Mnih et al. 2016)"),
+    replace(_PPO, name="vapo", kl_reward_coef=0.0, epsilon_high=0.28, lam_critic=1.0, lam_alpha=0.05, num_iterations=1, positive_nll_coef=0.1,
+            critic_warmup_steps=50, source="VAPO (2025)"),
+    replace(_PPO, name="trpo_penalty", surrogate="none", kl_reward_coef=0.0, kl_loss_coef=1.0, kl_loss_estimator="full", kl_target="old", kl_direction="forward",
+            aggregation="seq-mean-token-sum", num_iterations=1, source="TRPO, penalty form (Schulman et al. 2015)", note="beta tested at .3, 1, 3, 10"),
+    replace(_PPO, name="trpo", surrogate="none", kl_reward_coef=0.0, update="trust_region", aggregation="seq-mean-token-sum", num_iterations=1,
+            source="TRPO (Schulman et al. 2015)", note="small models only: one Fisher-vector product per conjugate-gradient step"),
+    RLPreset("topr", "reward_minus_baseline", objective=_REGRESSION + "tapered", options={"clip_pos": (1.0, 1.0), "clip_neg": (0.0, 1.0)},
+             aggregation="seq-mean-token-sum", off_policy_ok=True, source="TOPR (Le Roux et al. 2025)", note="stored and replayed rollouts welcome"),
+    RLPreset("offline_is", "reward_minus_baseline", objective=_REGRESSION + "tapered", options={"clip_pos": (0.0, 2.0), "clip_neg": (0.0, 2.0)},
+             aggregation="seq-mean-token-sum", off_policy_ok=True, source="OFFPOL-IS", note="truncated importance-weighted policy gradient"),
+    RLPreset("p3o", "reward_minus_baseline", objective=_REGRESSION + "pairwise_ppo", unit="pairs", options={"epsilon": 0.2, "form": "separate"},
+             kl_reward_coef=0.02, min_generations=2, source="P3O (Wu et al. 2023)"),
+    RLPreset("copg", "reward_minus_baseline", objective=_REGRESSION + "contrastive", unit="pairs", options={"beta": 0.1}, reads_reference=True,
+             off_policy_ok=True, min_generations=2, source="CoPG (Flet-Berliac et al. 2024)"),
+    RLPreset("mdpo", "group_mean", objective=_REGRESSION + "mirror_descent", options={"tau": 0.1}, off_policy_ok=True, on_policy_logps=True,
+             num_iterations=2, min_generations=2, source="mirror descent policy optimisation (Kimi k1.5)", note="the iterate is the policy that started the round"),
+    RLPreset("astar_po", "reward_minus_baseline", baseline="v_star", objective=_REGRESSION + "optimal_advantage", options={"beta": 1e-3},
+             reads_reference=True, source="A*-PO (Brantley et al. 2025)", note="one generation per prompt; V* from baseline_samples of the reference"),
+    RLPreset("oreo", "reward_to_go", objective=_REGRESSION + "soft_bellman", unit="tokens", options={"beta": 0.1}, reads_reference=True, needs_critic=True,
+             critic_target="soft_bellman", off_policy_ok=True, on_policy_logps=True, source="OREO (Wang et al. 2024)"),
+    RLPreset("sppo", "win_rate", objective=_REGRESSION + "win_rate_regression", options={"eta": 1e3}, min_generations=2,
+             source="SPPO (Wu et al. 2024)", note="win rates inside the group; learning rate 5e-7 in the paper"),
+    RLPreset("online_ipo", "reward_minus_baseline", objective=_REGRESSION + "on_policy_ipo", unit="pairs", options={"tau": 0.1}, reads_reference=True,
+             min_generations=2, source="online IPO (Calandriello et al. 2024)"),
+    RLPreset("nash_md", "win_rate", surrogate="logp", kl_reward_coef=0.1, aggregation="seq-mean-token-sum", min_generations=2,
+             source="Nash-MD-PG, Nash-EMA-PG (Munos et al. 2023)", note="kl_coef is tau; opponent=mixture, ema or self"),
 )
 RL_PRESETS: dict[str, RLPreset] = {row.name: row for row in _RL_ROWS}
 
@@ -85,38 +172,51 @@ def validate_rl(row: RLPreset, num_generations: int, *, updates_per_generation: 
     def refuse(text):
         raise ValueError(f"RL preset {row.name}: {text}")
 
-    if row.advantage not in ADVANTAGES:
-        refuse(f"advantage={row.advantage!r}; write one of {', '.join(ADVANTAGES)}")
-    if row.scale not in SCALES:
-        refuse(f"scale_rewards={row.scale!r}; write one of {', '.join(SCALES)}")
-    for name in ("epsilon", "kl_reward_coef", "kl_loss_coef"):
+    updates = updates_per_generation or row.num_iterations
+    for name, value, known in (("advantage", row.advantage, ADVANTAGES), ("scale_rewards", row.scale, SCALES), ("baseline", row.baseline, BASELINES),
+                               ("critic_target", row.critic_target, CRITIC_TARGETS)):
+        if value not in known:
+            refuse(f"{name}={value!r}; write one of {', '.join(known)}")
+    for name in ("epsilon", "kl_reward_coef", "kl_loss_coef", "ptx_coef"):
         if getattr(row, name) < 0:
             refuse(f"{name}={getattr(row, name)} is negative; write 0 to switch it off")
-    group = row.advantage in ("group_mean", "leave_one_out")
-    needed = max(row.min_generations, 2 if group else 1)
+    needed = max(row.min_generations, 2 if row.compares else 1)
     if num_generations < needed:
         refuse(f"num_generations={num_generations} gives no baseline inside the group; write num_generations >= {needed}")
     if row.epsilon_high is not None and row.epsilon_high < row.epsilon and row.surrogate == "clip":
         refuse(f"epsilon_high={row.epsilon_high} is below epsilon={row.epsilon}; write epsilon_high >= epsilon")
-    if row.kl_reward_coef > 0 and row.kl_loss_coef > 0 and not allow_double_kl:
-        refuse("KL is penalised in the reward and in the loss; set kl_reward_coef or kl_loss_coef to 0, or allow_double_kl=true")
+    if row.kl_reward_coef > 0 and row.kl_loss_coef > 0 and row.kl_target == "ref" and not allow_double_kl:
+        refuse("KL is penalised in the reward and in the loss; set kl_coef or beta to 0, or allow_double_kl=true")
     if row.kl_loss_coef > 0 and row.kl_loss_estimator == "k1" and not allow_biased_kl:
-        refuse("k1 in the loss has zero expected gradient and regularises nothing; write kl_loss_estimator=k3 or k2, or put the KL in the reward")
-    if row.advantage == "gae" and not row.needs_critic:
-        refuse("GAE needs a critic; write needs_critic=true or advantage=group_mean")
-    if row.surrogate in ("logp", "stopgrad_ratio") and (updates_per_generation or row.num_iterations) > 1:
-        refuse(f"surrogate={row.surrogate} is strictly on-policy; write num_iterations=1 and one optimizer step per rollout, or surrogate=clip")
-    if row.surrogate in ("logp", "stopgrad_ratio") and max_staleness > 0:
+        refuse("k1 in the loss has zero expected gradient and regularises nothing; write kl_estimator=k3 or k2, or put the KL in the reward")
+    if row.kl_direction == "forward" and row.kl_loss_coef > 0 and row.kl_loss_estimator != "full":
+        refuse("kl_direction=forward needs the whole distribution; write kl_estimator=full")
+    if row.objective and row.kl_loss_coef > 0 and row.unit == "pairs":
+        refuse("a loss on pairs has no token average to put a KL into; write beta=0 (kl_coef puts it into the reward)")
+    if row.kl_reward_coef > 0 and row.kl_reward_mode.startswith("token") and row.advantage not in ("reward_to_go", *VALUE_ADVANTAGES):
+        refuse(f"kl_reward_mode={row.kl_reward_mode} shapes token rewards, but advantage={row.advantage} reads one reward per completion; write kl_reward_mode=sequence_sum")
+    if row.kl_controller != "fixed" and not (row.target_kl and row.target_kl > 0):
+        refuse(f"kl_controller={row.kl_controller} needs target_kl > 0 (6.0 nats per sequence is a common start)")
+    if row.advantage in VALUE_ADVANTAGES and not row.needs_critic:
+        refuse("GAE needs a critic; write preset=ppo, or advantage=group_mean")
+    if row.strictly_on_policy and updates > 1:
+        what = "update=trust_region" if row.update == "trust_region" else f"surrogate={row.surrogate}"
+        refuse(f"{what} is strictly on-policy; write num_iterations=1 and one optimizer step per rollout, or surrogate=clip")
+    if row.strictly_on_policy and max_staleness > 0:
         refuse("on-policy surrogates accept no stale rollouts; write max_staleness=0 or surrogate=clip")
     if row.aggregation == "seq-mean-token-sum-norm" and loss_scale_factor is not None and loss_scale_factor <= 0:
         refuse("loss_scale_factor must be > 0; write the maximum completion length")
+    if row.truncation_policy == "bootstrap" and not row.needs_critic:
+        refuse("truncation_policy=bootstrap needs a critic's value of the cut state; write score, zero, penalty or mask")
     warnings = []
     if row.ratio_level != "token" and row.aggregation == "token-mean":
         warnings.append(f"{row.name}: a sequence ratio with token-mean weights sequences by their length; seq-mean-token-mean gives one term each")
     if row.num_iterations > 4:
         warnings.append(f"{row.name}: {row.num_iterations} epochs on one rollout; more than 4 is rarely stable")
-    if row.kl_reward_coef > 0 and row.scale != "none":
-        warnings.append(f"{row.name}: KL in the reward with std scaling does not give the reverse-KL gradient; use kl_loss_coef")
+    if row.surrogate == "none" and not row.kl_loss_coef and updates > 4:
+        warnings.append(f"{row.name}: {updates} updates per rollout without a clip; texts say fewer than five")
+    if row.kl_reward_coef > 0 and (row.scale != "none" or row.whiten):
+        warnings.append(f"{row.name}: KL in the reward with std scaling does not give the reverse-KL gradient; use beta")
     return warnings
 
 

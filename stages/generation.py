@@ -82,3 +82,53 @@ def gen_record(stage, config, renderer, seed: int, version: int = 0) -> dict:
     return {"model_id": stage.inputs["model"].ref, "checkpoint_id": stage.inputs["model"].digest, "policy_version": version,
             "template_id": renderer.template_hash, "engine": "built-in", "temperature": config.temperature, "top_p": config.top_p,
             "top_k": config.top_k, "max_tokens": config.max_completion_length, "rng_seed": seed}
+
+
+class MixtureSampler:
+    """Samples from the token-level geometric mixture pi^(1-c) ref^c, renormalised (NASH, IPO-MD); same interface as ``Sampler``.
+
+    Both models keep a KV cache per prompt group; a completion is a function of (weights, prompt, seed, params) as in ``Sampler``.
+    """
+
+    def __init__(self, policy, reference, tokenizer, coef: float):
+        self.policy, self.reference, self.tokenizer, self.coef = policy, reference, tokenizer, coef
+
+    def generate(self, prompts, params, seeds):
+        import torch
+
+        was_training = self.policy.training
+        self.policy.eval()
+        try:
+            with torch.inference_mode():
+                return [self._group(prompt, params, of_prompt) for prompt, of_prompt in zip(prompts, seeds)]
+        finally:
+            self.policy.train(was_training)
+
+    def _group(self, prompt, params, seeds):
+        import torch
+
+        from stages.sampler import Completion
+        from stages.sampling import sample_step, uniforms
+
+        device = next(self.policy.parameters()).device
+        models, caches = (self.policy, self.reference), [None, None]
+        tokens = torch.tensor([list(prompt)] * len(seeds), device=device)
+        u = torch.as_tensor(uniforms(seeds, params.max_new_tokens)).to(device)
+        ids, logps, done = [[] for _ in seeds], [[] for _ in seeds], [None] * len(seeds)
+        for t in range(params.max_new_tokens):
+            mixed = 0.0
+            for k, (model, share) in enumerate(zip(models, (1.0 - self.coef, self.coef))):
+                out = model(input_ids=tokens, past_key_values=caches[k], use_cache=True)
+                caches[k] = out.past_key_values
+                mixed = mixed + share * torch.log_softmax(out.logits[:, -1].float(), -1)
+            token, logp = sample_step(mixed, u[:, t], params)
+            for i in range(len(seeds)):
+                if done[i] is None:
+                    ids[i].append(int(token[i]))
+                    logps[i].append(float(logp[i]))
+                    done[i] = "eos" if ids[i][-1] in params.stop_ids else "length" if t + 1 == params.max_new_tokens else None
+            if all(done):
+                break
+            tokens = token[:, None]
+        texts = [self.tokenizer.decode([x for x in row if x not in params.stop_ids], skip_special_tokens=True) for row in ids]
+        return [Completion(i, p, reason, text) for i, p, reason, text in zip(ids, logps, done, texts)]

@@ -1,13 +1,14 @@
 """rl: policy-gradient fine-tuning with rewards from verifiers, reward models or mixtures.
 
-An algorithm is a row of ``stages.algorithms.RL_PRESETS`` (``reinforce``, ``rloo``, ``grpo``, ``dr_grpo``, ...): advantage, scaling,
-ratio and surrogate, KL in reward or loss, aggregation. Every field left empty below takes the preset's value; the resolved
-row is printed at the start.
+An algorithm is a row of ``stages.algorithms.RL_PRESETS`` (``ppo``, ``grpo``, ``dapo``, ``rloo``, ``topr``, ...): advantage, scaling,
+ratio and surrogate, KL in reward or loss, aggregation, critic, epochs. Every field left empty below takes the preset's value;
+the resolved row is printed at the start.
 
-One iteration (``rl.md`` section 1.4): choose prompts, sample G completions each, score, take the KL off the reward if asked,
-form advantages, then ``num_iterations`` passes over the batch in ``num_minibatches`` optimizer steps. Rollouts are a
-``rollouts/1`` dataset with every token, mask, log-prob, reward component and advantage. Groups without signal are counted
-but never forwarded. Killed at any instant, the next run samples and computes the same bytes.
+One iteration (``rl.md`` section 1.4), in three files: :mod:`stages.rollouts` chooses prompts, samples G completions each, scores
+and filters them; :mod:`stages.credit` turns rewards into an advantage per token; :mod:`stages.policy_update` is the loss of the
+``num_iterations`` x ``num_minibatches`` optimizer steps, :mod:`stages.critics` the value function beside it. Rollouts are a
+``rollouts/1`` dataset with every token, mask, log-prob, reward component, value and advantage, so each update can be computed
+again. Groups without signal are counted but never forwarded. Killed at any instant, the next run computes the same bytes.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ from stages.rewards import RewardComponent
 from stages.settings import OptimizerConfig, SamplingConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
+Preset = Literal["reinforce", "remax", "reinforce_pp", "rloo", "grpo", "grpo_process", "dr_grpo", "dapo", "grpo_plus", "gspo", "cispo", "grape",
+                 "grape_alt", "ppo", "ppo_outcome", "ppo_ptx", "ppo_penalty_adaptive", "ppo_clip_kl", "a2c", "vapo", "trpo_penalty", "trpo", "topr",
+                 "offline_is", "p3o", "copg", "mdpo", "astar_po", "oreo", "sppo", "online_ipo", "nash_md"]
+
 
 class Config(OptimizerConfig, SamplingConfig):
-    preset: Literal["reinforce", "rloo", "grpo", "dr_grpo", "gspo", "cispo"] = Field("grpo", description="Algorithm (rl.md 1.5).")
+    preset: Preset = Field("grpo", description="Algorithm (rl.md 1.5).")
     rewards: list[RewardComponent] = Field(default_factory=lambda: [RewardComponent(name="verifier", kind="verifier")],
                                            description="Named, weighted reward components.")
     learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate, full parameters (texts 1e-6 to 1e-5).")
@@ -33,297 +38,180 @@ class Config(OptimizerConfig, SamplingConfig):
     num_generations: int = Field(8, ge=1, description="Completions per prompt, G (TRL 8; DeepSeekMath 64).")
     num_iterations: int | None = Field(None, ge=1, title="Num iterations", description="Passes over each rollout batch (mu).")
     num_minibatches: int = Field(1, ge=1, description="Optimizer steps per pass over a rollout batch, cut by prompt.")
-    beta: float | None = Field(None, ge=0, title="Beta", description="KL-in-loss coefficient; 0 loads no reference.")
-    kl_estimator: Literal["k2", "k3"] | None = Field(None, title="KL estimator", description="Estimator of the KL in the loss.")
-    kl_is_weighted: bool = Field(False, description="Multiply the KL in the loss by pi/pi_old: reverse-KL gradient for k3 (KL-LOSS).")
-    kl_coef: float | None = Field(None, ge=0, title="KL coefficient", description="KL-in-reward coefficient (sequence sum of k1).")
+    early_stop_kl: float | None = Field(None, gt=0, title="Early-stop KL", description="Sample again once KL(old||new) of the next minibatch passes 1.5 times this (nats per token).")
+
+    # Axes of the preset; empty = the preset's.
+    advantage: Literal["reward_minus_baseline", "group_mean", "leave_one_out", "process", "win_rate", "reward_to_go", "gae", "reward_minus_value"] | None = Field(
+        None, title="Advantage", description="Advantage estimator.")
+    baseline: Literal["none", "constant", "moving_average", "batch_mean", "greedy", "table", "v_star"] | None = Field(
+        None, title="Baseline", description="Baseline of reward_minus_baseline (BASELINE).")
+    scale_rewards: Literal["none", "group", "batch", "batch_centered"] | None = Field(None, title="Scale rewards", description="Std division of group advantages.")
+    whiten: bool | None = Field(None, title="Whiten", description="Whiten advantages over the rollout batch's trained tokens (NORM).")
+    advantage_clip: float | None = Field(None, gt=0, title="Advantage clip", description="Clip advantages to +- this, after whitening.")
+    gamma: float | None = Field(None, ge=0, le=1, title="Gamma", description="Discount (LLM 1).")
+    lam: float | None = Field(None, ge=0, le=1, title="Lambda", description="GAE lambda (.9 to .97).")
+    surrogate: Literal["clip", "none", "logp", "stopgrad_ratio", "cispo"] | None = Field(None, title="Surrogate", description="Policy loss per token.")
+    ratio_level: Literal["token", "sequence", "sequence_mean"] | None = Field(None, title="Ratio level", description="Ratio per token, product or geometric mean per sequence.")
     epsilon: float | None = Field(None, gt=0, title="Epsilon", description="Lower clip range.")
     epsilon_high: float | None = Field(None, gt=0, title="Epsilon high", description="Upper clip range (DAPO .28).")
-    scale_rewards: Literal["none", "group", "batch", "batch_centered"] | None = Field(None, title="Scale rewards", description="Std division of group advantages.")
+    clip_ratio_c: float | None = Field(None, gt=1, title="Dual clip", description="Bound of the ratio where the advantage is negative (3.0 if on).")
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = Field(
         None, title="Loss aggregation", description="Aggregation over the whole optimizer step (AGG).")
     loss_scale_factor: float | None = Field(None, gt=0, title="Loss scale factor", description="Constant of seq-mean-token-sum-norm; default max_completion_length.")
+    token_norm_scope: Literal["batch", "group"] = Field("batch", description="token-mean over the step's tokens, or per prompt group and then over groups.")
+    options: dict[str, float] = Field(default_factory=dict, description="Constants of a preset's own loss: tau (mdpo, online_ipo), beta (copg, astar_po, oreo), eta (sppo), epsilon (p3o).")
+
+    # KL and entropy.
+    beta: float | None = Field(None, ge=0, title="Beta", description="KL-in-loss coefficient; 0 loads no reference.")
+    kl_estimator: Literal["k2", "k3", "full"] | None = Field(None, title="KL estimator", description="KL in the loss: an estimator, or exact over the vocabulary.")
+    kl_direction: Literal["reverse", "forward"] | None = Field(None, title="KL direction", description="Of kl_estimator=full: KL(pi||target) or KL(target||pi).")
+    kl_target: Literal["ref", "old"] | None = Field(None, title="KL target", description="KL in the loss to the reference, or to the policy that sampled.")
+    kl_is_weighted: bool = Field(False, description="Multiply the KL in the loss by pi/pi_old: reverse-KL gradient for k3 (KL-LOSS).")
+    kl_coef: float | None = Field(None, ge=0, title="KL coefficient", description="KL-in-reward coefficient.")
+    kl_reward_mode: Literal["token_terminal", "token_broadcast", "sequence_sum", "sequence_mean"] | None = Field(
+        None, title="KL reward mode", description="How the KL enters the reward (KL-REWARD).")
+    kl_reward_estimator: Literal["k1", "k2", "k3"] = Field("k1", description="Estimator of the KL in the reward; only k1 gives the reverse-KL gradient.")
+    kl_controller: Literal["fixed", "adaptive_ppo", "adaptive_ziegler"] | None = Field(None, title="KL controller", description="Rule that moves the KL coefficient.")
+    target_kl: float | None = Field(None, gt=0, title="Target KL", description="Controller's target: nats per sequence to the reference, per token to the old policy.")
+    allow_double_kl: bool = Field(False, description="Allow a KL in the reward and in the loss at once.")
+    ref_mode: Literal["frozen", "ema", "refresh", "previous"] = Field(
+        "frozen", description="Reference: frozen; moving average of the policy; mixed with it every ref_sync_steps; the policy that started the iteration.")
+    ref_sync_steps: int = Field(512, ge=1, description="Optimizer steps between refreshes (TR-DPO 512).")
+    ref_sync_alpha: float = Field(0.6, gt=0, le=1, description="Policy's share at a refresh (TR-DPO 0.6; 1 = copy, iterative GRPO).")
+    ref_decay: float = Field(0.995, ge=0, lt=1, description="Share of the old reference kept at every step (ref_mode=ema).")
     entropy_coef: float = Field(0.0, ge=0, description="Entropy bonus (texts 0.01, off).")
     log_entropy: bool = Field(True, description="Log the policy's exact entropy (free when entropy_coef > 0).")
-    truncation_policy: Literal["score", "zero", "penalty", "mask"] = Field("score", description="What a completion without end token earns (TERM).")
-    missing_eos_penalty: float = Field(1.0, ge=0, description="Reward of a cut completion is minus this (truncation_policy=penalty).")
+
+    # Critic.
+    critic_mode: Literal["separate", "shared"] = Field("separate", description="Own network and optimizer, or a head on the policy's trunk.")
+    critic_init: Literal["auto", "reward_model", "policy"] = Field("auto", description="Separate critic starts from the reward model where one is given, else from the policy.")
+    critic_learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate of the separate critic (InstructGPT 9e-6).")
+    critic_target: Literal["lambda_return", "mc_return", "td0", "terminal", "bandit", "kl_adjusted_outcome"] | None = Field(
+        None, title="Critic target", description="What the critic regresses on (CRITIC-LOSS); bandit: one value per prompt.")
+    critic_warmup_steps: int | None = Field(None, ge=0, title="Critic warm-up steps", description="Critic steps on rollouts of the starting policy before it moves.")
+    vf_coef: float = Field(0.5, ge=0, description="Weight of the value loss (shared trunk only).")
+    cliprange_value: float | None = Field(None, gt=0, title="Value clip range", description="Value clipping (0.2 if on).")
+    value_loss_half: bool = Field(False, description="Half the squared error (TRL, verl).")
+
+    # Rewards, lengths, filters.
+    truncation_policy: Literal["score", "bootstrap", "zero", "penalty", "mask"] | None = Field(
+        None, title="Truncation policy", description="What a completion without end token earns (TERM); bootstrap needs a critic.")
+    missing_eos_penalty: float = Field(1.0, ge=0, description="Penalty of a cut completion (truncation_policy=penalty).")
+    missing_eos_mode: Literal["replace", "subtract"] = Field("replace", description="The penalty replaces the reward, or lowers it.")
+    truncated_in_stats: bool = Field(True, description="Rewards of masked completions stay in the group's mean and std (OVERLONG).")
+    soft_punish_cache: int | None = Field(None, ge=0, title="Soft punish cache", description="The last so many tokens before max_completion_length cost up to 1 (OVERLONG); 0 = off.")
+    context_schedule: list[tuple[int, int]] = Field(default_factory=list, description="max_completion_length by optimizer step, as [[0, 16384], [180, 32768]].")
+    dynamic_sampling: bool | None = Field(None, title="Dynamic sampling", description="Drop groups without signal and sample until the batch is full (DYN-SAMPLING).")
+    filter_groups_metric: Literal["acc", "reward_std"] = Field("acc", description="Signal: some but not all correct, or rewards that differ.")
+    gen_batch_size: int | None = Field(None, ge=1, title="Generation batch", description="Prompts per refill round; default prompts_per_step.")
+    max_num_gen_batches: int = Field(10, ge=1, description="Refill rounds before the stage fails.")
+    zero_advantage: Literal["keep", "mask"] = Field("keep", description="Groups without signal count in the denominators, or leave the step.")
+    reward_override: Literal["none", "random", "inverted"] = Field("none", description="Control experiments: random or inverted rewards.")
+    step_separator: str = Field("\n\n", description="End of a reasoning step (advantage=process).")
+    baseline_value: float = Field(0.0, description="baseline=constant.")
     baseline_decay: float = Field(0.9, ge=0, lt=1, description="Moving-average baseline of reinforce.")
+    baseline_samples: int = Field(8, ge=1, description="Completions of the starting policy per prompt behind baseline=table and v_star (A*-PO 8).")
+    v_star_beta: float = Field(0.5, gt=0, description="Temperature of V* = beta log mean exp(r/beta) (A*-PO 0.5).")
+
+    # Off-policy data, opponents, pretraining mix, trust region, prompt order.
+    importance_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
+        "none", description="Weights for the sampler's log-probs against the trainer's (TIS).")
+    importance_clip_max: float = Field(2.0, gt=0, description="Largest importance weight (TIS).")
+    replay_window: int = Field(3, ge=1, description="Iterations, the current one included, whose rollouts may be replayed.")
+    replay_fraction: float = Field(0.0, ge=0, lt=1, description="Share of each batch that is replayed (0.25 if on); off-policy presets only.")
+    max_staleness: int = Field(0, ge=0, description="Optimizer steps a rollout may lag behind; older ones are dropped. 0 = no limit for off-policy presets.")
+    opponent: Literal["self", "ema", "mixture"] = Field(
+        "self", description="advantage=win_rate: compare with the group, with samples of the policy's moving average, or of policy x reference.")
+    opponent_decay: float = Field(0.99, ge=0, lt=1, description="Decay of opponent=ema.")
+    mixture_coef: float = Field(0.25, ge=0, le=1, description="Weight of the reference in opponent=mixture (TRL 0.5).")
+    ptx_coef: float | None = Field(None, ge=0, title="PTX coefficient", description="Weight of the pretraining loss (InstructGPT 27.8); needs the input ptx.")
+    ptx_batch_ratio: float = Field(1.0, gt=0, description="Pretraining rows per RL completion in a step (InstructGPT 8).")
+    ptx_agg: Literal["token-mean", "seq-mean-token-sum"] = Field("token-mean", description="Normaliser of the pretraining loss.")
+    ptx_max_length: int = Field(512, ge=2, description="Tokens per pretraining row.")
+    max_kl: float = Field(0.01, gt=0, description="update=trust_region: mean KL(old||new) per step (TRPO).")
+    cg_iters: int = Field(10, ge=1, description="Conjugate-gradient steps (TRPO).")
+    cg_damping: float = Field(0.1, ge=0, description="Damping of the Fisher matrix (TRPO).")
+    backtrack_coeff: float = Field(0.8, gt=0, lt=1, description="Step shrink of the line search (TRPO).")
+    backtrack_iters: int = Field(10, ge=1, description="Line-search tries (TRPO).")
+    trust_region_max_parameters: int = Field(50_000_000, ge=1, description="Larger models are refused: TRPO needs second derivatives.")
+    curriculum: Literal["none", "easy_to_hard", "cosine", "gaussian", "rerank"] = Field(
+        "none", description="Prompt order: shuffled; by the rows' difficulty (extra_json.difficulty) sorted or drawn by E2H; or by what the last group could teach.")
+    curriculum_beta: float = Field(1.0, gt=0, description="Speed of curriculum=gaussian.")
+    curriculum_sigma: float = Field(0.75, gt=0, description="Width of curriculum=gaussian, in levels.")
+
     split: str = Field("train", description="Prompt split to train on.")
     max_prompt_length: int = Field(1024, ge=1, description="Prompt tokens at most; longer prompts are left out and counted.")
     eval_every: int = Field(0, ge=0, description="Optimizer steps between passes over validation prompts; 0 = only at start and end.")
     eval_prompts: int = Field(0, ge=0, description="Validation prompts sampled once each; 0 = no validation in this stage.")
+
+    @property
+    def longest_completion(self) -> int:
+        """max_completion_length over the whole run: the constant of seq-mean-token-sum-norm must not move."""
+        return max([self.max_completion_length, *(length for _, length in self.context_schedule)])
 
 
 SPEC = StageSpec(
     name="rl", config=Config, gpu=True,
     inputs={"model": InputSpec("model", doc="Policy to start from."),
             "data": InputSpec("dataset", kinds=("prompts/1",), doc="Prompts, with answers for verifiers."),
-            "reward_model": InputSpec("model", required=False, doc="Scorer of components with kind=model."),
-            "reference": InputSpec("model", required=False, doc="KL reference; default: the starting policy.")},
-    outputs={"model": OutputSpec("model", role="policy"), "rollouts": OutputSpec("dataset")})
+            "reward_model": InputSpec("model", required=False, doc="Scorer of components with kind=model; the critic's start."),
+            "reference": InputSpec("model", required=False, doc="KL reference; default: the starting policy."),
+            "critic": InputSpec("model", required=False, doc="Value model to start the critic from, instead of the reward model."),
+            "ptx": InputSpec("dataset", kinds=("text/1", "demonstrations/1"), required=False, doc="Pretraining text mixed in (ptx_coef)."),
+            "baselines": InputSpec("dataset", kinds=("baselines/1",), required=False, doc="Baseline per prompt (baseline=table, v_star); default: sampled first."),
+            "stored": InputSpec("dataset", kinds=("rollouts/1",), required=False, doc="Train on these rollouts instead of sampling (off-policy presets).")},
+    outputs={"model": OutputSpec("model", role="policy"), "rollouts": OutputSpec("dataset"),
+             "prompt_stats": OutputSpec("dataset", required=False, doc="prompt_stats/1: every group of every iteration, kept or dropped and why."),
+             "critic": OutputSpec("model", role="value", required=False, doc="The separate critic after training."),
+             "baselines": OutputSpec("dataset", required=False, doc="baselines/1 as sampled before training.")})
 
 
 def resolve_preset(config: Config):
     """The preset row with the config's overrides applied and checked; (row, warnings)."""
     from stages.algorithms import rl_preset, validate_rl
 
+    start = rl_preset(config.preset)
     changes = {"kl_loss_coef": config.beta, "kl_loss_estimator": config.kl_estimator, "kl_reward_coef": config.kl_coef,
-               "epsilon": config.epsilon, "epsilon_high": config.epsilon_high, "scale": config.scale_rewards,
-               "aggregation": config.loss_agg_mode, "num_iterations": config.num_iterations}
+               "scale": config.scale_rewards, "aggregation": config.loss_agg_mode}
+    changes |= {name: getattr(config, name) for name in (
+        "advantage", "baseline", "whiten", "gamma", "lam", "surrogate", "ratio_level", "epsilon", "epsilon_high", "clip_ratio_c", "num_iterations",
+        "kl_reward_mode", "kl_direction", "kl_target", "kl_controller", "target_kl", "critic_target", "critic_warmup_steps", "truncation_policy",
+        "dynamic_sampling", "ptx_coef")}
+    if config.options:
+        unknown = set(config.options) - set(start.options)
+        if unknown:
+            raise ValueError(f"options {', '.join(sorted(unknown))}: preset {config.preset} has {', '.join(start.options) or 'none'}; remove them.")
+        changes["options"] = {**start.options, **config.options}
     row = rl_preset(config.preset, **{k: v for k, v in changes.items() if v is not None})
-    warnings = validate_rl(row, config.num_generations, updates_per_generation=row.num_iterations * config.num_minibatches,
-                           loss_scale_factor=config.loss_scale_factor)
+    updates = row.num_iterations * config.num_minibatches
+    warnings = validate_rl(row, config.num_generations, updates_per_generation=updates, max_staleness=config.max_staleness,
+                           allow_double_kl=config.allow_double_kl, loss_scale_factor=config.loss_scale_factor)
     if config.num_minibatches > config.prompts_per_step:
         raise ValueError(f"num_minibatches={config.num_minibatches} cuts {config.prompts_per_step} prompts into empty steps; write "
                          f"num_minibatches <= prompts_per_step.")
     if config.temperature == 0:
         raise ValueError("temperature=0 samples G equal completions, so no group carries a signal; write temperature=1.0.")
+    if config.replay_fraction and not row.off_policy_ok:
+        raise ValueError(f"replay_fraction={config.replay_fraction} gives rollouts of older policies to {config.preset}, which is on-policy; write "
+                         "replay_fraction=0, or preset=topr, offline_is, copg, mdpo or oreo.")
+    if config.reward_override != "none":
+        warnings.append(f"reward_override={config.reward_override}: a control experiment, the rewards are not those of the task")
+    if config.kl_reward_estimator != "k1" and row.kl_reward_coef:
+        warnings.append(f"kl_reward_estimator={config.kl_reward_estimator} in the reward gives a biased gradient; k1 gives the reverse-KL gradient")
     return row, warnings
-
-
-class PolicyGradient:
-    """Objective over prompt groups: surrogate, KL in the loss, entropy bonus; all aggregated over the whole step."""
-
-    def __init__(self, row, config: Config):
-        from stages.losses import denominator_of
-
-        self.row, self.config, self.count = row, config, denominator_of(row.aggregation)
-        self.scale = config.loss_scale_factor or config.max_completion_length
-
-    def counts(self, items):
-        return {"tokens": float(sum(i.n_targets for i in items)),
-                "sequences": float(sum(bool(m.any()) for i in items for m in i.masks)),
-                "forwarded": float(sum(i.n_targets for i in items if not i.extra.get("skip_forward")))}
-
-    def __call__(self, model, batch):
-        import torch
-
-        from stages.losses import aggregate, kl_estimate, policy_loss
-        from stages.modeling import target_logps
-        from stages.training import Sums
-
-        row, config = self.row, self.config
-        want_entropy = config.log_entropy or config.entropy_coef > 0
-        logps, entropy = target_logps(model, batch, config.temperature, want_entropy)
-        logps_SL = batch.padded(logps)
-        old_SL = batch.pad_lists([o for i in batch.items for o in i.extra["old_logps"]])
-        advantages = torch.tensor([a for i in batch.items for a in i.extra["advantages"]], dtype=torch.float32, device=logps.device)
-
-        def agg(values_SL):
-            return aggregate(values_SL, batch.mask_SL, row.aggregation, self.scale)[0]
-
-        losses, sums = policy_loss(logps_SL, old_SL, advantages, batch.mask_SL, epsilon=row.epsilon, epsilon_high=row.epsilon_high,
-                                   ratio_level=row.ratio_level, surrogate=row.surrogate)
-        terms = {"policy": (agg(losses), self.count)}
-        metrics = {f"policy/{k}": (v.float(), "forwarded") for k, v in sums.items() if k != "tokens"}
-        if row.needs_reference:
-            ref_SL = batch.pad_lists([r for i in batch.items for r in i.extra["ref_logps"]])
-            if row.kl_loss_coef:
-                kl_SL = kl_estimate(logps_SL, ref_SL, row.kl_loss_estimator, batch.mask_SL, old_SL if config.kl_is_weighted else None)
-                terms["kl"] = (row.kl_loss_coef * agg(kl_SL), self.count)
-            metrics["kl/reference"] = (kl_estimate(logps_SL.detach(), ref_SL, "k3", batch.mask_SL).sum(), "forwarded")
-        if want_entropy:
-            metrics["entropy"] = (entropy.detach().sum(), "forwarded")
-            if config.entropy_coef:
-                terms["entropy_bonus"] = (-config.entropy_coef * agg(batch.padded(entropy)), self.count)
-        return Sums(terms, metrics)
-
-
-class Rollouts:
-    """Source of training items: samples, scores and shapes a rollout batch whenever the last one is used up."""
-
-    def __init__(self, stage, row, renderer, model, rewards, prompts, reference):
-        from stages.estimators import MovingAverageBaseline
-        from stages.generation import sampling_params
-        from stages.sampler import Sampler
-
-        self.stage, self.row, self.config, self.renderer = stage, row, stage.config, renderer
-        self.model, self.rewards, self.prompts, self.reference = model, rewards, prompts, reference
-        self.sampler = Sampler(model, renderer.tokenizer, max_batch=self.config.generation_batch)
-        self.params = sampling_params(self.config, renderer)
-        self.baseline = MovingAverageBaseline(self.config.baseline_decay)
-        self.writer = stage.writer("rollouts", "rollouts/1")
-        self.steps_per_batch = row.num_iterations * self.config.num_minibatches
-        self.total_steps = self.config.max_steps
-        self.iteration, self.batch, self.metrics, self.step_tokens = -1, [], {}, 0
-        self.exact_logps = self.config.top_p == 1.0 and self.config.top_k == 0 and self.config.min_p == 0.0
-
-    # -- Source protocol ------------------------------------------------------------------------------------------
-    def items(self, step: int):
-        iteration, inner = divmod(step, self.steps_per_batch)
-        self.step_tokens = 0
-        if iteration != self.iteration:
-            self.batch, self.metrics = self._collect(iteration)
-            self.iteration = iteration
-        epoch, minibatch = divmod(inner, self.config.num_minibatches)
-        if self.config.num_minibatches == 1:
-            return self.batch
-        order = self.stage.rng("minibatches", iteration, epoch).permutation(len(self.batch))
-        return [self.batch[i] for i in order[minibatch::self.config.num_minibatches]]
-
-    def after_step(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        first = (step - 1) % self.steps_per_batch == 0
-        ratio = metrics.get("policy/ratio", 0.0)  # 0 when no token was trained
-        if first and ratio and self.row.surrogate == "clip" and self.config.compute_dtype == "float32" and abs(ratio - 1.0) > 1e-3:
-            from stages.training import TrainingError
-
-            raise TrainingError(f"The policy ratio must be 1 on the first minibatch of a rollout, but its mean is {ratio:.6f}: sampler and "
-                                "trainer disagree about the log-probabilities. Report this with the model's architecture.")
-        return self.metrics if first else {}
-
-    def state(self):
-        import json
-
-        in_hand = [
-            {"row_id": i.row_id, "prompt": i.prompt.tolist(), "responses": [r.tolist() for r in i.responses],
-             "masks": [m.tolist() for m in i.masks], "extra": i.extra} for i in self.batch]
-        return ({"iteration": self.iteration, "baseline": self.baseline.state_dict(), "metrics": self.metrics},
-                {"rollouts.json": json.dumps(in_hand).encode()})
-
-    def restore(self, state, read):
-        import json
-
-        from stages.batching import make_item
-
-        self.iteration, self.metrics = state["iteration"], state["metrics"]
-        self.baseline.load_state_dict(state["baseline"])
-        self.batch = [make_item(r["row_id"], r["prompt"], r["responses"], r["masks"], **r["extra"]) for r in json.loads(read("rollouts.json"))]
-
-    # -- one rollout batch ------------------------------------------------------------------------------------------
-    def _chosen_prompts(self, iteration: int):
-        n, start = len(self.prompts), iteration * self.config.prompts_per_step
-        out = []
-        for k in range(start, start + self.config.prompts_per_step):
-            epoch, index = divmod(k, n)
-            out.append(self.prompts[self._permutation(epoch)[index]])
-        return out
-
-    def _permutation(self, epoch: int):
-        if getattr(self, "_order", (None,))[0] != epoch:
-            self._order = (epoch, self.stage.rng("prompts", epoch).permutation(len(self.prompts)))
-        return self._order[1]
-
-    def _collect(self, iteration: int):
-        """Generate, score, shape: the training items of one iteration and its metrics."""
-        import numpy as np
-
-        from stages.batching import make_item
-        from stages.estimators import apply_truncation, group_advantage, shape_rewards
-        from stages.generation import sample_groups, score
-
-        config, row = self.config, self.row
-        chosen = self._chosen_prompts(iteration)
-        seeds = [[self.stage.seed_for("rollout", iteration, k, prompt["row_id"], g) for g in range(config.num_generations)]
-                 for k, (prompt, _) in enumerate(chosen)]
-        groups = sample_groups(self.sampler, chosen, self.params, seeds)
-        samples = [s for group in groups for s in group]
-        score(self.rewards, samples)
-        self.step_tokens = sum(len(s.ids) for s in samples)
-        group_of = np.repeat(np.arange(len(groups)), config.num_generations)
-        scores = np.array([s.total for s in samples])
-        rewards, _, kept = apply_truncation(scores, [s.terminated for s in samples], config.truncation_policy, config.missing_eos_penalty)
-        rewards = np.where(np.isnan(scores), np.nan, rewards)
-        items = [make_item(prompt["row_id"], ids, [s.ids for s in group], [[1] * len(s.ids) for s in group])
-                 for (prompt, ids), group in zip(chosen, groups)]
-        old = [s.logps for s in samples] if self.exact_logps else self._logps(self.model, items)
-        ref = self._logps(self.reference, items) if row.needs_reference else None
-        metrics = rollout_metrics(samples, rewards, group_of)
-        shaped = rewards
-        if ref is not None:
-            kl = [np.asarray(o) - np.asarray(r) for o, r in zip(old, ref)]
-            metrics["kl/sequence_sum"] = float(np.mean([k.sum() for k in kl]))
-            if row.kl_reward_coef:
-                width = max(map(len, kl))
-                padded = np.stack([np.pad(k, (0, width - len(k))) for k in kl])
-                mask = np.stack([np.arange(width) < len(k) for k in kl])
-                shaped = shape_rewards(rewards, padded, mask, row.kl_reward_coef, row.kl_reward_mode)
-                metrics["reward/shaped"] = float(np.nanmean(shaped))
-        valid = np.isfinite(shaped) & kept
-        advantages, informative = group_advantage(shaped, group_of, row.group_mode, row.std_ddof, row.std_eps, valid)
-        if row.baseline == "moving_average":
-            advantages = np.where(valid, advantages - self.baseline.use(shaped[valid]), 0.0)
-        metrics["advantage/std"] = float(advantages.std())
-        metrics["groups/informative_fraction"] = float(np.mean([informative[group_of == g].any() for g in range(len(groups))]))
-        final = []
-        for g, item in enumerate(items):
-            rows = np.flatnonzero(group_of == g)
-            masks = [np.ones(len(samples[i].ids), int) * bool(valid[i]) for i in rows]
-            dead = not advantages[rows].any() and not row.kl_loss_coef and not config.entropy_coef
-            extra = {"advantages": advantages[rows].tolist(), "old_logps": [list(map(float, old[i])) for i in rows], "skip_forward": bool(dead)}
-            if ref is not None:
-                extra["ref_logps"] = [list(map(float, ref[i])) for i in rows]
-            final.append(make_item(item.row_id, item.prompt, item.responses, masks, **extra))
-        self._write(iteration, samples, rewards, advantages, old, ref, valid)
-        return final, metrics
-
-    def _logps(self, model, items) -> list[list[float]]:
-        """Log-probs of every response token under ``model`` at the sampling temperature, in sample order."""
-        from stages.batching import per_response
-        from stages.modeling import target_logps
-
-        def compute(batch):
-            padded = batch.padded(target_logps(model, batch, self.config.temperature)[0]).cpu().numpy()
-            lengths = [len(response) for item in batch.items for response in item.responses]
-            return [row[:length].tolist() for row, length in zip(padded, lengths)]
-
-        found = per_response(items, self.config.max_tokens_per_micro_batch, self.stage.device, compute)
-        return [row for rows in found for row in rows]
-
-    def _write(self, iteration, samples, rewards, advantages, old, ref, valid) -> None:
-        import numpy as np
-
-        from storage.schema import complete_row
-
-        weights = {c.name: c.weight for c in self.config.rewards}
-        rows = []
-        for i, s in enumerate(samples):
-            n = len(s.ids)
-            scored = bool(np.isfinite(rewards[i]))
-            rows.append(complete_row("rollouts/1", {
-                "prompt_id": s.prompt["prompt_id"], "group_id": s.prompt["group_id"], "iteration": iteration,
-                "policy_version": iteration * self.steps_per_batch, "sample_idx": i, "prompt_ids": s.prompt_ids, "completion_ids": s.ids,
-                "loss_mask": [int(valid[i])] * n, "logp_old": [float(v) for v in old[i]],
-                "logp_ref": None if ref is None else [float(v) for v in ref[i]], "advantages": [float(advantages[i])] * n,
-                "reward": float(rewards[i]) if scored else 0.0, "reward_tier": None if scored else "unscorable",
-                "reward_components": [{"name": k, "value": v, "weight": weights.get(k, 1.0)} for k, v in s.parts.items()],
-                "is_correct": s.correct, "truncated": not s.terminated, "terminated": s.terminated, "length": n},
-                dataset="rollouts", source=s.prompt["dataset"], origin="ai", split="train"))
-        self.writer.write(rows)
-        self.writer.flush()
-
-
-def rollout_metrics(samples, rewards, group_of) -> dict[str, float]:
-    """What people who debug RL look at: rewards by component, lengths, truncation, groups without signal."""
-    import numpy as np
-
-    lengths = np.array([len(s.ids) for s in samples], float)
-    ended = np.array([s.terminated for s in samples])
-    ok = np.isfinite(rewards)
-    out = {"completions/mean_length": float(lengths.mean()), "completions/clipped_ratio": float((~ended).mean()),
-           "reward/unscorable_fraction": float((~ok).mean())}
-    if ended.any():
-        out["completions/mean_terminated_length"] = float(lengths[ended].mean())
-    if ok.any():
-        stds = [np.std(rewards[(group_of == g) & ok]) for g in np.unique(group_of) if ((group_of == g) & ok).any()]
-        out |= {"reward/mean": float(rewards[ok].mean()), "reward/group_std": float(np.mean(stds)),
-                "reward/frac_zero_std": float(np.mean([s == 0 for s in stds]))}
-    for name in samples[0].parts:
-        values = [s.parts[name] for s in samples if s.parts[name] is not None]
-        if values:
-            out[f"reward/{name}"] = float(np.mean(values))
-    verdicts = [s.correct for s in samples if s.correct is not None]
-    if verdicts:
-        out["train/correct"] = float(np.mean(verdicts))
-    return out
 
 
 def run(stage):
     from stages.chat import renderer_for
+    from stages.critics import Critic
     from stages.curves import training_report
     from stages.generation import prompt_rows
     from stages.modeling import freeze, load_policy, policy_to_train, save_policy
+    from stages.policy_update import PolicyGradient
     from stages.rewards import build_rewards
+    from stages.rollouts import Rollouts, held_out_metrics
     from stages.training import Trainer, fit
+    from stages.trust_region import TrustRegionTrainer
 
     config = stage.config
     row, warnings = resolve_preset(config)
@@ -336,15 +224,36 @@ def run(stage):
     if config.eval_prompts:
         held_out = prompt_rows(stage, stage.dataset("data"), "validation", renderer, config.max_prompt_length, config.eval_prompts)
     rewards = build_rewards(config.rewards, stage.inputs, renderer=renderer, device=stage.device)
+    if config.lora_rank:
+        _full_weights_only(config, row)
     model = policy_to_train(stage)
-    reference = None
-    if row.needs_reference:
-        reference = freeze(load_policy(stage.path("reference" if stage.has("reference") else "model"), stage.device))
-    source = Rollouts(stage, row, renderer, model, rewards, prompts, reference)
-    trainer = Trainer(model, PolicyGradient(row, config), config, source.total_steps, stage.device)
+
+    def another(path: str):
+        return freeze(load_policy(path, stage.device))
+
+    reference = old = critic = None
+    if row.needs_reference or config.opponent == "mixture":
+        if stage.has("reference"):
+            _same_vocabulary(renderer, stage.path("reference"), "reference")
+        reference = another(stage.path("reference" if stage.has("reference") else "model"))
+    if row.kl_loss_coef and row.kl_target == "old" and row.kl_loss_estimator == "full":
+        old = another(stage.path("model"))
+    if row.needs_critic:
+        start = "critic" if stage.has("critic") else "reward_model" if stage.has("reward_model") and config.critic_init != "policy" else "model"
+        if start == "model" and config.critic_init == "reward_model":
+            raise ValueError("critic_init=reward_model needs the input reward_model; give reward_model=MODEL_REF, or write critic_init=policy.")
+        if start != "model":
+            _same_vocabulary(renderer, stage.path(start), start)
+        critic = Critic(stage, row, stage.path(start), start != "model", model)
+    source = Rollouts(stage, row, renderer, model, rewards, prompts, reference=reference, old=old, critic=critic)
+    objective = PolicyGradient(row, config, source.kl_loss_coef, old if row.kl_target == "old" else reference,
+                               critic.head if critic is not None and config.critic_mode == "shared" else None)
+    trainer = (TrustRegionTrainer if row.update == "trust_region" else Trainer)(model, objective, config, source.total_steps, stage.device)
     evaluate = (lambda: held_out_metrics(stage, source, rewards, held_out)) if held_out else None
     fit(stage, trainer, source, evaluate=evaluate, eval_every=config.eval_every)
-    source.writer.close({"iterations": source.iteration + 1})
+    source.close()
+    if critic is not None:
+        critic.save(stage, renderer)
     with stage.output_model("model", role="policy") as directory:
         save_policy(model, renderer.tokenizer, directory, base=stage.inputs["model"].ref)
     summary = {"steps": trainer.step_index, "iterations": source.iteration + 1, "skipped_steps": trainer.skipped,
@@ -353,19 +262,26 @@ def run(stage):
     if source.metrics.get("completions/clipped_ratio", 0.0) > 0.5:
         stage.warn("mostly_truncated", "More than half of the last completions were cut by max_completion_length, so they teach little. "
                    "Raise max_completion_length or set truncation_policy=mask.")
-    if source.metrics.get("reward/frac_zero_std", 0.0) > 0.8:
+    if row.compares and source.metrics.get("reward/frac_zero_std", 0.0) > 0.8:
         stage.warn("dead_groups", "More than 80% of the last groups had equal rewards. Use easier or harder prompts, more "
                    "num_generations, or a graded reward.")
+    if source.metrics.get("critic/explained_variance", 0.0) < -0.5:
+        stage.warn("harmful_critic", "The critic's values explain less than no critic would. Raise critic_learning_rate or critic_warmup_steps.")
     training_report(stage, f"RL ({config.preset})", summary)
 
 
-def held_out_metrics(stage, source: Rollouts, rewards, prompts) -> dict[str, float]:
-    """One sampled completion per validation prompt, with the same seeds at every call."""
-    import numpy as np
+def _full_weights_only(config: Config, row) -> None:
+    """Refuse what copies or differentiates all weights together with a LoRA adapter."""
+    asked = {"ref_mode": config.ref_mode in ("ema", "refresh"), "kl_target": row.kl_target == "old" and row.kl_loss_estimator == "full" and row.kl_loss_coef > 0,
+             "opponent": row.advantage == "win_rate" and config.opponent == "ema", "critic_mode": row.needs_critic and config.critic_mode == "shared",
+             "preset": row.update == "trust_region"}
+    for name in (name for name, on in asked.items() if on):
+        raise ValueError(f"{name}={getattr(config, name)} with lora_rank={config.lora_rank} is not supported: it needs a copy of all weights; write lora_rank=0, "
+                         "or the default of that setting.")
 
-    from stages.generation import sample_groups, score
 
-    groups = sample_groups(source.sampler, prompts, source.params, [[stage.seed_for("validation", row["row_id"])] for row, _ in prompts])
-    samples = [g[0] for g in groups]
-    score(rewards, samples)
-    return rollout_metrics(samples, np.array([s.total for s in samples]), np.arange(len(samples)))
+def _same_vocabulary(renderer, path: str, name: str) -> None:
+    from stages.chat import load_tokenizer
+
+    if load_tokenizer(path).get_vocab() != renderer.tokenizer.get_vocab():
+        raise ValueError(f"the input {name} in {path} has another tokenizer than the policy; give a model with the policy's vocabulary.")

@@ -4,9 +4,11 @@ Elementwise values, to be averaged by the optimizer step; rewards, values of oth
 """
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from stages.losses import LOG_RATIO_CLAMP, masked
+from stages.losses import LOG_RATIO_CLAMP, masked, tapered_weights
 
 
 def p3o_loss(logps_P2, old_logps_P2, rewards_P2, epsilon: float = 0.2, form: str = "separate"):
@@ -64,3 +66,72 @@ def positive_nll(nll_BT, mask_BT, correct_B):
     """(sum, tokens) of the NLL of correct samples only (VAPO's positive LM loss)."""
     mask = mask_BT.bool() & correct_B.bool().unsqueeze(-1)
     return masked(nll_BT, mask).sum(), int(mask.sum())
+
+
+# --- the same losses as objectives of RL presets (the `objective` column of stages.algorithms.RL_PRESETS) -----------
+
+@dataclass
+class Responses:
+    """What an objective on whole responses reads: token log-probs and values ``[S, L]`` (0 outside the mask), sequence rewards and
+    advantages ``[S]``, and ``pairs_P2``, indices of two valid responses to one prompt. ``old`` is the policy that sampled (or, where
+    the preset says so, the iterate that started the round); everything but ``logps_SL`` is constant."""
+
+    logps_SL: torch.Tensor
+    old_SL: torch.Tensor
+    ref_SL: torch.Tensor | None
+    mask_SL: torch.Tensor
+    rewards_S: torch.Tensor
+    advantages_SL: torch.Tensor
+    values_SL: torch.Tensor | None
+    pairs_P2: torch.Tensor
+
+    def sums(self, values_SL: torch.Tensor) -> torch.Tensor:
+        return masked(values_SL, self.mask_SL).sum(-1)
+
+    @property
+    def advantages_S(self) -> torch.Tensor:
+        """The (equal) advantage of each response's trained tokens."""
+        return self.advantages_SL.gather(1, self.mask_SL.int().argmax(-1, keepdim=True))[:, 0]
+
+
+def tapered(r: Responses, clip_pos, clip_neg):
+    """-sg(w) A log pi per response, w = pi/mu clipped to clip_pos where A > 0, to clip_neg elsewhere (TOPR, OFFPOL-IS)."""
+    logps = r.sums(r.logps_SL)
+    return -tapered_weights(logps, r.sums(r.old_SL), r.advantages_S, clip_pos, clip_neg) * r.advantages_S * logps
+
+
+def pairwise_ppo(r: Responses, epsilon: float, form: str):
+    """:func:`p3o_loss` per pair; rewards already hold the KL penalty."""
+    return p3o_loss(r.sums(r.logps_SL)[r.pairs_P2], r.sums(r.old_SL)[r.pairs_P2], r.rewards_S[r.pairs_P2], epsilon, form)
+
+
+def contrastive(r: Responses, beta: float):
+    """:func:`copg_loss` per pair."""
+    return copg_loss(r.sums(r.logps_SL)[r.pairs_P2], r.sums(r.ref_SL)[r.pairs_P2], r.rewards_S[r.pairs_P2], beta)
+
+
+def mirror_descent(r: Responses, tau: float):
+    """:func:`mirror_descent_loss` per response, around the policy that started the round."""
+    return mirror_descent_loss(r.sums(r.logps_SL), r.sums(r.old_SL), r.advantages_S, tau)
+
+
+def optimal_advantage(r: Responses, beta: float):
+    """:func:`astar_loss` per response; the advantage is r - V*."""
+    return astar_loss(r.sums(r.logps_SL), r.sums(r.ref_SL), r.advantages_S, 0.0 * r.rewards_S, beta)
+
+
+def soft_bellman(r: Responses, beta: float):
+    """Policy half of :func:`oreo_losses` per token; the advantages are rewards-to-go. The value half is the critic's regression."""
+    return oreo_losses(r.logps_SL - r.ref_SL, r.values_SL, r.advantages_SL, r.mask_SL, beta)[1]
+
+
+def win_rate_regression(r: Responses, eta: float):
+    """(log pi/pi_t - eta (P - 1/2))^2 per response; the advantage is P - 1/2 (SPPO, Wu et al. 2024)."""
+    return (r.sums(r.logps_SL) - r.sums(r.old_SL) - eta * r.advantages_S) ** 2
+
+
+def on_policy_ipo(r: Responses, tau: float):
+    """(h - (p - 1/2)/tau)^2 per pair, h the difference of log-ratios to the reference and p = sigmoid(r1 - r2) (ONLINE-IPO)."""
+    h = (r.sums(r.logps_SL) - r.sums(r.ref_SL))[r.pairs_P2]
+    p = torch.sigmoid(r.rewards_S[r.pairs_P2[:, 0]] - r.rewards_S[r.pairs_P2[:, 1]])
+    return (h[:, 0] - h[:, 1] - (p - 0.5) / tau) ** 2

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages import estimators, losses
+from stages import credit, estimators, losses
 from stages.algorithms import DIRECT_METHODS, RL_PRESETS, resolve, rl_preset, validate_direct, validate_rl
 
 
@@ -159,10 +159,18 @@ def test_presets_agree_with_the_catalogues_table():
     assert table["reinforce"] == ("reward_minus_baseline", "none", "logp", "seq-mean-token-sum", 0.02, 0.0, True)
     assert table["rloo"] == ("leave_one_out", "none", "logp", "seq-mean-token-sum", 0.02, 0.0, True)
     assert table["grpo"] == ("group_mean", "group", "clip", "seq-mean-token-mean", 0.0, 0.04, True)
+    assert table["dapo"] == ("group_mean", "group", "clip", "token-mean", 0.0, 0.0, False)
+    assert table["grpo_plus"] == ("group_mean", "group", "clip", "seq-mean-token-mean", 0.0, 0.0, False)
+    assert table["ppo"] == ("gae", "none", "clip", "token-mean", 0.02, 0.0, True)
+    assert table["ppo_outcome"] == ("reward_minus_value", "none", "clip", "seq-mean-token-mean", 0.02, 0.0, True)
+    assert table["reinforce_pp"] == ("reward_to_go", "none", "clip", "token-mean", 0.02, 0.0, True)
+    assert table["trpo"] == ("gae", "none", "none", "seq-mean-token-sum", 0.0, 0.0, False)
+    assert (RL_PRESETS["dapo"].epsilon_high, RL_PRESETS["grpo_plus"].epsilon_high, RL_PRESETS["ppo"].num_iterations) == (0.28, 0.4, 4)
     assert table["dr_grpo"] == ("group_mean", "none", "clip", "seq-mean-token-sum-norm", 0.0, 0.0, False)
     for row in RL_PRESETS.values():
         assert row.group_mode in estimators.GROUP_MODES and row.aggregation in losses.LOSS_AGG_MODES
-        assert row.surrogate in losses.SURROGATES and row.ratio_level in losses.RATIO_LEVELS and row.kl_loss_estimator in losses.KL_ESTIMATORS
+        assert row.surrogate in losses.SURROGATES and row.ratio_level in losses.RATIO_LEVELS and row.kl_loss_estimator in (*losses.KL_ESTIMATORS, "full")
+        assert row.advantage in credit.ADVANTAGES and (not row.objective or callable(resolve(row.objective)))
         validate_rl(row, 8)
 
 

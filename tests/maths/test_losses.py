@@ -27,7 +27,7 @@ def grpo_like(preset):
     def loss(logp, x, adv, mask):
         per, _ = losses.policy_loss(logp, x["old"], adv, mask, epsilon=row.epsilon, epsilon_high=row.epsilon_high,
                                     ratio_level=row.ratio_level, surrogate=row.surrogate)
-        if row.kl_loss_coef:
+        if row.kl_loss_coef and row.kl_loss_estimator in losses.KL_ESTIMATORS:
             per = per + row.kl_loss_coef * losses.kl_estimate(logp, x["ref"], row.kl_loss_estimator, mask)
         return per
     return loss, row.aggregation

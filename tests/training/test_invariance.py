@@ -48,7 +48,8 @@ def objectives():
     from stages.reward_losses import RewardLoss
     from stages.reward_model import Config as RewardConfig
     from stages.reward_objectives import REWARD_OBJECTIVES
-    from stages.rl import Config as RLConfig, PolicyGradient, resolve_preset
+    from stages.policy_update import PolicyGradient
+    from stages.rl import Config as RLConfig, resolve_preset
     from stages.sft import NextToken
 
     out = {f"sft/{mode}": (NextToken(mode), text_items, False) for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
@@ -129,7 +130,8 @@ def test_head_equals_plain_softmax_with_gradients(monkeypatch):
 
 
 def test_a_group_without_signal_counts_but_is_not_forwarded(tiny):
-    from stages.rl import Config, PolicyGradient, resolve_preset
+    from stages.policy_update import PolicyGradient
+    from stages.rl import Config, resolve_preset
     from stages.training import Trainer
 
     config = Config(preset="dr_grpo", num_generations=3)
@@ -162,7 +164,8 @@ def test_a_non_finite_step_is_skipped_then_fails_with_the_row(tiny):
 
 def test_a_step_is_the_same_to_the_last_bit_however_threads_are_scheduled(tiny):
     """Many responses behind one prompt: the shared position's gradient is summed in a fixed order."""
-    from stages.rl import Config, PolicyGradient, resolve_preset
+    from stages.policy_update import PolicyGradient
+    from stages.rl import Config, resolve_preset
     from stages.training import Trainer
 
     config = Config(preset="dr_grpo", num_generations=768, max_tokens_per_micro_batch=10**6)

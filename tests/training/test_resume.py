@@ -30,10 +30,26 @@ def outputs(workdir: Path) -> dict:
     return {**digests, "metrics": (workdir / "metrics.jsonl").read_bytes(), "summary": json.loads((workdir / "result.json").read_text())["summary"]}
 
 
-@pytest.mark.parametrize("case", list(STAGES))
+_RL = {"learning_rate": 1e-3, "max_steps": 10, "prompts_per_step": 4, "num_generations": 2, "max_completion_length": 8, "reward_override": "random",
+       "rewards": [{"name": "length", "kind": "length"}]}
+STATEFUL = {  # what each carries over a kill, beside weights and rollouts in hand
+    "adaptive KL, critic, early stop, warm-up": {"preset": "ppo", "num_iterations": 2, "kl_controller": "adaptive_ziegler", "target_kl": 1e-3,
+                                                 "early_stop_kl": 1e-3, "critic_warmup_steps": 2, "critic_learning_rate": 1e-2},
+    "refill, iterative reference, context": {"preset": "grpo", "dynamic_sampling": True, "filter_groups_metric": "reward_std", "gen_batch_size": 2,
+                                             "ref_mode": "refresh", "ref_sync_steps": 2, "ref_sync_alpha": 1.0, "context_schedule": [[0, 5], [4, 8]]},
+    "replay, moving baseline": {"preset": "topr", "baseline": "moving_average", "replay_fraction": 0.5, "curriculum": "rerank"},
+    "old policy, averaged opponent": {"preset": "nash_md", "opponent": "ema", "surrogate": "none", "num_iterations": 2, "beta": 0.1, "kl_estimator": "full",
+                                      "kl_target": "old", "kl_direction": "forward"},
+    "trust region, baseline table": {"preset": "trpo", "advantage": "reward_minus_baseline", "baseline": "table", "baseline_samples": 2,
+                                     "truncation_policy": "score", "max_steps": 8},
+}
+
+
+@pytest.mark.parametrize("case", [*STAGES, *STATEFUL])
 def test_kill9_equals_uninterrupted(tiny, data, spec, case, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    stage, (config, (_, rows)) = case.split("/")[0], STAGES[case]
+    config, (_, rows) = STAGES.get(case) or ({**_RL, **STATEFUL[case]}, ("model", "prompts"))
+    stage = case.split("/")[0] if case in STAGES else "rl"
     inputs = {"model": tiny["policy"], "data": data[rows]}
     runner = [sys.executable, "-m", "stages"]
     quiet = {**os.environ, "POSTTRAIN_CHECKPOINT_SECONDS": "1000"}

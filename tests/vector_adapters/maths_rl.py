@@ -8,7 +8,8 @@ from itertools import product
 import numpy as np
 import torch
 
-from stages import estimators, losses, masks, oracles, selection, sequence_losses
+from stages import credit, estimators, losses, masks, oracles, schedules, selection, sequence_losses
+from stages.algorithms import RL_PRESETS
 from stages.evaluation import sampling
 from tests.vector_adapters.maths_supervised import T, grads, ragged
 
@@ -893,7 +894,57 @@ def refresh(i, p):
     return {**out, "sync_at_steps": at}
 
 
+# --- schedules, replay, freshness -----------------------------------------------------------------------
+
+def context_schedule(i, p):
+    """The filter of cut completions switches with the same kind of schedule as the length."""
+    filtered = [[0, 0], [p["overlong_filter_from_step"], 1]]
+    return {"max_completion_length": [schedules.step_function(p["schedule"], s, 0) for s in i["step"]],
+            "mask_truncated_completions": [bool(schedules.step_function(filtered, s, 0)) for s in i["step"]]}
+
+
+def freshness(i, p):
+    out = {"staleness": schedules.staleness(i["current_version"], i["rollout_versions"])}
+    return out | {f"accept_at_{m}": schedules.freshness_guard(i["current_version"], i["rollout_versions"], m) for m in p["max_staleness"]}
+
+
+def stale_samples(i, p):
+    late = schedules.staleness(i["policy_version_now"], i["sample_versions"])
+    ok = schedules.freshness_guard(i["policy_version_now"], i["sample_versions"], p["max_staleness"])
+    return {"staleness": late, "dropped": [not k for k in ok], "mean_kept": np.mean([x for x, k in zip(late, ok) if k])}
+
+
+def allowed_presets(i, p):
+    """Everything that is no on-policy preset is exempt."""
+    def one(name):
+        exempt = name not in RL_PRESETS or RL_PRESETS[name].off_policy_ok
+        return exempt or schedules.freshness_guard(i["policy_old_version"], [i["rollout_version"]], 0)[0]
+    return {"allowed": [one(name) for name in i["algorithm"]]}
+
+
+def e2h(i, p):
+    kind = "gaussian" if "sigma" in p else "cosine"
+    shape = {k: p[k] for k in ("beta", "sigma") if k in p}
+    return {"probabilities": [schedules.e2h_probabilities(kind, t, p["total_steps"], p["num_levels"], **shape) for t in i["t"]]}
+
+
+def reranked(i, p):
+    score = schedules.learning_scores(i["rewards_by_prompt"])
+    order, dropped = schedules.rerank(score)
+    return {"score": score, "order": order, "dropped": dropped}
+
+
+def frozen_roles(i, p):
+    ok, changed = schedules.changed_roles({k: tuple(v) for k, v in i["roles"].items()}, p["frozen"])
+    return {"ok": ok, "changed": changed}
+
+
 ADAPTERS = {
+    "grpo_plus_context_schedule": context_schedule, "async_freshness_guard": freshness, "staleness": stale_samples, "freshness_guard": allowed_presets,
+    "e2h_cosine": e2h, "e2h_gaussian": e2h, "prompt_rerank": reranked, "hash_frozen_roles": frozen_roles,
+    "curriculum_sort": lambda i, p: {"order": [i["prompt_id"][k] for k in selection.order_by_difficulty(1 - arr(i["pass_rate"]))[0]]},
+    "vapo_length_adaptive_lambda": lambda i, p: {"lam_policy": credit.length_adaptive_lambda(i["length"], p["alpha"])},
+    "replay_sliding_window": lambda i, p: schedules.replay_plan(i["iteration"], i["stored_iterations"], i["batch_size"], p["window"], p["replay_fraction"]),
     "p3o_on_policy_gradient": p3o, "p3o_clipped": p3o, "copg_pair": copg, "mirror_descent_kimi": mirror_descent, "oreo_losses": oreo,
     "vapo_positive_lm_loss": positive_lm, "nash_md_tabular": nash, "nash_regularised_equilibrium": nash, "nash_md_pg_gradient": nash,
     "is_pro_players": importance, "is_offline_bandit": importance, "ref_mixup_refresh": refresh,

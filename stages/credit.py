@@ -1,0 +1,163 @@
+"""From the rewards of one rollout batch to an advantage for every token (rl.md 1.4, steps 5 to 8).
+
+:class:`Batch` holds the numbers of a rollout batch, :func:`assign` the order in which they are shaped: KL off the reward, an
+advantage by the preset's name (a row of ``ADVANTAGES``), the critic's targets, whitening last. Everything is float64 numpy,
+computed once per rollout batch, and a function of columns that the ``rollouts/1`` dataset keeps.
+
+Legend: B completions, T token columns; masks are 1 on tokens that the policy chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stages.estimators import gae, group_advantage, place_terminal, process_advantage, reward_to_go, shape_rewards, whiten
+
+
+@dataclass
+class Batch:
+    """One rollout batch. ``rewards_B`` follow the truncation rule (NaN = unscorable); ``kept_B`` rows are trained on,
+    ``counted_B`` rows enter group statistics."""
+
+    rewards_B: np.ndarray
+    group_of_B: np.ndarray
+    mask_BT: np.ndarray
+    kept_B: np.ndarray
+    counted_B: np.ndarray
+    kl_BT: np.ndarray | None = None           # estimator of log pi_old/pi_ref for the KL in the reward, a constant
+    baseline: Callable | np.ndarray | float = 0.0  # per row, one for all, or a function of the counted rewards
+    values_BT: np.ndarray | None = None
+    bootstrap_B: np.ndarray | float = 0.0     # V after the last token of rows cut by the length limit
+    steps: list[tuple[list[int], list[float]]] = field(default_factory=list)  # (last token, reward) of each reasoning step, per row
+    preference_BO: np.ndarray | None = None   # P(completion preferred to each of its opponents); NaN = not comparable
+
+
+@dataclass
+class Credit:
+    """What the update reads: advantages and the critic's targets ``[B, T]``, both 0 outside the mask."""
+
+    advantages_BT: np.ndarray
+    returns_BT: np.ndarray | None
+    rewards_B: np.ndarray        # with a KL penalty taken off, if any
+    token_rewards_BT: np.ndarray
+    informative_B: np.ndarray
+    raw_std: float               # of the advantages before whitening, over trained tokens
+
+
+def shaped(row, batch: Batch, kl_coef: float):
+    """(rewards [B], token rewards [B, T], outcome [B, T]) after the KL penalty (KL-REWARD). ``outcome`` is what a token is
+    credited with when nothing is accumulated: the row's reward, or with ``token_broadcast`` less the token's own KL."""
+    rewards = np.where(np.isfinite(batch.rewards_B), batch.rewards_B, 0.0)
+    if not kl_coef or batch.kl_BT is None:
+        return rewards, place_terminal(rewards, batch.mask_BT), np.where(batch.mask_BT, rewards[:, None], 0.0)
+    made = shape_rewards(rewards, batch.kl_BT, batch.mask_BT, kl_coef, row.kl_reward_mode)
+    if made.ndim == 1:
+        return made, place_terminal(made, batch.mask_BT), np.where(batch.mask_BT, made[:, None], 0.0)
+    total = rewards - kl_coef * np.where(batch.mask_BT, batch.kl_BT, 0.0).sum(1)
+    if row.kl_reward_mode == "token_broadcast":
+        return total, made, made
+    return total, made, np.where(batch.mask_BT, total[:, None], 0.0)
+
+
+def _per_row(values_B, batch: Batch):
+    return np.where(batch.mask_BT, values_B[:, None], 0.0)
+
+
+def _group(row, batch, rewards, tokens, outcome):
+    baseline = batch.baseline(rewards[batch.counted_B]) if callable(batch.baseline) else batch.baseline
+    rewards = np.where(np.isfinite(batch.rewards_B), rewards, np.nan)
+    advantages, informative = group_advantage(rewards - baseline, batch.group_of_B, row.group_mode, row.std_ddof, row.std_eps, batch.counted_B)
+    if row.advantage in ("group_mean", "leave_one_out"):
+        for group in np.unique(batch.group_of_B):  # ops.invariants
+            total = abs(advantages[batch.group_of_B == group].sum())
+            if total > 1e-6 * max(1.0, np.abs(advantages).max()) * (batch.group_of_B == group).sum():
+                raise ArithmeticError(f"the advantages of prompt group {group} sum to {total:g} instead of 0; report this with the rewards")
+    return _per_row(advantages, batch), informative
+
+
+def _process(row, batch, rewards, tokens, outcome):
+    """GRPO-PROCESS: normalised over all step rewards of a group, summed over the steps that end at or after a token."""
+    out, lengths = np.zeros(batch.mask_BT.shape), batch.mask_BT.shape[1]
+    for group in np.unique(batch.group_of_B):
+        rows = [i for i in np.flatnonzero(batch.group_of_B == group) if batch.counted_B[i]]
+        found = process_advantage([batch.steps[i][1] for i in rows], [batch.steps[i][0] for i in rows], [lengths] * len(rows), row.std_ddof, row.std_eps)
+        for i, advantage in zip(rows, found):
+            out[i] = np.where(batch.mask_BT[i], advantage, 0.0)
+    return out, out.any(1)
+
+
+def _win_rate(row, batch, rewards, tokens, outcome):
+    """P(preferred to an opponent) - 1/2, the mean over opponents, less the KL penalty (NASH, SPPO)."""
+    known = np.isfinite(batch.preference_BO)
+    ok = known.any(1)
+    rates = np.where(known, batch.preference_BO, 0.0).sum(1) / np.maximum(known.sum(1), 1)
+    penalty = np.where(np.isfinite(batch.rewards_B), batch.rewards_B, 0.0) - rewards
+    return _per_row(np.where(ok, rates - 0.5 - penalty, 0.0), batch), ok
+
+
+def _reward_to_go(row, batch, rewards, tokens, outcome):
+    return reward_to_go(tokens, batch.mask_BT, row.gamma), np.isfinite(batch.rewards_B)
+
+
+def policy_lambda(row, batch: Batch):
+    """GAE lambda of the policy's advantages: the row's, or 1 - 1/(lam_alpha * length) per completion, at least 0 (VAPO)."""
+    if row.lam_alpha is None:
+        return row.lam
+    return length_adaptive_lambda(batch.mask_BT.sum(1), row.lam_alpha)
+
+
+def length_adaptive_lambda(lengths, alpha: float):
+    """1 - 1/(alpha * length), clamped at 0 for short answers (VAPO)."""
+    return np.maximum(1.0 - 1.0 / (alpha * np.maximum(np.asarray(lengths, float), 1.0)), 0.0)
+
+
+def _gae(row, batch, rewards, tokens, outcome):
+    advantages, _ = gae(tokens, batch.values_BT, batch.mask_BT, batch.bootstrap_B, row.gamma, policy_lambda(row, batch))
+    return advantages, np.isfinite(batch.rewards_B)
+
+
+def _reward_minus_value(row, batch, rewards, tokens, outcome):
+    return np.where(batch.mask_BT, outcome - batch.values_BT, 0.0), np.isfinite(batch.rewards_B)
+
+
+ADVANTAGES = {"reward_minus_baseline": _group, "group_mean": _group, "leave_one_out": _group, "process": _process, "win_rate": _win_rate,
+              "reward_to_go": _reward_to_go, "gae": _gae, "reward_minus_value": _reward_minus_value}
+
+
+def critic_targets(row, batch: Batch, rewards, tokens, outcome):
+    """Regression targets of the critic ``[B, T]`` by ``row.critic_target`` (CRITIC-LOSS); ``bandit`` reads the first token only."""
+    kind, mask = row.critic_target, batch.mask_BT
+    if kind in ("lambda_return", "mc_return", "td0"):
+        lam = {"lambda_return": row.lam if row.lam_critic is None else row.lam_critic, "mc_return": 1.0, "td0": 0.0}[kind]
+        return gae(tokens, batch.values_BT, mask, batch.bootstrap_B, row.gamma, lam)[1]
+    if kind == "kl_adjusted_outcome":
+        return outcome
+    if kind == "soft_bellman":  # V regresses on what is still to come, less beta times the log-ratios to come (OREO)
+        kl = np.where(mask, batch.kl_BT, 0.0)
+        return np.where(mask, reward_to_go(tokens, mask, row.gamma) - row.options["beta"] * kl[:, ::-1].cumsum(1)[:, ::-1], 0.0)
+    return _per_row(np.where(np.isfinite(batch.rewards_B), batch.rewards_B, 0.0), batch)  # terminal, bandit
+
+
+def assign(row, batch: Batch, kl_coef: float, advantage_clip: float | None = None) -> Credit:
+    """Advantages and critic targets of a rollout batch under a preset's row (``stages.algorithms.RLPreset``)."""
+    rewards, tokens, outcome = shaped(row, batch, kl_coef)
+    advantages, informative = ADVANTAGES[row.advantage](row, batch, rewards, tokens, outcome)
+    trained = batch.mask_BT & batch.kept_B[:, None]
+    advantages = np.where(trained, advantages, 0.0)
+    raw_std = float(advantages[trained].std()) if trained.any() else 0.0
+    returns = np.where(trained, critic_targets(row, batch, rewards, tokens, outcome), 0.0) if row.needs_critic else None
+    if row.whiten:
+        advantages = whiten(advantages, trained)
+    if advantage_clip is not None:
+        advantages = advantages.clip(-advantage_clip, advantage_clip)
+    return Credit(advantages, returns, rewards, tokens, informative & batch.kept_B, raw_std)
+
+
+def explained_variance(values_BT, returns_BT, mask_BT) -> float:
+    """1 - Var(returns - values) / Var(returns) over the mask; 0 for constant returns (ACTOR-CRITIC)."""
+    values, returns = np.asarray(values_BT)[mask_BT], np.asarray(returns_BT)[mask_BT]
+    spread = returns.var() if returns.size else 0.0
+    return float(1.0 - (returns - values).var() / spread) if spread > 1e-12 else 0.0

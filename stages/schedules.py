@@ -1,0 +1,82 @@
+"""What changes over an RL run by the step count: length limits, reference, prompt order, replay, freshness (rl.md 2.3, 3.3, 3.4).
+
+Plain functions of counters and numbers, so a resumed run follows the same schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+class StaleRollouts(RuntimeError):
+    """Rollouts of another policy version reached an update that may not use them."""
+
+
+def step_function(schedule: Sequence[Sequence[int]], step: int, default: int) -> int:
+    """Value of ``[[first step, value], ...]`` (ascending) at 0-based ``step``; ``default`` before the first entry (GRPO-PLUS)."""
+    value = default
+    for start, entry in schedule:
+        if step >= start:
+            value = entry
+    return value
+
+
+def reference_due(mode: str, step: int, every: int) -> bool:
+    """Whether the reference moves after optimizer step ``step`` (1-based): ``ema`` always, ``refresh`` every ``every`` steps (REF-POLICY)."""
+    return mode == "ema" or (mode == "refresh" and step % every == 0)
+
+
+def staleness(current_version: int, versions: Sequence[int]) -> list[int]:
+    """Trainer version minus (oldest) sample version (ASYNC, ops.async)."""
+    return [current_version - v for v in versions]
+
+
+def freshness_guard(current_version: int, versions: Sequence[int], max_staleness: int, on_policy: bool = False) -> list[bool]:
+    """Which samples may be trained on; an on-policy update raises instead of skipping (ASYNC, ops.freshness)."""
+    late = staleness(current_version, versions)
+    if on_policy and any(late):
+        raise StaleRollouts(f"rollouts of policy version {current_version - max(late)} reached an on-policy update at version {current_version}; "
+                            "sample again, or use a preset that corrects for it (topr, offline_is) with max_staleness > 0")
+    return [0 <= x <= max_staleness for x in late]
+
+
+def replay_plan(iteration: int, stored: Sequence[int], batch_size: int, window: int, fraction: float) -> dict:
+    """Sliding window: which stored iterations may be replayed, which are evicted, how many fresh and replayed (REPLAY).
+
+    The window counts iterations including the current one; the current one is fresh, not replayed.
+    """
+    eligible = [i for i in stored if iteration - window < i < iteration]
+    replayed = int(batch_size * fraction) if eligible else 0
+    return {"eligible_replay": eligible, "evicted": [i for i in stored if i <= iteration - window], "num_fresh": batch_size - replayed, "num_replay": replayed}
+
+
+def e2h_probabilities(kind: str, step: float, total_steps: float, levels: int, beta: float = 1.0, sigma: float = 0.75) -> np.ndarray:
+    """Probability of each difficulty level (0 easiest) at ``step``: ``cosine`` or ``gaussian`` (E2H, Parashar et al. 2025)."""
+    k, t = np.arange(levels, dtype=float), min(step / max(total_steps, 1e-12), 1.0)
+    if kind == "cosine":
+        a = (1 + np.cos(np.pi * t)) / 2
+        weights = a * (levels - 1 - k) + (1 - a) * k
+    elif kind == "gaussian":
+        weights = np.exp(-((t ** beta * (levels - 1) - k) ** 2) / (2 * sigma ** 2))
+    else:
+        raise ValueError(f"curriculum {kind!r} is not known; write cosine or gaussian")
+    return weights / weights.sum() if weights.sum() else np.full(levels, 1 / levels)
+
+
+def learning_scores(rewards_by_prompt: dict[str, Sequence[float]]) -> dict[str, float]:
+    """mean |r - mean r| of each prompt's last group: 0 where nothing can be learned (PROMPT-RERANK)."""
+    return {p: float(np.abs(np.asarray(r, float) - np.mean(r)).mean()) for p, r in rewards_by_prompt.items()}
+
+
+def rerank(scores: dict[str, float]) -> tuple[list[str], list[str]]:
+    """(prompts by falling score, prompts without signal); ties keep their order (PROMPT-RERANK)."""
+    kept = [p for p in scores if scores[p] > 0]
+    return sorted(kept, key=lambda p: -scores[p]), [p for p in scores if scores[p] <= 0]
+
+
+def changed_roles(hashes: dict[str, tuple[str, str]], frozen: Sequence[str]) -> tuple[bool, list[str]]:
+    """(frozen roles are unchanged, names of the roles whose weight hash changed) (ops.invariants)."""
+    changed = [name for name, (before, after) in hashes.items() if before != after]
+    return not set(changed) & set(frozen), changed

@@ -1,0 +1,392 @@
+"""Parts of the RL stage on their own: critics, exact KL, filters, schedules, off-policy data, degenerate batches."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stages.algorithms import rl_preset
+from stages.batching import collate, make_item
+from stages.credit import Batch, assign, critic_targets, shaped
+from stages.harness import Stage, execute
+from stages.modeling import head_of, hidden_states, load_policy
+from stages.policy_update import PolicyGradient, exact_kl
+from stages.registry import get_stage
+from stages.rl import Config, resolve_preset
+from stages.rollouts import Rollouts, step_ends
+from storage.datasets import open_dataset
+
+SMALL = {"max_steps": 2, "prompts_per_step": 2, "num_generations": 4, "max_completion_length": 6, "learning_rate": 1e-3, "critic_learning_rate": 1e-2,
+         "reward_override": "random", "rewards": [{"name": "length", "kind": "length"}]}
+
+
+@pytest.fixture()
+def rl(tiny, data, spec):
+    """``rl(name, config, **inputs)`` -> (result, metrics rows); ``rl.source(...)`` -> a Rollouts that has not started."""
+
+    def made(name, config, inputs):
+        out = spec("rl", {**SMALL, **config}, {"model": tiny["policy"], "data": data["prompts"]}, name)
+        for key, path in inputs.items():
+            kind = "dataset" if key in ("ptx", "stored", "baselines") else "model"
+            out["inputs"][key] = {"kind": kind, "path": path, "ref": key, "digest": f"digest-{path}"}
+        return out
+
+    def build(name, config, **inputs):
+        one = made(name, config, inputs)
+        result = execute(one, lambda event: None)
+        return result, [json.loads(line)["metrics"] for line in Path(one["workdir"], "metrics.jsonl").read_text().splitlines()]
+
+    def source(name, config, **inputs):
+        from stages.chat import renderer_for
+        from stages.generation import prompt_rows
+        from stages.rewards import build_rewards
+
+        stage = Stage(get_stage("rl"), made(name, config, inputs), lambda event: None)
+        renderer = renderer_for(tiny["policy"])
+        row, _ = resolve_preset(stage.config)
+        prompts = prompt_rows(stage, stage.dataset("data"), "train", renderer, 64)
+        reference = load_policy(stage.path("reference") if stage.has("reference") else tiny["policy"]) if row.needs_reference else None
+        return Rollouts(stage, row, renderer, load_policy(tiny["policy"]), build_rewards(stage.config.rewards, stage.inputs, renderer=renderer), prompts, reference=reference)
+
+    build.source = source
+    return build
+
+
+def rows_of(result, name="rollouts"):
+    return list(open_dataset(result["outputs"][name]["path"]).iter_rows())
+
+
+# --- critics ---------------------------------------------------------------------------------------------------------------
+
+def test_the_critic_starts_as_the_reward_model_and_learns_its_targets(tiny, rl):
+    """Values of the first rollout = the reward model's score of each prefix, calibration included; then its loss falls."""
+    from stages.reward_heads import load_reward_model
+    from stages.reward_scorers import load_scorer
+
+    result, metrics = rl("ppo", {"preset": "ppo", "max_steps": 8, "num_iterations": 8, "kl_coef": 0.0, "learning_rate": 1e-7}, reward_model=tiny["reward"])
+    scorer = load_scorer(tiny["reward"])
+    for row in rows_of(result)[:3]:
+        prefixes = [row["prompt_ids"] + row["completion_ids"][:t] for t in range(row["length"])]
+        assert np.allclose(row["values"], scorer.score_ids(prefixes), atol=1e-5)
+        whole = scorer.score_ids([row["prompt_ids"] + row["completion_ids"]])[0]
+        assert row["bootstrap_value"] == pytest.approx(0.0 if row["terminated"] else whole, abs=1e-5)
+    assert metrics[-1]["critic/loss"] < 0.7 * metrics[0]["critic/loss"]
+    first = rows_of(result)
+    flat = [(v - g) ** 2 for r in first for v, g in zip(r["values"], r["returns"])]
+    assert metrics[0]["critic/loss"] == pytest.approx(np.mean(flat), rel=1e-4)
+    before, after = (load_reward_model(p) for p in (tiny["reward"], result["outputs"]["critic"]["path"]))
+    assert any(not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters()))
+    assert load_scorer(result["outputs"]["critic"]["path"]).bias == 0.5
+
+
+def test_a_shared_trunk_sums_policy_and_value_loss(tiny, rl):
+    """PPO-FULL: one loss, one backward; the exported model is the policy alone."""
+    result, metrics = rl("shared", {"preset": "ppo", "critic_mode": "shared", "num_iterations": 1, "kl_coef": 0.0, "entropy_coef": 0.01, "max_steps": 1})
+    found = metrics[0]
+    rows = rows_of(result)
+    error = np.mean([(v - g) ** 2 for r in rows for v, g in zip(r["values"], r["returns"])])
+    assert found["train/value"] == pytest.approx(0.5 * error, rel=1e-4) and found["train/entropy_bonus"] < 0
+    assert found["train/loss"] == pytest.approx(found["train/policy"] + found["train/value"] + found["train/entropy_bonus"], rel=1e-5)
+    assert "critic" not in result["outputs"]
+    names = {n for n, _ in load_policy(result["outputs"]["model"]["path"]).named_parameters()}
+    assert names == {n for n, _ in load_policy(tiny["policy"]).named_parameters()} and not any("value" in n for n in names if "v_proj" not in n)
+
+
+def batch_of(**changes):
+    values = {"rewards_B": np.array([1.0, 0.0]), "group_of_B": np.array([0, 0]), "mask_BT": np.array([[1, 1, 1], [1, 1, 0]], bool),
+              "kept_B": np.ones(2, bool), "counted_B": np.ones(2, bool), "kl_BT": np.array([[0.1, 0.2, 0.3], [0.4, 0.5, 0.0]]),
+              "values_BT": np.array([[0.5, 0.6, 0.7], [0.1, 0.2, 9.0]]), "bootstrap_B": np.array([0.0, 0.3])}
+    return Batch(**{**values, **changes})
+
+
+def test_critic_targets_by_hand():
+    """Row 2 was cut, so its value after the last token is part of every bootstrapped target."""
+    batch = batch_of()
+    expected = {"mc_return": [[1, 1, 1], [.3, .3, 0]], "td0": [[.6, .7, 1], [.2, .3, 0]], "terminal": [[1, 1, 1], [0, 0, 0]],
+                "kl_adjusted_outcome": [[1, 1, 1], [0, 0, 0]]}
+    for target, values in expected.items():
+        row = rl_preset("ppo", critic_target=target, kl_reward_coef=0.0)
+        assert np.allclose(critic_targets(row, batch, *shaped(row, batch, 0.0)), values), target
+    row = rl_preset("oreo", options={"beta": 2.0})
+    assert np.allclose(critic_targets(row, batch_of(bootstrap_B=0.0), *shaped(row, batch, 0.0)), [[1 - 1.2, 1 - 1.0, 1 - .6], [-1.8, -1.0, 0]])
+
+
+def test_kl_modes_of_the_reward_reach_the_advantage():
+    batch = batch_of(bootstrap_B=0.0)
+    for mode, first in (("sequence_sum", 1 - 0.5 * 0.6 - 0.5), ("sequence_mean", 1 - 0.5 * 0.2 - 0.5), ("token_broadcast", 1 - 0.5 * 0.1 - 0.5), ("token_terminal", 1 - 0.5 * 0.6 - 0.5)):
+        credit = assign(rl_preset("ppo_outcome", whiten=False, kl_reward_mode=mode), batch, 0.5)
+        assert credit.advantages_BT[0, 0] == pytest.approx(first), mode
+        assert credit.advantages_BT[1, 2] == 0
+
+
+# --- exact KL, pretraining mix, weights ----------------------------------------------------------------------------------------
+
+def items_of(rng, n=3, g=2, **extra):
+    items = []
+    for i in range(n):
+        responses = [rng.integers(10, 250, rng.integers(2, 7)).tolist() for _ in range(g)]
+        items.append(make_item(f"row-{i}", rng.integers(10, 250, 5).tolist(), responses, [[1] * len(r) for r in responses], advantages=rng.normal(size=g).tolist(),
+                               old_logps=[rng.normal(-5.5, 0.1, len(r)).tolist() for r in responses], **extra))
+    return items
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_exact_kl_in_chunks_equals_the_whole(tiny, direction, monkeypatch):
+    from stages import policy_update
+
+    model, other = load_policy(tiny["policy"]).double(), load_policy(tiny["other"]).double()
+    batch = collate(items_of(np.random.default_rng(0)))
+    hidden, far = hidden_states(model, batch, batch.src_N), hidden_states(other, batch, batch.src_N).detach()
+    logp, logq = (torch.log_softmax(m.get_output_embeddings()(h) / 0.7, -1) for m, h in ((model, hidden), (other, far)))
+    whole = (logp.exp() * (logp - logq)).sum(-1) if direction == "reverse" else (logq.exp() * (logq - logp)).sum(-1)
+    (expected,) = torch.autograd.grad((whole * torch.arange(len(whole))).sum(), hidden, retain_graph=True)
+    if direction == "forward":  # KL-KD: the gradient of the cross-entropy from the other policy
+        (kd,) = torch.autograd.grad((-(logq.exp() * logp).sum(-1) * torch.arange(len(whole))).sum(), hidden, retain_graph=True)
+        assert torch.allclose(kd, expected, atol=1e-10)
+    monkeypatch.setattr(policy_update, "HEAD_CHUNK_ELEMENTS", 4 * logp.shape[1])
+    ours = exact_kl(head_of(model), hidden, head_of(other), far, 0.7, direction)
+    (gradient,) = torch.autograd.grad((ours * torch.arange(len(ours))).sum(), hidden)
+    assert torch.allclose(ours, whole, atol=1e-10) and torch.allclose(gradient, expected, atol=1e-9) and (whole > 0).all()
+
+
+def loss_and_gradient(model, objective, items):
+    counts = objective.counts(items)
+    sums = objective(model, collate(items))
+    terms = {k: t / max(counts[by], 1e-12) for k, (t, by) in sums.loss.items()}
+    model.zero_grad()
+    sum(terms.values()).backward()
+    return terms, torch.cat([p.grad.flatten() for p in model.parameters()]), counts
+
+
+def test_pretraining_rows_add_their_nll_and_touch_nothing_else(tiny):
+    model = load_policy(tiny["policy"]).double()
+    rng = np.random.default_rng(1)
+    items, texts = items_of(rng), [rng.integers(10, 250, n).tolist() for n in (4, 9)]
+    ptx = [make_item(f"ptx-{k}", [], [t], [[1] * len(t)], ptx=True) for k, t in enumerate(texts)]
+    config = Config(preset="grpo", num_generations=2, beta=0.0)
+    alone, g_alone, counts = loss_and_gradient(model, PolicyGradient(rl_preset("grpo", kl_loss_coef=0.0), config), items)
+    mixed, g_mixed, mixed_counts = loss_and_gradient(model, PolicyGradient(rl_preset("grpo", kl_loss_coef=0.0, ptx_coef=3.0), config), items + ptx)
+    assert mixed["policy"].item() == pytest.approx(alone["policy"].item(), rel=1e-9) and counts["tokens"] == mixed_counts["tokens"]
+    nll = 0.0
+    for t in texts:
+        logits = model(input_ids=torch.tensor([t]), use_cache=False).logits[0, :-1]
+        nll = nll - torch.log_softmax(logits, -1).gather(1, torch.tensor(t)[1:, None]).sum()
+    nll = nll / (3 + 8)
+    assert mixed["ptx"].item() == pytest.approx(3.0 * nll.item(), rel=1e-6)
+    model.zero_grad()
+    nll.backward()
+    only = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert torch.allclose(g_mixed - g_alone, 3.0 * only, atol=1e-6 * float(only.abs().max()))
+
+
+def test_importance_weights_multiply_the_loss(tiny, rl):
+    """TIS: weights of the trainer's log-probs against the sampler's; the same engine gives 1, a doctored one more."""
+    model = load_policy(tiny["policy"]).double()
+    items = items_of(np.random.default_rng(2))
+    row, config = rl_preset("dapo"), Config(preset="dapo", num_generations=2)
+    plain = loss_and_gradient(model, PolicyGradient(row, config), items)[0]["policy"]
+    for item in items:
+        item.extra["weights"] = [[2.0] * len(r) for r in item.responses]
+    assert loss_and_gradient(model, PolicyGradient(row, config), items)[0]["policy"].item() == pytest.approx(2 * plain.item(), rel=1e-9)
+    result, _ = rl("tis", {"preset": "dr_grpo", "importance_correction": "token_truncate", "max_steps": 1})
+    for r in rows_of(result):
+        assert np.allclose(r["is_weights"], 1, atol=1e-4) and np.allclose(r["logp_rollout"], r["logp_old"], atol=1e-4)
+
+
+def test_group_scope_divides_by_the_tokens_of_each_prompt(tiny):
+    model = load_policy(tiny["policy"]).double()
+    items = items_of(np.random.default_rng(3))
+    config = Config(preset="dapo", num_generations=2, token_norm_scope="group")
+    whole = loss_and_gradient(model, PolicyGradient(rl_preset("dapo"), config), items)[0]["policy"].item()
+    batch = Config(preset="dapo", num_generations=2)
+    each = [loss_and_gradient(model, PolicyGradient(rl_preset("dapo"), batch), [i])[0]["policy"].item() for i in items]
+    assert whole == pytest.approx(np.mean(each), rel=1e-9)
+
+
+def test_nll_of_correct_completions_only(tiny):
+    model = load_policy(tiny["policy"]).double()
+    items = items_of(np.random.default_rng(4), values=[[0.0], [0.0]], correct=[True, False])
+    terms = loss_and_gradient(model, PolicyGradient(rl_preset("vapo"), Config(preset="vapo", num_generations=2)), items)[0]
+    total = count = 0.0
+    for i in items:
+        ids = torch.tensor([i.prompt.tolist() + i.responses[0].tolist()])
+        logp = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[len(i.prompt) - 1:]
+        total, count = total - float(logp.sum()), count + len(logp)
+    assert terms["positive_nll"].item() == pytest.approx(0.1 * total / count, rel=1e-6)
+
+
+# --- filters, lengths, degenerate batches ----------------------------------------------------------------------------------------
+
+def test_dynamic_sampling_refills_records_what_it_drops_and_gives_up(rl):
+    """Every trained group has a signal; dropped ones are in prompt_stats with the reason; equal rewards end in a clear error."""
+    config = {"preset": "dapo", "filter_groups_metric": "reward_std", "truncation_policy": "score", "num_generations": 2, "gen_batch_size": 3, "max_num_gen_batches": 30}
+    result, metrics = rl("dapo", config)
+    rows = rows_of(result)
+    assert len(rows) == 2 * 2 * 2 and all(len({r["reward"] for r in rows[i:i + 2]}) == 2 for i in range(0, len(rows), 2))
+    stats = rows_of(result, "prompt_stats")
+    assert sum(s["kept"] for s in stats) == 4 and {s["drop_reason"] for s in stats if not s["kept"]} <= {"equal_rewards", "surplus"}
+    assert any(s["drop_reason"] == "equal_rewards" for s in stats) and metrics[0]["groups/generation_batches"] >= 1
+    with pytest.raises(Exception, match="max_num_gen_batches"):
+        rl("dead", {**config, "reward_override": "none", "max_num_gen_batches": 2})
+
+
+@pytest.mark.parametrize("preset", ["grpo", "rloo", "ppo", "p3o", "reinforce_pp"])
+def test_equal_rewards_of_a_single_group_train_without_noise(rl, preset):
+    """One prompt, all rewards equal: advantages exactly 0 where groups are compared, nothing non-finite anywhere."""
+    result, metrics = rl(f"equal-{preset}", {"preset": preset, "prompts_per_step": 1, "reward_override": "none", "max_steps": 1})
+    assert all(np.isfinite(v) for v in metrics[0].values())
+    if preset == "grpo":
+        assert all(a == 0 for r in rows_of(result) for a in r["advantages"]) and metrics[0]["reward/frac_zero_std"] == 1
+
+
+def test_cut_completions_stay_in_the_statistics_and_leave_the_loss(tiny, rl):
+    """OVERLONG: a masked completion still moves its group's mean unless told otherwise; all cut means an empty step."""
+    source = rl.source("cut", {"preset": "dr_grpo", "truncation_policy": "mask", "soft_punish_cache": 3, "max_completion_length": 4})
+    from stages.generation import Sample
+    from stages.rollouts import Group
+
+    prompt, ids = source.prompts[0]
+    made = [Sample(prompt, ids, 0, [50, 60], [-1.0, -1.0], "eos", "", 1.0, {}, {}), Sample(prompt, ids, 1, [50, 60, 70, 80], [-1.0] * 4, "length", "", 0.5, {}, {})]
+    source.iteration = 0
+    items, _ = source._shape([Group(prompt, ids, made, 0)])
+    assert [m.tolist() for m in items[0].masks] == [[1, 1], [0, 0, 0, 0]]
+    # penalties: 2 tokens of 4 with a cache of 3 cost 1/3, 4 tokens cost 1
+    assert items[0].extra["advantages"][0] == pytest.approx(((1 - 1 / 3) - (0.5 - 1)) / 2)
+    source.config.truncated_in_stats = False
+    assert source._shape([Group(prompt, ids, made, 0)])[0][0].extra["advantages"] == [0.0, 0.0]
+    result, metrics = rl("all-cut", {"preset": "grpo_plus", "max_steps": 1})
+    if all(r["truncated"] for r in rows_of(result)):
+        assert metrics[0]["train/empty_step"] == 1 and metrics[0]["train/grad_norm"] == 0
+
+
+def test_the_length_limit_follows_the_context_schedule(rl):
+    result, metrics = rl("context", {"preset": "dr_grpo", "max_steps": 3, "context_schedule": [[0, 3], [2, 5]]})
+    longest = [max(r["length"] for r in rows_of(result) if r["iteration"] == i) for i in range(3)]
+    assert longest == [3, 3, 5]
+    assert Config(max_completion_length=4, context_schedule=[(0, 3), (2, 9)]).longest_completion == 9
+
+
+def test_steps_end_where_a_token_completes_the_separator():
+    assert step_ends(["a", "b\n", "\nc", "d", "\n\n", "e"], "\n\n") == [2, 4, 5]
+    assert step_ends(["a\n\n"], "\n\n") == [0] and step_ends([], "\n\n") == [] and step_ends(["abc", "d"], "\n\n") == [1]
+
+
+# --- controllers, references, early stop -------------------------------------------------------------------------------------------
+
+def test_a_kl_controller_moves_the_coefficient_towards_its_target(tiny, rl):
+    """Policy far from the reference: Ziegler's rule raises the coefficient by a tenth of the clipped error per rollout; PPO's doubles it."""
+    for controller, factor in (("adaptive_ziegler", 1.02), ("adaptive_ppo", 2.0)):
+        _, metrics = rl(controller, {"preset": "rloo", "max_steps": 3, "kl_controller": controller, "target_kl": 1e-3}, reference=tiny["other"])
+        coefs = [m["kl/coef"] for m in metrics]
+        assert metrics[0]["kl/sequence_sum"] > 0.01 and coefs == pytest.approx([0.02, 0.02 * factor, 0.02 * factor ** 2])
+
+
+def test_a_refreshed_reference_is_the_policy(rl):
+    """Iterative GRPO: right after a hard copy the KL to the reference is 0, before it is not."""
+    _, metrics = rl("iter", {"preset": "grpo", "max_steps": 4, "ref_mode": "refresh", "ref_sync_steps": 2, "ref_sync_alpha": 1.0, "learning_rate": 3e-3})
+    kl = [abs(m["kl/sequence_sum"]) for m in metrics]
+    assert kl[0] < 1e-4 and kl[1] > 1e-3 and kl[2] < 1e-4 and kl[3] > 1e-3
+    _, metrics = rl("previous", {"preset": "grpo", "max_steps": 3, "ref_mode": "previous", "learning_rate": 3e-3})
+    assert all(abs(m["kl/sequence_sum"]) < 1e-6 for m in metrics)
+
+
+def test_a_drifted_policy_samples_again(rl):
+    config = {"preset": "dr_grpo", "max_steps": 6, "num_iterations": 3, "learning_rate": 1e-2}
+    through, _ = rl("through", config)
+    stopped, metrics = rl("stopped", {**config, "early_stop_kl": 1e-6})
+    assert through["summary"]["iterations"] == 2 and stopped["summary"]["iterations"] == 6
+
+
+def test_a_frozen_reference_that_moved_is_an_error(rl):
+    source = rl.source("moved", {"preset": "grpo"})
+    source.items(0)
+    with torch.no_grad():
+        next(source.reference.parameters()).add_(1.0)
+    with pytest.raises(RuntimeError, match="reference"):
+        source.close()
+
+
+# --- off-policy data, opponents, order of prompts --------------------------------------------------------------------------------------
+
+def test_stored_rollouts_are_trained_on_without_sampling(rl):
+    """TOPR on another run's rollouts: same tokens and behaviour log-probs, rewards from the stored components."""
+    first, _ = rl("behaviour", {"preset": "dr_grpo", "reward_override": "none", "rewards": [{"name": "length", "kind": "length", "max_length": 4, "cache_length": 3}]})
+    path = first["outputs"]["rollouts"]["path"]
+    second, metrics = rl("offline", {"preset": "topr", "baseline": "constant", "baseline_value": -0.5, "max_steps": 2}, stored=path)
+    before = {(tuple(r["prompt_ids"]), tuple(r["completion_ids"])): r for r in rows_of(first)}
+    for r in rows_of(second):
+        original = before[tuple(r["prompt_ids"]), tuple(r["completion_ids"])]
+        assert r["logp_old"] == original["logp_old"] and r["reward"] == pytest.approx(original["reward"])
+        assert r["advantages"][0] == pytest.approx(r["reward"] + 0.5)
+    assert metrics[0]["replay/share"] == 1 and metrics[0]["train/grad_norm"] > 0
+
+
+def test_on_policy_presets_refuse_other_policies_rollouts(rl):
+    from stages.schedules import StaleRollouts, freshness_guard
+
+    with pytest.raises(ValueError, match="topr"):
+        resolve_preset(Config(preset="ppo", replay_fraction=0.5))
+    with pytest.raises(StaleRollouts, match="version 3"):
+        freshness_guard(4, [4, 3], 0, on_policy=True)
+
+
+def test_replayed_groups_keep_the_log_probs_they_were_sampled_with(rl):
+    result, metrics = rl("replay", {"preset": "topr", "max_steps": 4, "prompts_per_step": 4, "num_generations": 2, "replay_fraction": 0.5, "replay_window": 3,
+                                    "learning_rate": 3e-3})
+    rows = rows_of(result)
+    fresh = {(tuple(r["prompt_ids"]), tuple(r["completion_ids"])): r for r in rows if r["policy_version"] == r["iteration"]}
+    replayed = [r for r in rows if r["policy_version"] < r["iteration"]]
+    assert len(replayed) == 3 * 2 * 2 and metrics[1]["replay/share"] == 0.5 and metrics[3]["staleness/max"] >= 1
+    for r in replayed:
+        original = fresh[tuple(r["prompt_ids"]), tuple(r["completion_ids"])]
+        assert r["logp_old"] == original["logp_old"] and original["iteration"] == r["policy_version"] and r["iteration"] - r["policy_version"] < 3
+
+
+def test_the_mixture_sampler_draws_from_the_geometric_mixture(tiny):
+    from stages.generation import MixtureSampler
+    from stages.oracles import geometric_mixture
+    from stages.sampling import SamplingParams
+
+    policy, other = load_policy(tiny["policy"]), load_policy(tiny["other"])
+    found = MixtureSampler(policy, other, _Plain(), 0.3).generate([[20, 30, 40]], SamplingParams(max_new_tokens=4), [list(range(5))])[0]
+    for completion in found:
+        ids = torch.tensor([[20, 30, 40] + completion.ids])
+        with torch.no_grad():
+            mixed = np.log(geometric_mixture(policy(input_ids=ids).logits[0, 2:-1].double(), other(input_ids=ids).logits[0, 2:-1].double(), 0.3))
+        assert np.allclose(completion.logps, [m[i] for m, i in zip(mixed, completion.ids)], atol=1e-4)
+    assert len({tuple(c.ids) for c in found}) > 1
+
+
+class _Plain:
+    def decode(self, ids, skip_special_tokens=True):
+        return " ".join(map(str, ids))
+
+
+def test_self_play_with_a_mixture_opponent(rl):
+    result, metrics = rl("mixture", {"preset": "nash_md", "opponent": "mixture", "max_steps": 1})
+    assert np.isfinite(metrics[0]["train/loss"]) and any(a != 0 for r in rows_of(result) for a in r["advantages"])
+
+
+def test_prompt_orders(rl):
+    """easy_to_hard sorts; E2H starts with the easy level and ends with the hard one; rerank comes back to prompts that teach."""
+    source = rl.source("order", {"preset": "dr_grpo"})
+    n = len(source.prompts)
+    source.levels = [float(i % 3) for i in range(n)]
+    source.config.curriculum = "easy_to_hard"
+    order = [source.levels[source._prompt_index(k)] for k in range(n)]
+    assert order == sorted(order) and len({source._prompt_index(k) for k in range(n)}) == n
+    source.config.curriculum = "gaussian"
+    source.config.curriculum_sigma, source.total_steps, means = 0.3, 100, []
+    for source.version in (0, 50, 100):
+        means.append(np.mean([source.levels[source._prompt_index(k)] for k in range(60)]))
+    assert means[0] < 0.2 and 0.8 < means[1] < 1.2 and means[2] > 1.8
+    source.config.curriculum = "rerank"
+    seen = [source._prompt_index(k) for k in range(n)]
+    assert sorted(seen) == list(range(n))
+    ids = [row["row_id"] for row, _ in source.prompts]
+    source.scores = {ids[0]: 0.1, ids[1]: 0.0, ids[2]: 0.5}
+    assert [source._prompt_index(n + k) for k in range(2)] == [2, 0]
+    with pytest.raises(ValueError, match="difficulty"):
+        rl.source("none", {"preset": "dr_grpo", "curriculum": "cosine"})

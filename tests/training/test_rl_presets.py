@@ -1,0 +1,317 @@
+"""Every RL preset end to end on a tiny model: it trains, its rollouts explain its update, degenerate batches are survived."""
+
+import json
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+
+from stages.harness import execute
+from stages.rl import Config, Preset, resolve_preset
+from storage.datasets import open_dataset, write_dataset
+from storage.schema import complete_row
+
+SMALL = {"max_steps": 3, "prompts_per_step": 3, "num_generations": 4, "max_completion_length": 8, "learning_rate": 1e-3, "critic_learning_rate": 1e-2, "reward_override": "random",
+         "rewards": [{"name": "length", "kind": "length", "max_length": 8, "cache_length": 6}]}
+EXTRA = {"dapo": {"filter_groups_metric": "reward_std", "soft_punish_cache": 4, "truncation_policy": "score"}, "vapo": {"critic_warmup_steps": 2},
+         "grpo_plus": {"truncation_policy": "score", "context_schedule": [(0, 6), (2, 8)]},
+         "astar_po": {"num_generations": 1, "baseline_samples": 3, "options": {"beta": 0.1}}, "sppo": {"options": {"eta": 1.0}},
+         "ppo_ptx": {"ptx_coef": 1.0}, "online_ipo": {"options": {"tau": 1.0}}}
+
+
+def inputs_of(name, tiny, data):
+    row = resolve_preset(Config(preset=name))[0]
+    given = {"model": tiny["policy"], "data": data["prompts"]}
+    if row.advantage == "process":
+        given["reward_model"] = tiny["reward"]
+    return given
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("text") / "text")
+    write_dataset(path, "text", "text/1", [complete_row("text/1", {"text": f"two plus {i} is a sum. " * 3}, dataset="t", source="s", origin="human") for i in range(6)])
+    return path
+
+
+def run(spec, name, given, config, text=None, label=None):
+    made = spec("rl", config, given, label or name)
+    if text is not None:
+        made["inputs"]["ptx"] = {"kind": "dataset", "path": text, "ref": "ptx", "digest": "ptx"}
+    result = execute(made, lambda event: None)
+    return made, result, [json.loads(line) for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", get_args(Preset))
+def test_every_preset_trains(tiny, data, spec, text, name):
+    config = {**SMALL, "preset": name, **EXTRA.get(name, {})}
+    made, result, metrics = run(spec, name, inputs_of(name, tiny, data), config, text if name == "ppo_ptx" else None)
+    row = resolve_preset(Config(**config))[0]
+    assert len(metrics) == 3 and all(np.isfinite(v) for m in metrics for v in m["metrics"].values() if v is not None)
+    from stages.modeling import load_policy
+
+    before, after = (torch.cat([p.flatten() for p in load_policy(p).parameters()]) for p in (tiny["policy"], result["outputs"]["model"]["path"]))
+    assert before.shape == after.shape and not torch.equal(before, after)
+    rows = list(open_dataset(result["outputs"]["rollouts"]["path"]).iter_rows())
+    assert all((r["logp_ref"] is not None) == row.needs_reference and (r["values"] is not None) == row.needs_critic for r in rows)
+    assert ("critic" in result["outputs"]) == row.needs_critic
+    assert len(rows) == (result["summary"]["iterations"] * 3 * config["num_generations"])
+
+
+# --- the update, computed again in float64 from the rollout dataset, as each paper prints it ---------------------------
+
+def logps_of(model, row):
+    """Log-probs of the completion's tokens, through the model's own forward."""
+    ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+    picked = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0].double(), -1)
+    n = len(row["prompt_ids"])
+    return picked[n - 1:-1].gather(1, ids[0, n:, None])[:, 0], picked[n - 1:-1]
+
+
+def clip(ratio, A, low, high):
+    return torch.minimum(ratio * A, ratio.clamp(1 - low, 1 + high) * A)
+
+
+def z_score(r):
+    return [(x - np.mean(r)) / (np.std(r, ddof=1) + 1e-4) if len(set(r)) > 1 else 0.0 for x in r]
+
+
+def centred(r):
+    return [x - np.mean(r) for x in r]
+
+
+def one_out(r):
+    return [x - (sum(r) - x) / (len(r) - 1) for x in r]
+
+
+def kl_sum(row):
+    return float(np.sum(np.array(row["logp_old"]) - np.array(row["logp_ref"])))
+
+
+def token_rewards(row, coef):
+    out = -coef * (np.array(row["logp_old"]) - np.array(row["logp_ref"])) if coef else np.zeros(row["length"])
+    out[-1] += row["reward"] if row["terminated"] else 0.0
+    return out
+
+
+def advantage_gae(row, coef, lam):
+    r, v, out, running, after = token_rewards(row, coef), row["values"], np.zeros(row["length"]), 0.0, row["bootstrap_value"]
+    for t in reversed(range(row["length"])):
+        running = r[t] + after - v[t] + lam * running
+        out[t], after = running, v[t]
+    return out
+
+
+def whitened(parts):
+    flat = np.concatenate(parts)
+    return [(p - flat.mean()) / (flat.std() + 1e-8) for p in parts]
+
+
+def per_group(fn, rewards, size=4):
+    return [a for i in range(0, len(rewards), size) for a in fn(rewards[i:i + size])]
+
+
+def stored(rows):
+    return [np.array(r["advantages"]) for r in rows]
+
+
+def papers_advantages(name, rows):
+    """Advantage of every completion (a number, or one per token) from the rewards, values and log-probs of the rollout rows."""
+    R = [r["reward"] for r in rows]
+    if name in ("grpo", "dapo", "grpo_plus", "gspo", "cispo"):
+        return per_group(z_score, R)
+    if name in ("dr_grpo", "grape", "grape_alt", "mdpo"):
+        return per_group(centred, R)
+    if name == "rloo":
+        return per_group(one_out, [x - 0.02 * kl_sum(r) for x, r in zip(R, rows)])
+    if name == "reinforce":
+        return centred([x - 0.02 * kl_sum(r) for x, r in zip(R, rows)])
+    if name == "remax":
+        offsets = [x - 0.02 * kl_sum(r) - r["advantages"][0] for x, r in zip(R, rows)]  # the greedy completion's reward
+        assert all(np.ptp(offsets[i:i + 4]) < 1e-5 for i in range(0, len(rows), 4))
+        return stored(rows)
+    if name == "reinforce_pp":
+        return whitened([token_rewards({**r, "terminated": True}, 0.02)[::-1].cumsum()[::-1] for r in rows])
+    if name in ("ppo", "ppo_ptx", "a2c"):
+        return whitened([advantage_gae(r, 0.02, 0.95) for r in rows])
+    if name in ("trpo_penalty", "ppo_penalty_adaptive", "ppo_clip_kl"):
+        return whitened([advantage_gae(r, 0.0, 0.95) for r in rows])
+    if name == "vapo":
+        return whitened([advantage_gae(r, 0.0, max(0.0, 1 - 1 / (0.05 * r["length"]))) for r in rows])
+    if name == "ppo_outcome":
+        return whitened([r["reward"] - 0.02 * kl_sum(r) / r["length"] - np.array(r["values"]) for r in rows])
+    if name in ("topr", "offline_is"):
+        return R
+    if name == "sppo":
+        return per_group(lambda r: [np.mean([1 / (1 + np.exp(y - x)) for y in r]) - 0.5 for x in r], R)
+    if name == "nash_md":
+        return [a - 0.1 * kl_sum(r) for a, r in zip(per_group(lambda r: [np.mean([1 / (1 + np.exp(y - x)) for y in r]) - 0.5 for x in r], R), rows)]
+    return stored(rows)
+
+
+EPSILON = {"dapo": (0.2, 0.28), "grpo_plus": (0.2, 0.4), "vapo": (0.2, 0.28)}
+
+
+def papers_loss(name, rows, A, new, old, ref, full_new, full_old):
+    """The loss of one optimizer step over all rows: lists of token log-probs, whole distributions for exact KLs."""
+    S, N = len(rows), sum(len(x) for x in new)
+    ratio = [torch.exp(n - o) for n, o in zip(new, old)]
+    A = [torch.as_tensor(a, dtype=torch.float64) for a in A]
+    low, high = EPSILON.get(name, (0.2, 0.2))
+    k3 = [torch.exp(r - n) - (r - n) - 1 for n, r in zip(new, ref)] if ref else None
+    exact = [(fo.exp() * (fo - fn)).sum(-1) for fn, fo in zip(full_new, full_old)]
+    seq = [n.sum() for n in new]
+    pairs = [(i, i + 1) for i in range(0, S, 2)]
+    R = [r["reward"] for r in rows]
+    if name in ("reinforce", "remax", "rloo", "nash_md"):
+        return -sum((a * n).sum() for a, n in zip(A, new)) / S
+    if name == "a2c":
+        return -sum((a * n).sum() for a, n in zip(A, new)) / N
+    if name in ("grpo", "grpo_process"):
+        return -sum((clip(r, a, .2, .2) - 0.04 * k).mean() for r, a, k in zip(ratio, A, k3)) / S
+    if name in ("grpo_plus", "ppo_outcome"):
+        return -sum(clip(r, a, low, high).mean() for r, a in zip(ratio, A)) / S
+    if name == "dr_grpo":
+        return -sum(clip(r, a, .2, .2).sum() for r, a in zip(ratio, A)) / S / 8
+    if name == "grape":
+        return -sum(clip(r, a, .2, .2).sum() for r, a in zip(ratio, A)) / S
+    if name == "grape_alt":
+        return -sum(clip(torch.exp((n - o).sum()), a, .2, .2) for n, o, a in zip(new, old, A)) / S
+    if name == "gspo":
+        return -sum(clip(torch.exp((n - o).mean()), a, 3e-4, 4e-4) for n, o, a in zip(new, old, A)) / S
+    if name in ("dapo", "ppo", "vapo", "reinforce_pp", "ppo_ptx"):
+        return -sum(clip(r, a, low, high).sum() for r, a in zip(ratio, A)) / N
+    if name == "cispo":
+        return -sum((r.detach().clamp(max=1.28) * a * n).sum() for r, a, n in zip(ratio, A, new)) / N
+    if name == "ppo_penalty_adaptive":
+        return -sum((r * a - k).sum() for r, a, k in zip(ratio, A, exact)) / N
+    if name == "ppo_clip_kl":
+        return -sum((clip(r, a, .2, .2) - k).sum() for r, a, k in zip(ratio, A, exact)) / N
+    if name == "trpo_penalty":
+        return -sum((r * a - k).sum() for r, a, k in zip(ratio, A, exact)) / S
+    if name == "topr":
+        return -sum((1.0 if r > 0 else float(torch.exp(s - o.sum()).detach().clamp(0, 1))) * r * s for r, s, o in zip(R, seq, old)) / S
+    if name == "offline_is":
+        return -sum(float(torch.exp(s - o.sum()).detach().clamp(0, 2)) * r * s for r, s, o in zip(R, seq, old)) / S
+    if name == "mdpo":
+        return -sum(a * s - 0.05 * (s - o.sum()) ** 2 for a, s, o in zip(A, seq, old)) / S
+    if name == "astar_po":
+        return sum((0.1 * (s - r.sum()) - a[0]) ** 2 for a, s, r in zip(A, seq, ref)) / S
+    if name == "sppo":
+        return sum((s - o.sum() - a) ** 2 for a, s, o in zip(A, seq, old)) / S
+    if name == "p3o":
+        total, r = 0.0, [x - 0.02 * kl_sum(row) for x, row in zip(R, rows)]
+        for i, j in pairs:
+            D, ri, rj = r[i] - r[j], torch.exp(seq[i] - old[i].sum()), torch.exp(seq[j] - old[j].sum())
+            total -= (clip(ri, rj.detach() * D, .2, .2) + clip(rj, -ri.detach() * D, .2, .2)) / 2
+        return total / len(pairs)
+    h = [s - r.sum() for s, r in zip(seq, ref)]
+    if name == "copg":
+        return sum((R[i] - R[j] - 0.1 * (h[i] - h[j])) ** 2 / 0.2 for i, j in pairs) / len(pairs)
+    if name == "online_ipo":
+        return sum((h[i] - h[j] - (1 / (1 + np.exp(R[j] - R[i])) - 0.5)) ** 2 for i, j in pairs) / len(pairs)
+    if name == "oreo":
+        total = 0.0
+        for row, n, r in zip(rows, new, ref):
+            l = n - r
+            for t in range(len(n)):
+                total += (row["values"][t] - row["reward"] + 0.1 * l[t] + 0.1 * l[t + 1:].sum().detach()) ** 2
+        return total / N
+    raise AssertionError(f"write the loss of {name} as its paper prints it")
+
+
+SECOND_STEP = [n for n in get_args(Preset) if n not in ("reinforce", "remax", "rloo", "a2c", "trpo", "nash_md", "vapo")]
+
+
+@pytest.mark.parametrize("name", [n for n in get_args(Preset) if n != "trpo"])
+def test_the_update_follows_from_the_rollouts(tiny, data, spec, text, name):
+    """Loss and gradient norm that the stage logged = an independent float64 computation from its rollout dataset. Presets that take
+    several steps per rollout are compared at the second one, away from ratio 1."""
+    steps = 2 if name in SECOND_STEP else 1
+    config = {**SMALL, "preset": name, **EXTRA.get(name, {}), "max_steps": steps, "num_iterations": steps, "learning_rate": {"gspo": 1e-6, "grape_alt": 1e-4}.get(name, 3e-3),
+              "ptx_coef": 0.0 if name == "ppo_ptx" else None}
+    config.pop("context_schedule", None)
+    given = inputs_of(name, tiny, data)
+    given["reference"] = tiny["other"]
+    made, result, metrics = run(spec, name, given, config)
+    start = tiny["policy"]
+    if steps == 2:
+        start = run(spec, name, given, {**config, "max_steps": 1}, label=f"{name}-one")[1]["outputs"]["model"]["path"]
+    from stages.modeling import load_policy
+
+    rows = list(open_dataset(result["outputs"]["rollouts"]["path"]).iter_rows())
+    model, sampler, other = (load_policy(p).double() for p in (start, tiny["policy"], tiny["other"]))
+    new, full_new = zip(*(logps_of(model, r) for r in rows))
+    with torch.no_grad():
+        sampled, full_old = zip(*(logps_of(sampler, r) for r in rows))
+        reference = [logps_of(other, r)[0] for r in rows]
+    for r, s, o in zip(rows, sampled, reference):
+        assert np.allclose(r["logp_old"], s, atol=1e-5) and (r["logp_ref"] is None or np.allclose(r["logp_ref"], o, atol=1e-5))
+    A = papers_advantages(name, rows)
+    for a, r in zip(A, rows):
+        assert np.allclose(r["advantages"], a, atol=2e-5)
+    loss = papers_loss(name, rows, A, new, sampled, reference if rows[0]["logp_ref"] is not None else None, full_new, full_old)
+    loss.backward()
+    norm = float(torch.sqrt(sum((p.grad ** 2).sum() for p in model.parameters() if p.grad is not None)))
+    logged = metrics[steps - 1]["metrics"]
+    assert logged["train/loss"] == pytest.approx(float(loss), rel=2e-4, abs=2e-5)
+    assert logged["train/grad_norm"] == pytest.approx(norm, rel=1e-3) and norm > 1e-4
+
+
+def test_a_trust_region_step_is_the_natural_gradient_on_a_small_softmax():
+    """Gradient, Fisher product and full step of the trainer's parts against the closed form of a softmax bandit (oracles.natural_step)."""
+    from stages.losses import full_kl
+    from stages.oracles import natural_step
+    from stages.trust_region import backtrack, conjugate_gradient
+
+    logits = torch.tensor([0.3, -0.2, 0.5, 0.0], dtype=torch.float64, requires_grad=True)
+    q = torch.tensor([1.0, 0.0, 0.5, -1.0], dtype=torch.float64)
+    (g,) = torch.autograd.grad((torch.softmax(logits, -1) * q).sum(), logits)
+
+    def product(v):
+        (first,) = torch.autograd.grad(full_kl(logits.detach(), logits), logits, create_graph=True)
+        return torch.autograd.grad((first * v).sum(), logits)[0] + 0.1 * v
+
+    x, residual = conjugate_gradient(product, g, 10)
+    oracle = natural_step(logits.detach(), q, 0.01, damping=0.1)
+    assert residual < 1e-10 and np.allclose(g, oracle["grad"]) and np.allclose(x, oracle["x"])
+    assert np.allclose(np.sqrt(0.02 / float(x @ product(x))) * x, oracle["step"])
+    assert backtrack(lambda f: (f, 1.0), 0.7, 0.5, 5) == (0.5, 0.5, 1.0) and backtrack(lambda f: (f, -1.0), 0.7, 0.5, 5) is None
+
+
+def test_trpo_stays_in_the_region_and_improves_the_surrogate(tiny, data, spec):
+    config = {**SMALL, "preset": "trpo", "max_kl": 0.01}
+    _, _, metrics = run(spec, "trpo", inputs_of("trpo", tiny, data), config, label="trpo-region")
+    for m in (m["metrics"] for m in metrics):
+        assert m["trpo/failed_line_search"] == 0 and 0 < m["trpo/kl"] <= 0.01 and m["trpo/surrogate_gain"] > 0 and m["policy/ratio"] == pytest.approx(1, abs=1e-4)
+    assert max(m["metrics"]["trpo/kl"] for m in metrics) > 1e-3, "the step uses the region"
+    with pytest.raises(Exception, match="preset=ppo"):
+        run(spec, "trpo", inputs_of("trpo", tiny, data), {**config, "trust_region_max_parameters": 10}, label="trpo-large")
+
+
+def test_the_trainers_fisher_product_is_the_hessian_of_the_kl(tiny):
+    from stages.algorithms import rl_preset
+    from stages.batching import collate, make_item
+    from stages.modeling import load_policy
+    from stages.policy_update import PolicyGradient
+    from stages.trust_region import TrustRegionTrainer, assign, flat
+
+    torch.manual_seed(0)
+    config = Config(preset="trpo", num_generations=2)
+    model = load_policy(tiny["policy"]).double()
+    trainer = TrustRegionTrainer(model, PolicyGradient(rl_preset("trpo"), config), config, 1)
+    batches = [collate([make_item("r", [20, 30, 40], [[50, 60], [70, 80, 90]], [[1, 1], [1, 0, 1]])])]
+    parameters = list(trainer.parameters.values())
+    start = flat([p.detach() for p in parameters], parameters)
+    v = torch.randn_like(start)
+    v /= v.norm()
+    curvature = float(v @ trainer._fisher_product(batches, 4, v, parameters))
+    import copy
+
+    old, kls = copy.deepcopy(model), []
+    for h in (2e-2, -2e-2):  # KL(old||new) is a parabola around old
+        assign(parameters, start + h * v)
+        kls.append(trainer._mean_kl(old, batches, 4))
+    assert curvature == pytest.approx((kls[0] + kls[1]) / 4e-4, rel=1e-2) and curvature > 0
