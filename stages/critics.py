@@ -14,7 +14,7 @@ from torch import nn
 
 from stages.batching import make_item, per_response
 from stages.losses import aggregate, denominator_of, masked, value_loss
-from stages.modeling import ModelError, hidden_states, precise
+from stages.modeling import hidden_states, precise
 from stages.reward_heads import RewardCard, load_reward_model, new_reward_model, read_card, save_reward_model, score_head
 from stages.training import Sums, Trainer
 
@@ -54,6 +54,23 @@ def new_value_head(hidden_size: int, seed: int) -> nn.Linear:
     return head
 
 
+def why_no_start(path: str, renderer) -> str | None:
+    """None when a critic can start from the reward (or value) model in ``path``, else the reason it cannot."""
+    from transformers import AutoConfig
+
+    from stages.chat import load_tokenizer
+
+    objective = read_card(path).objective
+    if objective in ("combined", "implicit", "pairwise", "t2t_point", "t2t_pair"):
+        return f"objective {objective} gives no value per token"
+    config = AutoConfig.from_pretrained(path)
+    if not any("CausalLM" in n or "SequenceClassification" in n for n in config.architectures or []) or getattr(config, "num_labels", 1) != 1:
+        return "it is no decoder with one output"
+    if load_tokenizer(path).get_vocab() != renderer.tokenizer.get_vocab():
+        return "it has another tokenizer than the policy"
+    return None
+
+
 class Critic:
     """The critic of a run: values of rollouts, one training step per policy step, its own checkpoint state.
 
@@ -73,11 +90,7 @@ class Critic:
             return
         if is_reward_model:
             self.model = load_reward_model(start, stage.device)
-            card = read_card(start)
-            if self.model.reads_both_ways or score_head(self.model).out_features != 1 or card.objective in ("combined", "implicit"):
-                raise ModelError(f"the model in {start} (objective {card.objective}) has no single value per token to start a critic from; give a scalar "
-                                 "reward model trained on a decoder, or write critic_init=policy.")
-            self.bias = card.bias
+            self.bias = read_card(start).bias
         else:
             self.model = new_reward_model(start, stage.device, seed=stage.seed_for("value-head"))
         self.head = score_head(self.model)

@@ -203,7 +203,7 @@ def resolve_preset(config: Config):
 
 def run(stage):
     from stages.chat import renderer_for
-    from stages.critics import Critic
+    from stages.critics import Critic, why_no_start
     from stages.curves import training_report
     from stages.generation import prompt_rows
     from stages.modeling import freeze, load_policy, policy_to_train, save_policy
@@ -242,8 +242,12 @@ def run(stage):
         start = "critic" if stage.has("critic") else "reward_model" if stage.has("reward_model") and config.critic_init != "policy" else "model"
         if start == "model" and config.critic_init == "reward_model":
             raise ValueError("critic_init=reward_model needs the input reward_model; give reward_model=MODEL_REF, or write critic_init=policy.")
-        if start != "model":
-            _same_vocabulary(renderer, stage.path(start), start)
+        reason = why_no_start(stage.path(start), renderer) if start != "model" and config.critic_mode == "separate" else None
+        if reason and (start == "critic" or config.critic_init == "reward_model"):
+            raise ValueError(f"the critic cannot start from the input {start}: {reason}. Give a scalar reward model on a decoder, or write critic_init=policy.")
+        if reason:
+            stage.warn("critic_start", f"The critic starts from the policy, not from the reward model: {reason}.")
+            start = "model"
         critic = Critic(stage, row, stage.path(start), start != "model", model)
     source = Rollouts(stage, row, renderer, model, rewards, prompts, reference=reference, old=old, critic=critic)
     objective = PolicyGradient(row, config, source.kl_loss_coef, old if row.kl_target == "old" else reference,

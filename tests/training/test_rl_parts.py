@@ -81,6 +81,20 @@ def test_the_critic_starts_as_the_reward_model_and_learns_its_targets(tiny, rl):
     assert load_scorer(result["outputs"]["critic"]["path"]).bias == 0.5
 
 
+def test_a_critic_says_why_it_cannot_start_from_a_reward_model(tiny, tmp_path):
+    import shutil
+
+    from stages.chat import renderer_for
+    from stages.critics import why_no_start
+    from stages.reward_heads import RewardCard, write_card
+
+    renderer = renderer_for(tiny["policy"])
+    assert why_no_start(tiny["reward"], renderer) is None
+    shutil.copytree(tiny["reward"], tmp_path / "pairwise")
+    write_card(tmp_path / "pairwise", RewardCard("pairwise"))
+    assert "per token" in why_no_start(str(tmp_path / "pairwise"), renderer)
+
+
 def test_a_shared_trunk_sums_policy_and_value_loss(tiny, rl):
     """PPO-FULL: one loss, one backward; the exported model is the policy alone."""
     result, metrics = rl("shared", {"preset": "ppo", "critic_mode": "shared", "num_iterations": 1, "kl_coef": 0.0, "entropy_coef": 0.01, "max_steps": 1})
