@@ -215,7 +215,7 @@ def validate_rl(row: RLPreset, num_generations: int, *, updates_per_generation: 
         warnings.append(f"{row.name}: {row.num_iterations} epochs on one rollout; more than 4 is rarely stable")
     if row.surrogate == "none" and not row.kl_loss_coef and updates > 4:
         warnings.append(f"{row.name}: {updates} updates per rollout without a clip; texts say fewer than five")
-    if row.kl_reward_coef > 0 and (row.scale != "none" or row.whiten):
+    if row.kl_reward_coef > 0 and row.scale != "none":
         warnings.append(f"{row.name}: KL in the reward with std scaling does not give the reverse-KL gradient; use beta")
     return warnings
 

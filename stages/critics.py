@@ -60,9 +60,9 @@ def why_no_start(path: str, renderer) -> str | None:
 
     from stages.chat import load_tokenizer
 
-    objective = read_card(path).objective
-    if objective in ("combined", "implicit", "pairwise", "t2t_point", "t2t_pair"):
-        return f"objective {objective} gives no value per token"
+    card = read_card(path)
+    if card.objective in ("combined", "implicit", "pairwise", "t2t_point", "t2t_pair") or card.pooling != "last":
+        return f"objective {card.objective} with pooling {card.pooling} gives no value per token"
     config = AutoConfig.from_pretrained(path)
     if not any("CausalLM" in n or "SequenceClassification" in n for n in config.architectures or []) or getattr(config, "num_labels", 1) != 1:
         return "it is no decoder with one output"

@@ -269,7 +269,7 @@ def run(stage):
     if row.compares and source.metrics.get("reward/frac_zero_std", 0.0) > 0.8:
         stage.warn("dead_groups", "More than 80% of the last groups had equal rewards. Use easier or harder prompts, more "
                    "num_generations, or a graded reward.")
-    if source.metrics.get("critic/explained_variance", 0.0) < -0.5:
+    if source.iteration >= 10 and source.metrics.get("critic/explained_variance", 0.0) < -0.5:
         stage.warn("harmful_critic", "The critic's values explain less than no critic would. Raise critic_learning_rate or critic_warmup_steps.")
     training_report(stage, f"RL ({config.preset})", summary)
 
