@@ -25,7 +25,7 @@ print(json.dumps([load_scorer(path).score(rows) for path in sys.argv[2:]]))
 """
 #: Two answers each to two prompts.
 ASKED = [(user(f"which, number {i}?"), assistant(text)) for i in (3, 50) for text in (better(i), worse(i))]
-ENCODER = [("bt", {}), ("bt", {"pooling": "cls"}), ("kwise_pairs", {}), ("orm", {}), ("prm", {}), ("pairwise", {})]
+ENCODER = [("bt", {}), ("bt", {"pooling": "cls"}), ("kwise_pairs", {}), ("orm", {}), ("prm", {}), ("pairwise", {"num_train_epochs": 5})]
 TRAINED: dict[str, list[float]] = {}  # path -> scores in this process
 
 
