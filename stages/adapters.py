@@ -7,6 +7,7 @@ model is the base model, and switching the adapter off gives the reference polic
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 
 import torch
@@ -62,4 +63,7 @@ def merge_and_save_adapter(model, directory: str | Path | None, base: str | None
             settings.base_model_name_or_path = base
         model.save_pretrained(Path(directory, ADAPTER_FOLDER), safe_serialization=True, save_embedding_layers=False)
         Path(directory, ADAPTER_FOLDER, "README.md").unlink(missing_ok=True)
+        file = Path(directory, ADAPTER_FOLDER, "adapter_config.json")  # peft writes its sets in any order
+        written = {k: sorted(v) if isinstance(v, list) and all(isinstance(x, str) for x in v) else v for k, v in json.loads(file.read_text()).items()}
+        file.write_text(json.dumps(written, sort_keys=True, indent=1) + "\n")
     return model.merge_and_unload()

@@ -70,7 +70,7 @@ def test_stages_train_with_lora(stage, tiny, data, spec):
     from transformers import AutoModelForCausalLM
 
     config = {"sft": SFT, "align": {**SFT, "max_length": 96}, "rl": {"learning_rate": 1e-2, "max_steps": 2, "prompts_per_step": 6, "num_generations": 8,
-              "max_completion_length": 48, "rewards": [{"name": "length", "kind": "length"}]}}[stage]
+              "max_completion_length": 48, "rewards": [{"name": "length", "kind": "length", "max_length": 48, "cache_length": 48}]}}[stage]
     rows = {"sft": "demonstrations", "align": "pairs", "rl": "prompts"}[stage]
     result = execute(spec(stage, {**config, "lora_rank": 4}, {"model": tiny["policy"], "data": data[rows]}, "lora"), silent)
     out = Path(result["outputs"]["model"]["path"])

@@ -21,7 +21,8 @@ STAGES = {
     "align": ({"learning_rate": 1e-3, "batch_size": 6, "num_train_epochs": 2, "max_length": 96}, ("model", "pairs")),
     "align/bco": ({"method": "bco", "options": {"momentum": 0.7}, "learning_rate": 1e-3, "batch_size": 6, "num_train_epochs": 2, "max_length": 96}, ("model", "pairs")),
     "rl": ({"learning_rate": 1e-3, "preset": "grpo", "max_steps": 12, "prompts_per_step": 4, "num_generations": 4, "num_iterations": 2,
-            "num_minibatches": 2, "max_completion_length": 12, "rewards": [{"name": "length", "kind": "length"}]}, ("model", "prompts")),
+            "num_minibatches": 2, "max_completion_length": 12,
+            "rewards": [{"name": "length", "kind": "length", "max_length": 12, "cache_length": 12}]}, ("model", "prompts")),
 }
 
 
@@ -73,6 +74,8 @@ def test_kill9_equals_uninterrupted(tiny, data, spec, case, monkeypatch):
     result = json.loads(Path(killed["workdir"], "result.json").read_text())
     assert result["resumed_from"], "the last run did not continue from a checkpoint"
     assert outputs(Path(killed["workdir"])) == outputs(Path(killed["workdir"]).parent / "whole")
+    weights = Path(killed["workdir"], "out", "model", "model.safetensors").read_bytes()
+    assert weights != Path(tiny["policy"], "model.safetensors").read_bytes(), "nothing was learned, so nothing was compared"
 
 
 def test_scores_survive_save_and_load(tiny, data, spec):
