@@ -130,8 +130,9 @@ _RL_ROWS = (
     replace(_PPO, name="a2c", surrogate="logp", num_iterations=1, source="A2C (Mnih et al. 2016)"),
     replace(_PPO, name="vapo", kl_reward_coef=0.0, epsilon_high=0.28, lam_critic=1.0, lam_alpha=0.05, num_iterations=1, positive_nll_coef=0.1,
             critic_warmup_steps=50, source="VAPO (2025)"),
-    replace(_PPO, name="trpo_penalty", surrogate="none", kl_reward_coef=0.0, kl_loss_coef=1.0, kl_loss_estimator="full", kl_target="old", kl_direction="forward",
-            aggregation="seq-mean-token-sum", num_iterations=1, source="TRPO, penalty form (Schulman et al. 2015)", note="beta tested at .3, 1, 3, 10"),
+    replace(_PPO, name="trpo_penalty", surrogate="none", kl_reward_coef=0.0, kl_loss_coef=1.0, kl_loss_estimator="full", kl_target="old",
+            kl_direction="forward", aggregation="seq-mean-token-sum", num_iterations=1, source="TRPO, penalty form (Schulman et al. 2015)",
+            note="beta tested at .3, 1, 3, 10"),
     replace(_PPO, name="trpo", surrogate="none", kl_reward_coef=0.0, update="trust_region", aggregation="seq-mean-token-sum", num_iterations=1,
             source="TRPO (Schulman et al. 2015)", note="small models only: one Fisher-vector product per conjugate-gradient step"),
     RLPreset("topr", "reward_minus_baseline", objective=_REGRESSION + "tapered", options={"clip_pos": (1.0, 1.0), "clip_neg": (0.0, 1.0)},
@@ -143,7 +144,8 @@ _RL_ROWS = (
     RLPreset("copg", "reward_minus_baseline", objective=_REGRESSION + "contrastive", unit="pairs", options={"beta": 0.1}, reads_reference=True,
              off_policy_ok=True, min_generations=2, source="CoPG (Flet-Berliac et al. 2024)"),
     RLPreset("mdpo", "group_mean", objective=_REGRESSION + "mirror_descent", options={"tau": 0.1}, off_policy_ok=True, on_policy_logps=True,
-             num_iterations=2, min_generations=2, source="mirror descent policy optimisation (Kimi k1.5)", note="the iterate is the policy that started the round"),
+             num_iterations=2, min_generations=2, source="mirror descent policy optimisation (Kimi k1.5)",
+             note="the iterate is the policy that started the round"),
     RLPreset("astar_po", "reward_minus_baseline", baseline="v_star", objective=_REGRESSION + "optimal_advantage", options={"beta": 1e-3},
              reads_reference=True, source="A*-PO (Brantley et al. 2025)", note="one generation per prompt; V* from baseline_samples of the reference"),
     RLPreset("oreo", "reward_to_go", objective=_REGRESSION + "soft_bellman", unit="tokens", options={"beta": 0.1}, reads_reference=True, needs_critic=True,
@@ -194,7 +196,8 @@ def validate_rl(row: RLPreset, num_generations: int, *, updates_per_generation: 
     if row.objective and row.kl_loss_coef > 0 and row.unit == "pairs":
         refuse("a loss on pairs has no token average to put a KL into; write beta=0 (kl_coef puts it into the reward)")
     if row.kl_reward_coef > 0 and row.kl_reward_mode.startswith("token") and row.advantage not in ("reward_to_go", *VALUE_ADVANTAGES):
-        refuse(f"kl_reward_mode={row.kl_reward_mode} shapes token rewards, but advantage={row.advantage} reads one reward per completion; write kl_reward_mode=sequence_sum")
+        refuse(f"kl_reward_mode={row.kl_reward_mode} shapes token rewards, but advantage={row.advantage} reads one reward per completion; "
+               "write kl_reward_mode=sequence_sum")
     if row.kl_controller != "fixed" and not (row.target_kl and row.target_kl > 0):
         refuse(f"kl_controller={row.kl_controller} needs target_kl > 0 (6.0 nats per sequence is a common start)")
     if row.advantage in VALUE_ADVANTAGES and not row.needs_critic:

@@ -93,7 +93,8 @@ class PolicyGradient:
 
         flat = [a for i in batch.items for a in i.extra.get("advantages", [0.0] * len(i.responses))]
         by_token = any(isinstance(a, list) for a in flat)
-        advantages = batch.pad_lists([a if isinstance(a, list) else [] for a in flat]) if by_token else torch.tensor(flat, dtype=torch.float32, device=logps.device)
+        advantages = torch.tensor(flat, dtype=torch.float32, device=logps.device) if not by_token else batch.pad_lists(
+            [a if isinstance(a, list) else [] for a in flat])
         old_SL = column("old_logps")
         ref_SL = column("ref_logps") if row.needs_reference else None
         surrogate = "clip" if self.objective else row.surrogate

@@ -38,41 +38,51 @@ class Config(OptimizerConfig, SamplingConfig):
     num_generations: int = Field(8, ge=1, description="Completions per prompt, G (TRL 8; DeepSeekMath 64).")
     num_iterations: int | None = Field(None, ge=1, title="Num iterations", description="Passes over each rollout batch (mu).")
     num_minibatches: int = Field(1, ge=1, description="Optimizer steps per pass over a rollout batch, cut by prompt.")
-    early_stop_kl: float | None = Field(None, gt=0, title="Early-stop KL", description="Sample again once KL(old||new) of the next minibatch passes 1.5 times this (nats per token).")
+    early_stop_kl: float | None = Field(
+        None, gt=0, title="Early-stop KL", description="Sample again once KL(old||new) of the next minibatch passes 1.5 times this (nats per token).")
 
     # Axes of the preset; empty = the preset's.
-    advantage: Literal["reward_minus_baseline", "group_mean", "leave_one_out", "process", "win_rate", "reward_to_go", "gae", "reward_minus_value"] | None = Field(
+    advantage: Literal["reward_minus_baseline", "group_mean", "leave_one_out", "process", "win_rate", "reward_to_go", "gae",
+                       "reward_minus_value"] | None = Field(
         None, title="Advantage", description="Advantage estimator.")
     baseline: Literal["none", "constant", "moving_average", "batch_mean", "greedy", "table", "v_star"] | None = Field(
         None, title="Baseline", description="Baseline of reward_minus_baseline (BASELINE).")
-    scale_rewards: Literal["none", "group", "batch", "batch_centered"] | None = Field(None, title="Scale rewards", description="Std division of group advantages.")
+    scale_rewards: Literal["none", "group", "batch", "batch_centered"] | None = Field(
+        None, title="Scale rewards", description="Std division of group advantages.")
     whiten: bool | None = Field(None, title="Whiten", description="Whiten advantages over the rollout batch's trained tokens (NORM).")
     advantage_clip: float | None = Field(None, gt=0, title="Advantage clip", description="Clip advantages to +- this, after whitening.")
     gamma: float | None = Field(None, ge=0, le=1, title="Gamma", description="Discount (LLM 1).")
     lam: float | None = Field(None, ge=0, le=1, title="Lambda", description="GAE lambda (.9 to .97).")
     surrogate: Literal["clip", "none", "logp", "stopgrad_ratio", "cispo"] | None = Field(None, title="Surrogate", description="Policy loss per token.")
-    ratio_level: Literal["token", "sequence", "sequence_mean"] | None = Field(None, title="Ratio level", description="Ratio per token, product or geometric mean per sequence.")
+    ratio_level: Literal["token", "sequence", "sequence_mean"] | None = Field(
+        None, title="Ratio level", description="Ratio per token, product or geometric mean per sequence.")
     epsilon: float | None = Field(None, gt=0, title="Epsilon", description="Lower clip range.")
     epsilon_high: float | None = Field(None, gt=0, title="Epsilon high", description="Upper clip range (DAPO .28).")
     clip_ratio_c: float | None = Field(None, gt=1, title="Dual clip", description="Bound of the ratio where the advantage is negative (3.0 if on).")
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = Field(
         None, title="Loss aggregation", description="Aggregation over the whole optimizer step (AGG).")
-    loss_scale_factor: float | None = Field(None, gt=0, title="Loss scale factor", description="Constant of seq-mean-token-sum-norm; default max_completion_length.")
+    loss_scale_factor: float | None = Field(
+        None, gt=0, title="Loss scale factor", description="Constant of seq-mean-token-sum-norm; default max_completion_length.")
     token_norm_scope: Literal["batch", "group"] = Field("batch", description="token-mean over the step's tokens, or per prompt group and then over groups.")
-    options: dict[str, float] = Field(default_factory=dict, description="Constants of a preset's own loss: tau (mdpo, online_ipo), beta (copg, astar_po, oreo), eta (sppo), epsilon (p3o).")
+    options: dict[str, float] = Field(
+        default_factory=dict, description="Constants of a preset's own loss: tau (mdpo, online_ipo), beta (copg, astar_po, oreo), eta (sppo), epsilon (p3o).")
 
     # KL and entropy.
     beta: float | None = Field(None, ge=0, title="Beta", description="KL-in-loss coefficient; 0 loads no reference.")
-    kl_estimator: Literal["k2", "k3", "full"] | None = Field(None, title="KL estimator", description="KL in the loss: an estimator, or exact over the vocabulary.")
-    kl_direction: Literal["reverse", "forward"] | None = Field(None, title="KL direction", description="Of kl_estimator=full: KL(pi||target) or KL(target||pi).")
+    kl_estimator: Literal["k2", "k3", "full"] | None = Field(
+        None, title="KL estimator", description="KL in the loss: an estimator, or exact over the vocabulary.")
+    kl_direction: Literal["reverse", "forward"] | None = Field(
+        None, title="KL direction", description="Of kl_estimator=full: KL(pi||target) or KL(target||pi).")
     kl_target: Literal["ref", "old"] | None = Field(None, title="KL target", description="KL in the loss to the reference, or to the policy that sampled.")
     kl_is_weighted: bool = Field(False, description="Multiply the KL in the loss by pi/pi_old: reverse-KL gradient for k3 (KL-LOSS).")
     kl_coef: float | None = Field(None, ge=0, title="KL coefficient", description="KL-in-reward coefficient.")
     kl_reward_mode: Literal["token_terminal", "token_broadcast", "sequence_sum", "sequence_mean"] | None = Field(
         None, title="KL reward mode", description="How the KL enters the reward (KL-REWARD).")
     kl_reward_estimator: Literal["k1", "k2", "k3"] = Field("k1", description="Estimator of the KL in the reward; only k1 gives the reverse-KL gradient.")
-    kl_controller: Literal["fixed", "adaptive_ppo", "adaptive_ziegler"] | None = Field(None, title="KL controller", description="Rule that moves the KL coefficient.")
-    target_kl: float | None = Field(None, gt=0, title="Target KL", description="Controller's target: nats per sequence to the reference, per token to the old policy.")
+    kl_controller: Literal["fixed", "adaptive_ppo", "adaptive_ziegler"] | None = Field(
+        None, title="KL controller", description="Rule that moves the KL coefficient.")
+    target_kl: float | None = Field(
+        None, gt=0, title="Target KL", description="Controller's target: nats per sequence to the reference, per token to the old policy.")
     allow_double_kl: bool = Field(False, description="Allow a KL in the reward and in the loss at once.")
     ref_mode: Literal["frozen", "ema", "refresh", "previous"] = Field(
         "frozen", description="Reference: frozen; moving average of the policy; mixed with it every ref_sync_steps; the policy that started the iteration.")
@@ -84,11 +94,13 @@ class Config(OptimizerConfig, SamplingConfig):
 
     # Critic.
     critic_mode: Literal["separate", "shared"] = Field("separate", description="Own network and optimizer, or a head on the policy's trunk.")
-    critic_init: Literal["auto", "reward_model", "policy"] = Field("auto", description="Separate critic starts from the reward model where one is given, else from the policy.")
+    critic_init: Literal["auto", "reward_model", "policy"] = Field(
+        "auto", description="Separate critic starts from the reward model where one is given, else from the policy.")
     critic_learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate of the separate critic (InstructGPT 9e-6).")
     critic_target: Literal["lambda_return", "mc_return", "td0", "terminal", "bandit", "kl_adjusted_outcome"] | None = Field(
         None, title="Critic target", description="What the critic regresses on (CRITIC-LOSS); bandit: one value per prompt.")
-    critic_warmup_steps: int | None = Field(None, ge=0, title="Critic warm-up steps", description="Critic steps on rollouts of the starting policy before it moves.")
+    critic_warmup_steps: int | None = Field(
+        None, ge=0, title="Critic warm-up steps", description="Critic steps on rollouts of the starting policy before it moves.")
     vf_coef: float = Field(0.5, ge=0, description="Weight of the value loss (shared trunk only).")
     cliprange_value: float | None = Field(None, gt=0, title="Value clip range", description="Value clipping (0.2 if on).")
     value_loss_half: bool = Field(False, description="Half the squared error (TRL, verl).")
@@ -99,9 +111,11 @@ class Config(OptimizerConfig, SamplingConfig):
     missing_eos_penalty: float = Field(1.0, ge=0, description="Penalty of a cut completion (truncation_policy=penalty).")
     missing_eos_mode: Literal["replace", "subtract"] = Field("replace", description="The penalty replaces the reward, or lowers it.")
     truncated_in_stats: bool = Field(True, description="Rewards of masked completions stay in the group's mean and std (OVERLONG).")
-    soft_punish_cache: int | None = Field(None, ge=0, title="Soft punish cache", description="The last so many tokens before max_completion_length cost up to 1 (OVERLONG); 0 = off.")
+    soft_punish_cache: int | None = Field(
+        None, ge=0, title="Soft punish cache", description="The last so many tokens before max_completion_length cost up to 1 (OVERLONG); 0 = off.")
     context_schedule: list[tuple[int, int]] = Field(default_factory=list, description="max_completion_length by optimizer step, as [[0, 16384], [180, 32768]].")
-    dynamic_sampling: bool | None = Field(None, title="Dynamic sampling", description="Drop groups without signal and sample until the batch is full (DYN-SAMPLING).")
+    dynamic_sampling: bool | None = Field(
+        None, title="Dynamic sampling", description="Drop groups without signal and sample until the batch is full (DYN-SAMPLING).")
     filter_groups_metric: Literal["acc", "reward_std"] = Field("acc", description="Signal: some but not all correct, or rewards that differ.")
     gen_batch_size: int | None = Field(None, ge=1, title="Generation batch", description="Prompts per refill round; default prompts_per_step.")
     max_num_gen_batches: int = Field(10, ge=1, description="Refill rounds before the stage fails.")
@@ -135,7 +149,8 @@ class Config(OptimizerConfig, SamplingConfig):
     backtrack_iters: int = Field(10, ge=1, description="Line-search tries (TRPO).")
     trust_region_max_parameters: int = Field(50_000_000, ge=1, description="Larger models are refused: TRPO needs second derivatives.")
     curriculum: Literal["none", "easy_to_hard", "cosine", "gaussian", "rerank"] = Field(
-        "none", description="Prompt order: shuffled; by the rows' difficulty (extra_json.difficulty) sorted or drawn by E2H; or by what the last group could teach.")
+        "none", description="Prompt order: shuffled; by the rows' difficulty (extra_json.difficulty) sorted or drawn by E2H; "
+        "or by what the last group could teach.")
     curriculum_beta: float = Field(1.0, gt=0, description="Speed of curriculum=gaussian.")
     curriculum_sigma: float = Field(0.75, gt=0, description="Width of curriculum=gaussian, in levels.")
 
@@ -158,7 +173,8 @@ SPEC = StageSpec(
             "reference": InputSpec("model", required=False, doc="KL reference; default: the starting policy."),
             "critic": InputSpec("model", required=False, doc="Value model to start the critic from, instead of the reward model."),
             "ptx": InputSpec("dataset", kinds=("text/1", "demonstrations/1"), required=False, doc="Pretraining text mixed in (ptx_coef)."),
-            "baselines": InputSpec("dataset", kinds=("baselines/1",), required=False, doc="Baseline per prompt (baseline=table, v_star); default: sampled first."),
+            "baselines": InputSpec("dataset", kinds=("baselines/1",), required=False,
+                                   doc="Baseline per prompt (baseline=table, v_star); default: sampled first."),
             "stored": InputSpec("dataset", kinds=("rollouts/1",), required=False, doc="Train on these rollouts instead of sampling (off-policy presets).")},
     outputs={"model": OutputSpec("model", role="policy"), "rollouts": OutputSpec("dataset"),
              "prompt_stats": OutputSpec("dataset", required=False, doc="prompt_stats/1: every group of every iteration, kept or dropped and why."),
@@ -276,11 +292,13 @@ def run(stage):
 
 def _full_weights_only(config: Config, row) -> None:
     """Refuse what copies or differentiates all weights together with a LoRA adapter."""
-    asked = {"ref_mode": config.ref_mode in ("ema", "refresh"), "kl_target": row.kl_target == "old" and row.kl_loss_estimator == "full" and row.kl_loss_coef > 0,
+    asked = {"ref_mode": config.ref_mode in ("ema", "refresh"),
+             "kl_target": row.kl_target == "old" and row.kl_loss_estimator == "full" and row.kl_loss_coef > 0,
              "opponent": row.advantage == "win_rate" and config.opponent == "ema", "critic_mode": row.needs_critic and config.critic_mode == "shared",
              "preset": row.update == "trust_region"}
     for name in (name for name, on in asked.items() if on):
-        raise ValueError(f"{name}={getattr(config, name)} with lora_rank={config.lora_rank} is not supported: it needs a copy of all weights; write lora_rank=0, "
+        raise ValueError(f"{name}={getattr(config, name)} with lora_rank={config.lora_rank} is not supported: "
+                         f"it needs a copy of all weights; write lora_rank=0, "
                          "or the default of that setting.")
 
 

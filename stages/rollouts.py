@@ -239,7 +239,8 @@ class Rollouts:
         if self.row.dynamic_sampling:
             drawn = len(kept) + len(dropped)
             counts |= {"groups/generation_batches": float(rounds), "groups/filter_rate": (len(dropped) - len(surplus)) / drawn,
-                       **{f"groups/dropped_{r}": float(sum(reason == r for _, reason in dropped)) for r in ("all_correct", "all_wrong", "equal_rewards", "surplus")}}
+                       **{f"groups/dropped_{r}": float(sum(reason == r for _, reason in dropped))
+                          for r in ("all_correct", "all_wrong", "equal_rewards", "surplus")}}
         fresh = [group for group, _ in kept]
         if config.curriculum == "rerank":
             self.scores |= learning_scores({g.prompt["row_id"]: [s.total for s in g.samples if np.isfinite(s.total)] or [0.0] for g, _ in kept + dropped})
@@ -541,7 +542,8 @@ class Rollouts:
         if self.stage.has("baselines"):
             return {r["prompt_id"]: float(r["b"]) for r in self.stage.dataset("baselines").iter_rows()}
         n = self.config.baseline_samples
-        groups = sample_groups(self.sampler, self.prompts, self.params, [[self.stage.seed_for("baseline", p["row_id"], g) for g in range(n)] for p, _ in self.prompts])
+        seeds = [[self.stage.seed_for("baseline", p["row_id"], g) for g in range(n)] for p, _ in self.prompts]
+        groups = sample_groups(self.sampler, self.prompts, self.params, seeds)
         score(self.rewards, [s for g in groups for s in g])
         table, rows = {}, []
         for (prompt, _), group in zip(self.prompts, groups):
@@ -606,7 +608,8 @@ class Rollouts:
             parts = {c["name"]: c["value"] for c in row["reward_components"] if c["name"] != "overlong"}
             total = sum(c["weight"] * c["value"] for c in row["reward_components"] if c["name"] != "overlong" and c["value"] is not None)
             sample = Sample(prompt, row["prompt_ids"], 0, list(row["completion_ids"]), [float(v) for v in row["logp_rollout"] or row["logp_old"]],
-                            "eos" if row["terminated"] else "length", "", float("nan") if row["reward_tier"] == "unscorable" else total, parts, {}, row["is_correct"])
+                            "eos" if row["terminated"] else "length", "", float("nan") if row["reward_tier"] == "unscorable" else total, parts, {},
+                            row["is_correct"])
             key = (row["iteration"], row["prompt_id"], tuple(row["prompt_ids"]))
             group = groups.setdefault(key, Group(prompt, list(row["prompt_ids"]), [], -1, False))
             sample.index = len(group.samples)

@@ -297,6 +297,13 @@ def test_a_kl_controller_moves_the_coefficient_towards_its_target(tiny, rl):
         assert metrics[0]["kl/sequence_sum"] > 0.01 and coefs == pytest.approx([0.02, 0.02 * factor, 0.02 * factor ** 2])
 
 
+def test_a_controller_of_the_kl_to_the_old_policy_measures_after_the_update(rl):
+    """PPO-ADAPTKL: hardly any movement halves the coefficient, far too much doubles it."""
+    for rate, factor in ((1e-7, 0.5), (3e-3, 2.0)):
+        _, metrics = rl(f"old-{factor}", {"preset": "ppo_penalty_adaptive", "num_iterations": 1, "max_steps": 3, "learning_rate": rate})
+        assert [m["kl/coef"] for m in metrics] == pytest.approx([1.0, factor, factor ** 2])
+
+
 def test_a_refreshed_reference_is_the_policy(rl):
     """Iterative GRPO: right after a hard copy the KL to the reference is 0, before it is not."""
     _, metrics = rl("iter", {"preset": "grpo", "max_steps": 4, "ref_mode": "refresh", "ref_sync_steps": 2, "ref_sync_alpha": 1.0, "learning_rate": 3e-3})
@@ -404,3 +411,10 @@ def test_prompt_orders(rl):
     assert [source._prompt_index(n + k) for k in range(2)] == [2, 0]
     with pytest.raises(ValueError, match="difficulty"):
         rl.source("none", {"preset": "dr_grpo", "curriculum": "cosine"})
+
+
+def test_an_adapter_trains_with_a_critic_and_refuses_what_copies_all_weights(rl):
+    result, metrics = rl("lora", {"preset": "ppo", "lora_rank": 2, "num_iterations": 2, "truncation_policy": "score"})
+    assert metrics[-1]["train/grad_norm"] > 0 and metrics[-1]["critic/grad_norm"] > 0 and set(result["outputs"]) >= {"model", "critic"}
+    with pytest.raises(Exception, match="lora_rank=0"):
+        rl("lora-refresh", {"preset": "grpo", "lora_rank": 2, "ref_mode": "refresh"})
