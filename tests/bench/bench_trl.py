@@ -1,6 +1,6 @@
 """Whole-step training speed and peak memory next to TRL 1.16: same model, rows, effective batch, precision, steps, one run.
 
-    python -m tests.bench.bench_trl --sft gsm8k_train.jsonl --pairs hh.jsonl.gz [--work sft reward_model align rl] [--repeats 3]
+    python -m tests.bench.bench_trl --sft gsm8k_train.jsonl --pairs hh.jsonl.gz [--work sft reward_model align rl] [--size 6 28] [--repeats 3]
 
 Both sides are processes of their own, interleaved; ours goes through ``posttrain stage``. Tokens are the real (unpadded) tokens
 of the rows, prompt and completion (a pair counts its prompt twice, as TRL's rows do); time is whole steps after the first.
@@ -30,6 +30,8 @@ import time
 from pathlib import Path
 
 STEPS, BATCH, LENGTH = 8, 16, 512
+#: Millions of parameters -> shape of the Llama.
+SIZES = {6: {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 5}, 28: {"hidden_size": 512, "intermediate_size": 1280, "num_hidden_layers": 8}}
 
 
 def read(path: str, n: int) -> list[dict]:
@@ -38,8 +40,8 @@ def read(path: str, n: int) -> list[dict]:
         return [json.loads(line) for _, line in zip(range(n), handle)]
 
 
-def prepare(folder: Path, sft: str, pairs: str) -> None:
-    """A 6M-parameter Llama with a tokenizer trained on the rows, and three files of STEPS * BATCH rows."""
+def prepare(folder: Path, sft: str, pairs: str, size: int) -> None:
+    """A Llama of ``size`` million parameters with a tokenizer trained on the rows, and three files of STEPS * BATCH rows."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -68,7 +70,7 @@ def prepare(folder: Path, sft: str, pairs: str) -> None:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>")
     fast.chat_template = CHAT_TEMPLATE
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=len(fast), hidden_size=256, intermediate_size=688, num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=8,
+    config = LlamaConfig(vocab_size=len(fast), **SIZES[size], num_attention_heads=8, num_key_value_heads=8,
                          max_position_embeddings=2048, tie_word_embeddings=True, pad_token_id=fast.pad_token_id, eos_token_id=fast.eos_token_id, bos_token_id=None)
     model = LlamaForCausalLM(config)
     model.save_pretrained(folder / "model")
@@ -174,6 +176,7 @@ def main() -> None:
     parser.add_argument("--sft", default="../shared/data/gsm8k_train.jsonl")
     parser.add_argument("--pairs", default="../shared/data/hh_harmless_base_test.jsonl.gz")
     parser.add_argument("--work", nargs="+", default=list(FILES), choices=list(FILES))
+    parser.add_argument("--size", nargs="+", type=int, default=[6], choices=list(SIZES), help="millions of parameters")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--peer")
     parser.add_argument("--folder")
@@ -181,17 +184,18 @@ def main() -> None:
     if given.peer:
         print(json.dumps(peer(given.peer, Path(given.folder))))
         return
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        prepare(folder, given.sft, given.pairs)
-        print("| work | ours tokens/s | TRL tokens/s | ratio | ours MiB | TRL MiB | ratio |\n|---|---|---|---|---|---|---|")
-        for work in given.work:
-            runs = [(ours(work, folder), trl(work, folder)) for _ in range(given.repeats)]
-            a, b = ({k: statistics.median(r[side][k] for r in runs) for k in runs[0][0]} for side in (0, 1))
-            speed = statistics.median(r[0]["tokens_per_second"] / r[1]["tokens_per_second"] for r in runs)
-            memory = statistics.median(r[0]["peak_memory_mib"] / r[1]["peak_memory_mib"] for r in runs)
-            print(f"| {work} | {a['tokens_per_second']:.0f} | {b['tokens_per_second']:.0f} | {speed:.2f} | {a['peak_memory_mib']:.0f} | "
-                  f"{b['peak_memory_mib']:.0f} | {memory:.2f} |", flush=True)
+    print("| work | ours tokens/s | TRL tokens/s | ratio | ours MiB | TRL MiB | ratio |\n|---|---|---|---|---|---|---|")
+    for size in given.size:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch)
+            prepare(folder, given.sft, given.pairs, size)
+            for work in given.work:
+                runs = [(ours(work, folder), trl(work, folder)) for _ in range(given.repeats)]
+                a, b = ({k: statistics.median(r[side][k] for r in runs) for k in runs[0][0]} for side in (0, 1))
+                speed = statistics.median(r[0]["tokens_per_second"] / r[1]["tokens_per_second"] for r in runs)
+                memory = statistics.median(r[0]["peak_memory_mib"] / r[1]["peak_memory_mib"] for r in runs)
+                print(f"| {work}, {size}M | {a['tokens_per_second']:.0f} | {b['tokens_per_second']:.0f} | {speed:.2f} | {a['peak_memory_mib']:.0f} | "
+                      f"{b['peak_memory_mib']:.0f} | {memory:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def test_rl_rollouts_explain_the_update(tiny, data, spec, preset):
     from stages.rl import Config, resolve_preset
 
     config = {"preset": preset, "max_steps": 3, "prompts_per_step": 4, "num_generations": 4, "max_completion_length": 10, "learning_rate": 1e-4,
-              "rewards": [{"name": "length", "kind": "length"}]}
+              "rewards": [{"name": "length", "kind": "length", "max_length": 10, "cache_length": 10}]}
     result = execute(spec("rl", config, {"model": tiny["policy"], "data": data["prompts"]}, preset), silent)
     rows = list(open_dataset(result["outputs"]["rollouts"]["path"]).iter_rows())
     assert len(rows) == 3 * 16
