@@ -42,8 +42,8 @@ class Evaluations(dict):
             row: dict[str, Any] = {"model": name}
             for metric in self.METRICS:
                 value = outputs.metrics.get(metric)
-                if not isinstance(value, (int, float)):
-                    continue
+                if not isinstance(value, (int, float)) or (metric == "pair_accuracy" and outputs.metrics.get("pair_tie_rate") == 1):
+                    continue  # the reference itself prefers nothing over itself
                 low, high = outputs.metrics.get(f"{metric}_low"), outputs.metrics.get(f"{metric}_high")
                 row[metric] = round(value, 4)
                 if isinstance(low, (int, float)) and isinstance(high, (int, float)):

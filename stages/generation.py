@@ -47,7 +47,7 @@ def prompt_rows(stage, dataset, split: str | None, renderer, max_prompt_length: 
             break
     if too_long:
         stage.warn("prompts_too_long", f"{too_long} prompts have more than max_prompt_length={max_prompt_length} tokens and are left "
-                   "out. Raise max_prompt_length to use them.")
+                   "out. Raise max_prompt_length to use them, or lower max_completion_length where the model has no more positions.")
     if not rows:
         raise ValueError(f"No prompt with at most max_prompt_length={max_prompt_length} tokens in split {split!r} of {dataset.name}. Raise "
                          "max_prompt_length, or give a dataset with that split.")

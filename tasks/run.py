@@ -365,8 +365,10 @@ def _process(p: Prepared, workdir: Path, lock: leases.Lease, device: str, device
     done: Event | None = None
     with open(log_path, "ab") as log:
         begin = log.tell()
-        child = subprocess.Popen([sys.executable, "-m", "stages", str(workdir / "SPEC.json")], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=env, cwd=str(PROJECT_ROOT), start_new_session=True)  # fmt: skip
+        child = None
         try:
+            with _signals_held():
+                child = subprocess.Popen([sys.executable, "-m", "stages", str(workdir / "SPEC.json")], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=env, cwd=str(PROJECT_ROOT), start_new_session=True)  # fmt: skip
             lock.set_child(child.pid)
             tell({"event": "started", "pid": child.pid, "workdir": str(workdir), "log": str(log_path), "key": p.key})
             for event in _events(child):
@@ -383,8 +385,9 @@ def _process(p: Prepared, workdir: Path, lock: leases.Lease, device: str, device
                     tracking.poke(unit)
             code = child.wait()
         finally:
-            kill_tree(child)
-            lock.set_child(None)
+            if child is not None:
+                kill_tree(child)
+                lock.set_child(None)
     result = read_json(workdir / "result.json", None)
     if code == 0 and done and result:
         return result
@@ -598,6 +601,26 @@ def _teller(on_event: Callable[[Event], Any] | None) -> Callable[[Event], None]:
                 print(f"a listener of stage events failed ({type(error).__name__}: {error}); the stage goes on", file=sys.stderr)
 
     return tell
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Keep SIGINT and SIGTERM until the end of the block: an exception raised while a process is being started would leave it without
+    anybody who knows of it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: handler for number in (signal.SIGINT, signal.SIGTERM) if callable(handler := signal.getsignal(number))}
+    came: list[int] = []
+    for number in handlers:
+        signal.signal(number, lambda signum, frame: came.append(signum))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 @contextlib.contextmanager

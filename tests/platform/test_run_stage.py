@@ -226,3 +226,26 @@ def test_stage_runs_by_hand(state_dir, tmp_path):
     (tmp_path / "s.json").write_text(json.dumps({"stage": TOY, "config": {"stepps": 2}}))
     run = subprocess.run([sys.executable, "-m", "stages", str(tmp_path / "s.json")], capture_output=True, text=True, cwd=PROJECT_ROOT)
     assert run.returncode == 2 and "did you mean 'steps'" in run.stdout and "Traceback" not in run.stderr
+
+
+def test_a_signal_while_a_process_is_started_waits_until_somebody_can_end_it():
+    import signal
+
+    from tasks.run import _signals_held
+
+    class Ended(BaseException):
+        pass
+
+    def end(signum, frame):
+        raise Ended
+
+    before = signal.signal(signal.SIGTERM, end)
+    started = None
+    try:
+        with pytest.raises(Ended):
+            with _signals_held():
+                signal.raise_signal(signal.SIGTERM)
+                started = "known"  # reached although the signal has come
+        assert started == "known" and signal.getsignal(signal.SIGTERM) is end
+    finally:
+        signal.signal(signal.SIGTERM, before)
