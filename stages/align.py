@@ -90,8 +90,9 @@ def run(stage):
     for text in [*objective.warnings, *data_warnings(config, objective, train, validation)]:
         stage.warn("align_settings", text)
     frozen = method.needs_reference and config.reference_update == "frozen"
+    seen = rows_seen(stage, train, config)
     if frozen:
-        add_reference(stage, renderer, objective, train + validation)
+        add_reference(stage, renderer, objective, seen + validation)
     elif stage.has("ref_logps"):
         raise ValueError(f"method {config.method} with reference_update={config.reference_update} has no frozen reference; leave the ref_logps input out.")
     if not frozen and method.needs_reference and config.lora_rank:
@@ -110,13 +111,13 @@ def run(stage):
     source = AlignmentRows(stage, model, objective, train, validation, moving)
     trainer = Trainer(model, objective, config, source.total_steps, stage.device)
     if config.method == "dpo" and not stage.has("reference") and stage.checkpoints.latest() is None:
-        first = train[: min(len(train), config.batch_size)]
+        first = seen[:config.batch_size]
         source.prepare(first)
         loss = trainer.evaluate(first)["loss"]
         if not objective.nll_coef and abs(loss - math.log(2)) > 1e-4 * max(1.0, objective.scale * 10):
             raise TrainingError(f"Policy equals reference at step 0, so the DPO loss must be ln 2 = 0.6931, but it is {loss:.6f}. The "
                                 "cached reference does not belong to this model and data; drop the ref_logps input.")
-    preflight(stage, trainer, train, config.batch_size, renderer, prepare=source.prepare)
+    preflight(stage, trainer, seen, config.batch_size, renderer, prepare=source.prepare)
     _, final = fit(stage, trainer, source, evaluate=(lambda: source.evaluate(trainer)) if validation else None, eval_every=config.eval_every)
     with stage.output_model("model", role="policy") as directory:
         save_policy(model, renderer.tokenizer, directory, base=stage.inputs["model"].ref)
@@ -127,6 +128,16 @@ def run(stage):
                    "beta, lower learning_rate, train fewer steps, or take method=dpo_nll, cal_dpo or apo_zero.")
     stage.summary(summary)
     training_report(stage, "Direct alignment", summary)
+
+
+def rows_seen(stage, train, config) -> list:
+    """The training rows that ``max_steps`` steps will read, all of them from a whole epoch on; only these need a reference."""
+    from stages.training import ShuffledRows
+
+    if config.max_steps is None or config.max_steps * config.batch_size >= len(train):
+        return train
+    order = ShuffledRows(stage, train, config.batch_size, config.num_train_epochs, config.max_steps)
+    return [item for step in range(order.total_steps) for item in order.items(step)]
 
 
 def displaced(history: list[list[float]], falls: int = 3) -> bool:

@@ -16,7 +16,7 @@ def silent(event):
 
 def test_a_reference_cache_is_reused_only_where_it_belongs(tiny, data, spec):
     """da.ref_cache: the same model, template and length take every row from the cache; another model takes none."""
-    config = {"max_steps": 2, "batch_size": 6, "max_length": 96, "learning_rate": 1e-4}
+    config = {"max_steps": 7, "batch_size": 6, "max_length": 96, "learning_rate": 1e-4}
     first = execute(spec("align", config, {"model": tiny["policy"], "data": data["pairs"]}, "first"), silent)
     cache = first["outputs"]["ref_logps"]["path"]
     rows = list(open_dataset(cache).iter_rows())
@@ -32,6 +32,13 @@ def test_a_reference_cache_is_reused_only_where_it_belongs(tiny, data, spec):
     third = execute(other, silent)
     assert open_dataset(third["outputs"]["ref_logps"]["path"]).manifest["counts"]["from_cache"] == 0
     assert any(w["code"] == "stale_reference_cache" for w in third["warnings"])
+
+
+def test_only_rows_that_are_read_get_a_reference(tiny, data, spec):
+    config = {"max_steps": 2, "batch_size": 6, "max_length": 96, "learning_rate": 1e-4}
+    made = execute(spec("align", config, {"model": tiny["policy"], "data": data["pairs"]}, "short"), silent)
+    assert len(list(open_dataset(made["outputs"]["ref_logps"]["path"]).iter_rows())) == 2 * 6 + 6
+    assert made["summary"]["pairs"] == 42 and made["summary"]["steps"] == 2
 
 
 def test_policy_equals_reference_at_step_0(tiny, data, spec):
