@@ -405,7 +405,7 @@ class LeanDecoder:
             keys.append(k)
             values.append(v)
             if self.heads != self.groups:
-                k, v = (t.repeatinterleave(self.heads // self.groups, 1) for t in (k, v))
+                k, v = (t.repeat_interleave(self.heads // self.groups, 1) for t in (k, v))
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
             x = self._finish(layer, x, attended.transpose(1, 2).reshape(count * width, -1))
         last = x.view(count, width, -1)[torch.arange(count, device=ids.device), lengths - 1]

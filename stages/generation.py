@@ -62,17 +62,28 @@ def sampling_params(config, renderer):
 
 
 def sample_groups(sampler, rows, params, seeds) -> list[list[Sample]]:
-    """G completions of each ``(row, prompt ids)``; ``seeds[i]`` lists the seeds of prompt i."""
-    completions = sampler.generate([ids for _, ids in rows], params, seeds)
-    return [[Sample(row, ids, k, c.ids, c.logps, c.finish_reason, c.text) for k, c in enumerate(group)]
-            for (row, ids), group in zip(rows, completions)]
+    """G completions of each ``(row, prompt ids)``; ``seeds[i]`` lists the seeds of prompt i.
+
+    Several ranks share the prompts; a completion depends on its own seed alone, so all of them get what one would have drawn.
+    """
+    from stages import ranks
+
+    mine = range(ranks.rank(), len(rows), ranks.world_size())
+    found = sampler.generate([rows[i][1] for i in mine], params, [seeds[i] for i in mine]) if len(mine) else []
+    completions = {i: group for part in ranks.gather(dict(zip(mine, found))) for i, group in part.items()}
+    return [[Sample(row, ids, k, c.ids, c.logps, c.finish_reason, c.text) for k, c in enumerate(completions[i])]
+            for i, (row, ids) in enumerate(rows)]
 
 
 def score(rewards, samples: list[Sample]) -> None:
-    """Fill the reward fields of every sample, in place."""
-    scored = rewards.score([{"prompt_row": s.prompt, "prompt_ids": s.prompt_ids, "completion_text": s.text, "completion_ids": s.ids,
-                             "finish_reason": s.finish_reason} for s in samples])
-    for sample, result in zip(samples, scored):
+    """Fill the reward fields of every sample, in place. Of several ranks the first one asks (a judge is asked once) and tells the others."""
+    from stages import ranks
+
+    scored = None
+    if ranks.rank() == 0:
+        scored = rewards.score([{"prompt_row": s.prompt, "prompt_ids": s.prompt_ids, "completion_text": s.text, "completion_ids": s.ids,
+                                 "finish_reason": s.finish_reason} for s in samples])
+    for sample, result in zip(samples, ranks.gather(scored)[0]):
         sample.total = float("nan") if result.total is None else float(result.total)
         sample.parts, sample.reasons, sample.correct = result.parts, result.reasons, result.correct
 

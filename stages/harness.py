@@ -238,11 +238,14 @@ class Stage:
     def writer(self, name: str, kind: str, **options: Any) -> Any:
         """An exactly-once Parquet writer (``storage.datasets.DatasetWriter``) for the declared dataset output ``name``.
 
-        After a resume it continues behind the rows that the last checkpoint covers. ``close(counts)`` finishes it.
+        After a resume it continues behind the rows that the last checkpoint covers. ``close(counts)`` finishes it. Rank 0
+        writes; what other ranks write is dropped.
         """
         from storage.datasets import DatasetWriter
 
         self._declared(name, "dataset")
+        if self.rank != 0:
+            return _Unwritten()
         path = self.workdir / "out" / name
         covered = self._checkpointed_writers().get(name)
         if covered is None and path.exists() and name not in self._writers:
@@ -388,6 +391,21 @@ class Stage:
         atomic_write_json(self.workdir / "result.json", result)
         self.emit("done", **result)
         return result
+
+
+class _Unwritten:
+    """The writer of a rank that does not write."""
+
+    parts: tuple = ()
+
+    def write(self, rows: Any) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def close(self, counts: dict[str, Any] | None = None) -> None:
+        pass
 
 
 class _ResumableCheckpoints(Checkpoints):

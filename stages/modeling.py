@@ -68,12 +68,12 @@ def save_policy(model, tokenizer, directory: str | Path, generation_config=None,
     """
     from stages import sharding
 
-    sharding.gather(model)
+    whole = sharding.gather(model)
     if ranks.rank() != 0:
         return
     model = adapters.merge_and_save_adapter(model, directory, base)
     model.config.use_cache = True
-    model.save_pretrained(directory, safe_serialization=True)
+    model.save_pretrained(directory, safe_serialization=True, state_dict=whole)
     model.config.use_cache = False
     tokenizer.save_pretrained(directory)
     (generation_config or model.generation_config).save_pretrained(directory)

@@ -166,7 +166,7 @@ class Config(OptimizerConfig, SamplingConfig):
 
 
 SPEC = StageSpec(
-    name="rl", config=Config, gpu=True,
+    name="rl", config=Config, gpu=True, parallel=True,
     inputs={"model": InputSpec("model", doc="Policy to start from."),
             "data": InputSpec("dataset", kinds=("prompts/1",), doc="Prompts, with answers for verifiers."),
             "reward_model": InputSpec("model", required=False, doc="Scorer of components with kind=model; the critic's start."),
@@ -231,6 +231,8 @@ def run(stage):
 
     config = stage.config
     row, warnings = resolve_preset(config)
+    if config.sharding == "full":
+        raise ValueError("the sampler needs whole weights on every device; write sharding=none (several devices share prompts and micro-batches).")
     stage.log(f"{row}")
     for text in warnings:
         stage.warn("rl_settings", text)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from stages import ranks
 from stages.algorithms import RLPreset
 from stages.batching import Item, make_item, per_response
 from stages.credit import Batch, assign, explained_variance
@@ -502,8 +503,10 @@ class Rollouts:
             lengths = [len(response) for item in batch.items for response in item.responses]
             return [row[:length].tolist() for row, length in zip(padded, lengths)]
 
-        found = per_response(items, self.config.max_tokens_per_micro_batch, self.stage.device, compute)
-        return [row for rows in found for row in rows]
+        mine = range(ranks.rank(), len(items), ranks.world_size())
+        found = dict(zip(mine, per_response([items[i] for i in mine], self.config.max_tokens_per_micro_batch, self.stage.device, compute)))
+        everyone = {i: rows for part in ranks.gather(found) for i, rows in part.items()}
+        return [row for i in range(len(items)) for row in everyone[i]]
 
     def _drift(self, items: list[Item]) -> float:
         """Mean k3 of KL(old||new) over the trained tokens of ``items``, nats."""

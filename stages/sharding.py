@@ -39,6 +39,7 @@ def shard(model, device: str) -> Root:
     for module in root.modules():
         if hasattr(module, "set_gradient_divide_factor"):
             module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     model._posttrain_lean = False
     return root
 
@@ -65,13 +66,14 @@ def like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def gather(model) -> None:
-    """Give rank 0 whole weights again, in place, to write them; the other ranks' model is used up. No-op where nothing is sharded."""
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None and hasattr(parameter, "full_tensor"):
-                full = parameter.full_tensor()
-                if ranks.rank() == 0:
-                    module._parameters[name] = nn.Parameter(full.cpu(), requires_grad=parameter.requires_grad)
-    if ranks.rank() == 0 and hasattr(model, "tie_weights"):
-        model.tie_weights()
+def gather(model) -> dict[str, torch.Tensor] | None:
+    """Whole weights by name, on the CPU of rank 0 (empty elsewhere; every rank must ask); None where nothing is sharded."""
+    state = model.state_dict()
+    if not any(hasattr(t, "full_tensor") for t in state.values()):
+        return None
+    found = {}
+    for name, tensor in state.items():
+        full = whole(tensor)
+        if ranks.rank() == 0:
+            found[name] = full.cpu()
+    return found

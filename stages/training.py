@@ -110,6 +110,8 @@ class Trainer:
         choose_forward(model, config.forward)
         if config.activation_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if config.sharding == "full" and config.lora_rank and self.ranks > 1:
+            raise TrainingError("a LoRA adapter is not trained with sharded weights; write sharding=none (the adapter's gradients and optimizer state are small), or lora_rank=0.")
         self.root = sharding.shard(model, device) if config.sharding == "full" and self.ranks > 1 else None
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.averages = {n: p.detach().clone() for n, p in self.parameters.items()} if config.ema_decay else {}

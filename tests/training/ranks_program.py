@@ -6,8 +6,9 @@ import numpy as np
 import torch
 
 from stages import ranks
+from stages.reward_heads import new_reward_model
 from stages.sharding import whole
-from stages.modeling import load_policy, new_reward_model
+from stages.modeling import load_policy
 from stages.training import Trainer
 from tests.training.test_invariance import objectives
 

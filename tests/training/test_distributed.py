@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+# Ranks end with the process that started them, as under a task.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "POSTTRAIN_PARENT_PID": str(os.getpid())}
 
 
 def run(*command):
@@ -30,13 +31,16 @@ def test_every_objectives_gradient_is_the_single_process_one(tiny, tmp_path, sha
         assert other_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-6) and other_judged == pytest.approx(judged, rel=1e-5, abs=1e-6), name
 
 
-@pytest.mark.parametrize("stage, sharding", (("sft", "none"), ("sft", "full"), ("align", "none")))
+@pytest.mark.parametrize("stage, sharding", (("sft", "none"), ("sft", "full"), ("align", "none"), ("rl", "none")))
 def test_a_stage_on_two_ranks_and_a_resume_on_another_count(stage, sharding, tiny, data, spec, tmp_path):
     """Same weights (to float32 rounding) from 1 rank, 2 ranks, and 2 ranks for the first steps then 1."""
     from safetensors.torch import load_file
 
     config = {"max_steps": 6, "batch_size": 8, "learning_rate": 1e-3, "eval_rows": 4, "sharding": sharding, "ema_decay": 0.5}
-    inputs = {"model": tiny["policy"], "data": data["demonstrations" if stage == "sft" else "pairs"]}
+    if stage == "rl":
+        config = {"max_steps": 6, "prompts_per_step": 4, "num_generations": 4, "max_completion_length": 10, "learning_rate": 1e-3, "preset": "dr_grpo",
+                  "rewards": [{"name": "length", "kind": "length", "max_length": 10, "cache_length": 10}]}
+    inputs = {"model": tiny["policy"], "data": data[{"sft": "demonstrations", "align": "pairs", "rl": "prompts"}[stage]]}
     weights = {}
     for name, devices in (("one", [1]), ("two", [2]), ("changed", [2, 1])):
         built = spec(stage, config, inputs, name)
@@ -72,3 +76,4 @@ def stop_after(path, environment, checkpoints, step):
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    time.sleep(2)  # the ranks, in sessions of their own, notice within a fraction of a second
