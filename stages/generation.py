@@ -6,7 +6,7 @@ killed stage repeats only the unit it was in.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -14,7 +14,9 @@ class Sample:
     """One completion of one prompt row, with its reward.
 
     ``total`` is the weighted sum of the scored components (NaN when unscorable), ``parts`` their raw values (None =
-    unscorable), ``reasons`` why; ``correct`` is the verifier's verdict where there is one.
+    unscorable), ``reasons`` why; ``correct`` is the verifier's verdict where there is one; ``items`` are a rubric's item scores.
+    ``mode``: ``fresh``, ``improve`` (of the response ``parent``) or ``sft`` (not sampled). ``context``: prompt id of the messages it was
+    sampled from, where these are not ``prompt``; its log-probs are then not those of the text after ``prompt``. ``tier``: the router's.
     """
 
     prompt: dict
@@ -28,6 +30,16 @@ class Sample:
     parts: dict[str, float | None] = None
     reasons: dict[str, str] = None
     correct: bool | None = None
+    items: list[dict] = field(default_factory=list)
+    mode: str = "fresh"
+    parent: str | None = None
+    context: str | None = None
+    tier: str | None = None
+
+    @property
+    def off_policy(self) -> bool:
+        """Whether ``logps`` are not log-probs of this completion after ``prompt``."""
+        return self.mode == "sft" or self.context is not None
 
     @property
     def terminated(self) -> bool:
@@ -85,7 +97,8 @@ def score(rewards, samples: list[Sample]) -> None:
                                  "finish_reason": s.finish_reason} for s in samples])
     for sample, result in zip(samples, ranks.gather(scored)[0]):
         sample.total = float("nan") if result.total is None else float(result.total)
-        sample.parts, sample.reasons, sample.correct = result.parts, result.reasons, result.correct
+        sample.parts, sample.reasons, sample.correct, sample.items = result.parts, result.reasons, result.correct, result.items
+        sample.tier = result.tier
 
 
 def gen_record(stage, config, renderer, seed: int, version: int = 0) -> dict:

@@ -17,6 +17,7 @@ STAGES: dict[str, str] = {
     "label_steps": "stages.label_steps",
     "overoptimisation": "stages.overoptimisation",
     "rejection": "stages.rejection",
+    "rescore": "stages.rescore",
     "preferences": "stages.preferences",
     "curriculum": "stages.curriculum",
     "rl": "stages.rl",

@@ -41,10 +41,13 @@ SPEC = StageSpec(
     inputs={"model": InputSpec("model", doc="Policy that samples."),
             "prompts": InputSpec("dataset", kinds=("prompts/1",), doc="Prompts, with answers for verifiers."),
             "reward_model": InputSpec("model", required=False, doc="Scorer of components with kind=model."),
-            "judge": InputSpec("model", required=False, doc="Causal LM of components with kind=judge."),
+            "judge": InputSpec("model", required=False, doc="Causal LM of components with kind=judge, and of a rubric's judged items."),
+            "rubric": InputSpec("dataset", kinds=("rubric_items/1",), required=False, doc="Rubric of the component with kind=rubric: a file or a dataset."),
             "candidates": InputSpec("dataset", kinds=("candidates/1",), required=False,
                                     doc="Scored candidates of an earlier run: select again without generating.")},
-    outputs={"candidates": OutputSpec("dataset"), "selected": OutputSpec("dataset")})
+    outputs={"candidates": OutputSpec("dataset"), "selected": OutputSpec("dataset"),
+             "rubric_scores": OutputSpec("dataset", required=False, doc="rubric_scores/1: every item of every candidate, with critique and reasoning."),
+             "rubric_confidence": OutputSpec("dataset", required=False, doc="rubric_confidence/1: mean confidence per rubric item.")})
 
 
 def run(stage):
@@ -85,6 +88,7 @@ def generate(stage) -> None:
     from stages.generation import gen_record, prompt_rows, sample_groups, sampling_params, score
     from stages.modeling import freeze, load_policy
     from stages.rewards import build_rewards
+    from stages.rubric_reward import score_rows, write_review
     from stages.sampler import Sampler
     from storage.schema import complete_row
 
@@ -94,24 +98,37 @@ def generate(stage) -> None:
     first = config.prompt_offset % len(rows)
     rows = (rows[first:] + rows[:first])[:config.max_prompts]
     writer = stage.writer("candidates", "candidates/1")
+    rubric = any(component.kind == "rubric" for component in config.rewards)
+    items = stage.writer("rubric_scores", "rubric_scores/1") if rubric else None
     done = len(writer.parts)
     total = len(rows)
+    if rubric and total > config.block:
+        stage.warn("rubric_blocks", f"Confidences of rubric items are averaged over blocks of {config.block} prompts; run stage rescore on the candidates for averages over "
+                   "all of them, or raise block.")
     if done * config.block < total:
         sampler = Sampler(freeze(load_policy(stage.path("model"), stage.device)), renderer.tokenizer, max_batch=config.generation_batch)
         rewards = build_rewards(config.rewards, stage.inputs, renderer=renderer, device=stage.device)
+        rewards.check([row for row, _ in rows])
         params = sampling_params(config, renderer)
     for start in range(done * config.block, total, config.block):
         block = rows[start:start + config.block]
         seeds = [[stage.seed_for("rejection", row["row_id"], k) for k in range(config.num_generations)] for row, _ in block]
         groups = sample_groups(sampler, block, params, seeds)
         score(rewards, [s for group in groups for s in group])
-        writer.write([complete_row("candidates/1", candidate(s, start + i, gen_record(stage, config, renderer, seeds[i][s.index])),
-                                   dataset="candidates", source=s.prompt["dataset"], origin="ai")
-                      for i, group in enumerate(groups) for s in group])
+        made = [complete_row("candidates/1", candidate(s, start + i, gen_record(stage, config, renderer, seeds[i][s.index])),
+                             dataset="candidates", source=s.prompt["dataset"], origin="ai")
+                for i, group in enumerate(groups) for s in group]
+        writer.write(made)
         writer.flush()
+        if rubric:
+            items.write([row for one, s in zip(made, (s for group in groups for s in group)) for row in score_rows(one, s.items)])
+            items.flush()
         stage.save_checkpoint(start // config.block + 1, {}, {})
         stage.progress(min(start + config.block, total), total, "prompts")
     writer.close({"prompts": total, "completions": total * config.num_generations})
+    if rubric:
+        items.close({})
+        write_review(stage)
 
 
 def candidate(sample, prompt_idx: int, gen: dict) -> dict:
@@ -127,7 +144,7 @@ def candidate(sample, prompt_idx: int, gen: dict) -> dict:
             "reward": None if math.isnan(sample.total) else sample.total, "correct": sample.correct, "kept": reason is None,
             "drop_reason": reason, "gen": gen, "split": sample.prompt["split"],
             "extra_json": json.dumps({"completion_ids": sample.ids, "finish_reason": sample.finish_reason, "logp_sum": sum(sample.logps),
-                                      "unscorable": sample.reasons, "category": sample.prompt.get("category")}, sort_keys=True)}
+                                      "unscorable": sample.reasons, "category": sample.prompt.get("category"), "tier": sample.tier}, sort_keys=True)}
 
 
 def drop_duplicates(matrix, where) -> None:

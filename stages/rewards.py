@@ -20,20 +20,26 @@ from pydantic import Field, model_validator
 
 from stages.spec import StageConfig
 
-PRIMARY = ("verifier", "code", "python", "model", "judge")
+PRIMARY = ("verifier", "code", "python", "model", "judge", "rubric")
+TIERS = ("rule", "learned", "judge")
 
 
 class RewardComponent(StageConfig):
     """One component of a reward: what it scores, its weight, and its options."""
 
     name: str = Field("reward", min_length=1, description="Name under which its values are stored and plotted.")
-    kind: Literal["verifier", "model", "judge", "format", "length", "truncation", "regex", "constraints", "code", "python"] = Field(
+    kind: Literal["verifier", "model", "judge", "format", "length", "truncation", "regex", "constraints", "code", "python", "rubric"] = Field(
         description="verifier: gold answer; model: a reward model; judge: a language model's opinion; format: tags; length: DAPO soft overlong; truncation: no end token; "
-                    "regex: a pattern; constraints: IFEval checkers; code: unit tests; python: your own function.")
+                    "regex: a pattern; constraints: IFEval checkers; code: unit tests; python: your own function; rubric: the items of the input rubric (GRAPE).")
     weight: float = Field(1.0, description="Factor in the total.")
     on_missing: Literal["invalidate", "skip", "renormalise"] | None = Field(
         None, title="On missing", description="When unscorable: drop the row from training, drop the term, or rescale the other terms. "
-        "Unset: invalidate for verifier, code, python, model and judge, skip for the others.")
+        "Unset: invalidate for verifier, code, python, model, judge and rubric, skip for the others.")
+    tier: Literal["", "rule", "learned", "judge"] = Field(
+        "", description="Components with a tier are a cascade of which one counts (REWARD-ROUTER): the rule where it can "
+        "score, else the reward model where it is sure enough, else the judge. A later tier is not asked.")
+    min_confidence: float = Field(
+        0.7, ge=0.5, le=1, description="tier=learned: probability of its own opinion, max(p, 1-p) with p = sigmoid(score), that counts (0.7 is ours).")
     view: Literal["full", "answer_only", "think_only"] = Field("full", description="Part of the response it sees (reward.view).")
     correct_value: float = Field(1.0, description="verifier: value of a right answer (DAPO 1, Tulu 3 10).")
     incorrect_value: float = Field(0.0, description="verifier: value of a wrong answer (DAPO -1).")
@@ -48,8 +54,16 @@ class RewardComponent(StageConfig):
     endpoint: str = Field("", description="judge: base URL of a server with the OpenAI chat interface; empty: the local model of `input`.")
     endpoint_model: str = Field("", description="judge: name of the model on the server.")
     key_variable: str = Field("", description="judge: environment variable with the server's key.")
-    judge_tokens: int = Field(256, ge=1, description="judge, verdict: tokens of explanation and verdict at most.")
-    judge_retries: int = Field(2, ge=0, description="judge, verdict: times an unreadable answer is asked for again.")
+    judge_tokens: int = Field(256, ge=1, description="judge, verdict and rubric: tokens of an answer (explanation and verdict, or critique) at most.")
+    judge_retries: int = Field(2, ge=0, description="judge, verdict and rubric: times an unreadable answer is asked for again (rubric: 3).")
+    rubric_normalizer: Literal["paper", "weighted", "plain"] = Field(
+        "paper", description="rubric: rho sum(w tau phi)/sum(phi), which unequal weights can push above 1; "
+        "sum(w tau phi)/sum(w phi); or sum(w tau), confidence ignored.")
+    invalid_policy: Literal["drop_sample", "drop_item", "zero_score", "error"] = Field(
+        "drop_sample", description="rubric, an item without a score: the answer gets no reward and is not trained on; its other items decide; the item counts 0; fail.")
+    rm_squash: Literal["auto", "raw", "sigmoid", "minmax"] = Field(
+        "auto", description="rubric: scores of reward-model items; auto is raw where the item is the category's only one, else sigmoid.")
+    category: str = Field("", description="rubric: category of prompts that have none; an unknown category is always an error.")
     no_eos_reward: float = Field(0.0, description="model, judge: score of a cut response, which the model never sees (rm.score_rules; 0 = average expert).")
     empty_reward: float = Field(-1.0, description="model, judge: score of an empty response (rm.score_rules).")
     clip: float | None = Field(None, gt=0, title="Clip", description="model: scores are clipped to [-clip, clip].")
@@ -73,13 +87,15 @@ class RewardComponent(StageConfig):
     def _default_name(cls, values):
         if isinstance(values, dict) and "name" not in values and "kind" in values:
             values = {**values, "name": values["kind"]}
+        if isinstance(values, dict) and values.get("kind") == "rubric":
+            values = {"judge_retries": 3, **values}
         return values
 
     @model_validator(mode="after")
     def _check(self):
         if self.kind == "length" and self.cache_length > self.max_length:
             raise ValueError(f"reward {self.name!r}: cache_length {self.cache_length} exceeds max_length {self.max_length}; write a smaller cache_length")
-        if self.kind == "judge" and self.endpoint and not self.endpoint_model:
+        if self.kind in ("judge", "rubric") and self.endpoint and not self.endpoint_model:
             raise ValueError(f"reward {self.name!r}: endpoint needs endpoint_model, the name of the model on that server")
         if self.judge_prompt:
             try:
@@ -102,32 +118,37 @@ class RewardComponent(StageConfig):
 
 @dataclass(frozen=True)
 class Unscorable:
-    """No value, and why. Never 0."""
+    """No value, and why. Never 0. items: what a rubric did score of it."""
 
     reason: str
+    items: tuple[dict, ...] = ()
 
 
 @dataclass
 class Scored:
     """Reward of one row. total: weighted sum, None if unscorable. parts: raw value of each component, None if unscorable.
     reasons: why, by component. correct: the verdict of the first verifier or code component, None without a verdict.
-    extracted: the answer that verdict was about."""
+    extracted: the answer that verdict was about. items: the rubric's items, where there is one. tier: of the router, the one that decided."""
 
     total: float | None
     parts: dict[str, float | None] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     correct: bool | None = None
     extracted: str | None = None
+    items: list[dict] = field(default_factory=list)
+    tier: str | None = None
 
 
 @dataclass(frozen=True)
-class _Verdict:
-    """What a component says about one row: its value, whether the answer is right where it knows, and how much an ensemble's members differ."""
+class Verdict:
+    """What a component says about one row: its value, whether the answer is right where it knows, how much an ensemble's members differ, and
+    a rubric's items."""
 
     value: float
     correct: bool | None = None
     extracted: str | None = None
     spread: float | None = None
+    items: tuple[dict, ...] = ()
 
 
 def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, renderer=None, device: str = "cpu") -> "Rewards":
@@ -146,34 +167,72 @@ def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, render
     for component in components:
         if component.kind in ("model", "judge"):
             scorers[component.name] = _scorer(component, inputs, device)
+        elif component.kind == "rubric":
+            scorers[component.name] = _rubric_scorer(component, inputs, renderer, device)
+    tiers = [c.tier for c in components if c.tier]
+    if tiers and (len(tiers) < 2 or len(set(tiers)) < len(tiers)):
+        raise ValueError(f"rewards has the tiers {', '.join(tiers)}; a router needs at least two of rule, learned and judge, each of them once, or leave tier out")
+    if sum(c.kind == "rubric" for c in components) > 1:
+        raise ValueError("rewards has two components of kind rubric; put all items into one rubric, by category")
     return Rewards(list(components), scorers, renderer)
 
 
-def _scorer(component: RewardComponent, inputs: dict, device: str):
-    from stages.judge import Judge, LocalJudge, ServerJudge
-    from stages.reward_heads import RewardCard
-    from stages.reward_scorers import load_scorer
+def _rubric_scorer(component: RewardComponent, inputs: dict, renderer, device: str):
+    from stages.rubric_reward import RubricScorer
+    from stages.rubrics import from_rows
+    from storage.datasets import open_dataset
 
+    if "rubric" not in inputs:
+        raise ValueError(f"reward {component.name!r} needs the stage input 'rubric'; give rubric=FILE (YAML, JSON or JSON Lines) or a rubric_items/1 dataset")
+    return RubricScorer(component, from_rows(open_dataset(str(getattr(inputs["rubric"], "path", inputs["rubric"]))).iter_rows()), inputs, renderer, device)
+
+
+def model_input(component: RewardComponent, inputs: dict) -> str:
+    """Name of the stage input that holds a component's model."""
     name = "judge" if component.kind == "judge" and component.input == "reward_model" and "judge" in inputs else component.input
-    if component.endpoint and component.kind == "judge":
-        asked = ServerJudge(component.endpoint, component.endpoint_model, component.key_variable, max(component.timeout_s, 60.0))
-    elif name not in inputs:
+    if name not in inputs:
         raise ValueError(f"reward {component.name!r} needs the stage input {name!r}; give {name}=MODEL_REF{', or an endpoint' * (component.kind == 'judge')}, "
                          "or remove the component")
-    else:
-        path = str(getattr(inputs[name], "path", inputs[name]))
-        if component.kind == "model":
-            scorer = load_scorer(path, device)
-            scorer.ranking = component.ranking
-            return scorer
-        asked = LocalJudge(path, RewardCard(), device)
-    judge = Judge(asked, component.judge_mode, prompt=component.judge_prompt, max_tokens=component.judge_tokens, retries=component.judge_retries)
+    return name
+
+
+def _model_path(component: RewardComponent, inputs: dict) -> str:
+    name = model_input(component, inputs)
+    return str(getattr(inputs[name], "path", inputs[name]))
+
+
+def load_model(component: RewardComponent, inputs: dict, device: str):
+    """The reward model of a component."""
+    from stages.reward_scorers import load_scorer
+
+    scorer = load_scorer(_model_path(component, inputs), device)
+    scorer.ranking = component.ranking
+    return scorer
+
+
+def load_asked(component: RewardComponent, inputs: dict, device: str):
+    """The language model that a judge component asks: a server, or a local model."""
+    from stages.judge import LocalJudge, ServerJudge
+    from stages.reward_heads import RewardCard
+
+    if component.endpoint:
+        return ServerJudge(component.endpoint, component.endpoint_model, component.key_variable, max(component.timeout_s, 60.0))
+    return LocalJudge(_model_path(component, inputs), RewardCard(), device)
+
+
+def _scorer(component: RewardComponent, inputs: dict, device: str):
+    from stages.judge import Judge
+
+    if component.kind == "model":
+        return load_model(component, inputs, device)
+    judge = Judge(load_asked(component, inputs, device), component.judge_mode, prompt=component.judge_prompt, max_tokens=component.judge_tokens,
+                  retries=component.judge_retries)
     judge.ranking = component.ranking
     return judge
 
 
 class Rewards:
-    """Scores rows: dicts with prompt_row (a `prompts/1` row), completion_text, completion_ids, finish_reason and, optionally,
+    """Verdict rows: dicts with prompt_row (a `prompts/1` row), completion_text, completion_ids, finish_reason and, optionally,
     prompt_ids."""
 
     def __init__(self, components: list[RewardComponent], scorers: dict, renderer):
@@ -181,18 +240,36 @@ class Rewards:
 
     def score(self, rows: Sequence[dict]) -> list[Scored]:
         """One `Scored` per row, in order; an error inside a component becomes an unscorable part with the error's text."""
-        results = {c.name: _RULES[c.kind](self, c, rows) for c in self.components}
+        results = {c.name: RULES[c.kind](self, c, rows) for c in self.components if not c.tier} | self._routed(rows)
         scored = [self._combine({name: column[i] for name, column in results.items()}) for i in range(len(rows))]
         for name, column in results.items():  # every row of a batch has the same parts
-            if any(isinstance(v, _Verdict) and v.spread is not None for v in column):
+            if any(isinstance(v, Verdict) and v.spread is not None for v in column):
                 for one, verdict in zip(scored, column):
                     one.parts[f"{name}/disagreement"] = getattr(verdict, "spread", None)
         return scored
+
+    def _routed(self, rows) -> dict[str, list]:
+        """Columns of the components with a tier; a row that a tier settled is not shown to the later ones."""
+        waiting, columns = list(range(len(rows))), {}
+        for component in sorted((c for c in self.components if c.tier), key=lambda c: TIERS.index(c.tier)):
+            column = columns[component.name] = [Unscorable("an earlier tier decided") for _ in rows]
+            for i, verdict in zip(waiting, RULES[component.kind](self, component, [rows[i] for i in waiting]) if waiting else []):
+                column[i] = verdict
+            waiting = [i for i in waiting if not settles(component, column[i])]
+        return columns
+
+    def check(self, prompt_rows: Sequence[dict]) -> None:
+        """Refuse prompts that a component can never score, before anything is sampled. Raises ValueError."""
+        for component in self.components:
+            if component.kind == "rubric":
+                for row in prompt_rows:
+                    self.scorers[component.name].rubric.category_of(row, component.category)
 
     def _combine(self, verdicts: dict) -> Scored:
         scored = Scored(None)
         for component in self.components:
             verdict = verdicts[component.name]
+            scored.items += verdict.items
             if isinstance(verdict, Unscorable):
                 scored.parts[component.name] = None
                 scored.reasons[component.name] = verdict.reason
@@ -200,9 +277,25 @@ class Rewards:
             scored.parts[component.name] = verdict.value
             if scored.correct is None and verdict.correct is not None:
                 scored.correct, scored.extracted = verdict.correct, verdict.extracted
-        scored.total = combine(scored.parts, {c.name: c.weight for c in self.components},
-                               {c.name: c.missing_policy for c in self.components})
+        parts, policies = dict(scored.parts), {c.name: c.missing_policy for c in self.components}
+        router = sorted((c for c in self.components if c.tier), key=lambda c: TIERS.index(c.tier))
+        decided = next((c for c in router if settles(c, verdicts[c.name])), None)
+        for component in router if decided else ():
+            if component is not decided:  # its value is stored, and does not count
+                parts[component.name], policies[component.name] = None, "skip"
+        scored.tier = decided.tier if decided else None
+        scored.total = None if router and not decided else combine(parts, {c.name: c.weight for c in self.components}, policies)
         return scored
+
+
+def settles(component: RewardComponent, verdict) -> bool:
+    """Whether a tier's opinion is the last word: a score, and from a reward model one that is sure enough (REWARD-ROUTER)."""
+    if isinstance(verdict, Unscorable):
+        return False
+    if component.tier != "learned":
+        return True
+    p = verdict.value if component.squash == "sigmoid" else 1.0 / (1.0 + math.exp(-max(-700.0, min(700.0, verdict.value))))
+    return max(p, 1.0 - p) >= component.min_confidence
 
 
 def combine(parts: dict[str, float | None], weights: dict[str, float], policies: dict[str, str] | str = "skip") -> float | None:
@@ -231,12 +324,12 @@ def _text(component: RewardComponent, row: dict) -> str:
     return view(row["completion_text"], component.view)
 
 
-def _value(value) -> _Verdict | Unscorable:
+def _value(value) -> Verdict | Unscorable:
     """A finite number as a verdict, anything else as unscorable."""
     if isinstance(value, bool):
-        return _Verdict(float(value), value)
+        return Verdict(float(value), value)
     if isinstance(value, (int, float)) and math.isfinite(value):
-        return _Verdict(float(value))
+        return Verdict(float(value))
     return Unscorable("no value" if value is None else f"{value!r:.60} is no finite number")
 
 
@@ -249,13 +342,13 @@ def _verify(rewards: Rewards, component: RewardComponent, rows) -> list:
             correct, extracted = VERIFIERS[name](row["prompt_row"], _text(component, row), component.extraction == "flexible")
         except BadGold as error:
             return Unscorable(str(error))
-        return _Verdict(component.correct_value if correct else component.incorrect_value, correct, extracted)
+        return Verdict(component.correct_value if correct else component.incorrect_value, correct, extracted)
 
     return [one(row) for row in rows]
 
 
 def _model(rewards: Rewards, component: RewardComponent, rows) -> list:
-    """Scores of a reward model. Its own template renders the text, unless it reads exactly the policy's token ids."""
+    """Verdict of a reward model. Its own template renders the text, unless it reads exactly the policy's token ids."""
     from stages.reward_scorers import Response
 
     scorer = rewards.scorers[component.name]
@@ -264,9 +357,9 @@ def _model(rewards: Rewards, component: RewardComponent, rows) -> list:
     responses, positions = [], []
     for i, row in enumerate(rows):
         if not ended(row):
-            out[i] = _Verdict(component.no_eos_reward)
+            out[i] = Verdict(component.no_eos_reward)
         elif not row["completion_text"].strip():
-            out[i] = _Verdict(component.empty_reward)
+            out[i] = Verdict(component.empty_reward)
         else:
             positions.append(i)
             ids = list(_prompt_ids(rewards, row)) + list(row["completion_ids"]) if as_ids else None
@@ -282,7 +375,7 @@ def _model(rewards: Rewards, component: RewardComponent, rows) -> list:
             score = max(-component.clip, min(component.clip, score)) if component.clip else score
             score = 1.0 / (1.0 + math.exp(-score)) if component.squash == "sigmoid" else score
         verdict = Unscorable(scorer.why_not) if math.isnan(score) else _value(float(score))
-        out[i] = replace(verdict, spread=spread[k]) if spread and isinstance(verdict, _Verdict) else verdict
+        out[i] = replace(verdict, spread=spread[k]) if spread and isinstance(verdict, Verdict) else verdict
     return out
 
 
@@ -302,18 +395,18 @@ def ended(row: dict) -> bool:
 def _format(rewards, component, rows) -> list:
     from stages.verifiers import format_reward
 
-    return [_Verdict(format_reward(_text(component, row), component.preset, prefilled=component.prefilled)) for row in rows]
+    return [Verdict(format_reward(_text(component, row), component.preset, prefilled=component.prefilled)) for row in rows]
 
 
 def _length(rewards, component, rows) -> list:
     from stages.verifiers import soft_overlong
 
     # A response cut at the cap has no end token of its own, and counts as having reached the cap (reward.length_soft_overlong).
-    return [_Verdict(soft_overlong(len(row["completion_ids"]), component.max_length, component.cache_length)) for row in rows]
+    return [Verdict(soft_overlong(len(row["completion_ids"]), component.max_length, component.cache_length)) for row in rows]
 
 
 def _truncation(rewards, component, rows) -> list:
-    return [_Verdict(0.0 if ended(row) else -component.missing_eos_penalty) for row in rows]
+    return [Verdict(0.0 if ended(row) else -component.missing_eos_penalty) for row in rows]
 
 
 def _constraints(rewards, component, rows) -> list:
@@ -326,7 +419,7 @@ def _constraints(rewards, component, rows) -> list:
         except (BadGold, ValueError) as error:
             return Unscorable(str(error))
         value = constraint_reward(satisfied, "all" if component.mode == "all" else "fraction")
-        return Unscorable("the prompt row has no constraints") if value is None else _Verdict(value, all(satisfied))
+        return Unscorable("the prompt row has no constraints") if value is None else Verdict(value, all(satisfied))
 
     return [one(row) for row in rows]
 
@@ -341,7 +434,7 @@ def _regex(rewards, component, rows) -> list:
     from stages.sandbox import run_jobs
 
     jobs = [{"kind": "pattern", "pattern": component.pattern, "text": _text(component, row)} for row in rows]
-    return [Unscorable(o.error) if o.error else _Verdict(float(o.value)) for o in run_jobs(jobs, _limits(component))]
+    return [Unscorable(o.error) if o.error else Verdict(float(o.value)) for o in run_jobs(jobs, _limits(component))]
 
 
 def _python(rewards, component, rows) -> list:
@@ -383,7 +476,7 @@ def _code(rewards, component, rows) -> list:
     for row, program, count in zip(rows, programs, passed):
         total = len(row["prompt_row"].get("tests") or [])
         value = code_reward(count, total, component.mode, well_formatted=program is not None, threshold=component.threshold)
-        out.append(Unscorable("the prompt row has no tests") if value is None else _Verdict(value, program is not None and count == total))
+        out.append(Unscorable("the prompt row has no tests") if value is None else Verdict(value, program is not None and count == total))
     return out
 
 
@@ -393,5 +486,9 @@ def _same_output(got: str, expected: str) -> bool:
     return clean(got) == clean(expected)
 
 
-_RULES = {"verifier": _verify, "model": _model, "judge": _model, "format": _format, "length": _length, "truncation": _truncation, "regex": _regex,
-          "constraints": _constraints, "code": _code, "python": _python}
+def _rubric(rewards, component, rows) -> list:
+    return rewards.scorers[component.name].score(rows)
+
+
+RULES = {"verifier": _verify, "model": _model, "judge": _model, "format": _format, "length": _length, "truncation": _truncation, "regex": _regex,
+          "constraints": _constraints, "code": _code, "python": _python, "rubric": _rubric}

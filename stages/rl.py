@@ -154,6 +154,17 @@ class Config(OptimizerConfig, SamplingConfig):
     curriculum_beta: float = Field(1.0, gt=0, description="Speed of curriculum=gaussian.")
     curriculum_sigma: float = Field(0.75, gt=0, description="Width of curriculum=gaussian, in levels.")
 
+    # Members of a group (GRAPE-GEN).
+    mode_mix: Literal["fresh", "share", "probability"] = Field(
+        "fresh", description="From the second visit of a prompt on, answers that improve an earlier one by its critique: none, a fixed share of each group "
+        "(rounded down), or each with a probability. Needs a reward of kind rubric.")
+    improve_share: float = Field(0.25, ge=0, le=1, description="That share or probability (0.25 is ours).")
+    prior_choice: Literal["best", "random", "worst"] = Field(
+        "best", description="Which earlier answer is improved: the best-scored so far, the worst, or any of the last visit.")
+    sft_member: Literal["none", "replace", "append"] = Field(
+        "none", description="The SFT answer to the prompt (input sft) takes a sample's place in the group, or joins it.")
+    sft_in_loss: bool = Field(True, description="SFT members are trained on; false: they only enter the group's mean.")
+
     split: str = Field("train", description="Prompt split to train on.")
     max_prompt_length: int = Field(1024, ge=1, description="Prompt tokens at most; longer prompts are left out and counted.")
     eval_every: int = Field(0, ge=0, description="Optimizer steps between passes over validation prompts; 0 = only at start and end.")
@@ -170,6 +181,9 @@ SPEC = StageSpec(
     inputs={"model": InputSpec("model", doc="Policy to start from."),
             "data": InputSpec("dataset", kinds=("prompts/1",), doc="Prompts, with answers for verifiers."),
             "reward_model": InputSpec("model", required=False, doc="Scorer of components with kind=model; the critic's start."),
+            "judge": InputSpec("model", required=False, doc="Causal LM of components with kind=judge, and of a rubric's judged items."),
+            "rubric": InputSpec("dataset", kinds=("rubric_items/1",), required=False, doc="Rubric of the component with kind=rubric: a file or a dataset."),
+            "sft": InputSpec("dataset", kinds=("demonstrations/1",), required=False, doc="Answers that join the groups (sft_member)."),
             "reference": InputSpec("model", required=False, doc="KL reference; default: the starting policy."),
             "critic": InputSpec("model", required=False, doc="Value model to start the critic from, instead of the reward model."),
             "ptx": InputSpec("dataset", kinds=("text/1", "demonstrations/1"), required=False, doc="Pretraining text mixed in (ptx_coef)."),
@@ -178,6 +192,8 @@ SPEC = StageSpec(
             "stored": InputSpec("dataset", kinds=("rollouts/1",), required=False, doc="Train on these rollouts instead of sampling (off-policy presets).")},
     outputs={"model": OutputSpec("model", role="policy"), "rollouts": OutputSpec("dataset"),
              "prompt_stats": OutputSpec("dataset", required=False, doc="prompt_stats/1: every group of every iteration, kept or dropped and why."),
+             "rubric_scores": OutputSpec("dataset", required=False, doc="rubric_scores/1: every item of every rollout, with critique and reasoning."),
+             "rubric_confidence": OutputSpec("dataset", required=False, doc="rubric_confidence/1: mean confidence per rubric item."),
              "critic": OutputSpec("model", role="value", required=False, doc="The separate critic after training."),
              "baselines": OutputSpec("dataset", required=False, doc="baselines/1 as sampled before training.")})
 
@@ -210,6 +226,8 @@ def resolve_preset(config: Config):
     if config.replay_fraction and not row.off_policy_ok:
         raise ValueError(f"replay_fraction={config.replay_fraction} gives rollouts of older policies to {config.preset}, which is on-policy; write "
                          "replay_fraction=0, or preset=topr, offline_is, copg, mdpo or oreo.")
+    if config.sft_member == "replace" and config.num_generations < 2:
+        raise ValueError("sft_member=replace leaves no sample in groups of one; write sft_member=append or num_generations >= 2")
     if config.reward_override != "none":
         warnings.append(f"reward_override={config.reward_override}: a control experiment, the rewards are not those of the task")
     if config.kl_reward_estimator != "k1" and row.kl_reward_coef:
@@ -242,6 +260,7 @@ def run(stage):
     if config.eval_prompts:
         held_out = prompt_rows(stage, stage.dataset("data"), "validation", renderer, config.max_prompt_length, config.eval_prompts)
     rewards = build_rewards(config.rewards, stage.inputs, renderer=renderer, device=stage.device)
+    rewards.check([prompt for prompt, _ in prompts + held_out])
     if config.lora_rank:
         _full_weights_only(config, row)
     model = policy_to_train(stage)

@@ -21,6 +21,8 @@ from stages.credit import Batch, assign, explained_variance
 from stages.estimators import (DynamicSamplingExhausted, KLController, MovingAverageBaseline, apply_truncation, informative_groups, is_constant,
                                overlong_penalty, table_baseline, v_star)
 from stages.generation import Sample, sample_groups, sampling_params, score
+from stages.members import Members
+from stages.rubric_reward import rubric_metrics, score_rows, write_review
 from stages.schedules import changed_roles, e2h_probabilities, freshness_guard, learning_scores, reference_due, replay_plan, rerank, step_function
 from stages.selection import order_by_difficulty
 from stages.training import TrainingError
@@ -61,6 +63,8 @@ class Rollouts:
         self.controller = KLController(coef, row.kl_controller if coef else "fixed", row.target_kl)
         self.writer = stage.writer("rollouts", "rollouts/1")
         self.stats = stage.writer("prompt_stats", "prompt_stats/1")
+        self.members = Members(stage, renderer, rewards)
+        self.rubric_writer = stage.writer("rubric_scores", "rubric_scores/1") if self.members.component else None
         self.steps_per_batch = row.num_iterations * config.num_minibatches
         self.total_steps = config.max_steps
         self.iteration, self.inner, self.version, self.cursor = -1, 0, 0, 0
@@ -137,7 +141,7 @@ class Rollouts:
                     "masks": [m.tolist() for m in i.masks], "extra": i.extra} for i in self.batch]
         state = {"iteration": self.iteration, "inner": self.inner, "version": self.version, "cursor": self.cursor, "metrics": self.metrics,
                  "baseline": self.baseline.state_dict(), "controller": self.controller.state_dict(), "last_kl": self.last_kl, "table": self.table,
-                 "warmed": self.warmed, "scores": self.scores, "queue": self.queue}
+                 "warmed": self.warmed, "scores": self.scores, "queue": self.queue, "prior": self.members.prior}
         files = {"rollouts.json": json.dumps({"batch": in_hand, "window": self.window}).encode()}
         for name, model in self._moving().items():
             files[f"{name}.safetensors"] = weights_bytes(model)
@@ -149,6 +153,7 @@ class Rollouts:
     def restore(self, state: dict, read: Callable[[str], bytes]) -> None:
         for name in ("iteration", "inner", "version", "cursor", "metrics", "last_kl", "table", "warmed", "scores", "queue"):
             setattr(self, name, state[name])
+        self.members.prior = state["prior"]
         self.baseline.load_state_dict(state["baseline"])
         self.controller.load_state_dict(state["controller"])
         found = json.loads(read("rollouts.json"))
@@ -176,6 +181,9 @@ class Rollouts:
             self._finish_iteration()
         self.writer.close({"iterations": self.iteration + 1})
         self.stats.close({})
+        if self.rubric_writer is not None:
+            self.rubric_writer.close({})
+            write_review(self.stage)
         now = {name: (before, weights_digest(self.reference)) for name, before in self.frozen.items()}
         ok, changed = changed_roles(now, list(now))
         if not ok:
@@ -268,8 +276,10 @@ class Rollouts:
         def seeds(kind, count):
             return [[self.stage.seed_for(kind, self.iteration, first + k, prompt["row_id"], g) for g in range(count)] for k, (prompt, _) in enumerate(chosen)]
 
-        groups = [Group(prompt, ids, samples, self.version) for (prompt, ids), samples in
-                  zip(chosen, sample_groups(self.sampler, chosen, params, seeds(purpose, config.num_generations)))]
+        own = seeds(purpose, config.num_generations)
+        drawn = self.members.sample(self.sampler, chosen, params, own, self.iteration, first) if self.members.active else \
+            sample_groups(self.sampler, chosen, params, own)
+        groups = [Group(prompt, ids, samples, self.version) for (prompt, ids), samples in zip(chosen, drawn)]
         extra: list[Sample] = []
         if self.row.baseline == "greedy":
             greedy = [g[0] for g in sample_groups(self.sampler, chosen, replace(params, temperature=0.0), seeds("greedy", 1))]
@@ -284,6 +294,8 @@ class Rollouts:
                 sample.total = self._overridden(sample.total, group.prompt["row_id"], first + k, g)
             if self.row.baseline == "greedy":
                 group.greedy = float(np.nan_to_num(greedy[k].total))
+        if purpose == "rollout":
+            self.members.remember(groups, self.iteration, self.version)
         return groups
 
     def _overridden(self, total: float, *counters) -> float:
@@ -345,7 +357,7 @@ class Rollouts:
         items = [make_item(g.prompt["row_id"], g.ids, [s.ids for s in g.samples], [[1] * len(s.ids) for s in g.samples]) for g in groups]
         sampled = [s.logps for s in samples]
         fresh = all(g.fresh for g in groups)
-        if fresh and self.exact_logps:
+        if fresh and self.exact_logps and not any(s.off_policy for s in samples):
             old = sampled
         elif fresh or row.on_policy_logps:
             old = self._logps(self.model, items)
@@ -364,9 +376,14 @@ class Rollouts:
         finite = np.isfinite(scores)
         rewards = np.where(finite, rewards, np.nan)
         metrics = rollout_metrics(samples, rewards, group_of)
+        if self.members.component:
+            metrics |= rubric_metrics([s.items for s in samples], [s.parts.get(self.members.component.name) for s in samples])
+        if self.members.active:
+            metrics |= self.members.metrics(samples, old)
         if cache:
             metrics["reward/overlong"] = float(overlong.mean())
         counted = finite & (kept | config.truncated_in_stats)
+        kept = kept & (config.sft_in_loss | np.array([s.mode != "sft" for s in samples]))
         kl = None
         if ref is not None:
             d = padded(old) - padded(ref)
@@ -625,12 +642,13 @@ class Rollouts:
     def _write(self, groups, group_at, samples, rewards, overlong, credit, old, sampled, ref, values, batch, weights, trained) -> None:
         from storage.schema import complete_row
 
-        component_weights = {c.name: c.weight for c in self.config.rewards}
+        component_weights, tiers = {c.name: c.weight for c in self.config.rewards}, {c.name: c.tier for c in self.config.rewards if c.tier}
         rows = []
         for i, s in enumerate(samples):
             n = len(s.ids)
             scored = bool(np.isfinite(rewards[i]))
-            components = [{"name": k, "value": v, "weight": component_weights.get(k, 1.0)} for k, v in s.parts.items()]
+            components = [{"name": k, "value": v, "weight": component_weights.get(k, 1.0) if tiers.get(k, s.tier) == s.tier else 0.0}
+                          for k, v in s.parts.items()]
             if overlong[i]:
                 components.append({"name": "overlong", "value": float(overlong[i]), "weight": 1.0})
             steps = batch.steps[i] if batch.steps else (None, None)
@@ -638,17 +656,22 @@ class Rollouts:
                 "prompt_id": s.prompt["prompt_id"], "group_id": s.prompt["group_id"], "iteration": self.iteration,
                 "policy_version": self.version if group_at[i].fresh else group_at[i].version, "sample_idx": i, "prompt_ids": s.prompt_ids,
                 "completion_ids": s.ids, "loss_mask": batch.mask_BT[i, :n].astype(int).tolist() if trained[i] else [0] * n,
-                "logp_old": [float(v) for v in old[i]], "logp_rollout": None if old is sampled else [float(v) for v in s.logps],
+                "logp_old": [float(v) for v in old[i]], "logp_rollout": None if old is sampled or s.mode == "sft" else [float(v) for v in s.logps],
+                "logp_plain_prompt": [float(v) for v in old[i]] if s.off_policy else None, "sampling_prompt_id": s.context,
+                "extra_json": json.dumps({"mode": s.mode, "off_policy": s.off_policy, "parent_sample_id": s.parent}) if self.members.active else None,
                 "logp_ref": None if ref is None else [float(v) for v in ref[i]], "values": None if values is None else values[i],
                 "bootstrap_value": None if values is None else float(np.broadcast_to(batch.bootstrap_B, len(samples))[i]),
                 "token_rewards": credit.token_rewards_BT[i, :n].tolist(), "advantages": credit.advantages_BT[i, :n].tolist(),
                 "returns": None if values is None else credit.returns_BT[i, :n].tolist(), "is_weights": None if weights is None else weights[i, :n].tolist(),
                 "step_ends": steps[0], "step_rewards": steps[1], "reward": float(rewards[i]) if scored else 0.0,
-                "shaped_reward": float(credit.rewards_B[i]) if scored else 0.0, "reward_tier": None if scored else "unscorable",
+                "shaped_reward": float(credit.rewards_B[i]) if scored else 0.0, "reward_tier": s.tier if scored else "unscorable",
                 "reward_components": components, "is_correct": s.correct, "truncated": not s.terminated, "terminated": s.terminated, "length": n},
                 dataset="rollouts", source=s.prompt["dataset"], origin="ai", split="train"))
         self.writer.write(rows)
         self.writer.flush()
+        if self.rubric_writer is not None:
+            self.rubric_writer.write([made for one, s in zip(rows, samples) for made in score_rows(one, s.items, self.iteration)])
+            self.rubric_writer.flush()
 
     def _write_stats(self, groups: list[tuple[Group, str | None]]) -> None:
         from storage.schema import complete_row

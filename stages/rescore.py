@@ -1,0 +1,145 @@
+"""rescore: stored answers scored under another rubric, without generating them again, and a review of the rubric's items (GRAPE-OPS).
+
+Takes the candidates of ``rejection`` or the rollouts of ``rl``. Only the rubric is scored; other components keep their stored values. Given
+the ``scores`` of an earlier run, items whose version did not change are not scored again, so a rubric with one new item costs one item.
+Confidences are averaged over the whole dataset. The answers come back with new rewards: ``rejection`` selects from them again
+(``candidates=``), off-policy presets of ``rl`` train on them (``stored=``). A killed run continues at its last block.
+"""
+
+from __future__ import annotations
+
+import json
+
+from pydantic import Field
+
+from stages.rewards import RewardComponent
+from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
+
+
+class Config(StageConfig):
+    rewards: list[RewardComponent] = Field(default_factory=lambda: [RewardComponent(kind="rubric")],
+                                           description="As in the run that made the data: one component of kind rubric, scored anew, and others, whose "
+                                                       "stored values count.")
+    flag_below: float = Field(0.6, ge=0, le=1, description="Items with a mean confidence below this are flagged for review (0.6 is ours).")
+    block: int = Field(256, ge=1, description="Answers scored as one resumable unit.")
+
+
+SPEC = StageSpec(
+    name="rescore", config=Config, gpu=True,
+    inputs={"data": InputSpec("dataset", kinds=("candidates/1", "rollouts/1"), doc="Answers of a rejection or rl run."),
+            "prompts": InputSpec("dataset", kinds=("prompts/1",), doc="Their prompts, with categories and answers."),
+            "rubric": InputSpec("dataset", kinds=("rubric_items/1",), doc="The rubric: a file (YAML, JSON, JSON Lines) or a dataset."),
+            "scores": InputSpec("dataset", kinds=("rubric_scores/1",), required=False, doc="Item scores of an earlier run, kept where the item is the same."),
+            "model": InputSpec("model", required=False, doc="The policy of the rollouts, for its tokenizer."),
+            "judge": InputSpec("model", required=False, doc="Causal LM of judged items."),
+            "reward_model": InputSpec("model", required=False, doc="Scorer of reward-model items.")},
+    outputs={"data": OutputSpec("dataset", doc="The same rows with new rewards."), "rubric_scores": OutputSpec("dataset"),
+             "rubric_confidence": OutputSpec("dataset")})
+
+
+def run(stage):
+    from stages.reports import document, facts
+    from stages.rewards import combine
+    from stages.rubric_reward import RubricScorer, score_rows, write_review
+    from stages.rubrics import load
+    from stages.spec import ConfigError
+    from storage.datasets import open_dataset
+
+    config = stage.config
+    rubrics = [c for c in config.rewards if c.kind == "rubric"]
+    if len(rubrics) != 1:
+        raise ConfigError(f"rescore: rewards holds {len(rubrics)} components of kind rubric; write one, for example rewards='[{{name: rubric, kind: rubric}}]'")
+    component, data = rubrics[0], stage.dataset("data")
+    rows = list(data.iter_rows())
+    if not rows:
+        raise ConfigError("rescore: the input data has no rows; give the candidates of a rejection run or the rollouts of an rl run")
+    known = {}
+    for row in stage.dataset("scores").iter_rows() if stage.has("scores") else ():
+        if row["score"] is not None:
+            known[row["sample_row_id"], row["category"], row["item_id"], row["item_version"].rpartition("-")[2], row["scorer_id"]] = row
+    renderer = _renderer(stage, data.kind)
+    asked = _asked(stage, data.kind, rows, renderer)
+    scorer = RubricScorer(component, load(stage), stage.inputs, renderer, stage.device, known)
+    writer = stage.writer("rubric_scores", "rubric_scores/1")
+    for start in range(len(writer.parts) * config.block, len(rows), config.block):
+        block = rows[start:start + config.block]
+        found = scorer.items(asked[start:start + config.block])
+        writer.write([one for row, items in zip(block, found) for one in score_rows(row, items, row.get("iteration"))])
+        writer.flush()
+        stage.save_checkpoint(start // config.block + 1, {}, {})
+        stage.progress(min(start + config.block, len(rows)), len(rows), "answers")
+    writer.close({"answers": len(rows)})
+    items_of: dict[str, list[dict]] = {row["row_id"]: [] for row in rows}
+    for one in open_dataset(str(stage.workdir / "out" / "rubric_scores")).iter_rows():
+        items_of[one["sample_row_id"]].append(one)
+    values = scorer.aggregate([items_of[row["row_id"]] for row in rows])
+    weights, policies = {c.name: c.weight for c in config.rewards}, {c.name: c.missing_policy for c in config.rewards}
+    made, before, after = [], [], []
+    for row, value in zip(rows, values):
+        stored = {c["name"]: c["value"] for c in row["reward_components"]} if data.kind == "rollouts/1" else {c["source"]: c["value"] for c in row["scores"]}
+        parts = {}
+        for other in config.rewards:
+            if other is not component and other.name not in stored:
+                raise ConfigError(f"rescore: the data has no values of the component {other.name!r} (it has {', '.join(stored) or 'none'}); leave it out of "
+                                  f"rewards")
+            parts[other.name] = value if other is component else stored[other.name]
+        total = combine(parts, weights, policies)
+        made.append(_rewarded(data.kind, row, parts, total, weights))
+        before.append(None if row.get("reward_tier") == "unscorable" else row["reward"])
+        after.append(None if made[-1].get("reward_tier") == "unscorable" else made[-1]["reward"])
+    out = stage.writer("data", data.kind)
+    out.write(made)
+    out.close({"answers": len(made)})
+    review = write_review(stage, threshold=config.flag_below)
+    pairs = [(b, a) for b, a in zip(before, after) if b is not None and a is not None]
+    summary = {"answers": len(rows), "unscorable": sum(v is None for v in values), "items": len(review), "items_flagged": sum(r["flagged"] for r in review),
+               "items_without_discrimination": sum(not r["discriminates"] for r in review), "items_reused": sum(
+                   (one["sample_row_id"], one["category"], one["item_id"], one["item_version"].rpartition("-")[2], one["scorer_id"]) in known
+                   for own in items_of.values() for one in own)}
+    if pairs:
+        summary |= {"reward/mean_before": sum(b for b, _ in pairs) / len(pairs), "reward/mean": sum(a for _, a in pairs) / len(pairs),
+                    "reward/changed": sum(abs(a - b) > 1e-12 for b, a in pairs) / len(pairs)}
+    stage.summary(summary)
+    stage.report("summary", markdown=document("Answers scored under another rubric", facts(summary)))
+
+
+def _renderer(stage, kind: str):
+    from stages.chat import renderer_for
+    from stages.spec import ConfigError
+
+    if kind == "rollouts/1" and not stage.has("model"):
+        raise ConfigError("rescore: rollouts hold token ids; give model=MODEL_REF, the policy of that run, to read them")
+    return renderer_for(stage.path("model")) if stage.has("model") else None
+
+
+def _asked(stage, kind: str, rows, renderer) -> list[dict]:
+    """The rows as scorers take them."""
+    from stages.spec import ConfigError
+
+    prompts = {row["prompt_id"]: row for row in stage.dataset("prompts").iter_rows()}
+    lost = sorted({row["prompt_id"] for row in rows} - set(prompts))
+    if lost:
+        raise ConfigError(f"rescore: the input prompts lacks {len(lost)} prompts of the data (first {lost[0]}); give the prompts dataset of the run that "
+                          f"made it")
+    out = []
+    for row in rows:
+        if kind == "rollouts/1":
+            ids, finish = list(row["completion_ids"]), "eos" if row["terminated"] else "length"
+            text = renderer.decode([t for t in ids if t not in renderer.stop_ids])
+        else:
+            extra = json.loads(row["extra_json"] or "{}")
+            ids, finish, text = extra.get("completion_ids") or [], extra.get("finish_reason") or "eos", row["completion"][-1]["content"] or ""
+        out.append({"row_id": row["row_id"], "prompt_row": prompts[row["prompt_id"]], "completion_text": text, "completion_ids": ids, "finish_reason": finish})
+    return out
+
+
+def _rewarded(kind: str, row: dict, parts: dict, total: float | None, weights: dict) -> dict:
+    """The row with another reward; what was computed from the old one (advantages, returns) is taken out."""
+    if kind == "candidates/1":
+        reason = row["drop_reason"] if row["drop_reason"] not in (None, "unscorable") else "unscorable" if total is None else None
+        return {**row, "scores": [{"source": k, "value": v} for k, v in parts.items()], "reward": total, "kept": reason is None, "drop_reason": reason}
+    kept = [c for c in row["reward_components"] if c["name"] == "overlong"]
+    components = [{"name": k, "value": v, "weight": weights[k]} for k, v in parts.items()] + kept
+    return {**row, "reward_components": components, "reward": 0.0 if total is None else total + sum(c["value"] for c in kept),
+            "reward_tier": "unscorable" if total is None else None,
+            **dict.fromkeys(("token_rewards", "advantages", "returns", "values", "bootstrap_value", "shaped_reward", "step_rewards"))}

@@ -1,0 +1,373 @@
+"""GRAPE: rubric files, judged and ruled items, rewards of whole runs, improved and SFT members, scoring again, item review."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stages import grape, rubrics
+from stages.harness import execute
+from stages.rewards import RewardComponent, build_rewards
+from stages.spec import PROJECT_ROOT, ConfigError
+from storage.datasets import open_dataset, write_dataset
+from storage.schema import complete_row
+
+LETTERS = {"id": "vowel", "kind": "verifiable", "criterion": "Has a vowel.", "weight": 0.7, "scorer": {"kind": "regex", "pattern": "[aeiou]"}}
+RUBRIC = {"version": 1, "categories": {
+    "add": {"improvement_prompt": "Fix it.", "items": [LETTERS, {"id": "liked", "kind": "rm", "criterion": "Liked.", "weight": 0.3}]},
+    "double": {"improvement_prompt": "Fix it.", "items": [{**LETTERS, "id": "short", "criterion": "Short.", "weight": 1.0, "scorer": {"kind": "regex", "pattern": "^.{0,12}$"}}]}}}
+
+
+def silent(event):
+    pass
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def rows_of(result, name):
+    return list(open_dataset(result["outputs"][name]["path"]).iter_rows())
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("grape") / "prompts")
+    write_dataset(path, "asked", "prompts/1", [complete_row("prompts/1", {"prompt": user(f"{i}+{i}?"), "answer": str(2 * i), "answer_type": "integer",
+                  "category": ("add", "double")[i % 2]}, dataset="asked", source="made", origin="human") for i in range(4)])
+    return path
+
+
+@pytest.fixture()
+def rubric(tmp_path, spec):
+    """``rubric(document, name)`` -> path of the ingested dataset."""
+
+    def build(document=RUBRIC, name="rubric"):
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps(document))
+        return execute(spec("ingest", {"kind": "rubric_items/1"}, {"data": str(file)}, f"ingest-{name}"), silent)["outputs"]["data"]["path"]
+
+    return build
+
+
+@pytest.fixture()
+def judge():
+    """A chat server whose replies are made by ``judge.reply(text)``; ``judge.seen`` are the requests."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            server.seen.append(body)
+            answer = json.dumps({"choices": [{"message": {"content": server.reply(body["messages"][0]["content"])}}]}).encode()
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *args):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    server.seen, server.reply, server.url = [], None, f"http://127.0.0.1:{server.server_port}/v1"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+
+
+def asked(text, category="c", **more):
+    return {"prompt_row": {"prompt": user("why?"), "prompt_id": "p", "category": category, **more}, "completion_text": text, "completion_ids": [1], "finish_reason": "eos"}
+
+
+def scorer_of(tmp_path, items, component=None, inputs=None):
+    """Rewards with one rubric component over the category c."""
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps({"categories": {"c": {"items": items}}}))
+    path = str(tmp_path / f"own-{len(list(tmp_path.iterdir()))}")
+    write_dataset(path, "own", rubrics.KIND, [complete_row(rubrics.KIND, row, dataset="own", source="s", origin="human") for row in rubrics.read_rubric(str(file))])
+    return build_rewards([RewardComponent(kind="rubric", **(component or {}))], {"rubric": path, **(inputs or {})})
+
+
+# -- rubrics ---------------------------------------------------------------------------------------------------------------
+
+def test_a_rubric_file_is_refused_with_everything_that_is_wrong(tmp_path, spec):
+    file = tmp_path / "bad.yaml"
+    file.write_text("categories:\n  a:\n    items:\n      - {id: x, kind: verifiable, criterion: good, weight: 0.5, scorer: verifer}\n"
+                    "      - {id: y, kind: maybe, criterion: good, weight: 0.5}\n  b:\n    items: []\n  c:\n    items:\n"
+                    "      - {id: x, kind: verifiable, criterion: good, weight: 0.5}\n      - {id: x, kind: verifiable, criterion: good, weight: 0.2}\n")
+    with pytest.raises(ConfigError) as error:
+        execute(spec("ingest", {"kind": "rubric_items/1"}, {"data": str(file)}, "bad"), silent)
+    text = str(error.value)
+    for part in ("item 1 (x): scorer: kind", "kind 'maybe' is unknown; write verifiable", "category c: the item id 'x' is used twice", "category b has no items", "sum to 0.7 and must sum to 1; write 0.714286, 0.285714"):
+        assert part in text, text
+    file.write_text("categories: {a: {items: [{id: x, kind: verifiable, criterion: good, weight: 0}]}}")
+    with pytest.raises(ConfigError, match="write each of them > 0"):
+        execute(spec("ingest", {"kind": "rubric_items/1"}, {"data": str(file)}, "zero"), silent)
+
+
+def test_atomised_items_share_their_parents_weight_and_versions_follow_the_content(tmp_path):
+    file = tmp_path / "r.json"
+
+    def read(criterion):
+        item = {"id": "edge", "kind": "non_verifiable", "criterion": criterion, "weight": 1.0,
+                "sub_items": [{"id": "null", "criterion": "Survives null.", "scorer": "code"}, {"id": "empty", "criterion": "Survives nothing.", "scorer": "code"}]}
+        file.write_text(json.dumps({"version": 3, "categories": {"coding": {"items": [item]}}}))
+        return rubrics.read_rubric(str(file))
+
+    first, second = read("Handles edge cases."), read("Handles all edge cases.")
+    assert [r["item_id"] for r in first] == ["null", "empty", "edge.rest"] and [r["kind"] for r in first] == ["verifiable", "verifiable", "non_verifiable"]
+    assert [r["omega"] for r in first] == pytest.approx([1 / 3] * 3) and {r["parent_item_id"] for r in first} == {"edge"}
+    assert all(r["version"].startswith("3-") for r in first) and first[2]["scorer_id"] == "judge" and "Survives null." in first[2]["criterion"]
+    assert [a["version"] == b["version"] for a, b in zip(first, second)] == [True, True, False], "an edited item has another version, whatever the file says"
+    lines = tmp_path / "r.jsonl"
+    lines.write_text("\n".join(json.dumps({"category": "coding", "id": r["item_id"], "kind": r["kind"], "criterion": r["criterion"], "omega": r["omega"], "version": "3",
+                                           "scorer": json.loads(r["settings_json"])["scorer"]}) for r in first))
+    assert [r["version"] for r in rubrics.read_rubric(str(lines))] == [r["version"] for r in first], "the same items from JSON Lines"
+
+
+def test_an_unknown_category_is_an_error(tmp_path):
+    rewards = scorer_of(tmp_path, [{**LETTERS, "weight": 1}])
+    rewards.check([{"prompt_id": "p", "category": "c"}])
+    with pytest.raises(grape.RubricError, match="category 'poetry', for which there is no rubric; the rubric's categories are c"):
+        rewards.check([{"prompt_id": "p", "category": "poetry"}])
+    named = scorer_of(tmp_path, [{**LETTERS, "weight": 1}], {"category": "c"})
+    named.check([{"prompt_id": "p", "category": None}])
+
+
+def test_a_code_critic_is_built_in(tmp_path, judge):
+    item = {"id": "style", "kind": "non_verifiable", "criterion": "Follows PEP 8.", "weight": 1.0, "critique_prompt_id": "code_style"}
+    judge.reply = lambda text: "fine" if text.endswith("Critique:") else "Reasoning: r\nScore: 1\nConfidence: 0.9"
+    rewards = scorer_of(tmp_path, [item], {"endpoint": judge.url, "endpoint_model": "m"})
+    assert rewards.score([asked("x = 1")])[0].total == pytest.approx(1.0)
+    assert all(word in judge.seen[0]["messages"][0]["content"] for word in ("readability", "naming", "comments", "modularity", "robustness", "quoted line", "x = 1", "PEP 8"))
+    with pytest.raises(grape.RubricError, match="no built-in critique prompt 'style'; write one of general, code_style"):
+        scorer_of(tmp_path, [{**item, "critique_prompt_id": "style"}])
+
+
+# -- scoring ---------------------------------------------------------------------------------------------------------------
+
+def test_judged_items_get_a_critique_and_unreadable_scores_are_asked_for_again(tmp_path, judge):
+    items = [{"id": "right", "kind": "verifiable", "criterion": "Right.", "weight": 0.5, "scorer": "judge"},
+             {"id": "kind", "kind": "non_verifiable", "criterion": "Kind.", "weight": 0.5, "scorer": "judge", "critique_prompt": "Be a critic.",
+              "critic": {"kind": "judge", "endpoint_model": "critic"}}]
+
+    def reply(text):
+        if text.endswith("Critique:"):
+            return "critique of " + ("good" if "good" in text else "bad")
+        if "[Reference answer]" in text:
+            return "Reasoning: compared\nScore: 1\nConfidence: 0.8" if "good" in text else '{"reasoning": "no", "score": 0, "confidence": 0.4}'
+        if "could not be read: score 2.0 is outside [0, 1]" in text:
+            return "Reasoning: better\nScore: 0.25\nConfidence: 0.5"
+        return "Reasoning: hm\nScore: 2\nConfidence: 0.5" if "critique of bad" in text else "Reasoning: fine\nScore: 0.75\nConfidence: 0.7"
+
+    judge.reply = reply
+    rewards = scorer_of(tmp_path, items, {"endpoint": judge.url, "endpoint_model": "scorer"})
+    good, bad = rewards.score([asked("good", answer="42"), asked("bad", answer="42")])
+    assert [i["score"] for i in good.items] == [1.0, 0.75] and [i["score"] for i in bad.items] == [0.0, 0.25]
+    assert [i["confidence"] for i in bad.items] == [0.4, 0.5] and bad.items[1]["attempt"] == 1 and bad.items[1]["critique"] == "critique of bad"
+    phi = np.array([(0.8 + 0.4) / 2, (0.7 + 0.5) / 2])
+    assert good.total == pytest.approx(2 * 0.5 * float(phi @ [1, 0.75]) / phi.sum()) and bad.total == pytest.approx(float(phi @ [0, 0.25]) / phi.sum())
+    assert {b["model"] for b in judge.seen if b["messages"][0]["content"].startswith("Be a critic.")} == {"critic"} and all(b["temperature"] == 0 for b in judge.seen)
+    assert "42" in judge.seen[0]["messages"][0]["content"] and len(judge.seen) == 2 + 2 + 2 + 1
+    rewards.score([asked("good", answer="42")])
+    assert len(judge.seen) == 7, "what was asked is kept"
+    missing = rewards.score([asked("good", answer=None)])[0]
+    assert missing.total is None and "reference answer" in missing.reasons["rubric"] and missing.items[1]["score"] == 0.75
+
+
+def test_what_cannot_be_scored_follows_the_policy(tmp_path, judge):
+    items = [{**LETTERS, "weight": 0.75}, {"id": "deep", "kind": "verifiable", "criterion": "Deep.", "weight": 0.25, "scorer": "judge"}]
+    judge.reply = lambda text: "no idea" if "xa" in text else "Reasoning: r\nScore: 1\nConfidence: 0.5"
+    for policy, expected in (("drop_sample", [None, 0.25 * 2 * 0.5 / 1.5]), ("drop_item", [1.0, 0.25 * 2 * 0.5 / 1.5]), ("zero_score", [0.75 * 2 * 1 / 1.5, 0.25 * 2 * 0.5 / 1.5])):
+        judge.seen.clear()
+        rewards = scorer_of(tmp_path, items, {"endpoint": judge.url, "endpoint_model": "m", "invalid_policy": policy})
+        scored = rewards.score([asked("xa", answer="1"), asked("xyz", answer="1")])
+        assert [s.total for s in scored] == [v if v is None else pytest.approx(v) for v in expected], policy
+        assert len(judge.seen) == 1 + 3 + 1, "three more tries"
+    with pytest.raises(grape.RubricError, match="write invalid_policy=drop_sample"):
+        scorer_of(tmp_path, items, {"endpoint": judge.url, "endpoint_model": "m", "invalid_policy": "error"}).score([asked("xa", answer="1")])
+
+
+def test_degenerate_rewards():
+    weights = {"c": [0.5, 0.5], "d": [1.0]}
+    reward, phibar, zero = grape.rewards([[None, None], [None, None], [1.0]], [[None, None], [None, None], [0.5]], ["c", "c", "d"], weights)
+    assert reward == [None, None, 1.0] and phibar == {"c": [0.0, 0.0], "d": [0.5]} and zero == set(), "every item of a category unscorable"
+    assert grape.advantages(reward, ["q", "q", "r"]) == [0.0, 0.0, 0.0], "groups with fewer than two rewards teach nothing"
+    assert grape.rewards([], [], [], weights) == ([], {}, set())
+    assert grape.rewards([[None, 1.0]], [[None, 1.0]], ["c"], {"c": [1.0, 0.0]}, invalid_policy="drop_item")[0] == [None], "what is left weighs nothing"
+    assert grape.rewards([[None, None]], [[None, None]], ["c"], weights, invalid_policy="zero_score")[::2] == ([0.0], {"c"})
+    assert grape.squash([2.0, 4.0], "auto", True) == [2.0, 4.0] and grape.squash([0.0], "auto", False) == [0.5] and grape.squash([3.0, 3.0], "minmax", False) == [0.5, 0.5]
+    assert grape.num_improve(8, 0.25, 3, True, [0.1, 0.3, 0.2, 0.9, 0.9, 0.9, 0.9, 0.9]) == 2 and grape.num_improve(3, 0.25, 1, True) == 0
+    for text, why in (("", "empty"), ('{"score": 1, "reasoning": "x", "confidence": 1}', "order"), ('{"reasoning": "x", "score": true, "confidence": 1}', "numbers"),
+                      ("Reasoning: Score: 1\nConfidence: 1", "own line"), ('{"reasoning"', "JSON")):
+        assert grape.parse_item(text)[0] is None and why in grape.parse_item(text)[1]
+    assert grape.parse_item('```json\n{"reasoning": "x", "score": 1, "confidence": 0.5}\n```')[0] == {"reasoning": "x", "score": 1.0, "confidence": 0.5}
+
+
+def test_the_review_says_what_an_item_is_worth():
+    table = {"good": [1, 0, 0.5, 0.5], "rest": [1, 0, 0.2, 0.4], "flat": [1, 1, 1, 1], "lost": [None, None, None, 0.5]}
+    rows = [{"category": "c", "item_id": name, "item_version": "1", "sample": k, "question": k // 2, "omega": 0.25, "score": s, "confidence": None if s is None else 0.5 + 0.3 * (name != "flat")}
+            for name, scores in table.items() for k, s in enumerate(scores)]
+    found = {r["item_id"]: r for r in grape.review(rows)}
+    assert found["good"]["ties"] == 0.5 and found["good"]["agreement"] == 1.0 and found["good"]["variance"] == pytest.approx(np.var([1, 0, 0.5, 0.5]))
+    assert not found["flat"]["discriminates"] and found["flat"]["ties"] == 1.0 and found["flat"]["agreement"] is None and found["flat"]["flagged"]
+    assert found["lost"]["unscorable"] == 0.75 and found["lost"]["ties"] is None and not found["good"]["flagged"]
+    assert found["rest"]["agreement"] == 0.5, "0.2 < 0.4, but the rest of the rubric puts the second lower: 1 and 0.5 against 1, 0.5 and 0.5"
+    with pytest.raises(grape.RubricError, match="stage rescore"):
+        grape.review(rows + [{**rows[0], "item_version": "2"}])
+
+
+# -- whole runs ------------------------------------------------------------------------------------------------------------
+
+GRAPE = {"preset": "grape", "prompts_per_step": 4, "num_generations": 4, "max_completion_length": 8, "max_prompt_length": 240, "learning_rate": 1e-3, "max_steps": 3,
+         "rewards": [{"kind": "rubric"}]}
+
+
+def test_rl_with_a_rubric_can_be_audited(tiny, prompts, rubric, spec):
+    """The reward of every rollout follows from its item scores and the category's confidences, the advantage from the question's mean."""
+    made = spec("rl", GRAPE, {"model": tiny["policy"], "data": prompts, "rubric": rubric(), "reward_model": tiny["reward"]}, "rl")
+    result = execute(made, silent)
+    rollouts, scores = rows_of(result, "rollouts"), rows_of(result, "rubric_scores")
+    assert len(rollouts) == 3 * 16 and len(scores) == 3 * (8 * 2 + 8)
+    items = {}
+    for s in scores:
+        items.setdefault(s["sample_row_id"], []).append(s)
+    for k in range(3):
+        part = [r for r in rollouts if r["iteration"] == k]
+        own = [items[r["row_id"]] for r in part]
+        reward, phibar, _ = grape.rewards([[i["score"] for i in o] for o in own], [[i["confidence"] for i in o] for o in own], [o[0]["category"] for o in own],
+                                          {"add": [0.7, 0.3], "double": [1.0]})
+        assert [r["reward"] for r in part] == pytest.approx(reward) and phibar == {"add": [1.0, 1.0], "double": [1.0]}
+        expected = grape.advantages(reward, [r["prompt_id"] for r in part])
+        assert [r["advantages"][0] for r in part if r["length"]] == pytest.approx([a for a, r in zip(expected, part) if r["length"]], abs=1e-6)
+    assert len({round(r["reward"], 6) for r in rollouts}) >= 3, "a reward that does not vary teaches nothing"
+    assert {s["item_id"] for s in scores} == {"vowel", "liked", "short"} and all(s["score"] is not None and 0 <= s["score"] <= 1 for s in scores)
+    metrics = [json.loads(line)["metrics"] for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()]
+    assert any("rubric/add/vowel/confidence" in m for m in metrics)
+    assert {r["item_id"]: r["n"] for r in rows_of(result, "rubric_confidence")} == {"vowel": 24, "liked": 24, "short": 24}
+    weights = Path(result["outputs"]["model"]["path"], "model.safetensors").read_bytes()
+    assert weights != Path(tiny["policy"], "model.safetensors").read_bytes()
+
+
+def test_improved_and_sft_answers_join_the_groups(tiny, prompts, rubric, spec, tmp_path):
+    """Their old log-probs are those of the plain question under the policy that sampled; parents exist; without sft_in_loss they only count."""
+    import torch
+
+    from stages.modeling import load_policy
+
+    answers = str(tmp_path / "answers")
+    write_dataset(answers, "answers", "demonstrations/1", [complete_row("demonstrations/1", {"messages": user(f"{i}+{i}?") + [{"role": "assistant", "content": f"{2 * i}"}],
+                  "train_turns": [1]}, dataset="answers", source="s", origin="human") for i in (0, 1)])
+    document = json.loads(json.dumps(RUBRIC))
+    document["categories"]["double"]["generation_prompt"] = "Be brief."
+    config = {**GRAPE, "mode_mix": "share", "improve_share": 0.5, "sft_member": "append", "sft_in_loss": False}
+    made = spec("rl", config, {"model": tiny["policy"], "data": prompts, "rubric": rubric(document), "reward_model": tiny["reward"], "sft": answers}, "members")
+    result = execute(made, silent)
+    rollouts = [{**r, **json.loads(r["extra_json"])} for r in rows_of(result, "rollouts")]
+    for k in range(3):
+        part = [r for r in rollouts if r["iteration"] == k]
+        assert sum(r["mode"] == "sft" for r in part) == 2 and len(part) == 18
+        assert sum(r["mode"] == "improve" for r in part) == (0 if k == 0 else 8), "two of four, from the second visit on"
+    ids = {r["row_id"] for r in rollouts}
+    improved = [r for r in rollouts if r["mode"] == "improve"]
+    assert improved and all(r["parent_sample_id"] in ids and r["sampling_prompt_id"] not in (None, r["prompt_id"]) for r in improved)
+    assert all(not any(r["loss_mask"]) and r["logp_rollout"] is None for r in rollouts if r["mode"] == "sft")
+    assert any(r["sampling_prompt_id"] for r in rollouts if r["mode"] == "fresh"), "a generation prompt is part of what was sampled from"
+    model = load_policy(tiny["policy"], "cpu").eval()
+    for r in (r for r in rollouts if r["iteration"] == 0):
+        tokens = torch.tensor([list(r["prompt_ids"]) + list(r["completion_ids"])])
+        logp = torch.log_softmax(model(tokens).logits[0].float(), -1)
+        start = len(r["prompt_ids"])
+        plain = [float(logp[start + t - 1, token]) for t, token in enumerate(r["completion_ids"])]
+        assert r["logp_old"] == pytest.approx(plain, abs=1e-4)
+        if r["off_policy"]:
+            assert list(r["logp_plain_prompt"]) == list(r["logp_old"])
+            assert r["logp_rollout"] is None or list(r["logp_rollout"]) != pytest.approx(plain, abs=1e-4)
+    with pytest.raises(ValueError, match="mode_mix=fresh"):
+        execute(spec("rl", {**config, "rewards": [{"kind": "length"}]}, {"model": tiny["policy"], "data": prompts, "sft": answers}, "norubric"), silent)
+
+
+def test_a_killed_run_with_improved_answers_ends_with_the_same_bytes(tiny, prompts, rubric, spec):
+    config = {**GRAPE, "mode_mix": "probability", "improve_share": 0.5, "max_steps": 10}
+    inputs = {"model": tiny["policy"], "data": prompts, "rubric": rubric(), "reward_model": tiny["reward"]}
+    whole, killed = spec("rl", config, inputs, "whole"), spec("rl", config, inputs, "killed")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "POSTTRAIN_CHECKPOINT_SECONDS": "0"}
+    command = [sys.executable, "-m", "stages"]
+    subprocess.run([*command, spec.path("whole")], cwd=PROJECT_ROOT, env={**environment, "POSTTRAIN_CHECKPOINT_SECONDS": "1000"}, check=True, capture_output=True)
+    process = subprocess.Popen([*command, spec.path("killed")], cwd=PROJECT_ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    metrics, deadline = Path(killed["workdir"], "metrics.jsonl"), time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline and not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 3):
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+    assert not Path(killed["workdir"], "result.json").exists()
+    subprocess.run([*command, spec.path("killed")], cwd=PROJECT_ROOT, env=environment, check=True, capture_output=True)
+    assert json.loads(Path(killed["workdir"], "result.json").read_text())["resumed_from"]
+    for name in ("rollouts", "rubric_scores", "rubric_confidence"):
+        assert open_dataset(str(Path(killed["workdir"], "out", name))).manifest["digest"] == open_dataset(str(Path(whole["workdir"], "out", name))).manifest["digest"]
+    assert Path(killed["workdir"], "out", "model", "model.safetensors").read_bytes() == Path(whole["workdir"], "out", "model", "model.safetensors").read_bytes()
+
+
+def test_candidates_are_scored_again_without_sampling(tiny, prompts, rubric, spec):
+    """The same rubric gives the same rewards without scoring anything; a changed item is the only one scored."""
+    config = {"num_generations": 4, "max_completion_length": 8, "rewards": [{"kind": "rubric"}], "allow_empty": True}
+    inputs = {"model": tiny["policy"], "prompts": prompts, "rubric": rubric(), "reward_model": tiny["reward"]}
+    first = execute(spec("rejection", config, inputs, "rs"), silent)
+    before = rows_of(first, "candidates")
+    assert len(before) == 16 and all(r["reward"] is not None for r in before) and len({r["reward"] for r in before}) > 2
+    given = {"data": first["outputs"]["candidates"]["path"], "prompts": prompts, "rubric": inputs["rubric"], "scores": first["outputs"]["rubric_scores"]["path"],
+             "reward_model": tiny["reward"]}
+    same = execute(spec("rescore", {}, given, "same"), silent)
+    assert [r["reward"] for r in rows_of(same, "data")] == [r["reward"] for r in before]
+    assert same["summary"]["items_reused"] == 8 * 2 + 8 and same["summary"]["reward/changed"] == 0
+    changed = json.loads(json.dumps(RUBRIC))
+    changed["version"] = 2
+    changed["categories"]["double"]["items"][0]["scorer"]["pattern"] = "z"
+    other = execute(spec("rescore", {"block": 5}, {**given, "rubric": rubric(changed, "two")}, "other"), silent)
+    after = rows_of(other, "data")
+    scores = rows_of(other, "rubric_scores")
+    assert other["summary"]["items_reused"] == 8 * 2 and {s["item_version"][:2] for s in scores} == {"2-"}, "of two categories, one kept its items"
+    pattern = {r["row_id"]: float("z" in r["completion"][0]["content"]) for r in before}
+    versions = {r["prompt_id"]: r["category"] for r in open_dataset(prompts).iter_rows()}
+    for old, new in zip(before, after):
+        assert new["row_id"] == old["row_id"] and new["reward"] == pytest.approx(pattern[old["row_id"]] if versions[old["prompt_id"]] == "double" else old["reward"])
+    again = spec("rejection", config, inputs, "again")
+    again["inputs"]["candidates"] = {"kind": "dataset", "path": other["outputs"]["data"]["path"], "ref": "c", "digest": "c"}
+    assert execute(again, silent)["summary"]["completions"] == 16
+
+
+def test_rollouts_are_scored_again_and_trained_on(tiny, prompts, rubric, spec):
+    inputs = {"model": tiny["policy"], "data": prompts, "rubric": rubric(), "reward_model": tiny["reward"]}
+    first = execute(spec("rl", {**GRAPE, "max_steps": 1}, inputs, "rl"), silent)
+    given = {"data": first["outputs"]["rollouts"]["path"], "prompts": prompts, "rubric": inputs["rubric"], "model": tiny["policy"], "reward_model": tiny["reward"]}
+    again = execute(spec("rescore", {}, given, "again"), silent)
+    assert again["summary"]["items_reused"] == 0
+    assert [r["reward"] for r in rows_of(again, "data")] == pytest.approx([r["reward"] for r in rows_of(first, "rollouts")]), "decoded, scored and averaged as in the run"
+    with pytest.raises(ConfigError, match="model=MODEL_REF"):
+        execute(spec("rescore", {}, {k: v for k, v in given.items() if k != "model"}, "nomodel"), silent)
+    stored = spec("rl", {**GRAPE, "preset": "topr", "max_steps": 1}, inputs, "stored")
+    stored["inputs"]["stored"] = {"kind": "dataset", "path": again["outputs"]["data"]["path"], "ref": "s", "digest": "s"}
+    assert execute(stored, silent)["summary"]["steps"] == 1
+
+
+# -- REWARD-ROUTER ---------------------------------------------------------------------------------------------------------
+
+def test_the_router_takes_the_rule_then_a_sure_reward_model_then_the_judge():
+    sure = "def score(prompt, completion, answer):\n    return 3.0 if completion == 'sure' else 0.1"
+    components = [RewardComponent(name="rule", kind="verifier", tier="rule", verifier="math"), RewardComponent(name="rm", kind="python", tier="learned", source=sure),
+                  RewardComponent(name="ask", kind="python", tier="judge", source="def score(prompt, completion, answer):\n    return 0.5"),
+                  RewardComponent(name="tags", kind="regex", pattern="s", weight=0.25)]
+    rows = [asked("\\boxed{4}", answer="4", answer_type="integer"), asked("sure", answer=None), asked("unsure", answer=None)]
+    found = build_rewards(components, {}).score(rows)
+    assert [f.tier for f in found] == ["rule", "learned", "judge"]
+    assert [f.total for f in found] == pytest.approx([1.0, 3.25, 0.75])
+    assert [f.parts["rm"] for f in found] == [None, 3.0, 0.1] and [f.parts["ask"] for f in found] == [None, None, 0.5] and "earlier tier" in found[0].reasons["ask"]
+    with pytest.raises(ValueError, match="at least two of rule, learned and judge"):
+        build_rewards([components[0]], {})
+    none = build_rewards(components[:2], {}).score(rows[2:])
+    assert none[0].total is None and none[0].tier is None, "nobody was sure"
