@@ -42,6 +42,7 @@ class Members:
         self.component = next((c for c in rewards.components if c.kind == "rubric"), None)
         self.rubric: Rubric = rewards.scorers[self.component.name].rubric if self.component else Rubric()
         self.prior: dict[str, dict] = {}  # by row id: text, total, feedback, sample_id
+        self.chosen: dict[str, Sample] = {}  # of the iteration in hand, until it is written
         self.too_long = 0
         if config.mode_mix != "fresh" and self.component is None:
             raise ValueError(f"mode_mix={config.mode_mix} improves answers by the critiques of a rubric; add a reward component of kind rubric and the input "
@@ -128,10 +129,8 @@ class Members:
             return 0, [], []
         return wanted, ids, messages
 
-    def remember(self, groups, iteration: int, version: int) -> None:
+    def remember(self, groups, iteration: int) -> None:
         """Keep, of every prompt, the scored answer that the next improvement starts from (``prior_choice``)."""
-        from storage.schema import row_id
-
         if self.config.mode_mix == "fresh":
             return
         for group in groups:
@@ -146,9 +145,16 @@ class Members:
                 chosen = max(able, key=lambda s: sign * s.total)
                 if old is not None and sign * old["total"] >= sign * chosen.total:
                     continue
-            identity = row_id("rollouts/1", {"prompt_id": group.prompt["prompt_id"], "iteration": iteration, "policy_version": version,
-                                             "sample_idx": chosen.index, "completion_ids": chosen.ids})
-            self.prior[key] = {"text": chosen.text, "total": float(chosen.total), "feedback": self.feedback(chosen.items), "sample_id": identity}
+            self.prior[key] = {"text": chosen.text, "total": float(chosen.total), "feedback": self.feedback(chosen.items), "sample_id": None}
+            self.chosen[key] = chosen
+
+    def written(self, samples: list[Sample], rows: list[dict]) -> None:
+        """Name the answers that were kept by the ids of their rollouts."""
+        for sample, row in zip(samples, rows):
+            key = sample.prompt["row_id"]
+            if self.chosen.get(key) is sample:
+                self.prior[key]["sample_id"] = row["row_id"]
+        self.chosen.clear()
 
     def feedback(self, items: list[dict]) -> str:
         """What the scorers said about an answer, item by item."""

@@ -183,7 +183,8 @@ class Rollouts:
         self.stats.close({})
         if self.rubric_writer is not None:
             self.rubric_writer.close({})
-            write_review(self.stage)
+            if self.stage.rank == 0:
+                write_review(self.stage)
         now = {name: (before, weights_digest(self.reference)) for name, before in self.frozen.items()}
         ok, changed = changed_roles(now, list(now))
         if not ok:
@@ -295,7 +296,7 @@ class Rollouts:
             if self.row.baseline == "greedy":
                 group.greedy = float(np.nan_to_num(greedy[k].total))
         if purpose == "rollout":
-            self.members.remember(groups, self.iteration, self.version)
+            self.members.remember(groups, self.iteration)
         return groups
 
     def _overridden(self, total: float, *counters) -> float:
@@ -669,6 +670,7 @@ class Rollouts:
                 dataset="rollouts", source=s.prompt["dataset"], origin="ai", split="train"))
         self.writer.write(rows)
         self.writer.flush()
+        self.members.written(samples, rows)
         if self.rubric_writer is not None:
             self.rubric_writer.write([made for one, s in zip(rows, samples) for made in score_rows(one, s.items, self.iteration)])
             self.rubric_writer.flush()
