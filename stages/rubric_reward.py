@@ -165,6 +165,8 @@ class RubricScorer:
     def _ask(self, component, texts: Sequence[str]) -> list[str]:
         """What a judge replies at temperature 0; every different request is made once."""
         who = json.dumps([component.endpoint, component.endpoint_model, component.input, component.judge_tokens])
+        if len(self.answers) > 50_000:  # a long run must not keep everything it ever asked
+            self.answers.clear()
         fresh = [t for t in dict.fromkeys(texts) if (who, t) not in self.answers]
         if fresh:
             self.answers.update(zip(((who, t) for t in fresh), self._load(component).answers(fresh, component.judge_tokens, 0)))
@@ -173,7 +175,7 @@ class RubricScorer:
     # -- rewards -----------------------------------------------------------------------------------------------------------
     def score(self, rows: Sequence[dict]) -> list:
         """A reward per row, with its items; confidences are averaged over all rows of a category in this call."""
-        from stages.rewards import Verdict, Unscorable
+        from stages.rewards import Unscorable, Verdict
 
         found = self.items(rows)
         values = self.aggregate(found)

@@ -182,7 +182,7 @@ def test_judged_items_get_a_critique_and_unreadable_scores_are_asked_for_again(t
 
 def test_what_cannot_be_scored_follows_the_policy(tmp_path, judge):
     items = [{**LETTERS, "weight": 0.75}, {"id": "deep", "kind": "verifiable", "criterion": "Deep.", "weight": 0.25, "scorer": "judge"}]
-    judge.reply = lambda text: "no idea" if "xa" in text else "Reasoning: r\nScore: 1\nConfidence: 0.5"
+    judge.reply = lambda text: "no idea" if "[Response]\nxa\n" in text else "Reasoning: r\nScore: 1\nConfidence: 0.5"
     for policy, expected in (("drop_sample", [None, 0.25 * 2 * 0.5 / 1.5]), ("drop_item", [1.0, 0.25 * 2 * 0.5 / 1.5]), ("zero_score", [0.75 * 2 * 1 / 1.5, 0.25 * 2 * 0.5 / 1.5])):
         judge.seen.clear()
         rewards = scorer_of(tmp_path, items, {"endpoint": judge.url, "endpoint_model": "m", "invalid_policy": policy})
@@ -278,7 +278,7 @@ def test_improved_and_sft_answers_join_the_groups(tiny, prompts, rubric, spec, t
     assert improved and all(r["parent_sample_id"] in ids and r["sampling_prompt_id"] not in (None, r["prompt_id"]) for r in improved)
     assert all(not any(r["loss_mask"]) and r["logp_rollout"] is None for r in rollouts if r["mode"] == "sft")
     assert any(r["sampling_prompt_id"] for r in rollouts if r["mode"] == "fresh"), "a generation prompt is part of what was sampled from"
-    model = load_policy(tiny["policy"], "cpu").eval()
+    model = load_policy(tiny["policy"], "cpu").eval().requires_grad_(False)
     for r in (r for r in rollouts if r["iteration"] == 0):
         tokens = torch.tensor([list(r["prompt_ids"]) + list(r["completion_ids"])])
         logp = torch.log_softmax(model(tokens).logits[0].float(), -1)
