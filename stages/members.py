@@ -126,6 +126,9 @@ class Members:
         ids = self.renderer.prompt_ids(messages)
         if len(ids) > config.max_prompt_length:
             self.too_long += 1
+            self.stage.warn("improve_too_long", "Requests to improve an answer (question, answer and critique) can exceed "
+                                                f"max_prompt_length={config.max_prompt_length} "
+                                                "tokens; fresh answers take their place (metric members/improve_too_long). Raise max_prompt_length.")
             return 0, [], []
         return wanted, ids, messages
 
