@@ -175,4 +175,5 @@ class Members:
         apart = [float(np.mean(np.abs(np.subtract(o, s.logps)))) for s, o in zip(samples, old) if s.context is not None and s.ids]
         out = {f"members/{mode}_share": sum(s.mode == mode for s in samples) / n for mode in ("fresh", "improve", "sft")}
         out |= {"members/off_policy_share": sum(s.off_policy for s in samples) / n, "members/improve_too_long": float(self.too_long)}
+        self.too_long = 0  # per iteration: a run that was killed and goes on reports the same numbers
         return out | ({"members/logp_difference": float(np.mean(apart))} if apart else {})
