@@ -627,7 +627,8 @@ class Rollouts:
         for row in self.stage.dataset("stored").iter_rows():
             prompt = by_id.get(row["prompt_id"]) or {k: row[k] for k in ("row_id", "prompt_id", "group_id", "dataset")}
             parts = {c["name"]: c["value"] for c in row["reward_components"] if c["name"] != "overlong"}
-            total = sum(c["weight"] * c["value"] for c in row["reward_components"] if c["name"] != "overlong" and not c["name"].endswith("/disagreement") and c["value"] is not None)
+            total = sum(c["weight"] * c["value"] for c in row["reward_components"]
+                        if c["name"] != "overlong" and not c["name"].endswith("/disagreement") and c["value"] is not None)
             sample = Sample(prompt, row["prompt_ids"], 0, list(row["completion_ids"]), [float(v) for v in row["logp_rollout"] or row["logp_old"]],
                             "eos" if row["terminated"] else "length", "", float("nan") if row["reward_tier"] == "unscorable" else total, parts, {},
                             row["is_correct"])
