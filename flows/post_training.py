@@ -14,43 +14,23 @@ Every model then answers the same held-out prompts. The best one on half of them
 
 from __future__ import annotations
 
-from typing import Literal, Optional
+from typing import Literal
 
 from pydantic import Field
 
-from flows.recipe import RecipeConfig, Run, recipe
+from flows.recipe import Run, recipe
+from flows.start import WorldRecipeConfig, small_base_model
 from flows.steps import Source, evaluate_all, ingest, promote
 from stages.align import Config as AlignConfig
-from stages.base_model import Config as BaseModelConfig
 from stages.evaluate import Config as EvaluateConfig
-from stages.ingest import Config as IngestConfig
 from stages.promote import Config as GateConfig
 from stages.rejection import Config as RejectionConfig
 from stages.reward_model import Config as RewardModelConfig
 from stages.rl import Config as RLConfig
 from stages.sft import Config as SFTConfig
-from stages.spec import StageConfig
-from stages.world import Config as WorldConfig
 
 
-class Data(StageConfig):
-    """Your own data, kind by kind; what is left out comes from the embedded world."""
-
-    demonstrations: Optional[str] = Field(None, title="Demonstrations", description="Ref, file, directory or hub id of conversations to imitate.")
-    pairs: Optional[str] = Field(None, title="Pairs", description="Ref, file, directory or hub id of preference pairs, ratings or rankings.")
-    prompts: Optional[str] = Field(None, title="Prompts", description="Ref, file, directory or hub id of prompts, with answers where a verifier is to check them.")
-    text: Optional[str] = Field(None, title="Text", description="Ref, file or directory of plain text to pre-train on.")
-
-
-class Config(RecipeConfig):
-    model: Optional[str] = Field(None, title="Model", description="Base model (ref, directory or hub id); empty: pre-train a small one here.")
-    data: Data = Field(Data(), description="Your own data; empty: the embedded world.")
-    world: WorldConfig = Field(WorldConfig(), description="The embedded world.")
-    base_model: BaseModelConfig = Field(BaseModelConfig(), description="Shape and tokenizer of the small base model.")
-    pretraining: SFTConfig = Field(SFTConfig(train_on="full"), description="Pre-training of the small base model on plain text.")
-    ingest_demonstrations: IngestConfig = Field(IngestConfig(kind="demonstrations/1"), description="Checks and splits of the demonstrations.")
-    ingest_pairs: IngestConfig = Field(IngestConfig(kind="pairs/1"), description="Checks and splits of the preference pairs.")
-    ingest_prompts: IngestConfig = Field(IngestConfig(kind="prompts/1"), description="Checks and splits of the prompts.")
+class Config(WorldRecipeConfig):
     sft: SFTConfig = Field(SFTConfig(), description="Supervised fine-tuning on demonstrations.")
     reward_model: RewardModelConfig = Field(RewardModelConfig(), description="Reward model from pairs.")
     rejection: RejectionConfig = Field(RejectionConfig(), description="Sampling and selection of the SFT model's answers.")
@@ -74,8 +54,7 @@ def post_training(run: Run, config: Config) -> dict:
 
     base = config.model
     if base is None:
-        blank = run("base_model", text=source("text"), conversations=demonstrations, config=config.base_model)
-        base = run("sft", "pretraining", model=blank["model"], data=source("text"), config=config.pretraining, name_as="base")["model"]
+        base = small_base_model(run, source, config, demonstrations)
 
     instructed = run("sft", model=base, data=demonstrations, config=config.sft, name_as="sft")["model"]
     judge = run("reward_model", model=instructed, data=pairs, config=config.reward_model, name_as="reward")["model"]

@@ -1,4 +1,4 @@
-"""Where the iterated recipes start and how they end: a policy that answers, a scorer, and all rounds judged side by side."""
+"""What recipes on the embedded world share: their data and base model, where the iterated ones start, and how these end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any, Optional
 
 from pydantic import Field
 
-from flows.post_training import Data
 from flows.recipe import RecipeConfig, Run
 from flows.steps import Source, evaluate_all, ingest, promote
 from stages.base_model import Config as BaseModelConfig
@@ -15,16 +14,23 @@ from stages.ingest import Config as IngestConfig
 from stages.promote import Config as GateConfig
 from stages.reward_model import Config as RewardModelConfig
 from stages.sft import Config as SFTConfig
+from stages.spec import StageConfig
 from stages.world import Config as WorldConfig
 
 
-class IteratedConfig(RecipeConfig):
-    """What every iterated recipe has: the policy to start from, data, a reward model where one is asked for, and the judgement."""
+class Data(StageConfig):
+    """Your own data, kind by kind; what is left out comes from the embedded world."""
 
-    model: Optional[str] = Field(None, title="Model", description="Policy to improve, normally an SFT model (ref, directory or hub id); empty: a small one is "
-                                 "trained here on the embedded world.")
-    reward_model: Optional[str] = Field(None, title="Reward model", description="Scorer of reward components with kind=model; empty: trained on the pairs when needed.")
-    judge: str = Field("self", description="Language model of reward components with kind=judge: a ref, or self = the policy of the round (self-rewarding).")
+    demonstrations: Optional[str] = Field(None, title="Demonstrations", description="Ref, file, directory or hub id of conversations to imitate.")
+    pairs: Optional[str] = Field(None, title="Pairs", description="Ref, file, directory or hub id of preference pairs, ratings or rankings.")
+    prompts: Optional[str] = Field(None, title="Prompts", description="Ref, file, directory or hub id of prompts, with answers where a verifier is to check them.")
+    text: Optional[str] = Field(None, title="Text", description="Ref, file or directory of plain text to pre-train on.")
+
+
+class WorldRecipeConfig(RecipeConfig):
+    """A model and data of your own, or the embedded world and a small base model pre-trained on it."""
+
+    model: Optional[str] = Field(None, title="Model", description="Base model (ref, directory or hub id); empty: pre-train a small one here.")
     data: Data = Field(Data(), description="Your own data; empty: the embedded world.")
     world: WorldConfig = Field(WorldConfig(), description="The embedded world.")
     base_model: BaseModelConfig = Field(BaseModelConfig(), description="Shape and tokenizer of the small base model.")
@@ -32,6 +38,21 @@ class IteratedConfig(RecipeConfig):
     ingest_demonstrations: IngestConfig = Field(IngestConfig(kind="demonstrations/1"), description="Checks and splits of the demonstrations.")
     ingest_pairs: IngestConfig = Field(IngestConfig(kind="pairs/1"), description="Checks and splits of the preference pairs.")
     ingest_prompts: IngestConfig = Field(IngestConfig(kind="prompts/1"), description="Checks and splits of the prompts.")
+
+
+def small_base_model(run: Run, source: Source, config: Any, demonstrations: str) -> str:
+    """A blank model with a tokenizer trained on the spot, pre-trained on plain text."""
+    blank = run("base_model", text=source("text"), conversations=demonstrations, config=config.base_model)
+    return run("sft", "pretraining", model=blank["model"], data=source("text"), config=config.pretraining, name_as="base")["model"]
+
+
+class IteratedConfig(WorldRecipeConfig):
+    """What every iterated recipe has: the policy to start from, data, a reward model where one is asked for, and the judgement."""
+
+    model: Optional[str] = Field(None, title="Model", description="Policy to improve, normally an SFT model (ref, directory or hub id); empty: a small one is "
+                                 "trained here on the embedded world.")
+    reward_model: Optional[str] = Field(None, title="Reward model", description="Scorer of reward components with kind=model; empty: trained on the pairs when needed.")
+    judge: str = Field("self", description="Language model of reward components with kind=judge: a ref, or self = the policy of the round (self-rewarding).")
     sft: SFTConfig = Field(SFTConfig(), description="Fine-tuning of the small base model on demonstrations.")
     train_reward_model: RewardModelConfig = Field(RewardModelConfig(), description="Reward model from pairs, where one is asked for and none is given.")
     evaluate: EvaluateConfig = Field(EvaluateConfig(), description="Evaluation on held-out prompts, the same for every round.")
@@ -44,8 +65,7 @@ def starting_policy(run: Run, source: Source, config: Any) -> str:
     if config.model is not None:
         return config.model
     demonstrations = ingest(run, "demonstrations", source("demonstrations"), config)
-    blank = run("base_model", text=source("text"), conversations=demonstrations, config=config.base_model)
-    base = run("sft", "pretraining", model=blank["model"], data=source("text"), config=config.pretraining, name_as="base")["model"]
+    base = small_base_model(run, source, config, demonstrations)
     return run("sft", model=base, data=demonstrations, config=config.sft, name_as="sft")["model"]
 
 
