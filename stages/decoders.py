@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from stages.lean import interleave, odd_layers
+
 #: Weights above this many bytes are not fused (fusing copies them); they run as separate products instead.
 FUSE_LIMIT_BYTES = 2 << 30
 _LEAN = {
@@ -29,7 +31,6 @@ _LEAN = {
     ("transformers.models.qwen2.modeling_qwen2", "Qwen2ForCausalLM"),
     ("transformers.models.qwen3.modeling_qwen3", "Qwen3ForCausalLM"),
 }
-FIXED_ROPE = {"default", "linear", "llama3", "yarn"}  # tables that do not depend on the running length
 
 
 class DecoderError(ValueError):
@@ -208,33 +209,14 @@ def why_not_lean(model) -> str | None:
     model = _bare(model)
     if (type(model).__module__, type(model).__name__) not in _LEAN:
         return f"{type(model).__name__} is not Llama, Mistral, Qwen2 or Qwen3"
-    config = model.config
-    rope = getattr(model.model.rotary_emb, "rope_type", "default")
-    if rope not in FIXED_ROPE:
-        return f"rotary type {rope!r}"
-    if any(t != "full_attention" for t in getattr(config, "layer_types", None) or ()):
-        return "sliding attention layers"
-    if getattr(config, "sliding_window", None) is not None:
-        return "a sliding window"
-    if config.hidden_act not in ("silu", "swish"):
-        return f"activation {config.hidden_act!r}"
     if len({p.dtype for p in model.parameters()} | {p.device for p in model.parameters()}) != 2:
         return "parameters of several dtypes or devices"
-    for module in model.modules():
-        if module._forward_hooks or module._forward_pre_hooks:
-            return "forward hooks"
-    for layer in model.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        head = getattr(attention, "head_dim", 1)
-        if head % 2 or model.model.rotary_emb.inv_freq.shape[0] * 2 != head:
-            return "partial rotary embeddings"
-        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
-                       mlp.gate_proj, mlp.up_proj, mlp.down_proj, model.lm_head):
-            if _weight(linear) is None:
-                return f"a {type(linear).__name__} in place of a linear layer"
-    if type(model.model.embed_tokens) is not nn.Embedding:
-        return f"a {type(model.model.embed_tokens).__name__} in place of the embedding"
-    return None
+    if any(module._forward_hooks or module._forward_pre_hooks for module in (model, *model.lm_head.modules())):
+        return "forward hooks"
+
+    def refuses(linear) -> str | None:
+        return None if _weight(linear) is not None else f"a {type(linear).__name__} in place of a linear layer"
+    return odd_layers(model.model, refuses) or refuses(model.lm_head)
 
 
 def _weight(linear) -> tuple[torch.Tensor, torch.Tensor | None] | None:
@@ -299,14 +281,6 @@ def _packs() -> bool:
         except (AttributeError, RuntimeError, NotImplementedError):
             _PACKS = False
     return _PACKS
-
-
-def interleave(weight: torch.Tensor, heads: int, back: bool = False) -> torch.Tensor:
-    """Rows of each head reordered from (first halves, second halves) to (first, second) pairs, so that the rotation of
-    pair i is one complex product; `back` undoes it. Dot products of queries and keys do not change. weight [heads * D, ...]."""
-    tail = weight.shape[1:]
-    halves = (-1, 2) if back else (2, -1)
-    return weight.reshape(heads, *halves, *tail).transpose(1, 2).reshape(weight.shape)
 
 
 class _Layer:

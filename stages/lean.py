@@ -25,13 +25,20 @@ from torch import nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
-from stages.decoders import FIXED_ROPE, interleave
-
+FIXED_ROPE = {"default", "linear", "llama3", "yarn"}  # tables that do not depend on the running length
 _CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 #: Tokens whose elementwise work is done at a time on the CPU, so that it stays in cache between the matrix products.
 CHUNK = 512
 #: Tokens of short items that attend in one call, behind a mask, instead of one call each.
 BLOCK = {"cpu": 256, "cuda": 2048}
+
+
+def interleave(weight: torch.Tensor, heads: int, back: bool = False) -> torch.Tensor:
+    """Rows of each head reordered from (first halves, second halves) to (first, second) pairs, so that the rotation of
+    pair i is one complex product; `back` undoes it. Dot products of queries and keys do not change. weight [heads * D, ...]."""
+    tail = weight.shape[1:]
+    halves = (-1, 2) if back else (2, -1)
+    return weight.reshape(heads, *halves, *tail).transpose(1, 2).reshape(weight.shape)
 
 
 def core_of(model) -> nn.Module:
@@ -47,11 +54,27 @@ def why_not(model) -> str | None:
     family = getattr(getattr(core, "config", None), "model_type", None)
     if family not in _CLASSES or type(core).__name__ != _CLASSES[family] + "Model" or not type(core).__module__.startswith("transformers."):
         return f"{type(core).__name__} is not a Llama, Mistral, Qwen2 or Qwen3 decoder"
+
+    def refuses(linear) -> str | None:
+        try:
+            product(linear)
+        except TypeError as error:
+            return str(error)
+    return odd_layers(core, refuses)
+
+
+def odd_layers(core, refuses) -> str | None:
+    """What in a decoder stack of a known class an own forward does not compute, None when nothing is; shared with `stages.decoders`.
+
+    refuses: a layer's linear modules -> why it cannot be read, None when it can.
+    """
     config = core.config
     if getattr(core.rotary_emb, "rope_type", "default") not in FIXED_ROPE:
         return f"rotary type {core.rotary_emb.rope_type!r}"
-    if any(t != "full_attention" for t in getattr(config, "layer_types", None) or ()) or getattr(config, "sliding_window", None) is not None:
+    if any(t != "full_attention" for t in getattr(config, "layer_types", None) or ()):
         return "sliding attention layers"
+    if getattr(config, "sliding_window", None) is not None:
+        return "a sliding window"
     if config.hidden_act not in ("silu", "swish"):
         return f"activation {config.hidden_act!r}"
     if type(core.embed_tokens) is not nn.Embedding:
@@ -61,13 +84,12 @@ def why_not(model) -> str | None:
             return "forward hooks"
     for layer in core.layers:
         attention, mlp = layer.self_attn, layer.mlp
-        if core.rotary_emb.inv_freq.shape[0] * 2 != attention.head_dim:
+        if attention.head_dim % 2 or core.rotary_emb.inv_freq.shape[0] * 2 != attention.head_dim:
             return "partial rotary embeddings"
         for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
-            try:
-                product(linear)
-            except TypeError as error:
-                return str(error)
+            reason = refuses(linear)
+            if reason:
+                return reason
     return None
 
 
@@ -279,7 +301,7 @@ class _Finish(Function):
 
     @staticmethod
     def forward(ctx, x, attended, gain, shape, scales, *tensors):
-        out_part, gate_part, up_part, down_part = parts = _cast(tensors, shape.low)
+        out_part, gate_part, up_part, down_part = _cast(tensors, shape.low)
         wide = gate_part[0].shape[0]
         middle, out = torch.empty_like(x), torch.empty_like(x)
         gate_up = x.new_empty(x.shape[0], 2 * wide, dtype=shape.low)
