@@ -18,11 +18,11 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from stages.sft import Config as SFTConfig
+from stages.sft import RowsConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
 
-class Config(SFTConfig):
+class Config(RowsConfig):
     method: Literal["logit", "context", "on_policy"] = Field("logit", description="What the teacher sees and who writes the answers; see the stage's description.")
     direction: Literal["forward", "reverse", "jsd"] = Field("forward", description="KL(teacher||student), KL(student||teacher), or their generalised Jensen-Shannon divergence.")
     jsd_beta: float = Field(0.5, gt=0, lt=1, description="Weight of the teacher in the mixture (direction=jsd; GKD 0.5).")
@@ -115,31 +115,22 @@ def run(stage):
 
 def encode(stage, renderer, split: str, limit: int | None = None):
     """Items of a split, each with the teacher's item where that differs, and counts of dropped rows by reason."""
-    from stages.batching import make_item
+    from stages.sft import encode_demonstrations
 
     config = stage.config
-    items, dropped = [], {"no_target": 0, "context_does_not_fit": 0}
-    for row in stage.dataset("data").iter_rows(split=split):
-        if limit is not None and len(items) >= limit:
-            break
-        if row.get("kept") is False:
-            continue
-        messages = row["messages"]
-        turns = (row.get("train_turns") or None) if config.train_on == "all_assistant" else None
-        mine = renderer.conversation(messages, train=config.train_on, train_turns=turns, max_length=config.max_length)
-        if not mine.n_targets:
-            dropped["no_target"] += 1
-            continue
-        extra = {"messages": messages} if config.method == "on_policy" else {}
-        if config.method == "context":
-            shifted = None if turns is None else [t + 1 for t in turns]
-            theirs = renderer.conversation([{"role": "system", "content": config.context}, *messages], train=config.train_on, train_turns=shifted)
-            extra["teacher_item"] = aligned(row["row_id"], theirs, mine)
-            if extra["teacher_item"] is None:
-                dropped["context_does_not_fit"] += 1
-                continue
-        items.append(make_item(row["row_id"], [], [mine.ids], [mine.mask], **extra))
-    return items, dropped
+
+    def more(row, mine, turns):
+        if config.method == "on_policy":
+            return {"messages": row["messages"]}
+        if config.method != "context":
+            return {}
+        shifted = None if turns is None else [t + 1 for t in turns]
+        theirs = renderer.conversation([{"role": "system", "content": config.context}, *row["messages"]], train=config.train_on, train_turns=shifted)
+        item = aligned(row["row_id"], theirs, mine)
+        return "context_does_not_fit" if item is None else {"teacher_item": item}
+
+    items, dropped = encode_demonstrations(stage.dataset("data"), split, renderer, config, limit, more)
+    return items, {"context_does_not_fit": 0, **dropped}
 
 
 def aligned(row_id: str, theirs, mine):

@@ -15,20 +15,25 @@ from stages.settings import OptimizerConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
 
-class Config(OptimizerConfig):
+class RowsConfig(OptimizerConfig):
+    """What training on demonstrations takes, whatever is learned from them (``sft``, ``distill``)."""
+
     batch_size: int = Field(32, ge=1, description="Rows per optimizer step.")
     num_train_epochs: float = Field(1.0, gt=0, description="Passes over the training rows (texts: 1-2); max_steps wins.")
     max_steps: int | None = Field(None, ge=1, title="Max steps", description="Optimizer steps; overrides num_train_epochs.")
     max_length: int = Field(1024, ge=8, description="Tokens per row (TRL default 1024); longer rows are cut and counted.")
     train_on: Literal["all_assistant", "final_turn", "final_message", "full"] = Field(
         "all_assistant", description="Which tokens are trained (sft.mask). Rows with train_turns use those under all_assistant.")
+    eval_every: int = Field(0, ge=0, description="Optimizer steps between validation passes; 0 = only at the end.")
+    eval_rows: int = Field(512, ge=0, description="Validation rows used at most.")
+
+
+class Config(RowsConfig):
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = Field(
         "token-mean", description="Loss aggregation over the whole optimizer step (sft.nll).")
     curriculum: Literal["none", "length", "difficulty"] = Field(
         "none", description="Train from easy to hard (sft.curriculum): by trained tokens, or by the rows' `difficulty` (ingested from that column).")
     curriculum_stages: int = Field(3, ge=1, description="Parts of equal size of a curriculum, each for all its epochs, shuffled inside.")
-    eval_every: int = Field(0, ge=0, description="Optimizer steps between validation passes; 0 = only at the end.")
-    eval_rows: int = Field(512, ge=0, description="Validation rows used at most.")
     eval_prompts: int = Field(64, ge=1, description="Validation prompts answered at each pass and scored by the reward_model input, where there is one.")
     eval_completion_length: int = Field(128, ge=1, description="New tokens of these answers at most.")
 
@@ -154,8 +159,12 @@ class Answers:
         return {"reward": sum(known) / len(known) if known else float("nan"), "answer_length": sum(len(g[0].ids) for g in groups) / len(groups)}
 
 
-def encode_demonstrations(dataset, split: str, renderer, config, limit: int | None = None):
-    """Items of a ``demonstrations/1`` split and the counts of rows dropped by reason."""
+def encode_demonstrations(dataset, split: str, renderer, config, limit: int | None = None, more=None):
+    """Items of a ``demonstrations/1`` split and the counts of rows dropped by reason.
+
+    Args:
+        more: (row, its encoding, its trained turns) -> further per-item values, or the reason why the row is dropped.
+    """
     import json
 
     from stages.batching import make_item
@@ -167,15 +176,18 @@ def encode_demonstrations(dataset, split: str, renderer, config, limit: int | No
         if row.get("kept") is False:
             dropped["not_kept"] += 1
             continue
-        turns = row.get("train_turns") if config.train_on == "all_assistant" else None
-        encoded = renderer.conversation(row["messages"], train=config.train_on, train_turns=turns or None,
-                                        max_length=config.max_length)
+        turns = (row.get("train_turns") or None) if config.train_on == "all_assistant" else None
+        encoded = renderer.conversation(row["messages"], train=config.train_on, train_turns=turns, max_length=config.max_length)
         dropped["truncated"] += encoded.truncated
         if not encoded.n_targets:
             dropped["no_target"] += 1
             continue
+        extra = more(row, encoded, turns) if more is not None else {}
+        if isinstance(extra, str):
+            dropped[extra] = dropped.get(extra, 0) + 1
+            continue
         items.append(make_item(row["row_id"], [], [encoded.ids], [encoded.mask], weight=float(row.get("weight") or 1.0),
-                               difficulty=json.loads(row.get("extra_json") or "{}").get("difficulty")))
+                               difficulty=json.loads(row.get("extra_json") or "{}").get("difficulty"), **extra))
     return items, dropped
 
 
