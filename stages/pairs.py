@@ -10,9 +10,6 @@ from __future__ import annotations
 def encode_pairs(dataset, split: str, renderer, max_length: int, limit: int | None = None):
     """Items of a ``pairs/1`` split and counts of dropped rows by reason.
 
-    The prompt is cut identically for both sides: when prompt and longer response exceed ``max_length``, first the responses
-    are cut at their end to at least half of ``max_length``, then the prompt at its beginning.
-
     Item extras: ``margin`` (0 where null), ``label_prob`` (1 where null), ``weight``, ``n_chosen``/``n_rejected`` (tokens),
     ``ended`` (did each response keep its stop token), ``strength``, ``source``, ``prompt_id``.
     """
@@ -25,15 +22,11 @@ def encode_pairs(dataset, split: str, renderer, max_length: int, limit: int | No
             break
         prompt, chosen, chosen_mask = renderer.completion_ids(row["prompt"], row["chosen"])
         _, rejected, rejected_mask = renderer.completion_ids(row["prompt"], row["rejected"])
-        longest = max(len(chosen), len(rejected))
-        if len(prompt) + longest > max_length:
-            dropped["truncated"] += 1
-            room = max(max_length // 2, max_length - len(prompt))
-            chosen, chosen_mask, rejected, rejected_mask = chosen[:room], chosen_mask[:room], rejected[:room], rejected_mask[:room]
-            prompt = prompt[-(max_length - max(len(chosen), len(rejected))):]
-            if chosen == rejected:
-                dropped["identical_after_truncation"] += 1
-                continue
+        prompt, ((chosen, chosen_mask), (rejected, rejected_mask)), was_cut = cut(prompt, [(chosen, chosen_mask), (rejected, rejected_mask)], max_length)
+        dropped["truncated"] += was_cut
+        if was_cut and chosen == rejected:
+            dropped["identical_after_truncation"] += 1
+            continue
         chosen, chosen_mask = trim(chosen, chosen_mask)
         rejected, rejected_mask = trim(rejected, rejected_mask)
         if not sum(chosen_mask) or not sum(rejected_mask):
@@ -47,6 +40,21 @@ def encode_pairs(dataset, split: str, renderer, max_length: int, limit: int | No
             prompt_id=row.get("prompt_id"),
             ended=(chosen[-1] in renderer.stop_ids, rejected[-1] in renderer.stop_ids)))
     return items, dropped
+
+
+def cut(prompt: list[int], responses: list[tuple[list[int], list[int]]], max_length: int):
+    """(prompt, responses, was anything cut) within ``max_length`` tokens of prompt and longest response (``da.dpo``).
+
+    Responses (ids, mask) are cut first, at their end, to at least half of ``max_length``; then the prompt at its beginning,
+    identically for all of them.
+    """
+    longest = max(len(ids) for ids, _ in responses)
+    if len(prompt) + longest <= max_length:
+        return prompt, responses, False
+    room = max(max_length // 2, max_length - len(prompt))
+    responses = [(ids[:room], mask[:room]) for ids, mask in responses]
+    keep = max_length - min(longest, room)
+    return prompt[len(prompt) - keep:], responses, True
 
 
 def trim(ids, mask):

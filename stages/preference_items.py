@@ -48,20 +48,6 @@ def rows_as(dataset, split: str, kind: str) -> Iterator[dict]:
     yield from rows
 
 
-def cut(prompt: list[int], responses: list[tuple[list[int], list[int]]], max_length: int):
-    """(prompt, responses, was anything cut): the prompt is cut identically for all responses (``da.dpo``).
-
-    Responses first, at their end, to at least half of ``max_length``; then the prompt, at its beginning.
-    """
-    longest = max(len(ids) for ids, _ in responses)
-    if len(prompt) + longest <= max_length:
-        return prompt, responses, False
-    room = max(max_length // 2, max_length - len(prompt))
-    responses = [(ids[:room], mask[:room]) for ids, mask in responses]
-    keep = max_length - max(len(ids) for ids, _ in responses)
-    return prompt[len(prompt) - keep:] if keep < len(prompt) else prompt, responses, True
-
-
 class Encoder:
     """Rows of one dataset to items for one method.
 
@@ -97,7 +83,7 @@ class Encoder:
 
     def _encode(self, prompt_messages, completions):
         """(prompt, [(ids, mask)]) cut to max_length and trimmed, or None when a response has no trained token."""
-        from stages.pairs import trim
+        from stages.pairs import cut, trim
 
         encoded = [self.renderer.completion_ids(prompt_messages, c) for c in completions]
         prompt, responses, was_cut = cut(encoded[0][0], [(ids, mask) for _, ids, mask in encoded], self.config.max_length)

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 import numpy as np
 
 from stages.batching import Item, make_item
+from stages.pairs import cut
 
 CONTEXT = "[CONTEXT]\n{context}"
 COMPARE = CONTEXT + "\n\n[RESPONSE A]\n{a}\n\n[RESPONSE B]\n{b}\n\n[PREFERRED RESPONSE]"
@@ -53,18 +54,6 @@ def with_facts(row: dict, prompt: list[dict], facts: bool) -> list[dict]:
     text = "\n".join(f"- {fact}" for fact in found) if found else NO_FACTS
     last = dict(prompt[-1]) if prompt else {"role": "user", "content": ""}
     return [*prompt[:-1], {**last, "content": f"{last.get('content') or ''}\n\n[FACTS]\n{text}"}]
-
-
-def cut(prompt, responses, room: int):
-    """(prompt, responses, whether anything was cut) within ``room`` tokens: responses are cut at their end to at least half of the
-    room, then the prompt at its beginning, identically for all responses of an item."""
-    longest = max(len(ids) for ids, _ in responses)
-    if len(prompt) + longest <= room:
-        return prompt, responses, False
-    keep = max(room // 2, room - len(prompt))
-    responses = [(ids[:keep], mask[:keep]) for ids, mask in responses]
-    longest = max(len(ids) for ids, _ in responses)
-    return (prompt[-(room - longest):] if room > longest else []), responses, True
 
 
 def build(reader, row: dict, prompt, completions, dropped: Counter, *, counts: dict, distinct: bool = False, **extra) -> Item:
