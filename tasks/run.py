@@ -330,16 +330,17 @@ def _devices(spec: StageSpec, devices: int, wait: bool, tell: Callable[[Event], 
     if configured is not None and not (configured.isdigit() and int(configured) > 0):
         raise ConfigError(f"POSTTRAIN_GPU_SLOTS={configured!r}: write the number of GPU stages that may run at once, 1 or more")
     total = int(configured) if configured else len(cards)
-    if not cards and devices > 1:  # ranks on the CPU share its cores
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return [], "cpu", {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // devices))}
-    if devices > max(total, 1):
+    if cards and devices > max(total, 1):
         raise ConfigError(f"devices={devices}: this machine offers {len(cards)} GPU(s) and {total} slot(s); write devices={max(1, min(total, len(cards)))}")
+    threads = {}
+    if not cards and devices > 1:  # ranks on the CPU share its cores, and one slot
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // devices))}
     if not total:
-        return [], "cpu", {}
-    slots = leases.acquire_slots("gpu", total, devices, wait=wait, on_wait=lambda text: tell({"event": "waiting", "text": text}))
+        return [], "cpu", threads
+    slots = leases.acquire_slots("gpu", total, devices if cards else 1, wait=wait, on_wait=lambda text: tell({"event": "waiting", "text": text}))
     if not cards:
-        return slots, "cpu", {}
+        return slots, "cpu", threads
     chosen = [cards[slot.index % len(cards)] for slot in slots]
     tell({"event": "log", "text": f"GPU slot {', '.join(str(s.index) for s in slots)} (device {', '.join(chosen)})"})
     return slots, "cuda" if devices == 1 else "auto", {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
