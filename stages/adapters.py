@@ -6,7 +6,6 @@ model is the base model, and switching the adapter off gives the reference polic
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 
@@ -42,13 +41,6 @@ def add_lora(model, config, seed: int, task: str = "CAUSAL_LM"):
 
             linear = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
             raise ModelError(f"lora_targets={config.lora_targets!r} fits no layer of {type(model).__name__}; write all-linear or some of: {', '.join(linear)}") from error
-
-
-@contextlib.contextmanager
-def switched_off(model):
-    """The base model inside: the reference policy of an adapter's training."""
-    with model.disable_adapter() if is_adapted(model) else contextlib.nullcontext():
-        yield model
 
 
 def merge_and_save_adapter(model, directory: str | Path | None, base: str | None = None):

@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 
 import torch
-from safetensors.torch import load, save
 
 from stages.algorithms import DIRECT_METHODS, resolve, validate_direct
 from stages.batching import per_response
 from stages.direct_losses import aot_matches, kto_reference_point, log_odds, segment_sums
 from stages.losses import displacement_metrics
-from stages.modeling import freeze, load_policy, target_logps
+from stages.modeling import freeze, load_policy, load_weights, move_towards, target_logps, weights_bytes
 from stages.training import ShuffledRows, Sums
 
 UNIT = {"pairs": "pairs", "conditions": "pairs", "segments": "pairs", "unpaired": "rows", "rankings": "prompts"}
@@ -239,25 +238,8 @@ class MovingReference:
         config = self.config
         if config.reference_update != "ema" and step % config.reference_interval:
             return
-        share = {"ema": 1.0 - config.reference_decay, "tr_soft": config.reference_alpha, "per_interval": 1.0}[config.reference_update]
-        self.mix(policy, share)
-
-    def mix(self, policy, share: float) -> None:
-        """ref <- share * policy + (1 - share) * ref, every parameter."""
-        current = dict(policy.named_parameters())
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                new = current[name].detach()
-                parameter.copy_(new) if share == 1.0 else parameter.lerp_(new, share)
-
-    def tensors(self) -> bytes:
-        return save({n: p.detach().cpu().contiguous() for n, p in self.model.named_parameters()})
-
-    def load(self, data: bytes) -> None:
-        tensors = load(data)
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(tensors[name])
+        keep = {"ema": config.reference_decay, "tr_soft": 1.0 - config.reference_alpha, "per_interval": 0.0}[config.reference_update]
+        move_towards(self.model, policy, keep)
 
 
 class AlignmentRows(ShuffledRows):
@@ -296,10 +278,10 @@ class AlignmentRows(ShuffledRows):
         return {**super().after_step(step, metrics), **self.logged, **margin(metrics)}
 
     def state(self):
-        files = {} if self.moving is None else {"reference.safetensors": self.moving.tensors()}
+        files = {} if self.moving is None else {"reference.safetensors": weights_bytes(self.moving.model)}
         return {"z0": self.objective.z0, "means": self.objective.means, "history": self.history}, files
 
     def restore(self, state, read) -> None:
         self.objective.z0, self.objective.means, self.history = state["z0"], dict(state["means"]), list(state["history"])
         if self.moving is not None:
-            self.moving.load(read("reference.safetensors"))
+            load_weights(self.moving.model, read("reference.safetensors"))

@@ -7,7 +7,7 @@ position, times T^2 so that the gradient's size does not depend on T (Hinton et 
 ``reverse``  KL(q || p)
 ``jsd``      b KL(p || M) + (1 - b) KL(q || M), M = b p + (1 - b) q   (Agarwal et al. 2024; b -> 0 is forward / b, b -> 1 reverse)
 
-Catalogue ``kd.logit``, ``kd.context``, ``kd.onpolicy``.
+Catalogue ``kd.logit``, ``kd.context``, ``kd.onpolicy``; the exact KL of RL (KL-FULL) is :func:`exact_kl`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,14 @@ def divergence(student: Head, hidden_NH, teacher: Head, teacher_hidden_NK, direc
         raise ValueError(f"the student's vocabulary has {student.weight.shape[0]} entries, the teacher's {teacher.weight.shape[0]}; distillation on logits needs the same "
                          "tokenizer and vocabulary (sequence-level distillation does not: run sft on the teacher's answers)")
     return _Divergence.apply(hidden_NH, student.weight, student.bias, teacher_hidden_NK.detach(), student, teacher, direction, float(temperature), float(jsd_beta))
+
+
+def exact_kl(head: Head, hidden_NH, other: Head, other_hidden_NK, temperature: float = 1.0, direction: str = "reverse"):
+    """Exact KL over the vocabulary per position ``[N]``, nats: ``reverse`` KL(model||other), ``forward`` KL(other||model) (KL-FULL).
+
+    :func:`divergence` without its factor T^2.
+    """
+    return divergence(head, hidden_NH, other, other_hidden_NK, direction, temperature) / temperature ** 2
 
 
 class _Divergence(torch.autograd.Function):

@@ -8,14 +8,15 @@ vocabulary x length. Log-probabilities are always float32 (catalogue section 0, 
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from stages import adapters, lean, ranks
-from stages.batching import Batch, collate, make_item, pad, per_response
+from stages import adapters, lean, ranks, sharding
+from stages.batching import Batch, collate, make_item, pad
 
 #: Elements of logits computed at a time by the head (a few MiB, so that they stay in a CPU's cache; 16 times as many on a GPU),
 #: and of log-probabilities kept for backward. Both are fixed, so peak memory is flat in vocabulary size.
@@ -66,8 +67,6 @@ def save_policy(model, tokenizer, directory: str | Path, generation_config=None,
     A LoRA adapter is merged in (the wrapped model is used up) and written beside it under ``adapter/``; ``base`` is the name of the
     model it was trained on.
     """
-    from stages import sharding
-
     whole = sharding.gather(model)
     if ranks.rank() != 0:
         return
@@ -253,3 +252,39 @@ def token_logps(head: Head, hidden_NH, targets_N, temperature: float = 1.0, entr
 def target_logps(model, batch, temperature: float = 1.0, entropy: bool = False):
     """:func:`token_logps` of a batch's trained positions: (log-probs ``[N]``, entropies ``[N]`` or None)."""
     return token_logps(head_of(model), hidden_states(model, batch, batch.src_N), batch.target_N, temperature, entropy)
+
+
+# -- weights of models that follow another ----------------------------------------------------------------------------
+
+@torch.no_grad()
+def move_towards(model, policy, keep: float) -> None:
+    """In place: model <- keep * model + (1 - keep) * policy (``da.reference``, REF-POLICY)."""
+    source = dict(policy.named_parameters())
+    for name, parameter in model.named_parameters():
+        parameter.copy_(source[name]) if keep == 0.0 else parameter.mul_(keep).add_(source[name], alpha=1.0 - keep)
+
+
+def weights_bytes(model) -> bytes:
+    """A model's parameters, for a checkpoint."""
+    from safetensors.torch import save
+
+    return save({name: p.detach().cpu().contiguous() for name, p in model.named_parameters()})
+
+
+@torch.no_grad()
+def load_weights(model, data: bytes) -> None:
+    """Put :func:`weights_bytes` back."""
+    from safetensors.torch import load
+
+    tensors = load(data)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(tensors[name])
+
+
+def weights_digest(model) -> str:
+    """Hash of a model's parameters (ops.invariants)."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(parameter.detach().cpu().contiguous().view(-1).numpy().tobytes())
+    return digest.hexdigest()

@@ -9,25 +9,12 @@ Shapes: S responses, L longest response, N trained positions, P pairs, H hidden 
 from __future__ import annotations
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from stages.algorithms import resolve
-from stages.losses import aggregate, denominator_of, full_kl, kl_estimate, masked, policy_loss, value_loss
-from stages.modeling import HEAD_CHUNK_ELEMENTS, Head, head_of, hidden_states, precise, token_logps
+from stages.divergence import exact_kl
+from stages.losses import aggregate, denominator_of, kl_estimate, masked, policy_loss, value_loss
+from stages.modeling import head_of, hidden_states, precise, token_logps
 from stages.training import Sums
-
-
-def exact_kl(head: Head, hidden_NH, other: Head, other_hidden_NH, temperature: float = 1.0, direction: str = "reverse") -> torch.Tensor:
-    """Exact KL over the vocabulary per position ``[N]``, nats: ``reverse`` KL(model||other), ``forward`` KL(other||model) (KL-FULL).
-
-    In chunks over positions, recomputed in backward, so memory does not grow with vocabulary x length.
-    """
-    def chunk(hidden, other_hidden):
-        return full_kl(precise(head.logits(hidden)) / temperature, precise(other.logits(other_hidden)) / temperature, direction=direction)
-
-    size = max(1, HEAD_CHUNK_ELEMENTS // head.weight.shape[0])
-    parts = [checkpoint(chunk, hidden_NH[i:i + size], other_hidden_NH[i:i + size], use_reentrant=False) for i in range(0, len(hidden_NH), size)]
-    return torch.cat(parts) if parts else precise(hidden_NH).sum(-1)
 
 
 def pairs_of(items, trained_S) -> list[tuple[int, int]]:

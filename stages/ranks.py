@@ -38,19 +38,16 @@ def connect(device: str = "cpu") -> int:
     return size
 
 
-def share(groups: Sequence[Sequence], cost: Callable[[Sequence], int], index: int | None = None, size: int | None = None) -> list[Sequence]:
-    """The micro-batches of this rank: the dearest first, each to the rank with the least work so far."""
-    index, size = rank() if index is None else index, world_size() if size is None else size
-    if size == 1:
-        return list(groups)
-    load = [0] * size
-    mine = []
+def shares(groups: Sequence[Sequence], cost: Callable[[Sequence], int]) -> list[list[Sequence]]:
+    """The micro-batches of every rank: the dearest first, each to the rank with the least work so far. One rank keeps their order."""
+    if world_size() == 1:
+        return [list(groups)]
+    load, found = [0] * world_size(), [[] for _ in range(world_size())]
     for group in sorted(groups, key=cost, reverse=True):
-        owner = min(range(size), key=lambda r: (load[r], r))
+        owner = load.index(min(load))
         load[owner] += cost(group)
-        if owner == index:
-            mine.append(group)
-    return mine
+        found[owner].append(group)
+    return found
 
 
 def sum_numbers(values: dict[str, float]) -> dict[str, float]:

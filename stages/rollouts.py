@@ -7,7 +7,6 @@ KL controller, reference schedule, replay window, critic. Killed at any instant,
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from stages.estimators import (DynamicSamplingExhausted, KLController, MovingAve
 from stages.generation import Sample, sample_groups, sampling_params, score
 from stages.members import Members
 from stages.rubric_reward import rubric_metrics, score_rows, write_review
+from stages.modeling import load_weights, move_towards, weights_bytes, weights_digest
 from stages.schedules import changed_roles, e2h_probabilities, freshness_guard, learning_scores, reference_due, replay_plan, rerank, step_function
 from stages.selection import order_by_difficulty
 from stages.training import TrainingError
@@ -627,8 +627,7 @@ class Rollouts:
         for row in self.stage.dataset("stored").iter_rows():
             prompt = by_id.get(row["prompt_id"]) or {k: row[k] for k in ("row_id", "prompt_id", "group_id", "dataset")}
             parts = {c["name"]: c["value"] for c in row["reward_components"] if c["name"] != "overlong"}
-            total = sum(c["weight"] * c["value"] for c in row["reward_components"]
-                        if c["name"] != "overlong" and not c["name"].endswith("/disagreement") and c["value"] is not None)
+            total = sum(c["weight"] * c["value"] for c in row["reward_components"] if c["name"] != "overlong" and c["value"] is not None)
             sample = Sample(prompt, row["prompt_ids"], 0, list(row["completion_ids"]), [float(v) for v in row["logp_rollout"] or row["logp_old"]],
                             "eos" if row["terminated"] else "length", "", float("nan") if row["reward_tier"] == "unscorable" else total, parts, {},
                             row["is_correct"])
@@ -649,7 +648,7 @@ class Rollouts:
         for i, s in enumerate(samples):
             n = len(s.ids)
             scored = bool(np.isfinite(rewards[i]))
-            components = [{"name": k, "value": v, "weight": component_weights.get(k, 1.0) if tiers.get(k, s.tier) == s.tier else 0.0}
+            components = [{"name": k, "value": v, "weight": component_weights.get(k, 0.0) if tiers.get(k, s.tier) == s.tier else 0.0}
                           for k, v in s.parts.items()]
             if overlong[i]:
                 components.append({"name": "overlong", "value": float(overlong[i]), "weight": 1.0})
@@ -750,40 +749,3 @@ def held_out_metrics(stage, source: Rollouts, rewards, prompts) -> dict[str, flo
     samples = [g[0] for g in groups]
     score(rewards, samples)
     return rollout_metrics(samples, np.array([s.total for s in samples]), np.arange(len(samples)))
-
-
-# -- weights of other models -----------------------------------------------------------------------------------------
-
-def move_towards(model, policy, keep: float) -> None:
-    """In place: model <- keep * model + (1 - keep) * policy (REF-POLICY)."""
-    import torch
-
-    source = dict(policy.named_parameters())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(source[name]) if keep == 0.0 else parameter.mul_(keep).add_(source[name].detach(), alpha=1.0 - keep)
-
-
-def weights_bytes(model) -> bytes:
-    from safetensors.torch import save
-
-    return save({name: p.detach().cpu().contiguous() for name, p in model.named_parameters()})
-
-
-def load_weights(model, data: bytes) -> None:
-    import torch
-    from safetensors.torch import load
-
-    tensors = load(data)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(tensors[name])
-
-
-def weights_digest(model) -> str:
-    """Hash of a model's weights (ops.invariants)."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(name.encode())
-        digest.update(parameter.detach().cpu().contiguous().view(-1).numpy().tobytes())
-    return digest.hexdigest()

@@ -131,9 +131,10 @@ class Trainer:
         if self.ranks > 1:
             budget = min(budget, max(1, math.ceil(sum(map(size, items)) / self.ranks)))
         groups = plan(items, budget)
-        mine, *others = (ranks.share(groups, lambda group: sum(map(size, group)), index)
-                         for index in [ranks.rank(), *(range(self.ranks) if self.root is not None else ())])
-        return [(g, True) for g in mine] + [(groups[0], False)] * (max(map(len, others), default=0) - len(mine))
+        shares = ranks.shares(groups, lambda group: sum(map(size, group)))
+        mine = shares[ranks.rank()]
+        company = max(map(len, shares)) - len(mine) if self.root is not None else 0
+        return [(group, True) for group in mine] + [(groups[0], False)] * company
 
     def _sums(self, group: list[Item]) -> Sums:
         with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=self.config.compute_dtype == "bfloat16"):

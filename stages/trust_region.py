@@ -16,9 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stages import lean
 from stages.batching import Item, collate, pad, plan
+from stages.divergence import exact_kl
 from stages.losses import full_kl
 from stages.modeling import freeze, head_of, hidden_states, precise
-from stages.policy_update import exact_kl
 from stages.training import Trainer, TrainingError
 
 

@@ -10,30 +10,19 @@ def response_logps(model, items: Sequence, max_tokens: int, device: str) -> list
 
     Args:
         model: causal LM. items: :class:`stages.batching.Item` with prompt, responses and masks.
-        max_tokens: padded tokens per forward.
+        max_tokens: tokens per forward.
     """
-    import torch
+    from stages.batching import per_response
+    from stages.modeling import target_logps
 
-    from stages.batching import collate, plan
-    from stages.modeling import head_of, hidden_states, token_logps
+    def compute(batch):
+        rows: list[list[float]] = [[] for _ in range(len(batch.last_S))]
+        for sequence, value in zip(batch.seq_N.tolist(), target_logps(model, batch)[0].tolist()):
+            rows[sequence].append(value)
+        return rows
 
-    found: dict[int, list[list[float]]] = {}
-    if not items:
-        return []
     model.eval()
-    with torch.inference_mode():
-        head = head_of(model)
-        for group in plan(items, max_tokens):
-            batch = collate(group, device)
-            logps, _ = token_logps(head, hidden_states(model, batch, batch.src_N), batch.target_N)
-            rows: list[list[float]] = [[] for _ in range(sum(len(i.responses) for i in group))]
-            for sequence, value in zip(batch.seq_N.tolist(), logps.tolist()):
-                rows[sequence].append(value)
-            cursor = 0
-            for item in group:
-                found[id(item)] = rows[cursor : cursor + len(item.responses)]
-                cursor += len(item.responses)
-    return [found[id(item)] for item in items]
+    return per_response(items, max_tokens, device, compute)
 
 
 def sampled_kl(policy: Sequence[float], reference: Sequence[float]) -> float:

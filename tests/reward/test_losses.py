@@ -242,7 +242,6 @@ def test_gain_and_bias_fold_into_a_linear_head(tiny, rows):
         model.reward_offset.fill_(-0.4)
     batch = collate(items)
     before = read(model, batch)
-    ids = [*items[0].prompt.tolist(), *items[0].responses[0].tolist()]
     h, start = states(model, items[0], 0)
     assert float(before[0, 0]) == pytest.approx(1.7 * float((h @ lm_head(model).weight.T)[start, 7]) - 0.4, rel=2e-6)
     offset = drop_lm_head(model, lm_head, 7)
@@ -342,7 +341,6 @@ def test_an_empty_step_changes_nothing(tiny):
     """A step whose items carry no weight has loss 0 and leaves the weights alone."""
     from stages.training import Trainer
 
-    model, items, loss, config = None, None, None, None
     model = new_reward_model(tiny["policy"])
     loss = RewardLoss(REWARD_OBJECTIVES["bt"], Config(), "last")
     before = {n: p.detach().clone() for n, p in model.named_parameters()}

@@ -1,6 +1,5 @@
 """Reward models at work: other templates, ensembles, comparisons, judges, combinations, and the stages around them."""
 
-import json
 import math
 from types import SimpleNamespace
 
@@ -10,12 +9,12 @@ import pytest
 from stages import judge as judging
 from stages.chat import renderer_for
 from stages.reward_eval import auc, judge_pairs, length_residual, stronger_model_share, warn_about
-from stages.reward_heads import RewardCard, load_reward_model, new_reward_model, save_reward_model, write_card
+from stages.reward_heads import RewardCard, load_reward_model, new_reward_model, save_reward_model
 from stages.reward_scorers import (ComparingScorer, Response, aggregate_steps, combine_members, label_probability, load_scorer, positive, safety_gate,
                                    split_steps)
 from stages.rewards import RewardComponent, build_rewards
 from stages.selection import convincing_wrong, uncertain
-from storage.datasets import open_dataset
+from tests.chat_server import chat_server
 from tests.reward.conftest import assistant, better, user, worse
 
 ASKED = [Response(user(f"which, number {i}?"), assistant(text)) for i in (3, 50) for text in (better(i), worse(i))]
@@ -205,40 +204,21 @@ def test_verdicts_are_asked_in_both_orders_and_again_when_unreadable():
 
 
 def test_a_server_is_asked_through_the_chat_interface(monkeypatch):
-    import threading
-    from http.server import BaseHTTPRequestHandler, HTTPServer
+    def choice(body):
+        top = [{"token": str(s), "logprob": math.log(0.5 if s == 10 else 0.5 / 9)} for s in range(1, 11)]
+        return {"message": {"content": "fine [[A]]"}, "logprobs": {"content": [{"token": "10", "top_logprobs": top}]} if body.get("logprobs") else None}
 
-    seen = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            seen.append((self.path, self.headers.get("Authorization"), body))
-            top = [{"token": str(s), "logprob": math.log(0.5 if s == 10 else 0.5 / 9)} for s in range(1, 11)]
-            choice = {"message": {"content": "fine [[A]]"}, "logprobs": {"content": [{"token": "10", "top_logprobs": top}]} if body.get("logprobs") else None}
-            answer = json.dumps({"choices": [choice]}).encode()
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(answer)
-
-        def log_message(self, *args):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with chat_server(choice) as server:
+        url = server.url
         monkeypatch.setenv("JUDGE_KEY", "secret")
-        url = f"http://127.0.0.1:{server.server_port}/v1"
         component = RewardComponent(kind="judge", endpoint=url, endpoint_model="judge", key_variable="JUDGE_KEY")
         row = {"prompt_row": {"prompt": user("q")}, "prompt_ids": [1], "completion_ids": [2], "completion_text": "a", "finish_reason": "eos"}
         (scored,) = build_rewards([component], {}).score([row])
         expected = 10 * 0.5 + sum(range(1, 10)) * 0.5 / 9
         assert scored.total == pytest.approx(2 * (expected - 1) / 9 - 1)
-        assert seen[0][0] == "/v1/chat/completions" and seen[0][1] == "Bearer secret" and seen[0][2]["model"] == "judge"
+        assert server.calls[0] == ("/v1/chat/completions", "Bearer secret") and server.seen[0]["model"] == "judge"
         verdicts = judging.Judge(judging.ServerJudge(url, "judge"), "verdict").verdicts([(ASKED[0], ASKED[1])])
         assert verdicts == [0.5], "always the first: both orders disagree, a tie"
-    finally:
-        server.shutdown()
     with pytest.raises(judging.JudgeError, match="Check endpoint and model"):
         judging.ServerJudge(url, "judge", timeout_s=1).answers(["x"], 4, 0)
     with pytest.raises(judging.JudgeError, match="NO_SUCH_KEY"):

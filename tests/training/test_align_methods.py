@@ -1,8 +1,6 @@
 """Every row of DIRECT_METHODS through the align stage's own encoder and one training step, against an independent computation."""
 
-import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ import torch
 from stages import randomness
 from stages.algorithms import DIRECT_METHODS
 from stages.align import Config
-from stages.harness import execute
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
 

@@ -143,7 +143,7 @@ def test_extreme_log_probs_stay_finite(tiny, preferences, method):
 # -- options --------------------------------------------------------------------------------------------------------
 
 def test_ipo_with_mean_log_ratios_and_simpo_with_nll(tiny, preferences):
-    from tests.training.test_align_methods import FORMULAS, M, free, nll, pairwise
+    from tests.training.test_align_methods import FORMULAS, free, nll, pairwise
 
     world = World(tiny, preferences, method="ipo", logp_reduction="mean")
     expected, gradient = world.independent(pairwise(lambda r, w, l: (w / r["n"][0] - l / r["n"][1] - 5.0) ** 2))
@@ -200,7 +200,7 @@ def test_the_displacement_alarm_needs_three_falls_in_a_row():
 def test_reference_updates(tiny):
     """tr_soft mixes every interval, ema every step, per_interval copies; the rules of ``da.reference``."""
     from stages.direct_alignment import MovingReference
-    from stages.modeling import load_policy
+    from stages.modeling import load_policy, load_weights, weights_bytes
 
     policy, start = load_policy(tiny["policy"]), load_policy(tiny["other"])
     pi, ref = (next(m.parameters()).detach().clone() for m in (policy, start))
@@ -211,7 +211,7 @@ def test_reference_updates(tiny):
             moving.after_step(step, policy)
             assert torch.allclose(next(moving.model.parameters()), want, atol=1e-6), (mode, step)
         twin = MovingReference(Config(reference_update=mode), tiny["other"], "cpu")
-        twin.load(moving.tensors())
+        load_weights(twin.model, weights_bytes(moving.model))
         assert torch.equal(next(twin.model.parameters()), next(moving.model.parameters()))
 
 

@@ -4,9 +4,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +16,7 @@ from stages.rewards import RewardComponent, build_rewards
 from stages.spec import PROJECT_ROOT, ConfigError
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
+from tests.chat_server import chat_server
 
 LETTERS = {"id": "vowel", "kind": "verifiable", "criterion": "Has a vowel.", "weight": 0.7, "scorer": {"kind": "regex", "pattern": "[aeiou]"}}
 RUBRIC = {"version": 1, "categories": {
@@ -60,24 +59,9 @@ def rubric(tmp_path, spec):
 @pytest.fixture()
 def judge():
     """A chat server whose replies are made by ``judge.reply(text)``; ``judge.seen`` are the requests."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            server.seen.append(body)
-            answer = json.dumps({"choices": [{"message": {"content": server.reply(body["messages"][0]["content"])}}]}).encode()
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(answer)
-
-        def log_message(self, *args):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    server.seen, server.reply, server.url = [], None, f"http://127.0.0.1:{server.server_port}/v1"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
+    with chat_server() as server:
+        server.choice = lambda body: {"message": {"content": server.reply(body["messages"][0]["content"])}}
+        yield server
 
 
 def asked(text, category="c", **more):

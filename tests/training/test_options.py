@@ -31,7 +31,7 @@ def scores(model, items) -> list[float]:
 
 def test_lora_trains_only_the_adapter_and_comes_back_to_the_last_bit(tiny, tmp_path):
     """In a fresh process: base + adapter give the trained scores exactly, the merged directory gives the merged model's."""
-    from stages.adapters import add_lora, switched_off
+    from stages.adapters import add_lora
     from stages.chat import load_tokenizer
 
     items = text_items(np.random.default_rng(0))
@@ -45,7 +45,7 @@ def test_lora_trains_only_the_adapter_and_comes_back_to_the_last_bit(tiny, tmp_p
         trainer.step(items)
     trained = scores(model, items)
     assert max(abs(a - b) for a, b in zip(trained, before)) > 1e-2
-    with switched_off(model):
+    with model.disable_adapter():
         assert scores(model, items) == before
     save_policy(model, load_tokenizer(tiny["policy"]), tmp_path / "out", base="model:base")
     merged = scores(load_policy(str(tmp_path / "out")), items)

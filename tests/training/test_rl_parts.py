@@ -12,7 +12,8 @@ from stages.batching import collate, make_item
 from stages.credit import Batch, assign, critic_targets, shaped
 from stages.harness import Stage, execute
 from stages.modeling import head_of, hidden_states, load_policy
-from stages.policy_update import PolicyGradient, exact_kl
+from stages.divergence import exact_kl
+from stages.policy_update import PolicyGradient
 from stages.registry import get_stage
 from stages.rl import Config, resolve_preset
 from stages.rollouts import Rollouts, step_ends
@@ -148,7 +149,7 @@ def items_of(rng, n=3, g=2, **extra):
 
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
 def test_exact_kl_in_chunks_equals_the_whole(tiny, direction, monkeypatch):
-    from stages import policy_update
+    from stages import modeling
 
     model, other = load_policy(tiny["policy"]).double(), load_policy(tiny["other"]).double()
     batch = collate(items_of(np.random.default_rng(0)))
@@ -159,7 +160,7 @@ def test_exact_kl_in_chunks_equals_the_whole(tiny, direction, monkeypatch):
     if direction == "forward":  # KL-KD: the gradient of the cross-entropy from the other policy
         (kd,) = torch.autograd.grad((-(logq.exp() * logp).sum(-1) * torch.arange(len(whole))).sum(), hidden, retain_graph=True)
         assert torch.allclose(kd, expected, atol=1e-10)
-    monkeypatch.setattr(policy_update, "HEAD_CHUNK_ELEMENTS", 4 * logp.shape[1])
+    monkeypatch.setattr(modeling, "HEAD_CHUNK_ELEMENTS", 4 * logp.shape[1])
     ours = exact_kl(head_of(model), hidden, head_of(other), far, 0.7, direction)
     (gradient,) = torch.autograd.grad((ours * torch.arange(len(ours))).sum(), hidden)
     assert torch.allclose(ours, whole, atol=1e-10) and torch.allclose(gradient, expected, atol=1e-9) and (whole > 0).all()
