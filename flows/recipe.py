@@ -27,6 +27,7 @@ RECIPES = {
     "rest": "flows.rest",
     "sdpo": "flows.sdpo",
     "reward": "flows.reward",
+    "objective_discovery": "flows.objective_discovery",
 }
 
 

@@ -260,6 +260,7 @@ _DIRECT_ROWS = (
     DirectMethod("apo_down", "stages.direct_losses:apo_down_loss", source="da.apo_down"),
     DirectMethod("discopop", "stages.direct_losses:discopop_loss", default_beta=0.05, options={"discopop_tau": 0.05}, source="da.discopop"),
     DirectMethod("discovered", "stages.direct_losses:discovered_loss", default_beta=0.05, options={"member": "padll"}, source="da.discopop, the family"),
+    DirectMethod("written", "stages.objective_code:written_loss", default_beta=0.05, options={"code": ""}, source="flow.objective_discovery: a loss given as text"),
     DirectMethod("cal_dpo", "stages.direct_losses:cal_dpo_loss", options={"cal_weight": 0.5, "beta_in_contrast": False}, source="da.cal_dpo"),
     DirectMethod("nca_pair", "stages.direct_losses:nca_pair_loss", source="da.relatives"),
     DirectMethod("exo_pair", "stages.direct_losses:exo_pair_loss", options={"label_smoothing": 1e-3}, source="da.relatives"),

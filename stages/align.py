@@ -23,7 +23,7 @@ from stages.spec import InputSpec, OutputSpec, StageSpec
 
 class Config(OptimizerConfig):
     method: Literal["dpo", "cdpo", "robust_dpo", "soft_dpo", "ipo", "soft_ipo", "hinge_norm", "length_norm", "apo_zero", "apo_down", "discopop",
-                    "discovered", "cal_dpo", "nca_pair", "exo_pair", "r_dpo", "wpo", "aot", "dpo_nll", "mdpo", "2d_dpo", "odpo", "rpo", "rebel",
+                    "discovered", "written", "cal_dpo", "nca_pair", "exo_pair", "r_dpo", "wpo", "aot", "dpo_nll", "mdpo", "2d_dpo", "odpo", "rpo", "rebel",
                     "pl_dpo", "sppo", "sppo_hard", "rrhf", "kto", "bco", "bco_pair", "apo_zero_unpaired", "reference_free", "simpo", "alphapo",
                     "cpo", "orpo", "slic"] = Field("dpo", description="Direct-alignment loss (stages.algorithms.DIRECT_METHODS).")
     beta: float | None = Field(None, gt=0, title="Beta", description="Strength of the tie to the reference: higher stays closer; default the method's (dpo 0.1).")
@@ -62,7 +62,8 @@ SPEC = StageSpec(
             "data": InputSpec("dataset", kinds=("pairs/1", "unpaired/1", "rankings/1", "segments/1"), doc="Preference data of the method's kind, or convertible to it."),
             "reference": InputSpec("model", required=False, doc="Reference policy; default: the starting policy."),
             "ref_logps": InputSpec("dataset", kinds=("ref_logps/1", "ref_values/1"), required=False, doc="Reference log-probs of an earlier run."),
-            "targets": InputSpec("dataset", kinds=("demonstrations/1",), required=False, doc="slic: target answers, by prompt; default: the chosen answers.")},
+            "targets": InputSpec("dataset", kinds=("demonstrations/1",), required=False, doc="slic: target answers, by prompt; default: the chosen answers."),
+            "objective": InputSpec("dataset", kinds=("objectives/1",), required=False, doc="written: the loss, from the `objective` stage; default: options.code.")},
     outputs={"model": OutputSpec("model", role="policy"),
              "ref_logps": OutputSpec("dataset", required=False, doc="Log-probs under the frozen reference; methods without one, and moving ones, have none.")})
 
@@ -78,7 +79,7 @@ def run(stage):
     from stages.preflight import preflight
     from stages.training import Trainer, TrainingError, fit
 
-    config, data = stage.config, stage.dataset("data")
+    config, data = with_written_loss(stage), stage.dataset("data")
     objective = DirectAlignment(config, stage.has("reference"))
     method, unit = objective.method, UNIT[objective.method.data]
     renderer = renderer_for(stage.path("model"))
@@ -128,6 +129,30 @@ def run(stage):
                    "beta, lower learning_rate, train fewer steps, or take method=dpo_nll, cal_dpo or apo_zero.")
     stage.summary(summary)
     training_report(stage, "Direct alignment", summary)
+
+
+def with_written_loss(stage):
+    """The settings; for method=written with the loss of the input `objective` among the options, unit-tested again with the beta that is used."""
+    from stages.algorithms import DIRECT_METHODS
+    from stages.objective_code import failures, program_of
+
+    config = stage.config
+    if config.method != "written":
+        if stage.has("objective"):
+            raise ValueError(f"the input `objective` is a loss given as text, which method={config.method} does not read; write method=written, or leave it out.")
+        return config
+    code = config.options.get("code", "")
+    if stage.has("objective"):
+        row = next(iter(stage.dataset("objective").iter_rows()))
+        if not row["valid"]:
+            raise ValueError(f"the objective {row['name']!r} did not pass its unit tests: {row['failure']}")
+        code = row["code"]
+    if not code:
+        raise ValueError("method=written needs a loss: write options.code='softplus(-beta * ((pc - pr) - (rc - rr)))' or give the input `objective`.")
+    wrong = failures(program_of(code), config.beta or DIRECT_METHODS["written"].default_beta)
+    if wrong:
+        raise ValueError(" ".join(wrong))
+    return config.model_copy(update={"options": {**config.options, "code": code}})
 
 
 def rows_seen(stage, train, config) -> list:

@@ -60,7 +60,7 @@ def discovered_losses(h, *, beta: float = 0.05) -> dict:
     u = beta * h
     logistic, exponential = F.softplus(-u), torch.exp((-u).clamp(max=80.0))
     return {"logistic": logistic, "hinge": F.relu(1 - u), "exponential": exponential,
-            "padll": 0.9 * torch.where(h < 0, 0.5, 1.0) * logistic, "cell": 0.5 * logistic + 0.5 * exponential}
+            "padll": torch.where(h < 0, 0.45 * logistic, 0.9 * logistic), "cell": 0.5 * logistic + 0.5 * exponential}
 
 
 def discovered_loss(pc, pr, rc, rr, *, beta: float = 0.05, member: str = "padll"):

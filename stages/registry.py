@@ -22,6 +22,7 @@ STAGES: dict[str, str] = {
     "curriculum": "stages.curriculum",
     "rl": "stages.rl",
     "align": "stages.align",
+    "objective": "stages.objective",
     "distill": "stages.distill",
     "merge": "stages.merge",
     "evaluate": "stages.evaluate",

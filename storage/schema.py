@@ -143,6 +143,7 @@ _KINDS: dict[str, dict[str, pa.DataType]] = {
                        "extracted?": STR, "correct?": BOOL, "format_error": BOOL, "tokens": I32},
     "eval_scores/1": {"run_id": STR, "benchmark": STR, "metric": STR, "value": F64, "se?": F64,
                       "n": I64, "config_json": STR},
+    "objectives/1": {"name": STR, "code": STR, "thought?": STR, "valid": BOOL, "failure?": STR, "proposer": STR, "attempts": I32},
     # `at` stays null: a time would make two runs over the same bytes differ. The time of the check
     # is in the stage record.
     "quarantine/1": {"source_file": STR, "line_no": I64, "raw_json": STR, "codes": _S, "stage": STR,
@@ -193,6 +194,7 @@ CONTENT_COLUMNS: dict[str, tuple[str, ...]] = {
     "eval_items/1": ("benchmark", "item_id"),
     "eval_samples/1": ("run_id", "item_id", "sample_idx"),
     "eval_scores/1": ("run_id", "benchmark", "metric"),
+    "objectives/1": ("name", "code"),
     "quarantine/1": ("source_file", "line_no", "raw_json", "codes", "stage"),
 }
 

@@ -53,3 +53,14 @@ def test_the_iterated_recipes_plan_their_rounds(monkeypatch):
     steps = planned("sdpo", monkeypatch, metrics={"curriculum": {"stages": 2}}, curriculum={"stages": 5})
     assert [(steps[f"align_{k}"][1]["model"], steps[f"align_{k}"][2].stage_index) for k in (0, 1)] == [("(given.model)", 0), ("(align_0.model)", 1)]
     assert "align_2" not in steps and all("reference" not in steps[f"align_{k}"][1] for k in (0, 1))
+
+
+def test_objective_discovery_shows_each_proposal_all_scores_before_it(monkeypatch):
+    """Proposal k reads every earlier loss and its validation score; refused ones are not trained; the test prompts are for the end."""
+    steps = planned("objective_discovery", monkeypatch, proposals=2)
+    inputs = steps["objective_2"][1]
+    assert {name.split(".")[1] for name in inputs if name.startswith("objectives.")} == {"dpo", "hinge", "exponential", "1"} and inputs["scores.1"] == "(validate_1.scores)"
+    assert steps["align_2"][1]["objective"] == "(objective_2.objective)" and {steps[f"align_{k}"][1]["model"] for k in ("dpo", "1", "2")} == {"(given.model)"}
+    assert steps["validate_1"][2].split == "validation" and steps["evaluate_start"][2].split == "test" and steps["objective_1"][3] != steps["objective_2"][3]
+    refused = planned("objective_discovery", monkeypatch, metrics={"objective": {"valid": 0.0}, "evaluate": {"accuracy": 0.5}}, proposals=1)
+    assert "align_1" not in refused
