@@ -10,6 +10,7 @@ aligns on the pairs. With other settings it is
     iterative reasoning (IRPO)   pairs.select=correct_vs_incorrect  align.method=dpo_nll  reference=previous
     BPO               reference=previous  rounds=F  total_steps=T
     Online IPO        align.method=ipo
+    IPO-MD            align.method=ipo  sample.mixture_coef=0.25   answers from the mixture of policy and starting policy
     self-rewarding    sample.rewards=[{kind: judge}]        the policy of each round judges its own answers (judge=REF: another model does)
     online KTO        pairs.kind=unpaired/1  align.method=kto
     SPPO              pairs.kind=rankings/1  align.method=sppo  align.win_probability=bradley_terry  reference=previous
@@ -57,6 +58,7 @@ def online_dpo(run: Run, config: Config) -> dict:
     for number in range(1, config.rounds + 1):
         offset = config.sample.prompt_offset + (number - 1) * (config.sample.max_prompts or 0) * config.fresh_prompts
         sampled = run("rejection", f"sample_{number}", model=policy, prompts=prompts, reward_model=judge, judge=judge_of(config, config.sample.rewards, policy),
+                      reference=start if config.sample.mixture_coef else None,
                       seed=run.seed + number, config=config.sample.model_copy(update={"prompt_offset": offset}))
         pairs = run("preferences", f"pairs_{number}", candidates=sampled["candidates"], config=config.pairs, seed=run.seed + number)["data"]
         policy = run("align", f"align_{number}", model=policy, data=pairs, reference=start if fixed and number > 1 else None, 

@@ -24,6 +24,7 @@ RECIPES = {
     "preference": "flows.preference",
     "verifiable": "flows.verifiable",
     "online_dpo": "flows.online_dpo",
+    "d2po": "flows.d2po",
     "rest": "flows.rest",
     "sdpo": "flows.sdpo",
     "reward": "flows.reward",

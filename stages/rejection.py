@@ -29,6 +29,7 @@ class Config(SamplingConfig):
     max_per_prompt: int | None = Field(None, ge=1, title="Max per prompt", description="select=all_correct, threshold: rows kept per prompt at most, the first (ReST-EM 10).")
     allow_empty: bool = Field(False, description="Selecting nothing is a result and no error (ReST stops there).")
     dedupe: bool = Field(True, description="Drop identical texts of one prompt before selecting (the first is kept).")
+    mixture_coef: float = Field(0.0, ge=0, le=1, title="Mixture coefficient", description="Sample from policy^(1-c) reference^c, token by token (IPO-MD 0.25); 0 = the policy alone.")
     split: str = Field("train", description="Prompt split to sample from.")
     max_prompts: int | None = Field(None, ge=1, title="Max prompts", description="Prompts used at most.")
     prompt_offset: int = Field(0, ge=0, description="Prompts passed over before the first one used, in a circle: other prompts in each round.")
@@ -40,6 +41,7 @@ SPEC = StageSpec(
     name="rejection", config=Config, gpu=True,
     inputs={"model": InputSpec("model", doc="Policy that samples."),
             "prompts": InputSpec("dataset", kinds=("prompts/1",), doc="Prompts, with answers for verifiers."),
+            "reference": InputSpec("model", required=False, doc="The other part of the mixture (mixture_coef)."),
             "reward_model": InputSpec("model", required=False, doc="Scorer of components with kind=model."),
             "judge": InputSpec("model", required=False, doc="Causal LM of components with kind=judge, and of a rubric's judged items."),
             "rubric": InputSpec("dataset", kinds=("rubric_items/1",), required=False, doc="Rubric of the component with kind=rubric: a file or a dataset."),
@@ -85,7 +87,7 @@ def run(stage):
 def generate(stage) -> None:
     """Sample and score every prompt, one Parquet part per block of prompts."""
     from stages.chat import renderer_for
-    from stages.generation import gen_record, prompt_rows, sample_groups, sampling_params, score
+    from stages.generation import MixtureSampler, gen_record, prompt_rows, sample_groups, sampling_params, score
     from stages.modeling import freeze, load_policy
     from stages.rewards import build_rewards
     from stages.rubric_reward import score_rows, write_review
@@ -93,6 +95,8 @@ def generate(stage) -> None:
     from storage.schema import complete_row
 
     config = stage.config
+    if bool(config.mixture_coef) != stage.has("reference"):
+        raise ValueError("mixture_coef and the input `reference` go together; write for example mixture_coef=0.25 with --input reference=MODEL, or neither.")
     renderer = renderer_for(stage.path("model"))
     rows = prompt_rows(stage, stage.dataset("prompts"), config.split, renderer, config.max_prompt_length, None if config.prompt_offset else config.max_prompts)
     first = config.prompt_offset % len(rows)
@@ -106,7 +110,9 @@ def generate(stage) -> None:
         stage.warn("rubric_blocks", f"Confidences of rubric items are averaged over blocks of {config.block} prompts; run stage rescore on the candidates for averages over "
                    "all of them, or raise block.")
     if done * config.block < total:
-        sampler = Sampler(freeze(load_policy(stage.path("model"), stage.device)), renderer.tokenizer, max_batch=config.generation_batch)
+        policy = freeze(load_policy(stage.path("model"), stage.device))
+        sampler = (MixtureSampler(policy, freeze(load_policy(stage.path("reference"), stage.device)), renderer.tokenizer, config.mixture_coef) if config.mixture_coef
+                   else Sampler(policy, renderer.tokenizer, max_batch=config.generation_batch))
         rewards = build_rewards(config.rewards, stage.inputs, renderer=renderer, device=stage.device)
         rewards.check([row for row, _ in rows])
         params = sampling_params(config, renderer)

@@ -64,3 +64,19 @@ def test_objective_discovery_shows_each_proposal_all_scores_before_it(monkeypatc
     assert steps["validate_1"][2].split == "validation" and steps["evaluate_start"][2].split == "test" and steps["objective_1"][3] != steps["objective_2"][3]
     refused = planned("objective_discovery", monkeypatch, metrics={"objective": {"valid": 0.0}, "evaluate": {"accuracy": 0.5}}, proposals=1)
     assert "align_1" not in refused
+
+
+def test_d2po_buys_labels_then_updates_the_scorer_then_aligns(monkeypatch):
+    steps = planned("d2po", monkeypatch, rounds=2, gold={"max_prompts": 5})
+    assert [steps[f"gold_{k}"][2].prompt_offset for k in (1, 2)] == [0, 5] and steps["gold_2"][1]["model"] == "(align_1.model)"
+    assert {name for name in steps["gold_pairs_2"][1]} == {"candidates.round_1", "candidates.round_2"}
+    assert steps["discriminator_1"][1]["model"] == "(given.model)" and "previous" not in steps["discriminator_1"][1]
+    assert steps["discriminator_2"][1]["model"] == steps["discriminator_2"][1]["previous"] == "(discriminator_1.model)" and steps["discriminator_2"][2].init_head == "keep"
+    assert [steps[f"sample_{k}"][1]["reward_model"] for k in (1, 2)] == ["(discriminator_1.model)", "(discriminator_2.model)"]
+    fresh = planned("d2po", monkeypatch, rounds=2, gold_memory="round", discriminator="restart")
+    assert set(fresh["gold_pairs_2"][1]) == {"candidates.round_2"} and fresh["discriminator_2"][1]["model"] == "(given.model)" and fresh["discriminator_2"][2].init_head == "fresh"
+
+
+def test_ipo_md_samples_from_the_mixture_with_the_starting_policy(monkeypatch):
+    steps = planned("online_dpo", monkeypatch, rounds=2, align={"method": "ipo"}, sample={"mixture_coef": 0.25})
+    assert [(steps[f"sample_{k}"][1]["model"], steps[f"sample_{k}"][1]["reference"]) for k in (1, 2)] == [("(given.model)", "(given.model)"), ("(align_1.model)", "(given.model)")]

@@ -53,6 +53,32 @@ def test_policy_equals_reference_at_step_0(tiny, data, spec):
         assert start["step"] == 0 and start["metrics"]["validation/loss"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_mixture_of_two_policies_goes_from_one_to_the_other(tiny, data, spec, tmp_path):
+    """mixture_coef=1 samples what the reference alone would, a small share something of its own; half a request is refused (da.ipo_md)."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(3)
+    other = AutoModelForCausalLM.from_pretrained(tiny["policy"])
+    for parameter in other.parameters():
+        parameter.data += 0.3 * parameter.data.std() * torch.randn_like(parameter)
+    other.save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(tiny["policy"]).save_pretrained(tmp_path / "other")
+    config = {"num_generations": 2, "max_completion_length": 8, "max_prompts": 8, "rewards": [{"name": "length", "kind": "length"}], "allow_empty": True}
+
+    def texts(name, more, **inputs):
+        made = execute(spec("rejection", {**config, **more}, {"prompts": data["prompts"], **inputs}, name), silent)
+        return [r["completion"][0]["content"] for r in open_dataset(made["outputs"]["candidates"]["path"]).iter_rows()]
+
+    policy, reference = tiny["policy"], str(tmp_path / "other")
+    own, others = texts("own", {}, model=policy), texts("others", {}, model=reference)
+    assert texts("all", {"mixture_coef": 1.0}, model=policy, reference=reference) == others
+    assert texts("half", {"mixture_coef": 0.5}, model=policy, reference=reference) not in (own, others)
+    for more, inputs in (({"mixture_coef": 0.5}, {}), ({}, {"reference": reference})):
+        with pytest.raises(Exception, match="go together"):
+            texts(f"refused-{len(inputs)}", more, model=policy, **inputs)
+
+
 def test_rejection_keeps_every_candidate_and_selects_again_without_sampling(tiny, data, spec):
     config = {"num_generations": 4, "max_completion_length": 10, "rewards": [{"name": "length", "kind": "length"}], "block": 16}
     made = spec("rejection", config, {"model": tiny["policy"], "prompts": data["prompts"]}, "rs")

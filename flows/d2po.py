@@ -1,0 +1,63 @@
+"""d2po: rounds of direct alignment with a reward model that is kept up to date by few gold labels (D2PO; catalogue da.d2po, rm.refresh).
+
+    posttrain run d2po --set model=path/or/ref --set data.prompts=prompts.jsonl --set gold.max_prompts=100
+
+A preference that costs something (a person, a strong judge, a verifier) is asked about few fresh answers of each round; they update the reward
+model, which then labels many fresh answers for DPO. Steps of round k: `gold_k` and `gold_pairs_k` (the bought labels), `discriminator_k`
+(the reward model; its accuracy on these fresh rows before and after is in its report), `sample_k`, `pairs_k`, `align_k`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from flows.recipe import Run, recipe
+from flows.start import IteratedConfig, conclusion, judge_of, starting_policy
+from flows.steps import Source, ingest
+from stages.align import Config as AlignConfig
+from stages.preferences import Config as PreferencesConfig
+from stages.rejection import Config as RejectionConfig
+from stages.reward_model import Config as RewardModelConfig
+from stages.rewards import RewardComponent
+
+
+class Config(IteratedConfig):
+    rounds: int = Field(3, ge=1, description="Rounds of buying labels, updating the reward model, sampling and alignment.")
+    gold: RejectionConfig = Field(RejectionConfig(num_generations=4, max_prompts=100, temperature=0.9, allow_empty=True),
+                                  description="Answers that get gold labels in each round: gold.rewards gives them, gold.max_prompts is the budget in prompts.")
+    gold_pairs: PreferencesConfig = Field(PreferencesConfig(select="all"), description="Pairs from the gold-labelled answers.")
+    gold_memory: Literal["all", "round"] = Field("all", description="The reward model learns from the gold labels of all rounds so far, or of this round only.")
+    discriminator: Literal["continue", "restart"] = Field("continue", description="Each round's reward model goes on from the last one, or starts anew from the policy.")
+    sample: RejectionConfig = Field(RejectionConfig(num_generations=8, temperature=0.9, allow_empty=True, rewards=[RewardComponent(name="reward", kind="model")]),
+                                    description="Answers labelled by the reward model.")
+    pairs: PreferencesConfig = Field(PreferencesConfig(), description="Preferences from these.")
+    align: AlignConfig = Field(AlignConfig(), description="Direct alignment of each round.")
+
+
+@recipe(Config)
+def d2po(run: Run, config: Config) -> dict:
+    """Online direct alignment with a reward model refreshed by a small budget of gold labels in every round (D2PO)."""
+    source = Source(run, config)
+    prompts = ingest(run, "prompts", source("prompts"), config)
+    start = starting_policy(run, source, config)
+    policy, judge, models, bought, history = start, config.reward_model, {"start": start}, {}, []
+    for k in range(1, config.rounds + 1):
+        seed = run.seed + k
+        gold = config.gold.model_copy(update={"prompt_offset": config.gold.prompt_offset + (k - 1) * (config.gold.max_prompts or 0)})
+        labelled = run("rejection", f"gold_{k}", model=policy, prompts=prompts, judge=judge_of(config, config.gold.rewards, start), config=gold, seed=seed)
+        bought = (bought if config.gold_memory == "all" else {}) | {f"round_{k}": labelled["candidates"]}
+        fresh = run("preferences", f"gold_pairs_{k}", candidates=bought, config=config.gold_pairs, seed=seed)["data"]
+        goes_on = judge is not None and config.discriminator == "continue"
+        learned = run("reward_model", f"discriminator_{k}", model=judge if goes_on else start, data=fresh, previous=judge, seed=seed, name_as=f"discriminator-{k}",
+                      config=config.train_reward_model.model_copy(update={"init_head": "keep"} if goes_on else {}))
+        judge = learned["model"]
+        sample = config.sample.model_copy(update={"prompt_offset": config.sample.prompt_offset + (k - 1) * (config.sample.max_prompts or 0)})
+        sampled = run("rejection", f"sample_{k}", model=policy, prompts=prompts, reward_model=judge, config=sample, seed=seed)
+        pairs = run("preferences", f"pairs_{k}", candidates=sampled["candidates"], config=config.pairs, seed=seed)["data"]
+        policy = run("align", f"align_{k}", model=policy, data=pairs, reference=start if k > 1 else None, config=config.align, seed=seed, name_as=f"d2po-{k}")["model"]
+        models[f"round_{k}"] = policy
+        history.append({"round": k, "gold_labels": labelled.metrics.get("completions"), "accuracy_before": learned.metrics.get("previous/accuracy"),
+                        "accuracy": learned.metrics.get("validation/accuracy"), "silver_labels": sampled.metrics.get("completions")})
+    return {**conclusion(run, config, models, prompts, judge), "rounds": history}
