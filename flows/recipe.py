@@ -28,6 +28,7 @@ RECIPES = {
     "rest": "flows.rest",
     "sdpo": "flows.sdpo",
     "reward": "flows.reward",
+    "rl_benchmark": "flows.rl_benchmark",
     "objective_discovery": "flows.objective_discovery",
 }
 

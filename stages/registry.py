@@ -28,6 +28,7 @@ STAGES: dict[str, str] = {
     "evaluate": "stages.evaluate",
     "promote": "stages.promote",
     "compare": "stages.compare",
+    "learning": "stages.learning",
 }
 
 

@@ -80,3 +80,20 @@ def test_d2po_buys_labels_then_updates_the_scorer_then_aligns(monkeypatch):
 def test_ipo_md_samples_from_the_mixture_with_the_starting_policy(monkeypatch):
     steps = planned("online_dpo", monkeypatch, rounds=2, align={"method": "ipo"}, sample={"mixture_coef": 0.25})
     assert [(steps[f"sample_{k}"][1]["model"], steps[f"sample_{k}"][1]["reference"]) for k in (1, 2)] == [("(given.model)", "(given.model)"), ("(align_1.model)", "(given.model)")]
+
+
+def test_the_rl_benchmark_gives_every_arm_the_same_number_of_completions(monkeypatch):
+    from stages.algorithms import RL_PRESETS
+
+    steps = planned("rl_benchmark", monkeypatch, seeds=[0, 1], iterations=6, rl={"prompts_per_step": 4, "num_generations": 8}, data={"prompts": "(given.prompts)", "pairs": "(given.pairs)", "text": "(given.text)"})
+    runs = {label: (inputs, config, seed) for label, (stage, inputs, config, seed) in steps.items() if stage == "rl"}
+    assert len(runs) == 2 * len(RL_PRESETS) and {inputs["model"] for inputs, _, _ in runs.values()} == {"(given.model)"} and {seed for _, _, seed in runs.values()} == {0, 1}
+    for inputs, config, _ in runs.values():
+        passes = (config.num_iterations or RL_PRESETS[config.preset].num_iterations) * config.num_minibatches
+        assert config.max_steps == 6 * passes and config.prompts_per_step * config.num_generations == 32
+    assert runs["rl_ppo_ptx_0"][0]["ptx"] == "(given.text)" and runs["rl_grpo_process_1"][0]["reward_model"] == "(train_reward_model.model)" and "reward_model" not in runs["rl_grpo_0"][0]
+    assert steps["learning"][1]["rollouts.grpo.1"] == "(rl_grpo_1.rollouts)" and steps["learning"][1]["evaluations.grpo.1"] == "(evaluate_grpo_1.samples)"
+    own = planned("rl_benchmark", monkeypatch, seeds=[0], arms={"grpo": {}, "free": {"preset": "grpo", "beta": 0.0}})
+    assert own["rl_free_0"][2].beta == 0.0 and own["rl_grpo_0"][2].beta is None and "train_reward_model" not in own
+    with pytest.raises(Exception, match="names no preset"):
+        planned("rl_benchmark", monkeypatch, arms={"mine": {}})

@@ -1,0 +1,74 @@
+"""rl_benchmark: every RL preset from the same model with the same budget, over several seeds, in one table with curves.
+
+    posttrain run rl_benchmark --preset demo                                   # all presets on the embedded world, seeds 0 1 2
+    posttrain run rl_benchmark --set model=path/or/ref --set data.prompts=prompts.jsonl --set arms='{grpo: {}, dapo: {}, mine: {preset: grpo, beta: 0}}'
+
+The budget is ``iterations`` rollout batches of the same number of completions. An arm is a name with the settings in which it differs from the
+section ``rl`` (its preset is its name where it names none). Steps: `rl_ARM_SEED`, `evaluate_ARM_SEED`, and `learning` with the table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from flows.config import ConfigError, merge
+from flows.recipe import Run, recipe
+from flows.start import IteratedConfig, judge_of, scorer, starting_policy
+from flows.steps import Source, evaluate, ingest
+from stages.algorithms import RL_PRESETS
+from stages.learning import Config as LearningConfig
+from stages.rewards import RewardComponent
+from stages.rl import Config as RLConfig
+
+#: What a preset needs to be itself at a small scale; everything else is the section `rl`.
+NEEDS: dict[str, dict[str, Any]] = {
+    "astar_po": {"num_generations": 1, "options": {"beta": 0.1}}, "ppo_ptx": {"ptx_coef": 0.1}, "vapo": {"critic_warmup_steps": 5},
+    "ppo_penalty_adaptive": {"target_kl": 0.01}, "grpo_plus": {"context_schedule": []}, "sppo": {"options": {"eta": 10.0}}, "online_ipo": {"options": {"tau": 0.5}}}
+
+
+class Config(IteratedConfig):
+    arms: dict[str, dict[str, Any]] = Field(default_factory=dict, description="Name -> settings in which the arm differs from `rl`; empty: every preset.")
+    seeds: list[int] = Field(default_factory=lambda: [0, 1, 2], min_length=1, description="Seeds of each arm.")
+    iterations: int = Field(40, ge=1, description="Rollout batches per run; max_steps follows from num_iterations and num_minibatches.")
+    rl: RLConfig = Field(RLConfig(), description="What all arms share.")
+    learning: LearningConfig = Field(LearningConfig(), description="The table.")
+
+
+def arm_config(shared: RLConfig, name: str, settings: dict[str, Any], iterations: int) -> RLConfig:
+    """The settings of one arm: its preset, its needs, the budget in optimizer steps and in completions."""
+    preset = settings.get("preset", name)
+    if preset not in RL_PRESETS:
+        raise ConfigError(f"arms: {name} names no preset; write {name}: {{preset: grpo, ...}}. The presets are: {', '.join(RL_PRESETS)}")
+    values = merge(merge(shared.model_dump(mode="json", exclude_unset=True), NEEDS.get(preset, {})), {**settings, "preset": preset})
+    arm = RLConfig.model_validate(values)
+    passes = arm.num_iterations or RL_PRESETS[preset].num_iterations
+    prompts = max(1, shared.prompts_per_step * shared.num_generations // arm.num_generations)
+    return arm.model_copy(update={"max_steps": iterations * passes * arm.num_minibatches, "prompts_per_step": prompts})
+
+
+@recipe(Config)
+def rl_benchmark(run: Run, config: Config) -> dict:
+    """Every RL preset from the same model with the same budget over several seeds: one table with curves."""
+    source = Source(run, config)
+    arms = {name: arm_config(config.rl, name, settings, config.iterations) for name, settings in (config.arms or {name: {} for name in RL_PRESETS}).items()}
+    prompts = ingest(run, "prompts", source("prompts"), config)
+    start = starting_policy(run, source, config)
+    steps = [name for name, arm in arms.items() if RL_PRESETS[arm.preset].advantage == "process"]
+    components = [*config.evaluate.rewards, *(c for arm in arms.values() for c in arm.rewards), *([RewardComponent(name="steps", kind="model")] if steps else [])]
+    judge = scorer(run, source, config, components, start)
+    before = evaluate(run, "start", start, config.evaluate, prompts=prompts, reward_model=judge)
+    rollouts, evaluations = {}, {}
+    for seed in config.seeds:
+        for name, arm in arms.items():
+            asks = name in steps or any(c.kind == "model" for c in arm.rewards)
+            done = run("rl", f"rl_{name}_{seed}", model=start, data=prompts, config=arm, seed=seed, reward_model=judge if asks else None,
+                       judge=judge_of(config, arm.rewards, start), ptx=source("text") if arm.preset == "ppo_ptx" else None, name_as=f"{name}-{seed}")
+            rollouts[f"{name}.{seed}"] = done["rollouts"]
+            evaluations[f"{name}.{seed}"] = evaluate(run, f"{name}_{seed}", done["model"], config.evaluate, prompts=prompts, reward_model=judge)["samples"]
+    outcome = run("learning", rollouts=rollouts, evaluations=evaluations, start=before["samples"], config=config.learning)
+    metrics = outcome.metrics
+    rows = [{"arm": name, config.learning.metric: round(metrics.get(f"{name}/value", float("nan")), 4), "95%": f"[{metrics.get(f'{name}/low', float('nan')):.3f}, {metrics.get(f'{name}/high', float('nan')):.3f}]",
+             "seeds": f"{metrics.get(f'{name}/worst_seed', float('nan')):.3f} to {metrics.get(f'{name}/best_seed', float('nan')):.3f}"} for name in arms]
+    return {"start": before.metrics.get(config.learning.metric), "scores": sorted(rows, key=lambda r: -r[config.learning.metric]) if metrics else rows, "results": outcome["results"]}
