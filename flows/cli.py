@@ -22,6 +22,7 @@ app = typer.Typer(
 Devices = Annotated[Optional[int], typer.Option("--devices", min=1, help="GPUs (processes on a machine without) that each training stage runs on; default POSTTRAIN_DEVICES, else 1.", callback=lambda n: os.environ.update(POSTTRAIN_DEVICES=str(n)) if n else None)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout, everything else on stderr.")]
 Sets = Annotated[Optional[list[str]], typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a setting; values are YAML. Repeatable.")]
+Given = Annotated[Optional[list[str]], typer.Argument(metavar="KEY=VALUE", help="Settings, the same as with --set.", show_default=False)]
 Files = Annotated[Optional[list[Path]], typer.Option("--config", "-c", help="YAML file with settings; later files win. Repeatable.")]
 Seed = Annotated[Optional[int], typer.Option(help="Seed of every random choice (default 0, or what the configuration says).")]
 
@@ -31,7 +32,8 @@ Seed = Annotated[Optional[int], typer.Option(help="Seed of every random choice (
 
 @app.command(rich_help_panel="Pipelines", epilog=EXIT_CODES)
 def run(
-    recipe: Annotated[str, typer.Argument(help="post_training, preference, verifiable or reward; `posttrain ls recipes` describes them.")],
+    recipe: Annotated[str, typer.Argument(help="A recipe, for example post_training or preference; `posttrain ls recipes` describes them.")],
+    given: Given = None,
     set_: Sets = None,
     config: Files = None,
     preset: Annotated[Optional[str], typer.Option(help="Start from a preset, e.g. demo.")] = None,
@@ -54,7 +56,7 @@ def run(
     values: dict[str, Any] = load_preset(recipe_name(recipe), preset) if preset else {}
     for path in config or []:
         values = merge(values, load_yaml(path))
-    values = merge(values, parse_sets(set_ or []))
+    values = merge(values, parse_sets([*(set_ or []), *(given or [])]))
     if seed is not None:
         values["seed"] = seed
     execute(recipe, values, force or [], json_, dry_run)
@@ -63,6 +65,7 @@ def run(
 @app.command(rich_help_panel="Pipelines", epilog=EXIT_CODES)
 def rerun(
     run_id: Annotated[str, typer.Argument(metavar="RUN", help="Run id, the beginning of one, or `latest`.")],
+    more: Given = None,
     stage: Annotated[Optional[str], typer.Option(help="The step to change or repeat (a section of the recipe, e.g. rl).")] = None,
     set_: Sets = None,
     seed: Seed = None,
@@ -87,7 +90,7 @@ def rerun(
     if recipe.startswith("stage:"):
         raise ConfigError(f"run {run_id} ran one stage; repeat it with: posttrain stage {recipe[6:]} --input … --set …")
     recipe_flow = get_recipe(recipe)
-    given = parse_sets(set_ or [])
+    given = parse_sets([*(set_ or []), *(more or [])])
     if stage is not None:
         section(recipe_flow.config_type, stage)
         given = {stage: given} if given else {}
@@ -163,6 +166,7 @@ def print_plan(recipe: str, config: Any, force: list[str], as_json: bool) -> Non
 @app.command(rich_help_panel="Pipelines", epilog=EXIT_CODES)
 def stage(
     name: Annotated[str, typer.Argument(help="Stage name; `posttrain ls stages` lists them.")],
+    given: Given = None,
     input_: Annotated[Optional[list[str]], typer.Option("--input", "-i", metavar="NAME=REF_OR_PATH", help="An input: a ref, a model directory, a data file or a hub id. Repeatable.")] = None,
     set_: Sets = None,
     config: Files = None,
@@ -197,7 +201,7 @@ def stage(
     values: dict[str, Any] = {}
     for path in config or []:
         values = merge(values, load_yaml(path))
-    settings = build(spec.config, merge(values, parse_sets(set_ or [])))
+    settings = build(spec.config, merge(values, parse_sets([*(set_ or []), *(given or [])])))
     connected = services.connect(state)
     from tasks.results import small
     from tasks.run import run_stage

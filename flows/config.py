@@ -26,7 +26,7 @@ def parse_sets(pairs: Iterable[str]) -> dict[str, Any]:
     for pair in pairs:
         key, sign, text = pair.partition("=")
         if not sign or not key.strip():
-            raise ConfigError(f"--set {pair!r}: write key=value, for example --set sft.learning_rate=1e-4")
+            raise ConfigError(f"{pair!r} is no setting: write key=value, for example --set sft.learning_rate=1e-4")
         place = values
         *parents, last = key.strip().split(".")
         for parent in parents:

@@ -69,6 +69,7 @@ def test_every_command_has_help_with_exit_codes(command):
     (["run", "post_training", "--set", "learning_rate=1"], "learning_rate"),
     (["run", "post_training", "--set", "sft.learning_rate=-1"], "greater than 0"),
     (["run", "post_training", "--set", "sft"], "write key=value"),
+    (["run", "post_training", "sft"], "write key=value"),
     (["run", "post_training", "--preset", "dmo"], "has no preset"),
     (["run", "preference"], "model"),
     (["stage", "sftt"], "did you mean 'sft'"),
@@ -124,8 +125,9 @@ def test_interrupt_takes_the_stage_process_down(posttrain, number, code):
 
 
 def test_dry_run_prints_the_plan_and_runs_nothing(posttrain):
-    plan = last_line(posttrain("run", "post_training", "--preset", "demo", "--set", "rl.max_steps=7", "--dry-run", "--json"))
+    plan = last_line(posttrain("run", "post_training", "--preset", "demo", "--set", "rl.max_steps=7", "sft.max_steps=3", "--dry-run", "--json", "dpo.beta=0.2"))
     assert plan["config"]["rl"]["max_steps"] == 7
+    assert plan["config"]["sft"]["max_steps"] == 3 and plan["config"]["dpo"]["beta"] == 0.2  # settings stand without --set too
     assert [row["step"] for row in plan["plan"]][-1] == "promote" and all(row["plan"] == "run" for row in plan["plan"])
 
 
