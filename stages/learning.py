@@ -15,6 +15,8 @@ from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
 class Config(StageConfig):
     metric: str = Field("accuracy", description="Metric of the evaluations that ranks the methods.")
+    also: list[str] = Field(default_factory=lambda: ["reward", "length_mean", "truncation_rate"], description="Further metrics of the evaluations shown beside it, where they have them; "
+                            "reward is the reward model's, so that a proxy that rises while the metric falls is seen.")
     at_least: dict[str, float] = Field(default_factory=dict, description="Value of the metric that a method must reach in the mean over its seeds; `*` is for all others.")
     curves_per_figure: int = Field(8, ge=1, description="Methods in one figure.")
 
@@ -42,8 +44,12 @@ def run(stage):
     start = scores.item_values(scores.records_of(stage.dataset("start").iter_rows()), config.metric) if stage.has("start") else None
     table, curves = [], {}
     for method, seeds in judged.items():
-        values = {seed: scores.item_values(scores.records_of(stage.dataset(f"evaluations.{method}.{seed}").iter_rows()), config.metric) for seed in seeds}
-        table.append({"method": method, **summarise(values, start)})
+        records = {seed: scores.records_of(stage.dataset(f"evaluations.{method}.{seed}").iter_rows()) for seed in seeds}
+        table.append({"method": method, **summarise({seed: scores.item_values(r, config.metric) for seed, r in records.items()}, start)})
+        for name in config.also:
+            found = [v for r in records.values() for v, _ in scores.item_values(r, name).values()]
+            if found and name != config.metric:
+                table[-1][name] = sum(found) / len(found)
         signals = [signal_curves(stage.dataset(f"rollouts.{method}.{seed}")) for seed in runs.get(method, ())]
         if signals:
             curves[method] = {name: over_seeds([one[name] for one in signals]) for name in SIGNALS}
@@ -56,10 +62,10 @@ def run(stage):
         stage.warn("below_expectation", f"{', '.join(below)} did not reach the stated {config.metric} (at_least): look at their curves and at learning rate, KL coefficient and clip "
                    "range, or raise the budget.")
     write(stage, table)
-    stage.summary({f"{row['method']}/{key}": row[key] for row in table for key in ("value", "low", "high", "worst_seed", "best_seed", "gain") if row.get(key) is not None}
+    stage.summary({f"{row['method']}/{key}": row[key] for row in table for key in ("value", "low", "high", "worst_seed", "best_seed", "gain", *config.also) if row.get(key) is not None}
                   | {"methods": len(table), "below_expectation": len(below)})
     shown = [{"method": row["method"], config.metric: with_interval(row["value"], row["low"], row["high"]), "seeds": f"{row['worst_seed']:.3f} to {row['best_seed']:.3f}",
-              **({"gain over the start": with_interval(row["gain"], row["gain_low"], row["gain_high"])} if start else {}), "wanted": wanted[row["method"]],
+              **({"gain over the start": with_interval(row["gain"], row["gain_low"], row["gain_high"])} if start else {}), "wanted": wanted[row["method"]], **{name: row.get(name) for name in config.also},
               **{key: row.get(key) for key in row if key.endswith((" first", " last"))}} for row in table]
     figures(stage, curves, [row["method"] for row in table])
     stage.report("learning", table=shown, markdown=document("RL methods from the same start", "Mean over seeds; brackets are 95% intervals over prompts. First and last: mean of the "

@@ -63,6 +63,7 @@ def test_the_stage_ranks_methods_and_names_those_below_their_stated_value(tmp_pa
     assert made["summary"]["strong/value"] == pytest.approx(0.8) and made["summary"]["weak/best_seed"] == pytest.approx(0.2) and made["summary"]["below_expectation"] == 1
     assert [w["code"] for w in made["warnings"]] == ["below_expectation"] and "weak" in made["warnings"][0]["text"] and "strong" not in made["warnings"][0]["text"]
     assert [r["metric"] for r in open_dataset(made["outputs"]["results"]["path"]).iter_rows()] == ["strong/accuracy", "weak/accuracy"]
+    assert made["summary"]["weak/length_mean"] == 3.0 and "weak/reward" not in made["summary"]
     figures = {p.name for p in (tmp_path / "ranked" / "reports").glob("*.png")}
     assert {"reward-1.png", "length-1.png", "dead_groups-1.png", "truncated-1.png"} <= figures
     inputs["evaluations.weak.1"] = samples(tmp_path / "other", [1] * 20, {"p": 2})
