@@ -1,15 +1,19 @@
-"""LoRA through peft: wrapping a model before training, and writing it out merged, with the adapter beside it.
+"""LoRA through peft: wrapping a model before training, the base model under it, and writing it out merged, the adapter beside it.
 
 Catalogue ``peft.lora`` (Hu et al. 2021): a frozen weight W is trained as W + (alpha / r) B A; B starts at 0, so the first step's
-model is the base model, and switching the adapter off gives the reference policy back.
+model is the base model, and switching the adapter off gives the reference policy back (``LORA-RL``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
+from stages import sharding
 
 ADAPTER_FOLDER = "adapter"
 
@@ -41,6 +45,55 @@ def add_lora(model, config, seed: int, task: str = "CAUSAL_LM"):
 
             linear = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
             raise ModelError(f"lora_targets={config.lora_targets!r} fits no layer of {type(model).__name__}; write all-linear or some of: {', '.join(linear)}") from error
+
+
+@contextlib.contextmanager
+def switched_off(model):
+    """The model without its adapter inside the block. Nothing else changes: peft's own switch also sets ``requires_grad``."""
+    layers = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield model
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+class AdapterOff:
+    """The base model under a LoRA adapter: a frozen reference that holds no weights of its own. Valid where the adapter was fresh
+    when training started and the reference is the model it was put on."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, *args, **options):
+        with switched_off(self.model):
+            return self.model(*args, **options)
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The base model's own weights."""
+        return ((name, p) for name, p in self.model.named_parameters() if ".lora_" not in name)
+
+
+@torch.no_grad()
+def plain_parameters(model) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name in the plain model, value) of every weight, an adapter merged in and shards gathered, one after the other; every rank must
+    ask where the model is sharded."""
+    base = model.get_base_model() if is_adapted(model) else model
+    for name, parameter in base.named_parameters():
+        if ".lora_" in name:
+            continue
+        value, (path, _, kind) = sharding.whole(parameter), name.rpartition(".base_layer.")
+        if path and kind == "weight":
+            layer = base.get_submodule(path)
+            for adapter in layer.active_adapters:
+                delta = layer.scaling[adapter] * (sharding.whole(layer.lora_B[adapter].weight) @ sharding.whole(layer.lora_A[adapter].weight))
+                value = value + (delta.t() if getattr(layer, "fan_in_fan_out", False) else delta)
+        yield name.replace(".base_layer.", "."), value
 
 
 def merge_and_save_adapter(model, directory: str | Path | None, base: str | None = None):

@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from stages import ranks, sharding
+
 
 @dataclass(frozen=True)
 class Item:
@@ -205,14 +207,25 @@ def pad(batch: Batch, form: str | None = None) -> Padded:
     return Padded(torch.where(real, batch.ids_U[source], 0), positions, attention, torch.as_tensor(where).to(device))
 
 
-@torch.inference_mode()
-def per_response(items: Sequence[Item], max_tokens: int, device: str, compute: Callable[[Batch], Sequence]) -> list[list]:
+def per_response(items: Sequence[Item], max_tokens: int, device: str, compute: Callable[[Batch], Sequence], model=None) -> list[list]:
     """``compute(batch)`` gives one value per response of a micro-batch; returns them per item, in the items' order.
 
-    Same micro-batches as training, without gradients.
+    Same micro-batches as training, without gradients. ``model`` is what compute reads: where it is sharded, every rank must call with
+    the same items; each computes its share, and all get all values.
     """
-    found: dict[int, list] = {}
-    for group in plan(items, max_tokens):
-        values = iter(compute(collate(group, device)))
-        found.update((id(item), [next(values) for _ in item.responses]) for item in group)
-    return [found[id(item)] for item in items]
+    groups = plan(items, max_tokens)
+    if sharding.root_of(model) is None:
+        with torch.inference_mode():
+            found = [compute(collate(group, device)) for group in groups]
+    else:
+        shares = ranks.shares(list(enumerate(groups)), lambda numbered: sum(map(size, numbered[1])))
+        mine = shares[ranks.rank()]
+        company = [(None, groups[0])] * (max(map(len, shares)) - len(mine))  # every rank must gather the layers as often as the others
+        known = {k: sharding.run(model, lambda: compute(collate(group, device))) for k, group in mine + company}
+        everyone = {k: values for part in ranks.gather(known) for k, values in part.items()}
+        found = [everyone[k] for k in range(len(groups))]
+    values_of: dict[int, list] = {}
+    for group, given in zip(groups, found):
+        values = iter(given)
+        values_of.update((id(item), [next(values) for _ in item.responses]) for item in group)
+    return [values_of[id(item)] for item in items]

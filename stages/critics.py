@@ -109,7 +109,7 @@ class Critic:
             lengths = [len(r) for i in batch.items for r in i.responses]
             return [(row[:length].tolist(), after) for row, length, after in zip(rows, lengths, flat[n:].tolist())]
 
-        found = [pair for rows in per_response(items, self.config.max_tokens_per_micro_batch, self.device, compute) for pair in rows]
+        found = [pair for rows in per_response(items, self.config.max_tokens_per_micro_batch, self.device, compute, self.model) for pair in rows]
         self.model.train(was_training)
         values = [row for row, _ in found]
         if self.only_first:
@@ -133,7 +133,7 @@ class Critic:
 
     def restore(self, state: dict, read) -> None:
         if self.trainer is not None:
-            self.trainer.restore(state, lambda name: read(f"critic-{name}"))
+            self.trainer.restore(state, read.under("critic-"))
 
     def save(self, stage, renderer) -> None:
         """The critic as a model output of role value (never promoted); a shared head leaves the policy before that is exported."""

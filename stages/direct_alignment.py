@@ -15,7 +15,7 @@ from stages.algorithms import DIRECT_METHODS, resolve, validate_direct
 from stages.batching import per_response
 from stages.direct_losses import aot_matches, kto_reference_point, log_odds, segment_sums
 from stages.losses import displacement_metrics
-from stages.modeling import freeze, load_policy, load_weights, move_towards, target_logps, weights_bytes
+from stages.modeling import freeze, load_policy, load_weights, move_towards, target_logps, weights_file
 from stages.training import ShuffledRows, Sums
 
 UNIT = {"pairs": "pairs", "conditions": "pairs", "segments": "pairs", "unpaired": "rows", "rankings": "prompts"}
@@ -174,7 +174,7 @@ class DirectAlignment:
         """:meth:`values` of every response of every item, as plain numbers."""
         if not items:
             return []
-        return per_response(items, self.config.max_tokens_per_micro_batch, device, lambda batch: [v.tolist() for v in self.values(model, batch)])
+        return per_response(items, self.config.max_tokens_per_micro_batch, device, lambda batch: [v.tolist() for v in self.values(model, batch)], model)
 
     def after_step(self, metrics: dict[str, float]) -> None:
         """BCO's running means take in the step's rewards; a class that the step had none of, or a non-finite step, changes nothing."""
@@ -278,10 +278,10 @@ class AlignmentRows(ShuffledRows):
         return {**super().after_step(step, metrics), **self.logged, **margin(metrics)}
 
     def state(self):
-        files = {} if self.moving is None else {"reference.safetensors": weights_bytes(self.moving.model)}
+        files = {} if self.moving is None else {"reference.safetensors": weights_file(self.moving.model)}
         return {"z0": self.objective.z0, "means": self.objective.means, "history": self.history}, files
 
     def restore(self, state, read) -> None:
         self.objective.z0, self.objective.means, self.history = state["z0"], dict(state["means"]), list(state["history"])
         if self.moving is not None:
-            load_weights(self.moving.model, read("reference.safetensors"))
+            load_weights(self.moving.model, read.path("reference.safetensors"))

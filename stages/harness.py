@@ -104,7 +104,7 @@ class Stage:
         self._perf: dict[str, list[float]] = {}
         self._metrics_path = self.workdir / "metrics.jsonl"
         self._perf_path = self.workdir / "perf.jsonl"
-        self._restored = self.checkpoints._find() if self.rank == 0 else self.checkpoints._peek()
+        self._restored = self.checkpoints._find() if self.rank == 0 else None
         self._restore(self._restored)
 
     # -- inputs ------------------------------------------------------------------------------------------------------
@@ -284,11 +284,26 @@ class Stage:
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, step: int, state: dict[str, Any], files: dict[str, bytes | Callable[[Path], Any]] | None = None) -> None:
+    def save_checkpoint(self, step: int, state: dict[str, Any], files: dict[str, bytes | Callable[[Path], Any]] | None = None,
+                        together: bool = False) -> None:
         """Make everything so far permanent. ``step`` must not depend on the clock: open writers close their part here, and a
-        resumed run must close the same parts."""
+        resumed run must close the same parts.
+
+        together: every rank calls and writes files of its own at the same time (a name that several give is written by the first of
+        them); else only rank 0 writes. ``state`` is rank 0's.
+        """
+        if not together or self.world_size == 1:
+            if self.rank == 0:
+                self.checkpoints.save(step, state, files)
+            return
+        from stages import ranks
+
+        files = files or {}
+        given = ranks.gather((str(self.checkpoints.begin(step)) if self.rank == 0 else None, sorted(files)))
+        folder, taken = Path(given[0][0]), {name for _, names in given[: self.rank] for name in names}
+        written = ranks.gather(self.checkpoints.write(folder, {n: content for n, content in files.items() if n not in taken}))
         if self.rank == 0:
-            self.checkpoints.save(step, state, files)
+            self.checkpoints.commit(step, folder, state, {n: entry for listing in written for n, entry in listing.items()})
 
     def _checkpointed_writers(self) -> dict[str, dict[str, Any]]:
         return dict(self._restored.state["harness"]["writers"]) if self._restored else {}
@@ -413,24 +428,30 @@ class _ResumableCheckpoints(Checkpoints):
 
     def __init__(self, stage: Stage):
         super().__init__(stage.workdir / "checkpoints", keep=2)
-        self._stage = stage
+        self._stage, self._agreed = stage, False
 
     def _find(self) -> Checkpoint | None:
         found = super().latest(self._stage._accepts)
         self.discard_after(found.step if found else None)
         return found
 
-    def _peek(self) -> Checkpoint | None:
-        return super().latest(self._stage._accepts)
-
     def latest(self, accept: Callable[[Checkpoint], bool] | None = None) -> Checkpoint | None:
-        """The checkpoint to continue from, its ``state`` as the stage gave it; None on a fresh start."""
-        found = self._stage._restored
+        """The checkpoint to continue from, its ``state`` as the stage gave it; None on a fresh start. Rank 0 has verified it; several
+        ranks must ask together the first time."""
+        stage = self._stage
+        if stage.world_size > 1 and not self._agreed:
+            from stages import ranks
+
+            ranks.connect(stage.device)
+            step = ranks.gather(stage._restored.step if stage._restored else None)[0]
+            if stage.rank != 0:
+                stage._restored = None if step is None else self.at(step)
+            self._agreed = True
+        found = stage._restored
         return Checkpoint(found.step, found.state["stage"], found.path) if found else None
 
-    def save(self, step: int, state: dict[str, Any], files: dict[str, bytes | Callable[[Path], Any]] | None = None) -> Checkpoint:
-        """Same as :meth:`Stage.save_checkpoint`."""
-        return super().save(step, {"stage": state, "harness": self._stage._harness_state()}, files)
+    def commit(self, step: int, folder: Path, state: dict[str, Any], listing: dict[str, dict[str, Any]]) -> Checkpoint:
+        return super().commit(step, folder, {"stage": state, "harness": self._stage._harness_state()}, listing)
 
 
 # ------------------------------------------------------------------------------------------------------------- processes

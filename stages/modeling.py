@@ -9,6 +9,7 @@ vocabulary x length. Log-probabilities are always float32 (catalogue section 0, 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from stages import adapters, lean, ranks, sharding
 from stages.batching import Batch, collate, make_item, pad
+from stages.tensor_files import TensorFiles, writer_of
 
 #: Elements of logits computed at a time by the head (a few MiB, so that they stay in a CPU's cache; 16 times as many on a GPU),
 #: and of log-probabilities kept for backward. Both are fixed, so peak memory is flat in vocabulary size.
@@ -62,17 +64,17 @@ def policy_to_train(stage, name: str = "model"):
 
 
 def save_policy(model, tokenizer, directory: str | Path, generation_config=None, base: str | None = None) -> None:
-    """Write a Hugging Face model directory (safetensors, tokenizer, chat template, generation config); rank 0 only.
+    """Write a Hugging Face model directory (safetensors, tokenizer, chat template, generation config). Rank 0 writes; every rank must call.
 
     A LoRA adapter is merged in (the wrapped model is used up) and written beside it under ``adapter/``; ``base`` is the name of the
-    model it was trained on.
+    model it was trained on. A sharded model is used up too.
     """
-    whole = sharding.gather(model)
+    sharding.collect(model)
     if ranks.rank() != 0:
         return
     model = adapters.merge_and_save_adapter(model, directory, base)
     model.config.use_cache = True
-    model.save_pretrained(directory, safe_serialization=True, state_dict=whole)
+    model.save_pretrained(directory, safe_serialization=True)
     model.config.use_cache = False
     tokenizer.save_pretrained(directory)
     (generation_config or model.generation_config).save_pretrained(directory)
@@ -98,6 +100,9 @@ def hidden_states(model, batch: Batch, at_N=None) -> torch.Tensor:
     Without padding through :mod:`stages.lean` where it knows the architecture, else through the model's own forward over padded
     rows: padding comes after every real token, so it cannot be seen by one.
     """
+    if isinstance(model, adapters.AdapterOff):
+        with adapters.switched_off(model.model):
+            return hidden_states(model.model, batch, at_N)
     if is_lean(model):
         kind = batch.ids_U.device.type
         low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -258,33 +263,30 @@ def target_logps(model, batch, temperature: float = 1.0, entropy: bool = False):
 
 @torch.no_grad()
 def move_towards(model, policy, keep: float) -> None:
-    """In place: model <- keep * model + (1 - keep) * policy (``da.reference``, REF-POLICY)."""
-    source = dict(policy.named_parameters())
+    """In place: model <- keep * model + (1 - keep) * policy (``da.reference``, REF-POLICY); the policy's adapter counts as merged. Every
+    rank must call where the policy is sharded."""
+    own = dict(model.named_parameters())
+    for name, value in adapters.plain_parameters(policy):
+        if name in own:  # a value head on the policy is not part of the reference
+            own[name].copy_(value) if keep == 0.0 else own[name].mul_(keep).add_(value, alpha=1.0 - keep)
+
+
+def weights_file(model) -> Callable[[Path], None]:
+    """What writes a model's parameters into a checkpoint."""
+    return writer_of(dict(model.named_parameters()))
+
+
+def load_weights(model, path: Path) -> None:
+    """Put what :func:`weights_file` wrote back."""
+    stored = TensorFiles([path])
     for name, parameter in model.named_parameters():
-        parameter.copy_(source[name]) if keep == 0.0 else parameter.mul_(keep).add_(source[name], alpha=1.0 - keep)
-
-
-def weights_bytes(model) -> bytes:
-    """A model's parameters, for a checkpoint."""
-    from safetensors.torch import save
-
-    return save({name: p.detach().cpu().contiguous() for name, p in model.named_parameters()})
-
-
-@torch.no_grad()
-def load_weights(model, data: bytes) -> None:
-    """Put :func:`weights_bytes` back."""
-    from safetensors.torch import load
-
-    tensors = load(data)
-    for name, parameter in model.named_parameters():
-        parameter.copy_(tensors[name])
+        stored.into(name, parameter)
 
 
 def weights_digest(model) -> str:
-    """Hash of a model's parameters (ops.invariants)."""
+    """Hash of a model's parameters, of this rank's rows where it is sharded (ops.invariants)."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(name.encode())
-        digest.update(parameter.detach().cpu().contiguous().view(-1).numpy().tobytes())
+        digest.update(memoryview(sharding.local(parameter.detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
     return digest.hexdigest()

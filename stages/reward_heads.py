@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stages import adapters, ranks
+from stages import adapters, ranks, sharding
 from stages.batching import pad
 from stages.modeling import ModelError, disable_dropout, hidden_states, precise
 
@@ -138,6 +138,7 @@ def score_head(model) -> nn.Linear:
 
 def save_reward_model(model, tokenizer, directory: str | Path, card: RewardCard | None = None) -> None:
     """Write weights (a LoRA adapter merged in), tokenizer and card; :func:`stages.reward_scorers.load_scorer` reads all three."""
+    sharding.collect(model)
     if ranks.rank() != 0:
         return
     model = adapters.merge_and_save_adapter(model, None)

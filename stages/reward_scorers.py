@@ -85,7 +85,7 @@ class Scorer:
             return None
 
     def _outputs(self, items, read) -> list:
-        return [values[0] for values in per_response(items, self.max_tokens, self.device, read)]
+        return [values[0] for values in per_response(items, self.max_tokens, self.device, read, self.model)]
 
     def _over_items(self, responses, read) -> list:
         """``read(batch) -> one value per response`` over the responses that have a token; NaN for the others."""
@@ -303,7 +303,7 @@ class LabelScorer(Scorer):
             sums = torch.zeros(batch.mask_SL.shape[0], dtype=torch.float64)
             return sums.index_add_(0, batch.seq_N.cpu(), target_logps(self.model, batch)[0].double().cpu()).tolist()
 
-        return np.array(per_response(items, self.max_tokens, self.device, read)).reshape(len(requests), len(words))
+        return np.array(per_response(items, self.max_tokens, self.device, read, self.model)).reshape(len(requests), len(words))
 
 
 def label_probability(logps, normalise_over_labels: bool) -> np.ndarray:

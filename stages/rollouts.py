@@ -22,7 +22,7 @@ from stages.estimators import (DynamicSamplingExhausted, KLController, MovingAve
 from stages.generation import Sample, sample_groups, sampling_params, score
 from stages.members import Members
 from stages.rubric_reward import rubric_metrics, score_rows, write_review
-from stages.modeling import load_weights, move_towards, weights_bytes, weights_digest
+from stages.modeling import load_weights, move_towards, weights_digest, weights_file
 from stages.schedules import changed_roles, e2h_probabilities, freshness_guard, learning_scores, reference_due, replay_plan, rerank, step_function
 from stages.selection import order_by_difficulty
 from stages.training import TrainingError
@@ -144,7 +144,7 @@ class Rollouts:
                  "warmed": self.warmed, "scores": self.scores, "queue": self.queue, "prior": self.members.prior}
         files = {"rollouts.json": json.dumps({"batch": in_hand, "window": self.window}).encode()}
         for name, model in self._moving().items():
-            files[f"{name}.safetensors"] = weights_bytes(model)
+            files[f"{name}.safetensors"] = weights_file(model)
         if self.critic is not None:
             state["critic"], more = self.critic.state()
             files |= more
@@ -160,7 +160,7 @@ class Rollouts:
         self.batch = [make_item(r["row_id"], r["prompt"], r["responses"], r["masks"], **r["extra"]) for r in found["batch"]]
         self.window = found["window"]
         for name, model in self._moving().items():
-            load_weights(model, read(f"{name}.safetensors"))
+            load_weights(model, read.path(f"{name}.safetensors"))
         if self.critic is not None:
             self.critic.restore(state["critic"], read)
 

@@ -1,11 +1,14 @@
 """FSDP2: every weight, gradient and optimizer state split over the ranks, gathered layer by layer where it is needed.
 
-The objective runs inside the root's forward, so that the LM head, the embedding and the norms are whole there. Gradients are summed
-over ranks, not averaged: the step has divided by the counts of all ranks already. Layers run through the model's own forward.
+The objective runs inside the root's forward, so that the LM head, the embedding and the norms are whole there; so does everything else
+that reads a sharded model (:func:`run`). Every rank must make the same calls in the same order. Gradients are summed over ranks, not
+averaged: the step has divided by the counts of all ranks already. Layers run through the model's own forward.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
 
 import torch
@@ -21,19 +24,19 @@ class Root(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, call: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def forward(self, call: Callable):
         return call()
 
 
 def shard(model, device: str) -> Root:
-    """Split the model over all ranks, one unit per layer, in place."""
+    """Split the model over all ranks, one unit per layer, in place (frozen weights too)."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    ranks.connect(device)
     mesh = init_device_mesh(device.split(":")[0], (ranks.world_size(),))
-    core = lean.core_of(model)
     root = Root(model)
-    for layer in getattr(core, "layers", None) or getattr(core, "h", None) or ():
+    for layer in layers_of(model):
         fully_shard(layer, mesh=mesh)
     fully_shard(root, mesh=mesh)
     for module in root.modules():
@@ -41,39 +44,100 @@ def shard(model, device: str) -> Root:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     model._posttrain_lean = False
+    model.__dict__["_posttrain_root"] = root  # not a submodule: the root holds the model
     return root
+
+
+def layers_of(model) -> nn.ModuleList | tuple:
+    """The transformer layers: the longest list of modules in the backbone of a decoder or encoder."""
+    return max((m for m in lean.core_of(model).modules() if isinstance(m, nn.ModuleList)), key=len, default=())
+
+
+def root_of(model) -> Root | None:
+    """The root of a sharded model, None for a whole one."""
+    return getattr(model, "__dict__", {}).get("_posttrain_root")
+
+
+@torch.no_grad()
+def run(model, call: Callable):
+    """``call()``, which reads the model's weights without gradients, and its result."""
+    root = root_of(model)
+    if root is None:
+        return call()
+    try:
+        return root(call)
+    finally:
+        root.reshard()  # the root keeps its weights for a backward that never comes, and would not see them change
+
+
+# -- one tensor ---------------------------------------------------------------------------------------------------------------
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor of a sharded one (every rank must ask), any other as it is."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The rows of a sharded tensor that lie on this rank, sharing its memory; any other tensor as it is."""
+    return tensor._local_tensor if is_sharded(tensor) else tensor
+
+
+def rows_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """(first, end) of the rows that lie on this rank; None where the tensor is whole."""
+    if not is_sharded(tensor):
+        return None
+    rows, share = tensor.shape[0], math.ceil(tensor.shape[0] / ranks.world_size())
+    return min(rows, ranks.rank() * share), min(rows, (ranks.rank() + 1) * share)
 
 
 def assign(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a full or equally sharded value into a parameter, sharded or not."""
-    if hasattr(parameter, "full_tensor") and not hasattr(value, "full_tensor"):
-        value = like(value, parameter)
-    parameter.copy_(value)
+    """Copy a whole or equally sharded value into a parameter, sharded or not."""
+    place = rows_of(parameter)
+    if place is not None and not is_sharded(value):
+        value = value[place[0]:place[1]]
+    local(parameter).copy_(local(value))
 
 
-def like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A full value split as the parameter is (as it is where the parameter is not)."""
-    if not hasattr(parameter, "full_tensor"):
-        return value.to(parameter.device)
-    from torch.distributed.tensor import distribute_tensor
+# -- the model as a whole -------------------------------------------------------------------------------------------------------
 
-    return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+class WholeCopy:
+    """A whole copy of a model that is about to be sharded, for code that reads all weights at once (the sampler): ``model``, a frozen
+    plain model, up to date after :meth:`refresh`."""
+
+    def __init__(self, source):
+        self.source, self.model = source, copy.deepcopy(source).requires_grad_(False)
+        self.model._posttrain_lean = None
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Gather what is trained, one tensor after the other; every rank must call."""
+        own = dict(self.model.named_parameters())
+        for name, parameter in self.source.named_parameters():
+            if parameter.requires_grad:
+                own[name].copy_(whole(parameter))
 
 
 @torch.no_grad()
-def gather(model) -> dict[str, torch.Tensor] | None:
-    """Whole weights by name, on the CPU of rank 0 (empty elsewhere; every rank must ask); None where nothing is sharded."""
-    state = model.state_dict()
-    if not any(hasattr(t, "full_tensor") for t in state.values()):
-        return None
-    found = {}
-    for name, tensor in state.items():
-        full = whole(tensor)
-        if ranks.rank() == 0:
-            found[name] = full.cpu()
-    return found
+def collect(model) -> None:
+    """Make a sharded model whole on the CPU of rank 0, one tensor after the other, to be written out; nothing happens to a whole one.
+    Every rank must call; the others' models are used up."""
+    root = root_of(model)
+    if root is None:
+        return
+    root.reshard()
+    found: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if parameter not in found:
+                full = whole(parameter)
+                found[parameter] = nn.Parameter(full.cpu() if ranks.rank() == 0 else full.new_empty(0), requires_grad=False)
+            module._parameters[name] = found[parameter]
+        for name, value in list(module._buffers.items()):
+            module._buffers[name] = None if value is None else value.cpu()
+    del model.__dict__["_posttrain_root"]

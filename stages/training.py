@@ -21,6 +21,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,8 @@ import torch
 from stages import lean, ranks, sharding
 from stages.batching import Batch, Item, collate, plan, size
 from stages.settings import OptimizerConfig
+from stages.tensor_files import TensorFiles, writer_of
+from storage.checkpoints import Files
 
 
 class TrainingError(RuntimeError):
@@ -60,9 +63,9 @@ class Source(Protocol):
         """Items of optimizer step ``step`` (0-based)."""
 
     def state(self) -> tuple[dict, dict[str, bytes]]:
-        """(JSON-able state, files) to resume from."""
+        """(JSON-able state, files: bytes, or functions that write a path) to resume from."""
 
-    def restore(self, state: dict, read: Callable[[str], bytes]) -> None: ...
+    def restore(self, state: dict, read: Files) -> None: ...
 
     def after_step(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Extra metrics of the step; controllers and schedules advance here."""
@@ -110,8 +113,6 @@ class Trainer:
         choose_forward(model, config.forward)
         if config.activation_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if config.sharding == "full" and config.lora_rank and self.ranks > 1:
-            raise TrainingError("a LoRA adapter is not trained with sharded weights; write sharding=none (the adapter's gradients and optimizer state are small), or lora_rank=0.")
         self.root = sharding.shard(model, device) if config.sharding == "full" and self.ranks > 1 else None
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.averages = {n: p.detach().clone() for n, p in self.parameters.items()} if config.ema_decay else {}
@@ -140,6 +141,8 @@ class Trainer:
         with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=self.config.compute_dtype == "bfloat16"):
             if self.root is None:
                 return self.objective(self.model, collate(group, self.device))
+            if not torch.is_grad_enabled():
+                return sharding.run(self.model, lambda: self.objective(self.model, collate(group, self.device)))
             found: list[Sums] = []
 
             def call() -> dict[str, torch.Tensor]:
@@ -256,31 +259,34 @@ class Trainer:
         self._load(self.best_weights or self.averages)
 
     # -- state --------------------------------------------------------------------------------------------------
-    def state(self) -> tuple[dict, dict[str, bytes]]:
-        """(JSON state, files): weights, both Adam moments and step counts, averages and best weights, exactly. Every rank must ask
-        when weights are sharded; the state is whole, so it resumes on any number of ranks."""
-        from safetensors.torch import save
-
-        tensors = {f"weight/{n}": p.detach() for n, p in self.parameters.items()}
+    def state(self) -> tuple[dict, dict[str, Callable[[Path], None]]]:
+        """(JSON state, files): weights, both Adam moments and step counts, averages and best weights, exactly. With sharded weights every
+        rank's file holds its own rows; they resume on any number of ranks."""
+        tensors = {f"weight/{n}": p for n, p in self.parameters.items()}
         tensors |= {f"average/{n}": t for n, t in self.averages.items()} | {f"best/{n}": t for n, t in self.best_weights.items()}
         for name, parameter in self.parameters.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"adam/{key}/{name}"] = value.detach()
-        return {"step": self.step_index, "skipped": self.skipped, "best": self.best}, {"trainer.safetensors": save(
-            {k: sharding.whole(v).contiguous().cpu() for k, v in tensors.items()})}
+                tensors[f"adam/{key}/{name}"] = value
+        parts, mine = (self.ranks, ranks.rank()) if self.root is not None else (1, 0)
+        return ({"step": self.step_index, "skipped": self.skipped, "best": self.best, "parts": parts},
+                {f"trainer-{mine}.safetensors": writer_of(tensors)})
 
-    def restore(self, state: dict, read: Callable[[str], bytes]) -> None:
-        from safetensors.torch import load
-
-        tensors = load(read("trainer.safetensors"))
-        self._load({n: tensors[f"weight/{n}"] for n in self.parameters})
-        self.averages = {n: sharding.like(tensors[f"average/{n}"], p) for n, p in self.parameters.items() if f"average/{n}" in tensors}
-        self.best_weights = {n: sharding.like(tensors[f"best/{n}"], p) for n, p in self.parameters.items() if f"best/{n}" in tensors}
+    @torch.no_grad()
+    def restore(self, state: dict, read: Files) -> None:
+        stored = TensorFiles(read.path(f"trainer-{k}.safetensors") for k in range(state["parts"]))
         for name, parameter in self.parameters.items():
-            keys = [k for k in tensors if k.startswith("adam/") and k.split("/", 2)[2] == name]
-            if keys:
-                self.optimizer.state[parameter] = {
-                    k.split("/", 2)[1]: tensors[k] if k.startswith("adam/step/") else sharding.like(tensors[k], parameter) for k in keys}
+            stored.into(f"weight/{name}", parameter)
+            if name in self.averages:
+                stored.into(f"average/{name}", self.averages[name])
+            if f"best/{name}" in stored:
+                self.best_weights[name] = stored.into(f"best/{name}", torch.empty_like(parameter.detach()))
+            moments = {}
+            for key in ("step", "exp_avg", "exp_avg_sq"):
+                if f"adam/{key}/{name}" in stored:
+                    moments[key] = stored.whole(f"adam/step/{name}").to(parameter.device) if key == "step" else \
+                        stored.into(f"adam/{key}/{name}", torch.empty_like(parameter.detach()))
+            if moments:
+                self.optimizer.state[parameter] = moments
         self.step_index, self.skipped, self.best = state["step"], state["skipped"], state["best"]
 
 
@@ -322,11 +328,8 @@ def fit(stage, trainer: Trainer, source: Source, *, evaluate: Callable[[], dict[
     initial = None
     if found is not None and found.state.get("phase") == label:
         initial = found.state["initial"]
-
-        def read(name: str) -> bytes:
-            return (found.path / name).read_bytes()
-        trainer.restore(found.state["trainer"], read)
-        source.restore(found.state["source"], read)
+        trainer.restore(found.state["trainer"], Files(found))
+        source.restore(found.state["source"], Files(found))
         stage.log(f"resumed at step {trainer.step_index} of {trainer.total_steps}")
 
     def judge() -> tuple[dict[str, float], bool]:
@@ -382,14 +385,15 @@ def fit(stage, trainer: Trainer, source: Source, *, evaluate: Callable[[], dict[
 
 
 def save(stage, trainer: Trainer, source: Source, label: str, initial: dict[str, float]) -> None:
-    """Write one checkpoint: trainer and source together (rank 0; the others' states are the same)."""
-    if ranks.rank() != 0 and trainer.root is None:
+    """Write one checkpoint: trainer and source together, by rank 0 (the others' states are the same), or by every rank its own shards."""
+    together = trainer.root is not None
+    if ranks.rank() != 0 and not together:
         return
     trainer_state, files = trainer.state()
     source_state, source_files = source.state()
     stage.save_checkpoint(trainer.step_index, {"phase": label, "initial": initial, "trainer": trainer_state,
                                                 "source": source_state},
-                          {**files, **source_files})
+                          {**files, **source_files}, together)
 
 
 class ShuffledRows:
@@ -413,7 +417,7 @@ class ShuffledRows:
     def state(self) -> tuple[dict, dict[str, bytes]]:
         return {}, {}
 
-    def restore(self, state: dict, read: Callable[[str], bytes]) -> None:
+    def restore(self, state: dict, read: Files) -> None:
         pass
 
     def after_step(self, step: int, metrics: dict[str, Any]) -> dict[str, float]:
@@ -451,7 +455,7 @@ class StagedRows:
     def state(self) -> tuple[dict, dict[str, bytes]]:
         return {}, {}
 
-    def restore(self, state: dict, read: Callable[[str], bytes]) -> None:
+    def restore(self, state: dict, read: Files) -> None:
         pass
 
     def after_step(self, step: int, metrics: dict[str, Any]) -> dict[str, float]:

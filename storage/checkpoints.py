@@ -3,6 +3,9 @@
 Order of a save: temporary directory, files, fsync, ``manifest.json`` with the sha256 of every file
 written last, fsync, rename, fsync of the parent. A loader accepts only a directory whose manifest
 matches every byte; damaged ones are skipped in favour of the next older one.
+
+Several processes can write one checkpoint together: one begins it, every one writes files of its own, and
+when all have, one commits it (:meth:`Checkpoints.begin`, ``write``, ``commit``).
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable
 
-from storage.files import atomic_write_json, fsync_dir, fsync_tree, read_json, sha256_file
+from storage.files import atomic_write_json, fsync_dir, fsync_file, fsync_tree, read_json, sha256_file
 
 RESERVED = ("state.json", "manifest.json")
 
@@ -37,6 +40,23 @@ class Checkpoint:
         return path
 
 
+@dataclass(frozen=True)
+class Files:
+    """The files of a checkpoint whose names start with ``prefix``: ``read(name)`` gives one's bytes, ``read.path(name)`` its place."""
+
+    checkpoint: Checkpoint
+    prefix: str = ""
+
+    def __call__(self, name: str) -> bytes:
+        return self.path(name).read_bytes()
+
+    def path(self, name: str) -> Path:
+        return self.checkpoint.file(self.prefix + name)
+
+    def under(self, prefix: str) -> "Files":
+        return Files(self.checkpoint, self.prefix + prefix)
+
+
 class Checkpoints:
     """The checkpoints of one directory, newest kept: ``keep`` complete ones (at least 1)."""
 
@@ -50,35 +70,54 @@ class Checkpoints:
     def save(self, step: int, state: dict[str, Any], files: dict[str, bytes | Callable[[Path], Any]] | None = None) -> Checkpoint:
         """Write one checkpoint. ``state`` must be JSON-able; each file is bytes or a function that writes the path it is given
         (a file, or a directory of files)."""
+        folder = self.begin(step)
+        try:
+            return self.commit(step, folder, state, self.write(folder, files))
+        finally:
+            if folder.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def begin(self, step: int) -> Path:
+        """A directory for the files of a checkpoint; what is in it counts for nothing before :meth:`commit`."""
+        folder = self.dir / f".tmp-{int(step):010d}-{uuid.uuid4().hex[:8]}"
+        folder.mkdir()
+        return folder
+
+    @staticmethod
+    def write(folder: Path, files: dict[str, bytes | Callable[[Path], Any]] | None) -> dict[str, dict[str, Any]]:
+        """Put files into a begun checkpoint, durably; returns their entries of the manifest."""
         for name in files or {}:
             if name in RESERVED or "/" in name or name.startswith("."):
                 raise ValueError(f"checkpoint file name {name!r} is not allowed; use a plain name other than {', '.join(RESERVED)}")
-        target = self.dir / f"step-{int(step):010d}"
-        tmp = self.dir / f".tmp-{int(step):010d}-{uuid.uuid4().hex[:8]}"
-        tmp.mkdir()
-        try:
-            for name, content in (files or {}).items():
-                if isinstance(content, (bytes, bytearray, memoryview)):
-                    (tmp / name).write_bytes(content)
-                else:
-                    content(tmp / name)
-                    if not (tmp / name).exists():
-                        raise ValueError(f"the function given for checkpoint file {name!r} wrote nothing at the path it was given")
-            (tmp / "state.json").write_text(json.dumps(state, sort_keys=True, ensure_ascii=False), encoding="utf-8")
-            fsync_tree(tmp)
-            listing = {p.relative_to(tmp).as_posix(): {"sha256": sha256_file(p), "size": p.stat().st_size} for p in _files(tmp)}
-            atomic_write_json(tmp / "manifest.json", {"step": int(step), "files": listing})
-            if target.exists():
-                aside = self.dir / f".old-{target.name}-{uuid.uuid4().hex[:8]}"
-                os.rename(target, aside)
-                os.rename(tmp, target)
-                shutil.rmtree(aside, ignore_errors=True)
+        listing = {}
+        for name, content in (files or {}).items():
+            path = folder / name
+            if isinstance(content, (bytes, bytearray, memoryview)):
+                path.write_bytes(content)
             else:
-                os.rename(tmp, target)
-            fsync_dir(self.dir)
-        finally:
-            if tmp.exists():
-                shutil.rmtree(tmp, ignore_errors=True)
+                content(path)
+                if not path.exists():
+                    raise ValueError(f"the function given for checkpoint file {name!r} wrote nothing at the path it was given")
+            for file in _files(path) if path.is_dir() else [path]:
+                fsync_file(file)
+                listing[file.relative_to(folder).as_posix()] = {"sha256": sha256_file(file), "size": file.stat().st_size}
+        return listing
+
+    def commit(self, step: int, folder: Path, state: dict[str, Any], listing: dict[str, dict[str, Any]]) -> Checkpoint:
+        """Make a begun checkpoint the newest one: ``listing`` holds the entries of all that was written into it."""
+        target = self.dir / f"step-{int(step):010d}"
+        (folder / "state.json").write_text(json.dumps(state, sort_keys=True, ensure_ascii=False), encoding="utf-8")
+        listing = {**listing, "state.json": {"sha256": sha256_file(folder / "state.json"), "size": (folder / "state.json").stat().st_size}}
+        fsync_tree(folder)
+        atomic_write_json(folder / "manifest.json", {"step": int(step), "files": listing})
+        if target.exists():
+            aside = self.dir / f".old-{target.name}-{uuid.uuid4().hex[:8]}"
+            os.rename(target, aside)
+            os.rename(folder, target)
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            os.rename(folder, target)
+        fsync_dir(self.dir)
         self._prune()
         return Checkpoint(int(step), state, target)
 
@@ -92,6 +131,11 @@ class Checkpoints:
             if checkpoint is not None and (accept is None or accept(checkpoint)):
                 return checkpoint
         return None
+
+    def at(self, step: int) -> Checkpoint:
+        """The checkpoint of a step that another process has verified."""
+        path = self.dir / f"step-{int(step):010d}"
+        return Checkpoint(int(step), read_json(path / "state.json"), path)
 
     def discard_after(self, step: int | None) -> None:
         """Remove checkpoints later than ``step`` (all when None): what follows a damaged one is written again."""

@@ -197,10 +197,10 @@ def test_the_displacement_alarm_needs_three_falls_in_a_row():
 
 # -- moving references ----------------------------------------------------------------------------------------------
 
-def test_reference_updates(tiny):
+def test_reference_updates(tiny, tmp_path):
     """tr_soft mixes every interval, ema every step, per_interval copies; the rules of ``da.reference``."""
     from stages.direct_alignment import MovingReference
-    from stages.modeling import load_policy, load_weights, weights_bytes
+    from stages.modeling import load_policy, load_weights, weights_file
 
     policy, start = load_policy(tiny["policy"]), load_policy(tiny["other"])
     pi, ref = (next(m.parameters()).detach().clone() for m in (policy, start))
@@ -211,7 +211,8 @@ def test_reference_updates(tiny):
             moving.after_step(step, policy)
             assert torch.allclose(next(moving.model.parameters()), want, atol=1e-6), (mode, step)
         twin = MovingReference(Config(reference_update=mode), tiny["other"], "cpu")
-        load_weights(twin.model, weights_bytes(moving.model))
+        weights_file(moving.model)(tmp_path / mode)
+        load_weights(twin.model, tmp_path / mode)
         assert torch.equal(next(twin.model.parameters()), next(moving.model.parameters()))
 
 
