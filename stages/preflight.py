@@ -1,5 +1,7 @@
 """Before a training stage starts: what will run, what is trained in five real rows, and the dearest micro-batch, first.
 
+Supervised stages have their rows (:func:`preflight`); RL samples a few completions and makes up the longest ones (:func:`rl_preflight`).
+
 What would fail after an hour (memory on the longest rows, a mask that trains nothing or never trains the stop token) fails or warns
 in the first seconds. Nothing here changes a result: the trial micro-batch's gradients are thrown away.
 """
@@ -10,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from stages.batching import Item, plan, size
+from stages.batching import Item, make_item, plan, size
 
 SAMPLES = 5
 LONGEST_SHOWN = 1200
@@ -40,6 +42,147 @@ def preflight(stage, trainer, items: Sequence[Item], batch_size: int, renderer, 
     whole = facts["tokens per step"] * trainer.total_steps * seconds / max(1, tokens)
     stage.log(f"the dearest micro-batch ({tokens:,} tokens) ran in {seconds:.2f} s; memory so far {peak:,.0f} MiB; "
               f"{trainer.total_steps} steps will take about {duration(whole)}")
+
+
+#: Prompts sampled, and completions of each, before RL starts.
+TRIED = (SAMPLES, 4)
+
+
+def rl_preflight(stage, trainer, source) -> None:
+    """The same for RL: plan, completions of a few prompts with what is trained of them, stop tokens, and the dearest micro-batches of policy
+    and critic on completions of the greatest length. Skipped on a resume; moves no state of the run.
+
+    Args:
+        source: the :class:`stages.rollouts.Rollouts` that will run; its scorers are not asked.
+
+    Raises:
+        TrainingError: a micro-batch of the longest completions does not fit into memory.
+        ValueError: the model has no positions for the longest prompt and completion.
+    """
+    if stage.checkpoints.latest() is not None:
+        return
+    config, renderer = stage.config, source.renderer
+    made = longest_rollouts(source)
+    facts = rl_plan_facts(source, made, trainer)
+    started = time.monotonic()
+    samples = tried_samples(stage, source)
+    sampling = time.monotonic() - started
+    shown = [marked(_rollout_item(source.row, group), renderer) for group in samples]
+    stage.report("preflight", markdown=page(facts, shown), table=[{"row": s["row"], "segments": s["segments"]} for s in shown])
+    stage.log("plan: " + ", ".join(f"{v:,} {k}" if isinstance(v, int) else f"{k} {v}" for k, v in facts.items()))
+    check_completions_end(stage, [s for group in samples for s in group], renderer)
+    per_step = max(1, -(-len(made) // config.num_minibatches))
+    times = []
+    for name, one in (("policy", trainer), ("critic", getattr(source.critic, "trainer", None))):
+        if one is not None:
+            seconds, tokens, peak = try_dearest(one, made, per_step, setting="max_completion_length")
+            stage.log(f"the {name}'s dearest micro-batch ({tokens:,} tokens) ran in {seconds:.2f} s; memory so far {peak:,.0f} MiB")
+            times.append(seconds / max(1, tokens))
+    drawn = sum(len(s.ids) for group in samples for s in group)
+    batches = -(-config.max_steps // source.steps_per_batch)
+    sampled = 0 if source.stored is not None else batches * facts["tokens to sample per batch at most"] * sampling / max(1, drawn)
+    whole = sampled + sum(times) * config.max_steps * facts["tokens per step at most"]
+    stage.log(f"{config.max_steps} steps with {batches} batches of completions will take at most about {duration(whole)} if all of them are as long as they may be "
+              "(small batches sample slower than large ones)")
+
+
+def longest_rollouts(source) -> list[Item]:
+    """Items of one rollout batch as dear as any can be: the longest prompts, every completion as long as allowed, every term of the loss."""
+    from stages.decoders import max_positions
+
+    config, count = source.config, source.config.num_generations
+    rng = source.stage.rng("preflight", "tokens")
+    vocabulary, length = source.model.get_input_embeddings().weight.shape[0], config.longest_completion
+    prompts = sorted(source.prompts, key=lambda p: len(p[1]), reverse=True)
+    limit = max_positions(source.acting.model)
+    if source.stored is None and limit is not None and len(prompts[0][1]) + length > limit:
+        raise ValueError(f"the longest prompt has {len(prompts[0][1])} tokens and completions may have {length}, together over the model's {limit} positions; "
+                         f"write max_prompt_length <= {max(limit - length, 0)}, or a smaller max_completion_length.")
+    items = []
+    for k in range(config.prompts_per_step):
+        prompt, ids = prompts[k % len(prompts)]
+        extra = {"advantages": [1.0 if g % 2 else -1.0 for g in range(count)], "rewards": [float(g % 2) for g in range(count)],
+                 "correct": [bool(g % 2) for g in range(count)]}
+        zeros = [[0.0] * length for _ in range(count)]
+        extra |= {name: zeros for name in ("old_logps", "ref_logps", "values", "returns")}
+        if config.importance_correction != "none":
+            extra["weights"] = [[1.0] * length for _ in range(count)]
+        responses = rng.integers(0, vocabulary, (count, length)).tolist()
+        items.append(make_item(f"{prompt['row_id']}-longest", ids, responses, [[1] * length] * count, **extra))
+    return items
+
+
+def rl_plan_facts(source, made: list[Item], trainer) -> dict[str, int | str]:
+    """Counts of prompts, completions, steps and tokens, and the memory that weights, training and the KV cache take."""
+    config = source.config
+    per_step = made[:max(1, -(-len(made) // config.num_minibatches))]
+    prompts = [len(ids) for _, ids in source.prompts]
+    trainers = [t for t in (trainer, getattr(source.critic, "trainer", None)) if t is not None]
+    weights, training = held_bytes([m for m in (source.model, source.acting.model, source.reference, source.old, getattr(source.critic, "model", None),
+                                                getattr(source.opponent, "model", None)) if m is not None], trainers)
+    return {"prompts": len(prompts), "optimizer steps": config.max_steps, "optimizer steps per batch of completions": source.steps_per_batch,
+            "prompts per batch": config.prompts_per_step, "completions per prompt": config.num_generations,
+            "tokens in a prompt": f"{round(statistics.median(prompts)):,} (median), {max(prompts):,} (longest)",
+            "new tokens in a completion at most": config.longest_completion,
+            "tokens to sample per batch at most": config.prompts_per_step * config.num_generations * config.longest_completion,
+            "tokens per step at most": sum(map(size, per_step)), "micro-batches per step at most": len(plan(per_step, config.max_tokens_per_micro_batch)),
+            "weights held": f"{weights / 2**20:,.1f} MiB", "gradients and optimizer": f"{training / 2**20:,.1f} MiB",
+            "KV cache at most": f"{kv_bytes(source, max(prompts)) / 2**20:,.1f} MiB"}
+
+
+def held_bytes(models, trainers) -> tuple[int, int]:
+    """(bytes of all parameters of these models on this rank, each storage once; bytes that training adds to them: gradients, two Adam moments,
+    averages)."""
+    from stages.sharding import local
+
+    held = {}
+    for model in models:
+        for _, parameter in model.named_parameters():
+            here = local(parameter.detach())
+            held[here.untyped_storage().data_ptr()] = here.untyped_storage().nbytes()
+    trained = [local(p.detach()).nbytes for t in trainers for p in t.parameters.values()]
+    averages = [local(a).nbytes for t in trainers for a in t.averages.values()]
+    return sum(held.values()), 3 * sum(trained) + sum(averages)
+
+
+def kv_bytes(source, longest_prompt: int) -> int:
+    """Keys and values of the sequences that are decoded together, all at their greatest length."""
+    config, model = source.config, source.acting.model.config.get_text_config()
+    rows = min(config.generation_batch, config.prompts_per_step * config.num_generations)
+    heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
+    width = heads * (getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads)
+    return 2 * model.num_hidden_layers * width * rows * (longest_prompt + config.longest_completion) * next(iter(source.acting.model.parameters())).element_size()
+
+
+def tried_samples(stage, source) -> list[list]:
+    """A few completions of the first prompts under seeds of their own, or the first stored groups."""
+    from stages.generation import sample_groups
+
+    prompts, count = TRIED
+    if source.stored is not None:
+        return [group.samples[:count] for group in source.stored[:prompts]]
+    source.acting.refresh()
+    chosen, count = source.prompts[:prompts], min(count, source.config.num_generations)
+    seeds = [[stage.seed_for("preflight", row["row_id"], g) for g in range(count)] for row, _ in chosen]
+    return sample_groups(source.sampler, chosen, source.params, seeds)
+
+
+def _rollout_item(row, group) -> Item:
+    """Completions of one prompt as an item: what would be trained of them."""
+    masks = [[int(s.terminated or row.truncation_policy != "mask")] * len(s.ids) for s in group]
+    return make_item(group[0].prompt["row_id"], group[0].prompt_ids, [s.ids for s in group], masks)
+
+
+def check_completions_end(stage, samples, renderer) -> None:
+    """Warn when no completion can end, or hardly any does: rewards would judge cut answers, and the policy cannot learn to stop."""
+    if not renderer.stop_ids:
+        stage.warn("no_stop_token", "The tokenizer and chat template name no end token, so every completion runs to max_completion_length. Give a model whose "
+                   "template closes assistant turns with an end token.")
+    ended = sum(s.terminated for s in samples)
+    stage.log(f"{ended} of {len(samples)} completions tried end with a stop token")
+    if samples and ended == 0:
+        stage.warn("completions_do_not_end", f"None of the {len(samples)} completions tried ends within max_completion_length={stage.config.max_completion_length} tokens, so "
+                   "rewards will judge cut answers. Raise max_completion_length, or start from a model that was fine-tuned to end its turns.")
 
 
 def plan_facts(items: Sequence[Item], batch_size: int, steps: int, budget: int) -> dict[str, int | str]:
@@ -91,7 +234,7 @@ def check_stop_tokens(stage, items: Sequence[Item], renderer) -> None:
                    "Raise max_length, or use a chat template that closes assistant turns with an end token.")
 
 
-def try_dearest(trainer, items: Sequence[Item], batch_size: int, prepare=None) -> tuple[float, int, float]:
+def try_dearest(trainer, items: Sequence[Item], batch_size: int, prepare=None, setting: str = "max_length") -> tuple[float, int, float]:
     """Forward and backward of the largest micro-batch that a step could hold: (seconds, its tokens, peak MiB so far)."""
     import torch
 
@@ -110,7 +253,7 @@ def try_dearest(trainer, items: Sequence[Item], batch_size: int, prepare=None) -
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "alloc" not in str(error).lower():
             raise
         raise TrainingError(f"The dearest micro-batch ({len(group)} rows, {tokens:,} tokens) does not fit into memory. Lower max_tokens_per_micro_batch "
-                            f"(now {trainer.config.max_tokens_per_micro_batch:,}) or max_length, or write activation_checkpointing=true.") from error
+                            f"(now {trainer.config.max_tokens_per_micro_batch:,}) or {setting}, or write activation_checkpointing=true.") from error
     finally:
         trainer.optimizer.zero_grad(set_to_none=True)
     peak = torch.cuda.max_memory_allocated() / 2**20 if trainer.device.startswith("cuda") else peak_memory_mib()

@@ -1,6 +1,7 @@
 """What every trained stage can be asked for: LoRA, averaged weights, the best validation pass, early stopping, who computes the layers."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -210,6 +211,42 @@ def test_preflight_tells_the_plan_and_marks_what_is_trained(tiny, data, spec):
         trained = "".join(text for text, on in row["segments"] if on)
         assert set(trained.split("<")[0]) == {"b"} and "user" not in trained
     assert any("dearest micro-batch" in e.get("text", "") for e in events)
+
+
+RL = {"preset": "ppo", "beta": 0.1, "kl_coef": 0, "max_steps": 2, "prompts_per_step": 3, "num_generations": 4, "max_completion_length": 6, "num_minibatches": 2,
+      "learning_rate": 1e-3, "rewards": [{"name": "length", "kind": "length"}]}
+
+
+def test_rl_tells_its_plan_shows_completions_and_tries_the_longest_rollouts_first(tiny, data, spec):
+    events = []
+    execute(spec("rl", {**RL, "truncation_policy": "mask"}, {"model": tiny["policy"], "data": data["prompts"]}, "pre"), events.append)
+    told = next(e for e in events if e["event"] == "report" and e["name"] == "preflight")
+    page = Path(told["markdown"]).read_text()
+    longest = int(re.search(r", (\d+) \(longest\)", page)[1])
+    assert "completions per prompt | 4" in page and "tokens to sample per batch at most | 72" in page
+    assert f"tokens per step at most | {2 * (longest + 4 * 6)}" in page and "KV cache at most" in page
+    rows = json.loads(Path(told["table"]).read_text())
+    assert len(rows) == 5
+    for row in rows:  # the prompt is read, completions that were cut are not trained under truncation_policy=mask
+        assert "what is" in row["segments"][0][0] and row["segments"][0][1] is False
+        assert sum(text.startswith("\n— response") for text, _ in row["segments"]) == 4
+    first_metric = next(i for i, e in enumerate(events) if e["event"] == "metric")
+    tried = [e["text"] for e in events[:first_metric] if "dearest micro-batch" in e.get("text", "")]
+    assert [t.split("'")[0] for t in tried] == ["the policy", "the critic"] and f"({2 * (longest + 4 * 6)} tokens)" in tried[0]
+    ended = next(int(e["text"].split()[0]) for e in events if "completions tried end" in e.get("text", ""))
+    trained = sum(on is True for row in rows for _, on in row["segments"])
+    assert trained == ended and any(e.get("code") == "completions_do_not_end" for e in events) == (ended == 0)
+
+
+def test_rl_that_cannot_hold_its_longest_rollouts_fails_before_the_first_step(tiny, data, spec, monkeypatch):
+    def backward(self, group, counts, counted=True):
+        raise MemoryError
+
+    monkeypatch.setattr(Trainer, "backward", backward)
+    with pytest.raises(TrainingError, match="max_completion_length"):
+        execute(spec("rl", RL, {"model": tiny["policy"], "data": data["prompts"]}, "memory"), silent)
+    with pytest.raises(ValueError, match="256 positions; write max_prompt_length"):
+        execute(spec("rl", {**RL, "max_completion_length": 250}, {"model": tiny["policy"], "data": data["prompts"]}, "positions"), silent)
 
 
 def test_a_micro_batch_that_does_not_fit_fails_at_once_with_advice(tiny):
