@@ -33,6 +33,7 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Callable, Iterator
@@ -514,38 +515,84 @@ def main(spec_path: str) -> int:
     spec.setdefault("workdir", str(Path(spec_path).with_suffix(".work")))
     devices = int(spec.get("devices") or 1)
     if devices > 1 and "RANK" not in os.environ:
-        return _launch_ranks(spec_path, devices)
+        return _launch_ranks(spec_path, devices, Path(spec["workdir"]))
     emit = _line_emitter()
+    failed = emit
+    if "RANK" in os.environ:
+        _end_despite_collectives()
+        failed = partial(_leave_error, Path(spec["workdir"]))
     try:
         execute(spec, emit)
         return 0
     except (ConfigError, StageFailure) as error:
-        emit({"event": "error", "type": type(error).__name__, "message": str(error), "traceback": ""})
+        failed({"event": "error", "type": type(error).__name__, "message": str(error), "traceback": ""})
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError) else 1
     except (Terminated, KeyboardInterrupt):
-        emit({"event": "error", "type": "Terminated", "message": "the stage was asked to stop", "traceback": ""})
+        failed({"event": "error", "type": "Terminated", "message": "the stage was asked to stop", "traceback": ""})
         return 143
     except Exception as error:
         text = traceback.format_exc()
-        emit({"event": "error", "type": type(error).__name__, "message": str(error), "traceback": text[-4000:]})
+        failed({"event": "error", "type": type(error).__name__, "message": str(error), "traceback": text[-4000:]})
         print(text, file=sys.stderr, flush=True)
         return 1
     finally:
         _kill_children()
 
 
-def _launch_ranks(spec_path: str, devices: int) -> int:
+def _launch_ranks(spec_path: str, devices: int, workdir: Path) -> int:
+    """Run the stage's ranks under torchrun; when one fails the others are ended, and the error told is that of the first to fail."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
+    for left in workdir.glob("error-rank*.json"):
+        left.unlink()
+    error = None
     try:
         torchrun(["--standalone", f"--nproc-per-node={devices}", "-m", "stages", spec_path])
         return 0
     except SystemExit as exit_:
         return int(exit_.code or 0)
-    except Exception as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return 1
+    except ChildFailedError as failed:
+        killed = {rank: f.exitcode for rank, f in failed.failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM}
+        told = [e for e in (read_json(p, None) for p in workdir.glob("error-rank*.json")) if e and e["type"] != "Terminated"]
+        if killed:  # the others only saw it go
+            rank, code = next(iter(killed.items()))
+            error = {"event": "error", "type": "RankDied", "traceback": "",
+                     "message": f"rank {rank} of {devices} was ended by {signal.Signals(-code).name}, and the others with it"
+                                + ("; the kernel does that when memory runs out: lower max_tokens_per_micro_batch" if -code == signal.SIGKILL else "")}
+        elif told:
+            error = min(told, key=lambda e: e.pop("time"))
+        code = 2 if error and error["type"] == "ConfigError" else 1
+    except Exception as failed:
+        error, code = {"event": "error", "type": type(failed).__name__, "message": str(failed), "traceback": traceback.format_exc()[-4000:]}, 1
+    if error:
+        _line_emitter()(error)
+        print(f"{error['type']}: {error['message']}", file=sys.stderr, flush=True)
+    return code
+
+
+def _leave_error(workdir: Path, error: dict[str, Any]) -> None:
+    """Keep a rank's error for the launcher, which knows which rank failed first."""
+    with contextlib.suppress(OSError):
+        atomic_write_json(workdir / f"error-rank{os.environ['RANK']}.json", {**error, "time": time.time()})
+
+
+def _end_despite_collectives(seconds: float = 5.0) -> None:
+    """On SIGTERM end this process after a few seconds whatever it does: a rank that waits inside a collective for one that is gone never
+    comes back to Python, where the signal's handler would run."""
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while signal.SIGTERM not in os.read(reads, 64):
+            pass
+        time.sleep(seconds)
+        _kill_children()
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=watch, name="sigterm-watch", daemon=True).start()
 
 
 def _on_sigterm(signum: int, frame: Any) -> None:
