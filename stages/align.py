@@ -92,17 +92,11 @@ def run(stage):
         stage.warn("align_settings", text)
     frozen = method.needs_reference and config.reference_update == "frozen"
     seen = rows_seen(stage, train, config)
+    model = policy_to_train(stage)
     if frozen:
-        add_reference(stage, renderer, objective, seen + validation)
+        add_reference(stage, renderer, objective, seen + validation, model)
     elif stage.has("ref_logps"):
         raise ValueError(f"method {config.method} with reference_update={config.reference_update} has no frozen reference; leave the ref_logps input out.")
-    if not frozen and method.needs_reference and config.lora_rank:
-        raise ValueError(f"reference_update={config.reference_update} mixes all weights into the reference, which an adapter does not have; write lora_rank=0 or "
-                         "reference_update=frozen.")
-    if config.sharding == "full" and (method.statistic in ("z0", "sorted") or (method.needs_reference and not frozen)):
-        raise ValueError(f"method {config.method} with reference_update={config.reference_update} scores rows outside the training step, which sharded weights do not "
-                         "allow; write sharding=none.")
-    model = policy_to_train(stage)
     moving = None
     if method.needs_reference and not frozen:
         moving = MovingReference(config, stage.path("reference" if stage.has("reference") else "model"), stage.device)
@@ -211,8 +205,11 @@ def data_warnings(config: Config, objective, train, validation) -> list[str]:
     return texts
 
 
-def add_reference(stage, renderer, objective, items) -> None:
-    """Fill ``ref`` of every item (and of its mismatched row) from the given cache, or compute and publish the values."""
+def add_reference(stage, renderer, objective, items, policy) -> None:
+    """Fill ``ref`` of every item (and of its mismatched row) from the given cache, or compute and publish the values.
+
+    ``policy`` has not been trained yet, so it is the reference itself where no other is given (its adapter switched off).
+    """
     from stages.ranks import connect, first_rank_only
     from storage.datasets import is_dataset, open_dataset
 
@@ -223,7 +220,7 @@ def add_reference(stage, renderer, objective, items) -> None:
     path = stage.workdir / "out" / "ref_logps"
     with first_rank_only() as here:
         if here and not is_dataset(str(path)):  # a resumed run finds it complete
-            write_reference(stage, role, objective, items, prints, matching_cache(stage, prints))
+            write_reference(stage, role, objective, items, prints, matching_cache(stage, prints), policy)
     stored = {r["group_id"]: values_of(r) for r in open_dataset(str(path)).iter_rows()}
     for item in items:
         item.extra["ref"] = stored[item.row_id]
@@ -240,8 +237,9 @@ def values_of(row: dict) -> list:
     return [values[end - n:end] for end, n in zip(ends, parts)]
 
 
-def write_reference(stage, role: str, objective, items, prints, cached) -> None:
+def write_reference(stage, role: str, objective, items, prints, cached, policy) -> None:
     """Compute what the cache lacks, 512 rows at a time, and publish all of it: pairs as ``ref_logps/1``, else ``ref_values/1``."""
+    from stages.adapters import AdapterOff, is_adapted
     from stages.modeling import freeze, load_policy
     from storage.schema import complete_row
 
@@ -252,6 +250,8 @@ def write_reference(stage, role: str, objective, items, prints, cached) -> None:
         part = items[start:start + chunk]
         missing = [i for i in part if i.row_id not in by_row]
         if missing:
+            if model is None and role == "model":
+                model = AdapterOff(policy) if is_adapted(policy) else policy
             model = model or freeze(load_policy(stage.path(role), stage.device))
             by_row.update(zip((i.row_id for i in missing), objective.log_probs(model, missing, stage.device)))
         rows = []

@@ -79,7 +79,7 @@ class Distillation:
 
 
 def run(stage):
-    from stages.adapters import add_lora
+    from stages.adapters import AdapterOff, add_lora
     from stages.chat import renderer_for
     from stages.curves import training_report
     from stages.modeling import freeze, load_policy, save_policy
@@ -99,7 +99,8 @@ def run(stage):
     validation, _ = encode(stage, renderer, "validation", config.eval_rows)
     stage.log(f"{len(train)} training rows, {len(validation)} validation rows; dropped {dropped}")
     model = add_lora(load_policy(stage.path("model"), stage.device), config, stage.seed_for("lora"))
-    objective = Distillation(config, freeze(load_policy(teacher_path, stage.device)))
+    own = config.lora_rank and not stage.has("teacher")  # the starting model is the one under the adapter
+    objective = Distillation(config, AdapterOff(model) if own else freeze(load_policy(teacher_path, stage.device)))
     source = answers(stage, train, objective, renderer, model)
     trainer = Trainer(model, objective, config, source.total_steps, stage.device)
     preflight(stage, trainer, train, config.batch_size, renderer)
@@ -150,9 +151,11 @@ def aligned(row_id: str, theirs, mine):
 def answers(stage, items, objective, renderer, model):
     """Source: shuffled rows, some answered anew by the student (``on_policy``); sets the objective's weight of each step."""
     from stages.batching import make_item
+    from stages.sharding import Acting
     from stages.training import ShuffledRows
 
     config = stage.config
+    acting = Acting(model, config) if config.method == "on_policy" else None
 
     class Source(ShuffledRows):
         sampler = None
@@ -174,7 +177,8 @@ def answers(stage, items, objective, renderer, model):
             from stages.sampling import SamplingParams
 
             if self.sampler is None:
-                self.sampler = Sampler(model, renderer.tokenizer, max_batch=64)
+                self.sampler = Sampler(acting.model, renderer.tokenizer, max_batch=64)
+            acting.refresh()
             prompts = [renderer.prompt_ids(row.extra["messages"][:-1]) for row in rows]
             params = SamplingParams(temperature=config.sampling_temperature, max_new_tokens=config.max_completion_length, stop_ids=renderer.stop_ids)
             groups = self.sampler.generate(prompts, params, [[stage.seed_for("answer", step, row.row_id)] for row in rows])

@@ -119,6 +119,8 @@ class Setup:
             self.pooling = resolve_pooling(config.pooling, self.model, self.row.reads)
         self.reader = reader_for(path, self.model, config.max_length, self.pooling)
         gain = self.row.name == "orm" and config.outcome_head == "gain_bias"
+        if gain and config.sharding == "full":
+            raise ModelError("outcome_head=gain_bias trains two single numbers, which cannot be split over devices; write outcome_head=linear, or sharding=none.")
         self.lm_head = keep_lm_head(self.model, path) if gain or self.config.lm_loss_weight else None
         if self.config.lm_loss_weight and self.pooling == "mean":
             raise ModelError("lm_loss_weight needs the prompt apart from the response, which pooling=mean merges; set pooling=last.")
@@ -256,8 +258,6 @@ def run(stage):
     from stages.training import Trainer, fit
 
     config, data = stage.config, stage.dataset("data")
-    if config.sharding == "full":
-        raise ValueError("reward models are scored outside the training step, which sharded weights do not allow; write sharding=none (several devices still share the work).")
     setup = Setup(stage, data)
     setup.separator = step_separator(data, config)
     dropped = Counter()

@@ -236,12 +236,15 @@ def resolve_preset(config: Config):
 
 
 def run(stage):
+    from stages import sharding
+    from stages.adapters import AdapterOff
     from stages.chat import renderer_for
     from stages.critics import Critic, why_no_start
     from stages.curves import training_report
     from stages.generation import prompt_rows
     from stages.modeling import freeze, load_policy, policy_to_train, save_policy
     from stages.policy_update import PolicyGradient
+    from stages.preflight import rl_preflight
     from stages.rewards import build_rewards
     from stages.rollouts import Rollouts, held_out_metrics
     from stages.training import Trainer, fit
@@ -249,8 +252,8 @@ def run(stage):
 
     config = stage.config
     row, warnings = resolve_preset(config)
-    if config.sharding == "full":
-        raise ValueError("the sampler needs whole weights on every device; write sharding=none (several devices share prompts and micro-batches).")
+    if config.sharding == "full" and row.update == "trust_region":
+        raise ValueError("update=trust_region takes second derivatives, for which weights must be whole; write sharding=none, or another preset.")
     stage.log(f"{row}")
     for text in warnings:
         stage.warn("rl_settings", text)
@@ -272,7 +275,11 @@ def run(stage):
     if row.needs_reference or config.opponent == "mixture":
         if stage.has("reference"):
             _same_vocabulary(renderer, stage.path("reference"), "reference")
-        reference = another(stage.path("reference" if stage.has("reference") else "model"))
+        follows = config.ref_mode in ("ema", "refresh")
+        if config.lora_rank and not follows and not stage.has("reference"):
+            reference = AdapterOff(model)
+        else:
+            reference = another(stage.path("reference" if stage.has("reference") else "model"))
     if row.kl_loss_coef and row.kl_target == "old" and row.kl_loss_estimator == "full":
         old = another(stage.path("model"))
     if row.needs_critic:
@@ -286,10 +293,18 @@ def run(stage):
             stage.warn("critic_start", f"The critic starts from the policy, not from the reward model: {reason}.")
             start = "model"
         critic = Critic(stage, row, stage.path(start), start != "model", model)
-    source = Rollouts(stage, row, renderer, model, rewards, prompts, reference=reference, old=old, critic=critic)
-    objective = PolicyGradient(row, config, source.kl_loss_coef, old if row.kl_target == "old" else reference,
+    acting = sharding.Acting(model, config)
+    anchor = old if row.kl_target == "old" else reference
+    if acting.model is not model and reference is not None:
+        if isinstance(reference, AdapterOff):
+            reference = AdapterOff(acting.model)
+        elif not follows and row.kl_loss_estimator != "full" and config.opponent != "mixture":
+            sharding.shard(reference, stage.device)
+    source = Rollouts(stage, row, renderer, model, rewards, prompts, reference=reference, old=old, critic=critic, acting=acting)
+    objective = PolicyGradient(row, config, source.kl_loss_coef, anchor,
                                critic.head if critic is not None and config.critic_mode == "shared" else None)
     trainer = (TrustRegionTrainer if row.update == "trust_region" else Trainer)(model, objective, config, source.total_steps, stage.device)
+    rl_preflight(stage, trainer, source)
     evaluate = (lambda: held_out_metrics(stage, source, rewards, held_out)) if held_out else None
     fit(stage, trainer, source, evaluate=evaluate, eval_every=config.eval_every)
     source.close()
@@ -312,15 +327,11 @@ def run(stage):
 
 
 def _full_weights_only(config: Config, row) -> None:
-    """Refuse what copies or differentiates all weights together with a LoRA adapter."""
-    asked = {"ref_mode": config.ref_mode in ("ema", "refresh"),
-             "kl_target": row.kl_target == "old" and row.kl_loss_estimator == "full" and row.kl_loss_coef > 0,
-             "opponent": row.advantage == "win_rate" and config.opponent == "ema", "critic_mode": row.needs_critic and config.critic_mode == "shared",
-             "preset": row.update == "trust_region"}
+    """Refuse what differentiates all weights, or trains others of the trunk, together with a LoRA adapter."""
+    asked = {"critic_mode": row.needs_critic and config.critic_mode == "shared", "preset": row.update == "trust_region"}
     for name in (name for name, on in asked.items() if on):
-        raise ValueError(f"{name}={getattr(config, name)} with lora_rank={config.lora_rank} is not supported: "
-                         f"it needs a copy of all weights; write lora_rank=0, "
-                         "or the default of that setting.")
+        raise ValueError(f"{name}={getattr(config, name)} with lora_rank={config.lora_rank} is not supported: it trains more than the adapter; "
+                         "write lora_rank=0, or the default of that setting.")
 
 
 def _same_vocabulary(renderer, path: str, name: str) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from stages import ranks
+from stages import ranks, sharding
 from stages.algorithms import RLPreset
 from stages.batching import Item, make_item, per_response
 from stages.credit import Batch, assign, explained_variance
@@ -48,15 +48,17 @@ class Rollouts:
     Args:
         row: the resolved preset.
         reference, old, critic: frozen reference, copy of the policy that sampled (exact KL to it), value function; None where unused.
+        acting: the policy with whole weights (``sharding.Acting``) where it is sharded.
     """
 
-    def __init__(self, stage, row: RLPreset, renderer, model, rewards, prompts, *, reference=None, old=None, critic=None):
+    def __init__(self, stage, row: RLPreset, renderer, model, rewards, prompts, *, reference=None, old=None, critic=None, acting=None):
         from stages.sampler import Sampler
 
         config = self.config = stage.config
         self.stage, self.row, self.renderer, self.model, self.rewards = stage, row, renderer, model, rewards
         self.prompts, self.reference, self.old, self.critic = prompts, reference, old, critic
-        self.sampler = Sampler(model, renderer.tokenizer, max_batch=config.generation_batch)
+        self.acting = acting or sharding.Acting(model, config)
+        self.sampler = Sampler(self.acting.model, renderer.tokenizer, max_batch=config.generation_batch)
         self.params = sampling_params(config, renderer)
         self.baseline = MovingAverageBaseline(config.baseline_decay)
         coef = row.kl_loss_coef or row.kl_reward_coef
@@ -194,6 +196,7 @@ class Rollouts:
     def _next_iteration(self, step: int) -> None:
         if self.iteration >= 0:
             self._finish_iteration()
+        self.acting.refresh()
         if not self.warmed:
             self._warm_up_critic()
         if self.row.baseline in ("table", "v_star") and not self.table:
@@ -361,7 +364,7 @@ class Rollouts:
         if fresh and self.exact_logps and not any(s.off_policy for s in samples):
             old = sampled
         elif fresh or row.on_policy_logps:
-            old = self._logps(self.model, items)
+            old = self._logps(self.acting.model, items)
         else:
             old = sampled  # of the policies that sampled them
         weights = self._importance_weights(padded(old), padded(sampled), mask) if config.importance_correction != "none" else None
@@ -521,6 +524,8 @@ class Rollouts:
             lengths = [len(response) for item in batch.items for response in item.responses]
             return [row[:length].tolist() for row, length in zip(padded, lengths)]
 
+        if sharding.root_of(model) is not None:
+            return [row for rows in per_response(items, self.config.max_tokens_per_micro_batch, self.stage.device, compute, model) for row in rows]
         mine = range(ranks.rank(), len(items), ranks.world_size())
         found = dict(zip(mine, per_response([items[i] for i in mine], self.config.max_tokens_per_micro_batch, self.stage.device, compute)))
         everyone = {i: rows for part in ranks.gather(found) for i, rows in part.items()}
@@ -530,7 +535,8 @@ class Rollouts:
         """Mean k3 of KL(old||new) over the trained tokens of ``items``, nats."""
         live = [i for i in items if i.n_targets]
         total = count = 0.0
-        for new, old, mask in zip(self._logps(self.model, live), (o for i in live for o in i.extra["old_logps"]), (m for i in live for m in i.masks)):
+        self.acting.refresh()
+        for new, old, mask in zip(self._logps(self.acting.model, live), (o for i in live for o in i.extra["old_logps"]), (m for i in live for m in i.masks)):
             d = np.where(mask > 0, np.subtract(new, old) if len(new) else 0.0, 0.0).clip(-20, 20)
             total, count = total + float((np.expm1(d) - d).sum()), count + float((mask > 0).sum())
         return total / max(count, 1.0)
@@ -587,7 +593,7 @@ class Rollouts:
         if self.config.opponent == "mixture":
             from stages.generation import MixtureSampler
 
-            return MixtureSampler(self.model, self.reference, self.renderer.tokenizer, self.config.mixture_coef)
+            return MixtureSampler(self.acting.model, self.reference, self.renderer.tokenizer, self.config.mixture_coef)
         return Sampler(freeze(load_policy(self.stage.path("model"), self.stage.device)), self.renderer.tokenizer, max_batch=self.config.generation_batch)
 
     def _difficulties(self) -> list[float]:
@@ -745,6 +751,7 @@ def rollout_metrics(samples, rewards, group_of) -> dict[str, float]:
 
 def held_out_metrics(stage, source: Rollouts, rewards, prompts) -> dict[str, float]:
     """One sampled completion per validation prompt, with the same seeds at every call."""
+    source.acting.refresh()
     groups = sample_groups(source.sampler, prompts, source.params, [[stage.seed_for("validation", row["row_id"])] for row, _ in prompts])
     samples = [g[0] for g in groups]
     score(rewards, samples)

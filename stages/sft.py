@@ -94,9 +94,9 @@ def run(stage):
     stage.log(f"{len(train)} training rows, {sum(i.n_tokens for i in train)} tokens, "
               f"{sum(i.n_targets for i in train)} of them trained; {len(validation)} validation rows; dropped {dropped}")
     source = rows_in_order(stage, train, config)
+    answers = Answers(stage, dataset, renderer, model) if stage.has("reward_model") else None
     trainer = Trainer(model, NextToken(config.loss_agg_mode), config, source.total_steps, stage.device)
     preflight(stage, trainer, train, config.batch_size, renderer, completions_end=not full_text)
-    answers = Answers(stage, dataset, renderer, model) if stage.has("reward_model") else None
     before, final = fit(stage, trainer, source, eval_every=config.eval_every,
                         evaluate=lambda: {**trainer.evaluate(validation), **(answers.judge() if answers else {})})
     with stage.output_model("model", role="policy") as directory:
@@ -133,6 +133,7 @@ class Answers:
         from stages.reward_scorers import load_scorer
         from stages.sampler import Sampler
         from stages.sampling import SamplingParams
+        from stages.sharding import Acting
         from stages.spec import ConfigError
 
         config = stage.config
@@ -146,13 +147,15 @@ class Answers:
         if not self.prompts:
             raise ConfigError("sft: a reward_model needs validation rows to answer; give a dataset with a validation split, or leave the reward_model input out")
         self.renderer, self.scorer = renderer, load_scorer(stage.path("reward_model"), stage.device)
-        self.sampler = Sampler(model, renderer.tokenizer)
+        self.acting = Acting(model, config)
+        self.sampler = Sampler(self.acting.model, renderer.tokenizer)
         self.params = SamplingParams(temperature=0.0, max_new_tokens=config.eval_completion_length, stop_ids=renderer.stop_ids)
 
     def judge(self) -> dict[str, float]:
         """{"reward": mean score, "answer_length": mean tokens}; answers that cannot be scored do not count."""
         from stages.reward_scorers import Response
 
+        self.acting.refresh()
         groups = self.sampler.generate([self.renderer.prompt_ids(p) for p in self.prompts], self.params, [[0] for _ in self.prompts])
         scores = self.scorer.score([Response(p, [{"role": "assistant", "content": g[0].text}]) for p, g in zip(self.prompts, groups)])
         known = [s for s in scores if s == s]

@@ -104,17 +104,22 @@ def assign(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 # -- the model as a whole -------------------------------------------------------------------------------------------------------
 
-class WholeCopy:
-    """A whole copy of a model that is about to be sharded, for code that reads all weights at once (the sampler): ``model``, a frozen
-    plain model, up to date after :meth:`refresh`."""
+class Acting:
+    """A trained model for code that reads all its weights at once (the sampler): ``model``, up to date after :meth:`refresh`.
 
-    def __init__(self, source):
-        self.source, self.model = source, copy.deepcopy(source).requires_grad_(False)
-        self.model._posttrain_lean = None
+    It is the trained model itself, or where that is about to be sharded (make this before the trainer) a whole frozen copy.
+    """
+
+    def __init__(self, source, config):
+        self.source = self.model = source
+        if config.sharding == "full" and ranks.world_size() > 1:
+            self.model = copy.deepcopy(source).requires_grad_(False)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Gather what is trained, one tensor after the other; every rank must call."""
+        """Gather what was trained, one tensor after the other; every rank must call."""
+        if self.model is self.source:
+            return
         own = dict(self.model.named_parameters())
         for name, parameter in self.source.named_parameters():
             if parameter.requires_grad:

@@ -28,6 +28,7 @@ import torch
 
 from stages import lean, ranks, sharding
 from stages.batching import Batch, Item, collate, plan, size
+from stages.modeling import head_of
 from stages.settings import OptimizerConfig
 from stages.tensor_files import TensorFiles, writer_of
 from storage.checkpoints import Files
@@ -113,7 +114,11 @@ class Trainer:
         choose_forward(model, config.forward)
         if config.activation_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.root = sharding.shard(model, device) if config.sharding == "full" and self.ranks > 1 else None
+        self.root = None
+        if config.sharding == "full" and self.ranks > 1:
+            if model.get_output_embeddings() is not None:
+                head_of(model)  # tries the head once, which must not happen later on some ranks only
+            self.root = sharding.shard(model, device)
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.averages = {n: p.detach().clone() for n, p in self.parameters.items()} if config.ema_decay else {}
         self.best_weights: dict[str, torch.Tensor] = {}

@@ -4,9 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
+from tests.reward.conftest import encoder  # noqa: F401
 
 # Ranks end with the process that started them, as under a task.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "POSTTRAIN_PARENT_PID": str(os.getpid())}
@@ -31,36 +35,94 @@ def test_every_objectives_gradient_is_the_single_process_one(tiny, tmp_path, sha
         assert other_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-6) and other_judged == pytest.approx(judged, rel=1e-5, abs=1e-6), name
 
 
-@pytest.mark.parametrize("stage, sharding", (("sft", "none"), ("sft", "full"), ("align", "none"), ("rl", "none")))
-def test_a_stage_on_two_ranks_and_a_resume_on_another_count(stage, sharding, tiny, data, spec, tmp_path):
-    """Same weights (to float32 rounding) from 1 rank, 2 ranks, and 2 ranks for the first steps then 1."""
-    from safetensors.torch import load_file
+LENGTH = [{"name": "length", "kind": "length", "max_length": 10, "cache_length": 10}]
+RL = {"max_steps": 6, "prompts_per_step": 4, "num_generations": 4, "max_completion_length": 10, "learning_rate": 1e-3, "rewards": LENGTH}
+ROWS = {"max_steps": 6, "batch_size": 8, "learning_rate": 1e-3, "eval_rows": 4}
+FULL = {"sharding": "full", "forward": "model"}  # one process computes the layers as the ranks do
+CASES = {  # name: (stage, settings, rows)
+    "sft": ("sft", {**ROWS, "ema_decay": 0.5}, "demonstrations"),
+    "align": ("align", ROWS, "pairs"),
+    "rl": ("rl", {**RL, "preset": "dr_grpo"}, "prompts"),
+    "sft, LoRA, sharded": ("sft", {**ROWS, **FULL, "learning_rate": 1e-2, "lora_rank": 4, "ema_decay": 0.5}, "demonstrations"),
+    "align, own statistics, sharded": ("align", {**ROWS, **FULL, "method": "kto"}, "pairs"),
+    "align, LoRA, moving reference, sharded": ("align", {**ROWS, **FULL, "lora_rank": 4, "learning_rate": 1e-2, "reference_update": "tr_soft", "reference_interval": 2}, "pairs"),
+    "reward model, sharded": ("reward_model", {**ROWS, **FULL}, "pairs"),
+    "reward model, LoRA, sharded": ("reward_model", {**ROWS, **FULL, "lora_rank": 4, "learning_rate": 1e-2}, "pairs"),
+    "reward model on an encoder, sharded": ("reward_model", {**ROWS, **FULL}, "pairs"),
+    "rl, critic, reference, sharded": ("rl", {**RL, **FULL, "preset": "ppo", "beta": 0.1, "kl_coef": 0}, "prompts"),
+    "rl, shared critic, averages, sharded": ("rl", {**RL, **FULL, "preset": "ppo", "critic_mode": "shared", "ema_decay": 0.5, "eval_prompts": 3, "eval_every": 2}, "prompts"),
+    "rl, LoRA, sharded": ("rl", {**RL, **FULL, "preset": "grpo", "beta": 0.1, "lora_rank": 4, "learning_rate": 1e-2, "num_iterations": 2}, "prompts"),
+}
 
-    config = {"max_steps": 6, "batch_size": 8, "learning_rate": 1e-3, "eval_rows": 4, "sharding": sharding, "ema_decay": 0.5}
-    if stage == "rl":
-        config = {"max_steps": 6, "prompts_per_step": 4, "num_generations": 4, "max_completion_length": 10, "learning_rate": 1e-3, "preset": "dr_grpo",
-                  "rewards": [{"name": "length", "kind": "length", "max_length": 10, "cache_length": 10}]}
-    inputs = {"model": tiny["policy"], "data": data[{"sft": "demonstrations", "align": "pairs", "rl": "prompts"}[stage]]}
-    weights = {}
-    for name, devices in (("one", [1]), ("two", [2]), ("changed", [2, 1])):
-        built = spec(stage, config, inputs, name)
-        for i, count in enumerate(devices):
-            built["devices"] = count
-            path = tmp_path / f"{name}-{i}.json"
-            path.write_text(json.dumps(built))
-            environment = {**ENVIRONMENT, "POSTTRAIN_CHECKPOINT_SECONDS": "0"}
-            if i + 1 < len(devices):  # stop behind the third checkpoint
-                stop_after(path, environment, tmp_path / name / "checkpoints", 3)
-            else:
-                done = subprocess.run([sys.executable, "-m", "stages", str(path)], env=environment, capture_output=True, text=True, timeout=600)
-                assert done.returncode == 0, done.stderr[-4000:]
-        result = json.loads((tmp_path / name / "result.json").read_text())
-        if name == "changed":
-            assert result["resumed_from"] is not None
-        weights[name] = load_file(tmp_path / name / "out" / "model" / "model.safetensors")
-    for name in ("two", "changed"):
-        for key, value in weights["one"].items():
-            assert torch.allclose(weights[name][key], value, atol=2e-5), (name, key)
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_stage_on_two_ranks_and_a_resume(case, tiny, encoder, data, spec, tmp_path):
+    """Same weights (to float32 rounding) from 1 rank, 2 ranks, and 2 ranks for the first steps then 1; with sharded weights a kill and a
+    resume on 2 ranks give the same bytes."""
+    stage, config, rows = CASES[case]
+    inputs = {"model": encoder if "encoder" in case else tiny["policy"], "data": data[rows]}
+    one, _ = trained(spec, stage, config, inputs, "one", [1])
+    two, result = trained(spec, stage, config, inputs, "two", [2])
+    start = load_file(os.path.join(inputs["model"], "model.safetensors"))
+    assert max(float((one[k] - start[k]).abs().max()) for k in one.keys() & start.keys()) > 1e-4, "nothing was learned, so nothing was compared"
+    sharded = config.get("sharding") == "full"
+    changed, again = trained(spec, stage, config, inputs, "changed", [2, 2] if sharded else [2, 1])
+    assert again["resumed_from"]
+    assert one.keys() == two.keys() == changed.keys()
+    for key, value in one.items():
+        assert torch.allclose(two[key], value, atol=2e-5), key
+        assert torch.equal(changed[key], two[key]) if sharded else torch.allclose(changed[key], value, atol=2e-5), key
+    if sharded:
+        assert again["summary"] == result["summary"]
+        assert (tmp_path / "changed/metrics.jsonl").read_bytes() == (tmp_path / "two/metrics.jsonl").read_bytes()
+
+
+def test_sharded_checkpoints_resume_on_any_number_of_ranks(tiny, data, spec, tmp_path):
+    """Every rank's file holds about its share of weights, moments, averages and best weights; 1, 2 and 3 ranks continue from them."""
+    config = {**ROWS, **FULL, "ema_decay": 0.5, "eval_every": 2, "select_by": "loss"}
+    inputs = {"model": tiny["policy"], "data": data["demonstrations"]}
+    expected, _ = trained(spec, "sft", config, inputs, "undisturbed", [2])
+    for plan in ([2, 1], [1, 2], [2, 3]):
+        name = "-".join(map(str, plan))
+        found, result = trained(spec, "sft", config, inputs, name, plan)
+        assert result["resumed_from"]
+        assert all(torch.allclose(found[k], v, atol=2e-5) for k, v in expected.items()), plan
+        newest = max((tmp_path / name / "checkpoints").glob("step-*"))
+        sizes = [p.stat().st_size for p in sorted(newest.glob("trainer-*.safetensors"))]
+        assert len(sizes) == plan[-1] and max(sizes) < 1.2 * min(sizes), sizes
+
+
+def test_saving_a_state_takes_no_memory(tmp_path):
+    """Tensors go to the file one by one: the process does not grow while it saves 128 MiB, and gets every byte back."""
+    program = f"""
+import resource, torch
+from pathlib import Path
+from stages.tensor_files import TensorFiles, writer_of
+tensors = {{f"t{{i}}": torch.full((1 << 20,), float(i)) for i in range(32)}} | {{"step": torch.tensor(7.0), "half": torch.ones(3, 5, dtype=torch.bfloat16)}}
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+writer_of(tensors)(Path({str(tmp_path / 'state')!r}))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+stored = TensorFiles([Path({str(tmp_path / 'state')!r})])
+assert all(torch.equal(stored.into(n, torch.empty_like(t)), t) for n, t in tensors.items())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 16, f"grew by {done.stdout} MiB"
+
+
+def trained(spec, stage, config, inputs, name, devices):
+    """(weights, result) of a stage run on these numbers of ranks one after the other, killed behind later and later checkpoints between."""
+    built = spec(stage, config, inputs, name)
+    work = Path(built["workdir"])
+    environment = {**ENVIRONMENT, "POSTTRAIN_CHECKPOINT_SECONDS": "0"}
+    for i, count in enumerate(devices):
+        path = work.parent / f"{name}-{i}.json"
+        path.write_text(json.dumps({**built, "devices": count}))
+        if i + 1 < len(devices):
+            stop_after(path, environment, work / "checkpoints", 3)
+            continue
+        done = subprocess.run([sys.executable, "-m", "stages", str(path)], env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-4000:]
+    return load_file(work / "out" / "model" / "model.safetensors"), json.loads((work / "result.json").read_text())
 
 
 def stop_after(path, environment, checkpoints, step):
