@@ -30,12 +30,16 @@ def ranks_of(pid: int) -> dict[int, psutil.Process]:
 
 
 def kill_one(inputs, config, victim: int, step: int, inside_write: bool) -> tuple[str, bool]:
-    """Kill a rank behind a step, or in the next write of a checkpoint after it: (what the stage said, whether a write was cut short)."""
+    """Kill a rank behind a step (0: while the ranks still look for each other), or in the next write of a checkpoint after it: (what the
+    stage said, whether a write was cut short)."""
     seen: dict = {}
 
     def kill():
-        seen["ranks"] = ranks_of(seen["pid"])
-        folder, deadline = Path(seen["workdir"], "checkpoints"), time.monotonic() + 60
+        deadline = time.monotonic() + 60
+        while len(seen["ranks"]) < 2 and time.monotonic() < deadline:
+            seen["ranks"] = ranks_of(seen["pid"])
+            time.sleep(0.01)
+        folder = Path(seen["workdir"], "checkpoints")
         while inside_write and time.monotonic() < deadline and not any(folder.glob(".tmp-*")):
             time.sleep(0.0002)
         seen["ranks"][victim].kill()
@@ -43,7 +47,7 @@ def kill_one(inputs, config, victim: int, step: int, inside_write: bool) -> tupl
     def listen(event):
         if event["event"] == "started":
             seen.update(pid=event["pid"], workdir=event["workdir"])
-        if event["event"] == "metric" and event["step"] == step and "ranks" not in seen:
+        if event.get("step", 0) == step and event["event"] == ("metric" if step else "started") and "ranks" not in seen:
             seen["ranks"] = {}
             threading.Thread(target=kill).start()
 
@@ -64,8 +68,9 @@ def test_a_killed_rank_takes_the_stage_down_and_the_next_run_ends_with_the_same_
     whole = run_stage("sft", inputs, config, seed=3, devices=2)
     monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "killed"))
     dice = random.Random(sharding)
-    message, _ = kill_one(inputs, config, 1, dice.randrange(1, 4), inside_write=False)
-    assert "rank 1 of 2 was ended by SIGKILL" in message and "same command" in message
+    for victim, step in ((1, 0), (1, dice.randrange(1, 4))):
+        message, _ = kill_one(inputs, config, victim, step, inside_write=False)
+        assert f"rank {victim} of 2 was ended by SIGKILL" in message and "same command" in message
     cut = [kill_one(inputs, config, victim, step, inside_write=True) for victim, step in ((1, 4), (0, 6))]
     assert all(f"rank {v} of 2 was ended by SIGKILL" in text for v, (text, _) in zip((1, 0), cut))
     assert any(partial for _, partial in cut), "no kill hit a write"
