@@ -94,7 +94,7 @@ def longest_rollouts(source) -> list[Item]:
     rng = source.stage.rng("preflight", "tokens")
     vocabulary, length = source.model.get_input_embeddings().weight.shape[0], config.longest_completion
     prompts = sorted(source.prompts, key=lambda p: len(p[1]), reverse=True)
-    limit = max_positions(source.acting.model)
+    limit = max_positions(source.model)
     if source.stored is None and limit is not None and len(prompts[0][1]) + length > limit:
         raise ValueError(f"the longest prompt has {len(prompts[0][1])} tokens and completions may have {length}, together over the model's {limit} positions; "
                          f"write max_prompt_length <= {max(limit - length, 0)}, or a smaller max_completion_length.")
@@ -118,7 +118,7 @@ def rl_plan_facts(source, made: list[Item], trainer) -> dict[str, int | str]:
     per_step = made[:max(1, -(-len(made) // config.num_minibatches))]
     prompts = [len(ids) for _, ids in source.prompts]
     trainers = [t for t in (trainer, getattr(source.critic, "trainer", None)) if t is not None]
-    weights, training = held_bytes([m for m in (source.model, source.acting.model, source.reference, source.old, getattr(source.critic, "model", None),
+    weights, training = held_bytes([m for m in (trainer.model, source.model, source.reference, source.old, getattr(source.critic, "model", None),
                                                 getattr(source.opponent, "model", None)) if m is not None], trainers)
     return {"prompts": len(prompts), "optimizer steps": config.max_steps, "optimizer steps per batch of completions": source.steps_per_batch,
             "prompts per batch": config.prompts_per_step, "completions per prompt": config.num_generations,
@@ -147,11 +147,11 @@ def held_bytes(models, trainers) -> tuple[int, int]:
 
 def kv_bytes(source, longest_prompt: int) -> int:
     """Keys and values of the sequences that are decoded together, all at their greatest length."""
-    config, model = source.config, source.acting.model.config.get_text_config()
+    config, model = source.config, source.model.config.get_text_config()
     rows = min(config.generation_batch, config.prompts_per_step * config.num_generations)
     heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
     width = heads * (getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads)
-    return 2 * model.num_hidden_layers * width * rows * (longest_prompt + config.longest_completion) * next(iter(source.acting.model.parameters())).element_size()
+    return 2 * model.num_hidden_layers * width * rows * (longest_prompt + config.longest_completion) * next(iter(source.model.parameters())).element_size()
 
 
 def tried_samples(stage, source) -> list[list]:
@@ -161,7 +161,7 @@ def tried_samples(stage, source) -> list[list]:
     prompts, count = TRIED
     if source.stored is not None:
         return [group.samples[:count] for group in source.stored[:prompts]]
-    source.acting.refresh()
+    source.refresh()
     chosen, count = source.prompts[:prompts], min(count, source.config.num_generations)
     seeds = [[stage.seed_for("preflight", row["row_id"], g) for g in range(count)] for row, _ in chosen]
     return sample_groups(source.sampler, chosen, source.params, seeds)

@@ -300,7 +300,7 @@ def run(stage):
             reference = AdapterOff(acting.model)
         elif not follows and row.kl_loss_estimator != "full" and config.opponent != "mixture":
             sharding.shard(reference, stage.device)
-    source = Rollouts(stage, row, renderer, model, rewards, prompts, reference=reference, old=old, critic=critic, acting=acting)
+    source = Rollouts(stage, row, renderer, acting.model, rewards, prompts, reference=reference, old=old, critic=critic, refresh=acting.refresh)
     objective = PolicyGradient(row, config, source.kl_loss_coef, anchor,
                                critic.head if critic is not None and config.critic_mode == "shared" else None)
     trainer = (TrustRegionTrainer if row.update == "trust_region" else Trainer)(model, objective, config, source.total_steps, stage.device)

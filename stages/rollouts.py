@@ -48,17 +48,17 @@ class Rollouts:
     Args:
         row: the resolved preset.
         reference, old, critic: frozen reference, copy of the policy that sampled (exact KL to it), value function; None where unused.
-        acting: the policy with whole weights (``sharding.Acting``) where it is sharded.
+        model, refresh: the policy with whole weights, and what brings them up to date where training goes on elsewhere (``sharding.Acting``).
     """
 
-    def __init__(self, stage, row: RLPreset, renderer, model, rewards, prompts, *, reference=None, old=None, critic=None, acting=None):
+    def __init__(self, stage, row: RLPreset, renderer, model, rewards, prompts, *, reference=None, old=None, critic=None, refresh=None):
         from stages.sampler import Sampler
 
         config = self.config = stage.config
         self.stage, self.row, self.renderer, self.model, self.rewards = stage, row, renderer, model, rewards
         self.prompts, self.reference, self.old, self.critic = prompts, reference, old, critic
-        self.acting = acting or sharding.Acting(model, config)
-        self.sampler = Sampler(self.acting.model, renderer.tokenizer, max_batch=config.generation_batch)
+        self.refresh = refresh or (lambda: None)
+        self.sampler = Sampler(model, renderer.tokenizer, max_batch=config.generation_batch)
         self.params = sampling_params(config, renderer)
         self.baseline = MovingAverageBaseline(config.baseline_decay)
         coef = row.kl_loss_coef or row.kl_reward_coef
@@ -124,7 +124,10 @@ class Rollouts:
         extra = dict(self.metrics) if first else {}
         if self.critic is not None:
             extra |= self.critic.train(self.current)
-        if self.reference is not None and reference_due(self.config.ref_mode, step, self.config.ref_sync_steps):
+        moves = self.reference is not None and reference_due(self.config.ref_mode, step, self.config.ref_sync_steps)
+        if moves or (self.opponent is not None and self.config.opponent == "ema"):
+            self.refresh()
+        if moves:
             keep = self.config.ref_decay if self.config.ref_mode == "ema" else 1.0 - self.config.ref_sync_alpha
             move_towards(self.reference, self.model, keep)
         if self.opponent is not None and self.config.opponent == "ema":
@@ -196,7 +199,7 @@ class Rollouts:
     def _next_iteration(self, step: int) -> None:
         if self.iteration >= 0:
             self._finish_iteration()
-        self.acting.refresh()
+        self.refresh()
         if not self.warmed:
             self._warm_up_critic()
         if self.row.baseline in ("table", "v_star") and not self.table:
@@ -364,7 +367,7 @@ class Rollouts:
         if fresh and self.exact_logps and not any(s.off_policy for s in samples):
             old = sampled
         elif fresh or row.on_policy_logps:
-            old = self._logps(self.acting.model, items)
+            old = self._logps(self.model, items)
         else:
             old = sampled  # of the policies that sampled them
         weights = self._importance_weights(padded(old), padded(sampled), mask) if config.importance_correction != "none" else None
@@ -535,8 +538,8 @@ class Rollouts:
         """Mean k3 of KL(old||new) over the trained tokens of ``items``, nats."""
         live = [i for i in items if i.n_targets]
         total = count = 0.0
-        self.acting.refresh()
-        for new, old, mask in zip(self._logps(self.acting.model, live), (o for i in live for o in i.extra["old_logps"]), (m for i in live for m in i.masks)):
+        self.refresh()
+        for new, old, mask in zip(self._logps(self.model, live), (o for i in live for o in i.extra["old_logps"]), (m for i in live for m in i.masks)):
             d = np.where(mask > 0, np.subtract(new, old) if len(new) else 0.0, 0.0).clip(-20, 20)
             total, count = total + float((np.expm1(d) - d).sum()), count + float((mask > 0).sum())
         return total / max(count, 1.0)
@@ -593,7 +596,7 @@ class Rollouts:
         if self.config.opponent == "mixture":
             from stages.generation import MixtureSampler
 
-            return MixtureSampler(self.acting.model, self.reference, self.renderer.tokenizer, self.config.mixture_coef)
+            return MixtureSampler(self.model, self.reference, self.renderer.tokenizer, self.config.mixture_coef)
         return Sampler(freeze(load_policy(self.stage.path("model"), self.stage.device)), self.renderer.tokenizer, max_batch=self.config.generation_batch)
 
     def _difficulties(self) -> list[float]:
@@ -751,7 +754,7 @@ def rollout_metrics(samples, rewards, group_of) -> dict[str, float]:
 
 def held_out_metrics(stage, source: Rollouts, rewards, prompts) -> dict[str, float]:
     """One sampled completion per validation prompt, with the same seeds at every call."""
-    source.acting.refresh()
+    source.refresh()
     groups = sample_groups(source.sampler, prompts, source.params, [[stage.seed_for("validation", row["row_id"])] for row, _ in prompts])
     samples = [g[0] for g in groups]
     score(rewards, samples)

@@ -46,7 +46,7 @@ CASES = {  # name: (stage, settings, rows)
     "sft, LoRA, sharded": ("sft", {**ROWS, **FULL, "learning_rate": 1e-2, "lora_rank": 4, "ema_decay": 0.5}, "demonstrations"),
     "align, own statistics, sharded": ("align", {**ROWS, **FULL, "method": "kto"}, "pairs"),
     "align, LoRA, moving reference, sharded": ("align", {**ROWS, **FULL, "lora_rank": 4, "learning_rate": 1e-2, "reference_update": "tr_soft", "reference_interval": 2}, "pairs"),
-    "reward model, sharded": ("reward_model", {**ROWS, **FULL}, "pairs"),
+    "reward model, language model loss, sharded": ("reward_model", {**ROWS, **FULL, "lm_loss_weight": 0.1}, "pairs"),
     "reward model, LoRA, sharded": ("reward_model", {**ROWS, **FULL, "lora_rank": 4, "learning_rate": 1e-2}, "pairs"),
     "reward model on an encoder, sharded": ("reward_model", {**ROWS, **FULL}, "pairs"),
     "rl, critic, reference, sharded": ("rl", {**RL, **FULL, "preset": "ppo", "beta": 0.1, "kl_coef": 0}, "prompts"),
