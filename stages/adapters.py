@@ -39,12 +39,17 @@ def add_lora(model, config, seed: int, task: str = "CAUSAL_LM"):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed % 2**63)
         try:
-            return get_peft_model(model, settings)
+            adapted = get_peft_model(model, settings)
         except ValueError as error:
             from stages.modeling import ModelError
 
             linear = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
             raise ModelError(f"lora_targets={config.lora_targets!r} fits no layer of {type(model).__name__}; write all-linear or some of: {', '.join(linear)}") from error
+    if hasattr(adapted.get_output_embeddings(), "lora_A"):
+        from stages.modeling import ModelError
+
+        raise ModelError(f"lora_targets={config.lora_targets!r} names the output layer, which is computed without its adapter; leave it out, or write all-linear (which does)")
+    return adapted
 
 
 @contextlib.contextmanager

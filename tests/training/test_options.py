@@ -87,6 +87,8 @@ def test_unknown_lora_targets_name_the_layers(tiny):
 
     with pytest.raises(ModelError, match="q_proj"):
         add_lora(load_policy(tiny["policy"]), OptimizerConfig(lora_rank=2, lora_targets="quack"), 0)
+    with pytest.raises(ModelError, match="output layer"):
+        add_lora(load_policy(tiny["policy"]), OptimizerConfig(lora_rank=2, lora_targets="q_proj,lm_head"), 0)
 
 
 def test_averaged_weights_are_the_published_ones(tiny):

@@ -414,8 +414,8 @@ def test_prompt_orders(rl):
         rl.source("none", {"preset": "dr_grpo", "curriculum": "cosine"})
 
 
-def test_an_adapter_trains_with_a_critic_and_refuses_what_copies_all_weights(rl):
+def test_an_adapter_trains_with_a_critic_and_refuses_what_trains_more_than_it(rl):
     result, metrics = rl("lora", {"preset": "ppo", "lora_rank": 2, "num_iterations": 2, "truncation_policy": "score"})
     assert metrics[-1]["train/grad_norm"] > 0 and metrics[-1]["critic/grad_norm"] > 0 and set(result["outputs"]) >= {"model", "critic"}
     with pytest.raises(Exception, match="lora_rank=0"):
-        rl("lora-refresh", {"preset": "grpo", "lora_rank": 2, "ref_mode": "refresh"})
+        rl("lora-shared", {"preset": "ppo", "lora_rank": 2, "critic_mode": "shared"})
