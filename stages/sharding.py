@@ -95,10 +95,7 @@ def rows_of(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 def assign(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a whole or equally sharded value into a parameter, sharded or not."""
-    place = rows_of(parameter)
-    if place is not None and not is_sharded(value):
-        value = value[place[0]:place[1]]
+    """Copy a value into a parameter, both sharded alike or both whole."""
     local(parameter).copy_(local(value))
 
 
