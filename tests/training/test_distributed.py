@@ -72,6 +72,8 @@ def test_a_stage_on_two_ranks_and_a_resume(case, tiny, encoder, data, spec, tmp_
     assert again["resumed_from"]
     assert one.keys() == two.keys() == changed.keys()
     for key, value in one.items():
+        if key.endswith("self.key.bias"):  # softmax cannot see it: Adam follows the rounding of a gradient that is zero
+            continue
         assert torch.allclose(two[key], value, atol=2e-5), key
         assert torch.equal(changed[key], two[key]) if sharded else torch.allclose(changed[key], value, atol=2e-5), key
     if sharded:
