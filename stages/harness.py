@@ -542,6 +542,7 @@ def main(spec_path: str) -> int:
 
 def _launch_ranks(spec_path: str, devices: int, workdir: Path) -> int:
     """Run the stage's ranks under torchrun; when one fails the others are ended, and the error told is that of the first to fail."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
@@ -564,6 +565,8 @@ def _launch_ranks(spec_path: str, devices: int, workdir: Path) -> int:
         elif told:
             error = min(told, key=lambda e: e.pop("time"))
         code = 2 if error and error["type"] == "ConfigError" else 1
+    except (SignalException, Terminated):
+        error, code = {"event": "error", "type": "Terminated", "message": "the stage was asked to stop", "traceback": ""}, 128 + signal.SIGTERM
     except Exception as failed:
         error, code = {"event": "error", "type": type(failed).__name__, "message": str(failed), "traceback": traceback.format_exc()[-4000:]}, 1
     if error:
