@@ -557,8 +557,9 @@ def _launch_ranks(spec_path: str, devices: int, workdir: Path) -> int:
     except ChildFailedError as failed:
         killed = {rank: f.exitcode for rank, f in failed.failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM}
         told = [e for e in (read_json(p, None) for p in workdir.glob("error-rank*.json")) if e and e["type"] != "Terminated"]
-        if killed:  # the others only saw it go
-            rank, code = next(iter(killed.items()))
+        first = [k for k in killed.items() if -k[1] != signal.SIGABRT] or ([] if told else [*killed.items()])  # a broken connection may abort the others
+        if first:
+            rank, code = first[0]
             error = {"event": "error", "type": "RankDied", "traceback": "",
                      "message": f"rank {rank} of {devices} was ended by {signal.Signals(-code).name}, and the others with it"
                                 + ("; the kernel does that when memory runs out: lower max_tokens_per_micro_batch" if -code == signal.SIGKILL else "")}
