@@ -57,7 +57,7 @@ def rl_preflight(stage, trainer, source) -> None:
 
     Raises:
         TrainingError: a micro-batch of the longest completions does not fit into memory.
-        ValueError: the model has no positions for the longest prompt and completion.
+        ConfigError: the model has no positions for the longest prompt and completion.
     """
     if stage.checkpoints.latest() is not None:
         return
@@ -89,6 +89,7 @@ def rl_preflight(stage, trainer, source) -> None:
 def longest_rollouts(source) -> list[Item]:
     """Items of one rollout batch as dear as any can be: the longest prompts, every completion as long as allowed, every term of the loss."""
     from stages.decoders import max_positions
+    from stages.spec import ConfigError
 
     config, count = source.config, source.config.num_generations
     rng = source.stage.rng("preflight", "tokens")
@@ -96,7 +97,7 @@ def longest_rollouts(source) -> list[Item]:
     prompts = sorted(source.prompts, key=lambda p: len(p[1]), reverse=True)
     limit = max_positions(source.model)
     if source.stored is None and limit is not None and len(prompts[0][1]) + length > limit:
-        raise ValueError(f"the longest prompt has {len(prompts[0][1])} tokens and completions may have {length}, together over the model's {limit} positions; "
+        raise ConfigError(f"the longest prompt has {len(prompts[0][1])} tokens and completions may have {length}, together over the model's {limit} positions; "
                          f"write max_prompt_length <= {max(limit - length, 0)}, or a smaller max_completion_length.")
     items = []
     for k in range(config.prompts_per_step):

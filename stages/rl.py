@@ -247,13 +247,14 @@ def run(stage):
     from stages.preflight import rl_preflight
     from stages.rewards import build_rewards
     from stages.rollouts import Rollouts, held_out_metrics
+    from stages.spec import ConfigError
     from stages.training import Trainer, fit
     from stages.trust_region import TrustRegionTrainer
 
     config = stage.config
     row, warnings = resolve_preset(config)
     if config.sharding == "full" and row.update == "trust_region":
-        raise ValueError("update=trust_region takes second derivatives, for which weights must be whole; write sharding=none, or another preset.")
+        raise ConfigError("update=trust_region takes second derivatives, for which weights must be whole; write sharding=none, or another preset.")
     stage.log(f"{row}")
     for text in warnings:
         stage.warn("rl_settings", text)

@@ -15,6 +15,7 @@ from stages.harness import execute
 from stages.modeling import load_policy, save_policy, target_logps
 from stages.settings import OptimizerConfig
 from stages.sft import NextToken
+from stages.spec import ConfigError
 from stages.training import Trainer, TrainingError, learning_rate_at
 from tests.training.test_invariance import text_items
 
@@ -247,7 +248,7 @@ def test_rl_that_cannot_hold_its_longest_rollouts_fails_before_the_first_step(ti
     monkeypatch.setattr(Trainer, "backward", backward)
     with pytest.raises(TrainingError, match="max_completion_length"):
         execute(spec("rl", RL, {"model": tiny["policy"], "data": data["prompts"]}, "memory"), silent)
-    with pytest.raises(ValueError, match="256 positions; write max_prompt_length"):
+    with pytest.raises(ConfigError, match="256 positions; write max_prompt_length"):
         execute(spec("rl", {**RL, "max_completion_length": 250}, {"model": tiny["policy"], "data": data["prompts"]}, "positions"), silent)
 
 
