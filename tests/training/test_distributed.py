@@ -72,7 +72,7 @@ def test_a_stage_on_two_ranks_and_a_resume(case, tiny, encoder, data, spec, tmp_
     assert again["resumed_from"]
     assert one.keys() == two.keys() == changed.keys()
     for key, value in one.items():
-        if key.startswith("bert.") and key.endswith("bias"):  # softmax cannot see a key's, a comparison not the last one: Adam follows the rounding of a zero gradient
+        if "encoder" in case and key.endswith("bias"):  # softmax cannot see a key's, a comparison not the last one: Adam follows the rounding of a zero gradient
             continue
         assert torch.allclose(two[key], value, atol=2e-5), key
         assert torch.equal(changed[key], two[key]) if sharded else torch.allclose(changed[key], value, atol=2e-5), key
