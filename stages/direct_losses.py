@@ -304,8 +304,11 @@ def segment_sums(token_values, starts, lengths):
 
 
 def unlikelihood_loss(logps):
-    """-log(1 - p) per negative token (sft.unlikelihood)."""
-    return -log1mexp(logps)
+    """-log(1 - p) per negative token, nats, from its log-probability (sft.unlikelihood; Welleck et al. 2020).
+
+    A probability that rounds to 1 counts as 1 - eps: the value stays finite and keeps a gradient.
+    """
+    return -log1mexp(logps - (logps + torch.finfo(logps.dtype).eps).relu().detach())
 
 
 def distillation_loss(student_logits, teacher_logits, temperature: float = 1.0, direction: str = "forward"):
