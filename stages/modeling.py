@@ -325,6 +325,21 @@ def column_logps(head: Head, hidden_NH, columns_NK, temperature: float = 1.0, re
     return logps, (others if rest else None)
 
 
+@torch.no_grad()
+def top_logps(head: Head, hidden_NH, k: int, temperature: float = 1.0):
+    """The k most likely tokens per position, best first: (ids ``[N, k]``, log-probs ``[N, k]``, log of the mass of all others ``[N]``).
+
+    k is at most the vocabulary, whose rest is -inf. Computed chunk by chunk.
+    """
+    k = min(k, head.weight.shape[0])
+    parts = []
+    for rows in _head_chunks(len(hidden_NH), head.weight):
+        logp = torch.log_softmax(precise(head.logits(hidden_NH[rows])) / temperature, -1)
+        best, ids = logp.topk(k, -1)
+        parts.append((ids, best, logp.scatter_(1, ids, -torch.inf).logsumexp(-1)))
+    return tuple(map(torch.cat, zip(*parts)))
+
+
 # -- weights of models that follow another ----------------------------------------------------------------------------
 
 @torch.no_grad()

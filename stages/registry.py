@@ -23,6 +23,7 @@ STAGES: dict[str, str] = {
     "rl": "stages.rl",
     "align": "stages.align",
     "objective": "stages.objective",
+    "capture": "stages.capture",
     "distill": "stages.distill",
     "merge": "stages.merge",
     "evaluate": "stages.evaluate",
