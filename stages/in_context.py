@@ -65,13 +65,14 @@ class InContextScorer:
 
     Args:
         model, renderer: the frozen model and how messages become its ids. dataset: ``demonstrations/1``.
-        count, coarse: demonstrations shown, and kept by the first step. max_tokens: prompt tokens with demonstrations at most; the least
-            similar ones are left out until it fits.
+        count, coarse: demonstrations shown, and kept by the first step. max_tokens: prompt tokens with demonstrations at most, and at most three
+            quarters of the model's positions, so that an answer has room; the least similar ones are left out until it fits.
     """
 
     def __init__(self, model, renderer, dataset, *, count: int = 4, coarse: int = 32, max_tokens: int = 1024, device: str = "cpu", batch_tokens: int = 8192):
         self.model, self.renderer, self.count, self.coarse, self.device, self.batch_tokens = model, renderer, count, coarse, device, batch_tokens
-        self.max_tokens = min(max_tokens, getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_tokens)
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.max_tokens = max_tokens if positions is None else min(max_tokens, 3 * positions // 4)
         self.rows = []
         for row in dataset.iter_rows():
             turn = min(row["train_turns"] or [len(row["messages"]) - 1])

@@ -261,17 +261,17 @@ class _ChunkedColumns(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, columns, head, temperature, want_rest, low):
+    def forward(ctx, hidden, weight, bias, columns, scale, softcap, temperature, want_rest, low):
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logps = hidden.new_empty(columns.shape, dtype=wide)
         rest = hidden.new_zeros(columns.shape[0] if want_rest else 0, dtype=wide)
         for rows in _head_chunks(len(hidden), weight):
-            logp = _ChunkedColumns._logs(head, hidden[rows], temperature, low)[0]
+            logp, _ = _ChunkedColumns._logs(Head(weight, bias, scale, softcap), hidden[rows], temperature, low)
             logps[rows] = logp.gather(1, columns[rows])
             if want_rest:
                 rest[rows] = logp.scatter_(1, columns[rows], -torch.inf).logsumexp(-1)
         ctx.save_for_backward(hidden, weight, bias, columns, rest)
-        ctx.settings = head, temperature, want_rest, low
+        ctx.settings = scale, softcap, temperature, want_rest, low
         return logps, rest
 
     @staticmethod
@@ -283,12 +283,12 @@ class _ChunkedColumns(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logps, grad_rest):
         hidden, weight, bias, columns, rest = ctx.saved_tensors
-        head, temperature, want_rest, low = ctx.settings
+        scale, softcap, temperature, want_rest, low = ctx.settings
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=grad_logps.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=grad_logps.dtype) if bias is not None and ctx.needs_input_grad[2] else None
         for rows in _head_chunks(len(hidden), weight):
-            logp, z = _ChunkedColumns._logs(head, hidden[rows], temperature, low)
+            logp, z = _ChunkedColumns._logs(Head(weight, bias, scale, softcap), hidden[rows], temperature, low)
             g = grad_logps[rows]
             total = g.sum(-1, keepdim=True)
             if want_rest:  # d rest / d z_v = p_v / mass of the rest for v in the rest, minus p_v; without a rest there is nothing to move
@@ -298,9 +298,9 @@ class _ChunkedColumns(torch.autograd.Function):
             else:
                 dz = logp.exp_().mul_(-total)
             dz.scatter_add_(1, columns[rows], g)
-            dz *= head.scale / temperature
-            if head.softcap:
-                dz *= 1.0 - (z / head.softcap) ** 2
+            dz *= scale / temperature
+            if softcap:
+                dz *= 1.0 - (z / softcap) ** 2
             if grad_bias is not None:
                 grad_bias += dz.sum(0)
             dz = dz.to(low)
@@ -308,7 +308,7 @@ class _ChunkedColumns(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight += dz.t() @ hidden[rows].to(low)
         return (grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None if grad_bias is None else grad_bias.to(bias.dtype),
-                None, None, None, None, None)
+                None, None, None, None, None, None)
 
 
 def column_logps(head: Head, hidden_NH, columns_NK, temperature: float = 1.0, rest: bool = False):
@@ -321,7 +321,7 @@ def column_logps(head: Head, hidden_NH, columns_NK, temperature: float = 1.0, re
     kind = hidden_NH.device.type
     low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
     with torch.autocast(kind, enabled=False):
-        logps, others = _ChunkedColumns.apply(hidden_NH, head.weight, head.bias, columns_NK, head, float(temperature), rest, low)
+        logps, others = _ChunkedColumns.apply(hidden_NH, head.weight, head.bias, columns_NK, head.scale, head.softcap, float(temperature), rest, low)
     return logps, (others if rest else None)
 
 
