@@ -1,7 +1,7 @@
 """group_preference: learn to predict a group's preferences from a few of its ratings (``rm.gpo``, Zhao et al. 2023).
 
 Rows say which group gave which rating to which response: ratings or pairs with a column ``group`` (or an annotator), or rows with embeddings of
-their own. A frozen model embeds question and response; a small transformer learns, group by group, to predict ratings of some questions from
+their own. Pairs that several groups judged contradict each other by design: ingest them with ``deduplicate=off contradictions=off``. A frozen model embeds question and response; a small transformer learns, group by group, to predict ratings of some questions from
 those of others (:mod:`stages.preference_module`). Groups that it never saw say how well it does for a context of 1, 2, 5 ... questions.
 
     posttrain stage group_preference --input model=LLM --input data=ratings.jsonl --name judge
