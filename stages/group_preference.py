@@ -4,8 +4,8 @@ Rows say which group gave which rating to which response: ratings or pairs with 
 their own. Pairs that several groups judged contradict each other by design: ingest them with ``deduplicate=off contradictions=off``. A frozen model embeds question and response; a small transformer learns, group by group, to predict ratings of some questions from
 those of others (:mod:`stages.preference_module`). Groups that it never saw say how well it does for a context of 1, 2, 5 ... questions.
 
-    posttrain stage group_preference --input model=LLM --input data=ratings.jsonl --name judge
-    posttrain stage rejection --input model=POLICY --input prompts=FILE --input group_preference=model:judge@latest --input context=ratings.jsonl \\
+    posttrain stage group_preference --input model=LLM --input data=ratings.jsonl --name-as judge
+    posttrain stage rejection --input model=POLICY --input prompts=FILE --input group_preference=model:judge@candidate --input context=ratings.jsonl \\
         --set rewards='[{kind: group_preference, group: NAME}]'
 """
 
@@ -136,7 +136,7 @@ def run(stage):
         save(directory, embedder, module, card)
     table = judge(stage, module, held_out)
     summary = {"steps": trainer.step_index, "groups": len(train), "held_out_groups": len(held_out), "points": sum(len(q[1]) for q in every), **{f"dropped/{k}": v for k, v in dropped.items()},
-               **{f"held_out/{name}@{row['context']}": row[name] for row in table for name in ("mse", "nll", "accuracy") if row[name] is not None}}
+               **{f"held_out/{name}_at_{row['context']}": row[name] for row in table for name in ("mse", "nll", "accuracy") if row[name] is not None}}
     stage.summary(summary)
     if len(table) > 1:
         if table[-1]["mse"] >= table[0]["mse"]:

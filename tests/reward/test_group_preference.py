@@ -132,10 +132,10 @@ def test_more_context_predicts_unseen_groups_better(groups, tiny, spec):  # noqa
     result = execute(spec("group_preference", config, {"model": tiny["policy"], "data": groups}, "gpo"), silent)
     summary = result["summary"]
     assert summary["groups"] == 32 and summary["held_out_groups"] == 8 and summary["points"] == 32 * 28
-    assert summary["held_out/mse@12"] < 0.5 * summary["held_out/mse@1"] and summary["held_out/mse@12"] < 0.3 * summary["held_out/mse@0"]
-    assert summary["held_out/accuracy@12"] > 0.85 > summary["held_out/accuracy@1"] and not result["warnings"]
+    assert summary["held_out/mse_at_12"] < 0.5 * summary["held_out/mse_at_1"] and summary["held_out/mse_at_12"] < 0.3 * summary["held_out/mse_at_0"]
+    assert summary["held_out/accuracy_at_12"] > 0.85 > summary["held_out/accuracy_at_1"] and not result["warnings"]
     again = execute(spec("group_preference", {**config, "max_steps": 3, "likelihood": "learned_variance"}, {"model": tiny["policy"], "data": groups}, "short"), silent)
-    assert [w["code"] for w in again["warnings"]] == ["context_does_not_help"] or again["summary"]["held_out/mse@12"] < again["summary"]["held_out/mse@0"]
+    assert [w["code"] for w in again["warnings"]] == ["context_does_not_help"] or again["summary"]["held_out/mse_at_12"] < again["summary"]["held_out/mse_at_0"]
 
 
 @pytest.fixture(scope="module")
