@@ -23,7 +23,8 @@ from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 class Config(StageConfig):
     top_k: int = Field(50, ge=1, description="Tokens kept per position (Askell et al. 50, unverified); at most the vocabulary.")
     distillation_temperature: float = Field(1.0, gt=0, description="Temperature of the teacher's distribution; distill must train at the same.")
-    context: str | None = Field(None, title="Context", description="System message that the teacher reads before each conversation and the student never sees (kd.context).")
+    context: str | None = Field(None, title="Context", description="System message that the teacher reads before each conversation and the student never sees "
+                                                                   "(kd.context).")
     max_length: int = Field(1024, ge=8, description="Tokens per row as the student reads it; longer rows are cut and counted.")
     train_on: Literal["all_assistant", "final_turn", "final_message", "full"] = Field("all_assistant", description="Which tokens are captured (sft.mask).")
     max_tokens_per_micro_batch: int = Field(8192, ge=1, description="Tokens per forward pass; bounds memory.")
@@ -65,7 +66,8 @@ def run(stage):
         stage.progress(min(start + config.block, len(items)), len(items), "rows")
     writer.close({"rows": len(items), **{f"dropped/{name}": count for name, count in dropped.items()}})
     outside = [x for row in open_dataset(str(stage.workdir / "out" / "captured")).iter_rows(columns=["rest_logps"]) for x in row["rest_logps"]]
-    summary = {"rows": len(items), "positions": len(outside), "mass_outside": sum(map(math.exp, outside)) / len(outside), **{f"dropped/{k}": v for k, v in dropped.items()}}
+    summary = {"rows": len(items), "positions": len(outside), "mass_outside": sum(map(math.exp, outside)) / len(outside),
+               **{f"dropped/{k}": v for k, v in dropped.items()}}
     stage.summary(summary)
     stage.report("summary", markdown=document("Captured distributions", facts(summary)))
 
@@ -80,7 +82,8 @@ def encode(stage, renderer):
 
     def more(row, mine, turns):
         found = seen(row, mine, turns)
-        return found if isinstance(found, str) else {**found, "row": {name: row.get(name) for name in ("prompt_id", "group_id", "source", "origin", "split", "license", "extra_json")}}
+        own = {name: row.get(name) for name in ("prompt_id", "group_id", "source", "origin", "split", "license", "extra_json")}
+        return found if isinstance(found, str) else {**found, "row": own}
 
     items, dropped = encode_demonstrations(stage.dataset("data"), None, renderer, config, more=more)
     if not items:
@@ -96,7 +99,8 @@ def captured_row(stage, renderer, item, ids, logps, rest) -> dict:
     config = stage.config
     return complete_row("teacher_logps/1", {
         **item.extra["row"], "weight": item.extra["weight"], "ids": item.responses[0].tolist(), "mask": item.masks[0].tolist(), "top_k": ids.shape[1],
-        "temperature": config.distillation_temperature, "teacher_ids": ids.flatten().tolist(), "teacher_logps": logps.flatten().tolist(), "rest_logps": rest.tolist(),
+        "temperature": config.distillation_temperature, "teacher_ids": ids.flatten().tolist(), "teacher_logps": logps.flatten().tolist(),
+        "rest_logps": rest.tolist(),
         "teacher_hash": stage.inputs["model"].digest, "tokenizer_hash": renderer.vocabulary_hash, "template_id": renderer.template_hash,
         "context_id": None if config.context is None else sha256_text(config.context)[:16]},
         dataset="captured", source=item.extra["row"]["source"], origin=item.extra["row"]["origin"])

@@ -32,8 +32,8 @@ class Config(RowsConfig):
     distillation_temperature: float = Field(1.0, gt=0, description="Temperature of both distributions; the loss is multiplied by its square.")
     soft_weight: float = Field(1.0, ge=0, le=1, description="Share of the divergence; the rest is the negative log-likelihood of the tokens (codistillation: 0.5).")
     soft_weight_end: float | None = Field(None, ge=0, le=1, title="Soft weight at the end", description="Reached linearly at the last step; empty: constant.")
-    tail: Literal["bucket", "renormalise", "drop"] = Field("bucket", description="Captured teacher: tokens outside of its top K are one class of both, the teacher is spread over its K, or they "
-                                                           "are left out.")
+    tail: Literal["bucket", "renormalise", "drop"] = Field("bucket", description="Captured teacher: tokens outside of its top K are one class of both, the "
+                                                                                 "teacher is spread over its K, or they are left out.")
     context: str | None = Field(None, title="Context", description="System message that only the teacher reads (method=context).")
     lmbda: float = Field(0.5, ge=0, le=1, description="Share of rows answered by the student itself (method=on_policy; GKD 0.5).")
     sampling_temperature: float = Field(0.9, gt=0, description="Temperature of the student's answers (method=on_policy; GKD 0.9).")
@@ -107,7 +107,8 @@ class Distillation:
         ids, logps, rest = (torch.as_tensor(np.concatenate([i.extra["captured"][k] for i in batch.items])).to(states.device) for k in range(3))
         config = self.config
         logq, rest_q = column_logps(head, states, ids.long(), config.distillation_temperature, rest=True)
-        return topk_divergence(logq, rest_q, logps.to(logq.dtype), rest.to(logq.dtype), config.direction, config.distillation_temperature, config.jsd_beta, config.tail)
+        return topk_divergence(logq, rest_q, logps.to(logq.dtype), rest.to(logq.dtype), config.direction, config.distillation_temperature, config.jsd_beta,
+                               config.tail)
 
 
 def run(stage):
@@ -122,8 +123,8 @@ def run(stage):
     config, dataset = stage.config, stage.dataset("data")
     captured = dataset.kind == "teacher_logps/1"
     if captured and (stage.has("teacher") or config.method != "logit"):
-        raise ConfigError(f"distill: the teacher of {dataset.name} was asked when it was captured, and what it saw was decided there; leave teacher out and write "
-                          "method=logit, or give demonstrations")
+        raise ConfigError(f"distill: the teacher of {dataset.name} was asked when it was captured, and what it saw was decided there; leave teacher out and "
+                          "write method=logit, or give demonstrations")
     if config.tail != "bucket" and (not captured or config.direction != "forward"):
         raise ConfigError(f"distill: tail={config.tail} is for direction=forward with captured data, a teacher in memory has no tail; write tail=bucket")
     if not captured and not stage.has("teacher") and config.method != "context":
@@ -191,18 +192,19 @@ def encode_captured(stage, renderer, split: str, limit: int | None = None):
         if limit is not None and len(items) >= limit:
             break
         if (row["tokenizer_hash"], row["template_id"]) != (renderer.vocabulary_hash, renderer.template_hash):
-            raise ConfigError("distill: the rows were captured with another tokenizer or chat template than the student's; capture a teacher that shares them, or sample its answers "
-                              "with the rejection stage and fine-tune on them with sft")
+            raise ConfigError("distill: the rows were captured with another tokenizer or chat template than the student's; capture a teacher that shares "
+                              "them, or sample its answers with the rejection stage and fine-tune on them with sft")
         if row["temperature"] != config.distillation_temperature:
-            raise ConfigError(f"distill: the rows were captured at temperature {row['temperature']:g}; write distillation_temperature={row['temperature']:g}, or capture them again")
+            raise ConfigError(f"distill: the rows were captured at temperature {row['temperature']:g}; write distillation_temperature={row['temperature']:g}, "
+                              f"or capture them again")
         item = make_item(row["row_id"], [], [row["ids"][:config.max_length]], [row["mask"][:config.max_length]], weight=row["weight"])
         dropped["truncated"] += len(row["ids"]) > config.max_length
         if not item.n_targets:
             dropped["no_target"] += 1
             continue
         shape = len(row["rest_logps"]), row["top_k"]
-        item.extra["captured"] = tuple(part[:item.n_targets] for part in (np.array(row["teacher_ids"], np.int32).reshape(shape), np.array(row["teacher_logps"], np.float32).reshape(shape),
-                                                                        np.array(row["rest_logps"], np.float32)))
+        ids, logps = np.array(row["teacher_ids"], np.int32).reshape(shape), np.array(row["teacher_logps"], np.float32).reshape(shape)
+        item.extra["captured"] = tuple(part[:item.n_targets] for part in (ids, logps, np.array(row["rest_logps"], np.float32)))
         items.append(item)
     return items, dropped
 

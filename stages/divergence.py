@@ -65,7 +65,8 @@ def topk_divergence(logq_NK, rest_q_N, logp_NK, rest_p_N, direction: str = "forw
     if direction not in DIRECTIONS or tail not in TAILS:
         raise ValueError(f"direction={direction!r} tail={tail!r}; write one of {', '.join(DIRECTIONS)} and one of {', '.join(TAILS)}")
     if tail != "bucket" and direction != "forward":
-        raise ValueError(f"direction={direction} weighs tokens by the student, whose mass outside of the teacher's {logp_NK.shape[-1]} counts too; write tail=bucket, or direction=forward")
+        raise ValueError(f"direction={direction} weighs tokens by the student, whose mass outside of the teacher's {logp_NK.shape[-1]} counts too; write "
+                         f"tail=bucket, or direction=forward")
     logp_NK, rest_p_N = logp_NK.detach(), rest_p_N.detach()
     if tail == "bucket":  # a rest without mass (K = V) is far below every number: exp gives 0, and the clamp no gradient
         logq, logp = (torch.cat([logs, rest.clamp(min=-1e4)[:, None]], -1) for logs, rest in ((logq_NK, rest_q_N), (logp_NK, rest_p_N)))

@@ -1,8 +1,9 @@
 """group_preference: learn to predict a group's preferences from a few of its ratings (``rm.gpo``, Zhao et al. 2023).
 
 Rows say which group gave which rating to which response: ratings or pairs with a column ``group`` (or an annotator), or rows with embeddings of
-their own. Pairs that several groups judged contradict each other by design: ingest them with ``deduplicate=off contradictions=off``. A frozen model embeds question and response; a small transformer learns, group by group, to predict ratings of some questions from
-those of others (:mod:`stages.preference_module`). Groups that it never saw say how well it does for a context of 1, 2, 5 ... questions.
+their own. Pairs that several groups judged contradict each other by design: ingest them with ``deduplicate=off contradictions=off``. A frozen
+model embeds question and response; a small transformer learns, group by group, to predict ratings of some questions from those of others
+(:mod:`stages.preference_module`). Groups that it never saw say how well it does for a context of 1, 2, 5 ... questions.
 
     posttrain stage group_preference --input model=LLM --input data=ratings.jsonl --name-as judge
     posttrain stage rejection --input model=POLICY --input prompts=FILE --input group_preference=model:judge@candidate --input context=ratings.jsonl \\
@@ -30,18 +31,21 @@ class Config(StageConfig):
     hidden_size: int = Field(128, ge=8, description="Width of the module.")
     num_layers: int = Field(4, ge=1, description="Blocks of the module.")
     num_heads: int = Field(4, ge=1, description="Attention heads.")
-    likelihood: Literal["unit_variance", "learned_variance"] = Field("unit_variance", description="Gaussian of a rating: variance 1 in standardised units (squared error), or predicted too.")
+    likelihood: Literal["unit_variance", "learned_variance"] = Field("unit_variance", description="Gaussian of a rating: variance 1 in standardised units "
+                                                                                                  "(squared error), or predicted too.")
     max_length: int = Field(1024, ge=8, description="Tokens of question and response that are embedded at most.")
     held_out_share: float = Field(0.2, ge=0, lt=1, description="Share of the groups that are not trained on and judge the module (rounded up); 0 = none.")
     eval_context_sizes: list[int] = Field([1, 2, 5, 10], description="Questions of the context at which held-out groups are predicted.")
     eval_repeats: int = Field(8, ge=1, description="Random contexts of every held-out group and size.")
     eval_every: int = Field(0, ge=0, description="Optimizer steps between validation passes; 0 = only at start and end.")
-    max_tokens_per_micro_batch: int = Field(8192, ge=1, description="Tokens per embedding forward, and points per training forward; bounds memory, cannot change the result.")
+    max_tokens_per_micro_batch: int = Field(8192, ge=1, description="Tokens per embedding forward, and points per training forward; bounds memory, cannot "
+                                                                    "change the result.")
 
     @model_validator(mode="after")
     def _whole_heads(self):
         if self.hidden_size % self.num_heads:
-            raise ValueError(f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}; write for example hidden_size={32 * self.num_heads}")
+            raise ValueError(f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}; write for example "
+                             f"hidden_size={32 * self.num_heads}")
         if min(self.eval_context_sizes, default=1) < 1:
             raise ValueError("eval_context_sizes are numbers of questions, 1 or more; what no context gives is reported anyway")
         return self
@@ -50,13 +54,14 @@ class Config(StageConfig):
         """The settings of the training loop that apply to a small module."""
         from stages.settings import OptimizerConfig
 
-        return OptimizerConfig(**{name: getattr(self, name) for name in ("learning_rate", "lr_schedule", "warmup_ratio", "weight_decay", "max_grad_norm", "max_tokens_per_micro_batch")})
+        return OptimizerConfig(**{name: getattr(self, name) for name in ("learning_rate", "lr_schedule", "warmup_ratio", "weight_decay", "max_grad_norm",
+                                                                         "max_tokens_per_micro_batch")})
 
 
 SPEC = StageSpec(
     name="group_preference", config=Config, gpu=True,
     inputs={"model": InputSpec("model", doc="Frozen decoder or encoder whose mean hidden state is a point's embedding."),
-            "data": InputSpec("dataset", kinds=("ratings/1", "pairs/1", "group_preferences/1"), doc="Ratings or pairs of several groups, at least two questions each.")},
+            "data": InputSpec("dataset", kinds=("ratings/1", "pairs/1", "group_preferences/1"), doc="Ratings or pairs of groups, two questions each or more.")},
     outputs={"model": OutputSpec("model", role="reward")})
 
 
@@ -80,7 +85,8 @@ class Group:
 
         chosen = [self.questions[i] for i in order]
         y = np.concatenate([q[1] for q in chosen])
-        return make_item(self.name, [], [[0] * len(y)], [[1] * len(y)], x=np.concatenate([q[0] for q in chosen]), y=y, m=sum(len(q[1]) for q in chosen[:context]),
+        return make_item(self.name, [], [[0] * len(y)], [[1] * len(y)], x=np.concatenate([q[0] for q in chosen]), y=y,
+                         m=sum(len(q[1]) for q in chosen[:context]),
                          borders=np.cumsum([0, *(len(q[1]) for q in chosen[context:])]))
 
 
@@ -135,16 +141,20 @@ def run(stage):
     with stage.output_model("model", role="reward") as directory:
         save(directory, embedder, module, card)
     table = judge(stage, module, held_out)
-    summary = {"steps": trainer.step_index, "groups": len(train), "held_out_groups": len(held_out), "points": sum(len(q[1]) for q in every), **{f"dropped/{k}": v for k, v in dropped.items()},
+    summary = {"steps": trainer.step_index, "groups": len(train), "held_out_groups": len(held_out), "points": sum(len(q[1]) for q in every),
+               **{f"dropped/{k}": v for k, v in dropped.items()},
                **{f"held_out/{name}_at_{row['context']}": row[name] for row in table for name in ("mse", "nll", "accuracy") if row[name] is not None}}
     stage.summary(summary)
     if len(table) > 1:
         if table[-1]["mse"] >= table[0]["mse"]:
-            stage.warn("context_does_not_help", f"On held-out groups the error with {table[-1]['context']} questions of context ({table[-1]['mse']:.3g}) is not below that of the mean rating "
-                       f"({table[0]['mse']:.3g}): groups are too few or too alike, or the embeddings do not tell the responses apart. Give more groups, raise max_steps, or use another model.")
-        stage.report("context", png=line_chart({name: ([r["context"] for r in table], [r[name] for r in table]) for name in ("mse",)}, title="Held-out groups", xlabel="questions of context",
-                                               ylabel="squared error"))
-    stage.report("summary", markdown=document("Group preference module", facts(summary), ("Held-out groups by context", sample_table(table)) if table else None))
+            stage.warn("context_does_not_help",
+                       f"On held-out groups the error with {table[-1]['context']} questions of context ({table[-1]['mse']:.3g}) is not below that of the mean "
+                       f"rating ({table[0]['mse']:.3g}): groups are too few or too alike, or the embeddings do not tell the responses apart. Give more "
+                       "groups, raise max_steps, or use another model.")
+        stage.report("context", png=line_chart({"module": ([r["context"] for r in table], [r["mse"] for r in table])}, title="Held-out groups",
+                                               xlabel="questions of context", ylabel="squared error"))
+    shown = ("Held-out groups by context", sample_table(table)) if table else None
+    stage.report("summary", markdown=document("Group preference module", facts(summary), shown))
 
 
 def grouped(stage, points, embedder):
@@ -166,21 +176,22 @@ def grouped(stage, points, embedder):
     out = -int(-stage.config.held_out_share * len(groups) // 1)
     order = stage.rng("held out").permutation(len(groups))
     if len(groups) - out < 1:
-        raise ValueError(f"{len(groups)} groups have two rated questions or more, and {out} of them would be held out; give more groups, or write held_out_share=0")
+        raise ValueError(f"{len(groups)} groups have two rated questions or more, and {out} of them would be held out; give more groups, or write "
+                         f"held_out_share=0")
     aside = set(order[:out].tolist())
     return [g for i, g in enumerate(groups) if i not in aside], [g for i, g in enumerate(groups) if i in aside], dropped
 
 
 def judged_episodes(stage, groups):
-    """[(context size, group, episode)] of held-out groups: random contexts of every size that leaves a question to predict; a size at which no group can be asked gives none."""
+    """[(context size, group, episode)] of held-out groups: random contexts of every size that leaves a question to predict."""
     config = stage.config
     return [(size, group, group.episode(stage.rng("judged", group.name, size, repeat).permutation(len(group.questions)), size))
             for size in sorted(set(config.eval_context_sizes)) for group in groups if size < len(group.questions) for repeat in range(config.eval_repeats)]
 
 
 def judge(stage, module, groups) -> list[dict]:
-    """Rows {context, groups, mse, nll, accuracy}: errors of predicted ratings, and the share of response pairs of one question that are ordered as the group orders them (ties of the
-    prediction half). Context 0 is the mean rating of the training groups for everything."""
+    """Rows {context, groups, mse, nll, accuracy}: errors of predicted ratings, and the share of response pairs of one question that are ordered as
+    the group orders them (ties of the prediction half). Context 0 is the mean rating of the training groups for everything."""
     import numpy as np
     import torch
 
@@ -197,7 +208,8 @@ def judge(stage, module, groups) -> list[dict]:
     table = []
     for size, rows in sorted(found.items()):
         pairs = [v for *_, verdicts in rows for v in verdicts]
-        table.append({"context": size, "groups": len({name for name, *_ in rows}), "mse": float(np.mean(np.concatenate([(w - p) ** 2 for _, w, p, _, _ in rows]))),
+        errors = np.concatenate([(wanted - predicted) ** 2 for _, wanted, predicted, *_ in rows])
+        table.append({"context": size, "groups": len({name for name, *_ in rows}), "mse": float(np.mean(errors)),
                       "nll": float(np.mean(np.concatenate([n for *_, n, _ in rows]))), "accuracy": float(np.mean(pairs)) if pairs else None})
     if table:
         y = np.concatenate([q[1] for group in groups for q in group.questions]).astype(float)

@@ -15,12 +15,16 @@ from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
 
 class Config(StageConfig):
-    weights: dict[str, float] = Field(default_factory=dict, description="Share of each source by its label, in any unit (R1: reasoning 3, general 1); empty: their sizes.")
+    weights: dict[str, float] = Field(default_factory=dict, description="Share of each source by its label, in any unit (R1: reasoning 3, general 1); empty: "
+                                                                        "their sizes.")
     total: int | None = Field(None, ge=1, title="Total", description="Training rows of the mixture; empty: as many as the shares allow without a row twice.")
-    held_out_categories: list[str] = Field(default_factory=list, description="Tasks (column category) of which no row is trained on: all of them become the split `test`.")
-    drop_mixed_languages: bool = Field(False, description="Drop answers in which more than a tenth of the letters are of another script than most (R1's readability filter).")
+    held_out_categories: list[str] = Field(default_factory=list, description="Tasks (column category) of which no row is trained on: all of them become the "
+                                                                             "split `test`.")
+    drop_mixed_languages: bool = Field(False, description="Drop answers in which more than a tenth of the letters are of another script than most (R1's "
+                                                          "readability filter).")
     drop_code_blocks: bool = Field(False, description="Drop answers with a ``` block (R1's readability filter).")
-    max_paragraph_chars: int | None = Field(None, ge=1, title="Max paragraph chars", description="Drop answers with a longer paragraph (R1's readability filter); empty: any length.")
+    max_paragraph_chars: int | None = Field(None, ge=1, title="Max paragraph chars", description="Drop answers with a longer paragraph (R1's readability "
+                                                                                                 "filter); empty: any length.")
 
     @model_validator(mode="after")
     def _shares(self):
@@ -45,7 +49,8 @@ def run(stage):
     config, labels = stage.config, sorted(stage.many("data"))
     weights = config.weights or dict.fromkeys(labels)
     if set(weights) != set(labels):
-        raise ConfigError(f"mix: weights name {', '.join(sorted(weights))} and the inputs are {', '.join(f'data.{name}' for name in labels)}; give one weight per input")
+        raise ConfigError(f"mix: weights name {', '.join(sorted(weights))} and the inputs are {', '.join(f'data.{name}' for name in labels)}; give one weight "
+                          f"per input")
     sources, dropped, aside = {name: [] for name in labels}, {}, []
     for name in labels:
         for row in stage.dataset(f"data.{name}" if name else "data").iter_rows():
@@ -71,13 +76,15 @@ def run(stage):
             if config.total is None:  # the remainder went to a source that has no row left for it
                 quotas[labels.index(name)] = len(sources[name])
                 continue
-            raise ConfigError(f"mix: {quota} of total={config.total} rows would come from {name!r}, which has {len(sources[name])}; write total={fits} or less, or another weight")
+            raise ConfigError(f"mix: {quota} of total={config.total} rows would come from {name!r}, which has {len(sources[name])}; write total={fits} or "
+                              f"less, or another weight")
     writer = stage.writer("data", "demonstrations/1")
     for name, quota in zip(labels, quotas):
         chosen = sorted(stage.rng("mix", name).permutation(len(sources[name]))[:quota].tolist())
         writer.write([completed(sources[name][i]) for i in chosen])
     writer.write([completed(row) for row in aside])
-    writer.close({**{f"rows/{name}": quota for name, quota in zip(labels, quotas)}, "held_out": len(aside), **{f"dropped/{k}": v for k, v in sorted(dropped.items())}})
+    writer.close({**{f"rows/{name}": quota for name, quota in zip(labels, quotas)}, "held_out": len(aside),
+                  **{f"dropped/{k}": v for k, v in sorted(dropped.items())}})
     summary = {"rows": sum(quotas), "held_out": len(aside), **{f"rows/{name}": quota for name, quota in zip(labels, quotas)},
                **{f"left/{name}": len(sources[name]) - quota for name, quota in zip(labels, quotas)}, **{f"dropped/{k}": v for k, v in sorted(dropped.items())}}
     stage.summary(summary)

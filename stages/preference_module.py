@@ -124,7 +124,8 @@ def padded(items: Sequence, device: str = "cpu"):
     """(x ``[B, P, E]``, y ``[B, P]``, context ``[B, P]``, target ``[B, P]``) of episodes; what is padded is neither context nor target."""
     longest = max(len(i.extra["y"]) for i in items)
     x = torch.zeros(len(items), longest, items[0].extra["x"].shape[1])
-    y, context, target = torch.zeros(len(items), longest), torch.zeros(len(items), longest, dtype=torch.bool), torch.zeros(len(items), longest, dtype=torch.bool)
+    y, context, target = torch.zeros(len(items), longest), torch.zeros(len(items), longest, dtype=torch.bool), torch.zeros(len(items), longest,
+                                                                                                                           dtype=torch.bool)
     for b, item in enumerate(items):
         n, m = len(item.extra["y"]), item.extra["m"]
         x[b, :n], y[b, :n] = torch.as_tensor(item.extra["x"]), torch.as_tensor(item.extra["y"])
@@ -161,7 +162,8 @@ def points_of(dataset, group: str | None = None) -> list[Point]:
     points = []
     for row in dataset.iter_rows():
         if dataset.kind == "group_preferences/1":
-            found = [Point(row["group"], [{"role": "user", "content": row["question"]}], [{"role": "assistant", "content": row["response"]}], row["y"], row["row_id"],
+            found = [Point(row["group"], [{"role": "user", "content": row["question"]}], [{"role": "assistant", "content": row["response"]}], row["y"],
+                           row["row_id"],
                            np.array(row["embedding"], np.float32) if row["embedding"] else None)]
         else:
             name = json.loads(row.get("extra_json") or "{}").get("group") or (row.get("ann") or {}).get("annotator_id")
@@ -199,7 +201,10 @@ class Embedder:
                 items.append(build(self.reader, {"row_id": "embedded"}, prompt, [completion], Counter(), counts={}))
             except Drop:
                 items.append(None)
-        found = iter(per_response([i for i in items if i is not None], self.max_tokens, self.device, lambda batch: list(mean_states(self.model, batch).float().cpu().numpy())))
+        def means(batch):
+            return list(mean_states(self.model, batch).float().cpu().numpy())
+
+        found = iter(per_response([i for i in items if i is not None], self.max_tokens, self.device, means))
         return [None if item is None else next(found)[0] for item in items]
 
 
@@ -241,7 +246,8 @@ class GroupPreferenceScorer(Scorer):
         known = [(x, y) for x, y in vectors if x is not None]
         size = self.module.settings["embedding"]
         if not known:
-            raise ModelError("the context has no rated response of this group that can be read; give context=DATASET with rows of the group, or write another group=NAME")
+            raise ModelError("the context has no rated response of this group that can be read; give context=DATASET with rows of the group, or write another "
+                             "group=NAME")
         if any(len(x) != size for x, _ in known):
             raise ModelError(f"the context's embeddings do not have the {size} numbers of this model's; leave them out of the rows, and they are computed")
         self.context = torch.tensor(np.stack([x for x, _ in known])), torch.tensor([y for _, y in known], dtype=torch.float32)
@@ -258,7 +264,8 @@ class GroupPreferenceScorer(Scorer):
 
     def score(self, responses: Sequence[Response]) -> list[float]:
         if not hasattr(self, "context"):
-            raise ModelError("a group preference model scores in the context of a group; use a reward component {kind: group_preference, group: NAME} with the inputs "
+            raise ModelError("a group preference model scores in the context of a group; use a reward component {kind: group_preference, group: NAME} with "
+                             "the inputs "
                              "group_preference=MODEL and context=DATASET")
         found = self.embedder((r.prompt, r.completion) for r in responses)
         scores = iter(self.predict([x for x in found if x is not None]).tolist() if any(x is not None for x in found) else [])

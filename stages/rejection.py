@@ -33,9 +33,11 @@ class Config(SamplingConfig):
     allow_empty: bool = Field(False, description="Selecting nothing is a result and no error (ReST stops there).")
     dedupe: bool = Field(True, description="Drop identical texts of one prompt before selecting (the first is kept).")
     mixture_coef: float = Field(0.0, ge=0, le=1, title="Mixture coefficient", description="Sample from policy^(1-c) reference^c, token by token (IPO-MD 0.25); 0 = the policy alone.")
-    difficulty_band: list[float] | None = Field(None, title="Difficulty band", description="Also write the prompts whose share of right completions is in this range, bounds "
+    difficulty_band: list[float] | None = Field(None, title="Difficulty band", description="Also write the prompts whose share of right completions is in "
+                                                                                           "this range, bounds "
                                                         "included, as output `banded` (rs.difficulty_band: 0.2, 0.8); empty: not.")
-    rationalise: int = Field(0, ge=0, description="Completions sampled with the answer as a hint for each prompt that no completion solved; right ones join the candidates (STaR); 0 = off.")
+    rationalise: int = Field(0, ge=0, description="Completions sampled with the answer as a hint for each prompt that no completion solved; right ones join "
+                                                  "the candidates (STaR); 0 = off.")
     hint: str = Field("{question}\n\nHint: the answer is {answer}. Explain how to get there, as if you did not know it, and end with it.",
                       description="rationalise: what the last message says then, with {question} and {answer}. Training rows do not have it.")
     in_context: bool = Field(False, description="Sample with the demonstrations of the component kind=icdpo in the prompt (rs.icdpo).")
@@ -50,11 +52,13 @@ class Config(SamplingConfig):
         if self.difficulty_band is not None and not (len(self.difficulty_band) == 2 and 0 <= self.difficulty_band[0] <= self.difficulty_band[1] <= 1):
             raise ValueError(f"difficulty_band={self.difficulty_band} is no range of pass rates; write for example difficulty_band=[0.2,0.8]")
         if self.rationalise and not any(c.kind in ("verifier", "code", "python") for c in self.rewards):
-            raise ValueError("rationalise asks again where no completion was right, which nothing here can say; add a reward component of kind verifier, code or python")
+            raise ValueError("rationalise asks again where no completion was right, which nothing here can say; add a reward component of kind verifier, code "
+                             "or python")
         if self.rationalise and not ("{question}" in self.hint and "{answer}" in self.hint):
             raise ValueError("hint shows question and answer; write both {question} and {answer} in it")
         if self.in_context and not any(c.kind == "icdpo" for c in self.rewards):
-            raise ValueError("in_context samples behind the demonstrations of a component of kind icdpo; add one (weight=0 if it should not count), or write in_context=false")
+            raise ValueError("in_context samples behind the demonstrations of a component of kind icdpo; add one (weight=0 if it should not count), or write "
+                             "in_context=false")
         return self
 
 
@@ -123,7 +127,8 @@ def joined(stage):
         for row in dataset.iter_rows():
             at = prompts.setdefault(row["prompt_id"], len(prompts))
             counts[at] = counts.get(at, -1) + 1
-            yield complete_row("candidates/1", {**row, "prompt_idx": at, "completion_idx": counts[at]}, dataset="candidates", source=row["source"], origin=row["origin"])
+            yield complete_row("candidates/1", {**row, "prompt_idx": at, "completion_idx": counts[at]}, dataset="candidates", source=row["source"],
+                               origin=row["origin"])
 
 
 def write_banded(stage, rows) -> None:
@@ -144,8 +149,10 @@ def write_banded(stage, rows) -> None:
         found = verdicts.get(row["prompt_id"])
         if row["prompt_id"] in kept:
             extra = json.loads(row["extra_json"] or "{}") | {"pass_rate": sum(found) / len(found), "passed": sum(found), "sampled": len(found)}
-            writer.write([complete_row("prompts/1", {**row, "extra_json": json.dumps(extra, sort_keys=True)}, dataset="banded", source=row["source"], origin=row["origin"], split=row["split"])])
-    writer.close({"prompts": len(verdicts), "kept": len(kept), "too_hard": sum(sum(f) / len(f) < low for f in verdicts.values()), "too_easy": sum(sum(f) / len(f) > high for f in verdicts.values())})
+            writer.write([complete_row("prompts/1", {**row, "extra_json": json.dumps(extra, sort_keys=True)}, dataset="banded", source=row["source"],
+                                       origin=row["origin"], split=row["split"])])
+    rates = [sum(found) / len(found) for found in verdicts.values()]
+    writer.close({"prompts": len(rates), "kept": len(kept), "too_hard": sum(rate < low for rate in rates), "too_easy": sum(rate > high for rate in rates)})
     stage.summary({"banded": len(kept), "banded/of": len(verdicts)})
     if not kept:
         stage.warn("band_is_empty", f"No prompt has a pass rate in {stage.config.difficulty_band}: sample more completions, or widen difficulty_band.")
@@ -205,7 +212,8 @@ def generate(stage) -> None:
         writer.write(made)
         writer.flush()
         if rubric:
-            items.write([row for one, s in zip(made, (s for i, group in enumerate(groups) for s in [*group, *hinted.get(i, [])])) for row in score_rows(one, s.items)])
+            everyone = [s for i, group in enumerate(groups) for s in [*group, *hinted.get(i, [])]]
+            items.write([row for one, s in zip(made, everyone) for row in score_rows(one, s.items)])
             items.flush()
         stage.save_checkpoint(start // config.block + 1, {}, {})
         stage.progress(min(start + config.block, total), total, "prompts")
@@ -245,7 +253,8 @@ def rationalised(stage, renderer, rewards, sampler, block, params, groups) -> di
     for i, ((row, _), group) in enumerate(zip(block, groups)):
         if config.rationalise and row.get("answer") is not None and not any(s.correct for s in group):
             *before, last = row["prompt"]
-            ids = renderer.prompt_ids([*before, {**last, "content": config.hint.replace("{question}", last.get("content") or "").replace("{answer}", row["answer"])}])
+            ids = renderer.prompt_ids([*before, {**last, "content": config.hint.replace("{question}", last.get("content") or "").replace("{answer}",
+                                                                                                                                         row["answer"])}])
             if len(ids) <= config.max_prompt_length:
                 asked.append((i, row, ids))
     if not asked:
@@ -382,7 +391,8 @@ def report(stage, rows, matrix, correct, chosen) -> None:
     if full.any() and len(sizes) > 1:
         series = {"scorer": (list(sizes), [float(np.mean([selection.best_of_n_estimate(row, n) for row in matrix[full]])) for n in sizes])}
         if any(r["correct"] is not None for r in rows):
-            series["correct"] = (list(sizes), [float(np.mean([selection.best_of_n_estimate(r, n, c.astype(float)) for r, c in zip(matrix[full], correct[full])])) for n in sizes])
+            verdicts = correct[full].astype(float)
+            series["correct"] = (list(sizes), [float(np.mean([selection.best_of_n_estimate(r, n, c) for r, c in zip(matrix[full], verdicts)])) for n in sizes])
         stage.report("best-of-n", png=line_chart(series, title="Best of n", xlabel="n", ylabel="mean"))
     table = [{"prompt": r["prompt"][-1]["content"], "completion": r["completion"][0]["content"], "reward": r["reward"], "correct": r["correct"]}
              for r, taken in zip(rows, is_picked) if taken][:20]

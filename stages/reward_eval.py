@@ -45,7 +45,8 @@ def anchor_responses(data, split: str | None, limit: int) -> list[Response]:
 def held_out(stage, scorer: Scorer, data, split: str, limit: int | None = None, probe_pairs: int = 0) -> dict[str, float]:
     """Metrics of one split, by the kind of its rows; ``{}`` without rows. Figures go to the stage's reports."""
     rows = rows_of(data, split, limit)
-    judge = {"pairs/1": judge_pairs, "rankings/1": judge_rankings, "ratings/1": judge_ratings, "trajectories/1": judge_ratings, "unpaired/1": judge_labels, "stepwise/1": judge_steps}
+    judge = {"pairs/1": judge_pairs, "rankings/1": judge_rankings, "ratings/1": judge_ratings, "trajectories/1": judge_ratings, "unpaired/1": judge_labels,
+             "stepwise/1": judge_steps}
     return judge[data.kind](stage, scorer, rows, split, probe_pairs) if rows else {}
 
 

@@ -59,7 +59,8 @@ _ROWS = (
 )
 REWARD_OBJECTIVES: dict[str, RewardObjective] = {row.name: row for row in _ROWS}
 #: Objective of ``objective=auto``: the natural one of each kind of data.
-NATURAL = {"pairs/1": "bt", "rankings/1": "kwise_pairs", "ratings/1": "regression", "unpaired/1": "pointwise_bce", "stepwise/1": "prm", "trajectories/1": "regression"}
+NATURAL = {"pairs/1": "bt", "rankings/1": "kwise_pairs", "ratings/1": "regression", "unpaired/1": "pointwise_bce", "stepwise/1": "prm",
+           "trajectories/1": "regression"}
 KINDS = tuple(NATURAL)
 
 

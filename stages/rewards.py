@@ -25,7 +25,8 @@ TIERS = ("rule", "learned", "judge")
 #: Inputs of every stage that scores with reward components; each is needed by the kinds it names.
 REWARD_INPUTS = {
     "group_preference": InputSpec("model", required=False, doc="Model of components with kind=group_preference."),
-    "context": InputSpec("dataset", kinds=("ratings/1", "pairs/1", "group_preferences/1"), required=False, doc="Rated responses of the group of kind=group_preference."),
+    "context": InputSpec("dataset", kinds=("ratings/1", "pairs/1", "group_preferences/1"), required=False, doc="Rated responses of the group of "
+                                                                                                               "kind=group_preference."),
     "demonstrations": InputSpec("dataset", kinds=("demonstrations/1",), required=False, doc="What components with kind=icdpo retrieve from.")}
 
 
@@ -36,7 +37,8 @@ class RewardComponent(StageConfig):
     kind: Literal["verifier", "model", "judge", "format", "length", "truncation", "regex", "constraints", "code", "python", "rubric", "group_preference",
                   "icdpo", "majority"] = Field(
         description="verifier: gold answer; model: a reward model; judge: a language model's opinion; format: tags; length: DAPO soft overlong; truncation: no end token; "
-                    "regex: a pattern; constraints: IFEval checkers; code: unit tests; python: your own function; rubric: the items of the input rubric (GRAPE); "
+                    "regex: a pattern; constraints: IFEval checkers; code: unit tests; python: your own function; rubric: the items of the input rubric "
+                    "(GRAPE); "
                     "group_preference: the rating that a group would give, from its ratings in the input context (rm.gpo); "
                     "icdpo: how much retrieved demonstrations raise the answer's likelihood (rs.icdpo); "
                     "majority: 1 for the answer that most of the prompt's samples give, 0 for others, without a gold answer (rs.majority).")
@@ -53,7 +55,8 @@ class RewardComponent(StageConfig):
     correct_value: float = Field(1.0, description="verifier: value of a right answer (DAPO 1, Tulu 3 10).")
     incorrect_value: float = Field(0.0, description="verifier: value of a wrong answer (DAPO -1).")
     verifier: Literal["auto", "world", "math", "text", "mc"] = Field("auto", description="verifier: which one; auto reads the prompt row.")
-    extraction: Literal["strict", "flexible"] = Field("strict", description="verifier, majority: flexible also takes the last number or a bare letter; for evaluation.")
+    extraction: Literal["strict", "flexible"] = Field("strict", description="verifier, majority: flexible also takes the last number or a bare letter; for "
+                                                                            "evaluation.")
     input: str = Field("reward_model", description="model, judge: the stage input that holds the model (judge: `judge` where that is given).")
     ranking: Literal["round_robin", "tournament"] = Field("round_robin", description="model, judge that compare: mean win probability against all other answers "
                                                           "of the prompt (rs.rank), or a knock-out (rm.t2t_pair).")
@@ -80,10 +83,13 @@ class RewardComponent(StageConfig):
     normalise: Literal["none", "batch"] = Field("none", description="model: whiten the scores of one batch of responses, before clip and squash (rm.calibrate); "
                                                 "not for evaluation, where runs must stay comparable.")
     group: str = Field("", description="group_preference: the group whose rows of the input `context` are what is known of its preferences.")
-    votes_of: str = Field("", description="majority: component whose values, 0 or more, are the weights of the votes (squash=sigmoid makes scores probabilities); empty: one each.")
+    votes_of: str = Field("", description="majority: component whose values, 0 or more, are the weights of the votes (squash=sigmoid makes scores "
+                                          "probabilities); empty: one each.")
     num_demonstrations: int = Field(4, ge=1, description="icdpo: demonstrations shown, of the input `demonstrations` (ours 4).")
-    coarse_demonstrations: int = Field(32, ge=1, description="icdpo: candidates that TF-IDF cosine keeps before the model's own similarity orders them (ours 32).")
-    demonstration_length: int = Field(1024, ge=8, description="icdpo: tokens of prompt and demonstrations at most; the least similar ones are left out until it fits.")
+    coarse_demonstrations: int = Field(32, ge=1, description="icdpo: candidates that TF-IDF cosine keeps before the model's own similarity orders them (ours "
+                                                             "32).")
+    demonstration_length: int = Field(1024, ge=8, description="icdpo: tokens of prompt and demonstrations at most; the least similar ones are left out until "
+                                                              "it fits.")
     preset: Literal["think_answer", "think_only", "answer_mark"] = Field("think_answer", description="format: required structure (reward.format).")
     prefilled: str = Field("", description="format: text that the chat template already opened, prepended before the check.")
     pattern: str = Field("", description="regex: pattern that must be found; dots match line ends.")
@@ -181,7 +187,8 @@ def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, render
         raise ValueError(f"two reward components are called {repeated[0]!r}; give every component its own name")
     for component in components:
         if component.votes_of and component.votes_of not in [c.name for c in components if c.kind != "majority"]:
-            raise ValueError(f"reward {component.name!r}: votes_of={component.votes_of!r} is no other component; write the name of one of them, or leave it out")
+            raise ValueError(f"reward {component.name!r}: votes_of={component.votes_of!r} is no other component; write the name of one of them, "
+                             "or leave it out")
     scorers = {}
     for component in components:
         if component.kind in ("model", "judge", "group_preference"):
@@ -230,7 +237,8 @@ def load_model(component: RewardComponent, inputs: dict, device: str):
     scorer = load_scorer(_model_path(component, inputs), device)
     if scorer.needs_group != (component.kind == "group_preference"):
         raise ValueError(f"reward {component.name!r}: the input {model_input(component, inputs)!r} is " + (
-            "a group preference model, which scores in the context of a group; write kind: group_preference, group: NAME, and give context=DATASET" if scorer.needs_group else
+            "a group preference model, which scores in the context of a group; write kind: group_preference, group: NAME, and give context=DATASET"
+            if scorer.needs_group else
             "no group preference model; give one that the stage group_preference trained, or write kind: model"))
     scorer.ranking = component.ranking
     return scorer
@@ -269,7 +277,8 @@ def _group_scorer(component: RewardComponent, inputs: dict, device: str):
     dataset = open_dataset(str(getattr(inputs["context"], "path", inputs["context"])))
     points = points_of(dataset, component.group)
     if not points:
-        raise ValueError(f"reward {component.name!r}: the input context has no row of group {component.group!r}; its groups are: {', '.join(sorted({p.group for p in points_of(dataset)})[:20])}")
+        raise ValueError(f"reward {component.name!r}: the input context has no row of group {component.group!r}; its groups are: "
+                         f"{', '.join(sorted({p.group for p in points_of(dataset)})[:20])}")
     scorer.observe(points)
     return scorer
 
@@ -285,8 +294,10 @@ def _in_context_scorer(component: RewardComponent, inputs: dict, renderer, devic
     path = _model_path(component, inputs)
     renderer = renderer or renderer_for(path)
     if renderer_for(path).vocabulary_hash != renderer.vocabulary_hash:
-        raise ValueError(f"reward {component.name!r}: the model of input {component.input!r} has another tokenizer than the policy, whose token ids it would score; leave input out")
-    return InContextScorer(freeze(load_policy(path, device)), renderer, open_dataset(str(getattr(inputs["demonstrations"], "path", inputs["demonstrations"]))), device=device,
+        raise ValueError(f"reward {component.name!r}: the model of input {component.input!r} has another tokenizer than the policy, whose token ids it would "
+                         f"score; leave input out")
+    return InContextScorer(freeze(load_policy(path, device)), renderer, open_dataset(str(getattr(inputs["demonstrations"], "path", inputs["demonstrations"]))),
+                           device=device,
                            count=component.num_demonstrations, coarse=component.coarse_demonstrations, max_tokens=component.demonstration_length)
 
 
@@ -460,7 +471,8 @@ def vote(component: RewardComponent, rows, weights: list | None = None) -> list:
     for members in groups.values():
         counted = [1.0 if weights is None else getattr(weights[i], "value", None) for i in members]
         if any(w is not None and w < 0 for w in counted):
-            raise ValueError(f"reward {component.name!r}: votes_of={component.votes_of} gives negative votes; write squash=sigmoid for that component, or leave votes_of out")
+            raise ValueError(f"reward {component.name!r}: votes_of={component.votes_of} gives negative votes; write squash=sigmoid for that component, or "
+                             f"leave votes_of out")
         winner, _ = majority([None if w is None else answers[i][1] for i, w in zip(members, counted)], [w or 0.0 for w in counted])
         for i in members:
             out[i] = Verdict(float(winner is not None and answers[i][1] == winner), None, answers[i][0])

@@ -35,11 +35,15 @@ class Config(RowsConfig):
     curriculum: Literal["none", "length", "difficulty"] = Field(
         "none", description="Train from easy to hard (sft.curriculum): by trained tokens, or by the rows' `difficulty` (ingested from that column).")
     curriculum_stages: int = Field(3, ge=1, description="Parts of equal size of a curriculum, each for all its epochs, shuffled inside.")
-    unlikelihood_coef: float = Field(0.0, ge=0, description="Weight of the unlikelihood of repeated tokens (sft.unlikelihood; Welleck et al. 2020: 1); 0 = off.")
-    unlikelihood_window: int = Field(32, ge=1, description="Trained tokens back within the row that must not come again, unless one is the target (ours 32; Welleck et al.: all).")
-    self_paced_threshold: float | None = Field(None, gt=0, title="Self-paced threshold", description="Train only on rows whose mean token loss is below it, 1/K of sft.self_paced at the "
+    unlikelihood_coef: float = Field(0.0, ge=0,
+                                     description="Weight of the unlikelihood of repeated tokens (sft.unlikelihood; Welleck et al. 2020: 1); 0 = off.")
+    unlikelihood_window: int = Field(32, ge=1, description="Trained tokens back within the row that must not come again, unless one is the target (ours 32; "
+                                                           "Welleck et al.: all).")
+    self_paced_threshold: float | None = Field(None, gt=0, title="Self-paced threshold", description="Train only on rows whose mean token loss is below it, "
+                                                                                                     "1/K of sft.self_paced at the "
                                                "first step [nats]; empty: on all. The first validation loss is a good start.")
-    self_paced_threshold_end: float | None = Field(None, gt=0, title="Self-paced threshold at the end", description="1/K at the last step, reached by a constant factor per step; empty: constant.")
+    self_paced_threshold_end: float | None = Field(None, gt=0, title="Self-paced threshold at the end",
+                                                   description="1/K at the last step, reached by a constant factor per step; empty: constant.")
     eval_prompts: int = Field(64, ge=1, description="Validation prompts answered at each pass and scored by the reward_model input, where there is one.")
     eval_completion_length: int = Field(128, ge=1, description="New tokens of these answers at most.")
 
@@ -156,7 +160,8 @@ class SelfPaced:
 
     def after_step(self, step: int, metrics):
         if metrics.get("admitted") == 0:
-            self._stage.warn("self_paced_nothing", "In some steps no row was easier than self_paced_threshold, so they trained nothing (metric train/admitted). "
+            self._stage.warn("self_paced_nothing", "In some steps no row was easier than self_paced_threshold, so they trained nothing (metric "
+                                                   "train/admitted). "
                              "Write a higher self_paced_threshold; the first validation loss is a good start.")
         return {**self._source.after_step(step, metrics), "self_paced_threshold": self._objective.threshold}
 

@@ -108,7 +108,8 @@ def test_the_loss_equals_an_independent_computation_however_episodes_are_batched
         down = float(objective(made, collate(items)).loss["nll"][0])
         weight[3, 2] += step
     assert float(weight.grad[3, 2]) == pytest.approx((up - down) / (2 * step), rel=1e-5)
-    assert float(gaussian_nll(torch.tensor(0.5), torch.tensor(2.0), np.log(4.0))) == pytest.approx(-torch.distributions.Normal(0.5, 2.0).log_prob(torch.tensor(2.0)).item())
+    theirs = -torch.distributions.Normal(0.5, 2.0).log_prob(torch.tensor(2.0)).item()
+    assert float(gaussian_nll(torch.tensor(0.5), torch.tensor(2.0), np.log(4.0))) == pytest.approx(theirs)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +121,8 @@ def groups(tmp_path_factory):
         for question in range(14):
             for answer in range(2):
                 x = rng.normal(size=4)
-                rows.append(complete_row("group_preferences/1", {"group": f"g{g}", "question": f"q{question}", "response": f"{g}.{question}.{answer}", "embedding": x.tolist(),
+                rows.append(complete_row("group_preferences/1", {"group": f"g{g}", "question": f"q{question}", "response": f"{g}.{question}.{answer}",
+                                                                 "embedding": x.tolist(),
                                                                  "y": float(x[:2] @ taste)}, dataset="tastes", source="made", origin="human"))
     path = str(tmp_path_factory.mktemp("groups") / "points")
     write_dataset(path, "tastes", "group_preferences/1", rows)
@@ -128,13 +130,15 @@ def groups(tmp_path_factory):
 
 
 def test_more_context_predicts_unseen_groups_better(groups, tiny, spec):  # noqa: F811
-    config = {"max_steps": 250, "batch_size": 16, "hidden_size": 32, "num_layers": 2, "learning_rate": 3e-3, "eval_context_sizes": [1, 4, 12], "eval_repeats": 4}
+    config = {"max_steps": 250, "batch_size": 16, "hidden_size": 32, "num_layers": 2, "learning_rate": 3e-3, "eval_context_sizes": [1, 4, 12],
+              "eval_repeats": 4}
     result = execute(spec("group_preference", config, {"model": tiny["policy"], "data": groups}, "gpo"), silent)
     summary = result["summary"]
     assert summary["groups"] == 32 and summary["held_out_groups"] == 8 and summary["points"] == 32 * 28
     assert summary["held_out/mse_at_12"] < 0.5 * summary["held_out/mse_at_1"] and summary["held_out/mse_at_12"] < 0.3 * summary["held_out/mse_at_0"]
     assert summary["held_out/accuracy_at_12"] > 0.85 > summary["held_out/accuracy_at_1"] and not result["warnings"]
-    again = execute(spec("group_preference", {**config, "max_steps": 3, "likelihood": "learned_variance"}, {"model": tiny["policy"], "data": groups}, "short"), silent)
+    again = execute(spec("group_preference", {**config, "max_steps": 3, "likelihood": "learned_variance"}, {"model": tiny["policy"], "data": groups}, "short"),
+                    silent)
     assert [w["code"] for w in again["warnings"]] == ["context_does_not_help"] or again["summary"]["held_out/mse_at_12"] < again["summary"]["held_out/mse_at_0"]
 
 
@@ -150,10 +154,12 @@ def rated(tmp_path_factory):
             scores = [float(n if g % 2 else 9 - n) for n in lengths]
             more = {"extra_json": json.dumps({"group": f"{'long' if g % 2 else 'short'}{g}"})}
             answers = [assistant("a" * n) for n in lengths]
-            ratings += [complete_row("ratings/1", {"prompt": user(f"q {q}"), "completion": a, "score": s, "scale_min": 1.0, "scale_max": 8.0, **more}, dataset="r", source="s", origin="human")
+            ratings += [complete_row("ratings/1", {"prompt": user(f"q {q}"), "completion": a, "score": s, "scale_min": 1.0, "scale_max": 8.0, **more},
+                                     dataset="r", source="s", origin="human")
                         for a, s in zip(answers, scores)]
             best = int(np.argmax(scores))
-            pairs.append(complete_row("pairs/1", {"prompt": user(f"q {q}"), "chosen": answers[best], "rejected": answers[1 - best], "pairs_in_group": 1, **more}, dataset="p", source="s", origin="human"))
+            pairs.append(complete_row("pairs/1", {"prompt": user(f"q {q}"), "chosen": answers[best], "rejected": answers[1 - best], "pairs_in_group": 1,
+                                                  **more}, dataset="p", source="s", origin="human"))
     paths = {"ratings": str(root / "ratings"), "pairs": str(root / "pairs")}
     write_dataset(paths["ratings"], "r", "ratings/1", ratings)
     write_dataset(paths["pairs"], "p", "pairs/1", pairs)
@@ -170,10 +176,12 @@ def test_the_published_module_rewards_one_group(spec, tiny, rated):  # noqa: F81
     path = trained(spec, tiny, rated)["outputs"]["model"]["path"]
     chosen = {}
     for group in ("long1", "short0"):
-        made = spec("rejection", {"num_generations": 4, "max_completion_length": 12, "rewards": [{"kind": "group_preference", "group": group}], "max_prompts": 6, "block": 4, "split": "test",
+        made = spec("rejection", {"num_generations": 4, "max_completion_length": 12, "rewards": [{"kind": "group_preference", "group": group}],
+                                  "max_prompts": 6, "block": 4, "split": "test",
                                   "allow_empty": True}, {"model": tiny["policy"], "prompts": tiny["prompts"], "group_preference": path}, f"rs-{group}")
         made["inputs"]["context"] = {"kind": "dataset", "path": rated["ratings"], "ref": "c", "digest": "c"}
-        rows = [r for r in open_dataset(execute(made, silent)["outputs"]["candidates"]["path"]).iter_rows() if r["kept"] and r["completion"][0]["content"].strip()]
+        rows = [r for r in open_dataset(execute(made, silent)["outputs"]["candidates"]["path"]).iter_rows()
+                if r["kept"] and r["completion"][0]["content"].strip()]
         scorer = load_scorer(path)
         assert isinstance(scorer, GroupPreferenceScorer)
         scorer.observe(points_of(open_dataset(rated["ratings"]), group))
@@ -189,7 +197,8 @@ def test_the_published_module_rewards_one_group(spec, tiny, rated):  # noqa: F81
 
 def test_pairs_become_points_and_what_is_missing_is_said(spec, tiny, rated):  # noqa: F811
     points = points_of(open_dataset(rated["pairs"]), "long1")
-    assert [p.y for p in points] == [1.0, 0.0] * 6 and all(len(a.completion[0]["content"]) > len(b.completion[0]["content"]) for a, b in zip(points[::2], points[1::2]))
+    assert [p.y for p in points] == [1.0, 0.0] * 6 and all(len(a.completion[0]["content"]) > len(b.completion[0]["content"]) for a, b in zip(points[::2],
+                                                                                                                                             points[1::2]))
     path = trained(spec, tiny, rated, "pairs")["outputs"]["model"]["path"]
     given = {"model": tiny["policy"], "prompts": tiny["prompts"], "group_preference": path}
     for rewards, more, text in (([{"kind": "group_preference", "group": "nobody"}], {"context": rated["pairs"]}, "its groups are: long1, long3"),

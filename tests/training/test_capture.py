@@ -84,7 +84,8 @@ def test_capturing_everything_trains_like_the_teacher_in_memory(spec, tiny, data
     if not Path(weighted).exists():
         from storage.datasets import write_dataset
 
-        write_dataset(weighted, "weighted", "demonstrations/1", [{**row, "weight": 0.5 + i % 3} for i, row in enumerate(open_dataset(data["demonstrations"]).iter_rows())])
+        write_dataset(weighted, "weighted", "demonstrations/1", [{**row, "weight": 0.5 + i % 3} for i,
+                                                                 row in enumerate(open_dataset(data["demonstrations"]).iter_rows())])
     result, _ = captured(spec, teacher, weighted, top_k=1000, context=config.get("context"))
     assert result["summary"]["mass_outside"] == 0 and result["summary"]["rows"] == 48
     inputs = {"model": tiny["policy"], "data": weighted, "teacher": teacher}

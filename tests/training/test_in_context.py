@@ -36,8 +36,10 @@ def shown(data):
     """Demonstrations near the prompts: sums with other numbers, and one of a prompt itself."""
     path = str(Path(data["prompts"]).parent / "shown")
     write_dataset(path, "shown", "demonstrations/1", [complete_row("demonstrations/1", {
-        "messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}], "train_turns": [1], "kept": True}, dataset="shown", source="s", origin="human")
-        for q, a in [("what is 1 plus 1?", "2"), ("sing a song", "la la"), ("what is 70 plus 70?", "140"), ("what is 71 plus 71?", "142"), ("what is 72 minus 2?", "70"), ("tell me a joke", "no")]])
+        "messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}], "train_turns": [1], "kept": True}, dataset="shown", source="s",
+        origin="human")
+        for q, a in [("what is 1 plus 1?", "2"), ("sing a song", "la la"), ("what is 70 plus 70?", "140"), ("what is 71 plus 71?", "142"),
+                     ("what is 72 minus 2?", "70"), ("tell me a joke", "no")]])
     return path
 
 
@@ -125,7 +127,8 @@ def test_candidates_are_sampled_behind_the_demonstrations(spec, tiny, data, show
     first = json.loads(rows[0]["extra_json"])
     prompt = renderer.prompt_ids(with_demonstrations(rows[0]["prompt"], [(texts[n][:1], texts[n][1:]) for n in first["demonstrations"]]))
     source = next(iter(open_dataset(data["prompts"]).iter_rows(split="train")))
-    again = Sampler(freeze(load_policy(tiny["policy"])), renderer.tokenizer).generate([prompt], SamplingParams(max_new_tokens=10, stop_ids=frozenset(renderer.stop_ids)),
+    again = Sampler(freeze(load_policy(tiny["policy"])), renderer.tokenizer).generate([prompt], SamplingParams(max_new_tokens=10,
+                                                                                                               stop_ids=frozenset(renderer.stop_ids)),
                                                                                       [[stage.seed_for("rejection", source["row_id"], 0)]])
     assert again[0][0].ids == first["completion_ids"]
     assert all(len(r["messages"]) == 2 for r in rows_of(behind, "selected"))  # trained without the demonstrations
@@ -142,7 +145,8 @@ def parrot(tiny, data, tmp_path_factory):
     """A model that repeats the hint's number, and says 0 without one: it solves nothing unless it is told."""
     path = str(Path(data["prompts"]).parent / "parroted")
     user, assistant = (lambda t: {"role": "user", "content": t}), (lambda t: {"role": "assistant", "content": t})
-    rows = [complete_row("demonstrations/1", {"messages": [user(f"{q}{h}"), assistant(a)], "train_turns": [1], "kept": True}, dataset="p", source="s", origin="human")
+    rows = [complete_row("demonstrations/1", {"messages": [user(f"{q}{h}"), assistant(a)], "train_turns": [1], "kept": True}, dataset="p", source="s",
+                         origin="human")
             for i in range(10) for q, h, a in ((f"what is {i} plus {i}?", "", "no" if i else "0"), (f"what is {i} plus {i}?", " 0", "0"))]
     write_dataset(path, "p", "demonstrations/1", rows)
     config = {"learning_rate": 2e-2, "batch_size": 20, "num_train_epochs": 40, "max_length": 64}
@@ -153,9 +157,11 @@ def parrot(tiny, data, tmp_path_factory):
 
 def test_a_hint_helps_where_nothing_was_right_and_is_not_trained(spec, data, parrot):
     zeros = str(Path(data["prompts"]).parent / "zeros")
-    write_dataset(zeros, "zeros", "prompts/1", [complete_row("prompts/1", {"prompt": [{"role": "user", "content": f"what is {i} plus {i}?"}], "answer": "0", "answer_type": "integer"},
+    write_dataset(zeros, "zeros", "prompts/1", [complete_row("prompts/1", {"prompt": [{"role": "user", "content": f"what is {i} plus {i}?"}], "answer": "0",
+                                                                           "answer_type": "integer"},
                                                              dataset="z", source="s", origin="human") for i in range(6)])
-    config = {"num_generations": 2, "temperature": 0.1, "max_completion_length": 6, "block": 4, "select": "all_correct", "rationalise": 3, "hint": "{question} {answer}",
+    config = {"num_generations": 2, "temperature": 0.1, "max_completion_length": 6, "block": 4, "select": "all_correct", "rationalise": 3,
+              "hint": "{question} {answer}",
               "rewards": [{"kind": "verifier", "verifier": "text"}]}
     made = spec("rejection", config, {"model": parrot, "prompts": zeros}, "star")
     result = execute(made, silent)
@@ -174,13 +180,15 @@ def test_a_hint_helps_where_nothing_was_right_and_is_not_trained(spec, data, par
     assert summary["correct/mean"] == pytest.approx(sum(bool(r["correct"]) for r in direct) / 12)
     without = execute(spec("rejection", {**config, "rationalise": 0}, {"model": parrot, "prompts": zeros}, "direct"), silent)
     assert [r["completion"] for r in rows_of(without)] == [r["completion"] for r in direct]
-    for wrong, text in (({"rationalise": 1, "rewards": [{"kind": "length"}]}, "kind verifier"), ({"rationalise": 1, "hint": "the answer is {answer}"}, "question")):
+    for wrong, text in (({"rationalise": 1, "rewards": [{"kind": "length"}]}, "kind verifier"), ({"rationalise": 1, "hint": "the answer is {answer}"},
+                                                                                                 "question")):
         with pytest.raises(ValueError, match=text):
             execute(spec("rejection", wrong, {"model": parrot, "prompts": zeros}, "no"), silent)
 
 
 def verdict_rows(texts, prompt="p"):
-    return [{"prompt_row": {"row_id": prompt, "prompt": [{"role": "user", "content": "q"}], "answer": None}, "completion_text": t, "completion_ids": [1], "finish_reason": "eos"} for t in texts]
+    return [{"prompt_row": {"row_id": prompt, "prompt": [{"role": "user", "content": "q"}], "answer": None}, "completion_text": t, "completion_ids": [1],
+             "finish_reason": "eos"} for t in texts]
 
 
 def test_votes_need_no_gold_answer_and_can_be_weighted():
@@ -192,7 +200,8 @@ def test_votes_need_no_gold_answer_and_can_be_weighted():
     assert [s.total for s in plain.score(verdict_rows(texts))] == [1, 0, 0, 1, 0, 0]
     scores = dict(zip(texts[:5], (0.1, 0.9, 0.8, 0.05, 0.95)))
     source = f"def score(prompt, completion, answer):\n    return {scores!r}.get(completion)"
-    weighted = build_rewards([RewardComponent(kind="python", name="rm", source=source, weight=0.0, on_missing="skip"), RewardComponent(kind="majority", votes_of="rm")], {})
+    weighted = build_rewards([RewardComponent(kind="python", name="rm", source=source, weight=0.0, on_missing="skip"), RewardComponent(kind="majority",
+                                                                                                                                       votes_of="rm")], {})
     assert [s.total for s in weighted.score(verdict_rows(texts))] == [0, 1, 1, 0, 0, 0]
     numbers = verdict_rows([r"\boxed{0.5}", r"\boxed{\frac{1}{2}}", r"\boxed{3}", r"\boxed{3.}"]) + verdict_rows([r"\boxed{3}", "x"], "other")
     assert [s.total for s in plain.score(numbers)] == [1, 1, 0, 0, 1, 0]
@@ -204,7 +213,8 @@ def test_votes_need_no_gold_answer_and_can_be_weighted():
 
 def test_self_consistent_answers_are_selected(spec, tiny, data):
     """The text before the first space is the answer to vote on; selected rows are those of each prompt's majority."""
-    result, _ = sampled(spec, tiny, data, {"num_generations": 6, "rewards": [{"kind": "majority", "extraction": "flexible"}], "select": "threshold", "threshold": 0.5, "allow_empty": True,
+    result, _ = sampled(spec, tiny, data, {"num_generations": 6, "rewards": [{"kind": "majority", "extraction": "flexible"}], "select": "threshold",
+                                           "threshold": 0.5, "allow_empty": True,
                                            "max_prompts": 30, "max_completion_length": 6}, "votes")
     from stages.verifiers import FLEXIBLE_ORDER, extract
 
@@ -225,7 +235,8 @@ def test_self_consistent_answers_are_selected(spec, tiny, data):
 def test_prompts_of_medium_difficulty_are_written(spec, tiny, data):
     """rs.difficulty_band: pass rates from the stage's own verdicts, bounds included, counts stored; the prompts go on into rl."""
     source = "def score(prompt, completion, answer):\n    return len(completion) % 2 == 0"
-    config = {"num_generations": 5, "rewards": [{"kind": "python", "source": source}], "difficulty_band": [0.2, 0.6], "select": "top_per_prompt", "allow_empty": True, "max_prompts": 20}
+    config = {"num_generations": 5, "rewards": [{"kind": "python", "source": source}], "difficulty_band": [0.2, 0.6], "select": "top_per_prompt",
+              "allow_empty": True, "max_prompts": 20}
     result, _ = sampled(spec, tiny, data, config, "band")
     rates = {}
     for row in rows_of(result):
@@ -235,7 +246,8 @@ def test_prompts_of_medium_difficulty_are_written(spec, tiny, data):
     banded = rows_of(result, "banded")
     assert 0 < len(wanted) < 20 and {r["prompt_id"]: json.loads(r["extra_json"])["passed"] for r in banded} == wanted
     assert all(json.loads(r["extra_json"])["sampled"] == 5 and r["answer"] for r in banded) and result["summary"]["banded"] == len(wanted)
-    trained = execute(spec("rl", {"max_steps": 1, "prompts_per_step": 1, "num_generations": 2, "max_completion_length": 4, "preset": "rloo", "rewards": [{"kind": "length", "max_length": 4, "cache_length": 4}]},
+    trained = execute(spec("rl", {"max_steps": 1, "prompts_per_step": 1, "num_generations": 2, "max_completion_length": 4, "preset": "rloo",
+                                  "rewards": [{"kind": "length", "max_length": 4, "cache_length": 4}]},
                            {"model": tiny["policy"], "data": result["outputs"]["banded"]["path"]}, "rl"), silent)
     assert trained["outputs"]["model"]
 
@@ -244,7 +256,8 @@ def test_candidates_of_two_models_are_joined_by_prompt(spec, tiny, data):
     """rs.mix: one selection over both sources, each row with its own model, and the share that each source wins."""
     paths = {}
     for name in ("policy", "other"):
-        made = spec("rejection", {**RS, "rewards": [{"kind": "length", "max_length": 10, "cache_length": 10}], "allow_empty": True}, {"model": tiny[name], "prompts": data["prompts"]}, name)
+        made = spec("rejection", {**RS, "rewards": [{"kind": "length", "max_length": 10, "cache_length": 10}], "allow_empty": True},
+                    {"model": tiny[name], "prompts": data["prompts"]}, name)
         made["inputs"]["model"]["ref"] = name
         paths[name] = execute(made, silent)["outputs"]["candidates"]["path"]
     made = spec("rejection", {**RS, "allow_empty": True}, {"model": tiny["policy"], "prompts": data["prompts"]}, "joined")
@@ -267,7 +280,8 @@ def test_sources_are_mixed_in_their_shares_and_tasks_held_out(spec, tmp_path):
     """rs.mix and the mixture of sft.instruct: largest remainder, no row twice, a held-out task is in no training row, unreadable answers are counted."""
     def write(name, n, category, text=lambda i: "fine answer"):
         write_dataset(str(tmp_path / name), name, "demonstrations/1", [complete_row("demonstrations/1", {
-            "messages": [{"role": "user", "content": f"{name} {i}"}, {"role": "assistant", "content": text(i)}], "train_turns": [1], "kept": True, "category": category(i)},
+            "messages": [{"role": "user", "content": f"{name} {i}"}, {"role": "assistant", "content": text(i)}], "train_turns": [1], "kept": True,
+            "category": category(i)},
             dataset=name, source=name, origin="human", split="validation" if i == 0 else "train") for i in range(n)])
         return str(tmp_path / name)
 
@@ -289,6 +303,7 @@ def test_sources_are_mixed_in_their_shares_and_tasks_held_out(spec, tmp_path):
     assert result["summary"]["dropped/code_block"] == 1 and result["summary"]["dropped/mixed_languages"] == 1
     again = mixed({**config, "total": 10}, "ten")
     assert (again["summary"]["rows/general"], again["summary"]["rows/reasoning"]) == (3, 7)  # 2.5 and 7.5: the tie goes to the first label
-    for wrong, text in (({"weights": {"reasoning": 1}}, "one weight per input"), ({**config, "total": 100}, "total=37 or less"), ({"held_out_categories": ["poetry"]}, "the categories are: chat, math")):
+    for wrong, text in (({"weights": {"reasoning": 1}}, "one weight per input"), ({**config, "total": 100}, "total=37 or less"),
+                        ({"held_out_categories": ["poetry"]}, "the categories are: chat, math")):
         with pytest.raises(Exception, match=text):
             mixed(wrong, "no")
