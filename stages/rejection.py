@@ -251,10 +251,10 @@ def rationalised(stage, renderer, rewards, sampler, block, params, groups) -> di
     config = stage.config
     asked = []
     for i, ((row, _), group) in enumerate(zip(block, groups)):
-        if config.rationalise and row.get("answer") is not None and not any(s.correct for s in group):
+        if config.rationalise and row.get("answer") is not None and not any(s.correct and s.terminated for s in group):
             *before, last = row["prompt"]
-            ids = renderer.prompt_ids([*before, {**last, "content": config.hint.replace("{question}", last.get("content") or "").replace("{answer}",
-                                                                                                                                         row["answer"])}])
+            told = config.hint.replace("{question}", last.get("content") or "").replace("{answer}", row["answer"])
+            ids = renderer.prompt_ids([*before, {**last, "content": told}])
             if len(ids) <= config.max_prompt_length:
                 asked.append((i, row, ids))
     if not asked:

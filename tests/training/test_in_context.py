@@ -168,7 +168,7 @@ def test_a_hint_helps_where_nothing_was_right_and_is_not_trained(spec, data, par
     rows = rows_of(result)
     hinted = [r for r in rows if json.loads(r["extra_json"]).get("mode") == "rationalised"]
     direct = [r for r in rows if r not in hinted]
-    solved = {r["prompt_idx"] for r in direct if r["correct"]}
+    solved = {r["prompt_idx"] for r in direct if r["correct"] and r["kept"]}
     assert len(direct) == 12 and {r["prompt_idx"] for r in hinted} == set(range(6)) - solved and len(hinted) == 3 * (6 - len(solved))
     assert solved and len(solved) < 6 and all(r["completion_idx"] >= 2 for r in hinted)
     assert all(r["kept"] == bool(r["correct"]) and (r["correct"] or r["drop_reason"] in ("hint_did_not_help", "truncated")) for r in hinted)
