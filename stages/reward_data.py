@@ -54,10 +54,8 @@ def transition(row: dict) -> dict:
         return value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False)
 
     answer = f"[ACTION]\n{text('action_json')}\n\n[NEXT OBSERVATION]\n{text('next_observation_json')}"
-    return {**row, "prompt": [{"role": "user", "content": f"[OBSERVATION]\n{text('observation_json')}"}], "completion": [{"role": "assistant",
-                                                                                                                          "content": answer}],
-                                                                                                                          "score": row["reward"],
-            "prompt_id": row["group_id"]}
+    question = f"[OBSERVATION]\n{text('observation_json')}"
+    return {**row, "prompt": [{"role": "user", "content": question}], "completion": [{"role": "assistant", "content": answer}], "score": row["reward"]}
 
 
 def with_facts(row: dict, prompt: list[dict], facts: bool) -> list[dict]:
