@@ -6,8 +6,9 @@ Grow samples and scores the current policy once; Improve fine-tunes on the answe
 falling learning rate, each time on the same samples. With other settings it is
 
     ReST-EM           sample.select=all_correct  sample.max_per_prompt=10  improve_from=start  thresholds=[]
+    STaR              the same with sample.rationalise=4: answers given away as a hint where no sample was right, trained on without it
     expert iteration  sample.select=top_per_prompt  thresholds=[]
-    RAFT              the same with small sample.max_prompts and many rounds
+    RAFT              expert iteration with small sample.max_prompts and many rounds
 """
 
 from __future__ import annotations

@@ -272,16 +272,13 @@ def write_reference(stage, role: str, objective, items, prints, cached, policy) 
 
 def fingerprints(stage, role: str, renderer) -> dict[str, str]:
     """What a cached log-prob depends on besides the row: weights, tokenizer, template, truncation (``da.ref_cache``)."""
-    import hashlib
-
     config = stage.config
-    vocabulary = hashlib.sha256(repr(sorted(renderer.tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
     template = f"{renderer.template_hash}:{config.max_length}:{config.compute_dtype}"
     if config.method == "mdpo":
         template += f":{config.corruption}:{config.corruption_share}:{stage.seed}"
     if config.method == "2d_dpo":
         template += f":{config.segment_pairing}"
-    return {"ref_model_hash": stage.inputs[role].digest, "tokenizer_hash": vocabulary, "template_id": template}
+    return {"ref_model_hash": stage.inputs[role].digest, "tokenizer_hash": renderer.vocabulary_hash, "template_id": template}
 
 
 def matching_cache(stage, prints: dict[str, str]) -> dict[str, list]:

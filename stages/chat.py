@@ -104,6 +104,11 @@ class Renderer:
         self.stop_ids = stop_ids_of(tokenizer, generation_config) | ({turn_end} if turn_end is not None else set())
 
     # -- public -------------------------------------------------------------------------------------------------
+    @property
+    def vocabulary_hash(self) -> str:
+        """16 hex digits of the vocabulary: token ids mean the same to tokenizers that share it."""
+        return hashlib.sha256(repr(sorted(self.tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
+
     def prompt_ids(self, messages) -> list[int]:
         """Ids of the conversation with the generation prompt appended: what a completion starts from."""
         text, specials = self._render_safely(messages, generation=True)

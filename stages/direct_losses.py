@@ -304,8 +304,11 @@ def segment_sums(token_values, starts, lengths):
 
 
 def unlikelihood_loss(logps):
-    """-log(1 - p) per negative token (sft.unlikelihood)."""
-    return -log1mexp(logps)
+    """-log(1 - p) per negative token, nats, from its log-probability (sft.unlikelihood; Welleck et al. 2020).
+
+    A probability that rounds to 1 counts as 1 - eps: the value stays finite and keeps a gradient.
+    """
+    return -log1mexp(logps - (logps + torch.finfo(logps.dtype).eps).relu().detach())
 
 
 def distillation_loss(student_logits, teacher_logits, temperature: float = 1.0, direction: str = "forward"):
@@ -326,16 +329,3 @@ def generalised_jsd(student_logp, teacher_logp, beta: float = 0.5):
         return (q.exp() * (q - p)).sum(-1)
     m = torch.log(beta * p.exp() + (1 - beta) * q.exp())
     return beta * (p.exp() * (p - m)).sum(-1) + (1 - beta) * (q.exp() * (q - m)).sum(-1)
-
-
-def topk_kl(teacher_probs, student_probs, top_k: int, tail: str = "bucket"):
-    """KL(teacher||student) kept on the teacher's top k, the rest as one class (`bucket`) or dropped and
-    renormalised on both sides (`renormalise`) (kd.context)."""
-    index = torch.topk(teacher_probs, top_k, dim=-1).indices
-    p, q = teacher_probs.gather(-1, index), student_probs.gather(-1, index)
-    if tail == "bucket":
-        p = torch.cat([p, (1 - p.sum(-1, keepdim=True)).clamp(min=0)], -1)
-        q = torch.cat([q, (1 - q.sum(-1, keepdim=True)).clamp(min=0)], -1)
-    else:
-        p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
-    return torch.where(p > 0, p * (p.log() - q.log()), 0.0).sum(-1)

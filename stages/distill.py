@@ -1,6 +1,6 @@
 """distill: a student learns a teacher's next-token distributions, not only its words.
 
-Three ways, all on the trained tokens of demonstrations (the same masks as ``sft``), over the whole vocabulary:
+Three ways, all on the trained tokens of demonstrations (the same masks and row weights as ``sft``), over the whole vocabulary:
 
 ``logit``      T^2 KL(teacher || student) on the given answers (``kd.logit``); with ``soft_weight`` below 1 the rest is the usual
                negative log-likelihood (``kd.codistill``).
@@ -8,6 +8,9 @@ Three ways, all on the trained tokens of demonstrations (the same masks as ``sft
                starting model itself (``kd.context``, Askell et al. 2021).
 ``on_policy``  a share ``lmbda`` of the answers is sampled from the student as it is at that step (``kd.onpolicy``, GKD, Agarwal et
                al. 2024); sampling is not differentiated.
+
+From the dataset of a ``capture`` stage it trains without the teacher, on the K most likely tokens of every position and what is left as one class
+(``tail``); what the teacher saw was decided there, so ``method`` is logit.
 
 Sequence-level distillation (``kd.sequence``) needs no stage of its own: sample with ``rejection``, then run ``sft``.
 """
@@ -29,6 +32,8 @@ class Config(RowsConfig):
     distillation_temperature: float = Field(1.0, gt=0, description="Temperature of both distributions; the loss is multiplied by its square.")
     soft_weight: float = Field(1.0, ge=0, le=1, description="Share of the divergence; the rest is the negative log-likelihood of the tokens (codistillation: 0.5).")
     soft_weight_end: float | None = Field(None, ge=0, le=1, title="Soft weight at the end", description="Reached linearly at the last step; empty: constant.")
+    tail: Literal["bucket", "renormalise", "drop"] = Field("bucket", description="Captured teacher: tokens outside of its top K are one class of both, the "
+                                                                                 "teacher is spread over its K, or they are left out.")
     context: str | None = Field(None, title="Context", description="System message that only the teacher reads (method=context).")
     lmbda: float = Field(0.5, ge=0, le=1, description="Share of rows answered by the student itself (method=on_policy; GKD 0.5).")
     sampling_temperature: float = Field(0.9, gt=0, description="Temperature of the student's answers (method=on_policy; GKD 0.9).")
@@ -45,37 +50,65 @@ SPEC = StageSpec(
     name="distill", config=Config, gpu=True, parallel=True,
     inputs={"model": InputSpec("model", doc="The student."),
             "teacher": InputSpec("model", required=False, doc="The teacher, with the student's tokenizer; method=context: default the student as it starts."),
-            "data": InputSpec("dataset", kinds=("demonstrations/1",), doc="Conversations; on_policy uses them up to the last user turn.")},
+            "data": InputSpec("dataset", kinds=("demonstrations/1", "teacher_logps/1"),
+                              doc="Conversations (on_policy uses them up to the last user turn), or a teacher's captured distributions.")},
     outputs={"model": OutputSpec("model", role="policy")})
 
 
 class Distillation:
-    """Objective: soft_weight * divergence + (1 - soft_weight) * negative log-likelihood, per trained token over the whole step."""
+    """Objective: soft_weight * divergence + (1 - soft_weight) * negative log-likelihood, per trained token over the whole step, rows weighted by their weight.
+
+    Args:
+        teacher: a frozen causal LM, or None where every item brings its teacher's distributions (``extra["captured"]``).
+    """
 
     def __init__(self, config: Config, teacher):
         self.config, self.teacher, self.soft_weight = config, teacher, config.soft_weight
 
     def counts(self, items):
-        return {"tokens": float(sum(i.n_targets for i in items))}
+        return {"tokens": float(sum(i.n_targets * i.extra["weight"] for i in items)), "targets": float(sum(i.n_targets for i in items))}
 
     def __call__(self, model, batch):
         import torch
 
-        from stages.batching import collate
-        from stages.divergence import divergence
         from stages.modeling import head_of, hidden_states, token_logps
         from stages.training import Sums
 
-        config, device = self.config, batch.ids_U.device
-        theirs = collate([i.extra.get("teacher_item") or i for i in batch.items], device)
+        states, head = hidden_states(model, batch, batch.src_N), head_of(model)
+        values = (self.divergence if self.teacher is not None else self.captured)(head, states, batch)
+        weights = torch.tensor([i.extra["weight"] for i in batch.items], device=values.device)[batch.seq_N]
+        terms = {"divergence": (self.soft_weight * (values * weights).sum(), "tokens")}
+        if self.soft_weight < 1:
+            terms["nll"] = (-(1 - self.soft_weight) * (token_logps(head, states, batch.target_N)[0] * weights).sum(), "tokens")
+        return Sums(terms, {"kl": (values.detach().sum() / self.config.distillation_temperature ** 2, "targets")})
+
+    def divergence(self, head, states, batch):
+        """From the teacher in memory, over the whole vocabulary ``[N]``."""
+        import torch
+
+        from stages.batching import collate
+        from stages.divergence import divergence
+        from stages.modeling import head_of, hidden_states
+
+        theirs = collate([i.extra.get("teacher_item") or i for i in batch.items], batch.ids_U.device)
         with torch.no_grad():
             teacher_states = hidden_states(self.teacher, theirs, theirs.src_N)
-        states, head = hidden_states(model, batch, batch.src_N), head_of(model)
-        values = divergence(head, states, head_of(self.teacher), teacher_states, config.direction, config.distillation_temperature, config.jsd_beta)
-        terms = {"divergence": (self.soft_weight * values.sum(), "tokens")}
-        if self.soft_weight < 1:
-            terms["nll"] = (-(1 - self.soft_weight) * token_logps(head, states, batch.target_N)[0].sum(), "tokens")
-        return Sums(terms, {"kl": (values.detach().sum() / config.distillation_temperature ** 2, "tokens")})
+        config = self.config
+        return divergence(head, states, head_of(self.teacher), teacher_states, config.direction, config.distillation_temperature, config.jsd_beta)
+
+    def captured(self, head, states, batch):
+        """From its captured top K ``[N]``."""
+        import numpy as np
+        import torch
+
+        from stages.divergence import topk_divergence
+        from stages.modeling import column_logps
+
+        ids, logps, rest = (torch.as_tensor(np.concatenate([i.extra["captured"][k] for i in batch.items])).to(states.device) for k in range(3))
+        config = self.config
+        logq, rest_q = column_logps(head, states, ids.long(), config.distillation_temperature, rest=True)
+        return topk_divergence(logq, rest_q, logps.to(logq.dtype), rest.to(logq.dtype), config.direction, config.distillation_temperature, config.jsd_beta,
+                               config.tail)
 
 
 def run(stage):
@@ -87,20 +120,27 @@ def run(stage):
     from stages.spec import ConfigError
     from stages.training import Trainer, fit
 
-    config = stage.config
-    if not stage.has("teacher") and config.method != "context":
+    config, dataset = stage.config, stage.dataset("data")
+    captured = dataset.kind == "teacher_logps/1"
+    if captured and (stage.has("teacher") or config.method != "logit"):
+        raise ConfigError(f"distill: the teacher of {dataset.name} was asked when it was captured, and what it saw was decided there; leave teacher out and "
+                          "write method=logit, or give demonstrations")
+    if config.tail != "bucket" and (not captured or config.direction != "forward"):
+        raise ConfigError(f"distill: tail={config.tail} is for direction=forward with captured data, a teacher in memory has no tail; write tail=bucket")
+    if not captured and not stage.has("teacher") and config.method != "context":
         raise ConfigError(f"distill: method={config.method} needs a teacher; give teacher=REF, or write method=context")
     renderer = renderer_for(stage.path("model"))
     teacher_path = stage.path("teacher" if stage.has("teacher") else "model")
-    if renderer_for(teacher_path).tokenizer.get_vocab() != renderer.tokenizer.get_vocab():
+    if not captured and renderer_for(teacher_path).tokenizer.get_vocab() != renderer.tokenizer.get_vocab():
         raise ConfigError("distill: teacher and student have different tokenizers, so their distributions cannot be compared; sample the teacher's answers with the "
                           "rejection stage and fine-tune on them with sft instead")
-    train, dropped = encode(stage, renderer, "train")
-    validation, _ = encode(stage, renderer, "validation", config.eval_rows)
+    encoded = encode_captured if captured else encode
+    train, dropped = encoded(stage, renderer, "train")
+    validation, _ = encoded(stage, renderer, "validation", config.eval_rows)
     stage.log(f"{len(train)} training rows, {len(validation)} validation rows; dropped {dropped}")
     model = add_lora(load_policy(stage.path("model"), stage.device), config, stage.seed_for("lora"))
-    own = config.lora_rank and not stage.has("teacher")  # the starting model is the one under the adapter
-    objective = Distillation(config, AdapterOff(model) if own else freeze(load_policy(teacher_path, stage.device)))
+    own = not captured and config.lora_rank and not stage.has("teacher")  # the starting model is the one under the adapter
+    objective = Distillation(config, None if captured else AdapterOff(model) if own else freeze(load_policy(teacher_path, stage.device)))
     source = answers(stage, train, objective, renderer, model)
     trainer = Trainer(model, objective, config, source.total_steps, stage.device)
     preflight(stage, trainer, train, config.batch_size, renderer)
@@ -119,19 +159,55 @@ def encode(stage, renderer, split: str, limit: int | None = None):
     from stages.sft import encode_demonstrations
 
     config = stage.config
-
-    def more(row, mine, turns):
-        if config.method == "on_policy":
-            return {"messages": row["messages"]}
-        if config.method != "context":
-            return {}
-        shifted = None if turns is None else [t + 1 for t in turns]
-        theirs = renderer.conversation([{"role": "system", "content": config.context}, *row["messages"]], train=config.train_on, train_turns=shifted)
-        item = aligned(row["row_id"], theirs, mine)
-        return "context_does_not_fit" if item is None else {"teacher_item": item}
-
+    more = {"on_policy": lambda row, mine, turns: {"messages": row["messages"]}, "context": behind_context(renderer, config), "logit": None}[config.method]
     items, dropped = encode_demonstrations(stage.dataset("data"), split, renderer, config, limit, more)
     return items, {"context_does_not_fit": 0, **dropped}
+
+
+def behind_context(renderer, config):
+    """``more`` of :func:`stages.sft.encode_demonstrations`: the teacher's item, which starts with ``config.context`` and ends in the same targets."""
+    from stages.members import with_system
+
+    def more(row, mine, turns):
+        messages = with_system(row["messages"], config.context)
+        shifted = None if turns is None else [t + len(messages) - len(row["messages"]) for t in turns]
+        item = aligned(row["row_id"], renderer.conversation(messages, train=config.train_on, train_turns=shifted), mine)
+        return "context_does_not_fit" if item is None else {"teacher_item": item}
+
+    return more
+
+
+def encode_captured(stage, renderer, split: str, limit: int | None = None):
+    """Items of a split of ``teacher_logps/1``, cut to ``max_length`` like any row, with the teacher's distributions at their targets.
+
+    Raises:
+        ConfigError: captured with another tokenizer, template or temperature.
+    """
+    import numpy as np
+
+    from stages.batching import make_item
+    from stages.spec import ConfigError
+
+    config, items, dropped = stage.config, [], {"truncated": 0, "no_target": 0}
+    for row in stage.dataset("data").iter_rows(split=split):
+        if limit is not None and len(items) >= limit:
+            break
+        if (row["tokenizer_hash"], row["template_id"]) != (renderer.vocabulary_hash, renderer.template_hash):
+            raise ConfigError("distill: the rows were captured with another tokenizer or chat template than the student's; capture a teacher that shares "
+                              "them, or sample its answers with the rejection stage and fine-tune on them with sft")
+        if row["temperature"] != config.distillation_temperature:
+            raise ConfigError(f"distill: the rows were captured at temperature {row['temperature']:g}; write distillation_temperature={row['temperature']:g}, "
+                              f"or capture them again")
+        item = make_item(row["row_id"], [], [row["ids"][:config.max_length]], [row["mask"][:config.max_length]], weight=row["weight"])
+        dropped["truncated"] += len(row["ids"]) > config.max_length
+        if not item.n_targets:
+            dropped["no_target"] += 1
+            continue
+        shape = len(row["rest_logps"]), row["top_k"]
+        ids, logps = np.array(row["teacher_ids"], np.int32).reshape(shape), np.array(row["teacher_logps"], np.float32).reshape(shape)
+        item.extra["captured"] = tuple(part[:item.n_targets] for part in (ids, logps, np.array(row["rest_logps"], np.float32)))
+        items.append(item)
+    return items, dropped
 
 
 def aligned(row_id: str, theirs, mine):

@@ -7,7 +7,8 @@ position, times T^2 so that the gradient's size does not depend on T (Hinton et 
 ``reverse``  KL(q || p)
 ``jsd``      b KL(p || M) + (1 - b) KL(q || M), M = b p + (1 - b) q   (Agarwal et al. 2024; b -> 0 is forward / b, b -> 1 reverse)
 
-Catalogue ``kd.logit``, ``kd.context``, ``kd.onpolicy``; the exact KL of RL (KL-FULL) is :func:`exact_kl`.
+Catalogue ``kd.logit``, ``kd.context``, ``kd.onpolicy``; the exact KL of RL (KL-FULL) is :func:`exact_kl`. Of a teacher that is only known by
+its K most likely tokens, :func:`topk_divergence`.
 """
 
 from __future__ import annotations
@@ -44,6 +45,34 @@ def exact_kl(head: Head, hidden_NH, other: Head, other_hidden_NK, temperature: f
     :func:`divergence` without its factor T^2.
     """
     return divergence(head, hidden_NH, other, other_hidden_NK, direction, temperature) / temperature ** 2
+
+
+TAILS = ("bucket", "renormalise", "drop")
+
+
+def topk_divergence(logq_NK, rest_q_N, logp_NK, rest_p_N, direction: str = "forward", temperature: float = 1.0, jsd_beta: float = 0.5, tail: str = "bucket"):
+    """Per-position divergence ``[N]`` from a teacher known by its K most likely tokens (``kd.logit`` topk, ``kd.context``).
+
+    Args:
+        logq_NK, rest_q_N: the student's log-probabilities of the teacher's K tokens and log of the mass of all others, both at ``temperature``
+            (:func:`stages.modeling.column_logps`). logp_NK, rest_p_N: the same of the teacher; no gradient flows there.
+        tail: ``bucket``: the others are one class of both, never more than the divergence over the whole vocabulary; ``renormalise``: the teacher over its K
+            tokens, the student over the whole vocabulary; ``drop``: the K terms alone.
+
+    Raises:
+        ValueError: unknown direction or tail, or a direction that needs the bucket.
+    """
+    if direction not in DIRECTIONS or tail not in TAILS:
+        raise ValueError(f"direction={direction!r} tail={tail!r}; write one of {', '.join(DIRECTIONS)} and one of {', '.join(TAILS)}")
+    if tail != "bucket" and direction != "forward":
+        raise ValueError(f"direction={direction} weighs tokens by the student, whose mass outside of the teacher's {logp_NK.shape[-1]} counts too; write "
+                         f"tail=bucket, or direction=forward")
+    logp_NK, rest_p_N = logp_NK.detach(), rest_p_N.detach()
+    if tail == "bucket":  # a rest without mass (K = V) is far below every number: exp gives 0, and the clamp no gradient
+        logq, logp = (torch.cat([logs, rest.clamp(min=-1e4)[:, None]], -1) for logs, rest in ((logq_NK, rest_q_N), (logp_NK, rest_p_N)))
+    else:
+        logq, logp = logq_NK, logp_NK - (logp_NK.logsumexp(-1, keepdim=True) if tail == "renormalise" else 0.0)
+    return _values(logq, logp, direction, jsd_beta) * temperature ** 2
 
 
 class _Divergence(torch.autograd.Function):

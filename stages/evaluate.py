@@ -17,7 +17,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from stages.rewards import RewardComponent
+from stages.rewards import REWARD_INPUTS, RewardComponent
 from stages.settings import SamplingConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
@@ -56,6 +56,7 @@ SPEC = StageSpec(
             "pairs": InputSpec("dataset", kinds=("pairs/1",), required=False, doc="Held-out preference pairs."),
             "reward_model": InputSpec("model", required=False, doc="Scores the policy's answers."),
             "judge": InputSpec("model", required=False, doc="Causal LM of reward components with kind=judge."),
+            **REWARD_INPUTS,
             "reference": InputSpec("model", required=False, doc="KL of the policy to this model is estimated on the samples.")},
     outputs={"samples": OutputSpec("dataset", doc="eval_samples/1: every answer with its grade."),
              "scores": OutputSpec("dataset", doc="eval_scores/1: every metric with error, count and protocol.")})
@@ -98,7 +99,7 @@ class Plan:
             raise ConfigError("evaluate: target=reward_model needs pairs=REF_OR_PATH (pairs/1), the held-out preference pairs")
         self.renderer = renderer_for(stage.path("model")) if policy else None  # a reward model reads text in its own way
         self.prompts, self.pairs, self.texts, self.dropped = [], [], {}, {}
-        self.scorers = {name: stage.inputs[name].digest for name in ("reward_model", "reference") if stage.has(name)}
+        self.scorers = {name: stage.inputs[name].digest for name in ("reward_model", "reference", *REWARD_INPUTS) if stage.has(name)}
         if policy and stage.has("prompts"):
             self._read_prompts()
         if stage.has("pairs"):

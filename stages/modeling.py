@@ -259,6 +259,92 @@ def target_logps(model, batch, temperature: float = 1.0, entropy: bool = False):
     return token_logps(head_of(model), hidden_states(model, batch, batch.src_N), batch.target_N, temperature, entropy)
 
 
+class _ChunkedColumns(torch.autograd.Function):
+    """log softmax(logits / temperature) at K given tokens per position and, if asked for, log of the mass of all others, chunk by chunk.
+
+    Nothing of size V is kept: chunks are computed again in backward.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, columns, scale, softcap, temperature, want_rest, low):
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        logps = hidden.new_empty(columns.shape, dtype=wide)
+        rest = hidden.new_zeros(columns.shape[0] if want_rest else 0, dtype=wide)
+        for rows in _head_chunks(len(hidden), weight):
+            logp, _ = _ChunkedColumns._logs(Head(weight, bias, scale, softcap), hidden[rows], temperature, low)
+            logps[rows] = logp.gather(1, columns[rows])
+            if want_rest:
+                rest[rows] = logp.scatter_(1, columns[rows], -torch.inf).logsumexp(-1)
+        ctx.save_for_backward(hidden, weight, bias, columns, rest)
+        ctx.settings = scale, softcap, temperature, want_rest, low
+        return logps, rest
+
+    @staticmethod
+    def _logs(head, hidden, temperature, low):
+        """(log-probs, logits after scale and softcap) of a chunk."""
+        z = precise(Head(head.weight.to(low), None if head.bias is None else head.bias.to(low), head.scale, head.softcap).logits(hidden.to(low)))
+        return torch.log_softmax(z if temperature == 1.0 else z / temperature, dim=-1), z
+
+    @staticmethod
+    def backward(ctx, grad_logps, grad_rest):
+        hidden, weight, bias, columns, rest = ctx.saved_tensors
+        scale, softcap, temperature, want_rest, low = ctx.settings
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=grad_logps.dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=grad_logps.dtype) if bias is not None and ctx.needs_input_grad[2] else None
+        for rows in _head_chunks(len(hidden), weight):
+            logp, z = _ChunkedColumns._logs(Head(weight, bias, scale, softcap), hidden[rows], temperature, low)
+            g = grad_logps[rows]
+            total = g.sum(-1, keepdim=True)
+            if want_rest:  # d rest / d z_v = p_v / mass of the rest for v in the rest, minus p_v; without a rest there is nothing to move
+                g_rest = torch.where(rest[rows].isfinite(), grad_rest[rows], 0.0)[:, None]
+                others = (logp - rest[rows].nan_to_num(neginf=0.0)[:, None]).exp().scatter_(1, columns[rows], 0.0).mul_(g_rest)
+                dz = others - logp.exp_() * (total + g_rest)
+            else:
+                dz = logp.exp_().mul_(-total)
+            dz.scatter_add_(1, columns[rows], g)
+            dz *= scale / temperature
+            if softcap:
+                dz *= 1.0 - (z / softcap) ** 2
+            if grad_bias is not None:
+                grad_bias += dz.sum(0)
+            dz = dz.to(low)
+            grad_hidden[rows] = (dz @ weight.to(low)).to(hidden.dtype)
+            if grad_weight is not None:
+                grad_weight += dz.t() @ hidden[rows].to(low)
+        return (grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None if grad_bias is None else grad_bias.to(bias.dtype),
+                None, None, None, None, None, None)
+
+
+def column_logps(head: Head, hidden_NH, columns_NK, temperature: float = 1.0, rest: bool = False):
+    """Log-probabilities ``[N, K]`` (float32 or better, nats) of K tokens per position, and log of the mass of all other tokens ``[N]``
+    where ``rest`` (-inf where there are none), else None.
+
+    Differentiable in ``hidden``, weight and bias; memory is bounded by ``HEAD_CHUNK_ELEMENTS`` and N x K whatever V is. With ``rest`` the
+    tokens of a position must differ from each other.
+    """
+    kind = hidden_NH.device.type
+    low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
+    with torch.autocast(kind, enabled=False):
+        logps, others = _ChunkedColumns.apply(hidden_NH, head.weight, head.bias, columns_NK, head.scale, head.softcap, float(temperature), rest, low)
+    return logps, (others if rest else None)
+
+
+@torch.no_grad()
+def top_logps(head: Head, hidden_NH, k: int, temperature: float = 1.0):
+    """The k most likely tokens per position, best first: (ids ``[N, k]``, log-probs ``[N, k]``, log of the mass of all others ``[N]``).
+
+    k is at most the vocabulary, whose rest is -inf. Computed chunk by chunk.
+    """
+    k = min(k, head.weight.shape[0])
+    parts = []
+    for rows in _head_chunks(len(hidden_NH), head.weight):
+        logp = torch.log_softmax(precise(head.logits(hidden_NH[rows])) / temperature, -1)
+        best, ids = logp.topk(k, -1)
+        parts.append((ids, best, logp.scatter_(1, ids, -torch.inf).logsumexp(-1)))
+    return tuple(map(torch.cat, zip(*parts)))
+
+
 # -- weights of models that follow another ----------------------------------------------------------------------------
 
 @torch.no_grad()

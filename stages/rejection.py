@@ -4,15 +4,18 @@ Writes the whole M x N reward matrix in long form (``candidates/1``) and the sel
 stage (catalogue ``rs.sft``, ``rs.select``, ``rs.best_of_n``). Given ``candidates`` of an earlier run, only the selection is
 repeated. Completions cut by the length limit, and unscorable ones, are never selected. A killed run continues at the
 last complete block of prompts and ends with the same bytes.
+
+``rationalise`` asks again, with the answer as a hint, where no completion was right, and keeps right ones without the hint (``rs.star``).
+``in_context`` samples behind the demonstrations that a component with kind=icdpo retrieves; rows are kept without them (``rs.icdpo``).
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from stages.rewards import RewardComponent
+from stages.rewards import REWARD_INPUTS, RewardComponent
 from stages.settings import SamplingConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
@@ -30,11 +33,33 @@ class Config(SamplingConfig):
     allow_empty: bool = Field(False, description="Selecting nothing is a result and no error (ReST stops there).")
     dedupe: bool = Field(True, description="Drop identical texts of one prompt before selecting (the first is kept).")
     mixture_coef: float = Field(0.0, ge=0, le=1, title="Mixture coefficient", description="Sample from policy^(1-c) reference^c, token by token (IPO-MD 0.25); 0 = the policy alone.")
+    difficulty_band: list[float] | None = Field(None, title="Difficulty band", description="Also write the prompts whose share of right completions is in "
+                                                                                           "this range, bounds "
+                                                        "included, as output `banded` (rs.difficulty_band: 0.2, 0.8); empty: not.")
+    rationalise: int = Field(0, ge=0, description="Completions sampled with the answer as a hint for each prompt that no completion solved; right ones join "
+                                                  "the candidates (STaR); 0 = off.")
+    hint: str = Field("{question}\n\nHint: the answer is {answer}. Explain how to get there, as if you did not know it, and end with it.",
+                      description="rationalise: what the last message says then, with {question} and {answer}. Training rows do not have it.")
+    in_context: bool = Field(False, description="Sample with the demonstrations of the component kind=icdpo in the prompt (rs.icdpo).")
     split: str = Field("train", description="Prompt split to sample from.")
     max_prompts: int | None = Field(None, ge=1, title="Max prompts", description="Prompts used at most.")
     prompt_offset: int = Field(0, ge=0, description="Prompts passed over before the first one used, in a circle: other prompts in each round.")
     max_prompt_length: int = Field(1024, ge=1, description="Prompt tokens at most; longer prompts are left out and counted.")
     block: int = Field(64, ge=1, description="Prompts generated and scored as one resumable unit.")
+
+    @model_validator(mode="after")
+    def _possible(self):
+        if self.difficulty_band is not None and not (len(self.difficulty_band) == 2 and 0 <= self.difficulty_band[0] <= self.difficulty_band[1] <= 1):
+            raise ValueError(f"difficulty_band={self.difficulty_band} is no range of pass rates; write for example difficulty_band=[0.2,0.8]")
+        if self.rationalise and not any(c.kind in ("verifier", "code", "python") for c in self.rewards):
+            raise ValueError("rationalise asks again where no completion was right, which nothing here can say; add a reward component of kind verifier, code "
+                             "or python")
+        if self.rationalise and not ("{question}" in self.hint and "{answer}" in self.hint):
+            raise ValueError("hint shows question and answer; write both {question} and {answer} in it")
+        if self.in_context and not any(c.kind == "icdpo" for c in self.rewards):
+            raise ValueError("in_context samples behind the demonstrations of a component of kind icdpo; add one (weight=0 if it should not count), or write "
+                             "in_context=false")
+        return self
 
 
 SPEC = StageSpec(
@@ -45,9 +70,12 @@ SPEC = StageSpec(
             "reward_model": InputSpec("model", required=False, doc="Scorer of components with kind=model."),
             "judge": InputSpec("model", required=False, doc="Causal LM of components with kind=judge, and of a rubric's judged items."),
             "rubric": InputSpec("dataset", kinds=("rubric_items/1",), required=False, doc="Rubric of the component with kind=rubric: a file or a dataset."),
-            "candidates": InputSpec("dataset", kinds=("candidates/1",), required=False,
-                                    doc="Scored candidates of an earlier run: select again without generating.")},
+            **REWARD_INPUTS,
+            "candidates": InputSpec("dataset", kinds=("candidates/1",), required=False, many=True,
+                                    doc="Scored candidates of earlier runs: select again without generating. Those of several models, checkpoints or settings "
+                                        "(candidates.LABEL) are joined by prompt (rs.mix).")},
     outputs={"candidates": OutputSpec("dataset"), "selected": OutputSpec("dataset"),
+             "banded": OutputSpec("dataset", required=False, doc="prompts/1: the prompts whose pass rate is in difficulty_band."),
              "rubric_scores": OutputSpec("dataset", required=False, doc="rubric_scores/1: every item of every candidate, with critique and reasoning."),
              "rubric_confidence": OutputSpec("dataset", required=False, doc="rubric_confidence/1: mean confidence per rubric item.")})
 
@@ -58,11 +86,10 @@ def run(stage):
     from storage.datasets import open_dataset
 
     config = stage.config
-    if stage.has("candidates"):
-        candidates = stage.dataset("candidates")
-        with_copy = stage.writer("candidates", "candidates/1")
-        with_copy.write(candidates.iter_rows())
-        with_copy.close({"copied": len(candidates)})
+    if stage.many("candidates"):
+        writer = stage.writer("candidates", "candidates/1")
+        writer.write(joined(stage))
+        writer.close({"copied": sum(len(stage.dataset(f"candidates.{label}" if label else "candidates")) for label in stage.many("candidates"))})
     else:
         generate(stage)
     rows = list(open_dataset(str(stage.workdir / "out" / "candidates")).iter_rows())
@@ -81,13 +108,67 @@ def run(stage):
         drop_duplicates(matrix, where)
     chosen = select(matrix, correct, config, stage)
     write_selected(stage, [where[divmod(int(i), width)] for i in chosen], config.allow_empty)
+    if config.difficulty_band is not None:
+        write_banded(stage, rows)
     report(stage, rows, matrix, correct, chosen)
+
+
+def joined(stage):
+    """Rows of all candidate sets; several sets are numbered anew, prompt by prompt in order of first appearance, sets in the order of their labels."""
+    from storage.schema import complete_row
+
+    labels = sorted(stage.many("candidates"))
+    datasets = [stage.dataset(f"candidates.{label}" if label else "candidates") for label in labels]
+    if len(datasets) == 1:
+        yield from datasets[0].iter_rows()
+        return
+    prompts, counts = {}, {}
+    for dataset in datasets:
+        for row in dataset.iter_rows():
+            at = prompts.setdefault(row["prompt_id"], len(prompts))
+            counts[at] = counts.get(at, -1) + 1
+            yield complete_row("candidates/1", {**row, "prompt_idx": at, "completion_idx": counts[at]}, dataset="candidates", source=row["source"],
+                               origin=row["origin"])
+
+
+def write_banded(stage, rows) -> None:
+    """The prompts whose pass rate over their direct completions with a verdict is in ``difficulty_band``, with the counts (``rs.difficulty_band``)."""
+    import json
+
+    from stages import selection
+    from storage.schema import complete_row
+
+    low, high = stage.config.difficulty_band
+    verdicts: dict[str, list[bool]] = {}
+    for row in rows:
+        if row["correct"] is not None and not rationalised_row(row):
+            verdicts.setdefault(row["prompt_id"], []).append(row["correct"])
+    kept = {name for name, found in verdicts.items() if selection.difficulty_band([sum(found)], len(found), low, high)[0]}
+    writer = stage.writer("banded", "prompts/1")
+    for row in stage.dataset("prompts").iter_rows():
+        found = verdicts.get(row["prompt_id"])
+        if row["prompt_id"] in kept:
+            extra = json.loads(row["extra_json"] or "{}") | {"pass_rate": sum(found) / len(found), "passed": sum(found), "sampled": len(found)}
+            writer.write([complete_row("prompts/1", {**row, "extra_json": json.dumps(extra, sort_keys=True)}, dataset="banded", source=row["source"],
+                                       origin=row["origin"], split=row["split"])])
+    rates = [sum(found) / len(found) for found in verdicts.values()]
+    writer.close({"prompts": len(rates), "kept": len(kept), "too_hard": sum(rate < low for rate in rates), "too_easy": sum(rate > high for rate in rates)})
+    stage.summary({"banded": len(kept), "banded/of": len(verdicts)})
+    if not kept:
+        stage.warn("band_is_empty", f"No prompt has a pass rate in {stage.config.difficulty_band}: sample more completions, or widen difficulty_band.")
+
+
+def rationalised_row(row: dict) -> bool:
+    """Whether a candidate was sampled with the answer as a hint."""
+    import json
+
+    return json.loads(row["extra_json"] or "{}").get("mode") == "rationalised"
 
 
 def generate(stage) -> None:
     """Sample and score every prompt, one Parquet part per block of prompts."""
     from stages.chat import renderer_for
-    from stages.generation import MixtureSampler, gen_record, prompt_rows, sample_groups, sampling_params, score
+    from stages.generation import MixtureSampler, gen_record, prompt_rows, sampling_params, score
     from stages.modeling import freeze, load_policy
     from stages.rewards import build_rewards
     from stages.rubric_reward import score_rows, write_review
@@ -119,15 +200,20 @@ def generate(stage) -> None:
     for start in range(done * config.block, total, config.block):
         block = rows[start:start + config.block]
         seeds = [[stage.seed_for("rejection", row["row_id"], k) for k in range(config.num_generations)] for row, _ in block]
-        groups = sample_groups(sampler, block, params, seeds)
+        groups, notes = sample_block(stage, rewards, sampler, block, params, seeds)
         score(rewards, [s for group in groups for s in group])
-        made = [complete_row("candidates/1", candidate(s, start + i, gen_record(stage, config, renderer, seeds[i][s.index])),
-                             dataset="candidates", source=s.prompt["dataset"], origin="ai")
-                for i, group in enumerate(groups) for s in group]
+        hinted = rationalised(stage, renderer, rewards, sampler, block, params, groups)
+        made = []
+        for i, (row, group, note) in enumerate(zip((row for row, _ in block), groups, notes)):
+            for sample, mode in [*((s, {}) for s in group), *((s, {"mode": "rationalised"}) for s in hinted.get(i, []))]:
+                seed = seeds[i][sample.index] if not mode else stage.seed_for("rationalise", row["row_id"], sample.index - config.num_generations)
+                made.append(complete_row("candidates/1", candidate(sample, start + i, gen_record(stage, config, renderer, seed), {**note, **mode}),
+                                         dataset="candidates", source=row["dataset"], origin="ai"))
         writer.write(made)
         writer.flush()
         if rubric:
-            items.write([row for one, s in zip(made, (s for group in groups for s in group)) for row in score_rows(one, s.items)])
+            everyone = [s for i, group in enumerate(groups) for s in [*group, *hinted.get(i, [])]]
+            items.write([row for one, s in zip(made, everyone) for row in score_rows(one, s.items)])
             items.flush()
         stage.save_checkpoint(start // config.block + 1, {}, {})
         stage.progress(min(start + config.block, total), total, "prompts")
@@ -137,20 +223,66 @@ def generate(stage) -> None:
         write_review(stage)
 
 
-def candidate(sample, prompt_idx: int, gen: dict) -> dict:
+def sample_block(stage, rewards, sampler, block, params, seeds):
+    """(groups of samples, what to note about each group's candidates) of a block; with ``in_context`` sampled behind demonstrations."""
+    from dataclasses import replace
+
+    from stages.generation import sample_groups
+
+    retriever = next((rewards.scorers[c.name] for c in rewards.components if c.kind == "icdpo"), None)
+    found = [retriever.retrieve(row) if retriever is not None else ([], None) for row, _ in block]
+    notes = [{"demonstrations": names} if retriever is not None else {} for names, _ in found]
+    if not stage.config.in_context:
+        return sample_groups(sampler, block, params, seeds), notes
+    groups = sample_groups(sampler, [(row, behind or ids) for (row, ids), (_, behind) in zip(block, found)], params, seeds)
+    notes = [{**note, "in_context": behind is not None} for note, (_, behind) in zip(notes, found)]
+    return [[replace(s, prompt_ids=ids) for s in group] for (_, ids), group in zip(block, groups)], notes
+
+
+def rationalised(stage, renderer, rewards, sampler, block, params, groups) -> dict[int, list]:
+    """Scored samples, by place in the block, of prompts that no completion solved, drawn with the answer as a hint (``rs.star``, Zelikman et al. 2022).
+
+    They belong to the prompt without the hint; their indices follow those of the direct ones.
+    """
+    from dataclasses import replace
+
+    from stages.generation import sample_groups, score
+
+    config = stage.config
+    asked = []
+    for i, ((row, _), group) in enumerate(zip(block, groups)):
+        if config.rationalise and row.get("answer") is not None and not any(s.correct and s.terminated for s in group):
+            *before, last = row["prompt"]
+            told = config.hint.replace("{question}", last.get("content") or "").replace("{answer}", row["answer"])
+            ids = renderer.prompt_ids([*before, {**last, "content": told}])
+            if len(ids) <= config.max_prompt_length:
+                asked.append((i, row, ids))
+    if not asked:
+        return {}
+    seeds = [[stage.seed_for("rationalise", row["row_id"], k) for k in range(config.rationalise)] for _, row, _ in asked]
+    found = sample_groups(sampler, [(row, ids) for _, row, ids in asked], params, seeds)
+    out = {i: [replace(s, prompt_ids=block[i][1], index=config.num_generations + s.index) for s in group] for (i, _, _), group in zip(asked, found)}
+    score(rewards, [s for group in out.values() for s in group])
+    return out
+
+
+def candidate(sample, prompt_idx: int, gen: dict, note: dict) -> dict:
+    """One ``candidates/1`` row; a rationalised answer that is not right is never kept."""
     import json
     import math
 
     reason = None if sample.terminated else "truncated"
     if reason is None and math.isnan(sample.total):
         reason = "unscorable"
+    if reason is None and note.get("mode") == "rationalised" and not sample.correct:
+        reason = "hint_did_not_help"
     return {"prompt": sample.prompt["prompt"], "prompt_id": sample.prompt["prompt_id"], "group_id": sample.prompt["group_id"],
             "prompt_idx": prompt_idx, "completion_idx": sample.index, "completion": [{"role": "assistant", "content": sample.text}],
             "scores": [{"source": k, "value": v} for k, v in sample.parts.items()],
             "reward": None if math.isnan(sample.total) else sample.total, "correct": sample.correct, "kept": reason is None,
             "drop_reason": reason, "gen": gen, "split": sample.prompt["split"],
             "extra_json": json.dumps({"completion_ids": sample.ids, "finish_reason": sample.finish_reason, "logp_sum": sum(sample.logps),
-                                      "unscorable": sample.reasons, "category": sample.prompt.get("category"), "tier": sample.tier}, sort_keys=True)}
+                                      "unscorable": sample.reasons, "category": sample.prompt.get("category"), "tier": sample.tier, **note}, sort_keys=True)}
 
 
 def drop_duplicates(matrix, where) -> None:
@@ -218,7 +350,7 @@ def write_selected(stage, rows, allow_empty: bool = False) -> None:
 
 
 def report(stage, rows, matrix, correct, chosen) -> None:
-    """Selection against the pool, and best-of-n curves with the unbiased estimator (``rm.overopt``)."""
+    """Selection against the pool, and best-of-n curves with the unbiased estimator (``rm.overopt``), of the direct completions."""
     import numpy as np
 
     from stages import selection
@@ -236,19 +368,31 @@ def report(stage, rows, matrix, correct, chosen) -> None:
         "prompts_covered": len({i // width for i in chosen}), "reward/mean": float(np.nanmean(flat)) if valid.any() else None,
         "reward/selected": float(np.mean([flat[i] for i in chosen])) if chosen else None, "length/mean": float(lengths.mean()),
         "length/selected": float(lengths[is_picked].mean()) if chosen else None}
+    hinted = np.array([rationalised_row(r) for r in rows], bool)
     if any(r["correct"] is not None for r in rows):
-        summary |= {"correct/mean": float(np.mean([bool(r["correct"]) for r in rows])),
+        summary |= {"correct/mean": float(np.mean([bool(r["correct"]) for r, with_hint in zip(rows, hinted) if not with_hint])),
                     "correct/selected": float(correct.ravel()[chosen].mean()) if chosen else None}
+    if hinted.any():  # per prompt, what training can take from it (rs.star)
+        first, second = ({r["prompt_idx"]: False for r in rows if r["correct"] is not None} for _ in range(2))
+        for row, with_hint in zip(rows, hinted):
+            if row["correct"] and row["kept"]:
+                (second if with_hint else first)[row["prompt_idx"]] = True
+        kept = selection.star_filter([first[i] for i in first], [second[i] for i in first])
+        summary |= {"prompts/direct": kept.count("direct"), "prompts/rationalised": kept.count("rationalised"), "prompts/unsolved": kept.count(None)}
+        direct = 1 + max(r["completion_idx"] for r, with_hint in zip(rows, hinted) if not with_hint)
+        matrix, correct = matrix[:, :direct], correct[:, :direct]
+    sources = [(r["gen"] or {}).get("model_id") or "unknown" for r in rows]
+    if len(set(sources)) > 1:  # a source that always wins teaches its style (rs.mix)
+        summary |= {f"win_share/{name}": sum(s == name for s, taken in zip(sources, is_picked) if taken) / max(1, len(chosen)) for name in sorted(set(sources))}
     stage.summary({k: v for k, v in summary.items() if v is not None})
     stage.report("rewards", png=histogram({"all": flat[valid.ravel()].tolist(), "selected": [float(flat[i]) for i in chosen]},
                                           title="Reward before and after selection", xlabel="reward"))
-    full = valid.all(axis=1)
-    if full.any() and width > 1:
-        curve = [float(np.mean([selection.best_of_n_estimate(row, n) for row in matrix[full]])) for n in range(1, width + 1)]
-        series = {"scorer": (list(range(1, width + 1)), curve)}
+    full, sizes = (~np.isnan(matrix)).all(axis=1), range(1, matrix.shape[1] + 1)
+    if full.any() and len(sizes) > 1:
+        series = {"scorer": (list(sizes), [float(np.mean([selection.best_of_n_estimate(row, n) for row in matrix[full]])) for n in sizes])}
         if any(r["correct"] is not None for r in rows):
-            series["correct"] = (list(range(1, width + 1)), [float(np.mean([
-                selection.best_of_n_estimate(r, n, c.astype(float)) for r, c in zip(matrix[full], correct[full])])) for n in range(1, width + 1)])
+            verdicts = correct[full].astype(float)
+            series["correct"] = (list(sizes), [float(np.mean([selection.best_of_n_estimate(r, n, c) for r, c in zip(matrix[full], verdicts)])) for n in sizes])
         stage.report("best-of-n", png=line_chart(series, title="Best of n", xlabel="n", ylabel="mean"))
     table = [{"prompt": r["prompt"][-1]["content"], "completion": r["completion"][0]["content"], "reward": r["reward"], "correct": r["correct"]}
              for r, taken in zip(rows, is_picked) if taken][:20]

@@ -35,10 +35,27 @@ def encode(objective, dataset, split: str, reader, config, dropped: Counter | No
         if limit is not None and len(items) >= limit:
             break
         try:
-            items.extend(make(row, reader, config, dropped))
+            items.extend(make(transition(row), reader, config, dropped))
         except Drop as reason:
             dropped[str(reason)] += 1
     return items
+
+
+def transition(row: dict) -> dict:
+    """A step of ``trajectories/1`` as a rated answer: the observation is the prompt, the action and what came of it the answer, the reward the score
+    (``rm.agentic``: r(o_t, a_t, o_t+1)). Rows of other kinds as they are."""
+    import json
+
+    if "next_observation_json" not in row:
+        return row
+
+    def text(name):
+        value = json.loads(row[name])
+        return value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+    answer = f"[ACTION]\n{text('action_json')}\n\n[NEXT OBSERVATION]\n{text('next_observation_json')}"
+    question = f"[OBSERVATION]\n{text('observation_json')}"
+    return {**row, "prompt": [{"role": "user", "content": question}], "completion": [{"role": "assistant", "content": answer}], "score": row["reward"]}
 
 
 def with_facts(row: dict, prompt: list[dict], facts: bool) -> list[dict]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from stages import statistics
+from stages.reward_data import transition
 from stages.reward_scorers import Response, Scorer
 
 
@@ -19,7 +20,7 @@ def rows_of(data, split: str | None, limit: int | None) -> list[dict]:
     for row in data.iter_rows(split=split) if split is not None else data.iter_rows():
         if limit is not None and len(rows) >= limit:
             break
-        rows.append(row)
+        rows.append(transition(row))
     return rows
 
 
@@ -44,7 +45,8 @@ def anchor_responses(data, split: str | None, limit: int) -> list[Response]:
 def held_out(stage, scorer: Scorer, data, split: str, limit: int | None = None, probe_pairs: int = 0) -> dict[str, float]:
     """Metrics of one split, by the kind of its rows; ``{}`` without rows. Figures go to the stage's reports."""
     rows = rows_of(data, split, limit)
-    judge = {"pairs/1": judge_pairs, "rankings/1": judge_rankings, "ratings/1": judge_ratings, "unpaired/1": judge_labels, "stepwise/1": judge_steps}
+    judge = {"pairs/1": judge_pairs, "rankings/1": judge_rankings, "ratings/1": judge_ratings, "trajectories/1": judge_ratings, "unpaired/1": judge_labels,
+             "stepwise/1": judge_steps}
     return judge[data.kind](stage, scorer, rows, split, probe_pairs) if rows else {}
 
 

@@ -181,14 +181,19 @@ def response_outputs(model, batch, pooling: str = "last") -> torch.Tensor:
         with torch.autocast(device, enabled=False):
             return precise(model(**_encoder_inputs(model, batch)[0]).logits)
     if pooling == "mean":
-        states = precise(states_of(model, batch))
-        lengths = torch.tensor([n for _, responses in batch.segments for n in responses], device=states.device)
-        owner = torch.repeat_interleave(torch.arange(len(lengths), device=states.device), lengths)
-        pooled = states.new_zeros(len(lengths), states.shape[1]).index_add(0, owner, states) / lengths[:, None]
+        pooled = mean_states(model, batch)
     else:
         pooled = precise(states_of(model, batch, batch.last_S))
     with torch.autocast(device, enabled=False):  # head and scores stay float32
         return score_head(model)(pooled)
+
+
+def mean_states(model, batch) -> torch.Tensor:
+    """Mean of the last hidden states of each response's tokens ``[S, H]``, float32 or better; prompts are merged into the responses."""
+    states = precise(states_of(model, batch))
+    lengths = torch.tensor([n for _, responses in batch.segments for n in responses], device=states.device)
+    owner = torch.repeat_interleave(torch.arange(len(lengths), device=states.device), lengths)
+    return states.new_zeros(len(lengths), states.shape[1]).index_add(0, owner, states) / lengths[:, None]
 
 
 def own_positions(batch) -> torch.Tensor:

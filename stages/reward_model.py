@@ -3,6 +3,7 @@
     pairs/1      bt, margin, soft_label (ranking losses), pairwise (both answers in one context), t2t_point, t2t_pair (label words)
     rankings/1   kwise_pairs, plackett_luce
     ratings/1    regression, value
+    trajectories/1   regression: every step's observation, action and next observation (``rm.agentic``; ranked trajectories are pairs/1)
     unpaired/1   pointwise_bce, orm (every token of an answer), value
     stepwise/1   prm (every step of a solution)
 

@@ -42,8 +42,8 @@ _ROWS = (
                     source="rm.plackett_luce (Starling)"),
     RewardObjective("pointwise_bce", _LABELS, "stages.reward_data:labelled_items", "stages.reward_losses:pointwise_bce",
                     source="rm.pmp, binary discrimination (Askell et al. 2021)"),
-    RewardObjective("regression", ("ratings/1",), "stages.reward_data:rating_items", "stages.reward_losses:regression",
-                    score="stages.reward_scorers:RatingScorer", source="rm.regression"),
+    RewardObjective("regression", ("ratings/1", "trajectories/1"), "stages.reward_data:rating_items", "stages.reward_losses:regression",
+                    score="stages.reward_scorers:RatingScorer", source="rm.regression, rm.agentic"),
     RewardObjective("orm", _LABELS, "stages.reward_data:labelled_items", "stages.reward_losses:outcome", reads="tokens",
                     score="stages.reward_scorers:OutcomeScorer", source="rm.orm (Cobbe et al. 2021, Lightman et al. 2023)"),
     RewardObjective("value", ("unpaired/1", "ratings/1"), "stages.reward_data:labelled_items", "stages.reward_losses:value", reads="tokens",
@@ -59,7 +59,8 @@ _ROWS = (
 )
 REWARD_OBJECTIVES: dict[str, RewardObjective] = {row.name: row for row in _ROWS}
 #: Objective of ``objective=auto``: the natural one of each kind of data.
-NATURAL = {"pairs/1": "bt", "rankings/1": "kwise_pairs", "ratings/1": "regression", "unpaired/1": "pointwise_bce", "stepwise/1": "prm"}
+NATURAL = {"pairs/1": "bt", "rankings/1": "kwise_pairs", "ratings/1": "regression", "unpaired/1": "pointwise_bce", "stepwise/1": "prm",
+           "trajectories/1": "regression"}
 KINDS = tuple(NATURAL)
 
 

@@ -42,6 +42,7 @@ class Scorer:
     """A frozen reward model. ``disagreement`` holds one spread per response after :meth:`score`, None where there is one model."""
 
     relative = False  # True: a score compares the responses of one prompt with each other
+    needs_group = False  # True: it scores in the context of a group (stages/preference_module.py)
     why_not = "the reward model reads no token of it"
 
     def __init__(self, path: str, card: RewardCard, device: str = "cpu", max_tokens: int = 8192, model=None, reader=None):
@@ -422,6 +423,8 @@ def load_scorer(path: str, device: str = "cpu", max_tokens: int = 8192) -> Score
         return CombinedScorer(path, card, device, max_tokens)
     if card.objective == "implicit":
         return ImplicitScorer(path, card, device, max_tokens)
+    if card.objective == "group_preference":
+        return resolve("stages.preference_module:GroupPreferenceScorer")(path, card, device, max_tokens)
     if card.objective not in REWARD_OBJECTIVES:
         raise ModelError(f"{path} was written with objective {card.objective!r}, which this version does not know; train it again with one of: "
                          f"{', '.join(REWARD_OBJECTIVES)}.")

@@ -18,19 +18,30 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from stages.spec import StageConfig
+from stages.spec import InputSpec, StageConfig
 
-PRIMARY = ("verifier", "code", "python", "model", "judge", "rubric")
+PRIMARY = ("verifier", "code", "python", "model", "judge", "rubric", "group_preference", "icdpo", "majority")
 TIERS = ("rule", "learned", "judge")
+#: Inputs of every stage that scores with reward components; each is needed by the kinds it names.
+REWARD_INPUTS = {
+    "group_preference": InputSpec("model", required=False, doc="Model of components with kind=group_preference."),
+    "context": InputSpec("dataset", kinds=("ratings/1", "pairs/1", "group_preferences/1"), required=False, doc="Rated responses of the group of "
+                                                                                                               "kind=group_preference."),
+    "demonstrations": InputSpec("dataset", kinds=("demonstrations/1",), required=False, doc="What components with kind=icdpo retrieve from.")}
 
 
 class RewardComponent(StageConfig):
     """One component of a reward: what it scores, its weight, and its options."""
 
     name: str = Field("reward", min_length=1, description="Name under which its values are stored and plotted.")
-    kind: Literal["verifier", "model", "judge", "format", "length", "truncation", "regex", "constraints", "code", "python", "rubric"] = Field(
+    kind: Literal["verifier", "model", "judge", "format", "length", "truncation", "regex", "constraints", "code", "python", "rubric", "group_preference",
+                  "icdpo", "majority"] = Field(
         description="verifier: gold answer; model: a reward model; judge: a language model's opinion; format: tags; length: DAPO soft overlong; truncation: no end token; "
-                    "regex: a pattern; constraints: IFEval checkers; code: unit tests; python: your own function; rubric: the items of the input rubric (GRAPE).")
+                    "regex: a pattern; constraints: IFEval checkers; code: unit tests; python: your own function; rubric: the items of the input rubric "
+                    "(GRAPE); "
+                    "group_preference: the rating that a group would give, from its ratings in the input context (rm.gpo); "
+                    "icdpo: how much retrieved demonstrations raise the answer's likelihood (rs.icdpo); "
+                    "majority: 1 for the answer that most of the prompt's samples give, 0 for others, without a gold answer (rs.majority).")
     weight: float = Field(1.0, description="Factor in the total.")
     on_missing: Literal["invalidate", "skip", "renormalise"] | None = Field(
         None, title="On missing", description="When unscorable: drop the row from training, drop the term, or rescale the other terms. "
@@ -44,7 +55,8 @@ class RewardComponent(StageConfig):
     correct_value: float = Field(1.0, description="verifier: value of a right answer (DAPO 1, Tulu 3 10).")
     incorrect_value: float = Field(0.0, description="verifier: value of a wrong answer (DAPO -1).")
     verifier: Literal["auto", "world", "math", "text", "mc"] = Field("auto", description="verifier: which one; auto reads the prompt row.")
-    extraction: Literal["strict", "flexible"] = Field("strict", description="verifier: flexible also takes the last number or a bare letter; for evaluation.")
+    extraction: Literal["strict", "flexible"] = Field("strict", description="verifier, majority: flexible also takes the last number or a bare letter; for "
+                                                                            "evaluation.")
     input: str = Field("reward_model", description="model, judge: the stage input that holds the model (judge: `judge` where that is given).")
     ranking: Literal["round_robin", "tournament"] = Field("round_robin", description="model, judge that compare: mean win probability against all other answers "
                                                           "of the prompt (rs.rank), or a knock-out (rm.t2t_pair).")
@@ -70,6 +82,14 @@ class RewardComponent(StageConfig):
     squash: Literal["none", "sigmoid"] = Field("none", description="model: squash scores to (0, 1).")
     normalise: Literal["none", "batch"] = Field("none", description="model: whiten the scores of one batch of responses, before clip and squash (rm.calibrate); "
                                                 "not for evaluation, where runs must stay comparable.")
+    group: str = Field("", description="group_preference: the group whose rows of the input `context` are what is known of its preferences.")
+    votes_of: str = Field("", description="majority: component whose values, 0 or more, are the weights of the votes (squash=sigmoid makes scores "
+                                          "probabilities); empty: one each.")
+    num_demonstrations: int = Field(4, ge=1, description="icdpo: demonstrations shown, of the input `demonstrations` (ours 4).")
+    coarse_demonstrations: int = Field(32, ge=1, description="icdpo: candidates that TF-IDF cosine keeps before the model's own similarity orders them (ours "
+                                                             "32).")
+    demonstration_length: int = Field(1024, ge=8, description="icdpo: tokens of prompt and demonstrations at most; the least similar ones are left out until "
+                                                              "it fits.")
     preset: Literal["think_answer", "think_only", "answer_mark"] = Field("think_answer", description="format: required structure (reward.format).")
     prefilled: str = Field("", description="format: text that the chat template already opened, prepended before the check.")
     pattern: str = Field("", description="regex: pattern that must be found; dots match line ends.")
@@ -105,6 +125,8 @@ class RewardComponent(StageConfig):
                                  "and other braces are doubled") from None
             if filled == self.judge_prompt.replace("{{", "{").replace("}}", "}"):
                 raise ValueError(f"reward {self.name!r}: judge_prompt shows the judge nothing; write at least {{a}} in it")
+        if self.kind == "group_preference" and not self.group:
+            raise ValueError(f"reward {self.name!r}: kind group_preference needs group=NAME, a group of the input `context`")
         if self.kind == "regex" and not self.pattern:
             raise ValueError(f"reward {self.name!r}: kind regex needs pattern: write the pattern that a good response contains")
         if self.kind == "python" and "def score" not in self.source:
@@ -163,10 +185,16 @@ def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, render
     repeated = sorted({n for n in names if names.count(n) > 1})
     if repeated:
         raise ValueError(f"two reward components are called {repeated[0]!r}; give every component its own name")
+    for component in components:
+        if component.votes_of and component.votes_of not in [c.name for c in components if c.kind != "majority"]:
+            raise ValueError(f"reward {component.name!r}: votes_of={component.votes_of!r} is no other component; write the name of one of them, "
+                             "or leave it out")
     scorers = {}
     for component in components:
-        if component.kind in ("model", "judge"):
+        if component.kind in ("model", "judge", "group_preference"):
             scorers[component.name] = _scorer(component, inputs, device)
+        elif component.kind == "icdpo":
+            scorers[component.name] = _in_context_scorer(component, inputs, renderer, device)
         elif component.kind == "rubric":
             scorers[component.name] = _rubric_scorer(component, inputs, renderer, device)
     tiers = [c.tier for c in components if c.tier]
@@ -190,6 +218,7 @@ def _rubric_scorer(component: RewardComponent, inputs: dict, renderer, device: s
 def model_input(component: RewardComponent, inputs: dict) -> str:
     """Name of the stage input that holds a component's model."""
     name = "judge" if component.kind == "judge" and component.input == "reward_model" and "judge" in inputs else component.input
+    name = {"group_preference": "group_preference", "icdpo": "model"}.get(component.kind, name) if name == "reward_model" else name
     if name not in inputs:
         raise ValueError(f"reward {component.name!r} needs the stage input {name!r}; give {name}=MODEL_REF{', or an endpoint' * (component.kind == 'judge')}, "
                          "or remove the component")
@@ -206,6 +235,11 @@ def load_model(component: RewardComponent, inputs: dict, device: str):
     from stages.reward_scorers import load_scorer
 
     scorer = load_scorer(_model_path(component, inputs), device)
+    if scorer.needs_group != (component.kind == "group_preference"):
+        raise ValueError(f"reward {component.name!r}: the input {model_input(component, inputs)!r} is " + (
+            "a group preference model, which scores in the context of a group; write kind: group_preference, group: NAME, and give context=DATASET"
+            if scorer.needs_group else
+            "no group preference model; give one that the stage group_preference trained, or write kind: model"))
     scorer.ranking = component.ranking
     return scorer
 
@@ -225,10 +259,46 @@ def _scorer(component: RewardComponent, inputs: dict, device: str):
 
     if component.kind == "model":
         return load_model(component, inputs, device)
+    if component.kind == "group_preference":
+        return _group_scorer(component, inputs, device)
     judge = Judge(load_asked(component, inputs, device), component.judge_mode, prompt=component.judge_prompt, max_tokens=component.judge_tokens,
                   retries=component.judge_retries)
     judge.ranking = component.ranking
     return judge
+
+
+def _group_scorer(component: RewardComponent, inputs: dict, device: str):
+    from stages.preference_module import points_of
+    from storage.datasets import open_dataset
+
+    scorer = load_model(component, inputs, device)
+    if "context" not in inputs:
+        raise ValueError(f"reward {component.name!r} needs the stage input 'context', rated responses of the group; give context=FILE or a ratings/1 dataset")
+    dataset = open_dataset(str(getattr(inputs["context"], "path", inputs["context"])))
+    points = points_of(dataset, component.group)
+    if not points:
+        raise ValueError(f"reward {component.name!r}: the input context has no row of group {component.group!r}; its groups are: "
+                         f"{', '.join(sorted({p.group for p in points_of(dataset)})[:20])}")
+    scorer.observe(points)
+    return scorer
+
+
+def _in_context_scorer(component: RewardComponent, inputs: dict, renderer, device: str):
+    from stages.chat import renderer_for
+    from stages.in_context import InContextScorer
+    from stages.modeling import freeze, load_policy
+    from storage.datasets import open_dataset
+
+    if "demonstrations" not in inputs:
+        raise ValueError(f"reward {component.name!r} needs the stage input 'demonstrations'; give demonstrations=FILE or a demonstrations/1 dataset")
+    path = _model_path(component, inputs)
+    renderer = renderer or renderer_for(path)
+    if renderer_for(path).vocabulary_hash != renderer.vocabulary_hash:
+        raise ValueError(f"reward {component.name!r}: the model of input {component.input!r} has another tokenizer than the policy, whose token ids it would "
+                         f"score; leave input out")
+    return InContextScorer(freeze(load_policy(path, device)), renderer, open_dataset(str(getattr(inputs["demonstrations"], "path", inputs["demonstrations"]))),
+                           device=device,
+                           count=component.num_demonstrations, coarse=component.coarse_demonstrations, max_tokens=component.demonstration_length)
 
 
 class Rewards:
@@ -240,7 +310,8 @@ class Rewards:
 
     def score(self, rows: Sequence[dict]) -> list[Scored]:
         """One `Scored` per row, in order; an error inside a component becomes an unscorable part with the error's text."""
-        results = {c.name: RULES[c.kind](self, c, rows) for c in self.components if not c.tier} | self._routed(rows)
+        results = {c.name: RULES[c.kind](self, c, rows) for c in self.components if not c.tier and c.kind != "majority"} | self._routed(rows)
+        results |= {c.name: vote(c, rows, results.get(c.votes_of)) for c in self.components if c.kind == "majority"}
         scored = [self._combine({name: column[i] for name, column in results.items()}) for i in range(len(rows))]
         for name, column in results.items():  # every row of a batch has the same parts
             if any(isinstance(v, Verdict) and v.spread is not None for v in column):
@@ -379,6 +450,41 @@ def _model(rewards: Rewards, component: RewardComponent, rows) -> list:
     return out
 
 
+def vote(component: RewardComponent, rows, weights: list | None = None) -> list:
+    """1 for rows whose extracted answer is the majority's among the rows of the same prompt, else 0; no answer, no vote (``rs.majority``, self-consistency).
+
+    weights: verdicts of the component that ``votes_of`` names; a row that it cannot score does not vote.
+    """
+    from stages.selection import majority
+    from stages.verifiers import FLEXIBLE_ORDER, STRICT_ORDER, as_rational, extract, normalise_math
+
+    def answer(row):
+        found = extract(_text(component, row), FLEXIBLE_ORDER if component.extraction == "flexible" else STRICT_ORDER)
+        plain = None if found is None else normalise_math(found)
+        number = None if plain is None else as_rational(plain)
+        return found, plain if number is None else str(number)
+
+    answers, groups = [answer(row) for row in rows], {}
+    for i, row in enumerate(rows):
+        groups.setdefault(row["prompt_row"]["row_id"], []).append(i)
+    out: list = [None] * len(rows)
+    for members in groups.values():
+        counted = [1.0 if weights is None else getattr(weights[i], "value", None) for i in members]
+        if any(w is not None and w < 0 for w in counted):
+            raise ValueError(f"reward {component.name!r}: votes_of={component.votes_of} gives negative votes; write squash=sigmoid for that component, or "
+                             f"leave votes_of out")
+        winner, _ = majority([None if w is None else answers[i][1] for i, w in zip(members, counted)], [w or 0.0 for w in counted])
+        for i in members:
+            out[i] = Verdict(float(winner is not None and answers[i][1] == winner), None, answers[i][0])
+    return out
+
+
+def _icdpo(rewards: Rewards, component: RewardComponent, rows) -> list:
+    """Verdict of the in-context scorer, on exactly the policy's token ids."""
+    scores = rewards.scorers[component.name].score([{**row, "prompt_ids": _prompt_ids(rewards, row)} for row in rows])
+    return [Unscorable("an empty answer, or no demonstration fits demonstration_length") if score is None else _value(score) for score in scores]
+
+
 def _prompt_ids(rewards: Rewards, row: dict):
     if row.get("prompt_ids") is not None:
         return row["prompt_ids"]
@@ -491,4 +597,5 @@ def _rubric(rewards, component, rows) -> list:
 
 
 RULES = {"verifier": _verify, "model": _model, "judge": _model, "format": _format, "length": _length, "truncation": _truncation, "regex": _regex,
-          "constraints": _constraints, "code": _code, "python": _python, "rubric": _rubric}
+          "constraints": _constraints, "code": _code, "python": _python, "rubric": _rubric,
+         "group_preference": _model, "icdpo": _icdpo}

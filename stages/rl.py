@@ -17,7 +17,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from stages.rewards import RewardComponent
+from stages.rewards import REWARD_INPUTS, RewardComponent
 from stages.settings import OptimizerConfig, SamplingConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
@@ -183,6 +183,7 @@ SPEC = StageSpec(
             "reward_model": InputSpec("model", required=False, doc="Scorer of components with kind=model; the critic's start."),
             "judge": InputSpec("model", required=False, doc="Causal LM of components with kind=judge, and of a rubric's judged items."),
             "rubric": InputSpec("dataset", kinds=("rubric_items/1",), required=False, doc="Rubric of the component with kind=rubric: a file or a dataset."),
+            **REWARD_INPUTS,
             "sft": InputSpec("dataset", kinds=("demonstrations/1",), required=False, doc="Answers that join the groups (sft_member)."),
             "reference": InputSpec("model", required=False, doc="KL reference; default: the starting policy."),
             "critic": InputSpec("model", required=False, doc="Value model to start the critic from, instead of the reward model."),

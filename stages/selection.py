@@ -84,6 +84,12 @@ def keep_correct(correct, texts, max_per_problem: int | None = None, dedupe: boo
     return out
 
 
+def star_filter(first_correct, hinted_correct, rationalise: bool = True) -> list[str | None]:
+    """What is kept of each problem: ``direct`` where a first try was right, ``rationalised`` where only a try with the answer as a hint was (trained
+    on without the hint), else None (rs.star)."""
+    return ["direct" if first else "rationalised" if rationalise and hinted else None for first, hinted in zip(first_correct, hinted_correct)]
+
+
 def dedupe_rewards(rewards, texts) -> np.ndarray:
     """The matrix with repeated texts of a prompt set to NaN, the first kept."""
     out = _matrix(rewards).copy()

@@ -7,9 +7,10 @@ sampling are this stage with other data. Rows whose targets were all cut off by 
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from stages.settings import OptimizerConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
@@ -34,8 +35,24 @@ class Config(RowsConfig):
     curriculum: Literal["none", "length", "difficulty"] = Field(
         "none", description="Train from easy to hard (sft.curriculum): by trained tokens, or by the rows' `difficulty` (ingested from that column).")
     curriculum_stages: int = Field(3, ge=1, description="Parts of equal size of a curriculum, each for all its epochs, shuffled inside.")
+    unlikelihood_coef: float = Field(0.0, ge=0,
+                                     description="Weight of the unlikelihood of repeated tokens (sft.unlikelihood; Welleck et al. 2020: 1); 0 = off.")
+    unlikelihood_window: int = Field(32, ge=1, description="Trained tokens back within the row that must not come again, unless one is the target (ours 32; "
+                                                           "Welleck et al.: all).")
+    self_paced_threshold: float | None = Field(None, gt=0, title="Self-paced threshold", description="Train only on rows whose mean token loss is below it, "
+                                                                                                     "1/K of sft.self_paced at the "
+                                               "first step [nats]; empty: on all. The first validation loss is a good start.")
+    self_paced_threshold_end: float | None = Field(None, gt=0, title="Self-paced threshold at the end",
+                                                   description="1/K at the last step, reached by a constant factor per step; empty: constant.")
     eval_prompts: int = Field(64, ge=1, description="Validation prompts answered at each pass and scored by the reward_model input, where there is one.")
     eval_completion_length: int = Field(128, ge=1, description="New tokens of these answers at most.")
+
+    @model_validator(mode="after")
+    def _threshold_rises(self):
+        if self.self_paced_threshold_end is not None and self.self_paced_threshold_end < (self.self_paced_threshold or float("inf")):
+            raise ValueError("self_paced_threshold_end lets harder rows in at the end, so it is not below self_paced_threshold; write for example "
+                             "self_paced_threshold=2 self_paced_threshold_end=8")
+        return self
 
 
 SPEC = StageSpec(
@@ -48,33 +65,114 @@ SPEC = StageSpec(
 
 
 class NextToken:
-    """Objective of ``sft.nll``: token log-likelihood, rows weighted by their weight."""
+    """Objective of ``sft.nll``: token log-likelihood, rows weighted by their weight.
 
-    def __init__(self, loss_agg_mode: str):
+    ``unlikelihood_coef`` adds, at every trained token, -log(1 - p) of the tokens of :func:`recent_tokens`, summed and then aggregated like the
+    likelihood (``sft.unlikelihood``, Welleck et al. 2020). With a ``threshold`` a row counts only while its mean token loss is below it: v in
+    min_v sum v L - threshold sum v (``sft.self_paced``, Kumar et al. 2010, threshold = 1/K). v is decided from the forward that trains, has no
+    gradient, and leaves the counts that divide alone, as in the sum above.
+    """
+
+    def __init__(self, loss_agg_mode: str, unlikelihood_coef: float = 0.0, unlikelihood_window: int = 32, threshold: float | None = None):
         from stages.losses import denominator_of
 
         self.mode, self.count = loss_agg_mode, denominator_of(loss_agg_mode)
+        self.coef, self.window, self.threshold = unlikelihood_coef, unlikelihood_window, threshold
 
     def counts(self, items):
         tokens = sum(i.n_targets * i.extra["weight"] for i in items)
         sequences = sum(i.extra["weight"] for i in items if i.n_targets)
         return {"tokens": tokens, "sequences": sequences, "targets": sum(i.n_targets for i in items),
-                "real": sum(i.n_tokens for i in items)}
+                "real": sum(i.n_tokens for i in items), "rows": sum(1 for i in items if i.n_targets)}
 
     def __call__(self, model, batch):
         import torch
 
+        from stages.direct_losses import unlikelihood_loss
         from stages.losses import aggregate, token_nll
-        from stages.modeling import target_logps
+        from stages.modeling import column_logps, head_of, hidden_states, target_logps
         from stages.training import Sums
 
-        logps, _ = target_logps(model, batch)
+        negative = {}
+        if self.coef:
+            repeats, valid = recent_tokens(batch.target_N, batch.seq_N, self.window)
+            columns, _ = column_logps(head_of(model), hidden_states(model, batch, batch.src_N), torch.cat([batch.target_N[:, None], repeats], 1))
+            logps, wrong = columns[:, 0], columns[:, 1:].masked_fill(~valid, -1.0)
+            negative["unlikelihood"] = self.coef * unlikelihood_loss(wrong).masked_fill(~valid, 0.0).sum(1)
+            repeated = (wrong.detach().exp() * valid).sum()
+        else:
+            logps, _ = target_logps(model, batch)
         weights = torch.tensor([i.extra["weight"] for i in batch.items], device=logps.device)
-        loss_SL = batch.padded(token_nll(logps)) * weights[:, None]
-        total, _ = aggregate(loss_SL, batch.mask_SL, self.mode)
-        return Sums({"nll": (total, self.count)},
-                    {"target_nll": (-logps.detach().sum(), "targets"),
-                     "target_fraction": (torch.tensor(float(len(logps))), "real")})
+        metrics = {"target_nll": (-logps.detach().sum(), "targets"), "target_fraction": (torch.tensor(float(len(logps))), "real")}
+        if self.coef:
+            metrics["repeat_probability"] = (repeated, "targets")
+        if self.threshold is not None:
+            lengths = batch.mask_SL.sum(1)
+            easy = (lengths > 0) & (batch.padded(-logps.detach()).sum(1) < self.threshold * lengths)
+            weights = weights * easy
+            metrics["admitted"] = (easy.sum().float(), "rows")
+        terms = {name: (aggregate(batch.padded(values) * weights[:, None], batch.mask_SL, self.mode)[0], self.count)
+                 for name, values in {"nll": token_nll(logps), **negative}.items()}
+        return Sums(terms, metrics)
+
+
+def recent_tokens(target_N, seq_N, window: int):
+    """Negative tokens of ``sft.unlikelihood``: for each trained token, the ``window`` trained tokens before it in the same response that are
+    not the token itself, each of them once.
+
+    Args:
+        target_N, seq_N: trained tokens in order and the response of each, as in ``Batch``.
+
+    Returns:
+        (tokens ``[N, window]``, valid ``[N, window]``); what is not valid holds the target.
+    """
+    import torch
+
+    n = len(target_N)
+    at = torch.arange(n, device=target_N.device)
+    window = max(1, min(window, int(torch.bincount(seq_N).max()) - 1)) if n else 1
+    order = torch.argsort(seq_N * (int(target_N.max()) + 1 if n else 1) + target_N, stable=True)
+    ordered_token, ordered_seq = target_N[order], seq_N[order]
+    again = torch.full((n,), n, dtype=torch.long, device=target_N.device)  # where the same token comes next in the response
+    same = (ordered_token[1:] == ordered_token[:-1]) & (ordered_seq[1:] == ordered_seq[:-1])
+    again[order[:-1]] = torch.where(same, order[1:], n)
+    before = at[:, None] - torch.arange(1, window + 1, device=at.device)
+    valid = before >= 0
+    before = before.clamp(min=0)
+    valid &= (seq_N[before] == seq_N[:, None]) & (again[before] > at[:, None])  # not the target, and not there again nearer by
+    return torch.where(valid, target_N[before], target_N[:, None]), valid
+
+
+class SelfPaced:
+    """A source that raises the objective's threshold from step to step (``sft.self_paced``): 1/K grows by a constant factor."""
+
+    def __init__(self, stage, source, objective, config):
+        self._stage, self._source, self._objective, self.total_steps = stage, source, objective, source.total_steps
+        self._start, self._end = config.self_paced_threshold, config.self_paced_threshold_end or config.self_paced_threshold
+
+    def __getattr__(self, name):
+        return getattr(self._source, name)
+
+    def items(self, step: int):
+        done = step / max(1, self.total_steps - 1)
+        self._objective.threshold = self._start * (self._end / self._start) ** done
+        return self._source.items(step)
+
+    def after_step(self, step: int, metrics):
+        if metrics.get("admitted") == 0:
+            self._stage.warn("self_paced_nothing", "In some steps no row was easier than self_paced_threshold, so they trained nothing (metric "
+                                                   "train/admitted). "
+                             "Write a higher self_paced_threshold; the first validation loss is a good start.")
+        return {**self._source.after_step(step, metrics), "self_paced_threshold": self._objective.threshold}
+
+    @contextmanager
+    def all_rows(self):
+        """Validation counts every row."""
+        threshold, self._objective.threshold = self._objective.threshold, None
+        try:
+            yield
+        finally:
+            self._objective.threshold = threshold
 
 
 def run(stage):
@@ -95,10 +193,17 @@ def run(stage):
               f"{sum(i.n_targets for i in train)} of them trained; {len(validation)} validation rows; dropped {dropped}")
     source = rows_in_order(stage, train, config)
     answers = Answers(stage, dataset, renderer, model) if stage.has("reward_model") else None
-    trainer = Trainer(model, NextToken(config.loss_agg_mode), config, source.total_steps, stage.device)
+    objective = NextToken(config.loss_agg_mode, config.unlikelihood_coef, config.unlikelihood_window)
+    if config.self_paced_threshold is not None:
+        source = SelfPaced(stage, source, objective, config)
+    trainer = Trainer(model, objective, config, source.total_steps, stage.device)
     preflight(stage, trainer, train, config.batch_size, renderer, completions_end=not full_text)
-    before, final = fit(stage, trainer, source, eval_every=config.eval_every,
-                        evaluate=lambda: {**trainer.evaluate(validation), **(answers.judge() if answers else {})})
+
+    def evaluate():
+        with source.all_rows() if config.self_paced_threshold is not None else nullcontext():
+            return {**trainer.evaluate(validation), **(answers.judge() if answers else {})}
+
+    before, final = fit(stage, trainer, source, eval_every=config.eval_every, evaluate=evaluate)
     with stage.output_model("model", role="policy") as directory:
         save_policy(model, renderer.tokenizer, directory, base=stage.inputs["model"].ref)
     summary = {"steps": trainer.step_index, "rows": len(train), "skipped_steps": trainer.skipped,

@@ -402,6 +402,9 @@ def _rating(row: dict, options) -> tuple[str, dict, set]:
         raise Bad("score_inconsistent")         # UltraFeedback: an overall 10 that meant 1
     if isinstance(row.get("model"), str):
         out["gen"] = {"model_id": row["model"]}
+    rater = next((row[name] for name in ("annotator_id", "annotator", "group") if isinstance(row.get(name), (str, int))), None)
+    if rater is not None:  # the same rating by two people or groups is two rows
+        out["ann"] = {"annotator_type": "human", "annotator_id": str(rater)}
     return "ratings/1", out, set()
 
 
@@ -579,7 +582,8 @@ FORMATS: dict[str, tuple[Callable, tuple[str, ...], tuple[str, ...]]] = {
     "stepwise": (_stepwise, ("prompt", "completions", "labels"), ("system", "answer")),
     "rankings": (_ranking, ("completions",), ("prompt", "system", "ranks", "scores", "models")),
     "unpaired": (_unpaired, ("completion", "label"), ("prompt", "system", "label_kind")),
-    "ratings": (_rating, ("completion", "score"), ("prompt", "system", "aspects", "critique", "scale_min", "scale_max", "model")),
+    "ratings": (_rating, ("completion", "score"), ("prompt", "system", "aspects", "critique", "scale_min", "scale_max", "model", "annotator_id",
+                                                "annotator")),
     "messages": (_messages, ("messages",), ("system", "tools", "category")),
     "prompt_completion": (_demonstration, ("prompt", "completion"), ("system", "category")),
     "gsm8k": (_gsm8k, ("question", "answer"), ()),

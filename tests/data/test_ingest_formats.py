@@ -140,6 +140,14 @@ def test_conversions_from_pairs(tmp_path):
     assert [r["row_id"] for r in again.rows] == [r["row_id"] for r in unpaired.rows]
 
 
+def test_the_same_rating_by_two_people_or_groups_is_two_rows(tmp_path):
+    rated = {"prompt": "p", "completion": "c", "score": 4}
+    rows = ingest(write_lines(tmp_path / "r.jsonl", [{**rated, "annotator_id": "ann"}, {**rated, "annotator_id": 7}, {**rated, "group": "g"}, {**rated, "group": "g"}]), tmp_path / "w",
+                  max_quarantine_fraction=0.5).rows
+    assert [r["ann"]["annotator_id"] for r in rows] == ["ann", "7", "g"] and len({r["row_id"] for r in rows}) == 3
+    assert [json.loads(r["extra_json"] or "{}") for r in rows] == [{}, {}, {"group": "g"}]
+
+
 def test_ratings_and_thumbs_become_pairs(tmp_path):
     ratings = write_lines(tmp_path / "r.jsonl", [{"prompt": p, "completion": c, "score": s} for p, c, s in (
         ("p", "a", 4), ("q", "x", 3), ("p", "b", 2), ("p", "c", 4), ("q", "y", 3), ("p", "d", 1))])

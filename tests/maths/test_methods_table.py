@@ -1,10 +1,13 @@
-"""tests/methods.yaml points at functions and tests that exist."""
+"""tests/methods.yaml points at functions and tests that exist, and names every method of the catalogue that must be there."""
 import ast
+import re
 from pathlib import Path
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
+CATALOGUE = ROOT.parent / "shared" / "methods"  # the specification, where it lies beside the project
 
 
 def functions(path: Path) -> set[str]:
@@ -35,3 +38,26 @@ def test_every_entry_exists():
             if not (ROOT / path).exists() or (name and name.replace("::", ".") not in functions(ROOT / path)):
                 wrong.append(f"{method}: {test}")
     assert wrong == []
+
+
+def entries(text: str) -> dict[str, str]:
+    """{ID: class} of a catalogue page: headings ``### `id` ... - class``, with several IDs where methods share an entry."""
+    found = {}
+    for line in text.splitlines():
+        heading = re.match(r"### (`[\w.-]+`(?: / `[\w.-]+`)*) .*?(?:- (central|described|mentioned)\b.*)?$", line)
+        for name in re.findall(r"`([\w.-]+)`", heading[1]) if heading else ():
+            found[name] = heading[2] or "described"
+    return found
+
+
+def test_headings_are_read():
+    page = "### `a.b` Name (x) - central\n### `c.d` / `c.e` Two of them - described\n### `f.g` Relatives (optional `z`)\n## A. no entry\n### Shared parts\n### `h.i` Other - mentioned (in ORPO)"
+    assert entries(page) == {"a.b": "central", "c.d": "described", "c.e": "described", "f.g": "described", "h.i": "mentioned"}
+
+
+@pytest.mark.skipif(not CATALOGUE.is_dir(), reason="the catalogue is not beside the project")
+def test_every_central_or_described_entry_has_a_row():
+    table = yaml.safe_load((ROOT / "tests" / "methods.yaml").read_text(encoding="utf-8"))
+    named = entries((CATALOGUE / "supervised-reward-direct.md").read_text(encoding="utf-8"))
+    assert len(named) > 100
+    assert sorted(name for name, kind in named.items() if kind != "mentioned" and name not in table) == []

@@ -134,3 +134,35 @@ def test_a_reward_model_that_the_policy_has_left_is_noticed(tiny, rows, train, t
     assert "reward_model_drifted" in [w["code"] for w in result["warnings"]]
     again = train("reward_model", {**config, "max_steps": 1}, {"model": tiny["policy"], "data": str(tmp_path / "turned"), "previous": old}, "same")
     assert "reward_model_drifted" not in [w["code"] for w in again["warnings"]]
+
+
+def test_a_model_of_trajectories_reads_action_and_outcome(tiny, train, tmp_path):
+    """rm.agentic: ratings of single steps (observation, action, next observation), and ranked trajectories as pairs of several turns."""
+    from stages.reward_data import transition
+    from stages.reward_scorers import Response, load_scorer
+    from storage.datasets import write_dataset
+    from storage.schema import complete_row
+
+    def step(i, outcome):
+        return {"episode_id": f"e{i}", "t": i % 3, "observation_json": json.dumps(f"room {i % 5}"), "action_json": json.dumps({"go": "north"}), "next_observation_json": json.dumps(outcome),
+                "reward": 1.0 if outcome == "door" else -1.0, "events": [], "reward_tier": "rule"}
+
+    split = lambda i: {0: "validation", 3: "test"}.get(i % 7, "train")
+    steps = str(tmp_path / "steps")
+    write_dataset(steps, "steps", "trajectories/1", [complete_row("trajectories/1", step(i, "door" if i % 2 else "wall"), dataset="t", source="s", origin="verifier", split=split(i)) for i in range(56)])
+    common = {"learning_rate": 3e-3, "batch_size": 8, "max_length": 128, "num_train_epochs": 3}
+    result = train("reward_model", common, {"model": tiny["policy"], "data": steps}, "steps")
+    assert result["summary"]["test/pearson"] > 0.8 and result["summary"]["test/mse"] < result["summary"]["test/baseline_mse"]
+    rated = [transition(step(2, outcome)) for outcome in ("door", "wall")]
+    good, bad = load_scorer(result["outputs"]["model"]["path"]).score([Response(r["prompt"], r["completion"]) for r in rated])
+    assert good > bad and rated[0]["completion"][0]["content"] == '[ACTION]\n{"go": "north"}\n\n[NEXT OBSERVATION]\ndoor'
+
+    def trajectory(ends):
+        said = [("assistant", "go north"), ("user", "a hall"), ("assistant", f"open the {ends}")]
+        return [{"role": role, "content": text} for role, text in said]
+
+    ranked = str(tmp_path / "ranked")
+    write_dataset(ranked, "ranked", "pairs/1", [complete_row("pairs/1", {"prompt": [{"role": "user", "content": f"room {i}"}], "chosen": trajectory("door"), "rejected": trajectory("wall"),
+                                                                         "pairs_in_group": 1}, dataset="t", source="s", origin="human", split=split(i)) for i in range(42)])
+    result = train("reward_model", {**common, "probe_pairs": 0}, {"model": tiny["policy"], "data": ranked}, "ranked")
+    assert result["summary"]["test/accuracy"] == 1.0

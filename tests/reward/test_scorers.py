@@ -57,6 +57,23 @@ def test_text_and_ids_give_the_same_score_and_another_template_renders_again(tin
     assert other.score([response])[0] != same.score([response])[0]
 
 
+def test_scores_do_not_depend_on_the_batch(tiny):
+    """rs.length_sort: rows are scored in order of length, in nearly equal batches, and come back in the order given."""
+    from stages.batching import make_item, per_response, plan, size
+    from stages.selection import sorted_order
+
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(10, 250, n).tolist() for n in (30, 2, 17, 2, 9, 25, 1, 17)]
+    scorer = load_scorer(tiny["reward"], max_tokens=40)
+    together = scorer.score_ids(rows)
+    assert np.allclose(together, [scorer.score_ids([row])[0] for row in rows], atol=1e-5)
+    order, inverse = sorted_order([len(r) for r in rows])
+    assert np.allclose(together, np.array(scorer.score_ids([rows[i] for i in order]))[inverse], atol=1e-6)
+    items = [make_item(str(i), [], [row], [[0] * len(row)]) for i, row in enumerate(rows)]
+    assert [item.row_id for group in plan(items, 40) for item in group] == [str(i) for i in order] and len(plan(items, 40)) > 2
+    assert [v[0] for v in per_response(items, 40, "cpu", lambda batch: [size(i) for i in batch.items])] == [len(r) for r in rows]
+
+
 def test_an_encoder_rewards_a_decoder_policy(tiny, encoder, tmp_path):
     from transformers import AutoTokenizer
 

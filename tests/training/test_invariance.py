@@ -53,6 +53,8 @@ def objectives():
     from stages.sft import NextToken
 
     out = {f"sft/{mode}": (NextToken(mode), text_items, False) for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
+    out["sft/unlikelihood"] = (NextToken("token-mean", unlikelihood_coef=0.5, unlikelihood_window=4), text_items, False)
+    out["sft/self_paced"] = (NextToken("seq-mean-token-sum", unlikelihood_coef=0.5, threshold=7.5), text_items, False)
     out["reward_model"] = (RewardLoss(
         REWARD_OBJECTIVES["bt"], RewardConfig(use_margin=True, use_soft_labels=True, center_rewards_coefficient=0.01), "last"), pair_items, True)
     for method in ("dpo", "ipo", "length_norm", "dpo_nll", "soft_dpo", "orpo", "cpo"):

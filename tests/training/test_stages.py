@@ -145,3 +145,29 @@ def test_every_preset_name_is_offered():
 
     assert set(get_args(Config.model_fields["preset"].annotation)) == set(RL_PRESETS)
     assert set(get_args(AlignConfig.model_fields["method"].annotation)) == set(DIRECT_METHODS)
+
+
+def test_instruction_tuning_is_judged_on_tasks_it_never_saw(tiny, spec, tmp_path):
+    """sft.instruct: tasks and refusals mixed, one task held out whole; sft trains on none of it, evaluate asks nothing else, zero-shot."""
+    from storage.datasets import write_dataset
+    from storage.schema import complete_row
+
+    tasks = {"copy": lambda i: (f"copy {i}", f"{i}"), "refuse": lambda i: (f"do harm {i}", "no"), "double": lambda i: (f"double {i}", f"{2 * i}")}
+    for name, make in tasks.items():
+        write_dataset(str(tmp_path / name), name, "demonstrations/1", [complete_row("demonstrations/1", {
+            "messages": [{"role": "user", "content": make(i)[0]}, {"role": "assistant", "content": make(i)[1]}], "train_turns": [1], "kept": True, "category": name},
+            dataset=name, source=name, origin="human") for i in range(24)])
+    mix = spec("mix", {"held_out_categories": ["double"]}, {}, "mix")
+    mix["inputs"] = {f"data.{name}": {"kind": "dataset", "path": str(tmp_path / name), "ref": name, "digest": name} for name in tasks}
+    mixed = execute(mix, silent)
+    data = open_dataset(mixed["outputs"]["data"]["path"])
+    train, test = (list(data.iter_rows(split=name)) for name in ("train", "test"))
+    assert {r["category"] for r in train} == {"copy", "refuse"} and {r["category"] for r in test} == {"double"} and (len(train), len(test)) == (48, 24)
+    tuned = execute(spec("sft", {"learning_rate": 1e-2, "batch_size": 8, "num_train_epochs": 3, "max_length": 64}, {"model": tiny["policy"], "data": data.path}, "sft"), silent)
+    assert tuned["summary"]["rows"] == 48
+    prompts = str(tmp_path / "prompts")
+    write_dataset(prompts, "prompts", "prompts/1", [complete_row("prompts/1", {"prompt": r["messages"][:1], "answer": r["messages"][1]["content"], "answer_type": "text", "category": r["category"]},
+                                                                 dataset="prompts", source="double", origin="human", split="test") for r in test])
+    judged = execute(spec("evaluate", {"num_samples": 0, "max_completion_length": 8, "rewards": [{"kind": "verifier", "verifier": "text"}]},
+                          {"model": tuned["outputs"]["model"]["path"], "prompts": prompts}, "eval"), silent)
+    assert 0 <= judged["summary"]["greedy_accuracy"] <= 1 and len(list(open_dataset(judged["outputs"]["samples"]["path"]).iter_rows())) == 24

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from stages import direct_losses as direct
-from stages import estimators, losses, masks, selection, statistics
+from stages import estimators, in_context, losses, masks, merge, preference_module, selection, statistics
+from stages.divergence import topk_divergence
 from stages.evaluation import overopt, preference
-from stages.ingestion import pairing
+from stages.ingestion import curation, pairing
 
 MODES = losses.LOSS_AGG_MODES
 
@@ -144,8 +145,10 @@ def kd_probs(i, p):
     if "top_k" in p:
         top = torch.topk(teacher, p["top_k"]).indices
         kept = teacher[top] / teacher[top].sum()
-        out = {"full_kl": kl, "bucket_kl": direct.topk_kl(teacher, student, p["top_k"], "bucket"),
-               "renormalised_kl": direct.topk_kl(teacher, student, p["top_k"], "renormalise"),
+        logp, logq = teacher[top].log()[None], student[top].log()[None]
+        rest_p, rest_q = (torch.log1p(-x[top].sum())[None] for x in (teacher, student))
+        both = topk_divergence(logq.log_softmax(-1), rest_q, logp, rest_p, tail="renormalise")  # the student over its own top k as well
+        out = {"full_kl": kl, "bucket_kl": topk_divergence(logq, rest_q, logp, rest_p)[0], "renormalised_kl": both[0],
                "teacher_topk": kept, "cross_entropy": -(kept * student[top].log()).sum()}
     return out
 
@@ -442,8 +445,42 @@ def band(i, p):
 
 
 def icdpo(i, p):
-    score = T(i["logp_with_demos"]) - T(i["logp_plain"])
+    score = in_context.icdpo_score(T(i["logp_with_demos"]), T(i.get("logp_plain", i.get("logp_without_demos"))))
     return {"score": score, "best": selection.select_top_per_prompt(score.unsqueeze(0).numpy())[0]}
+
+
+def gpo_mask(i, p):
+    return {"allowed": preference_module.attention_mask(i["num_context"], i["num_total"]).int()}
+
+
+def gpo_nll(i, p):
+    mean, target = T(i["mean"]), T(i["target"])
+    return {"nll": preference_module.gaussian_nll(mean, target, 2 * math.log(p.get("sigma", 1.0))).sum(), "mse": ((mean - target) ** 2).mean()}
+
+
+def star(i, p):
+    return {"kept": selection.star_filter(i["first_try_correct"], i["hinted_try_correct"], p.get("rationalise", True))}
+
+
+def lora(i, p):
+    """Through peft's own layer, which is what is trained: its base output plus scaling B A x."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    base = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False)).double()
+    base[0].weight.data = T(i["W0"])
+    model = inject_adapter_in_model(LoraConfig(r=p["r"], lora_alpha=p["lora_alpha"], target_modules=["0"]), base)
+    layer, x = model[0], T(i["x"])
+    out = {"y_at_init_B_zero": layer(x)}
+    layer.lora_A["default"].weight.data, layer.lora_B["default"].weight.data = T(i["A"]), T(i["B"])
+    out["y_alpha_over_r"] = layer(x)
+    layer.merge()
+    return {**out, "merged_W": layer.base_layer.weight}
+
+
+def lora_ensemble(i, p):
+    """The merge stage's average of models whose weights are W0 + scaling B A, less W0."""
+    deltas = [p.get("scaling", 1.0) * T(b) @ T(a) for a, b in zip(i["A"], i["B"])]
+    return {"mean_delta": merge.combine(merge.Config(method="linear"), "w", deltas, [1 / len(deltas)] * len(deltas))}
 
 
 def length_sort(i, p):
@@ -469,7 +506,7 @@ def rest_normalise(i, p):
 def self_paced(i, p):
     x = np.asarray(i.get("sample_losses", i.get("losses")), float)
     limit = 1.0 / p["K"] if "K" in p else p["threshold"]
-    v = [int(k) for k in x < limit]
+    v = curation.self_paced(x.tolist(), 1.0 / limit)
     return {"v": v, "objective": float((x * v).sum() - limit * sum(v))}
 
 
@@ -560,7 +597,8 @@ ADAPTERS = {
     "rs.rso/logit_reward": lambda i, p: {"reward": torch.logit(T(i["p_win_vs_baseline"]))},
     "rs.rs_dpo/pairs": rs_dpo, "rs_dpo_pairs": rs_dpo_all_gaps, "rs.rest_em/keep": rest_em, "rest_em_cap": rest_em,
     "rs.rest/normalise": rest_normalise, "rs.majority/weighted": majority, "rs.triplet/cpo": triplet, "cpo_triplet": triplet,
-    "rs.difficulty_band/n16": band, "difficulty_filter": band, "rs.icdpo/score": icdpo,
+    "rs.difficulty_band/n16": band, "difficulty_filter": band, "rs.icdpo/score": icdpo, "icdpo_score": icdpo,
+    "rm.gpo/attention_mask": gpo_mask, "rm.gpo/gaussian_nll": gpo_nll, "rs.star/filter": star, "peft.lora/forward": lora, "peft.lora/ensemble_merge": lora_ensemble,
     "rm.t2t_pair/tournament": tournament, "tournament": tournament,
     "rm.t2t_pair/call_counts": lambda i, p: {"calls": [len(selection.tournament(m, lambda a, b: True)[0]) for m in i["m"]]},
     "rs.mix/largest_remainder": lambda i, p: {"counts": selection.largest_remainder(i["total"], i["weights"])},

@@ -6,7 +6,7 @@ import json
 import numpy as np
 
 from stages.estimators import apply_truncation
-from stages.rewards import RewardComponent, build_rewards, combine
+from stages.rewards import RewardComponent, build_rewards, combine, vote
 from stages.verifiers import (STRICT_ORDER, as_rational, check_constraint, code_reward, constraint_reward, extract, extract_boxed,
                               extract_hash, extract_last_number, extract_mc_letter, format_reward, math_equal, soft_overlong, view)
 from tests.vectors import Skip
@@ -119,7 +119,17 @@ def gold_checksum(inputs, params):
     raise Skip("the GSM8K test file (shared/data/**/*gsm8k*test*.jsonl)")
 
 
+def majority(inputs, params):
+    """Through the reward component: answers in boxes, no gold answer."""
+    component = RewardComponent(kind="majority")
+    texts = ["none" if a is None else f"\\boxed{{{a}}}" for a in inputs["answers"]]
+    verdicts = vote(component, [{"prompt_row": {"row_id": "p"}, "completion_text": text} for text in texts])
+    rewards = [v.value for v in verdicts]
+    return {"pseudo_label": next((v.extracted for v in verdicts if v.value), None), "reward": rewards, "agreement": sum(rewards) / len(rewards)}
+
+
 ADAPTERS = {
+    "majority_reward": majority, "majority_tie": majority, "majority_none": majority,
     "extract_boxed": texts(extract_boxed),
     "extract_gsm8k": texts(extract_hash),
     "extract_flexible": texts(lambda t: extract(t, STRICT_ORDER) or extract_last_number(t)),

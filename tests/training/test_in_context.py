@@ -1,0 +1,309 @@
+"""In-context scores (rs.icdpo), rationalisation (rs.star) and the other compositions of rejection sampling."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stages.chat import renderer_for
+from stages.harness import execute
+from stages.in_context import InContextScorer, TfIdf, nearest, with_demonstrations
+from stages.modeling import freeze, load_policy
+from storage.datasets import open_dataset, write_dataset
+from storage.schema import complete_row
+
+RS = {"num_generations": 4, "max_completion_length": 10, "block": 16, "max_prompts": 12}
+
+
+def silent(event):
+    pass
+
+
+def sampled(spec, tiny, data, config, name, **inputs):
+    made = spec("rejection", {**RS, **config}, {"model": tiny["policy"], "prompts": data["prompts"]}, name)
+    made["inputs"] |= {k: {"kind": "dataset", "path": v, "ref": k, "digest": k} for k, v in inputs.items()}
+    return execute(made, silent), made
+
+
+def rows_of(result, name="candidates"):
+    return list(open_dataset(result["outputs"][name]["path"]).iter_rows())
+
+
+@pytest.fixture(scope="module")
+def shown(data):
+    """Demonstrations near the prompts: sums with other numbers, and one of a prompt itself."""
+    path = str(Path(data["prompts"]).parent / "shown")
+    write_dataset(path, "shown", "demonstrations/1", [complete_row("demonstrations/1", {
+        "messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}], "train_turns": [1], "kept": True}, dataset="shown", source="s",
+        origin="human")
+        for q, a in [("what is 1 plus 1?", "2"), ("sing a song", "la la"), ("what is 70 plus 70?", "140"), ("what is 71 plus 71?", "142"),
+                     ("what is 72 minus 2?", "70"), ("tell me a joke", "no")]])
+    return path
+
+
+def test_coarse_similarity_is_the_cosine_of_weighted_words():
+    texts = ["two plus two", "two minus one", "a song", ""]
+    index = TfIdf(texts)
+    def vector(text):
+        n = {w: text.split().count(w) for w in text.split() if any(w in t.split() for t in texts)}
+        v = {w: c * (np.log(5 / (1 + sum(w in t.split() for t in texts))) + 1) for w, c in n.items()}
+        norm = np.sqrt(sum(x * x for x in v.values())) or 1.0
+        return {w: x / norm for w, x in v.items()}
+    query = vector("Two plus one?".lower().rstrip("?"))
+    assert np.allclose(index.similarities("Two plus one?"), [sum(query.get(w, 0) * x for w, x in vector(t).items()) for t in texts])
+    assert not index.similarities("quack").any() and nearest([0.5, 0.7, 0.7, 0.1], 3) == [1, 2, 0]
+    system, user = {"role": "system", "content": "be brief"}, {"role": "user", "content": "x"}
+    assert with_demonstrations([system, user], [([{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}])]) == [
+        system, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, user]
+
+
+def test_the_score_is_the_gain_in_log_likelihood_of_the_answer(spec, tiny, data, shown):
+    """Every stored score against the model's own logits, token sums, with the recorded demonstrations; the best one is selected."""
+    rewards = [{"name": "icdpo", "kind": "icdpo", "num_demonstrations": 2, "coarse_demonstrations": 4}]
+    result, _ = sampled(spec, tiny, data, {"rewards": rewards}, "icdpo", demonstrations=shown)
+    renderer, model = renderer_for(tiny["policy"]), load_policy(tiny["policy"])
+    texts = {r["row_id"]: r["messages"] for r in open_dataset(shown).iter_rows()}
+    candidates = rows_of(result)
+    assert len(candidates) == 48
+
+    def total(prompt, ids):
+        logp = torch.log_softmax(model(input_ids=torch.tensor([prompt + ids]), use_cache=False).logits[0].float(), -1)
+        return float(sum(logp[len(prompt) - 1 + t, token] for t, token in enumerate(ids)).detach())
+
+    for row in candidates[::7]:
+        more = json.loads(row["extra_json"])
+        names = more["demonstrations"]
+        assert len(names) == 2 and not any(texts[n][0]["content"] == row["prompt"][-1]["content"] for n in names) and "in_context" not in more
+        behind = renderer.prompt_ids(with_demonstrations(row["prompt"], [(texts[n][:1], texts[n][1:]) for n in names]))
+        ids = more["completion_ids"]
+        if not ids:
+            continue
+        score = total(behind, ids) - total(renderer.prompt_ids(row["prompt"]), ids)
+        found = {s["source"]: s["value"] for s in row["scores"]}["icdpo"]
+        assert found == pytest.approx(score, abs=2e-3) and (row["kept"] is False or row["reward"] == found)
+    best = {}
+    for row in candidates:
+        if row["kept"] and (row["prompt_idx"] not in best or row["reward"] > best[row["prompt_idx"]]["reward"]):
+            best[row["prompt_idx"]] = row
+    assert [s["messages"][-1]["content"] for s in rows_of(result, "selected")] == [best[i]["completion"][0]["content"] for i in sorted(best)]
+
+
+def test_retrieval_is_deterministic_and_fits(tiny, data, shown):
+    renderer, model = renderer_for(tiny["policy"]), freeze(load_policy(tiny["policy"]))
+    prompts = list(open_dataset(data["prompts"]).iter_rows())[:4]
+    found = []
+    for order in (prompts, prompts[::-1]):
+        scorer = InContextScorer(model, renderer, open_dataset(shown), count=3, coarse=4)
+        found.append({p["prompt_id"]: scorer.retrieve(p) for p in order})
+    assert found[0] == found[1]
+    texts = {r["row_id"]: r["messages"][0]["content"] for r in open_dataset(shown).iter_rows()}
+    assert all("song" not in texts[n] and "joke" not in texts[n] for names, _ in found[0].values() for n in names)  # coarse keeps the four sums
+    plain = len(renderer.prompt_ids(prompts[2]["prompt"]))
+    tight = InContextScorer(model, renderer, open_dataset(shown), count=3, coarse=4, max_tokens=plain + 40)
+    names, ids = tight.retrieve(prompts[2])
+    assert len(names) == 1 and len(ids) <= plain + 40 and names == found[0][prompts[2]["prompt_id"]][0][-1:]  # the most similar one stays
+    none = InContextScorer(model, renderer, open_dataset(shown), max_tokens=plain)
+    assert none.retrieve(prompts[2]) == ([], None)
+    assert none.score([{"prompt_row": prompts[2], "prompt_ids": renderer.prompt_ids(prompts[2]["prompt"]), "completion_ids": [5]}]) == [None]
+
+
+def test_candidates_are_sampled_behind_the_demonstrations(spec, tiny, data, shown):
+    rewards = [{"name": "icdpo", "kind": "icdpo", "num_demonstrations": 2}]
+    plain, _ = sampled(spec, tiny, data, {"rewards": rewards}, "plain", demonstrations=shown)
+    behind, made = sampled(spec, tiny, data, {"rewards": rewards, "in_context": True}, "behind", demonstrations=shown)
+    from stages.sampler import Sampler
+    from stages.sampling import SamplingParams
+    from stages.harness import Stage
+    from stages.registry import get_stage
+
+    stage = Stage(get_stage("rejection"), {**made, "workdir": made["workdir"] + "-look"}, silent)
+    renderer = renderer_for(tiny["policy"])
+    texts = {r["row_id"]: r["messages"] for r in open_dataset(shown).iter_rows()}
+    rows = rows_of(behind)
+    assert all(json.loads(r["extra_json"])["in_context"] for r in rows)
+    assert [r["completion"] for r in rows] != [r["completion"] for r in rows_of(plain)]
+    first = json.loads(rows[0]["extra_json"])
+    prompt = renderer.prompt_ids(with_demonstrations(rows[0]["prompt"], [(texts[n][:1], texts[n][1:]) for n in first["demonstrations"]]))
+    source = next(iter(open_dataset(data["prompts"]).iter_rows(split="train")))
+    again = Sampler(freeze(load_policy(tiny["policy"])), renderer.tokenizer).generate([prompt], SamplingParams(max_new_tokens=10,
+                                                                                                               stop_ids=frozenset(renderer.stop_ids)),
+                                                                                      [[stage.seed_for("rejection", source["row_id"], 0)]])
+    assert again[0][0].ids == first["completion_ids"]
+    assert all(len(r["messages"]) == 2 for r in rows_of(behind, "selected"))  # trained without the demonstrations
+    with pytest.raises(ValueError, match="kind icdpo"):
+        from stages.rejection import Config
+
+        Config(in_context=True)
+    with pytest.raises(ValueError, match="'demonstrations'"):
+        sampled(spec, tiny, data, {"rewards": rewards}, "none")
+
+
+@pytest.fixture(scope="module")
+def parrot(tiny, data, tmp_path_factory):
+    """A model that repeats the hint's number, and says 0 without one: it solves nothing unless it is told."""
+    path = str(Path(data["prompts"]).parent / "parroted")
+    user, assistant = (lambda t: {"role": "user", "content": t}), (lambda t: {"role": "assistant", "content": t})
+    rows = [complete_row("demonstrations/1", {"messages": [user(f"{q}{h}"), assistant(a)], "train_turns": [1], "kept": True}, dataset="p", source="s",
+                         origin="human")
+            for i in range(10) for q, h, a in ((f"what is {i} plus {i}?", "", "no" if i else "0"), (f"what is {i} plus {i}?", " 0", "0"))]
+    write_dataset(path, "p", "demonstrations/1", rows)
+    config = {"learning_rate": 2e-2, "batch_size": 20, "num_train_epochs": 40, "max_length": 64}
+    result = execute({"stage": "sft", "config": config, "device": "cpu", "workdir": str(tmp_path_factory.mktemp("parrot")),
+                      "inputs": {"model": {"path": tiny["policy"]}, "data": {"path": path}}}, silent)
+    return result["outputs"]["model"]["path"]
+
+
+def test_a_hint_helps_where_nothing_was_right_and_is_not_trained(spec, data, parrot):
+    zeros = str(Path(data["prompts"]).parent / "zeros")
+    write_dataset(zeros, "zeros", "prompts/1", [complete_row("prompts/1", {"prompt": [{"role": "user", "content": f"what is {i} plus {i}?"}], "answer": "0",
+                                                                           "answer_type": "integer"},
+                                                             dataset="z", source="s", origin="human") for i in range(6)])
+    config = {"num_generations": 2, "temperature": 0.1, "max_completion_length": 6, "block": 4, "select": "all_correct", "rationalise": 3,
+              "hint": "{question} {answer}",
+              "rewards": [{"kind": "verifier", "verifier": "text"}]}
+    made = spec("rejection", config, {"model": parrot, "prompts": zeros}, "star")
+    result = execute(made, silent)
+    rows = rows_of(result)
+    hinted = [r for r in rows if json.loads(r["extra_json"]).get("mode") == "rationalised"]
+    direct = [r for r in rows if r not in hinted]
+    solved = {r["prompt_idx"] for r in direct if r["correct"] and r["kept"]}
+    assert len(direct) == 12 and {r["prompt_idx"] for r in hinted} == set(range(6)) - solved and len(hinted) == 3 * (6 - len(solved))
+    assert solved and len(solved) < 6 and all(r["completion_idx"] >= 2 for r in hinted)
+    assert all(r["kept"] == bool(r["correct"]) and (r["correct"] or r["drop_reason"] in ("hint_did_not_help", "truncated")) for r in hinted)
+    selected = rows_of(result, "selected")
+    told = {r["prompt_idx"] for r in hinted if r["kept"]}
+    assert told and {s["messages"][0]["content"] for s in selected} == {f"what is {i} plus {i}?" for i in solved | told}  # no hint in any row
+    summary = result["summary"]
+    assert (summary["prompts/direct"], summary["prompts/rationalised"], summary["prompts/unsolved"]) == (len(solved), len(told), 6 - len(solved) - len(told))
+    assert summary["correct/mean"] == pytest.approx(sum(bool(r["correct"]) for r in direct) / 12)
+    without = execute(spec("rejection", {**config, "rationalise": 0}, {"model": parrot, "prompts": zeros}, "direct"), silent)
+    assert [r["completion"] for r in rows_of(without)] == [r["completion"] for r in direct]
+    for wrong, text in (({"rationalise": 1, "rewards": [{"kind": "length"}]}, "kind verifier"), ({"rationalise": 1, "hint": "the answer is {answer}"},
+                                                                                                 "question")):
+        with pytest.raises(ValueError, match=text):
+            execute(spec("rejection", wrong, {"model": parrot, "prompts": zeros}, "no"), silent)
+
+
+def verdict_rows(texts, prompt="p"):
+    return [{"prompt_row": {"row_id": prompt, "prompt": [{"role": "user", "content": "q"}], "answer": None}, "completion_text": t, "completion_ids": [1],
+             "finish_reason": "eos"} for t in texts]
+
+
+def test_votes_need_no_gold_answer_and_can_be_weighted():
+    """rs.majority: one vote each with ties to the first, or weighted by another component's values; equal numbers are one answer."""
+    from stages.rewards import RewardComponent, build_rewards
+
+    texts = [r"so \boxed{a}", r"\boxed{b}", r"\boxed{b}", r"\boxed{a}", r"\boxed{c}", "no answer"]
+    plain = build_rewards([RewardComponent(kind="majority")], {})
+    assert [s.total for s in plain.score(verdict_rows(texts))] == [1, 0, 0, 1, 0, 0]
+    scores = dict(zip(texts[:5], (0.1, 0.9, 0.8, 0.05, 0.95)))
+    source = f"def score(prompt, completion, answer):\n    return {scores!r}.get(completion)"
+    weighted = build_rewards([RewardComponent(kind="python", name="rm", source=source, weight=0.0, on_missing="skip"), RewardComponent(kind="majority",
+                                                                                                                                       votes_of="rm")], {})
+    assert [s.total for s in weighted.score(verdict_rows(texts))] == [0, 1, 1, 0, 0, 0]
+    numbers = verdict_rows([r"\boxed{0.5}", r"\boxed{\frac{1}{2}}", r"\boxed{3}", r"\boxed{3.}"]) + verdict_rows([r"\boxed{3}", "x"], "other")
+    assert [s.total for s in plain.score(numbers)] == [1, 1, 0, 0, 1, 0]
+    assert [s.extracted for s in plain.score(numbers)][:3] == [None] * 3 and all(s.correct is None for s in plain.score(numbers))
+    assert [s.total for s in plain.score(verdict_rows(["x", "y"]))] == [0, 0]
+    with pytest.raises(ValueError, match="votes_of='nobody'"):
+        build_rewards([RewardComponent(kind="majority", votes_of="nobody")], {})
+
+
+def test_self_consistent_answers_are_selected(spec, tiny, data):
+    """The text before the first space is the answer to vote on; selected rows are those of each prompt's majority."""
+    result, _ = sampled(spec, tiny, data, {"num_generations": 6, "rewards": [{"kind": "majority", "extraction": "flexible"}], "select": "threshold",
+                                           "threshold": 0.5, "allow_empty": True,
+                                           "max_prompts": 30, "max_completion_length": 6}, "votes")
+    from stages.verifiers import FLEXIBLE_ORDER, extract
+
+    by_prompt = {}
+    for row in rows_of(result):
+        by_prompt.setdefault(row["prompt_idx"], []).append(row)
+    seen = 0
+    for group in by_prompt.values():
+        answers = [extract(r["completion"][0]["content"], FLEXIBLE_ORDER) for r in group]
+        voted = [a for a in answers if a is not None]
+        for row, answer in zip(group, answers):
+            if row["reward"]:
+                assert voted.count(answer) == max(map(voted.count, voted))
+                seen += 1
+    assert seen
+
+
+def test_prompts_of_medium_difficulty_are_written(spec, tiny, data):
+    """rs.difficulty_band: pass rates from the stage's own verdicts, bounds included, counts stored; the prompts go on into rl."""
+    source = "def score(prompt, completion, answer):\n    return len(completion) % 2 == 0"
+    config = {"num_generations": 5, "rewards": [{"kind": "python", "source": source}], "difficulty_band": [0.2, 0.6], "select": "top_per_prompt",
+              "allow_empty": True, "max_prompts": 20}
+    result, _ = sampled(spec, tiny, data, config, "band")
+    rates = {}
+    for row in rows_of(result):
+        assert row["correct"] == (len(row["completion"][0]["content"]) % 2 == 0)
+        rates.setdefault(row["prompt_id"], []).append(row["correct"])
+    wanted = {name: sum(found) for name, found in rates.items() if 1 <= sum(found) <= 3}
+    banded = rows_of(result, "banded")
+    assert 0 < len(wanted) < 20 and {r["prompt_id"]: json.loads(r["extra_json"])["passed"] for r in banded} == wanted
+    assert all(json.loads(r["extra_json"])["sampled"] == 5 and r["answer"] for r in banded) and result["summary"]["banded"] == len(wanted)
+    trained = execute(spec("rl", {"max_steps": 1, "prompts_per_step": 1, "num_generations": 2, "max_completion_length": 4, "preset": "rloo",
+                                  "rewards": [{"kind": "length", "max_length": 4, "cache_length": 4}]},
+                           {"model": tiny["policy"], "data": result["outputs"]["banded"]["path"]}, "rl"), silent)
+    assert trained["outputs"]["model"]
+
+
+def test_candidates_of_two_models_are_joined_by_prompt(spec, tiny, data):
+    """rs.mix: one selection over both sources, each row with its own model, and the share that each source wins."""
+    paths = {}
+    for name in ("policy", "other"):
+        made = spec("rejection", {**RS, "rewards": [{"kind": "length", "max_length": 10, "cache_length": 10}], "allow_empty": True},
+                    {"model": tiny[name], "prompts": data["prompts"]}, name)
+        made["inputs"]["model"]["ref"] = name
+        paths[name] = execute(made, silent)["outputs"]["candidates"]["path"]
+    made = spec("rejection", {**RS, "allow_empty": True}, {"model": tiny["policy"], "prompts": data["prompts"]}, "joined")
+    made["inputs"] |= {f"candidates.{name}": {"kind": "dataset", "path": path, "ref": name, "digest": name} for name, path in paths.items()}
+    result = execute(made, silent)
+    rows = rows_of(result)
+    assert len(rows) == 96 and len({r["row_id"] for r in rows}) == 96 and {r["completion_idx"] for r in rows} == set(range(8))
+    assert all(len({r["prompt_id"] for r in rows if r["prompt_idx"] == i}) == 1 for i in range(12))
+    assert {(r["completion_idx"] < 4, r["gen"]["model_id"]) for r in rows} == {(True, "other"), (False, "policy")}  # labels in order
+    best = {}
+    for r in rows:
+        if r["kept"] and r["reward"] is not None and (r["prompt_idx"] not in best or r["reward"] > best[r["prompt_idx"]]["reward"]):
+            best[r["prompt_idx"]] = r
+    wins = [r["gen"]["model_id"] for r in best.values()]
+    assert result["summary"]["win_share/policy"] == pytest.approx(wins.count("policy") / len(wins))
+    assert [s["gen"]["model_id"] for s in rows_of(result, "selected")] == [best[i]["gen"]["model_id"] for i in sorted(best)]
+
+
+def test_sources_are_mixed_in_their_shares_and_tasks_held_out(spec, tmp_path):
+    """rs.mix and the mixture of sft.instruct: largest remainder, no row twice, a held-out task is in no training row, unreadable answers are counted."""
+    def write(name, n, category, text=lambda i: "fine answer"):
+        write_dataset(str(tmp_path / name), name, "demonstrations/1", [complete_row("demonstrations/1", {
+            "messages": [{"role": "user", "content": f"{name} {i}"}, {"role": "assistant", "content": text(i)}], "train_turns": [1], "kept": True,
+            "category": category(i)},
+            dataset=name, source=name, origin="human", split="validation" if i == 0 else "train") for i in range(n)])
+        return str(tmp_path / name)
+
+    paths = {"reasoning": write("reasoning", 31, lambda i: "math", lambda i: "```py\n1```" if i == 5 else "да это so" if i == 6 else "fine answer"),
+             "general": write("general", 21, lambda i: "translation" if i % 4 == 1 else "chat")}
+
+    def mixed(config, name):
+        made = spec("mix", config, {}, name)
+        made["inputs"] = {f"data.{k}": {"kind": "dataset", "path": v, "ref": k, "digest": k} for k, v in paths.items()}
+        return execute(made, silent)
+
+    config = {"weights": {"reasoning": 3, "general": 1}, "held_out_categories": ["translation"], "drop_code_blocks": True, "drop_mixed_languages": True}
+    result = mixed(config, "all")
+    rows = rows_of(result, "data")
+    train = [r for r in rows if r["split"] == "train"]
+    origin = [json.loads(r["extra_json"])["mixed_from"] for r in train]
+    assert (origin.count("reasoning"), origin.count("general")) == (28, 9) and len({r["row_id"] for r in rows}) == len(rows)
+    assert {r["split"] for r in rows if r["category"] == "translation"} == {"test"} and sum(r["split"] == "validation" for r in rows) == 2
+    assert result["summary"]["dropped/code_block"] == 1 and result["summary"]["dropped/mixed_languages"] == 1
+    again = mixed({**config, "total": 10}, "ten")
+    assert (again["summary"]["rows/general"], again["summary"]["rows/reasoning"]) == (3, 7)  # 2.5 and 7.5: the tie goes to the first label
+    for wrong, text in (({"weights": {"reasoning": 1}}, "one weight per input"), ({**config, "total": 100}, "total=37 or less"),
+                        ({"held_out_categories": ["poetry"]}, "the categories are: chat, math")):
+        with pytest.raises(Exception, match=text):
+            mixed(wrong, "no")

@@ -1,0 +1,193 @@
+"""Unlikelihood and self-paced learning: settings of ``sft``, against independent computations and in the stage."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stages import modeling
+from stages.batching import collate, make_item
+from stages.direct_losses import unlikelihood_loss
+from stages.harness import execute
+from stages.modeling import Head, column_logps, load_policy
+from stages.sft import Config, NextToken, recent_tokens
+from tests.training.test_invariance import gradient, text_items
+
+SFT = {"learning_rate": 1e-2, "batch_size": 8, "num_train_epochs": 2, "max_length": 64}
+
+
+def silent(event):
+    pass
+
+
+@pytest.mark.parametrize("softcap,scale,temperature", [(None, 1.0, 1.0), (4.0, 0.7, 1.3)])
+def test_columns_equal_plain_softmax_with_gradients(softcap, scale, temperature, monkeypatch):
+    """Chunks of three positions; the last row asks for every token, so nothing is left."""
+    monkeypatch.setattr(modeling, "HEAD_CHUNK_ELEMENTS", 40)
+    torch.manual_seed(0)
+    hidden, weight, bias = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((9, 6), (13, 6), (13,)))
+    head = Head(weight, bias, scale, softcap)
+    z = head.logits(hidden) / temperature
+    plain = torch.log_softmax(z, -1)
+    logits, most = Head.logits, []
+    monkeypatch.setattr(Head, "logits", lambda self, h: most.append(len(h)) or logits(self, h))
+    for k in (1, 4, 13):
+        columns = torch.stack([torch.randperm(13)[:k] for _ in range(9)])
+        upstream, upstream_rest = torch.randn(9, k, dtype=torch.float64), torch.randn(9, dtype=torch.float64)
+        logps, rest = column_logps(head, hidden, columns, temperature, rest=True)
+        picked = plain.gather(1, columns)
+        left = plain.scatter(1, columns, -torch.inf).logsumexp(-1)
+        assert torch.allclose(logps, picked, atol=1e-12) and torch.allclose(rest, left, atol=1e-12) and (k < 13 or rest.isneginf().all())
+        mine, theirs = (logps * upstream).sum(), (picked * upstream).sum()
+        if k < 13:
+            mine, theirs = mine + (rest * upstream_rest).sum(), theirs + (left * upstream_rest).sum()
+        else:  # nothing is left: no gradient, whatever comes back
+            mine = mine + (torch.where(rest.isfinite(), rest, 0.0) * upstream_rest).sum()
+        for a, b in zip(*(torch.autograd.grad(x, (hidden, weight, bias), retain_graph=True) for x in (mine, theirs))):
+            assert torch.allclose(a, b, atol=1e-11)
+    assert max(most) == 3  # never the logits of the whole batch, forward or backward
+
+
+def negatives_by_hand(tokens, sequences, window):
+    """{c among the trained tokens before t of the same response, at most ``window`` back} without the token itself."""
+    return [{tokens[j] for j in range(max(0, t - window), t) if sequences[j] == sequences[t]} - {tokens[t]} for t in range(len(tokens))]
+
+
+@pytest.mark.parametrize("window", (1, 3, 100))
+def test_recent_tokens_are_those_before_in_the_response_each_once(window):
+    rng = np.random.default_rng(0)
+    sequences = np.sort(rng.integers(0, 5, 60))
+    tokens = rng.integers(0, 4, 60)
+    found, valid = recent_tokens(torch.tensor(tokens), torch.tensor(sequences), window)
+    for t, wanted in enumerate(negatives_by_hand(tokens.tolist(), sequences.tolist(), window)):
+        mine = found[t][valid[t]].tolist()
+        assert len(mine) == len(set(mine)) and set(mine) == wanted
+        assert set(found[t][~valid[t]].tolist()) <= {tokens[t]}
+    alone, none = recent_tokens(torch.tensor([7]), torch.tensor([0]), 5)
+    assert alone.tolist() == [[7]] and not none.any()
+
+
+def by_hand(model, item, coef, window, weight=1.0):
+    """(sum of token losses of a row, number of trained tokens) through the model's own logits."""
+    ids, mask = torch.tensor(item.responses[0].astype(np.int64)), item.masks[0]
+    logp = torch.log_softmax(model(input_ids=ids[None], use_cache=False).logits[0, :-1], -1)
+    at = [j for j in range(1, len(ids)) if mask[j]]
+    nll = -sum(logp[j - 1, ids[j]] for j in at)
+    extra = 0.0
+    for j, wanted in zip(at, negatives_by_hand([int(ids[j]) for j in at], [0] * len(at), window)):
+        extra = extra - sum(torch.log(1 - logp[j - 1, c].exp()) for c in wanted)
+    return nll, nll + coef * extra, len(at)
+
+
+def repeating_items(seed=0):
+    rng = np.random.default_rng(seed)
+    return [make_item(f"row-{i}", [], [rng.integers(10, 14, 12 + i).tolist()], [[1] * (12 + i)], weight=1.0 + i % 2) for i in range(5)]
+
+
+def test_unlikelihood_equals_an_independent_computation(tiny):
+    model = load_policy(tiny["policy"]).double()
+    model._posttrain_lean = False
+    items = repeating_items()
+    objective = NextToken("token-mean", unlikelihood_coef=0.7, unlikelihood_window=5)
+    value, ours = gradient(model, objective, items, 40)
+    model.zero_grad(set_to_none=True)
+    parts = [(by_hand(model, i, 0.7, 5), i.extra["weight"]) for i in items]
+    loss = sum(w * total for (_, total, _), w in parts) / sum(w * n for (_, _, n), w in parts)
+    loss.backward()
+    theirs = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert value == pytest.approx(float(loss.detach()), rel=1e-9) and torch.allclose(ours, theirs, atol=1e-9)
+    assert torch.allclose(gradient(model, NextToken("token-mean", 0.0), items, 40)[1], gradient(model, NextToken("token-mean"), items, 40)[1])
+    assert not torch.allclose(gradient(model, NextToken("token-mean"), items, 40)[1], ours, atol=1e-4)
+
+
+def test_a_repeated_token_that_is_certain_stays_finite():
+    logps = torch.tensor([0.0, -1e-9, -0.5], requires_grad=True)
+    value = unlikelihood_loss(logps)
+    value.sum().backward()
+    assert torch.isfinite(value).all() and torch.isfinite(logps.grad).all() and (logps.grad > 0).all()
+    assert float(value[2].detach()) == pytest.approx(-np.log(1 - np.exp(-0.5)), rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", ("token-mean", "seq-mean-token-mean"))
+def test_self_paced_trains_the_easy_rows_only(tiny, mode):
+    """The gradient is that of the admitted rows, over the counts of all; v is constant in the weights."""
+    model = load_policy(tiny["policy"]).double()
+    model._posttrain_lean = False
+    items = text_items(np.random.default_rng(0))
+    losses = [gradient(model, NextToken("token-mean"), [i], 10**6)[0] for i in items]
+    threshold = sorted(losses)[3]  # strict: the row that equals it stays out
+    easy = [i for i, loss in zip(items, losses) if loss < threshold]
+    assert len(easy) == 3
+    plain, counts = NextToken(mode), NextToken(mode).counts(items)
+    plain.counts = lambda _: counts
+    expected = gradient(model, plain, easy, 10**6)
+    for max_tokens in (1, 10**6):
+        value, ours = gradient(model, NextToken(mode, threshold=threshold), items, max_tokens)
+        assert value == pytest.approx(expected[0], rel=1e-9) and torch.allclose(ours, expected[1], atol=1e-10)
+    sums = NextToken(mode, threshold=threshold)(model, collate(items))
+    assert float(sums.metrics["admitted"][0]) == 3 and counts["rows"] == 7
+    none = gradient(model, NextToken(mode, threshold=1e-3), items, 60)
+    assert none[0] == 0.0 and not none[1].any()
+    everything = gradient(model, NextToken(mode, threshold=1e9), items, 60)
+    assert torch.equal(everything[1], gradient(model, NextToken(mode), items, 60)[1])
+
+
+def metrics_of(made):
+    return [json.loads(line)["metrics"] for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_stage_unlearns_repetition(tiny, data, spec):
+    """Rows that repeat one letter: with the term, the model gives repeats less mass than without."""
+    from storage.datasets import write_dataset
+    from storage.schema import complete_row
+
+    path = str(Path(data["demonstrations"]).parent / "alternating")
+    write_dataset(path, "alternating", "demonstrations/1", [complete_row("demonstrations/1", {
+        "messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "".join("xyz"[(i + j) % 3] for j in range(9))}],
+        "train_turns": [1], "kept": True}, dataset="a", source="s", origin="human") for i in range(24)])
+    mass = {}
+    for coef in (0.0, 5.0):
+        made = spec("sft", {**SFT, "num_train_epochs": 3, "unlikelihood_coef": coef}, {"model": tiny["policy"], "data": path}, f"u{coef}")
+        model = load_policy(execute(made, silent)["outputs"]["model"]["path"])
+        from stages.chat import renderer_for
+        from stages.harness import Stage
+        from stages.registry import get_stage
+        from stages.sft import encode_demonstrations
+
+        stage = Stage(get_stage("sft"), {**made, "workdir": made["workdir"] + "-look"}, silent)
+        items, _ = encode_demonstrations(stage.dataset("data"), "train", renderer_for(tiny["policy"]), stage.config)
+        with torch.no_grad():
+            sums = NextToken("token-mean", 1.0)(model, collate(items))
+        mass[coef] = float(sums.metrics["repeat_probability"][0]) / sum(i.n_targets for i in items)
+        rows = metrics_of(made)
+        assert all(("train/unlikelihood" in r) == bool(coef) for r in rows if "train/loss" in r)
+    assert mass[5.0] < 0.8 * mass[0.0]
+
+
+def test_the_stage_lets_harder_rows_in(tiny, data, spec):
+    made = spec("sft", {**SFT, "self_paced_threshold": 5.0, "self_paced_threshold_end": 20.0, "learning_rate": 1e-4, "num_train_epochs": 3},
+                {"model": tiny["policy"], "data": data["demonstrations"]}, "paced")
+    result = execute(made, silent)
+    steps = [r for r in metrics_of(made) if "train/loss" in r]
+    thresholds = [r["train/self_paced_threshold"] for r in steps]
+    assert thresholds[0] == 5.0 and thresholds[-1] == pytest.approx(20.0) and np.allclose(np.diff(np.log(thresholds)), np.log(4) / (len(steps) - 1))
+    assert steps[0]["train/admitted"] < 0.5 and steps[-1]["train/admitted"] == 1.0
+    assert result["summary"]["validation/nll"] > 5.0  # validation counts rows that training has not let in
+    plain = execute(spec("sft", {**SFT, "max_steps": 1}, {"model": tiny["policy"], "data": data["demonstrations"]}, "plain"), silent)
+    assert plain["summary"]["validation/nll_before"] == result["summary"]["validation/nll_before"]
+
+
+def test_a_threshold_below_everything_is_said(tiny, data, spec):
+    made = spec("sft", {**SFT, "self_paced_threshold": 1e-3, "max_steps": 2}, {"model": tiny["policy"], "data": data["demonstrations"]}, "low")
+    result = execute(made, silent)
+    assert [w["code"] for w in result["warnings"]] == ["self_paced_nothing"]
+    with pytest.raises(ValueError, match="self_paced_threshold=2"):
+        Config(self_paced_threshold=3.0, self_paced_threshold_end=2.0)
+
+
+def test_distillation_does_not_show_settings_of_sft_alone():
+    from stages.distill import Config as Distill
+
+    assert not {"unlikelihood_coef", "unlikelihood_window", "self_paced_threshold", "self_paced_threshold_end"} & set(Distill.model_fields)
