@@ -17,6 +17,10 @@ class Sample:
     unscorable), ``reasons`` why; ``correct`` is the verifier's verdict where there is one; ``items`` are a rubric's item scores.
     ``mode``: ``fresh``, ``improve`` (of the response ``parent``) or ``sft`` (not sampled). ``context``: prompt id of the messages it was
     sampled from, where these are not ``prompt``; its log-probs are then not those of the text after ``prompt``. ``tier``: the router's.
+
+    Of a trajectory (``stages.agents``), ``tool_mask`` is 1 on tokens that the policy did not choose, ``turns`` are its turns (token span,
+    text, environment's reward, events), ``text`` is the last one, ``failure`` says why the environment ended it, and ``turn_rewards`` are what
+    each turn earned of ``total``. ``finish_reason`` is then goal, stop, turn_limit, length or failure.
     """
 
     prompt: dict
@@ -35,6 +39,15 @@ class Sample:
     parent: str | None = None
     context: str | None = None
     tier: str | None = None
+    tool_mask: list[int] | None = None
+    turns: list[dict] | None = None
+    failure: str | None = None
+    turn_rewards: list[float] | None = None
+
+    @property
+    def action_mask(self) -> list[int]:
+        """1 on tokens that the policy chose, 0 on those of tools and environment (MASK-TOOL)."""
+        return [1] * len(self.ids) if self.tool_mask is None else [1 - t for t in self.tool_mask]
 
     @property
     def off_policy(self) -> bool:
@@ -43,7 +56,7 @@ class Sample:
 
     @property
     def terminated(self) -> bool:
-        return self.finish_reason in ("eos", "stop")
+        return self.finish_reason in ("eos", "stop", "goal")
 
 
 def prompt_rows(stage, dataset, split: str | None, renderer, max_prompt_length: int, limit: int | None = None):
@@ -94,11 +107,11 @@ def score(rewards, samples: list[Sample]) -> None:
     scored = None
     if ranks.rank() == 0:
         scored = rewards.score([{"prompt_row": s.prompt, "prompt_ids": s.prompt_ids, "completion_text": s.text, "completion_ids": s.ids,
-                                 "finish_reason": s.finish_reason} for s in samples])
+                                 "finish_reason": s.finish_reason, "turns": s.turns, "failure": s.failure} for s in samples])
     for sample, result in zip(samples, ranks.gather(scored)[0]):
-        sample.total = float("nan") if result.total is None else float(result.total)
+        sample.total = float("nan") if result.total is None or sample.failure else float(result.total)
         sample.parts, sample.reasons, sample.correct, sample.items = result.parts, result.reasons, result.correct, result.items
-        sample.tier = result.tier
+        sample.tier, sample.turn_rewards = result.tier, result.turn_rewards
 
 
 def gen_record(stage, config, renderer, seed: int, version: int = 0) -> dict:

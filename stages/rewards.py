@@ -20,7 +20,8 @@ from pydantic import Field, model_validator
 
 from stages.spec import StageConfig
 
-PRIMARY = ("verifier", "code", "python", "model", "judge", "rubric")
+PRIMARY = ("verifier", "code", "python", "model", "judge", "rubric", "environment", "debate")
+ON_TURNS = ("environment", "milestones", "step_weighted")  # score trajectories, a number per turn
 TIERS = ("rule", "learned", "judge")
 
 
@@ -28,9 +29,12 @@ class RewardComponent(StageConfig):
     """One component of a reward: what it scores, its weight, and its options."""
 
     name: str = Field("reward", min_length=1, description="Name under which its values are stored and plotted.")
-    kind: Literal["verifier", "model", "judge", "format", "length", "truncation", "regex", "constraints", "code", "python", "rubric"] = Field(
+    kind: Literal["verifier", "model", "judge", "format", "length", "truncation", "regex", "constraints", "code", "python", "rubric", "environment",
+                  "milestones", "step_weighted", "debate"] = Field(
         description="verifier: gold answer; model: a reward model; judge: a language model's opinion; format: tags; length: DAPO soft overlong; truncation: no end token; "
-                    "regex: a pattern; constraints: IFEval checkers; code: unit tests; python: your own function; rubric: the items of the input rubric (GRAPE).")
+                    "regex: a pattern; constraints: IFEval checkers; code: unit tests; python: your own function; rubric: the items of the input rubric (GRAPE). "
+                    "Of trajectories: environment: what it paid, right where it verified the goal; milestones: events that pay once; step_weighted: indicators per turn; "
+                    "debate: a judge's verdict, zero-sum.")
     weight: float = Field(1.0, description="Factor in the total.")
     on_missing: Literal["invalidate", "skip", "renormalise"] | None = Field(
         None, title="On missing", description="When unscorable: drop the row from training, drop the term, or rescale the other terms. "
@@ -78,6 +82,15 @@ class RewardComponent(StageConfig):
     missing_eos_penalty: float = Field(1.0, ge=0, description="truncation: a response without end token gets minus this, others 0.")
     mode: Literal["all", "fraction", "threshold"] = Field("all", description="code, constraints: all must pass, their share, or a share above the threshold.")
     threshold: float = Field(1.0, gt=0, le=1, description="code: pass rate needed in mode threshold (inclusive).")
+    milestones: dict[str, float] = Field(default_factory=dict, description="milestones: event (or a regular expression for the whole event) -> reward, paid once per "
+                                                                            "episode; empty: the catalogue of computer use, web.0 to search.2 (MILESTONE).")
+    milestone_normalise: Literal["none", "category_sum"] = Field("none", description="milestones: rewards as written, or divided by the sum of their category, the part "
+                                                                                      "of the name before the first dot.")
+    step_weights: dict[str, float] = Field(default_factory=dict, description="step_weighted: weight of each indicator, summing to 1; empty: nav .1, ui .2, form .2, file .3, goal .2.")
+    step_events: dict[str, str] = Field(default_factory=dict, description="step_weighted: event behind an indicator; empty: nav url_changed, ui ui_match, form fields:done/expected, "
+                                                                          "file file_created, goal goal_verified; an indicator without entry is its own event.")
+    blend: bool = Field(False, description="The weights of the components with blend=true lie in [0, 1] and sum to 1; an absent one is renormalised away, or counts 0 "
+                                           "with on_missing=skip (REWARD-BLEND).")
     source: str = Field("", description="python: source that defines score(prompt, completion, answer) -> number, bool or None.")
     timeout_s: float = Field(5.0, gt=0, le=600, description="code, python, regex: wall seconds per row; a hang costs no more.")
     memory_mib: int = Field(1024, ge=128, description="code, python, regex: memory of a worker.")
@@ -109,10 +122,16 @@ class RewardComponent(StageConfig):
             raise ValueError(f"reward {self.name!r}: kind regex needs pattern: write the pattern that a good response contains")
         if self.kind == "python" and "def score" not in self.source:
             raise ValueError(f"reward {self.name!r}: kind python needs source with a function score(prompt, completion, answer)")
+        if self.step_weights:
+            from stages.agent_rewards import check_step_weights
+
+            check_step_weights(self.step_weights)
         return self
 
     @property
     def missing_policy(self) -> str:
+        if self.blend and self.on_missing is None:
+            return "renormalise"
         return self.on_missing or ("invalidate" if self.kind in PRIMARY else "skip")
 
 
@@ -128,7 +147,8 @@ class Unscorable:
 class Scored:
     """Reward of one row. total: weighted sum, None if unscorable. parts: raw value of each component, None if unscorable.
     reasons: why, by component. correct: the verdict of the first verifier or code component, None without a verdict.
-    extracted: the answer that verdict was about. items: the rubric's items, where there is one. tier: of the router, the one that decided."""
+    extracted: the answer that verdict was about. items: the rubric's items, where there is one. tier: of the router, the one that decided.
+    turn_rewards: of a trajectory, what each turn earned of the total."""
 
     total: float | None
     parts: dict[str, float | None] = field(default_factory=dict)
@@ -137,18 +157,20 @@ class Scored:
     extracted: str | None = None
     items: list[dict] = field(default_factory=list)
     tier: str | None = None
+    turn_rewards: list[float] | None = None
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a component says about one row: its value, whether the answer is right where it knows, how much an ensemble's members differ, and
-    a rubric's items."""
+    """What a component says about one row: its value, whether the answer is right where it knows, how much an ensemble's members differ,
+    a rubric's items, and the value's parts by turn."""
 
     value: float
     correct: bool | None = None
     extracted: str | None = None
     spread: float | None = None
     items: tuple[dict, ...] = ()
+    turns: tuple[float, ...] | None = None
 
 
 def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, renderer=None, device: str = "cpu") -> "Rewards":
@@ -169,6 +191,10 @@ def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, render
             scorers[component.name] = _scorer(component, inputs, device)
         elif component.kind == "rubric":
             scorers[component.name] = _rubric_scorer(component, inputs, renderer, device)
+    if any(c.blend for c in components):
+        from stages.agent_rewards import check_blend
+
+        check_blend({c.name: c.weight for c in components if c.blend})
     tiers = [c.tier for c in components if c.tier]
     if tiers and (len(tiers) < 2 or len(set(tiers)) < len(tiers)):
         raise ValueError(f"rewards has the tiers {', '.join(tiers)}; a router needs at least two of rule, learned and judge, each of them once, or leave tier out")
@@ -241,7 +267,7 @@ class Rewards:
     def score(self, rows: Sequence[dict]) -> list[Scored]:
         """One `Scored` per row, in order; an error inside a component becomes an unscorable part with the error's text."""
         results = {c.name: RULES[c.kind](self, c, rows) for c in self.components if not c.tier} | self._routed(rows)
-        scored = [self._combine({name: column[i] for name, column in results.items()}) for i in range(len(rows))]
+        scored = [self._combine({name: column[i] for name, column in results.items()}, rows[i].get("turns")) for i in range(len(rows))]
         for name, column in results.items():  # every row of a batch has the same parts
             if any(isinstance(v, Verdict) and v.spread is not None for v in column):
                 for one, verdict in zip(scored, column):
@@ -265,7 +291,7 @@ class Rewards:
                 for row in prompt_rows:
                     self.scorers[component.name].rubric.category_of(row, component.category)
 
-    def _combine(self, verdicts: dict) -> Scored:
+    def _combine(self, verdicts: dict, turns: list | None = None) -> Scored:
         scored = Scored(None)
         for component in self.components:
             verdict = verdicts[component.name]
@@ -284,8 +310,23 @@ class Rewards:
             if component is not decided:  # its value is stored, and does not count
                 parts[component.name], policies[component.name] = None, "skip"
         scored.tier = decided.tier if decided else None
-        scored.total = None if router and not decided else combine(parts, {c.name: c.weight for c in self.components}, policies)
+        weights = {c.name: c.weight for c in self.components}
+        scored.total = None if router and not decided else self._total(parts, weights, policies)
+        if turns is not None and scored.total is not None:
+            from stages.agent_rewards import per_turn
+
+            own = {name: verdicts[name].turns for name, value in parts.items() if value is not None and verdicts[name].turns is not None}
+            scored.turn_rewards = per_turn(scored.total, own, weights, len(turns))
         return scored
+
+    def _total(self, parts, weights, policies) -> float | None:
+        """The weighted sum; components of a blend are one term of it."""
+        blended = [c.name for c in self.components if c.blend]
+        if not blended:
+            return combine(parts, weights, policies)
+        rest = {name: value for name, value in parts.items() if name not in blended}
+        one = combine({name: parts[name] for name in blended}, weights, policies)
+        return combine({"blend": one, **rest}, {"blend": 1.0, **weights}, {"blend": "invalidate", **policies})
 
 
 def settles(component: RewardComponent, verdict) -> bool:
@@ -490,5 +531,33 @@ def _rubric(rewards, component, rows) -> list:
     return rewards.scorers[component.name].score(rows)
 
 
+def _on_turns(rewards, component, rows) -> list:
+    """Components of trajectories: a number per turn from the environment's rewards or events."""
+    from stages import agent_rewards as of
+
+    def one(row):
+        turns = row.get("turns")
+        if turns is None:
+            return Unscorable(f"reward {component.name!r} scores trajectories in an environment; write environment=NAME, or take it out")
+        if row.get("failure"):
+            return Unscorable(f"environment failed: {row['failure']}")
+        events = [t["events"] for t in turns]
+        if component.kind == "environment":
+            values, verdict = [t["reward"] for t in turns], any("goal_verified" in e for e in events)
+        elif component.kind == "milestones":
+            values, verdict = of.milestone_rewards(events, milestones), None
+        else:
+            values, verdict = of.step_rewards(events, component.step_weights or of.STEP_WEIGHTS, {**of.STEP_EVENTS, **component.step_events}), None
+        return Verdict(float(sum(values)), verdict, turns=tuple(values))
+
+    milestones = component.milestones or of.milestones_of()
+    if component.milestone_normalise == "category_sum":
+        sums: dict[str, float] = {}
+        for name, value in milestones.items():
+            sums[name.split(".")[0]] = sums.get(name.split(".")[0], 0.0) + value
+        milestones = {name: value / (sums[name.split(".")[0]] or 1.0) for name, value in milestones.items()}
+    return [one(row) for row in rows]
+
+
 RULES = {"verifier": _verify, "model": _model, "judge": _model, "format": _format, "length": _length, "truncation": _truncation, "regex": _regex,
-          "constraints": _constraints, "code": _code, "python": _python, "rubric": _rubric}
+          "constraints": _constraints, "code": _code, "python": _python, "rubric": _rubric, **dict.fromkeys(ON_TURNS, _on_turns)}

@@ -18,15 +18,15 @@ from typing import Literal
 from pydantic import Field
 
 from stages.rewards import RewardComponent
-from stages.settings import OptimizerConfig, SamplingConfig
+from stages.settings import AgentConfig, OptimizerConfig, SamplingConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
 Preset = Literal["reinforce", "remax", "reinforce_pp", "rloo", "grpo", "grpo_process", "dr_grpo", "dapo", "grpo_plus", "gspo", "cispo", "grape",
-                 "grape_alt", "ppo", "ppo_outcome", "ppo_ptx", "ppo_penalty_adaptive", "ppo_clip_kl", "a2c", "vapo", "trpo_penalty", "trpo", "topr",
+                 "grape_alt", "ppo", "ppo_outcome", "ppo_ptx", "ppo_penalty_adaptive", "ppo_clip_kl", "a2c", "vapo", "trpo_penalty", "trpo", "agent", "vineppo", "topr",
                  "offline_is", "p3o", "copg", "mdpo", "astar_po", "oreo", "sppo", "online_ipo", "nash_md"]
 
 
-class Config(OptimizerConfig, SamplingConfig):
+class Config(OptimizerConfig, SamplingConfig, AgentConfig):
     preset: Preset = Field("grpo", description="Algorithm (rl.md 1.5).")
     rewards: list[RewardComponent] = Field(default_factory=lambda: [RewardComponent(name="verifier", kind="verifier")],
                                            description="Named, weighted reward components.")
@@ -42,7 +42,7 @@ class Config(OptimizerConfig, SamplingConfig):
         None, gt=0, title="Early-stop KL", description="Sample again once KL(old||new) of the next minibatch passes 1.5 times this (nats per token).")
 
     # Axes of the preset; empty = the preset's.
-    advantage: Literal["reward_minus_baseline", "group_mean", "leave_one_out", "process", "win_rate", "reward_to_go", "gae",
+    advantage: Literal["reward_minus_baseline", "group_mean", "leave_one_out", "process", "win_rate", "turn_returns", "vine", "reward_to_go", "gae",
                        "reward_minus_value"] | None = Field(
         None, title="Advantage", description="Advantage estimator.")
     baseline: Literal["none", "constant", "moving_average", "batch_mean", "greedy", "table", "v_star"] | None = Field(
@@ -191,6 +191,7 @@ SPEC = StageSpec(
                                    doc="Baseline per prompt (baseline=table, v_star); default: sampled first."),
             "stored": InputSpec("dataset", kinds=("rollouts/1",), required=False, doc="Train on these rollouts instead of sampling (off-policy presets).")},
     outputs={"model": OutputSpec("model", role="policy"), "rollouts": OutputSpec("dataset"),
+             "trajectories": OutputSpec("dataset", required=False, doc="trajectories/1: every turn in an environment, with observations, reward and events."),
              "prompt_stats": OutputSpec("dataset", required=False, doc="prompt_stats/1: every group of every iteration, kept or dropped and why."),
              "rubric_scores": OutputSpec("dataset", required=False, doc="rubric_scores/1: every item of every rollout, with critique and reasoning."),
              "rubric_confidence": OutputSpec("dataset", required=False, doc="rubric_confidence/1: mean confidence per rubric item."),
@@ -228,6 +229,8 @@ def resolve_preset(config: Config):
                          "replay_fraction=0, or preset=topr, offline_is, copg, mdpo or oreo.")
     if config.sft_member == "replace" and config.num_generations < 2:
         raise ValueError("sft_member=replace leaves no sample in groups of one; write sft_member=append or num_generations >= 2")
+    if row.advantage == "turn_returns" and not config.environment:
+        raise ValueError("advantage=turn_returns credits the turns of trajectories; write environment=tools (or module:Class of your own), or advantage=group_mean.")
     if config.reward_override != "none":
         warnings.append(f"reward_override={config.reward_override}: a control experiment, the rewards are not those of the task")
     if config.kl_reward_estimator != "k1" and row.kl_reward_coef:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from stages import ranks
+from stages.agent_rewards import STEP_WEIGHTS, check_step_weights
+from stages.agents import Agent, agent_metrics, trajectory_rows
 from stages.algorithms import RLPreset
 from stages.batching import Item, make_item, per_response
 from stages.credit import Batch, assign, explained_variance
@@ -21,6 +23,7 @@ from stages.estimators import (DynamicSamplingExhausted, KLController, MovingAve
                                overlong_penalty, table_baseline, v_star)
 from stages.generation import Sample, sample_groups, sampling_params, score
 from stages.members import Members
+from stages.rewards import ON_TURNS
 from stages.rubric_reward import rubric_metrics, score_rows, write_review
 from stages.modeling import load_weights, move_towards, weights_bytes, weights_digest
 from stages.schedules import changed_roles, e2h_probabilities, freshness_guard, learning_scores, reference_due, replay_plan, rerank, step_function
@@ -58,10 +61,12 @@ class Rollouts:
         self.prompts, self.reference, self.old, self.critic = prompts, reference, old, critic
         self.sampler = Sampler(model, renderer.tokenizer, max_batch=config.generation_batch)
         self.params = sampling_params(config, renderer)
+        self.agent = agent_for(config, renderer, rewards, stage)
         self.baseline = MovingAverageBaseline(config.baseline_decay)
         coef = row.kl_loss_coef or row.kl_reward_coef
         self.controller = KLController(coef, row.kl_controller if coef else "fixed", row.target_kl)
         self.writer = stage.writer("rollouts", "rollouts/1")
+        self.trajectories = stage.writer("trajectories", "trajectories/1") if self.agent else None
         self.stats = stage.writer("prompt_stats", "prompt_stats/1")
         self.members = Members(stage, renderer, rewards)
         self.rubric_writer = stage.writer("rubric_scores", "rubric_scores/1") if self.members.component else None
@@ -81,7 +86,7 @@ class Rollouts:
         self.levels = self._difficulties() if config.curriculum not in ("none", "rerank") else None
         self.ptx = self._pretraining() if row.ptx_coef else []
         self.process_scorer = None
-        if row.advantage == "process":
+        if row.advantage == "process" and not self.agent:
             from stages.reward_scorers import load_scorer
 
             self.process_scorer = load_scorer(stage.path("reward_model"), stage.device)
@@ -179,6 +184,9 @@ class Rollouts:
         """Finish the datasets and check what must not have changed (ops.invariants)."""
         if self.iteration >= 0:
             self._finish_iteration()
+        if self.agent:
+            self.agent.close()
+            self.trajectories.close({})
         self.writer.close({"iterations": self.iteration + 1})
         self.stats.close({})
         if self.rubric_writer is not None:
@@ -267,6 +275,10 @@ class Rollouts:
         totals = [s.total for s in group.samples if np.isfinite(s.total)]
         return "equal_rewards" if len(totals) < 2 or is_constant(totals) else None
 
+    def _draw(self, sampler, rows, params, seeds) -> list[list[Sample]]:
+        """Completions, or in an environment trajectories, of each ``(row, prompt ids)``; ``seeds[i]``: the seeds of row i."""
+        return self.agent.sample(sampler, rows, params, seeds) if self.agent else sample_groups(sampler, rows, params, seeds)
+
     def _sample(self, n: int, first: int, purpose: str = "rollout") -> list[Group]:
         """``n`` fresh groups for the next prompts; ``first`` counts the groups this iteration has drawn already."""
         config = self.config
@@ -279,11 +291,11 @@ class Rollouts:
 
         own = seeds(purpose, config.num_generations)
         drawn = self.members.sample(self.sampler, chosen, params, own, self.iteration, first) if self.members.active else \
-            sample_groups(self.sampler, chosen, params, own)
-        groups = [Group(prompt, ids, samples, self.version) for (prompt, ids), samples in zip(chosen, drawn)]
+            self._draw(self.sampler, chosen, params, own)
+        groups = [Group(prompt, samples[0].prompt_ids if self.agent else ids, samples, self.version) for (prompt, ids), samples in zip(chosen, drawn)]
         extra: list[Sample] = []
         if self.row.baseline == "greedy":
-            greedy = [g[0] for g in sample_groups(self.sampler, chosen, replace(params, temperature=0.0), seeds("greedy", 1))]
+            greedy = [g[0] for g in self._draw(self.sampler, chosen, replace(params, temperature=0.0), seeds("greedy", 1))]
             extra += greedy
         if self.opponent is not None:
             for group, found in zip(groups, sample_groups(self.opponent, chosen, params, seeds("opponent", config.num_generations))):
@@ -347,7 +359,8 @@ class Rollouts:
         group_of = np.repeat(np.arange(len(groups)), [len(g.samples) for g in groups])
         group_at = [groups[g] for g in group_of]
         width = max([1, *(len(s.ids) for s in samples)])
-        mask = np.stack([np.arange(width) < len(s.ids) for s in samples])
+        actions = [s.action_mask for s in samples]
+        mask = np.stack([np.pad(np.asarray(a, bool), (0, width - len(a))) for a in actions])
 
         def padded(rows):
             out = np.zeros(mask.shape)
@@ -355,7 +368,7 @@ class Rollouts:
                 out[i, : len(r)] = r
             return out
 
-        items = [make_item(g.prompt["row_id"], g.ids, [s.ids for s in g.samples], [[1] * len(s.ids) for s in g.samples]) for g in groups]
+        items = [make_item(g.prompt["row_id"], g.ids, [s.ids for s in g.samples], [s.action_mask for s in g.samples]) for g in groups]
         sampled = [s.logps for s in samples]
         fresh = all(g.fresh for g in groups)
         if fresh and self.exact_logps and not any(s.off_policy for s in samples):
@@ -374,6 +387,8 @@ class Rollouts:
         overlong = overlong_penalty([len(s.ids) for s in samples], self.completion_limit, cache) if cache else np.zeros(len(samples))
         rewards, bootstrap, kept = apply_truncation(scores + overlong, terminated, row.truncation_policy, config.missing_eos_penalty,
                                                     config.missing_eos_mode, after)
+        if self.agent and row.truncation_policy == "bootstrap":
+            rewards = scores + overlong  # what the turns of a truncated trajectory earned is kept; its value is what may still come
         finite = np.isfinite(scores)
         rewards = np.where(finite, rewards, np.nan)
         metrics = rollout_metrics(samples, rewards, group_of)
@@ -392,6 +407,11 @@ class Rollouts:
             metrics["kl/sequence_sum"] = self.last_kl = float(d.sum(1).mean())
         batch = Batch(rewards, group_of, mask, finite & kept, counted, kl, self._baselines(group_at),
                       None if values is None else padded(values), bootstrap, *self._comparisons(samples, group_at))
+        if self.agent:
+            metrics |= agent_metrics(samples)
+            batch.turns = [([t["end"] - 1 for t in s.turns], s.turn_rewards or [0.0] * len(s.turns)) for s in samples]
+            if row.advantage == "process":
+                batch.steps = batch.turns
         kl_reward_coef = self.controller.coef if row.kl_reward_coef else 0.0
         credit = assign(row, batch, kl_reward_coef, config.advantage_clip)
         trained = batch.kept_B & (credit.informative_B | (config.zero_advantage == "keep") | (not row.compares))
@@ -424,7 +444,7 @@ class Rollouts:
             dead = (not row.objective and not credit.advantages_BT[rows.start:rows.stop].any() and not row.kl_loss_coef and not config.entropy_coef
                     and not row.positive_nll_coef and not (self.critic is not None and self.critic.trainer is None))
             extra["skip_forward"] = bool(dead)
-            masks = [mask[i, : len(samples[i].ids)].astype(int) * bool(trained[i]) for i in rows]
+            masks = [np.asarray(actions[i], int) * bool(trained[i]) for i in rows]
             final.append(make_item(item.row_id, item.prompt, item.responses, masks, **extra))
         if write:
             self._write(groups, group_at, samples, rewards, overlong, credit, old, sampled, ref, values, batch, weights, trained)
@@ -451,6 +471,8 @@ class Rollouts:
         """(reasoning steps, preferences over opponents) of every completion, where the advantage reads them."""
         if self.process_scorer is not None:
             return [self._steps(s) for s in samples], None
+        if self.agent and self.row.advantage != "win_rate":
+            return [], None
         if self.row.advantage != "win_rate":
             return [], None
         from scipy.special import expit
@@ -564,7 +586,7 @@ class Rollouts:
             return {r["prompt_id"]: float(r["b"]) for r in self.stage.dataset("baselines").iter_rows()}
         n = self.config.baseline_samples
         seeds = [[self.stage.seed_for("baseline", p["row_id"], g) for g in range(n)] for p, _ in self.prompts]
-        groups = sample_groups(self.sampler, self.prompts, self.params, seeds)
+        groups = self._draw(self.sampler, self.prompts, self.params, seeds)
         score(self.rewards, [s for g in groups for s in g])
         table, rows = {}, []
         for (prompt, _), group in zip(self.prompts, groups):
@@ -653,6 +675,7 @@ class Rollouts:
             if overlong[i]:
                 components.append({"name": "overlong", "value": float(overlong[i]), "weight": 1.0})
             steps = batch.steps[i] if batch.steps else (None, None)
+            turns = None if s.turns is None else [{"start": t["start"], "end": t["end"], "reward": r, "events": t["events"]} for t, r in zip(s.turns, batch.turns[i][1])]
             rows.append(complete_row("rollouts/1", {
                 "prompt_id": s.prompt["prompt_id"], "group_id": s.prompt["group_id"], "iteration": self.iteration,
                 "policy_version": self.version if group_at[i].fresh else group_at[i].version, "sample_idx": i, "prompt_ids": s.prompt_ids,
@@ -664,12 +687,18 @@ class Rollouts:
                 "bootstrap_value": None if values is None else float(np.broadcast_to(batch.bootstrap_B, len(samples))[i]),
                 "token_rewards": credit.token_rewards_BT[i, :n].tolist(), "advantages": credit.advantages_BT[i, :n].tolist(),
                 "returns": None if values is None else credit.returns_BT[i, :n].tolist(), "is_weights": None if weights is None else weights[i, :n].tolist(),
-                "step_ends": steps[0], "step_rewards": steps[1], "reward": float(rewards[i]) if scored else 0.0,
+                "step_ends": steps[0], "step_rewards": steps[1], "step_values": batch.step_values[i] if batch.step_values else None,
+                "tool_mask": s.tool_mask, "turns": turns, "finish_reason": s.finish_reason if turns is not None else None, "reward": float(rewards[i]) if scored else 0.0,
                 "shaped_reward": float(credit.rewards_B[i]) if scored else 0.0, "reward_tier": s.tier if scored else "unscorable",
                 "reward_components": components, "is_correct": s.correct, "truncated": not s.terminated, "terminated": s.terminated, "length": n},
                 dataset="rollouts", source=s.prompt["dataset"], origin="ai", split="train"))
         self.writer.write(rows)
         self.writer.flush()
+        if self.agent:
+            self.trajectories.write([complete_row("trajectories/1", {"prompt_id": one["prompt_id"], "group_id": one["group_id"], **turn}, dataset="trajectories",
+                                                  source=one["source"], origin="ai", split="train")
+                                     for s, one in zip(samples, rows) for turn in trajectory_rows(s, one["row_id"])])
+            self.trajectories.flush()
         self.members.written(samples, rows)
         if self.rubric_writer is not None:
             self.rubric_writer.write([made for one, s in zip(rows, samples) for made in score_rows(one, s.items, self.iteration)])
@@ -690,6 +719,21 @@ class Rollouts:
                 "kept": reason is None, "drop_reason": reason}, dataset="prompt_stats", source=group.prompt["dataset"], origin="ai", split="train"))
         self.stats.write(rows)
         self.stats.flush()
+
+
+def agent_for(config, renderer, rewards, stage) -> Agent | None:
+    """What samples trajectories, where an environment is set; refuses settings that have no meaning there."""
+    if not config.environment:
+        on_turns = [c.name for c in rewards.components if c.kind in ON_TURNS]
+        if on_turns:
+            raise ValueError(f"reward {on_turns[0]!r} scores trajectories in an environment; write environment=tools (or module:Class of your own), or take it out of rewards")
+        return None
+    refused = {"opponent": config.opponent != "self", "mode_mix": config.mode_mix != "fresh", "sft_member": config.sft_member != "none", "stored": stage.has("stored")}
+    for name in (name for name, on in refused.items() if on):
+        raise ValueError(f"{name} is not supported in an environment: it answers a prompt in one turn; leave it out, or write environment='' ")
+    for text in {w for c in rewards.components if c.kind == "step_weighted" for w in check_step_weights(c.step_weights or STEP_WEIGHTS)}:
+        stage.warn("step_weights", text)
+    return Agent(config, renderer)
 
 
 def _plain_group(group: Group) -> dict:
@@ -745,7 +789,8 @@ def rollout_metrics(samples, rewards, group_of) -> dict[str, float]:
 
 def held_out_metrics(stage, source: Rollouts, rewards, prompts) -> dict[str, float]:
     """One sampled completion per validation prompt, with the same seeds at every call."""
-    groups = sample_groups(source.sampler, prompts, source.params, [[stage.seed_for("validation", row["row_id"])] for row, _ in prompts])
+    groups = source._draw(source.sampler, prompts, source.params, [[stage.seed_for("validation", row["row_id"])] for row, _ in prompts])
     samples = [g[0] for g in groups]
     score(rewards, samples)
-    return rollout_metrics(samples, np.array([s.total for s in samples]), np.arange(len(samples)))
+    found = rollout_metrics(samples, np.array([s.total for s in samples]), np.arange(len(samples)))
+    return found | (agent_metrics(samples) if source.agent else {})
