@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from stages import ranks
 from stages.environments import GOAL, EnvironmentLimits, EnvironmentPool
-from stages.generation import Sample
+from stages.generation import Sample, sample_with_room
 from stages.randomness import seed_for
 
 
@@ -31,6 +31,7 @@ class Trajectory:
     task: dict
     index: int
     seed: int
+    environment_seed: int
     prompt_ids: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
@@ -58,7 +59,7 @@ class Trajectory:
 
     def sample(self) -> Sample:
         return Sample(self.task, self.prompt_ids, self.index, self.ids, self.logps, self.finish or "length", self.turns[-1]["text"] if self.turns else "",
-                      tool_mask=self.tool_mask, turns=self.turns, failure=self.failure)
+                      tool_mask=self.tool_mask, turns=self.turns, failure=self.failure, environment_seed=self.environment_seed)
 
 
 class Agent:
@@ -85,9 +86,10 @@ class Agent:
         return [everyone[i] for i in range(len(rows))]
 
     def _play(self, sampler, tasks, params, seeds, prefixes) -> list[list[Trajectory]]:
-        groups = [[Trajectory(task, g, seed) for g, seed in enumerate(own)] for task, own in zip(tasks, seeds)]
+        worlds = [seed_for(own[0], "agent", "environment") for own in seeds] if prefixes is None else [p.environment_seed for p in prefixes]
+        groups = [[Trajectory(task, g, seed, world) for g, seed in enumerate(own)] for task, own, world in zip(tasks, seeds, worlds)]
         everyone = [t for group in groups for t in group]
-        episodes, first = self.pool.reset([plain_task(t.task) for t in everyone], [seed_for(group[0].seed, "agent", "environment") for group in groups for _ in group])
+        episodes, first = self.pool.reset([plain_task(t.task) for t in everyone], [t.environment_seed for t in everyone])
         episode_of = dict(zip(map(id, everyone), episodes))
         for trajectory, seen in zip(everyone, first):
             if seen.error:
@@ -109,21 +111,17 @@ class Agent:
         return groups
 
     def _turn(self, sampler, live: list[Trajectory], params) -> None:
-        """One turn of every trajectory that still has room; equal room is sampled together."""
+        """One turn of every trajectory in ``live``."""
         limit = self.config.max_turn_length or params.max_new_tokens
-        by_room: dict[int, list[Trajectory]] = {}
-        for trajectory in live:
-            room = min(limit, params.max_new_tokens - len(trajectory.ids))
-            by_room.setdefault(room, []).append(trajectory)
-        for room, members in sorted(by_room.items(), reverse=True):
-            requests: dict[tuple, list[Trajectory]] = {}
-            for trajectory in members:  # one prefill for those that have the same tokens so far
-                requests.setdefault((*trajectory.prompt_ids, -1, *trajectory.ids), []).append(trajectory)
-            prompts = [own[0].prompt_ids + own[0].ids for own in requests.values()]
-            seeds = [[seed_for(t.seed, "agent", "turn", len(t.turns)) for t in own] for own in requests.values()]
-            for own, completions in zip(requests.values(), sampler.generate(prompts, replace(params, max_new_tokens=room), seeds)):
-                for trajectory, completion in zip(own, completions):
-                    trajectory.say(completion, params.max_new_tokens - len(trajectory.ids))
+        requests: dict[tuple, list[Trajectory]] = {}
+        for trajectory in live:  # one prefill for those that have the same tokens so far
+            requests.setdefault((*trajectory.prompt_ids, -1, *trajectory.ids), []).append(trajectory)
+        prompts = [own[0].prompt_ids + own[0].ids for own in requests.values()]
+        seeds = [[seed_for(t.seed, "agent", "turn", len(t.turns)) for t in own] for own in requests.values()]
+        rooms = [min(limit, params.max_new_tokens - len(own[0].ids)) for own in requests.values()]
+        for own, completions in zip(requests.values(), sample_with_room(sampler, prompts, params, seeds, rooms) if prompts else []):
+            for trajectory, completion in zip(own, completions):
+                trajectory.say(completion, params.max_new_tokens - len(trajectory.ids))
 
     def _observe(self, trajectory: Trajectory, seen, room: int) -> None:
         """What a turn led to: its reward and events, and either the end or the next observation."""
@@ -171,6 +169,12 @@ class Agent:
                 trajectory.turns = [dict(turn) for turn in prefix.turns]
 
 
+def prefix_of(sample: Sample, turns: int) -> Sample:
+    """A trajectory up to the observation that follows its first ``turns`` turns: what a Monte-Carlo continuation starts from (VINEPPO)."""
+    end = sample.turns[turns]["start"]
+    return replace(sample, ids=sample.ids[:end], logps=sample.logps[:end], tool_mask=sample.tool_mask[:end], turns=sample.turns[:turns])
+
+
 def same_start(group: list[Trajectory]) -> None:
     """The trajectories of a group share one prompt; an environment that starts them differently is refused."""
     starts = [t.prompt_ids for t in group if t.failure is None]
@@ -200,6 +204,20 @@ def agent_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 def succeeded(sample: Sample) -> bool:
     """Whether the environment verified the goal at any turn."""
     return any(GOAL in t["events"] for t in sample.turns or [])
+
+
+def turn_counts(sample: Sample) -> dict[str, int]:
+    """Turns, calls that a tool answered and calls that failed, of one trajectory."""
+    events = [e for t in sample.turns for e in t["events"]]
+    return {"turns": len(sample.turns), "tool_calls": sum(e.startswith("tool:") for e in events), "tool_errors": sum(e.startswith("error:") for e in events)}
+
+
+def transcript(sample: Sample) -> list[dict]:
+    """The turns and observations of a trajectory as messages, for readers."""
+    out: list[dict] = []
+    for turn in sample.turns:
+        out += [{"role": "assistant", "content": turn["text"]}, *({"role": m["role"], "content": m.get("content")} for m in json.loads(turn["observation"] or "[]"))]
+    return out
 
 
 def trajectory_rows(sample: Sample, episode_id: str) -> list[dict]:

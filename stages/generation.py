@@ -6,7 +6,7 @@ killed stage repeats only the unit it was in.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass
@@ -43,6 +43,8 @@ class Sample:
     turns: list[dict] | None = None
     failure: str | None = None
     turn_rewards: list[float] | None = None
+    environment_seed: int | None = None
+    debate: dict | None = None  # of a debater: answers, its seat, what both sides said
 
     @property
     def action_mask(self) -> list[int]:
@@ -100,6 +102,45 @@ def sample_groups(sampler, rows, params, seeds) -> list[list[Sample]]:
             for i, (row, ids) in enumerate(rows)]
 
 
+def sample_with_room(sampler, prompts, params, seeds, rooms) -> list[list]:
+    """Completions of every prompt with at most ``rooms[i]`` new tokens, together where the model has positions for the widest room.
+
+    A completion is a function of (weights, prompt, seed), so one that is cut afterwards is the one that a lower limit gives.
+    """
+    from stages.decoders import max_positions
+
+    model = getattr(sampler, "model", None)
+    positions = max_positions(model) if model is not None else None
+    widest = max(rooms, default=0)
+    calls: dict[int, list[int]] = {}
+    for i, (prompt, room) in enumerate(zip(prompts, rooms)):
+        calls.setdefault(widest if positions is None or len(prompt) + widest <= positions else room, []).append(i)
+    out: list = [None] * len(prompts)
+    for limit, rows in sorted(calls.items(), reverse=True):
+        for i, found in zip(rows, sampler.generate([prompts[i] for i in rows], replace(params, max_new_tokens=limit), [seeds[i] for i in rows])):
+            out[i] = [c if len(c.ids) <= rooms[i] else replace(c, ids=c.ids[:rooms[i]], logps=c.logps[:rooms[i]], finish_reason="length",
+                                                               text=sampler.tokenizer.decode(c.ids[:rooms[i]], skip_special_tokens=True)) for c in found]
+    return out
+
+
+def continuations(sampler, starts, params, seeds) -> list[list[Sample]]:
+    """Completions that begin as ``(sample, tokens)`` says: with so many tokens of that sample; as whole completions of its prompt. Ranks share the work."""
+    from stages import ranks
+
+    mine = list(range(ranks.rank(), len(starts), ranks.world_size()))
+    given = {i: (starts[i][0].prompt_ids, starts[i][0].ids[: starts[i][1]]) for i in mine}
+    made = sample_with_room(sampler, [given[i][0] + given[i][1] for i in mine], params, [seeds[i] for i in mine],
+                            [params.max_new_tokens - len(given[i][1]) for i in mine]) if mine else []
+    found = {i: [(given[i][1] + list(c.ids), c.finish_reason) for c in group] for i, group in zip(mine, made)}
+    everyone = {i: group for part in ranks.gather(found) for i, group in part.items()}
+
+    def text(ids):
+        return sampler.tokenizer.decode([t for t in ids if t not in params.stop_ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    return [[Sample(sample.prompt, sample.prompt_ids, j, ids, [], reason, text(ids)) for j, (ids, reason) in enumerate(everyone[i])]
+            for i, (sample, _) in enumerate(starts)]
+
+
 def score(rewards, samples: list[Sample]) -> None:
     """Fill the reward fields of every sample, in place. Of several ranks the first one asks (a judge is asked once) and tells the others."""
     from stages import ranks
@@ -107,7 +148,7 @@ def score(rewards, samples: list[Sample]) -> None:
     scored = None
     if ranks.rank() == 0:
         scored = rewards.score([{"prompt_row": s.prompt, "prompt_ids": s.prompt_ids, "completion_text": s.text, "completion_ids": s.ids,
-                                 "finish_reason": s.finish_reason, "turns": s.turns, "failure": s.failure} for s in samples])
+                                 "finish_reason": s.finish_reason, "turns": s.turns, "failure": s.failure, "debate": s.debate} for s in samples])
     for sample, result in zip(samples, ranks.gather(scored)[0]):
         sample.total = float("nan") if result.total is None or sample.failure else float(result.total)
         sample.parts, sample.reasons, sample.correct, sample.items = result.parts, result.reasons, result.correct, result.items

@@ -29,10 +29,12 @@ class RewardComponent(StageConfig):
     """One component of a reward: what it scores, its weight, and its options."""
 
     name: str = Field("reward", min_length=1, description="Name under which its values are stored and plotted.")
-    kind: Literal["verifier", "model", "judge", "format", "length", "truncation", "regex", "constraints", "code", "python", "rubric", "environment",
+    kind: Literal["verifier", "model", "judge", "format", "length", "truncation", "regex", "constraints", "code", "python", "rubric", "length_group", "length_target",
+                  "environment",
                   "milestones", "step_weighted", "debate"] = Field(
         description="verifier: gold answer; model: a reward model; judge: a language model's opinion; format: tags; length: DAPO soft overlong; truncation: no end token; "
                     "regex: a pattern; constraints: IFEval checkers; code: unit tests; python: your own function; rubric: the items of the input rubric (GRAPE). "
+                    "length_group: short right answers of a prompt earn more (Kimi k1.5); length_target: the length that the prompt row asks for (L1). "
                     "Of trajectories: environment: what it paid, right where it verified the goal; milestones: events that pay once; step_weighted: indicators per turn; "
                     "debate: a judge's verdict, zero-sum.")
     weight: float = Field(1.0, description="Factor in the total.")
@@ -79,6 +81,9 @@ class RewardComponent(StageConfig):
     pattern: str = Field("", description="regex: pattern that must be found; dots match line ends.")
     max_length: int = Field(64, ge=1, description="length: cap L_max in tokens, end token included.")
     cache_length: int = Field(16, ge=0, description="length: the last L_cache tokens before the cap are punished linearly.")
+    length_alpha: float = Field(3e-4, ge=0, description="length_target: reward per token away from extra_json.target_length (L1 0.0003).")
+    length_delta: float = Field(0.5, description="length_target, length_mode=max: reward of a right answer of exactly the target length (L1 0.5).")
+    length_mode: Literal["exact", "max"] = Field("exact", description="length_target: the target is to be met, or not to be exceeded.")
     missing_eos_penalty: float = Field(1.0, ge=0, description="truncation: a response without end token gets minus this, others 0.")
     mode: Literal["all", "fraction", "threshold"] = Field("all", description="code, constraints: all must pass, their share, or a share above the threshold.")
     threshold: float = Field(1.0, gt=0, le=1, description="code: pass rate needed in mode threshold (inclusive).")
@@ -108,7 +113,7 @@ class RewardComponent(StageConfig):
     def _check(self):
         if self.kind == "length" and self.cache_length > self.max_length:
             raise ValueError(f"reward {self.name!r}: cache_length {self.cache_length} exceeds max_length {self.max_length}; write a smaller cache_length")
-        if self.kind in ("judge", "rubric") and self.endpoint and not self.endpoint_model:
+        if self.kind in ("judge", "rubric", "debate") and self.endpoint and not self.endpoint_model:
             raise ValueError(f"reward {self.name!r}: endpoint needs endpoint_model, the name of the model on that server")
         if self.judge_prompt:
             try:
@@ -163,7 +168,7 @@ class Scored:
 @dataclass(frozen=True)
 class Verdict:
     """What a component says about one row: its value, whether the answer is right where it knows, how much an ensemble's members differ,
-    a rubric's items, and the value's parts by turn."""
+    a rubric's items, the value's parts by turn, and what it would have been without the debate."""
 
     value: float
     correct: bool | None = None
@@ -171,6 +176,7 @@ class Verdict:
     spread: float | None = None
     items: tuple[dict, ...] = ()
     turns: tuple[float, ...] | None = None
+    without: float | None = None
 
 
 def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, renderer=None, device: str = "cpu") -> "Rewards":
@@ -187,7 +193,7 @@ def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, render
         raise ValueError(f"two reward components are called {repeated[0]!r}; give every component its own name")
     scorers = {}
     for component in components:
-        if component.kind in ("model", "judge"):
+        if component.kind in ("model", "judge", "debate"):
             scorers[component.name] = _scorer(component, inputs, device)
         elif component.kind == "rubric":
             scorers[component.name] = _rubric_scorer(component, inputs, renderer, device)
@@ -215,9 +221,9 @@ def _rubric_scorer(component: RewardComponent, inputs: dict, renderer, device: s
 
 def model_input(component: RewardComponent, inputs: dict) -> str:
     """Name of the stage input that holds a component's model."""
-    name = "judge" if component.kind == "judge" and component.input == "reward_model" and "judge" in inputs else component.input
+    name = "judge" if component.kind in ("judge", "debate") and component.input == "reward_model" and "judge" in inputs else component.input
     if name not in inputs:
-        raise ValueError(f"reward {component.name!r} needs the stage input {name!r}; give {name}=MODEL_REF{', or an endpoint' * (component.kind == 'judge')}, "
+        raise ValueError(f"reward {component.name!r} needs the stage input {name!r}; give {name}=MODEL_REF{', or an endpoint' * (component.kind in ('judge', 'debate'))}, "
                          "or remove the component")
     return name
 
@@ -251,8 +257,12 @@ def _scorer(component: RewardComponent, inputs: dict, device: str):
 
     if component.kind == "model":
         return load_model(component, inputs, device)
-    judge = Judge(load_asked(component, inputs, device), component.judge_mode, prompt=component.judge_prompt, max_tokens=component.judge_tokens,
-                  retries=component.judge_retries)
+    mode, prompt = component.judge_mode, component.judge_prompt
+    if component.kind == "debate":
+        from stages.debate import JUDGE
+
+        mode, prompt = "verdict" if mode == "verdict" else "preference", prompt or (JUDGE if mode != "verdict" else "")
+    judge = Judge(load_asked(component, inputs, device), mode, prompt=prompt, max_tokens=component.judge_tokens, retries=component.judge_retries)
     judge.ranking = component.ranking
     return judge
 
@@ -269,6 +279,9 @@ class Rewards:
         results = {c.name: RULES[c.kind](self, c, rows) for c in self.components if not c.tier} | self._routed(rows)
         scored = [self._combine({name: column[i] for name, column in results.items()}, rows[i].get("turns")) for i in range(len(rows))]
         for name, column in results.items():  # every row of a batch has the same parts
+            if any(isinstance(v, Verdict) and v.without is not None for v in column):
+                for one, verdict in zip(scored, column):
+                    one.parts[f"{name}/without"] = getattr(verdict, "without", None)
             if any(isinstance(v, Verdict) and v.spread is not None for v in column):
                 for one, verdict in zip(scored, column):
                     one.parts[f"{name}/disagreement"] = getattr(verdict, "spread", None)
@@ -446,6 +459,39 @@ def _length(rewards, component, rows) -> list:
     return [Verdict(soft_overlong(len(row["completion_ids"]), component.max_length, component.cache_length)) for row in rows]
 
 
+def _is_right(rewards, component, rows) -> list[bool]:
+    """Whether each answer is right, for length rewards: the environment's word, or the verifier's; an answer without verdict counts as wrong."""
+    verdicts = _verify(rewards, component, rows)
+    return [any("goal_verified" in t["events"] for t in row["turns"]) if row.get("turns") is not None else bool(getattr(v, "correct", False)) for row, v in zip(rows, verdicts)]
+
+
+def _length_group(rewards, component, rows) -> list:
+    """Kimi's length reward inside each prompt's group, before any normalisation (LENGTH-CTRL)."""
+    from stages.verifiers import kimi_length
+
+    groups: dict = {}
+    for i, row in enumerate(rows):
+        groups.setdefault((row["prompt_row"].get("prompt_id"), tuple(row.get("prompt_ids") or ())), []).append(i)
+    out, right = [None] * len(rows), _is_right(rewards, component, rows)
+    for members in groups.values():
+        for i, value in zip(members, kimi_length([len(rows[i]["completion_ids"]) for i in members], [right[i] for i in members])):
+            out[i] = Verdict(value)
+    return out
+
+
+def _length_target(rewards, component, rows) -> list:
+    """L1's reward for the length that a prompt row asks for (LENGTH-CTRL)."""
+    from stages.verifiers import target_length
+
+    def one(row, right):
+        target = json.loads(row["prompt_row"].get("extra_json") or "{}").get("target_length")
+        if target is None:
+            return Unscorable('the prompt row asks for no length; write extra_json={"target_length": 200}')
+        return Verdict(target_length(len(row["completion_ids"]), int(target), right, component.length_mode, component.length_alpha, component.length_delta))
+
+    return [one(row, right) for row, right in zip(rows, _is_right(rewards, component, rows))]
+
+
 def _truncation(rewards, component, rows) -> list:
     return [Verdict(0.0 if ended(row) else -component.missing_eos_penalty) for row in rows]
 
@@ -559,5 +605,15 @@ def _on_turns(rewards, component, rows) -> list:
     return [one(row) for row in rows]
 
 
-RULES = {"verifier": _verify, "model": _model, "judge": _model, "format": _format, "length": _length, "truncation": _truncation, "regex": _regex,
-          "constraints": _constraints, "code": _code, "python": _python, "rubric": _rubric, **dict.fromkeys(ON_TURNS, _on_turns)}
+def _debate(rewards, component, rows) -> list:
+    """Zero-sum: the judge's probability of a debater's own answer, less 1/2 (DEBATE)."""
+    from stages.debate import verdicts
+
+    if any(row.get("debate") is None for row in rows):
+        return [Unscorable(f"reward {component.name!r} judges debates; write environment=debate, or take it out")] * len(rows)
+    judge = rewards.scorers[component.name]
+    return [Unscorable(judge.why_not) if math.isnan(p) else Verdict(p - 0.5, without=None if math.isnan(q) else q - 0.5) for p, q in zip(*verdicts(judge, rows))]
+
+
+RULES = {"length_group": _length_group, "length_target": _length_target, "verifier": _verify, "model": _model, "judge": _model, "format": _format, "length": _length, "truncation": _truncation, "regex": _regex,
+          "constraints": _constraints, "code": _code, "python": _python, "rubric": _rubric, **dict.fromkeys(ON_TURNS, _on_turns), "debate": _debate}

@@ -121,7 +121,7 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
     max_num_gen_batches: int = Field(10, ge=1, description="Refill rounds before the stage fails.")
     zero_advantage: Literal["keep", "mask"] = Field("keep", description="Groups without signal count in the denominators, or leave the step.")
     reward_override: Literal["none", "random", "inverted"] = Field("none", description="Control experiments: random or inverted rewards.")
-    step_separator: str = Field("\n\n", description="End of a reasoning step (advantage=process).")
+    step_separator: str = Field("\n\n", description="End of a reasoning step (advantage=process, vine).")
     baseline_value: float = Field(0.0, description="baseline=constant.")
     baseline_decay: float = Field(0.9, ge=0, lt=1, description="Moving-average baseline of reinforce.")
     baseline_samples: int = Field(8, ge=1, description="Completions of the starting policy per prompt behind baseline=table and v_star (A*-PO 8).")
@@ -148,11 +148,18 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
     backtrack_coeff: float = Field(0.8, gt=0, lt=1, description="Step shrink of the line search (TRPO).")
     backtrack_iters: int = Field(10, ge=1, description="Line-search tries (TRPO).")
     trust_region_max_parameters: int = Field(50_000_000, ge=1, description="Larger models are refused: TRPO needs second derivatives.")
-    curriculum: Literal["none", "easy_to_hard", "cosine", "gaussian", "rerank"] = Field(
+    curriculum: Literal["none", "easy_to_hard", "cosine", "gaussian", "rerank", "pass_at_k"] = Field(
         "none", description="Prompt order: shuffled; by the rows' difficulty (extra_json.difficulty) sorted or drawn by E2H; "
-        "or by what the last group could teach.")
+        "by what the last group could teach; or those admitted whose pass@k is high enough by now (passk_bands).")
     curriculum_beta: float = Field(1.0, gt=0, description="Speed of curriculum=gaussian.")
     curriculum_sigma: float = Field(0.75, gt=0, description="Width of curriculum=gaussian, in levels.")
+
+    passk_bands: list[float] = Field([0.75, 0.5, 0.25, 0.0], min_length=1, description="curriculum=pass_at_k: falling bounds of pass@k under the policy, each for an equal "
+                                                                                     "part of the run (bounds are ours).")
+    passk_k: int = Field(1, ge=1, description="curriculum=pass_at_k: k.")
+    passk_samples: int = Field(8, ge=1, description="curriculum=pass_at_k: completions of the starting policy per prompt behind the first estimates, where no input prompt_stats "
+                                                    "gives them; later groups of a prompt replace them.")
+    vine_samples: int = Field(9, ge=1, description="advantage=vine: continuations from every step border (VinePPO 9); steps end at step_separator, in an environment with turns.")
 
     # Members of a group (GRAPE-GEN).
     mode_mix: Literal["fresh", "share", "probability"] = Field(
@@ -189,6 +196,8 @@ SPEC = StageSpec(
             "ptx": InputSpec("dataset", kinds=("text/1", "demonstrations/1"), required=False, doc="Pretraining text mixed in (ptx_coef)."),
             "baselines": InputSpec("dataset", kinds=("baselines/1",), required=False,
                                    doc="Baseline per prompt (baseline=table, v_star); default: sampled first."),
+            "prompt_stats": InputSpec("dataset", kinds=("prompt_stats/1",), required=False,
+                                      doc="Pass rates behind curriculum=pass_at_k, the last of each prompt; default: sampled first."),
             "stored": InputSpec("dataset", kinds=("rollouts/1",), required=False, doc="Train on these rollouts instead of sampling (off-policy presets).")},
     outputs={"model": OutputSpec("model", role="policy"), "rollouts": OutputSpec("dataset"),
              "trajectories": OutputSpec("dataset", required=False, doc="trajectories/1: every turn in an environment, with observations, reward and events."),
@@ -231,6 +240,11 @@ def resolve_preset(config: Config):
         raise ValueError("sft_member=replace leaves no sample in groups of one; write sft_member=append or num_generations >= 2")
     if row.advantage == "turn_returns" and not config.environment:
         raise ValueError("advantage=turn_returns credits the turns of trajectories; write environment=tools (or module:Class of your own), or advantage=group_mean.")
+    if config.curriculum == "pass_at_k" and (sorted(config.passk_bands, reverse=True) != config.passk_bands or not all(0 <= b <= 1 for b in config.passk_bands)):
+        raise ValueError(f"passk_bands={config.passk_bands} must fall from at most 1 to at least 0; write for example [0.75, 0.5, 0.25, 0.0].")
+    if config.curriculum == "pass_at_k" and config.passk_k > min(config.passk_samples, config.num_generations):
+        raise ValueError(f"pass@{config.passk_k} needs as many samples of a prompt; write passk_k <= {min(config.passk_samples, config.num_generations)}, or raise passk_samples "
+                         "and num_generations.")
     if config.reward_override != "none":
         warnings.append(f"reward_override={config.reward_override}: a control experiment, the rewards are not those of the task")
     if config.kl_reward_estimator != "k1" and row.kl_reward_coef:

@@ -15,18 +15,19 @@ import numpy as np
 
 from stages import ranks
 from stages.agent_rewards import STEP_WEIGHTS, check_step_weights
-from stages.agents import Agent, agent_metrics, trajectory_rows
+from stages.agents import Agent, agent_metrics, prefix_of, trajectory_rows
 from stages.algorithms import RLPreset
 from stages.batching import Item, make_item, per_response
 from stages.credit import Batch, assign, explained_variance
+from stages.debate import Debaters, debate_metrics
 from stages.estimators import (DynamicSamplingExhausted, KLController, MovingAverageBaseline, apply_truncation, informative_groups, is_constant,
                                overlong_penalty, table_baseline, v_star)
-from stages.generation import Sample, sample_groups, sampling_params, score
+from stages.generation import Sample, continuations, sample_groups, sampling_params, score
 from stages.members import Members
 from stages.rewards import ON_TURNS
 from stages.rubric_reward import rubric_metrics, score_rows, write_review
 from stages.modeling import load_weights, move_towards, weights_bytes, weights_digest
-from stages.schedules import changed_roles, e2h_probabilities, freshness_guard, learning_scores, reference_due, replay_plan, rerank, step_function
+from stages.schedules import changed_roles, e2h_probabilities, freshness_guard, learning_scores, pass_at_k_band, reference_due, replay_plan, rerank, step_function
 from stages.selection import order_by_difficulty
 from stages.training import TrainingError
 
@@ -62,6 +63,7 @@ class Rollouts:
         self.sampler = Sampler(model, renderer.tokenizer, max_batch=config.generation_batch)
         self.params = sampling_params(config, renderer)
         self.agent = agent_for(config, renderer, rewards, stage)
+        self.seats = getattr(self.agent, "seats", 1)  # groups that one task gives
         self.baseline = MovingAverageBaseline(config.baseline_decay)
         coef = row.kl_loss_coef or row.kl_reward_coef
         self.controller = KLController(coef, row.kl_controller if coef else "fixed", row.target_kl)
@@ -77,13 +79,14 @@ class Rollouts:
         self.window: list[dict] = []       # replayable groups of the last iterations
         self.table: dict[str, float] = {}  # baseline per prompt id
         self.scores: dict[str, float] = {}  # what each prompt's last group could teach, by row id (curriculum=rerank)
-        self.queue: list[int] = []         # prompts still to come in this pass (curriculum=rerank)
+        self.queue: list[int] = []         # prompts still to come in this pass (curriculum=rerank, pass_at_k)
+        self.counts: dict[str, tuple[int, int]] = {}  # samples and right ones of each prompt, by row id (curriculum=pass_at_k)
         self.last_kl = 0.0
         self.warmed = not row.critic_warmup_steps or critic is None or critic.trainer is None
         self.exact_logps = config.top_p == 1.0 and config.top_k == 0 and config.min_p == 0.0 and config.importance_correction == "none"
         self.opponent = self._opponent()
         self.stored = self._stored() if stage.has("stored") else None
-        self.levels = self._difficulties() if config.curriculum not in ("none", "rerank") else None
+        self.levels = self._difficulties() if config.curriculum not in ("none", "rerank", "pass_at_k") else None
         self.ptx = self._pretraining() if row.ptx_coef else []
         self.process_scorer = None
         if row.advantage == "process" and not self.agent:
@@ -146,7 +149,7 @@ class Rollouts:
                     "masks": [m.tolist() for m in i.masks], "extra": i.extra} for i in self.batch]
         state = {"iteration": self.iteration, "inner": self.inner, "version": self.version, "cursor": self.cursor, "metrics": self.metrics,
                  "baseline": self.baseline.state_dict(), "controller": self.controller.state_dict(), "last_kl": self.last_kl, "table": self.table,
-                 "warmed": self.warmed, "scores": self.scores, "queue": self.queue, "prior": self.members.prior}
+                 "warmed": self.warmed, "scores": self.scores, "queue": self.queue, "counts": self.counts, "prior": self.members.prior}
         files = {"rollouts.json": json.dumps({"batch": in_hand, "window": self.window}).encode()}
         for name, model in self._moving().items():
             files[f"{name}.safetensors"] = weights_bytes(model)
@@ -156,7 +159,7 @@ class Rollouts:
         return state, files
 
     def restore(self, state: dict, read: Callable[[str], bytes]) -> None:
-        for name in ("iteration", "inner", "version", "cursor", "metrics", "last_kl", "table", "warmed", "scores", "queue"):
+        for name in ("iteration", "inner", "version", "cursor", "metrics", "last_kl", "table", "warmed", "scores", "queue", "counts"):
             setattr(self, name, state[name])
         self.members.prior = state["prior"]
         self.baseline.load_state_dict(state["baseline"])
@@ -206,6 +209,8 @@ class Rollouts:
             self._warm_up_critic()
         if self.row.baseline in ("table", "v_star") and not self.table:
             self.table = self._baseline_table()
+        if self.config.curriculum == "pass_at_k" and not self.counts:
+            self.counts = self._first_counts()
         self.iteration, self.inner, self.version = self.iteration + 1, 0, step
         if self.old is not None:
             move_towards(self.old, self.model, 0.0)
@@ -241,17 +246,17 @@ class Rollouts:
             replayed, counts = self._replayed()
             wanted -= len(replayed)
         kept, dropped, rounds = [], [], 0
-        while len(kept) < wanted:
+        while len(kept) < wanted * self.seats:
             if rounds == config.max_num_gen_batches:
                 raise DynamicSamplingExhausted(
                     f"{len(kept)} prompts with a signal of {wanted} after {rounds} generation batches in iteration {self.iteration}: raise "
                     "max_num_gen_batches or num_generations, use easier or harder prompts, or write dynamic_sampling=false with zero_advantage=mask")
-            groups = self._sample(config.gen_batch_size or wanted if self.row.dynamic_sampling else wanted, len(kept) + len(dropped))
+            groups = self._sample(config.gen_batch_size or wanted if self.row.dynamic_sampling else wanted, (len(kept) + len(dropped)) // self.seats)
             rounds += 1
             for group in groups:
                 reason = self._no_signal(group) if self.row.dynamic_sampling else None
                 (dropped if reason else kept).append((group, reason))
-        kept, surplus = kept[:wanted], kept[wanted:]
+        kept, surplus = kept[:wanted * self.seats], kept[wanted * self.seats:]
         dropped += [(group, "surplus") for group, _ in surplus]
         self._write_stats([(g, None) for g, _ in kept] + dropped)
         if self.row.dynamic_sampling:
@@ -262,6 +267,8 @@ class Rollouts:
         fresh = [group for group, _ in kept]
         if config.curriculum == "rerank":
             self.scores |= learning_scores({g.prompt["row_id"]: [s.total for s in g.samples if np.isfinite(s.total)] or [0.0] for g, _ in kept + dropped})
+        if config.curriculum == "pass_at_k":
+            self.counts |= {g.prompt["row_id"]: counted(g.samples) for g, _ in kept + dropped}
         if config.replay_fraction:
             self.window.append({"iteration": self.iteration, "groups": [_plain_group(g) for g in fresh]})
         return fresh + replayed, counts
@@ -292,6 +299,8 @@ class Rollouts:
         own = seeds(purpose, config.num_generations)
         drawn = self.members.sample(self.sampler, chosen, params, own, self.iteration, first) if self.members.active else \
             self._draw(self.sampler, chosen, params, own)
+        if self.seats == 2:  # the debaters of each side are a group of their own
+            chosen, drawn = [c for c in chosen for _ in range(2)], [side for both in drawn for side in (both[: len(both) // 2], both[len(both) // 2:])]
         groups = [Group(prompt, samples[0].prompt_ids if self.agent else ids, samples, self.version) for (prompt, ids), samples in zip(chosen, drawn)]
         extra: list[Sample] = []
         if self.row.baseline == "greedy":
@@ -334,6 +343,8 @@ class Rollouts:
         config = self.config
         if config.curriculum == "rerank":
             return self._next_in_line()
+        if config.curriculum == "pass_at_k":
+            return self._next_admitted()
         if self.levels is None:
             return self._order("prompts", len(self.prompts), k)
         if config.curriculum == "easy_to_hard":
@@ -350,6 +361,33 @@ class Rollouts:
             at = {row["row_id"]: i for i, (row, _) in enumerate(self.prompts)}
             self.queue = [at[row_id] for row_id in rerank(self.scores)[0]] or self.stage.rng("prompts", self.cursor).permutation(len(self.prompts)).tolist()
         return self.queue.pop(0)
+
+    def _next_admitted(self) -> int:
+        """Prompts in shuffled passes over those whose pass@k is high enough for this part of the run (PASSK-CURR)."""
+        config = self.config
+        if not self.queue:
+            admitted = set(pass_at_k_band(self.counts, config.passk_k, config.passk_bands, self.version / self.total_steps))
+            known = [i for i, (row, _) in enumerate(self.prompts) if row["row_id"] in admitted]
+            self.queue = [known[int(i)] for i in self.stage.rng("prompts", self.cursor).permutation(len(known))]
+            self.queue = self.queue[:max(config.prompts_per_step, 1)]  # judged anew for every batch
+        return self.queue.pop(0)
+
+    def _first_counts(self) -> dict[str, tuple[int, int]]:
+        """(samples, right ones) of every prompt: the last ones of the input prompt_stats, else of the starting policy (PASSK-CURR)."""
+        if self.stage.has("prompt_stats"):
+            found: dict[str, tuple[int, int, int]] = {}
+            for row in self.stage.dataset("prompt_stats").iter_rows():
+                if row["iteration"] >= found.get(row["prompt_id"], (-1,))[0]:
+                    found[row["prompt_id"]] = (row["iteration"], row["n"], round(row["n"] * row["pass_at_1"]))
+            missing = [row["prompt_id"] for row, _ in self.prompts if row["prompt_id"] not in found]
+            if missing:
+                raise ValueError(f"the input prompt_stats knows nothing about prompt {missing[0]} and {len(missing) - 1} more; give statistics of these prompts, or leave the "
+                                 "input out so that passk_samples are drawn.")
+            return {row["row_id"]: found[row["prompt_id"]][1:] for row, _ in self.prompts}
+        seeds = [[self.stage.seed_for("pass-at-k", p["row_id"], g) for g in range(self.config.passk_samples)] for p, _ in self.prompts]
+        groups = self._draw(self.sampler, self.prompts, self.params, seeds)
+        score(self.rewards, [s for g in groups for s in g])
+        return {row["row_id"]: counted(group) for (row, _), group in zip(self.prompts, groups)}
 
     # -- from groups to training items ---------------------------------------------------------------------------
     def _shape(self, groups: list[Group], write: bool = True) -> tuple[list[Item], dict[str, float]]:
@@ -408,10 +446,12 @@ class Rollouts:
         batch = Batch(rewards, group_of, mask, finite & kept, counted, kl, self._baselines(group_at),
                       None if values is None else padded(values), bootstrap, *self._comparisons(samples, group_at))
         if self.agent:
-            metrics |= agent_metrics(samples)
+            metrics |= debate_metrics(samples, rewards_of(self.config, "debate")) if self.seats == 2 else agent_metrics(samples)
             batch.turns = [([t["end"] - 1 for t in s.turns], s.turn_rewards or [0.0] * len(s.turns)) for s in samples]
             if row.advantage == "process":
                 batch.steps = batch.turns
+        if row.advantage == "vine":
+            batch.steps, batch.step_values = self._monte_carlo(samples, group_at)
         kl_reward_coef = self.controller.coef if row.kl_reward_coef else 0.0
         credit = assign(row, batch, kl_reward_coef, config.advantage_clip)
         trained = batch.kept_B & (credit.informative_B | (config.zero_advantage == "keep") | (not row.compares))
@@ -471,8 +511,6 @@ class Rollouts:
         """(reasoning steps, preferences over opponents) of every completion, where the advantage reads them."""
         if self.process_scorer is not None:
             return [self._steps(s) for s in samples], None
-        if self.agent and self.row.advantage != "win_rate":
-            return [], None
         if self.row.advantage != "win_rate":
             return [], None
         from scipy.special import expit
@@ -482,6 +520,36 @@ class Rollouts:
         for i, (sample, totals) in enumerate(zip(samples, others)):
             found[i, : len(totals)] = expit(sample.total - np.asarray(totals))  # Bradley-Terry; NaN where a score is missing
         return [], found
+
+    def _monte_carlo(self, samples: list[Sample], group_at: list[Group]) -> tuple[list, list[list[float]]]:
+        """(steps, values before each step) of every completion: the mean reward of ``vine_samples`` continuations from each border (VINEPPO).
+
+        Steps end at the separator, in an environment with turns, whose actions are played again. Prompts are continued once for their group.
+        """
+        config, requests, where, starts = self.config, [], [], {}
+        steps = [[t["end"] - 1 for t in s.turns] if self.agent else
+                 step_ends([self.renderer.tokenizer.decode([t], skip_special_tokens=True) for t in s.ids], config.step_separator) for s in samples]
+        steps = [[*ends[:-1], len(s.ids) - 1] if s.ids else [] for ends, s in zip(steps, samples)]
+        for sample, group, ends in zip(samples, group_at, steps):
+            if not ends:  # the environment failed before anything was said
+                where.append([])
+                continue
+            if id(group) not in starts:
+                starts[id(group)] = len(requests)
+                requests.append((sample, 0))
+            where.append([starts[id(group)], *range(len(requests), len(requests) + len(ends) - 1)])
+            requests += [(sample, k + 1) for k in range(len(ends) - 1)]
+        order = {id(s): i for i, s in enumerate(samples)}
+        seeds = [[self.stage.seed_for("vine", self.iteration, s.prompt["row_id"], order[id(s)], k, j) for j in range(config.vine_samples)] for s, k in requests]
+        params = replace(self.params, max_new_tokens=self.completion_limit)
+        if self.agent:
+            prefixes = [prefix_of(s, k) for s, k in requests]
+            made = self.agent.sample(self.sampler, [(s.prompt, s.prompt_ids) for s, _ in requests], params, seeds, prefixes)
+        else:
+            made = continuations(self.sampler, [(s, steps[order[id(s)]][k - 1] + 1 if k else 0) for s, k in requests], params, seeds)
+        score(self.rewards, [s for group in made for s in group])
+        values = [float(np.mean([s.total for s in group if np.isfinite(s.total)] or [0.0])) for group in made]
+        return [(ends, None) for ends in steps], [[values[i] for i in own] for own in where]
 
     def _steps(self, sample: Sample) -> tuple[list[int], list[float]]:
         """(last token, reward) of each step: a process reward model's probability that it is right, or a scalar reward model's score of
@@ -721,19 +789,39 @@ class Rollouts:
         self.stats.flush()
 
 
-def agent_for(config, renderer, rewards, stage) -> Agent | None:
+def agent_for(config, renderer, rewards, stage) -> Agent | Debaters | None:
     """What samples trajectories, where an environment is set; refuses settings that have no meaning there."""
     if not config.environment:
         on_turns = [c.name for c in rewards.components if c.kind in ON_TURNS]
         if on_turns:
             raise ValueError(f"reward {on_turns[0]!r} scores trajectories in an environment; write environment=tools (or module:Class of your own), or take it out of rewards")
         return None
+    if config.environment == "debate":
+        if not any(c.kind == "debate" for c in rewards.components):
+            raise ValueError("environment=debate is decided by a judge; add a reward of kind debate and the input judge (or an endpoint)")
+        for name, on in (("baseline=greedy", config.baseline == "greedy" or config.preset == "remax"), ("advantage=vine", "vine" in (config.advantage, config.preset[:4])),
+                         ("curriculum=pass_at_k", config.curriculum == "pass_at_k"), ("baseline=table", config.baseline in ("table", "v_star"))):
+            if on:
+                raise ValueError(f"{name} needs completions of one prompt, and a debate has two sides; write preset=dr_grpo or agent")
     refused = {"opponent": config.opponent != "self", "mode_mix": config.mode_mix != "fresh", "sft_member": config.sft_member != "none", "stored": stage.has("stored")}
     for name in (name for name, on in refused.items() if on):
         raise ValueError(f"{name} is not supported in an environment: it answers a prompt in one turn; leave it out, or write environment='' ")
     for text in {w for c in rewards.components if c.kind == "step_weighted" for w in check_step_weights(c.step_weights or STEP_WEIGHTS)}:
         stage.warn("step_weights", text)
-    return Agent(config, renderer)
+    return Debaters(config, renderer) if config.environment == "debate" else Agent(config, renderer)
+
+
+def rewards_of(config, kind: str) -> str:
+    """Name of the first reward component of a kind."""
+    return next(c.name for c in config.rewards if c.kind == kind)
+
+
+def counted(samples: list[Sample]) -> tuple[int, int]:
+    """(samples with a verdict, right ones) of a prompt; raises ValueError where nothing says what is right."""
+    verdicts = [s.correct for s in samples if s.correct is not None]
+    if not verdicts:
+        raise ValueError("curriculum=pass_at_k needs to know which completions are right; add a reward of kind verifier, code or environment, or write another curriculum.")
+    return len(verdicts), sum(verdicts)
 
 
 def _plain_group(group: Group) -> dict:
@@ -790,7 +878,9 @@ def rollout_metrics(samples, rewards, group_of) -> dict[str, float]:
 def held_out_metrics(stage, source: Rollouts, rewards, prompts) -> dict[str, float]:
     """One sampled completion per validation prompt, with the same seeds at every call."""
     groups = source._draw(source.sampler, prompts, source.params, [[stage.seed_for("validation", row["row_id"])] for row, _ in prompts])
-    samples = [g[0] for g in groups]
+    samples = [s for g in groups for s in (g if source.seats == 2 else g[:1])]
     score(rewards, samples)
     found = rollout_metrics(samples, np.array([s.total for s in samples]), np.arange(len(samples)))
+    if source.seats == 2:
+        return found | debate_metrics(samples, rewards_of(source.config, "debate"))
     return found | (agent_metrics(samples) if source.agent else {})

@@ -201,7 +201,7 @@ def _end_with_parent() -> None:
 
 #: name -> (description, function of the environment and the call's arguments)
 TOOLS: dict[str, tuple[str, Callable]] = {
-    "calculator": ("value of an arithmetic expression", lambda environment, expression: calculate(expression)),
+    "calculator": ("value of an arithmetic expression", lambda environment, expression: f"{str(expression).strip()} = {calculate(expression)}"),
     "search": ("looks a word up", lambda environment, query: search(query, environment.table)),
     "python": ("runs a program and shows what it prints", lambda environment, code: run_python(code, environment.tool_timeout_s)),
 }
