@@ -8,7 +8,8 @@ One iteration (``rl.md`` section 1.4), in three files: :mod:`stages.rollouts` ch
 and filters them; :mod:`stages.credit` turns rewards into an advantage per token; :mod:`stages.policy_update` is the loss of the
 ``num_iterations`` x ``num_minibatches`` optimizer steps, :mod:`stages.critics` the value function beside it. Rollouts are a
 ``rollouts/1`` dataset with every token, mask, log-prob, reward component, value and advantage, so each update can be computed
-again. Groups without signal are counted but never forwarded. Killed at any instant, the next run computes the same bytes.
+again. With ``environment`` a completion is a trajectory of several turns (:mod:`stages.agents`): rewards by turn, loss on the policy's own
+tokens, one row per turn in ``trajectories/1`` as well. Groups without signal are counted but never forwarded. Killed at any instant, the next run computes the same bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from stages.settings import AgentConfig, OptimizerConfig, SamplingConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
 Preset = Literal["reinforce", "remax", "reinforce_pp", "rloo", "grpo", "grpo_process", "dr_grpo", "dapo", "grpo_plus", "gspo", "cispo", "grape",
-                 "grape_alt", "ppo", "ppo_outcome", "ppo_ptx", "ppo_penalty_adaptive", "ppo_clip_kl", "a2c", "vapo", "trpo_penalty", "trpo", "agent", "vineppo", "topr",
+                 "grape_alt", "ppo", "ppo_outcome", "ppo_ptx", "ppo_penalty_adaptive", "ppo_clip_kl", "a2c", "vapo", "trpo_penalty", "trpo", "agent", "vineppo", "topr", "a_lol",
                  "offline_is", "p3o", "copg", "mdpo", "astar_po", "oreo", "sppo", "online_ipo", "nash_md"]
 
 
@@ -159,6 +160,9 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
     passk_k: int = Field(1, ge=1, description="curriculum=pass_at_k: k.")
     passk_samples: int = Field(8, ge=1, description="curriculum=pass_at_k: completions of the starting policy per prompt behind the first estimates, where no input prompt_stats "
                                                     "gives them; later groups of a prompt replace them.")
+    difficulty_band: tuple[float, float] | None = Field(
+        None, title="Difficulty band", description="Train only on prompts whose pass rate under the starting policy lies in [low, high] (DIFF-FILTER, texts 0.2 to 0.8 of 16 "
+        "samples): of passk_samples completions, or of the input prompt_stats.")
     vine_samples: int = Field(9, ge=1, description="advantage=vine: continuations from every step border (VinePPO 9); steps end at step_separator, in an environment with turns.")
 
     # Members of a group (GRAPE-GEN).
@@ -197,7 +201,7 @@ SPEC = StageSpec(
             "baselines": InputSpec("dataset", kinds=("baselines/1",), required=False,
                                    doc="Baseline per prompt (baseline=table, v_star); default: sampled first."),
             "prompt_stats": InputSpec("dataset", kinds=("prompt_stats/1",), required=False,
-                                      doc="Pass rates behind curriculum=pass_at_k, the last of each prompt; default: sampled first."),
+                                      doc="Pass rates behind curriculum=pass_at_k and difficulty_band, the last of each prompt; default: sampled first."),
             "stored": InputSpec("dataset", kinds=("rollouts/1",), required=False, doc="Train on these rollouts instead of sampling (off-policy presets).")},
     outputs={"model": OutputSpec("model", role="policy"), "rollouts": OutputSpec("dataset"),
              "trajectories": OutputSpec("dataset", required=False, doc="trajectories/1: every turn in an environment, with observations, reward and events."),
@@ -245,6 +249,8 @@ def resolve_preset(config: Config):
     if config.curriculum == "pass_at_k" and config.passk_k > min(config.passk_samples, config.num_generations):
         raise ValueError(f"pass@{config.passk_k} needs as many samples of a prompt; write passk_k <= {min(config.passk_samples, config.num_generations)}, or raise passk_samples "
                          "and num_generations.")
+    if config.difficulty_band is not None and not 0 <= config.difficulty_band[0] <= config.difficulty_band[1] <= 1:
+        raise ValueError(f"difficulty_band={list(config.difficulty_band)}: write two pass rates between 0 and 1, the lower one first, for example [0.2, 0.8].")
     if config.reward_override != "none":
         warnings.append(f"reward_override={config.reward_override}: a control experiment, the rewards are not those of the task")
     if config.kl_reward_estimator != "k1" and row.kl_reward_coef:

@@ -28,7 +28,7 @@ from stages.rewards import ON_TURNS
 from stages.rubric_reward import rubric_metrics, score_rows, write_review
 from stages.modeling import load_weights, move_towards, weights_bytes, weights_digest
 from stages.schedules import changed_roles, e2h_probabilities, freshness_guard, learning_scores, pass_at_k_band, reference_due, replay_plan, rerank, step_function
-from stages.selection import order_by_difficulty
+from stages.selection import difficulty_band, order_by_difficulty
 from stages.training import TrainingError
 
 
@@ -149,7 +149,7 @@ class Rollouts:
                     "masks": [m.tolist() for m in i.masks], "extra": i.extra} for i in self.batch]
         state = {"iteration": self.iteration, "inner": self.inner, "version": self.version, "cursor": self.cursor, "metrics": self.metrics,
                  "baseline": self.baseline.state_dict(), "controller": self.controller.state_dict(), "last_kl": self.last_kl, "table": self.table,
-                 "warmed": self.warmed, "scores": self.scores, "queue": self.queue, "counts": self.counts, "prior": self.members.prior}
+                 "warmed": self.warmed, "scores": self.scores, "queue": self.queue, "counts": self.counts, "left": [row["row_id"] for row, _ in self.prompts] if self.config.difficulty_band else None, "prior": self.members.prior}
         files = {"rollouts.json": json.dumps({"batch": in_hand, "window": self.window}).encode()}
         for name, model in self._moving().items():
             files[f"{name}.safetensors"] = weights_bytes(model)
@@ -162,6 +162,8 @@ class Rollouts:
         for name in ("iteration", "inner", "version", "cursor", "metrics", "last_kl", "table", "warmed", "scores", "queue", "counts"):
             setattr(self, name, state[name])
         self.members.prior = state["prior"]
+        if state["left"] is not None:
+            self.prompts = [p for p in self.prompts if p[0]["row_id"] in set(state["left"])]
         self.baseline.load_state_dict(state["baseline"])
         self.controller.load_state_dict(state["controller"])
         found = json.loads(read("rollouts.json"))
@@ -209,8 +211,10 @@ class Rollouts:
             self._warm_up_critic()
         if self.row.baseline in ("table", "v_star") and not self.table:
             self.table = self._baseline_table()
-        if self.config.curriculum == "pass_at_k" and not self.counts:
+        if (self.config.curriculum == "pass_at_k" or self.config.difficulty_band) and not self.counts:
             self.counts = self._first_counts()
+            if self.config.difficulty_band:
+                self._filter_by_difficulty()
         self.iteration, self.inner, self.version = self.iteration + 1, 0, step
         if self.old is not None:
             move_towards(self.old, self.model, 0.0)
@@ -372,8 +376,29 @@ class Rollouts:
             self.queue = self.queue[:max(config.prompts_per_step, 1)]  # judged anew for every batch
         return self.queue.pop(0)
 
+    def _filter_by_difficulty(self) -> None:
+        """Keep the prompts whose pass rate lies in the band; the counts of all of them go to prompt_stats as iteration -1 (DIFF-FILTER)."""
+        from storage.schema import complete_row
+
+        low, high = self.config.difficulty_band
+        kept = {row_id: difficulty_band([c], n, low, high)[0] for row_id, (n, c) in self.counts.items()}
+        rows = []
+        for prompt, _ in self.prompts:
+            n, c = self.counts[prompt["row_id"]]
+            rows.append(complete_row("prompt_stats/1", {
+                "prompt_id": prompt["prompt_id"], "group_id": prompt["group_id"], "iteration": -1, "n": n, "mean_reward": c / n, "reward_std": (c / n * (1 - c / n)) ** 0.5,
+                "pass_at_1": c / n, "mean_logprob": 0.0, "kept": kept[prompt["row_id"]], "drop_reason": None if kept[prompt["row_id"]] else "difficulty"},
+                dataset="prompt_stats", source=prompt["dataset"], origin="ai", split="train"))
+        self.stats.write(rows)
+        self.stats.flush()
+        left = [p for p in self.prompts if kept[p[0]["row_id"]]]
+        if not left:
+            raise ValueError(f"no prompt has a pass rate in difficulty_band=[{low:g}, {high:g}]; widen it, or start from a model that solves some of them")
+        self.stage.log(f"{len(left)} of {len(self.prompts)} prompts have a pass rate between {low:g} and {high:g}")
+        self.prompts = left
+
     def _first_counts(self) -> dict[str, tuple[int, int]]:
-        """(samples, right ones) of every prompt: the last ones of the input prompt_stats, else of the starting policy (PASSK-CURR)."""
+        """(samples, right ones) of every prompt: the last ones of the input prompt_stats, else of the starting policy (PASSK-CURR, DIFF-FILTER)."""
         if self.stage.has("prompt_stats"):
             found: dict[str, tuple[int, int, int]] = {}
             for row in self.stage.dataset("prompt_stats").iter_rows():

@@ -97,3 +97,17 @@ def test_the_rl_benchmark_gives_every_arm_the_same_number_of_completions(monkeyp
     assert own["rl_free_0"][2].beta == 0.0 and own["rl_grpo_0"][2].beta is None and "train_reward_model" not in own
     with pytest.raises(Exception, match="names no preset"):
         planned("rl_benchmark", monkeypatch, arms={"mine": {}})
+
+
+def test_the_agent_recipe_acts_and_is_judged_in_one_environment(monkeypatch):
+    """SFT on demonstrations of tool use, RL and both evaluations in the environment of its section; the world's tool data stands in for data not given."""
+    monkeypatch.setattr("flows.agent.promote", lambda *args, **more: {})
+    steps = planned("agent", monkeypatch, environment={"max_turn_length": 40}, rl={"learning_rate": 1e-4})
+    assert steps["sft"][1]["model"] == "(given.model)" and steps["rl"][1] == {"model": "(sft.model)", "data": "(ingest_prompts.data)"}
+    for name in ("rl", "evaluate_sft", "evaluate_agent"):
+        config = steps[name][2]
+        assert (config.environment, config.max_turns, config.max_turn_length) == ("tools", 6, 40) and config.rewards[0].kind == "environment"
+    assert steps["rl"][2].learning_rate == 1e-4 and steps["rl"][2].preset == "agent" and steps["evaluate_agent"][1]["model"] == "(rl.model)"
+    own = planned("agent", monkeypatch, data={}, model=None, environment={"environment": "tests.training.environments:Countdown"})
+    assert own["ingest_demonstrations"][1]["data"] == "(world.tool_demonstrations)" and own["ingest_prompts"][1]["data"] == "(world.tool_tasks)"
+    assert own["base_model"][1]["conversations"] == "(ingest_demonstrations.data)" and own["rl"][2].environment_digest == own["evaluate_agent"][2].environment_digest != ""

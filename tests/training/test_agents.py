@@ -421,6 +421,25 @@ def test_prompts_are_admitted_by_pass_at_k(tiny, data, spec, tmp_path):
         resolve_preset(Config(curriculum="pass_at_k", passk_bands=[0.1, 0.5]))
 
 
+def test_prompts_outside_the_difficulty_band_are_left_out(tiny, data, spec, tmp_path):
+    """DIFF-FILTER: bounds are inclusive, the counts of all prompts stay in prompt_stats, none in the band is an error."""
+    known = list(open_dataset(data["prompts"]).iter_rows(split="train"))
+    rates = {r["prompt_id"]: (k % 11) / 10 for k, r in enumerate(known)}
+    stats = [complete_row("prompt_stats/1", {"prompt_id": p, "iteration": 0, "n": 10, "mean_reward": 0.0, "reward_std": 0.0, "pass_at_1": rate, "mean_logprob": 0.0, "kept": True},
+                          dataset="d", source="s", origin="ai") for p, rate in rates.items()]
+    write_dataset(str(tmp_path / "stats"), "stats", "prompt_stats/1", stats)
+    config = {**SMALL, "preset": "grpo", "beta": 0.0, "environment": "", "max_completion_length": 8, "prompts_per_step": 12, "difficulty_band": [0.2, 0.4], "rewards": [{"kind": "verifier"}]}
+    made = spec("rl", config, {"model": tiny["policy"], "data": data["prompts"]}, "band")
+    made["inputs"]["prompt_stats"] = {"kind": "dataset", "path": str(tmp_path / "stats"), "ref": "stats", "digest": "stats"}
+    result = execute(made, lambda event: None)
+    wanted = {p for p, rate in rates.items() if rate in (0.2, 0.3, 0.4)}
+    assert {r["prompt_id"] for r in rows_of(result)} == wanted
+    table = [r for r in rows_of(result, "prompt_stats") if r["iteration"] == -1]
+    assert len(table) == len(known) and {r["prompt_id"] for r in table if r["kept"]} == wanted and {r["drop_reason"] for r in table if not r["kept"]} == {"difficulty"}
+    with pytest.raises(Exception, match="no prompt has a pass rate"):
+        execute(spec("rl", {**config, "passk_samples": 2}, {"model": tiny["policy"], "data": data["prompts"]}, "no-band"), lambda event: None)
+
+
 def test_debaters_are_paid_by_the_judge_and_trained_on_their_own_words(tiny, spec, tmp_path):
     from stages.debate import JUDGE, case
     from stages.judge import Judge, LocalJudge

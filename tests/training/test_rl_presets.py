@@ -144,6 +144,10 @@ def papers_advantages(name, rows):
         return whitened([advantage_gae(r, 0.0, max(0.0, 1 - 1 / (0.05 * r["length"]))) for r in rows])
     if name == "ppo_outcome":
         return whitened([r["reward"] - 0.02 * kl_sum(r) / r["length"] - np.array(r["values"]) for r in rows])
+    if name == "a_lol":
+        values = [x - r["advantages"][0] for x, r in zip(R, rows)]  # V of the starting policy, per prompt
+        assert all(np.ptp(values[i:i + 4]) < 1e-5 for i in range(0, len(rows), 4))
+        return stored(rows)
     if name in ("topr", "offline_is"):
         return R
     if name == "agent":
@@ -207,6 +211,8 @@ def papers_loss(name, rows, A, new, old, ref, full_new, full_old):
         return -sum((r * a - k).sum() for r, a, k in zip(ratio, A, exact)) / S
     if name == "topr":
         return -sum((1.0 if r > 0 else float(torch.exp(s - o.sum()).detach().clamp(0, 1))) * r * s for r, s, o in zip(R, seq, old)) / S
+    if name == "a_lol":
+        return -sum(float(torch.exp(s - o.sum()).detach().clamp(0, 2)) * a[0] * s for a, s, o in zip(A, seq, old) if a[0] > 0) / S
     if name == "offline_is":
         return -sum(float(torch.exp(s - o.sum()).detach().clamp(0, 2)) * r * s for r, s, o in zip(R, seq, old)) / S
     if name == "mdpo":
