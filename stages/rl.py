@@ -8,8 +8,10 @@ One iteration (``rl.md`` section 1.4), in three files: :mod:`stages.rollouts` ch
 and filters them; :mod:`stages.credit` turns rewards into an advantage per token; :mod:`stages.policy_update` is the loss of the
 ``num_iterations`` x ``num_minibatches`` optimizer steps, :mod:`stages.critics` the value function beside it. Rollouts are a
 ``rollouts/1`` dataset with every token, mask, log-prob, reward component, value and advantage, so each update can be computed
-again. With ``environment`` a completion is a trajectory of several turns (:mod:`stages.agents`): rewards by turn, loss on the policy's own
-tokens, one row per turn in ``trajectories/1`` as well. Groups without signal are counted but never forwarded. Killed at any instant, the next run computes the same bytes.
+again. Groups without signal are counted but never forwarded. Killed at any instant, the next run computes the same bytes.
+
+With ``environment`` a completion is a trajectory of several turns (:mod:`stages.agents`): rewards by turn, loss on the policy's own tokens,
+and every turn once more as a row of ``trajectories/1``.
 """
 
 from __future__ import annotations
