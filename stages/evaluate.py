@@ -531,6 +531,13 @@ def publish(stage, plan: Plan, meta: dict, metrics: dict, tables: dict, probe_ta
         ("Protocol", f"Hash `{meta['protocol_hash']}`: only results with the same hash are compared.\n\n" + reports.facts(meta["protocol"]))))
 
 
+def shown(record: dict) -> str:
+    """An answer as a reader of the report sees it: the text, or the turns of a trajectory."""
+    if not record.get("transcript"):
+        return record["output"]
+    return " ⏎ ".join(m["content"] if m["role"] == "assistant" else f"[{m['content']}]" for m in record["transcript"])
+
+
 def sample_examples(records: list[dict], count: int) -> dict[str, list[dict]]:
     """Rows worth reading: right and wrong answers (those the reward model likes best first), or the pairs ordered most wrongly."""
     if not count:
@@ -545,7 +552,7 @@ def sample_examples(records: list[dict], count: int) -> dict[str, list[dict]]:
         groups = {"highest reward": liked[:count], "lowest reward": liked[::-1][:count]}
     for name, part in groups.items():
         one_each = list({r["item_id"]: r for r in reversed(part)}.values())[::-1]
-        rows = [{"prompt": r["prompt"], "output": r["output"], "expected": r.get("answer"), "correct": r["correct"], "reward": r["reward"], "tokens": r["tokens"], "finish": r["finish"]} for r in one_each[:count]]
+        rows = [{"prompt": r["prompt"], "output": shown(r), "expected": r.get("answer"), "correct": r["correct"], "reward": r["reward"], "tokens": r["tokens"], "finish": r["finish"]} for r in one_each[:count]]
         if rows:
             found[name] = [{key: value for key, value in row.items() if any(other[key] is not None for other in rows)} for row in rows]
     if pairs:

@@ -87,7 +87,7 @@ def test_the_rl_benchmark_gives_every_arm_the_same_number_of_completions(monkeyp
 
     steps = planned("rl_benchmark", monkeypatch, seeds=[0, 1], iterations=6, rl={"prompts_per_step": 4, "num_generations": 8}, data={"prompts": "(given.prompts)", "pairs": "(given.pairs)", "text": "(given.text)"})
     runs = {label: (inputs, config, seed) for label, (stage, inputs, config, seed) in steps.items() if stage == "rl"}
-    assert len(runs) == 2 * len(RL_PRESETS) and {inputs["model"] for inputs, _, _ in runs.values()} == {"(given.model)"} and {seed for _, _, seed in runs.values()} == {0, 1}
+    assert len(runs) == 2 * (len(RL_PRESETS) - 1) and "rl_agent_0" not in runs and {inputs["model"] for inputs, _, _ in runs.values()} == {"(given.model)"} and {seed for _, _, seed in runs.values()} == {0, 1}
     for inputs, config, _ in runs.values():
         passes = (config.num_iterations or RL_PRESETS[config.preset].num_iterations) * config.num_minibatches
         assert config.max_steps == 6 * passes and config.prompts_per_step * config.num_generations == 32
