@@ -72,7 +72,7 @@ def path_of(name: str) -> str:
     if ":" in name:
         return name
     if name not in ENVIRONMENTS:
-        raise ValueError(f"there is no environment {name!r}; write one of {', '.join(ENVIRONMENTS)}, or module:Class of your own")
+        raise ValueError(f"there is no environment {name!r}; write one of {', '.join(ENVIRONMENTS)} (in rl also debate), or module:Class of your own")
     return ENVIRONMENTS[name]
 
 

@@ -19,13 +19,14 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from stages.rewards import RewardComponent
-from stages.settings import AgentConfig, SamplingConfig
+from stages.settings import PROMPT_TEMPLATE, AgentConfig, PromptTemplate, SamplingConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
 
 class Config(SamplingConfig, AgentConfig):
     target: Literal["policy", "reward_model"] = Field("policy", description="What `model` is: a policy that answers prompts, or a reward model that scores pairs.")
     split: str = Field("test", description="Split of the prompts and pairs that is evaluated.")
+    prompt_template: PromptTemplate = Field("chat", description=PROMPT_TEMPLATE)
     limit: int | None = Field(None, ge=1, title="Limit", description="Prompts (and pairs) used at most, the first ones of the split; empty = all.")
     num_samples: int = Field(4, ge=0, description="Sampled answers per prompt, k of avg@k and pass@k (section D.0); 0 = greedy only.")
     greedy: bool = Field(True, description="Also one greedy answer per prompt (temperature 0).")
@@ -122,7 +123,7 @@ class Plan:
         config, data = self.config, self.stage.dataset("prompts")
         room = getattr(AutoConfig.from_pretrained(self.stage.path("model")).get_text_config(decoder=True), "max_position_embeddings", None)
         longest = config.max_prompt_length if room is None else min(config.max_prompt_length, room - config.max_completion_length)
-        self.prompts = prompt_rows(self.stage, data, config.split, self.renderer, longest, config.limit)
+        self.prompts = prompt_rows(self.stage, data, config.split, self.renderer, longest, config.limit, config.prompt_template)
 
     def _read_pairs(self) -> None:
         from stages.pairs import encode_pairs
@@ -161,6 +162,8 @@ class Plan:
                 "stop_tokens": sorted(self.renderer.tokenizer.convert_ids_to_tokens(sorted(self.renderer.stop_ids))), "stop_strings": list(config.stop_strings), "seed": stage.seed,
                 "graders": [component.model_dump(mode="json") for component in config.rewards], "grader_version": grader_version(),
             }
+            if config.prompt_template != "chat":
+                protocol["prompt_template"] = config.prompt_template
             if config.environment:
                 protocol |= {name: getattr(config, name) for name in ("environment", "environment_options", "environment_digest", "max_turns", "max_turn_length",
                                                                       "observation_role")}

@@ -61,11 +61,27 @@ class Sample:
         return self.finish_reason in ("eos", "stop", "goal")
 
 
-def prompt_rows(stage, dataset, split: str | None, renderer, max_prompt_length: int, limit: int | None = None):
+#: Plain-text prompts for models without chat training, filled with the last message (RL-ZERO). think_answer is DeepSeek-R1-Zero's.
+PROMPT_TEMPLATES = {
+    "none": "{question}",
+    "think_answer": "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant first thinks about the reasoning "
+                    "process in the mind and then provides the user with the answer. The reasoning process and answer are enclosed within <think> </think> and <answer> "
+                    "</answer> tags, respectively, i.e., <think> reasoning process here </think> <answer> answer here </answer>. User: {question}. Assistant:",
+}
+
+
+def prompt_ids(renderer, messages, template: str = "chat") -> list[int]:
+    """Ids of a prompt under the model's chat template, or as plain text under one of ``PROMPT_TEMPLATES``."""
+    if template == "chat":
+        return renderer.prompt_ids(messages)
+    return renderer.text_ids(PROMPT_TEMPLATES[template].replace("{question}", messages[-1]["content"] or ""), end=False)
+
+
+def prompt_rows(stage, dataset, split: str | None, renderer, max_prompt_length: int, limit: int | None = None, template: str = "chat"):
     """``[(row, prompt ids)]`` of a ``prompts/1`` split; prompts over the length limit are left out, counted and named."""
     rows, too_long = [], 0
     for row in dataset.iter_rows(split=split):
-        ids = renderer.prompt_ids(row["prompt"])
+        ids = prompt_ids(renderer, row["prompt"], template)
         if len(ids) > max_prompt_length:
             too_long += 1
             continue

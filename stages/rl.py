@@ -21,7 +21,7 @@ from typing import Literal
 from pydantic import Field
 
 from stages.rewards import RewardComponent
-from stages.settings import AgentConfig, OptimizerConfig, SamplingConfig
+from stages.settings import PROMPT_TEMPLATE, AgentConfig, OptimizerConfig, PromptTemplate, SamplingConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
 Preset = Literal["reinforce", "remax", "reinforce_pp", "rloo", "grpo", "grpo_process", "dr_grpo", "dapo", "grpo_plus", "gspo", "cispo", "grape",
@@ -179,6 +179,7 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
     sft_in_loss: bool = Field(True, description="SFT members are trained on; false: they only enter the group's mean.")
 
     split: str = Field("train", description="Prompt split to train on.")
+    prompt_template: PromptTemplate = Field("chat", description=PROMPT_TEMPLATE)
     max_prompt_length: int = Field(1024, ge=1, description="Prompt tokens at most; longer prompts are left out and counted.")
     eval_every: int = Field(0, ge=0, description="Optimizer steps between passes over validation prompts; 0 = only at start and end.")
     eval_prompts: int = Field(0, ge=0, description="Validation prompts sampled once each; 0 = no validation in this stage.")
@@ -280,10 +281,10 @@ def run(stage):
     for text in warnings:
         stage.warn("rl_settings", text)
     renderer = renderer_for(stage.path("model"))
-    prompts = prompt_rows(stage, stage.dataset("data"), config.split, renderer, config.max_prompt_length)
+    prompts = prompt_rows(stage, stage.dataset("data"), config.split, renderer, config.max_prompt_length, template=config.prompt_template)
     held_out = []
     if config.eval_prompts:
-        held_out = prompt_rows(stage, stage.dataset("data"), "validation", renderer, config.max_prompt_length, config.eval_prompts)
+        held_out = prompt_rows(stage, stage.dataset("data"), "validation", renderer, config.max_prompt_length, config.eval_prompts, config.prompt_template)
     rewards = build_rewards(config.rewards, stage.inputs, renderer=renderer, device=stage.device)
     rewards.check([prompt for prompt, _ in prompts + held_out])
     if config.lora_rank:

@@ -828,7 +828,7 @@ def agent_for(config, renderer, rewards, stage) -> Agent | Debaters | None:
                          ("curriculum=pass_at_k", config.curriculum == "pass_at_k"), ("baseline=table", config.baseline in ("table", "v_star"))):
             if on:
                 raise ValueError(f"{name} needs completions of one prompt, and a debate has two sides; write preset=dr_grpo or agent")
-    refused = {"opponent": config.opponent != "self", "mode_mix": config.mode_mix != "fresh", "sft_member": config.sft_member != "none", "stored": stage.has("stored")}
+    refused = {"opponent": config.opponent != "self", "prompt_template": config.prompt_template != "chat", "mode_mix": config.mode_mix != "fresh", "sft_member": config.sft_member != "none", "stored": stage.has("stored")}
     for name in (name for name, on in refused.items() if on):
         raise ValueError(f"{name} is not supported in an environment: it answers a prompt in one turn; leave it out, or write environment='' ")
     for text in {w for c in rewards.components if c.kind == "step_weighted" for w in check_step_weights(c.step_weights or STEP_WEIGHTS)}:

@@ -56,6 +56,11 @@ class SamplingConfig(StageConfig):
     generation_batch: int = Field(64, ge=1, description="Sequences decoded together; bounds memory.")
 
 
+PromptTemplate = Literal["chat", "none", "think_answer"]
+PROMPT_TEMPLATE = ("How a prompt is shown: the model's chat template; its last message as plain text (none); or DeepSeek-R1-Zero's text that asks for <think> and <answer>. "
+                   "For base models (RL-ZERO); the same in training and evaluation.")
+
+
 class AgentConfig(StageConfig):
     """An environment that the policy acts in over several turns (``AGENT-RL``); without one, a prompt is answered once. Rewards that are not
     given are then the environment's own."""
@@ -75,6 +80,10 @@ class AgentConfig(StageConfig):
 
     @model_validator(mode="after")
     def _environment(self):
+        if self.environment not in ("", "debate"):
+            from stages.environments import path_of
+
+            path_of(self.environment)
         if ":" in self.environment:
             digest = source_digest(self.environment)
             if self.environment_digest not in ("", digest):

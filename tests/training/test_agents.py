@@ -195,6 +195,8 @@ def test_a_pool_says_what_went_wrong_and_leaves_no_process():
 
 
 def test_what_an_environment_refuses(tiny, data, spec):
+    with pytest.raises(Exception, match="there is no environment 'tool'; write one of tools"):
+        Config(environment="tool")
     with pytest.raises(Exception, match="PYTHONPATH"):
         Config(environment="nowhere:Nothing")
     with pytest.raises(Exception, match="make reset a function of"):
