@@ -24,6 +24,7 @@ RECIPES = {
     "preference": "flows.preference",
     "verifiable": "flows.verifiable",
     "agent": "flows.agent",
+    "iterated_rlhf": "flows.iterated_rlhf",
     "online_dpo": "flows.online_dpo",
     "d2po": "flows.d2po",
     "rest": "flows.rest",

@@ -111,3 +111,17 @@ def test_the_agent_recipe_acts_and_is_judged_in_one_environment(monkeypatch):
     own = planned("agent", monkeypatch, data={}, model=None, environment={"environment": "tests.training.environments:Countdown"})
     assert own["ingest_demonstrations"][1]["data"] == "(world.tool_demonstrations)" and own["ingest_prompts"][1]["data"] == "(world.tool_tasks)"
     assert own["base_model"][1]["conversations"] == "(ingest_demonstrations.data)" and own["rl"][2].environment_digest == own["evaluate_agent"][2].environment_digest != ""
+
+
+def test_iterated_rlhf_keeps_the_reward_model_with_the_policy(monkeypatch):
+    """Labels on the current policy's answers, a reward model that goes on from the last one and is checked for drift, RL against it, KL to the start."""
+    steps = planned("iterated_rlhf", monkeypatch, rounds=2, gold={"max_prompts": 5})
+    assert [steps[f"gold_{k}"][1]["model"] for k in (1, 2)] == ["(given.model)", "(rl_1.model)"] and steps["gold_2"][2].prompt_offset == 5
+    assert steps["discriminator_1"][2].init_head == "fresh" and steps["discriminator_2"][1]["model"] == steps["discriminator_2"][1]["previous"] == "(discriminator_1.model)"
+    assert [(steps[f"rl_{k}"][1]["model"], steps[f"rl_{k}"][1]["reward_model"], steps[f"rl_{k}"][1].get("reference")) for k in (1, 2)] == [
+        ("(given.model)", "(discriminator_1.model)", None), ("(rl_1.model)", "(discriminator_2.model)", "(given.model)")]
+    assert steps["rl_1"][2].rewards[0].kind == "model" and steps["rl_1"][2].preset == "rloo" and steps["rl_1"][3] != steps["rl_2"][3]
+    hybrid = planned("iterated_rlhf", monkeypatch, rounds=2, offline="first", kl_to="previous")
+    assert hybrid["rl_1"][1]["model"] == "(align_1.model)" and "align_2" not in hybrid and "reference" not in hybrid["rl_2"][1]
+    after = planned("iterated_rlhf", monkeypatch, rounds=2, offline="after")
+    assert after["gold_2"][1]["model"] == "(align_1.model)" and after["align_2"][1]["model"] == "(rl_2.model)" and after["pairs_2"][1] == {"candidates.round_2": "(gold_2.candidates)"}
