@@ -49,7 +49,8 @@ def check_step_weights(weights: Mapping[str, float]) -> list[str]:
     """Refuse weights that do not sum to 1; warn where goal >= file >= ui does not hold (STEP-REWARD)."""
     total = sum(weights.values())
     if abs(total - 1.0) > 1e-9 or any(w < 0 for w in weights.values()):
-        raise ValueError(f"the weights of a step reward must not be negative and sum to 1, and {dict(weights)} sum to {total:g}; write for example {STEP_WEIGHTS}")
+        raise ValueError(f"the weights of a step reward must not be negative and sum to 1, and {dict(weights)} sum to {total:g}; "
+                         f"write for example {STEP_WEIGHTS}")
     ordered = [weights[k] for k in ("goal", "file", "ui") if k in weights]
     return [] if ordered == sorted(ordered, reverse=True) else ["the step weights break the order goal >= file >= ui that their source asks for"]
 
@@ -76,7 +77,8 @@ def check_blend(weights: Mapping[str, float]) -> None:
     """Weights of a blend lie in [0, 1] and sum to 1 (REWARD-BLEND)."""
     total = sum(weights.values())
     if any(not 0 <= w <= 1 for w in weights.values()) or abs(total - 1.0) > 1e-9:
-        raise ValueError(f"the weights of a blend must lie in [0, 1] and sum to 1, and {dict(weights)} sum to {total:g}; rescale them, or write blend=false for a plain sum")
+        raise ValueError(f"the weights of a blend must lie in [0, 1] and sum to 1, and {dict(weights)} sum to {total:g}; rescale them, or write "
+                         "blend=false for a plain sum")
 
 
 def blend(values: Mapping[str, float | None], weights: Mapping[str, float], absent: str = "renormalise") -> float | None:

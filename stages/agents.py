@@ -161,7 +161,8 @@ class Agent:
             acting = [(t, p.turns[depth]) for group, p in zip(groups, prefixes) for t in group if t.finish is None and depth < len(p.turns)]
             for (trajectory, _), seen in zip(acting, self.pool.step([episode_of[id(t)] for t, _ in acting], [turn["text"] for _, turn in acting])):
                 if seen.error or seen.done:
-                    trajectory.finish, trajectory.failure = "failure", seen.error or "the environment does not repeat what it did; make it a function of (task, seed, actions)"
+                    reason = seen.error or "the environment does not repeat what it did; make it a function of (task, seed, actions)"
+                    trajectory.finish, trajectory.failure = "failure", reason
         for group, prefix in zip(groups, prefixes):
             for trajectory in group:
                 trajectory.prompt_ids, trajectory.ids = list(prefix.prompt_ids), list(prefix.ids)
@@ -179,7 +180,8 @@ def same_start(group: list[Trajectory]) -> None:
     """The trajectories of a group share one prompt; an environment that starts them differently is refused."""
     starts = [t.prompt_ids for t in group if t.failure is None]
     if any(ids != starts[0] for ids in starts):
-        raise ValueError("the environment's reset gave different messages for one task and seed, so its trajectories cannot be compared; make reset a function of (task, seed)")
+        raise ValueError("the environment's reset gave different messages for one task and seed, so its trajectories cannot be compared; "
+                         "make reset a function of (task, seed)")
     for trajectory in group:
         if starts:
             trajectory.prompt_ids = list(starts[0])
@@ -216,7 +218,8 @@ def transcript(sample: Sample) -> list[dict]:
     """The turns and observations of a trajectory as messages, for readers."""
     out: list[dict] = []
     for turn in sample.turns:
-        out += [{"role": "assistant", "content": turn["text"]}, *({"role": m["role"], "content": m.get("content")} for m in json.loads(turn["observation"] or "[]"))]
+        out.append({"role": "assistant", "content": turn["text"]})
+        out += [{"role": m["role"], "content": m.get("content")} for m in json.loads(turn["observation"] or "[]")]
     return out
 
 
@@ -226,7 +229,8 @@ def trajectory_rows(sample: Sample, episode_id: str) -> list[dict]:
     for t, turn in enumerate(sample.turns):
         own = [v for v, tool in zip(sample.logps[turn["start"]:turn["end"]], sample.tool_mask[turn["start"]:turn["end"]]) if not tool]
         after = turn["observation"] or "[]"
-        rows.append({"episode_id": episode_id, "t": t, "observation_json": before, "action_json": json.dumps({"role": "assistant", "content": turn["text"]}, ensure_ascii=False),
+        said = json.dumps({"role": "assistant", "content": turn["text"]}, ensure_ascii=False)
+        rows.append({"episode_id": episode_id, "t": t, "observation_json": before, "action_json": said,
                      "next_observation_json": after, "reward": float((sample.turn_rewards or [0.0] * len(sample.turns))[t]), "events": list(turn["events"]),
                      "reward_tier": sample.tier or "unrouted", "logp_behaviour": float(sum(own))})
         before = after

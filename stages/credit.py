@@ -68,7 +68,8 @@ def shaped(row, batch: Batch, kl_coef: float):
     rewards = np.where(np.isfinite(batch.rewards_B), batch.rewards_B, 0.0)
     if not kl_coef or batch.kl_BT is None:
         return rewards, batch.token_rewards(rewards), np.where(batch.mask_BT, rewards[:, None], 0.0)
-    made = shape_rewards(batch.token_rewards(rewards) if row.kl_reward_mode == "token_terminal" else rewards, batch.kl_BT, batch.mask_BT, kl_coef, row.kl_reward_mode)
+    start = batch.token_rewards(rewards) if row.kl_reward_mode == "token_terminal" else rewards
+    made = shape_rewards(start, batch.kl_BT, batch.mask_BT, kl_coef, row.kl_reward_mode)
     if made.ndim == 1:
         return made, batch.token_rewards(made), np.where(batch.mask_BT, made[:, None], 0.0)
     total = rewards - kl_coef * np.where(batch.mask_BT, batch.kl_BT, 0.0).sum(1)

@@ -40,7 +40,8 @@ def answers_of(row: dict) -> list[str]:
     """The two answers of a task, or ValueError saying what to write."""
     found = json.loads(row.get("extra_json") or "{}").get("answers")
     if not isinstance(found, list) or len(found) != 2 or found[0] == found[1]:
-        raise ValueError(f"environment=debate argues about two answers, and prompt {row['row_id'][:12]} has none; write extra_json={{\"answers\": [\"yes\", \"no\"]}} into the prompts")
+        raise ValueError(f"environment=debate argues about two answers, and prompt {row['row_id'][:12]} has none; write "
+                         'extra_json={"answers": ["yes", "no"]} into the prompts')
     return [str(a) for a in found]
 
 
@@ -53,7 +54,8 @@ class Debaters:
         self.config, self.renderer = config, renderer
         unknown = set(config.environment_options) - {"rounds", "instruction"}
         if unknown:
-            raise ValueError(f"environment=debate has no option {sorted(unknown)[0]!r}; its environment_options are rounds and instruction (with {{answer}} and {{other}})")
+            raise ValueError(f"environment=debate has no option {sorted(unknown)[0]!r}; its environment_options are rounds and instruction "
+                             "(with {answer} and {other})")
         self.rounds = int(config.environment_options.get("rounds", 2))
         self.instruction = str(config.environment_options.get("instruction", SEAT))
         if not 1 <= self.rounds <= config.max_turns:

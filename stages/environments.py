@@ -11,8 +11,9 @@ strings: what happened, for rewards and metrics. ``goal_verified`` says that the
 (a failure is an observation, not an exception), ``NAME:2/4`` that two of four were done.
 
 Processes. One host per pool imports the environment once and forks a child per episode: a child that hangs, crashes or eats memory is
-killed and costs its own trajectory; one whose episode ended well serves another, with an environment of its own. Children have limits on memory, file size and open files, no network unless asked for, and die
-with the host, which dies with the stage. Nothing but the standard library is imported here, so that a host starts at once.
+killed and costs its own trajectory; one whose episode ended well serves another, with an environment of its own. Children have limits on
+memory, file size and open files, no network unless asked for, and die with the host, which dies with the stage. Nothing but the standard
+library is imported here, so that a host starts at once.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ class EnvironmentPool:
         read, write_fd = os.pipe()
         home = self.directory.name
         paths = [os.path.abspath(p) for p in sys.path]
-        environment = {"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(paths)}
+        environment = {"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0",
+                       "PYTHONPATH": os.pathsep.join(paths)}
         about = json.dumps({"path": self.path, "options": self.options, "timeout_s": self.limits.timeout_s, "memory": self.limits.memory_mib << 20,
                             "workers": self.limits.workers or len(os.sched_getaffinity(0)), "network": self.limits.network})
         with open(os.path.join(home, "host.log"), "wb") as log:
@@ -335,7 +337,8 @@ class _Host:
 
     def gone(self, episode: int, reason: str | None = None) -> None:
         status = self.kill(episode, grace=0.0 if reason else 0.5)
-        self.reply(episode, error=reason or (f"crashed (signal {os.WTERMSIG(status)})" if os.WIFSIGNALED(status) else f"crashed (exit status {os.WEXITSTATUS(status)})"))
+        how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit status {os.WEXITSTATUS(status)}"
+        self.reply(episode, error=reason or f"crashed ({how})")
 
     def kill(self, episode: int, grace: float = 0.0) -> int:
         """End an episode's process and everything it started; its wait status (0 where there is none). ``grace``: seconds for one that is ending by itself."""

@@ -462,7 +462,8 @@ def _length(rewards, component, rows) -> list:
 def _is_right(rewards, component, rows) -> list[bool]:
     """Whether each answer is right, for length rewards: the environment's word, or the verifier's; an answer without verdict counts as wrong."""
     verdicts = _verify(rewards, component, rows)
-    return [any("goal_verified" in t["events"] for t in row["turns"]) if row.get("turns") is not None else bool(getattr(v, "correct", False)) for row, v in zip(rows, verdicts)]
+    return [bool(getattr(v, "correct", False)) if row.get("turns") is None else any("goal_verified" in t["events"] for t in row["turns"])
+            for row, v in zip(rows, verdicts)]
 
 
 def _length_group(rewards, component, rows) -> list:
@@ -615,5 +616,6 @@ def _debate(rewards, component, rows) -> list:
     return [Unscorable(judge.why_not) if math.isnan(p) else Verdict(p - 0.5, without=None if math.isnan(q) else q - 0.5) for p, q in zip(*verdicts(judge, rows))]
 
 
-RULES = {"length_group": _length_group, "length_target": _length_target, "verifier": _verify, "model": _model, "judge": _model, "format": _format, "length": _length, "truncation": _truncation, "regex": _regex,
+RULES = {"length_group": _length_group, "length_target": _length_target,
+          "verifier": _verify, "model": _model, "judge": _model, "format": _format, "length": _length, "truncation": _truncation, "regex": _regex,
           "constraints": _constraints, "code": _code, "python": _python, "rubric": _rubric, **dict.fromkeys(ON_TURNS, _on_turns), "debate": _debate}

@@ -247,7 +247,8 @@ def resolve_preset(config: Config):
         raise ValueError("sft_member=replace leaves no sample in groups of one; write sft_member=append or num_generations >= 2")
     if row.advantage == "turn_returns" and not config.environment:
         raise ValueError("advantage=turn_returns credits the turns of trajectories; write environment=tools (or module:Class of your own), or advantage=group_mean.")
-    if config.curriculum == "pass_at_k" and (sorted(config.passk_bands, reverse=True) != config.passk_bands or not all(0 <= b <= 1 for b in config.passk_bands)):
+    falling = sorted(config.passk_bands, reverse=True) == config.passk_bands and all(0 <= b <= 1 for b in config.passk_bands)
+    if config.curriculum == "pass_at_k" and not falling:
         raise ValueError(f"passk_bands={config.passk_bands} must fall from at most 1 to at least 0; write for example [0.75, 0.5, 0.25, 0.0].")
     if config.curriculum == "pass_at_k" and config.passk_k > min(config.passk_samples, config.num_generations):
         raise ValueError(f"pass@{config.passk_k} needs as many samples of a prompt; write passk_k <= {min(config.passk_samples, config.num_generations)}, or raise passk_samples "

@@ -149,7 +149,8 @@ class Rollouts:
                     "masks": [m.tolist() for m in i.masks], "extra": i.extra} for i in self.batch]
         state = {"iteration": self.iteration, "inner": self.inner, "version": self.version, "cursor": self.cursor, "metrics": self.metrics,
                  "baseline": self.baseline.state_dict(), "controller": self.controller.state_dict(), "last_kl": self.last_kl, "table": self.table,
-                 "warmed": self.warmed, "scores": self.scores, "queue": self.queue, "counts": self.counts, "left": [row["row_id"] for row, _ in self.prompts] if self.config.difficulty_band else None, "prior": self.members.prior}
+                 "warmed": self.warmed, "scores": self.scores, "queue": self.queue, "counts": self.counts,
+                 "left": [row["row_id"] for row, _ in self.prompts] if self.config.difficulty_band else None, "prior": self.members.prior}
         files = {"rollouts.json": json.dumps({"batch": in_hand, "window": self.window}).encode()}
         for name, model in self._moving().items():
             files[f"{name}.safetensors"] = weights_bytes(model)
@@ -768,7 +769,8 @@ class Rollouts:
             if overlong[i]:
                 components.append({"name": "overlong", "value": float(overlong[i]), "weight": 1.0})
             steps = batch.steps[i] if batch.steps else (None, None)
-            turns = None if s.turns is None else [{"start": t["start"], "end": t["end"], "reward": r, "events": t["events"]} for t, r in zip(s.turns, batch.turns[i][1])]
+            turns = None if s.turns is None else [{"start": t["start"], "end": t["end"], "reward": r, "events": t["events"]}
+                                                  for t, r in zip(s.turns, batch.turns[i][1])]
             rows.append(complete_row("rollouts/1", {
                 "prompt_id": s.prompt["prompt_id"], "group_id": s.prompt["group_id"], "iteration": self.iteration,
                 "policy_version": self.version if group_at[i].fresh else group_at[i].version, "sample_idx": i, "prompt_ids": s.prompt_ids,
@@ -819,7 +821,8 @@ def agent_for(config, renderer, rewards, stage) -> Agent | Debaters | None:
     if not config.environment:
         on_turns = [c.name for c in rewards.components if c.kind in ON_TURNS]
         if on_turns:
-            raise ValueError(f"reward {on_turns[0]!r} scores trajectories in an environment; write environment=tools (or module:Class of your own), or take it out of rewards")
+            raise ValueError(f"reward {on_turns[0]!r} scores trajectories in an environment; write environment=tools (or module:Class of your own), "
+                             "or take it out of rewards")
         return None
     if config.environment == "debate":
         if not any(c.kind == "debate" for c in rewards.components):
@@ -828,9 +831,10 @@ def agent_for(config, renderer, rewards, stage) -> Agent | Debaters | None:
                          ("curriculum=pass_at_k", config.curriculum == "pass_at_k"), ("baseline=table", config.baseline in ("table", "v_star"))):
             if on:
                 raise ValueError(f"{name} needs completions of one prompt, and a debate has two sides; write preset=dr_grpo or agent")
-    refused = {"opponent": config.opponent != "self", "prompt_template": config.prompt_template != "chat", "mode_mix": config.mode_mix != "fresh", "sft_member": config.sft_member != "none", "stored": stage.has("stored")}
+    refused = {"opponent": config.opponent != "self", "prompt_template": config.prompt_template != "chat", "mode_mix": config.mode_mix != "fresh",
+               "sft_member": config.sft_member != "none", "stored": stage.has("stored")}
     for name in (name for name, on in refused.items() if on):
-        raise ValueError(f"{name} is not supported in an environment: it answers a prompt in one turn; leave it out, or write environment='' ")
+        raise ValueError(f"{name} is not supported in an environment: it answers a prompt in one turn; leave it out, or write environment=''")
     for text in {w for c in rewards.components if c.kind == "step_weighted" for w in check_step_weights(c.step_weights or STEP_WEIGHTS)}:
         stage.warn("step_weights", text)
     return Debaters(config, renderer) if config.environment == "debate" else Agent(config, renderer)
@@ -845,7 +849,8 @@ def counted(samples: list[Sample]) -> tuple[int, int]:
     """(samples with a verdict, right ones) of a prompt; raises ValueError where nothing says what is right."""
     verdicts = [s.correct for s in samples if s.correct is not None]
     if not verdicts:
-        raise ValueError("curriculum=pass_at_k needs to know which completions are right; add a reward of kind verifier, code or environment, or write another curriculum.")
+        raise ValueError("curriculum=pass_at_k and difficulty_band need to know which completions are right; add a reward of kind verifier, code or "
+                         "environment, or leave them out.")
     return len(verdicts), sum(verdicts)
 
 

@@ -66,7 +66,8 @@ def price(rng, rng_of) -> ToolTask:
     """What one thing costs in a shop."""
     number, table = _shop(rng, rng_of)
     thing, other = _sample(rng, list(table), 2)
-    ask = _pick(rng, [f"What does the {thing} cost in shop {number}?", f"How much is the {thing} in shop {number}?", f"Tell me the price of the {thing} in shop {number}.",
+    ask = _pick(rng, [f"What does the {thing} cost in shop {number}?", f"How much is the {thing} in shop {number}?",
+                      f"Tell me the price of the {thing} in shop {number}.",
                       f"In shop {number}, what is the price of the {thing}?"])
     return ToolTask("price", 1, f"shop {number}", ask, table[thing], "integer", table, (("search", thing),), other)
 
@@ -78,7 +79,8 @@ def several(rng, rng_of) -> ToolTask:
     ask = _pick(rng, [f"What do {n} pieces of the {thing} cost in shop {number}?", f"How much do I pay for {n} times the {thing} in shop {number}?",
                       f"In shop {number}, what is the price of the {thing} times {n}?"])
     expression = f"{n} * {table[thing]}"
-    return ToolTask("several", 2, f"shop {number}", ask, calculate(expression), "integer", table, (("search", thing), ("calculator", expression)), f"{n} + {table[thing]}")
+    return ToolTask("several", 2, f"shop {number}", ask, calculate(expression), "integer", table,
+                    (("search", thing), ("calculator", expression)), f"{n} + {table[thing]}")
 
 
 def together(rng, rng_of) -> ToolTask:
@@ -88,7 +90,8 @@ def together(rng, rng_of) -> ToolTask:
     ask = _pick(rng, [f"What do the {a} and the {b} cost together in shop {number}?", f"How much are the {a} and the {b} together in shop {number}?",
                       f"In shop {number}, what do I pay for the {a} and the {b}?"])
     expression = f"{table[a]} + {table[b]}"
-    return ToolTask("together", 3, f"shop {number}", ask, calculate(expression), "integer", table, (("search", a), ("search", b), ("calculator", expression)), f"{table[a]} * {table[b]}")
+    return ToolTask("together", 3, f"shop {number}", ask, calculate(expression), "integer", table,
+                    (("search", a), ("search", b), ("calculator", expression)), f"{table[a]} * {table[b]}")
 
 
 def cheaper(rng, rng_of) -> ToolTask:
