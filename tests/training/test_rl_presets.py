@@ -24,7 +24,7 @@ EXTRA = {"dapo": {"filter_groups_metric": "reward_std", "soft_punish_cache": 4, 
 
 
 def inputs_of(name, tiny, data):
-    row = resolve_preset(Config(preset=name))[0]
+    row = resolve_preset(Config(preset=name, environment=EXTRA.get(name, {}).get("environment", "")))[0]
     given = {"model": tiny["policy"], "data": data["prompts"]}
     if row.advantage == "process":
         given["reward_model"] = tiny["reward"]
