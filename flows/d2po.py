@@ -23,17 +23,35 @@ from stages.reward_model import Config as RewardModelConfig
 from stages.rewards import RewardComponent
 
 
-class Config(IteratedConfig):
-    rounds: int = Field(3, ge=1, description="Rounds of buying labels, updating the reward model, sampling and alignment.")
+class GoldConfig(IteratedConfig):
+    """Labels that cost something, bought for fresh answers in every round, and the reward model they keep up to date."""
+
     gold: RejectionConfig = Field(RejectionConfig(num_generations=4, max_prompts=100, temperature=0.9, allow_empty=True),
                                   description="Answers that get gold labels in each round: gold.rewards gives them, gold.max_prompts is the budget in prompts.")
     gold_pairs: PreferencesConfig = Field(PreferencesConfig(select="all"), description="Pairs from the gold-labelled answers.")
     gold_memory: Literal["all", "round"] = Field("all", description="The reward model learns from the gold labels of all rounds so far, or of this round only.")
     discriminator: Literal["continue", "restart"] = Field("continue", description="Each round's reward model goes on from the last one, or starts anew from the policy.")
+
+
+class Config(GoldConfig):
+    rounds: int = Field(3, ge=1, description="Rounds of buying labels, updating the reward model, sampling and alignment.")
     sample: RejectionConfig = Field(RejectionConfig(num_generations=8, temperature=0.9, allow_empty=True, rewards=[RewardComponent(name="reward", kind="model")]),
                                     description="Answers labelled by the reward model.")
     pairs: PreferencesConfig = Field(PreferencesConfig(), description="Preferences from these.")
     align: AlignConfig = Field(AlignConfig(), description="Direct alignment of each round.")
+
+
+def refreshed(run: Run, config: GoldConfig, k: int, policy: str, start: str, prompts: str, judge: str | None, bought: dict) -> tuple[str, dict, dict]:
+    """(reward model, gold labels so far, what happened) after round k's labels of the policy's fresh answers (rm.refresh)."""
+    gold = config.gold.model_copy(update={"prompt_offset": config.gold.prompt_offset + (k - 1) * (config.gold.max_prompts or 0)})
+    labelled = run("rejection", f"gold_{k}", model=policy, prompts=prompts, judge=judge_of(config, config.gold.rewards, start), config=gold, seed=run.seed + k)
+    bought = (bought if config.gold_memory == "all" else {}) | {f"round_{k}": labelled["candidates"]}
+    fresh = run("preferences", f"gold_pairs_{k}", candidates=bought, config=config.gold_pairs, seed=run.seed + k)["data"]
+    goes_on = judge is not None and config.discriminator == "continue"
+    learned = run("reward_model", f"discriminator_{k}", model=judge if goes_on else start, data=fresh, previous=judge, seed=run.seed + k, name_as=f"discriminator-{k}",
+                  config=config.train_reward_model.model_copy(update={"init_head": "keep"} if goes_on else {}))
+    return learned["model"], bought, {"round": k, "gold_labels": labelled.metrics.get("completions"), "accuracy_before": learned.metrics.get("previous/accuracy"),
+                                      "accuracy": learned.metrics.get("validation/accuracy")}
 
 
 @recipe(Config)
@@ -45,19 +63,11 @@ def d2po(run: Run, config: Config) -> dict:
     policy, judge, models, bought, history = start, config.reward_model, {"start": start}, {}, []
     for k in range(1, config.rounds + 1):
         seed = run.seed + k
-        gold = config.gold.model_copy(update={"prompt_offset": config.gold.prompt_offset + (k - 1) * (config.gold.max_prompts or 0)})
-        labelled = run("rejection", f"gold_{k}", model=policy, prompts=prompts, judge=judge_of(config, config.gold.rewards, start), config=gold, seed=seed)
-        bought = (bought if config.gold_memory == "all" else {}) | {f"round_{k}": labelled["candidates"]}
-        fresh = run("preferences", f"gold_pairs_{k}", candidates=bought, config=config.gold_pairs, seed=seed)["data"]
-        goes_on = judge is not None and config.discriminator == "continue"
-        learned = run("reward_model", f"discriminator_{k}", model=judge if goes_on else start, data=fresh, previous=judge, seed=seed, name_as=f"discriminator-{k}",
-                      config=config.train_reward_model.model_copy(update={"init_head": "keep"} if goes_on else {}))
-        judge = learned["model"]
+        judge, bought, happened = refreshed(run, config, k, policy, start, prompts, judge, bought)
         sample = config.sample.model_copy(update={"prompt_offset": config.sample.prompt_offset + (k - 1) * (config.sample.max_prompts or 0)})
         sampled = run("rejection", f"sample_{k}", model=policy, prompts=prompts, reward_model=judge, config=sample, seed=seed)
         pairs = run("preferences", f"pairs_{k}", candidates=sampled["candidates"], config=config.pairs, seed=seed)["data"]
         policy = run("align", f"align_{k}", model=policy, data=pairs, reference=start if k > 1 else None, config=config.align, seed=seed, name_as=f"d2po-{k}")["model"]
         models[f"round_{k}"] = policy
-        history.append({"round": k, "gold_labels": labelled.metrics.get("completions"), "accuracy_before": learned.metrics.get("previous/accuracy"),
-                        "accuracy": learned.metrics.get("validation/accuracy"), "silver_labels": sampled.metrics.get("completions")})
+        history.append({**happened, "silver_labels": sampled.metrics.get("completions")})
     return {**conclusion(run, config, models, prompts, judge), "rounds": history}

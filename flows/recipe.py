@@ -23,6 +23,8 @@ RECIPES = {
     "post_training": "flows.post_training",
     "preference": "flows.preference",
     "verifiable": "flows.verifiable",
+    "agent": "flows.agent",
+    "iterated_rlhf": "flows.iterated_rlhf",
     "online_dpo": "flows.online_dpo",
     "d2po": "flows.d2po",
     "rest": "flows.rest",

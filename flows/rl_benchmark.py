@@ -29,7 +29,8 @@ NEEDS: dict[str, dict[str, Any]] = {
 
 
 class Config(IteratedConfig):
-    arms: dict[str, dict[str, Any]] = Field(default_factory=dict, description="Name -> settings in which the arm differs from `rl`; empty: every preset.")
+    arms: dict[str, dict[str, Any]] = Field(default_factory=dict, description="Name -> settings in which the arm differs from `rl`; empty: every preset "
+                                            "that answers a prompt once (all but agent, unless `rl` has an environment).")
     seeds: list[int] = Field(default_factory=lambda: [0, 1, 2], min_length=1, description="Seeds of each arm.")
     iterations: int = Field(40, ge=1, description="Rollout batches per run; max_steps follows from num_iterations and num_minibatches.")
     rl: RLConfig = Field(RLConfig(), description="What all arms share.")
@@ -52,7 +53,7 @@ def arm_config(shared: RLConfig, name: str, settings: dict[str, Any], iterations
 def rl_benchmark(run: Run, config: Config) -> dict:
     """Every RL preset from the same model with the same budget over several seeds: one table with curves."""
     source = Source(run, config)
-    arms = {name: arm_config(config.rl, name, settings, config.iterations) for name, settings in (config.arms or {name: {} for name in RL_PRESETS}).items()}
+    arms = {name: arm_config(config.rl, name, settings, config.iterations) for name, settings in (config.arms or {name: {} for name in RL_PRESETS if name != "agent" or config.rl.environment}).items()}
     prompts = ingest(run, "prompts", source("prompts"), config)
     start = starting_policy(run, source, config)
     steps = [name for name, arm in arms.items() if RL_PRESETS[arm.preset].advantage == "process"]

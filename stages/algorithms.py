@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass, field, replace
 
-ADVANTAGES = ("reward_minus_baseline", "group_mean", "leave_one_out", "process", "win_rate", "reward_to_go", "gae", "reward_minus_value")
-GROUP_ADVANTAGES = ("group_mean", "leave_one_out", "process", "win_rate")   # compare the completions of one prompt
+ADVANTAGES = ("reward_minus_baseline", "group_mean", "leave_one_out", "process", "win_rate", "turn_returns", "vine", "reward_to_go", "gae", "reward_minus_value")
+GROUP_ADVANTAGES = ("group_mean", "leave_one_out", "process", "win_rate", "turn_returns")   # compare the completions of one prompt
 VALUE_ADVANTAGES = ("gae", "reward_minus_value")                            # need a critic
 SCALES = ("none", "group", "batch", "batch_centered")
 BASELINES = ("none", "constant", "moving_average", "batch_mean", "greedy", "table", "v_star")
@@ -135,8 +135,15 @@ _RL_ROWS = (
             note="beta tested at .3, 1, 3, 10"),
     replace(_PPO, name="trpo", surrogate="none", kl_reward_coef=0.0, update="trust_region", aggregation="seq-mean-token-sum", num_iterations=1,
             source="TRPO (Schulman et al. 2015)", note="small models only: one Fisher-vector product per conjugate-gradient step"),
+    RLPreset("agent", "turn_returns", aggregation="token-mean", min_generations=2, source="multi-turn agentic RL (AGENT-RL)",
+             note="needs an environment; the return of each turn on its own tokens, less the group's mean at that turn"),
+    RLPreset("vineppo", "vine", aggregation="token-mean", source="VinePPO (Kazemnejad et al. 2024)",
+             note="vine_samples continuations from every step border; paper: 9, PPO's clip, KL 1e-4"),
     RLPreset("topr", "reward_minus_baseline", objective=_REGRESSION + "tapered", options={"clip_pos": (1.0, 1.0), "clip_neg": (0.0, 1.0)},
              aggregation="seq-mean-token-sum", off_policy_ok=True, source="TOPR (Le Roux et al. 2025)", note="stored and replayed rollouts welcome"),
+    RLPreset("a_lol", "reward_minus_baseline", baseline="table", objective=_REGRESSION + "tapered", options={"clip_pos": (0.0, 2.0), "clip_neg": (0.0, 0.0)},
+             aggregation="seq-mean-token-sum", off_policy_ok=True, source="A-LoL (Baheti et al. 2023)",
+             note="positive advantages only, R - V(x) of the starting policy; the clip is ours; give the input stored"),
     RLPreset("offline_is", "reward_minus_baseline", objective=_REGRESSION + "tapered", options={"clip_pos": (0.0, 2.0), "clip_neg": (0.0, 2.0)},
              aggregation="seq-mean-token-sum", off_policy_ok=True, source="OFFPOL-IS", note="truncated importance-weighted policy gradient"),
     RLPreset("p3o", "reward_minus_baseline", objective=_REGRESSION + "pairwise_ppo", unit="pairs", options={"epsilon": 0.2, "form": "separate"},

@@ -100,7 +100,7 @@ class Renderer:
         self._specials = specials
         self._special_pattern = re.compile("|".join(map(re.escape, specials))) if specials else None
         self.template_hash = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()[:16]
-        turn_end = self._turn_end_id()
+        turn_end = self.turn_end_id = self._turn_end_id()
         self.stop_ids = stop_ids_of(tokenizer, generation_config) | ({turn_end} if turn_end is not None else set())
 
     # -- public -------------------------------------------------------------------------------------------------
@@ -133,6 +133,27 @@ class Renderer:
             raise RenderError("The chat template rewrites the prompt when an answer follows it; preference rows need a "
                               "prefix-preserving template. Use a template that renders earlier turns unchanged.")
         return prompt, row.ids[len(prompt):], row.mask[len(prompt):]
+
+    def observation_ids(self, messages, closed: bool) -> list[int]:
+        """Ids between two assistant turns: what closes the first one, ``messages`` (tool or user), and the next generation prompt.
+
+        They are appended to what the policy sampled, so a transcript grows and is never tokenised again; for turns as the tokenizer writes
+        them, the sequence is that of :meth:`conversation`. ``closed``: the policy's last token already was the template's end of turn.
+        """
+        stand_in = chr(_SENTINEL_BASE + 0xFFF0)
+        text, hidden = self._render_safely([{"role": "user", "content": "x"}, {"role": "assistant", "content": stand_in}, *messages], generation=True)
+        at = text.rfind(stand_in)
+        if at < 0:
+            raise RenderError("The chat template does not write an earlier assistant turn as it is, so turns cannot be appended to it; use a template that keeps "
+                              "message['content'].")
+        tail = text[at + len(stand_in):]
+        if closed:
+            end = self.tokenizer.convert_ids_to_tokens(self.turn_end_id) if self.turn_end_id is not None else ""
+            if not tail.startswith(end):
+                raise RenderError(f"The chat template closes an assistant turn that is followed by others with {tail[:20]!r} instead of {end!r}; use one that closes "
+                                  "all turns alike.")
+            tail = tail[len(end):]
+        return self._tokenise(tail, hidden)
 
     def conversation(self, messages, train: str = "all_assistant", n_prompt: int | None = None,
                      train_turns=None, max_length: int | None = None) -> Encoded:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stages.estimators import gae, group_advantage, place_terminal, process_advantage, reward_to_go, shape_rewards, whiten
+from stages.estimators import (DEGENERATE, gae, group_advantage, place_terminal, process_advantage, reward_to_go, shape_rewards, turn_returns, vine_advantages,
+                               whiten)
 
 
 @dataclass
@@ -33,6 +34,20 @@ class Batch:
     bootstrap_B: np.ndarray | float = 0.0     # V after the last token of rows cut by the length limit
     steps: list[tuple[list[int], list[float]]] = field(default_factory=list)  # (last token, reward) of each reasoning step, per row
     preference_BO: np.ndarray | None = None   # P(completion preferred to each of its opponents); NaN = not comparable
+    turns: list[tuple[list[int], list[float]]] = field(default_factory=list)  # of trajectories: (last token, reward) of each turn of the policy
+    step_values: list[list[float]] = field(default_factory=list)  # Monte-Carlo values of the states before each step (VINEPPO)
+
+    def token_rewards(self, rewards_B):
+        """[B, T]: a completion's reward on its last token; a trajectory's on the last token of each turn, whatever the truncation rule or a
+        penalty changed on the last one."""
+        if not self.turns:
+            return place_terminal(rewards_B, self.mask_BT)
+        out = np.zeros(self.mask_BT.shape)
+        for i, (ends, parts) in enumerate(self.turns):
+            out[i, ends] = parts
+            if ends:
+                out[i, ends[-1]] += rewards_B[i] - sum(parts)
+        return out
 
 
 @dataclass
@@ -52,10 +67,11 @@ def shaped(row, batch: Batch, kl_coef: float):
     credited with when nothing is accumulated: the row's reward, or with ``token_broadcast`` less the token's own KL."""
     rewards = np.where(np.isfinite(batch.rewards_B), batch.rewards_B, 0.0)
     if not kl_coef or batch.kl_BT is None:
-        return rewards, place_terminal(rewards, batch.mask_BT), np.where(batch.mask_BT, rewards[:, None], 0.0)
-    made = shape_rewards(rewards, batch.kl_BT, batch.mask_BT, kl_coef, row.kl_reward_mode)
+        return rewards, batch.token_rewards(rewards), np.where(batch.mask_BT, rewards[:, None], 0.0)
+    start = batch.token_rewards(rewards) if row.kl_reward_mode == "token_terminal" else rewards
+    made = shape_rewards(start, batch.kl_BT, batch.mask_BT, kl_coef, row.kl_reward_mode)
     if made.ndim == 1:
-        return made, place_terminal(made, batch.mask_BT), np.where(batch.mask_BT, made[:, None], 0.0)
+        return made, batch.token_rewards(made), np.where(batch.mask_BT, made[:, None], 0.0)
     total = rewards - kl_coef * np.where(batch.mask_BT, batch.kl_BT, 0.0).sum(1)
     if row.kl_reward_mode == "token_broadcast":
         return total, made, made
@@ -87,6 +103,42 @@ def _process(row, batch, rewards, tokens, outcome):
         for i, advantage in zip(rows, found):
             out[i] = np.where(batch.mask_BT[i], advantage, 0.0)
     return out, out.any(1)
+
+
+def _turn_returns(row, batch, rewards, tokens, outcome):
+    """AGENT-RL: every token of a turn gets the turn's discounted return less the group's mean return at the same turn; a turn that one
+    trajectory alone reached is compared with the group's mean return of whole trajectories. Reward on the last turn only, gamma 1 and turns that
+    all reach: the group-mean advantage."""
+    out, informative = np.zeros(batch.mask_BT.shape), np.zeros(len(rewards), bool)
+    for group in np.unique(batch.group_of_B):
+        rows = [i for i in np.flatnonzero(batch.group_of_B == group) if batch.counted_B[i] and batch.turns[i][0]]
+        returns = {i: turn_returns(tokens[i, batch.turns[i][0]], row.gamma) for i in rows}
+        if not rows:
+            continue
+        flat = np.concatenate(list(returns.values()))
+        scale = flat.std(ddof=row.std_ddof) + row.std_eps if row.scale == "group" and len(flat) > row.std_ddof else 1.0
+        for k in range(max(map(len, returns.values()))):
+            here = [i for i in rows if len(returns[i]) > k]
+            baseline = np.mean([returns[i][k] for i in here]) if len(here) > 1 else np.mean([returns[i][0] for i in rows])
+            for i in here:
+                value = (returns[i][k] - baseline) / scale if len(rows) > 1 else 0.0
+                start = batch.turns[i][0][k - 1] + 1 if k else 0
+                out[i, start:batch.turns[i][0][k] + 1] = value
+        for i in rows:
+            out[i] = np.where(batch.mask_BT[i] & (np.abs(out[i]) > DEGENERATE * max(1.0, np.abs(flat).max())), out[i], 0.0)
+            informative[i] = out[i].any()
+    return out, informative
+
+
+def _vine(row, batch, rewards, tokens, outcome):
+    """VINEPPO: V(next state) - V(state) on every token of a step, values from Monte-Carlo continuations; the last step's next value is the reward."""
+    out = np.zeros(batch.mask_BT.shape)
+    for i, values in enumerate(batch.step_values):
+        start = 0
+        for end, advantage in zip(batch.steps[i][0], vine_advantages(values, rewards[i])):
+            out[i, start:end + 1] = advantage
+            start = end + 1
+    return np.where(batch.mask_BT, out, 0.0), out.any(1) & np.isfinite(batch.rewards_B)
 
 
 def _win_rate(row, batch, rewards, tokens, outcome):
@@ -124,7 +176,7 @@ def _reward_minus_value(row, batch, rewards, tokens, outcome):
 
 
 ADVANTAGES = {"reward_minus_baseline": _group, "group_mean": _group, "leave_one_out": _group, "process": _process, "win_rate": _win_rate,
-              "reward_to_go": _reward_to_go, "gae": _gae, "reward_minus_value": _reward_minus_value}
+              "turn_returns": _turn_returns, "vine": _vine, "reward_to_go": _reward_to_go, "gae": _gae, "reward_minus_value": _reward_minus_value}
 
 
 def critic_targets(row, batch: Batch, rewards, tokens, outcome):

@@ -139,6 +139,24 @@ def nstep_return(rewards_T, values_T, t: int, n: int, gamma: float = 1.0, bootst
     return float(sum(gamma ** (k - t) * rewards[k] for k in range(t, end)) + gamma ** (end - t) * values[end])
 
 
+def turn_returns(turn_rewards_K, gamma: float = 1.0):
+    """G_k = r_k + gamma G_{k+1} over the turns of one trajectory, float64 [K] (AGENT-RL)."""
+    rewards = _f64(turn_rewards_K)
+    return reward_to_go(rewards[None], np.ones((1, len(rewards)), bool), gamma)[0]
+
+
+def over_turns(values_K, turn_of_token):
+    """Each turn's value on every token of that turn, 0 on tokens of no turn (-1: tool and environment) (AGENT-RL)."""
+    values, of = _f64(values_K), np.asarray(turn_of_token)
+    return np.where(of >= 0, values[np.maximum(of, 0)], 0.0)
+
+
+def vine_advantages(values_K, final_reward: float):
+    """A_k = V(s_{k+1}) - V(s_k) of each step, gamma 1; the state after the last step is worth the reward (VINEPPO, Kazemnejad et al. 2024)."""
+    values = _f64(values_K)
+    return np.append(values[1:], final_reward) - values
+
+
 # --- reward shaping -----------------------------------------------------------------------------
 
 KL_REWARD_MODES = ("token_terminal", "token_broadcast", "sequence_sum", "sequence_mean")

@@ -2,6 +2,7 @@
 
 ``target=policy``        samples k answers per prompt (and one greedy answer), grades them with verifiers and, if given, a reward
                          model; estimates KL to a reference; judges preference pairs by the policy's own likelihood.
+                         With ``environment`` it acts in one over turns: success, turns, tool errors and truncations (eval.tool).
 ``target=reward_model``  scores held-out pairs: accuracy, calibration, length bias, probes that should score low (``rm.eval``).
 
 Every answer is kept (``eval_samples/1``), every number with its error (``eval_scores/1``). The seed of a sample depends on the
@@ -18,13 +19,14 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from stages.rewards import REWARD_INPUTS, RewardComponent
-from stages.settings import SamplingConfig
+from stages.settings import PROMPT_TEMPLATE, AgentConfig, PromptTemplate, SamplingConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
 
-class Config(SamplingConfig):
+class Config(SamplingConfig, AgentConfig):
     target: Literal["policy", "reward_model"] = Field("policy", description="What `model` is: a policy that answers prompts, or a reward model that scores pairs.")
     split: str = Field("test", description="Split of the prompts and pairs that is evaluated.")
+    prompt_template: PromptTemplate = Field("chat", description=PROMPT_TEMPLATE)
     limit: int | None = Field(None, ge=1, title="Limit", description="Prompts (and pairs) used at most, the first ones of the split; empty = all.")
     num_samples: int = Field(4, ge=0, description="Sampled answers per prompt, k of avg@k and pass@k (section D.0); 0 = greedy only.")
     greedy: bool = Field(True, description="Also one greedy answer per prompt (temperature 0).")
@@ -78,6 +80,7 @@ def run(stage):
         writer.write(plan.answers(part) if kind == "prompts" else plan.pair_scores(part))
         stage.save_checkpoint(index + 1, {"unit": index + 1})
         stage.progress(index + 1, len(units), f"{kind} in chunks of {stage.config.chunk}")
+    plan.close()
     writer.close({"prompts": len(plan.prompts), "pairs": len(plan.pairs), **plan.dropped})
     records = records_of(open_dataset(str(stage.workdir / "out" / "samples")).iter_rows())
     conclude(stage, plan, meta, records)
@@ -108,6 +111,10 @@ class Plan:
         self.run_id = stage.key[:16]
         self.protocol = self._protocol()
         self._loaded = {}
+        if config.environment == "debate":
+            raise ConfigError("evaluate: a debate is judged while it is trained (rl reports the judge's accuracy); write environment=tools or module:Class of your own")
+        if config.environment and (config.target != "policy" or config.stop_strings):
+            raise ConfigError("evaluate: an environment takes the turns of a policy, which end at its stop tokens; write target=policy and no stop_strings")
 
     def _read_prompts(self) -> None:
         from transformers import AutoConfig
@@ -117,7 +124,7 @@ class Plan:
         config, data = self.config, self.stage.dataset("prompts")
         room = getattr(AutoConfig.from_pretrained(self.stage.path("model")).get_text_config(decoder=True), "max_position_embeddings", None)
         longest = config.max_prompt_length if room is None else min(config.max_prompt_length, room - config.max_completion_length)
-        self.prompts = prompt_rows(self.stage, data, config.split, self.renderer, longest, config.limit)
+        self.prompts = prompt_rows(self.stage, data, config.split, self.renderer, longest, config.limit, config.prompt_template)
 
     def _read_pairs(self) -> None:
         from stages.pairs import encode_pairs
@@ -156,6 +163,11 @@ class Plan:
                 "stop_tokens": sorted(self.renderer.tokenizer.convert_ids_to_tokens(sorted(self.renderer.stop_ids))), "stop_strings": list(config.stop_strings), "seed": stage.seed,
                 "graders": [component.model_dump(mode="json") for component in config.rewards], "grader_version": grader_version(),
             }
+            if config.prompt_template != "chat":
+                protocol["prompt_template"] = config.prompt_template
+            if config.environment:
+                protocol |= {name: getattr(config, name) for name in ("environment", "environment_options", "environment_digest", "max_turns", "max_turn_length",
+                                                                      "observation_role")}
         if self.pairs:
             protocol |= {"pairs": stage.dataset("pairs").digest} | ({"max_length": config.max_length} if self.renderer else {})
         return protocol
@@ -180,13 +192,27 @@ class Plan:
 
         return self._once(f"scorer:{role}", lambda: load_scorer(self.stage.path(role), self.stage.device, self.config.max_tokens_per_micro_batch))
 
+    def draw(self, sampler, rows, params, seeds) -> list[list]:
+        """Answers, or in an environment trajectories, of each ``(row, prompt ids)``."""
+        from stages.agents import Agent
+        from stages.generation import sample_groups
+
+        if not self.config.environment:
+            return sample_groups(sampler, rows, params, seeds)
+        return self._once("agent", lambda: Agent(self.config, self.renderer)).sample(sampler, rows, params, seeds)
+
+    def close(self) -> None:
+        """End the environment's processes."""
+        if "agent" in self._loaded:
+            self._loaded["agent"].close()
+
     # -- answers to prompts -----------------------------------------------------------------------------------------------
 
     def answers(self, rows) -> list[dict]:
         """Generate, grade and score the answers of one chunk of prompts: finished ``eval_samples/1`` rows."""
         import time
 
-        from stages.generation import sample_groups, sampling_params, score
+        from stages.generation import sampling_params, score
         from stages.rewards import build_rewards
         from stages.sampler import Sampler
 
@@ -198,10 +224,10 @@ class Plan:
         groups = {}
         if config.num_samples:
             seeds = [[stage.seed_for("eval", row["row_id"], k) for k in range(config.num_samples)] for row, _ in rows]
-            groups["sample"] = sample_groups(sampler, rows, params, seeds)
+            groups["sample"] = self.draw(sampler, rows, params, seeds)
         if config.greedy:
             greedy = _replace(params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-            groups["greedy"] = sample_groups(sampler, rows, greedy, [[0] for _ in rows])
+            groups["greedy"] = self.draw(sampler, rows, greedy, [[0] for _ in rows])
         tokens = sum(len(s.ids) for part in groups.values() for group in part for s in group)
         stage.perf(len(rows), {"tokens_per_second": tokens / max(1e-9, time.monotonic() - started)})
         flat = [(mode, sample) for i in range(len(rows)) for mode, part in groups.items() for sample in part[i]]
@@ -235,6 +261,11 @@ class Plan:
             "category": source.get("category") or source.get("domain"), "difficulty": difficulty_of(source),
             "prompt": source["prompt"][-1]["content"], "answer": source.get("answer"), "flexible_correct": flexible,
         }
+        if sample.turns is not None:
+            from stages.agents import transcript, turn_counts
+
+            extra |= {**turn_counts(sample), "transcript": transcript(sample), "failure": sample.failure}
+            return self._row(source, mode, sample.index, sample.text, sum(sample.action_mask), extra, extracted=extracted, correct=sample.correct)
         return self._row(source, mode, sample.index, sample.text, len(sample.ids), extra, extracted=extracted,
                          correct=strict if sample.correct is None else sample.correct, format_error=strict is not None and extracted is None)
 
@@ -416,7 +447,9 @@ def warnings(stage, metrics: dict) -> None:
 HEADLINES = {
     "accuracy": "right answers, mean over samples (avg@k)", "greedy_accuracy": "right answers, greedy", "flexible_accuracy": "right answers, answer searched for anywhere in the text", "reward": "reward model score",
     "greedy_reward": "reward model score, greedy", "kl_reference": "KL to the reference per answer, nats", "length_mean": "answer length, tokens",
-    "stop_rate": "answers that end by themselves", "truncation_rate": "answers cut at the length limit", "format_error_rate": "answers whose format cannot be read",
+    "stop_rate": "answers that end by themselves", "truncation_rate": "answers cut at the length or turn limit", "turns": "turns per trajectory",
+    "tool_calls": "calls that a tool answered, per trajectory", "tool_errors": "calls that failed, per trajectory",
+    "environment_failure_rate": "trajectories whose environment failed", "format_error_rate": "answers whose format cannot be read",
     "unscorable_rate": "answers without a verdict", "distinct_1": "different words / words, per prompt", "distinct_2": "different word pairs / word pairs, per prompt",
     "repetition_3": "repeated word triples inside an answer", "stock_phrase_rate": "answers with a stock phrase",
     "pair_accuracy": "pairs that the policy itself orders right", "tie_rate": "ties", "log_loss": "-log sigmoid(margin), nats", "mean_margin": "score difference chosen - rejected",
@@ -502,6 +535,13 @@ def publish(stage, plan: Plan, meta: dict, metrics: dict, tables: dict, probe_ta
         ("Protocol", f"Hash `{meta['protocol_hash']}`: only results with the same hash are compared.\n\n" + reports.facts(meta["protocol"]))))
 
 
+def shown(record: dict) -> str:
+    """An answer as a reader of the report sees it: the text, or the turns of a trajectory."""
+    if not record.get("transcript"):
+        return record["output"]
+    return " ⏎ ".join(m["content"] if m["role"] == "assistant" else f"[{m['content']}]" for m in record["transcript"])
+
+
 def sample_examples(records: list[dict], count: int) -> dict[str, list[dict]]:
     """Rows worth reading: right and wrong answers (those the reward model likes best first), or the pairs ordered most wrongly."""
     if not count:
@@ -516,7 +556,7 @@ def sample_examples(records: list[dict], count: int) -> dict[str, list[dict]]:
         groups = {"highest reward": liked[:count], "lowest reward": liked[::-1][:count]}
     for name, part in groups.items():
         one_each = list({r["item_id"]: r for r in reversed(part)}.values())[::-1]
-        rows = [{"prompt": r["prompt"], "output": r["output"], "expected": r.get("answer"), "correct": r["correct"], "reward": r["reward"], "tokens": r["tokens"], "finish": r["finish"]} for r in one_each[:count]]
+        rows = [{"prompt": r["prompt"], "output": shown(r), "expected": r.get("answer"), "correct": r["correct"], "reward": r["reward"], "tokens": r["tokens"], "finish": r["finish"]} for r in one_each[:count]]
         if rows:
             found[name] = [{key: value for key, value in row.items() if any(other[key] is not None for other in rows)} for row in rows]
     if pairs:

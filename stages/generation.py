@@ -6,7 +6,7 @@ killed stage repeats only the unit it was in.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass
@@ -17,6 +17,10 @@ class Sample:
     unscorable), ``reasons`` why; ``correct`` is the verifier's verdict where there is one; ``items`` are a rubric's item scores.
     ``mode``: ``fresh``, ``improve`` (of the response ``parent``) or ``sft`` (not sampled). ``context``: prompt id of the messages it was
     sampled from, where these are not ``prompt``; its log-probs are then not those of the text after ``prompt``. ``tier``: the router's.
+
+    Of a trajectory (``stages.agents``), ``tool_mask`` is 1 on tokens that the policy did not choose, ``turns`` are its turns (token span,
+    text, environment's reward, events), ``text`` is the last one, ``failure`` says why the environment ended it, and ``turn_rewards`` are what
+    each turn earned of ``total``. ``finish_reason`` is then goal, stop, turn_limit, length or failure.
     """
 
     prompt: dict
@@ -35,6 +39,17 @@ class Sample:
     parent: str | None = None
     context: str | None = None
     tier: str | None = None
+    tool_mask: list[int] | None = None
+    turns: list[dict] | None = None
+    failure: str | None = None
+    turn_rewards: list[float] | None = None
+    environment_seed: int | None = None
+    debate: dict | None = None  # of a debater: answers, its seat, what both sides said
+
+    @property
+    def action_mask(self) -> list[int]:
+        """1 on tokens that the policy chose, 0 on those of tools and environment (MASK-TOOL)."""
+        return [1] * len(self.ids) if self.tool_mask is None else [1 - t for t in self.tool_mask]
 
     @property
     def off_policy(self) -> bool:
@@ -43,14 +58,30 @@ class Sample:
 
     @property
     def terminated(self) -> bool:
-        return self.finish_reason in ("eos", "stop")
+        return self.finish_reason in ("eos", "stop", "goal")
 
 
-def prompt_rows(stage, dataset, split: str | None, renderer, max_prompt_length: int, limit: int | None = None):
+#: Plain-text prompts for models without chat training, filled with the last message (RL-ZERO). think_answer is DeepSeek-R1-Zero's.
+PROMPT_TEMPLATES = {
+    "none": "{question}",
+    "think_answer": "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant first thinks about the reasoning "
+                    "process in the mind and then provides the user with the answer. The reasoning process and answer are enclosed within <think> </think> and <answer> "
+                    "</answer> tags, respectively, i.e., <think> reasoning process here </think> <answer> answer here </answer>. User: {question}. Assistant:",
+}
+
+
+def prompt_ids(renderer, messages, template: str = "chat") -> list[int]:
+    """Ids of a prompt under the model's chat template, or as plain text under one of ``PROMPT_TEMPLATES``."""
+    if template == "chat":
+        return renderer.prompt_ids(messages)
+    return renderer.text_ids(PROMPT_TEMPLATES[template].replace("{question}", messages[-1]["content"] or ""), end=False)
+
+
+def prompt_rows(stage, dataset, split: str | None, renderer, max_prompt_length: int, limit: int | None = None, template: str = "chat"):
     """``[(row, prompt ids)]`` of a ``prompts/1`` split; prompts over the length limit are left out, counted and named."""
     rows, too_long = [], 0
     for row in dataset.iter_rows(split=split):
-        ids = renderer.prompt_ids(row["prompt"])
+        ids = prompt_ids(renderer, row["prompt"], template)
         if len(ids) > max_prompt_length:
             too_long += 1
             continue
@@ -87,6 +118,45 @@ def sample_groups(sampler, rows, params, seeds) -> list[list[Sample]]:
             for i, (row, ids) in enumerate(rows)]
 
 
+def sample_with_room(sampler, prompts, params, seeds, rooms) -> list[list]:
+    """Completions of every prompt with at most ``rooms[i]`` new tokens, together where the model has positions for the widest room.
+
+    A completion is a function of (weights, prompt, seed), so one that is cut afterwards is the one that a lower limit gives.
+    """
+    from stages.decoders import max_positions
+
+    model = getattr(sampler, "model", None)
+    positions = max_positions(model) if model is not None else None
+    widest = max(rooms, default=0)
+    calls: dict[int, list[int]] = {}
+    for i, (prompt, room) in enumerate(zip(prompts, rooms)):
+        calls.setdefault(widest if positions is None or len(prompt) + widest <= positions else room, []).append(i)
+    out: list = [None] * len(prompts)
+    for limit, rows in sorted(calls.items(), reverse=True):
+        for i, found in zip(rows, sampler.generate([prompts[i] for i in rows], replace(params, max_new_tokens=limit), [seeds[i] for i in rows])):
+            out[i] = [c if len(c.ids) <= rooms[i] else replace(c, ids=c.ids[:rooms[i]], logps=c.logps[:rooms[i]], finish_reason="length",
+                                                               text=sampler.tokenizer.decode(c.ids[:rooms[i]], skip_special_tokens=True)) for c in found]
+    return out
+
+
+def continuations(sampler, starts, params, seeds) -> list[list[Sample]]:
+    """Completions that begin as ``(sample, tokens)`` says: with so many tokens of that sample; as whole completions of its prompt. Ranks share the work."""
+    from stages import ranks
+
+    mine = list(range(ranks.rank(), len(starts), ranks.world_size()))
+    given = {i: (starts[i][0].prompt_ids, starts[i][0].ids[: starts[i][1]]) for i in mine}
+    made = sample_with_room(sampler, [given[i][0] + given[i][1] for i in mine], params, [seeds[i] for i in mine],
+                            [params.max_new_tokens - len(given[i][1]) for i in mine]) if mine else []
+    found = {i: [(given[i][1] + list(c.ids), c.finish_reason) for c in group] for i, group in zip(mine, made)}
+    everyone = {i: group for part in ranks.gather(found) for i, group in part.items()}
+
+    def text(ids):
+        return sampler.tokenizer.decode([t for t in ids if t not in params.stop_ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    return [[Sample(sample.prompt, sample.prompt_ids, j, ids, [], reason, text(ids)) for j, (ids, reason) in enumerate(everyone[i])]
+            for i, (sample, _) in enumerate(starts)]
+
+
 def score(rewards, samples: list[Sample]) -> None:
     """Fill the reward fields of every sample, in place. Of several ranks the first one asks (a judge is asked once) and tells the others."""
     from stages import ranks
@@ -94,11 +164,11 @@ def score(rewards, samples: list[Sample]) -> None:
     scored = None
     if ranks.rank() == 0:
         scored = rewards.score([{"prompt_row": s.prompt, "prompt_ids": s.prompt_ids, "completion_text": s.text, "completion_ids": s.ids,
-                                 "finish_reason": s.finish_reason} for s in samples])
+                                 "finish_reason": s.finish_reason, "turns": s.turns, "failure": s.failure, "debate": s.debate} for s in samples])
     for sample, result in zip(samples, ranks.gather(scored)[0]):
-        sample.total = float("nan") if result.total is None else float(result.total)
+        sample.total = float("nan") if result.total is None or sample.failure else float(result.total)
         sample.parts, sample.reasons, sample.correct, sample.items = result.parts, result.reasons, result.correct, result.items
-        sample.tier = result.tier
+        sample.tier, sample.turn_rewards = result.tier, result.turn_rewards
 
 
 def gen_record(stage, config, renderer, seed: int, version: int = 0) -> dict:

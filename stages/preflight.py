@@ -157,7 +157,6 @@ def kv_bytes(source, longest_prompt: int) -> int:
 
 def tried_samples(stage, source) -> list[list]:
     """A few completions of the first prompts under seeds of their own, or the first stored groups."""
-    from stages.generation import sample_groups
 
     prompts, count = TRIED
     if source.stored is not None:
@@ -165,7 +164,7 @@ def tried_samples(stage, source) -> list[list]:
     source.refresh()
     chosen, count = source.prompts[:prompts], min(count, source.config.num_generations)
     seeds = [[stage.seed_for("preflight", row["row_id"], g) for g in range(count)] for row, _ in chosen]
-    return sample_groups(source.sampler, chosen, source.params, seeds)
+    return source._draw(source.sampler, chosen, source.params, seeds)
 
 
 def _rollout_item(row, group) -> Item:

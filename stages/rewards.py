@@ -20,7 +20,8 @@ from pydantic import Field, model_validator
 
 from stages.spec import InputSpec, StageConfig
 
-PRIMARY = ("verifier", "code", "python", "model", "judge", "rubric", "group_preference", "icdpo", "majority")
+PRIMARY = ("verifier", "code", "python", "model", "judge", "rubric", "group_preference", "icdpo", "majority", "environment", "debate")
+ON_TURNS = ("environment", "milestones", "step_weighted")  # score trajectories, a number per turn
 TIERS = ("rule", "learned", "judge")
 #: Inputs of every stage that scores with reward components; each is needed by the kinds it names.
 REWARD_INPUTS = {
@@ -35,13 +36,15 @@ class RewardComponent(StageConfig):
 
     name: str = Field("reward", min_length=1, description="Name under which its values are stored and plotted.")
     kind: Literal["verifier", "model", "judge", "format", "length", "truncation", "regex", "constraints", "code", "python", "rubric", "group_preference",
-                  "icdpo", "majority"] = Field(
+                  "icdpo", "majority", "length_group", "length_target", "environment", "milestones", "step_weighted", "debate"] = Field(
         description="verifier: gold answer; model: a reward model; judge: a language model's opinion; format: tags; length: DAPO soft overlong; truncation: no end token; "
-                    "regex: a pattern; constraints: IFEval checkers; code: unit tests; python: your own function; rubric: the items of the input rubric "
-                    "(GRAPE); "
+                    "regex: a pattern; constraints: IFEval checkers; code: unit tests; python: your own function; rubric: the items of the input rubric (GRAPE); "
                     "group_preference: the rating that a group would give, from its ratings in the input context (rm.gpo); "
                     "icdpo: how much retrieved demonstrations raise the answer's likelihood (rs.icdpo); "
-                    "majority: 1 for the answer that most of the prompt's samples give, 0 for others, without a gold answer (rs.majority).")
+                    "majority: 1 for the answer that most of the prompt's samples give, 0 for others, without a gold answer (rs.majority); "
+                    "length_group: short right answers of a prompt earn more (Kimi k1.5); length_target: the length that the prompt row asks for (L1). "
+                    "Of trajectories: environment: what it paid, right where it verified the goal; milestones: events that pay once; step_weighted: indicators per turn; "
+                    "debate: a judge's verdict, zero-sum.")
     weight: float = Field(1.0, description="Factor in the total.")
     on_missing: Literal["invalidate", "skip", "renormalise"] | None = Field(
         None, title="On missing", description="When unscorable: drop the row from training, drop the term, or rescale the other terms. "
@@ -95,9 +98,21 @@ class RewardComponent(StageConfig):
     pattern: str = Field("", description="regex: pattern that must be found; dots match line ends.")
     max_length: int = Field(64, ge=1, description="length: cap L_max in tokens, end token included.")
     cache_length: int = Field(16, ge=0, description="length: the last L_cache tokens before the cap are punished linearly.")
+    length_alpha: float = Field(3e-4, ge=0, description="length_target: reward per token away from extra_json.target_length (L1 0.0003).")
+    length_delta: float = Field(0.5, description="length_target, length_mode=max: reward of a right answer of exactly the target length (L1 0.5).")
+    length_mode: Literal["exact", "max"] = Field("exact", description="length_target: the target is to be met, or not to be exceeded.")
     missing_eos_penalty: float = Field(1.0, ge=0, description="truncation: a response without end token gets minus this, others 0.")
     mode: Literal["all", "fraction", "threshold"] = Field("all", description="code, constraints: all must pass, their share, or a share above the threshold.")
     threshold: float = Field(1.0, gt=0, le=1, description="code: pass rate needed in mode threshold (inclusive).")
+    milestones: dict[str, float] = Field(default_factory=dict, description="milestones: event (or a regular expression for the whole event) -> reward, paid once per "
+                                                                            "episode; empty: the catalogue of computer use, web.0 to search.2 (MILESTONE).")
+    milestone_normalise: Literal["none", "category_sum"] = Field("none", description="milestones: rewards as written, or divided by the sum of their category, the part "
+                                                                                      "of the name before the first dot.")
+    step_weights: dict[str, float] = Field(default_factory=dict, description="step_weighted: weight of each indicator, summing to 1; empty: nav .1, ui .2, form .2, file .3, goal .2.")
+    step_events: dict[str, str] = Field(default_factory=dict, description="step_weighted: event behind an indicator; empty: nav url_changed, ui ui_match, form fields:done/expected, "
+                                                                          "file file_created, goal goal_verified; an indicator without entry is its own event.")
+    blend: bool = Field(False, description="The weights of the components with blend=true lie in [0, 1] and sum to 1; an absent one is renormalised away, or counts 0 "
+                                           "with on_missing=skip (REWARD-BLEND).")
     source: str = Field("", description="python: source that defines score(prompt, completion, answer) -> number, bool or None.")
     timeout_s: float = Field(5.0, gt=0, le=600, description="code, python, regex: wall seconds per row; a hang costs no more.")
     memory_mib: int = Field(1024, ge=128, description="code, python, regex: memory of a worker.")
@@ -115,7 +130,7 @@ class RewardComponent(StageConfig):
     def _check(self):
         if self.kind == "length" and self.cache_length > self.max_length:
             raise ValueError(f"reward {self.name!r}: cache_length {self.cache_length} exceeds max_length {self.max_length}; write a smaller cache_length")
-        if self.kind in ("judge", "rubric") and self.endpoint and not self.endpoint_model:
+        if self.kind in ("judge", "rubric", "debate") and self.endpoint and not self.endpoint_model:
             raise ValueError(f"reward {self.name!r}: endpoint needs endpoint_model, the name of the model on that server")
         if self.judge_prompt:
             try:
@@ -131,10 +146,16 @@ class RewardComponent(StageConfig):
             raise ValueError(f"reward {self.name!r}: kind regex needs pattern: write the pattern that a good response contains")
         if self.kind == "python" and "def score" not in self.source:
             raise ValueError(f"reward {self.name!r}: kind python needs source with a function score(prompt, completion, answer)")
+        if self.step_weights:
+            from stages.agent_rewards import check_step_weights
+
+            check_step_weights(self.step_weights)
         return self
 
     @property
     def missing_policy(self) -> str:
+        if self.blend and self.on_missing is None:
+            return "renormalise"
         return self.on_missing or ("invalidate" if self.kind in PRIMARY else "skip")
 
 
@@ -150,7 +171,8 @@ class Unscorable:
 class Scored:
     """Reward of one row. total: weighted sum, None if unscorable. parts: raw value of each component, None if unscorable.
     reasons: why, by component. correct: the verdict of the first verifier or code component, None without a verdict.
-    extracted: the answer that verdict was about. items: the rubric's items, where there is one. tier: of the router, the one that decided."""
+    extracted: the answer that verdict was about. items: the rubric's items, where there is one. tier: of the router, the one that decided.
+    turn_rewards: of a trajectory, what each turn earned of the total."""
 
     total: float | None
     parts: dict[str, float | None] = field(default_factory=dict)
@@ -159,18 +181,21 @@ class Scored:
     extracted: str | None = None
     items: list[dict] = field(default_factory=list)
     tier: str | None = None
+    turn_rewards: list[float] | None = None
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a component says about one row: its value, whether the answer is right where it knows, how much an ensemble's members differ, and
-    a rubric's items."""
+    """What a component says about one row: its value, whether the answer is right where it knows, how much an ensemble's members differ,
+    a rubric's items, the value's parts by turn, and what it would have been without the debate."""
 
     value: float
     correct: bool | None = None
     extracted: str | None = None
     spread: float | None = None
     items: tuple[dict, ...] = ()
+    turns: tuple[float, ...] | None = None
+    without: float | None = None
 
 
 def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, renderer=None, device: str = "cpu") -> "Rewards":
@@ -191,12 +216,16 @@ def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, render
                              "or leave it out")
     scorers = {}
     for component in components:
-        if component.kind in ("model", "judge", "group_preference"):
+        if component.kind in ("model", "judge", "group_preference", "debate"):
             scorers[component.name] = _scorer(component, inputs, device)
         elif component.kind == "icdpo":
             scorers[component.name] = _in_context_scorer(component, inputs, renderer, device)
         elif component.kind == "rubric":
             scorers[component.name] = _rubric_scorer(component, inputs, renderer, device)
+    if any(c.blend for c in components):
+        from stages.agent_rewards import check_blend
+
+        check_blend({c.name: c.weight for c in components if c.blend})
     tiers = [c.tier for c in components if c.tier]
     if tiers and (len(tiers) < 2 or len(set(tiers)) < len(tiers)):
         raise ValueError(f"rewards has the tiers {', '.join(tiers)}; a router needs at least two of rule, learned and judge, each of them once, or leave tier out")
@@ -217,10 +246,10 @@ def _rubric_scorer(component: RewardComponent, inputs: dict, renderer, device: s
 
 def model_input(component: RewardComponent, inputs: dict) -> str:
     """Name of the stage input that holds a component's model."""
-    name = "judge" if component.kind == "judge" and component.input == "reward_model" and "judge" in inputs else component.input
+    name = "judge" if component.kind in ("judge", "debate") and component.input == "reward_model" and "judge" in inputs else component.input
     name = {"group_preference": "group_preference", "icdpo": "model"}.get(component.kind, name) if name == "reward_model" else name
     if name not in inputs:
-        raise ValueError(f"reward {component.name!r} needs the stage input {name!r}; give {name}=MODEL_REF{', or an endpoint' * (component.kind == 'judge')}, "
+        raise ValueError(f"reward {component.name!r} needs the stage input {name!r}; give {name}=MODEL_REF{', or an endpoint' * (component.kind in ('judge', 'debate'))}, "
                          "or remove the component")
     return name
 
@@ -261,8 +290,12 @@ def _scorer(component: RewardComponent, inputs: dict, device: str):
         return load_model(component, inputs, device)
     if component.kind == "group_preference":
         return _group_scorer(component, inputs, device)
-    judge = Judge(load_asked(component, inputs, device), component.judge_mode, prompt=component.judge_prompt, max_tokens=component.judge_tokens,
-                  retries=component.judge_retries)
+    mode, prompt = component.judge_mode, component.judge_prompt
+    if component.kind == "debate":
+        from stages.debate import JUDGE
+
+        mode, prompt = "verdict" if mode == "verdict" else "preference", prompt or (JUDGE if mode != "verdict" else "")
+    judge = Judge(load_asked(component, inputs, device), mode, prompt=prompt, max_tokens=component.judge_tokens, retries=component.judge_retries)
     judge.ranking = component.ranking
     return judge
 
@@ -312,8 +345,11 @@ class Rewards:
         """One `Scored` per row, in order; an error inside a component becomes an unscorable part with the error's text."""
         results = {c.name: RULES[c.kind](self, c, rows) for c in self.components if not c.tier and c.kind != "majority"} | self._routed(rows)
         results |= {c.name: vote(c, rows, results.get(c.votes_of)) for c in self.components if c.kind == "majority"}
-        scored = [self._combine({name: column[i] for name, column in results.items()}) for i in range(len(rows))]
+        scored = [self._combine({name: column[i] for name, column in results.items()}, rows[i].get("turns")) for i in range(len(rows))]
         for name, column in results.items():  # every row of a batch has the same parts
+            if any(isinstance(v, Verdict) and v.without is not None for v in column):
+                for one, verdict in zip(scored, column):
+                    one.parts[f"{name}/without"] = getattr(verdict, "without", None)
             if any(isinstance(v, Verdict) and v.spread is not None for v in column):
                 for one, verdict in zip(scored, column):
                     one.parts[f"{name}/disagreement"] = getattr(verdict, "spread", None)
@@ -336,7 +372,7 @@ class Rewards:
                 for row in prompt_rows:
                     self.scorers[component.name].rubric.category_of(row, component.category)
 
-    def _combine(self, verdicts: dict) -> Scored:
+    def _combine(self, verdicts: dict, turns: list | None = None) -> Scored:
         scored = Scored(None)
         for component in self.components:
             verdict = verdicts[component.name]
@@ -355,8 +391,23 @@ class Rewards:
             if component is not decided:  # its value is stored, and does not count
                 parts[component.name], policies[component.name] = None, "skip"
         scored.tier = decided.tier if decided else None
-        scored.total = None if router and not decided else combine(parts, {c.name: c.weight for c in self.components}, policies)
+        weights = {c.name: c.weight for c in self.components}
+        scored.total = None if router and not decided else self._total(parts, weights, policies)
+        if turns is not None and scored.total is not None:
+            from stages.agent_rewards import per_turn
+
+            own = {name: verdicts[name].turns for name, value in parts.items() if value is not None and verdicts[name].turns is not None}
+            scored.turn_rewards = per_turn(scored.total, own, weights, len(turns))
         return scored
+
+    def _total(self, parts, weights, policies) -> float | None:
+        """The weighted sum; components of a blend are one term of it."""
+        blended = [c.name for c in self.components if c.blend]
+        if not blended:
+            return combine(parts, weights, policies)
+        rest = {name: value for name, value in parts.items() if name not in blended}
+        one = combine({name: parts[name] for name in blended}, weights, policies)
+        return combine({"blend": one, **rest}, {"blend": 1.0, **weights}, {"blend": "invalidate", **policies})
 
 
 def settles(component: RewardComponent, verdict) -> bool:
@@ -511,6 +562,40 @@ def _length(rewards, component, rows) -> list:
     return [Verdict(soft_overlong(len(row["completion_ids"]), component.max_length, component.cache_length)) for row in rows]
 
 
+def _is_right(rewards, component, rows) -> list[bool]:
+    """Whether each answer is right, for length rewards: the environment's word, or the verifier's; an answer without verdict counts as wrong."""
+    verdicts = _verify(rewards, component, rows)
+    return [bool(getattr(v, "correct", False)) if row.get("turns") is None else any("goal_verified" in t["events"] for t in row["turns"])
+            for row, v in zip(rows, verdicts)]
+
+
+def _length_group(rewards, component, rows) -> list:
+    """Kimi's length reward inside each prompt's group, before any normalisation (LENGTH-CTRL)."""
+    from stages.verifiers import kimi_length
+
+    groups: dict = {}
+    for i, row in enumerate(rows):
+        groups.setdefault((row["prompt_row"].get("prompt_id"), tuple(row.get("prompt_ids") or ())), []).append(i)
+    out, right = [None] * len(rows), _is_right(rewards, component, rows)
+    for members in groups.values():
+        for i, value in zip(members, kimi_length([len(rows[i]["completion_ids"]) for i in members], [right[i] for i in members])):
+            out[i] = Verdict(value)
+    return out
+
+
+def _length_target(rewards, component, rows) -> list:
+    """L1's reward for the length that a prompt row asks for (LENGTH-CTRL)."""
+    from stages.verifiers import target_length
+
+    def one(row, right):
+        target = json.loads(row["prompt_row"].get("extra_json") or "{}").get("target_length")
+        if target is None:
+            return Unscorable('the prompt row asks for no length; write extra_json={"target_length": 200}')
+        return Verdict(target_length(len(row["completion_ids"]), int(target), right, component.length_mode, component.length_alpha, component.length_delta))
+
+    return [one(row, right) for row, right in zip(rows, _is_right(rewards, component, rows))]
+
+
 def _truncation(rewards, component, rows) -> list:
     return [Verdict(0.0 if ended(row) else -component.missing_eos_penalty) for row in rows]
 
@@ -596,6 +681,45 @@ def _rubric(rewards, component, rows) -> list:
     return rewards.scorers[component.name].score(rows)
 
 
-RULES = {"verifier": _verify, "model": _model, "judge": _model, "format": _format, "length": _length, "truncation": _truncation, "regex": _regex,
-          "constraints": _constraints, "code": _code, "python": _python, "rubric": _rubric,
-         "group_preference": _model, "icdpo": _icdpo}
+def _on_turns(rewards, component, rows) -> list:
+    """Components of trajectories: a number per turn from the environment's rewards or events."""
+    from stages import agent_rewards as of
+
+    def one(row):
+        turns = row.get("turns")
+        if turns is None:
+            return Unscorable(f"reward {component.name!r} scores trajectories in an environment; write environment=NAME, or take it out")
+        if row.get("failure"):
+            return Unscorable(f"environment failed: {row['failure']}")
+        events = [t["events"] for t in turns]
+        if component.kind == "environment":
+            values, verdict = [t["reward"] for t in turns], any("goal_verified" in e for e in events)
+        elif component.kind == "milestones":
+            values, verdict = of.milestone_rewards(events, milestones), None
+        else:
+            values, verdict = of.step_rewards(events, component.step_weights or of.STEP_WEIGHTS, {**of.STEP_EVENTS, **component.step_events}), None
+        return Verdict(float(sum(values)), verdict, turns=tuple(values))
+
+    milestones = component.milestones or of.milestones_of()
+    if component.milestone_normalise == "category_sum":
+        sums: dict[str, float] = {}
+        for name, value in milestones.items():
+            sums[name.split(".")[0]] = sums.get(name.split(".")[0], 0.0) + value
+        milestones = {name: value / (sums[name.split(".")[0]] or 1.0) for name, value in milestones.items()}
+    return [one(row) for row in rows]
+
+
+def _debate(rewards, component, rows) -> list:
+    """Zero-sum: the judge's probability of a debater's own answer, less 1/2 (DEBATE)."""
+    from stages.debate import verdicts
+
+    if any(row.get("debate") is None for row in rows):
+        return [Unscorable(f"reward {component.name!r} judges debates; write environment=debate, or take it out")] * len(rows)
+    judge = rewards.scorers[component.name]
+    return [Unscorable(judge.why_not) if math.isnan(p) else Verdict(p - 0.5, without=None if math.isnan(q) else q - 0.5) for p, q in zip(*verdicts(judge, rows))]
+
+
+RULES = {"length_group": _length_group, "length_target": _length_target,
+         "verifier": _verify, "model": _model, "judge": _model, "format": _format, "length": _length, "truncation": _truncation, "regex": _regex,
+         "constraints": _constraints, "code": _code, "python": _python, "rubric": _rubric,
+         "group_preference": _model, "icdpo": _icdpo, **dict.fromkeys(ON_TURNS, _on_turns), "debate": _debate}

@@ -9,6 +9,9 @@ and filters them; :mod:`stages.credit` turns rewards into an advantage per token
 ``num_iterations`` x ``num_minibatches`` optimizer steps, :mod:`stages.critics` the value function beside it. Rollouts are a
 ``rollouts/1`` dataset with every token, mask, log-prob, reward component, value and advantage, so each update can be computed
 again. Groups without signal are counted but never forwarded. Killed at any instant, the next run computes the same bytes.
+
+With ``environment`` a completion is a trajectory of several turns (:mod:`stages.agents`): rewards by turn, loss on the policy's own tokens,
+and every turn once more as a row of ``trajectories/1``.
 """
 
 from __future__ import annotations
@@ -18,15 +21,15 @@ from typing import Literal
 from pydantic import Field
 
 from stages.rewards import REWARD_INPUTS, RewardComponent
-from stages.settings import OptimizerConfig, SamplingConfig
+from stages.settings import PROMPT_TEMPLATE, AgentConfig, OptimizerConfig, PromptTemplate, SamplingConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
 Preset = Literal["reinforce", "remax", "reinforce_pp", "rloo", "grpo", "grpo_process", "dr_grpo", "dapo", "grpo_plus", "gspo", "cispo", "grape",
-                 "grape_alt", "ppo", "ppo_outcome", "ppo_ptx", "ppo_penalty_adaptive", "ppo_clip_kl", "a2c", "vapo", "trpo_penalty", "trpo", "topr",
+                 "grape_alt", "ppo", "ppo_outcome", "ppo_ptx", "ppo_penalty_adaptive", "ppo_clip_kl", "a2c", "vapo", "trpo_penalty", "trpo", "agent", "vineppo", "topr", "a_lol",
                  "offline_is", "p3o", "copg", "mdpo", "astar_po", "oreo", "sppo", "online_ipo", "nash_md"]
 
 
-class Config(OptimizerConfig, SamplingConfig):
+class Config(OptimizerConfig, SamplingConfig, AgentConfig):
     preset: Preset = Field("grpo", description="Algorithm (rl.md 1.5).")
     rewards: list[RewardComponent] = Field(default_factory=lambda: [RewardComponent(name="verifier", kind="verifier")],
                                            description="Named, weighted reward components.")
@@ -42,7 +45,7 @@ class Config(OptimizerConfig, SamplingConfig):
         None, gt=0, title="Early-stop KL", description="Sample again once KL(old||new) of the next minibatch passes 1.5 times this (nats per token).")
 
     # Axes of the preset; empty = the preset's.
-    advantage: Literal["reward_minus_baseline", "group_mean", "leave_one_out", "process", "win_rate", "reward_to_go", "gae",
+    advantage: Literal["reward_minus_baseline", "group_mean", "leave_one_out", "process", "win_rate", "turn_returns", "vine", "reward_to_go", "gae",
                        "reward_minus_value"] | None = Field(
         None, title="Advantage", description="Advantage estimator.")
     baseline: Literal["none", "constant", "moving_average", "batch_mean", "greedy", "table", "v_star"] | None = Field(
@@ -121,7 +124,7 @@ class Config(OptimizerConfig, SamplingConfig):
     max_num_gen_batches: int = Field(10, ge=1, description="Refill rounds before the stage fails.")
     zero_advantage: Literal["keep", "mask"] = Field("keep", description="Groups without signal count in the denominators, or leave the step.")
     reward_override: Literal["none", "random", "inverted"] = Field("none", description="Control experiments: random or inverted rewards.")
-    step_separator: str = Field("\n\n", description="End of a reasoning step (advantage=process).")
+    step_separator: str = Field("\n\n", description="End of a reasoning step (advantage=process, vine).")
     baseline_value: float = Field(0.0, description="baseline=constant.")
     baseline_decay: float = Field(0.9, ge=0, lt=1, description="Moving-average baseline of reinforce.")
     baseline_samples: int = Field(8, ge=1, description="Completions of the starting policy per prompt behind baseline=table and v_star (A*-PO 8).")
@@ -148,11 +151,21 @@ class Config(OptimizerConfig, SamplingConfig):
     backtrack_coeff: float = Field(0.8, gt=0, lt=1, description="Step shrink of the line search (TRPO).")
     backtrack_iters: int = Field(10, ge=1, description="Line-search tries (TRPO).")
     trust_region_max_parameters: int = Field(50_000_000, ge=1, description="Larger models are refused: TRPO needs second derivatives.")
-    curriculum: Literal["none", "easy_to_hard", "cosine", "gaussian", "rerank"] = Field(
+    curriculum: Literal["none", "easy_to_hard", "cosine", "gaussian", "rerank", "pass_at_k"] = Field(
         "none", description="Prompt order: shuffled; by the rows' difficulty (extra_json.difficulty) sorted or drawn by E2H; "
-        "or by what the last group could teach.")
+        "by what the last group could teach; or those admitted whose pass@k is high enough by now (passk_bands).")
     curriculum_beta: float = Field(1.0, gt=0, description="Speed of curriculum=gaussian.")
     curriculum_sigma: float = Field(0.75, gt=0, description="Width of curriculum=gaussian, in levels.")
+
+    passk_bands: list[float] = Field([0.75, 0.5, 0.25, 0.0], min_length=1, description="curriculum=pass_at_k: falling bounds of pass@k under the policy, each for an equal "
+                                                                                     "part of the run (bounds are ours).")
+    passk_k: int = Field(1, ge=1, description="curriculum=pass_at_k: k.")
+    passk_samples: int = Field(8, ge=1, description="curriculum=pass_at_k: completions of the starting policy per prompt behind the first estimates, where no input prompt_stats "
+                                                    "gives them; later groups of a prompt replace them.")
+    difficulty_band: tuple[float, float] | None = Field(
+        None, title="Difficulty band", description="Train only on prompts whose pass rate under the starting policy lies in [low, high] (DIFF-FILTER, texts 0.2 to 0.8 of 16 "
+        "samples): of passk_samples completions, or of the input prompt_stats.")
+    vine_samples: int = Field(9, ge=1, description="advantage=vine: continuations from every step border (VinePPO 9); steps end at step_separator, in an environment with turns.")
 
     # Members of a group (GRAPE-GEN).
     mode_mix: Literal["fresh", "share", "probability"] = Field(
@@ -166,6 +179,7 @@ class Config(OptimizerConfig, SamplingConfig):
     sft_in_loss: bool = Field(True, description="SFT members are trained on; false: they only enter the group's mean.")
 
     split: str = Field("train", description="Prompt split to train on.")
+    prompt_template: PromptTemplate = Field("chat", description=PROMPT_TEMPLATE)
     max_prompt_length: int = Field(1024, ge=1, description="Prompt tokens at most; longer prompts are left out and counted.")
     eval_every: int = Field(0, ge=0, description="Optimizer steps between passes over validation prompts; 0 = only at start and end.")
     eval_prompts: int = Field(0, ge=0, description="Validation prompts sampled once each; 0 = no validation in this stage.")
@@ -190,8 +204,11 @@ SPEC = StageSpec(
             "ptx": InputSpec("dataset", kinds=("text/1", "demonstrations/1"), required=False, doc="Pretraining text mixed in (ptx_coef)."),
             "baselines": InputSpec("dataset", kinds=("baselines/1",), required=False,
                                    doc="Baseline per prompt (baseline=table, v_star); default: sampled first."),
+            "prompt_stats": InputSpec("dataset", kinds=("prompt_stats/1",), required=False,
+                                      doc="Pass rates behind curriculum=pass_at_k and difficulty_band, the last of each prompt; default: sampled first."),
             "stored": InputSpec("dataset", kinds=("rollouts/1",), required=False, doc="Train on these rollouts instead of sampling (off-policy presets).")},
     outputs={"model": OutputSpec("model", role="policy"), "rollouts": OutputSpec("dataset"),
+             "trajectories": OutputSpec("dataset", required=False, doc="trajectories/1: every turn in an environment, with observations, reward and events."),
              "prompt_stats": OutputSpec("dataset", required=False, doc="prompt_stats/1: every group of every iteration, kept or dropped and why."),
              "rubric_scores": OutputSpec("dataset", required=False, doc="rubric_scores/1: every item of every rollout, with critique and reasoning."),
              "rubric_confidence": OutputSpec("dataset", required=False, doc="rubric_confidence/1: mean confidence per rubric item."),
@@ -229,6 +246,16 @@ def resolve_preset(config: Config):
                          "replay_fraction=0, or preset=topr, offline_is, copg, mdpo or oreo.")
     if config.sft_member == "replace" and config.num_generations < 2:
         raise ValueError("sft_member=replace leaves no sample in groups of one; write sft_member=append or num_generations >= 2")
+    if row.advantage == "turn_returns" and not config.environment:
+        raise ValueError("advantage=turn_returns credits the turns of trajectories; write environment=tools (or module:Class of your own), or advantage=group_mean.")
+    falling = sorted(config.passk_bands, reverse=True) == config.passk_bands and all(0 <= b <= 1 for b in config.passk_bands)
+    if config.curriculum == "pass_at_k" and not falling:
+        raise ValueError(f"passk_bands={config.passk_bands} must fall from at most 1 to at least 0; write for example [0.75, 0.5, 0.25, 0.0].")
+    if config.curriculum == "pass_at_k" and config.passk_k > min(config.passk_samples, config.num_generations):
+        raise ValueError(f"pass@{config.passk_k} needs as many samples of a prompt; write passk_k <= {min(config.passk_samples, config.num_generations)}, or raise passk_samples "
+                         "and num_generations.")
+    if config.difficulty_band is not None and not 0 <= config.difficulty_band[0] <= config.difficulty_band[1] <= 1:
+        raise ValueError(f"difficulty_band={list(config.difficulty_band)}: write two pass rates between 0 and 1, the lower one first, for example [0.2, 0.8].")
     if config.reward_override != "none":
         warnings.append(f"reward_override={config.reward_override}: a control experiment, the rewards are not those of the task")
     if config.kl_reward_estimator != "k1" and row.kl_reward_coef:
@@ -260,10 +287,10 @@ def run(stage):
     for text in warnings:
         stage.warn("rl_settings", text)
     renderer = renderer_for(stage.path("model"))
-    prompts = prompt_rows(stage, stage.dataset("data"), config.split, renderer, config.max_prompt_length)
+    prompts = prompt_rows(stage, stage.dataset("data"), config.split, renderer, config.max_prompt_length, template=config.prompt_template)
     held_out = []
     if config.eval_prompts:
-        held_out = prompt_rows(stage, stage.dataset("data"), "validation", renderer, config.max_prompt_length, config.eval_prompts)
+        held_out = prompt_rows(stage, stage.dataset("data"), "validation", renderer, config.max_prompt_length, config.eval_prompts, config.prompt_template)
     rewards = build_rewards(config.rewards, stage.inputs, renderer=renderer, device=stage.device)
     rewards.check([prompt for prompt, _ in prompts + held_out])
     if config.lora_rank:

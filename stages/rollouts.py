@@ -14,17 +14,21 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from stages import ranks, sharding
+from stages.agent_rewards import STEP_WEIGHTS, check_step_weights
+from stages.agents import Agent, agent_metrics, prefix_of, trajectory_rows
 from stages.algorithms import RLPreset
 from stages.batching import Item, make_item, per_response
 from stages.credit import Batch, assign, explained_variance
+from stages.debate import Debaters, debate_metrics
 from stages.estimators import (DynamicSamplingExhausted, KLController, MovingAverageBaseline, apply_truncation, informative_groups, is_constant,
                                overlong_penalty, table_baseline, v_star)
-from stages.generation import Sample, sample_groups, sampling_params, score
+from stages.generation import Sample, continuations, sample_groups, sampling_params, score
 from stages.members import Members
+from stages.rewards import ON_TURNS
 from stages.rubric_reward import rubric_metrics, score_rows, write_review
 from stages.modeling import load_weights, move_towards, weights_digest, weights_file
-from stages.schedules import changed_roles, e2h_probabilities, freshness_guard, learning_scores, reference_due, replay_plan, rerank, step_function
-from stages.selection import order_by_difficulty
+from stages.schedules import changed_roles, e2h_probabilities, freshness_guard, learning_scores, pass_at_k_band, reference_due, replay_plan, rerank, step_function
+from stages.selection import difficulty_band, order_by_difficulty
 from stages.training import TrainingError
 
 
@@ -60,10 +64,13 @@ class Rollouts:
         self.refresh = refresh or (lambda: None)
         self.sampler = Sampler(model, renderer.tokenizer, max_batch=config.generation_batch)
         self.params = sampling_params(config, renderer)
+        self.agent = agent_for(config, renderer, rewards, stage)
+        self.seats = getattr(self.agent, "seats", 1)  # groups that one task gives
         self.baseline = MovingAverageBaseline(config.baseline_decay)
         coef = row.kl_loss_coef or row.kl_reward_coef
         self.controller = KLController(coef, row.kl_controller if coef else "fixed", row.target_kl)
         self.writer = stage.writer("rollouts", "rollouts/1")
+        self.trajectories = stage.writer("trajectories", "trajectories/1") if self.agent else None
         self.stats = stage.writer("prompt_stats", "prompt_stats/1")
         self.members = Members(stage, renderer, rewards)
         self.rubric_writer = stage.writer("rubric_scores", "rubric_scores/1") if self.members.component else None
@@ -74,16 +81,17 @@ class Rollouts:
         self.window: list[dict] = []       # replayable groups of the last iterations
         self.table: dict[str, float] = {}  # baseline per prompt id
         self.scores: dict[str, float] = {}  # what each prompt's last group could teach, by row id (curriculum=rerank)
-        self.queue: list[int] = []         # prompts still to come in this pass (curriculum=rerank)
+        self.queue: list[int] = []         # prompts still to come in this pass (curriculum=rerank, pass_at_k)
+        self.counts: dict[str, tuple[int, int]] = {}  # samples and right ones of each prompt, by row id (curriculum=pass_at_k)
         self.last_kl = 0.0
         self.warmed = not row.critic_warmup_steps or critic is None or critic.trainer is None
         self.exact_logps = config.top_p == 1.0 and config.top_k == 0 and config.min_p == 0.0 and config.importance_correction == "none"
         self.opponent = self._opponent()
         self.stored = self._stored() if stage.has("stored") else None
-        self.levels = self._difficulties() if config.curriculum not in ("none", "rerank") else None
+        self.levels = self._difficulties() if config.curriculum not in ("none", "rerank", "pass_at_k") else None
         self.ptx = self._pretraining() if row.ptx_coef else []
         self.process_scorer = None
-        if row.advantage == "process":
+        if row.advantage == "process" and not self.agent:
             from stages.reward_scorers import load_scorer
 
             self.process_scorer = load_scorer(stage.path("reward_model"), stage.device)
@@ -146,7 +154,8 @@ class Rollouts:
                     "masks": [m.tolist() for m in i.masks], "extra": i.extra} for i in self.batch]
         state = {"iteration": self.iteration, "inner": self.inner, "version": self.version, "cursor": self.cursor, "metrics": self.metrics,
                  "baseline": self.baseline.state_dict(), "controller": self.controller.state_dict(), "last_kl": self.last_kl, "table": self.table,
-                 "warmed": self.warmed, "scores": self.scores, "queue": self.queue, "prior": self.members.prior}
+                 "warmed": self.warmed, "scores": self.scores, "queue": self.queue, "counts": self.counts,
+                 "left": [row["row_id"] for row, _ in self.prompts] if self.config.difficulty_band else None, "prior": self.members.prior}
         files = {"rollouts.json": json.dumps({"batch": in_hand, "window": self.window}).encode()}
         for name, model in self._moving().items():
             files[f"{name}.safetensors"] = weights_file(model)
@@ -156,9 +165,11 @@ class Rollouts:
         return state, files
 
     def restore(self, state: dict, read: Callable[[str], bytes]) -> None:
-        for name in ("iteration", "inner", "version", "cursor", "metrics", "last_kl", "table", "warmed", "scores", "queue"):
+        for name in ("iteration", "inner", "version", "cursor", "metrics", "last_kl", "table", "warmed", "scores", "queue", "counts"):
             setattr(self, name, state[name])
         self.members.prior = state["prior"]
+        if state["left"] is not None:
+            self.prompts = [p for p in self.prompts if p[0]["row_id"] in set(state["left"])]
         self.baseline.load_state_dict(state["baseline"])
         self.controller.load_state_dict(state["controller"])
         found = json.loads(read("rollouts.json"))
@@ -184,6 +195,9 @@ class Rollouts:
         """Finish the datasets and check what must not have changed (ops.invariants)."""
         if self.iteration >= 0:
             self._finish_iteration()
+        if self.agent:
+            self.agent.close()
+            self.trajectories.close({})
         self.writer.close({"iterations": self.iteration + 1})
         self.stats.close({})
         if self.rubric_writer is not None:
@@ -204,6 +218,10 @@ class Rollouts:
             self._warm_up_critic()
         if self.row.baseline in ("table", "v_star") and not self.table:
             self.table = self._baseline_table()
+        if (self.config.curriculum == "pass_at_k" or self.config.difficulty_band) and not self.counts:
+            self.counts = self._first_counts()
+            if self.config.difficulty_band:
+                self._filter_by_difficulty()
         self.iteration, self.inner, self.version = self.iteration + 1, 0, step
         if self.old is not None:
             move_towards(self.old, self.model, 0.0)
@@ -239,17 +257,17 @@ class Rollouts:
             replayed, counts = self._replayed()
             wanted -= len(replayed)
         kept, dropped, rounds = [], [], 0
-        while len(kept) < wanted:
+        while len(kept) < wanted * self.seats:
             if rounds == config.max_num_gen_batches:
                 raise DynamicSamplingExhausted(
                     f"{len(kept)} prompts with a signal of {wanted} after {rounds} generation batches in iteration {self.iteration}: raise "
                     "max_num_gen_batches or num_generations, use easier or harder prompts, or write dynamic_sampling=false with zero_advantage=mask")
-            groups = self._sample(config.gen_batch_size or wanted if self.row.dynamic_sampling else wanted, len(kept) + len(dropped))
+            groups = self._sample(config.gen_batch_size or wanted if self.row.dynamic_sampling else wanted, (len(kept) + len(dropped)) // self.seats)
             rounds += 1
             for group in groups:
                 reason = self._no_signal(group) if self.row.dynamic_sampling else None
                 (dropped if reason else kept).append((group, reason))
-        kept, surplus = kept[:wanted], kept[wanted:]
+        kept, surplus = kept[:wanted * self.seats], kept[wanted * self.seats:]
         dropped += [(group, "surplus") for group, _ in surplus]
         self._write_stats([(g, None) for g, _ in kept] + dropped)
         if self.row.dynamic_sampling:
@@ -260,6 +278,8 @@ class Rollouts:
         fresh = [group for group, _ in kept]
         if config.curriculum == "rerank":
             self.scores |= learning_scores({g.prompt["row_id"]: [s.total for s in g.samples if np.isfinite(s.total)] or [0.0] for g, _ in kept + dropped})
+        if config.curriculum == "pass_at_k":
+            self.counts |= {g.prompt["row_id"]: counted(g.samples) for g, _ in kept + dropped}
         if config.replay_fraction:
             self.window.append({"iteration": self.iteration, "groups": [_plain_group(g) for g in fresh]})
         return fresh + replayed, counts
@@ -273,6 +293,10 @@ class Rollouts:
         totals = [s.total for s in group.samples if np.isfinite(s.total)]
         return "equal_rewards" if len(totals) < 2 or is_constant(totals) else None
 
+    def _draw(self, sampler, rows, params, seeds) -> list[list[Sample]]:
+        """Completions, or in an environment trajectories, of each ``(row, prompt ids)``; ``seeds[i]``: the seeds of row i."""
+        return self.agent.sample(sampler, rows, params, seeds) if self.agent else sample_groups(sampler, rows, params, seeds)
+
     def _sample(self, n: int, first: int, purpose: str = "rollout") -> list[Group]:
         """``n`` fresh groups for the next prompts; ``first`` counts the groups this iteration has drawn already."""
         config = self.config
@@ -285,11 +309,13 @@ class Rollouts:
 
         own = seeds(purpose, config.num_generations)
         drawn = self.members.sample(self.sampler, chosen, params, own, self.iteration, first) if self.members.active else \
-            sample_groups(self.sampler, chosen, params, own)
-        groups = [Group(prompt, ids, samples, self.version) for (prompt, ids), samples in zip(chosen, drawn)]
+            self._draw(self.sampler, chosen, params, own)
+        if self.seats == 2:  # the debaters of each side are a group of their own
+            chosen, drawn = [c for c in chosen for _ in range(2)], [side for both in drawn for side in (both[: len(both) // 2], both[len(both) // 2:])]
+        groups = [Group(prompt, samples[0].prompt_ids if self.agent else ids, samples, self.version) for (prompt, ids), samples in zip(chosen, drawn)]
         extra: list[Sample] = []
         if self.row.baseline == "greedy":
-            greedy = [g[0] for g in sample_groups(self.sampler, chosen, replace(params, temperature=0.0), seeds("greedy", 1))]
+            greedy = [g[0] for g in self._draw(self.sampler, chosen, replace(params, temperature=0.0), seeds("greedy", 1))]
             extra += greedy
         if self.opponent is not None:
             for group, found in zip(groups, sample_groups(self.opponent, chosen, params, seeds("opponent", config.num_generations))):
@@ -328,6 +354,8 @@ class Rollouts:
         config = self.config
         if config.curriculum == "rerank":
             return self._next_in_line()
+        if config.curriculum == "pass_at_k":
+            return self._next_admitted()
         if self.levels is None:
             return self._order("prompts", len(self.prompts), k)
         if config.curriculum == "easy_to_hard":
@@ -345,6 +373,54 @@ class Rollouts:
             self.queue = [at[row_id] for row_id in rerank(self.scores)[0]] or self.stage.rng("prompts", self.cursor).permutation(len(self.prompts)).tolist()
         return self.queue.pop(0)
 
+    def _next_admitted(self) -> int:
+        """Prompts in shuffled passes over those whose pass@k is high enough for this part of the run (PASSK-CURR)."""
+        config = self.config
+        if not self.queue:
+            admitted = set(pass_at_k_band(self.counts, config.passk_k, config.passk_bands, self.version / self.total_steps))
+            known = [i for i, (row, _) in enumerate(self.prompts) if row["row_id"] in admitted]
+            self.queue = [known[int(i)] for i in self.stage.rng("prompts", self.cursor).permutation(len(known))]
+            self.queue = self.queue[:max(config.prompts_per_step, 1)]  # judged anew for every batch
+        return self.queue.pop(0)
+
+    def _filter_by_difficulty(self) -> None:
+        """Keep the prompts whose pass rate lies in the band; the counts of all of them go to prompt_stats as iteration -1 (DIFF-FILTER)."""
+        from storage.schema import complete_row
+
+        low, high = self.config.difficulty_band
+        kept = {row_id: difficulty_band([c], n, low, high)[0] for row_id, (n, c) in self.counts.items()}
+        rows = []
+        for prompt, _ in self.prompts:
+            n, c = self.counts[prompt["row_id"]]
+            rows.append(complete_row("prompt_stats/1", {
+                "prompt_id": prompt["prompt_id"], "group_id": prompt["group_id"], "iteration": -1, "n": n, "mean_reward": c / n, "reward_std": (c / n * (1 - c / n)) ** 0.5,
+                "pass_at_1": c / n, "mean_logprob": 0.0, "kept": kept[prompt["row_id"]], "drop_reason": None if kept[prompt["row_id"]] else "difficulty"},
+                dataset="prompt_stats", source=prompt["dataset"], origin="ai", split="train"))
+        self.stats.write(rows)
+        self.stats.flush()
+        left = [p for p in self.prompts if kept[p[0]["row_id"]]]
+        if not left:
+            raise ValueError(f"no prompt has a pass rate in difficulty_band=[{low:g}, {high:g}]; widen it, or start from a model that solves some of them")
+        self.stage.log(f"{len(left)} of {len(self.prompts)} prompts have a pass rate between {low:g} and {high:g}")
+        self.prompts = left
+
+    def _first_counts(self) -> dict[str, tuple[int, int]]:
+        """(samples, right ones) of every prompt: the last ones of the input prompt_stats, else of the starting policy (PASSK-CURR, DIFF-FILTER)."""
+        if self.stage.has("prompt_stats"):
+            found: dict[str, tuple[int, int, int]] = {}
+            for row in self.stage.dataset("prompt_stats").iter_rows():
+                if row["iteration"] >= found.get(row["prompt_id"], (-1,))[0]:
+                    found[row["prompt_id"]] = (row["iteration"], row["n"], round(row["n"] * row["pass_at_1"]))
+            missing = [row["prompt_id"] for row, _ in self.prompts if row["prompt_id"] not in found]
+            if missing:
+                raise ValueError(f"the input prompt_stats knows nothing about prompt {missing[0]} and {len(missing) - 1} more; give statistics of these prompts, or leave the "
+                                 "input out so that passk_samples are drawn.")
+            return {row["row_id"]: found[row["prompt_id"]][1:] for row, _ in self.prompts}
+        seeds = [[self.stage.seed_for("pass-at-k", p["row_id"], g) for g in range(self.config.passk_samples)] for p, _ in self.prompts]
+        groups = self._draw(self.sampler, self.prompts, self.params, seeds)
+        score(self.rewards, [s for g in groups for s in g])
+        return {row["row_id"]: counted(group) for (row, _), group in zip(self.prompts, groups)}
+
     # -- from groups to training items ---------------------------------------------------------------------------
     def _shape(self, groups: list[Group], write: bool = True) -> tuple[list[Item], dict[str, float]]:
         """Log-probs, values, shaped rewards, advantages, filters: the items of one iteration and its metrics."""
@@ -353,7 +429,8 @@ class Rollouts:
         group_of = np.repeat(np.arange(len(groups)), [len(g.samples) for g in groups])
         group_at = [groups[g] for g in group_of]
         width = max([1, *(len(s.ids) for s in samples)])
-        mask = np.stack([np.arange(width) < len(s.ids) for s in samples])
+        actions = [s.action_mask for s in samples]
+        mask = np.stack([np.pad(np.asarray(a, bool), (0, width - len(a))) for a in actions])
 
         def padded(rows):
             out = np.zeros(mask.shape)
@@ -361,7 +438,7 @@ class Rollouts:
                 out[i, : len(r)] = r
             return out
 
-        items = [make_item(g.prompt["row_id"], g.ids, [s.ids for s in g.samples], [[1] * len(s.ids) for s in g.samples]) for g in groups]
+        items = [make_item(g.prompt["row_id"], g.ids, [s.ids for s in g.samples], [s.action_mask for s in g.samples]) for g in groups]
         sampled = [s.logps for s in samples]
         fresh = all(g.fresh for g in groups)
         if fresh and self.exact_logps and not any(s.off_policy for s in samples):
@@ -380,6 +457,8 @@ class Rollouts:
         overlong = overlong_penalty([len(s.ids) for s in samples], self.completion_limit, cache) if cache else np.zeros(len(samples))
         rewards, bootstrap, kept = apply_truncation(scores + overlong, terminated, row.truncation_policy, config.missing_eos_penalty,
                                                     config.missing_eos_mode, after)
+        if self.agent and row.truncation_policy == "bootstrap":
+            rewards = scores + overlong  # what the turns of a truncated trajectory earned is kept; its value is what may still come
         finite = np.isfinite(scores)
         rewards = np.where(finite, rewards, np.nan)
         metrics = rollout_metrics(samples, rewards, group_of)
@@ -398,6 +477,13 @@ class Rollouts:
             metrics["kl/sequence_sum"] = self.last_kl = float(d.sum(1).mean())
         batch = Batch(rewards, group_of, mask, finite & kept, counted, kl, self._baselines(group_at),
                       None if values is None else padded(values), bootstrap, *self._comparisons(samples, group_at))
+        if self.agent:
+            metrics |= debate_metrics(samples, rewards_of(self.config, "debate")) if self.seats == 2 else agent_metrics(samples)
+            batch.turns = [([t["end"] - 1 for t in s.turns], s.turn_rewards or [0.0] * len(s.turns)) for s in samples]
+            if row.advantage == "process":
+                batch.steps = batch.turns
+        if row.advantage == "vine":
+            batch.steps, batch.step_values = self._monte_carlo(samples, group_at)
         kl_reward_coef = self.controller.coef if row.kl_reward_coef else 0.0
         credit = assign(row, batch, kl_reward_coef, config.advantage_clip)
         trained = batch.kept_B & (credit.informative_B | (config.zero_advantage == "keep") | (not row.compares))
@@ -430,7 +516,7 @@ class Rollouts:
             dead = (not row.objective and not credit.advantages_BT[rows.start:rows.stop].any() and not row.kl_loss_coef and not config.entropy_coef
                     and not row.positive_nll_coef and not (self.critic is not None and self.critic.trainer is None))
             extra["skip_forward"] = bool(dead)
-            masks = [mask[i, : len(samples[i].ids)].astype(int) * bool(trained[i]) for i in rows]
+            masks = [np.asarray(actions[i], int) * bool(trained[i]) for i in rows]
             final.append(make_item(item.row_id, item.prompt, item.responses, masks, **extra))
         if write:
             self._write(groups, group_at, samples, rewards, overlong, credit, old, sampled, ref, values, batch, weights, trained)
@@ -466,6 +552,36 @@ class Rollouts:
         for i, (sample, totals) in enumerate(zip(samples, others)):
             found[i, : len(totals)] = expit(sample.total - np.asarray(totals))  # Bradley-Terry; NaN where a score is missing
         return [], found
+
+    def _monte_carlo(self, samples: list[Sample], group_at: list[Group]) -> tuple[list, list[list[float]]]:
+        """(steps, values before each step) of every completion: the mean reward of ``vine_samples`` continuations from each border (VINEPPO).
+
+        Steps end at the separator, in an environment with turns, whose actions are played again. Prompts are continued once for their group.
+        """
+        config, requests, where, starts = self.config, [], [], {}
+        steps = [[t["end"] - 1 for t in s.turns] if self.agent else
+                 step_ends([self.renderer.tokenizer.decode([t], skip_special_tokens=True) for t in s.ids], config.step_separator) for s in samples]
+        steps = [[*ends[:-1], len(s.ids) - 1] if s.ids else [] for ends, s in zip(steps, samples)]
+        for sample, group, ends in zip(samples, group_at, steps):
+            if not ends:  # the environment failed before anything was said
+                where.append([])
+                continue
+            if id(group) not in starts:
+                starts[id(group)] = len(requests)
+                requests.append((sample, 0))
+            where.append([starts[id(group)], *range(len(requests), len(requests) + len(ends) - 1)])
+            requests += [(sample, k + 1) for k in range(len(ends) - 1)]
+        order = {id(s): i for i, s in enumerate(samples)}
+        seeds = [[self.stage.seed_for("vine", self.iteration, s.prompt["row_id"], order[id(s)], k, j) for j in range(config.vine_samples)] for s, k in requests]
+        params = replace(self.params, max_new_tokens=self.completion_limit)
+        if self.agent:
+            prefixes = [prefix_of(s, k) for s, k in requests]
+            made = self.agent.sample(self.sampler, [(s.prompt, s.prompt_ids) for s, _ in requests], params, seeds, prefixes)
+        else:
+            made = continuations(self.sampler, [(s, steps[order[id(s)]][k - 1] + 1 if k else 0) for s, k in requests], params, seeds)
+        score(self.rewards, [s for group in made for s in group])
+        values = [float(np.mean([s.total for s in group if np.isfinite(s.total)] or [0.0])) for group in made]
+        return [(ends, None) for ends in steps], [[values[i] for i in own] for own in where]
 
     def _steps(self, sample: Sample) -> tuple[list[int], list[float]]:
         """(last token, reward) of each step: a process reward model's probability that it is right, or a scalar reward model's score of
@@ -573,7 +689,7 @@ class Rollouts:
             return {r["prompt_id"]: float(r["b"]) for r in self.stage.dataset("baselines").iter_rows()}
         n = self.config.baseline_samples
         seeds = [[self.stage.seed_for("baseline", p["row_id"], g) for g in range(n)] for p, _ in self.prompts]
-        groups = sample_groups(self.sampler, self.prompts, self.params, seeds)
+        groups = self._draw(self.sampler, self.prompts, self.params, seeds)
         score(self.rewards, [s for g in groups for s in g])
         table, rows = {}, []
         for (prompt, _), group in zip(self.prompts, groups):
@@ -662,6 +778,8 @@ class Rollouts:
             if overlong[i]:
                 components.append({"name": "overlong", "value": float(overlong[i]), "weight": 1.0})
             steps = batch.steps[i] if batch.steps else (None, None)
+            turns = None if s.turns is None else [{"start": t["start"], "end": t["end"], "reward": r, "events": t["events"]}
+                                                  for t, r in zip(s.turns, batch.turns[i][1])]
             rows.append(complete_row("rollouts/1", {
                 "prompt_id": s.prompt["prompt_id"], "group_id": s.prompt["group_id"], "iteration": self.iteration,
                 "policy_version": self.version if group_at[i].fresh else group_at[i].version, "sample_idx": i, "prompt_ids": s.prompt_ids,
@@ -673,12 +791,18 @@ class Rollouts:
                 "bootstrap_value": None if values is None else float(np.broadcast_to(batch.bootstrap_B, len(samples))[i]),
                 "token_rewards": credit.token_rewards_BT[i, :n].tolist(), "advantages": credit.advantages_BT[i, :n].tolist(),
                 "returns": None if values is None else credit.returns_BT[i, :n].tolist(), "is_weights": None if weights is None else weights[i, :n].tolist(),
-                "step_ends": steps[0], "step_rewards": steps[1], "reward": float(rewards[i]) if scored else 0.0,
+                "step_ends": steps[0], "step_rewards": steps[1], "step_values": batch.step_values[i] if batch.step_values else None,
+                "tool_mask": s.tool_mask, "turns": turns, "finish_reason": s.finish_reason if turns is not None else None, "reward": float(rewards[i]) if scored else 0.0,
                 "shaped_reward": float(credit.rewards_B[i]) if scored else 0.0, "reward_tier": s.tier if scored else "unscorable",
                 "reward_components": components, "is_correct": s.correct, "truncated": not s.terminated, "terminated": s.terminated, "length": n},
                 dataset="rollouts", source=s.prompt["dataset"], origin="ai", split="train"))
         self.writer.write(rows)
         self.writer.flush()
+        if self.agent:
+            self.trajectories.write([complete_row("trajectories/1", {"prompt_id": one["prompt_id"], "group_id": one["group_id"], **turn}, dataset="trajectories",
+                                                  source=one["source"], origin="ai", split="train")
+                                     for s, one in zip(samples, rows) for turn in trajectory_rows(s, one["row_id"])])
+            self.trajectories.flush()
         self.members.written(samples, rows)
         if self.rubric_writer is not None:
             self.rubric_writer.write([made for one, s in zip(rows, samples) for made in score_rows(one, s.items, self.iteration)])
@@ -699,6 +823,44 @@ class Rollouts:
                 "kept": reason is None, "drop_reason": reason}, dataset="prompt_stats", source=group.prompt["dataset"], origin="ai", split="train"))
         self.stats.write(rows)
         self.stats.flush()
+
+
+def agent_for(config, renderer, rewards, stage) -> Agent | Debaters | None:
+    """What samples trajectories, where an environment is set; refuses settings that have no meaning there."""
+    if not config.environment:
+        on_turns = [c.name for c in rewards.components if c.kind in ON_TURNS]
+        if on_turns:
+            raise ValueError(f"reward {on_turns[0]!r} scores trajectories in an environment; write environment=tools (or module:Class of your own), "
+                             "or take it out of rewards")
+        return None
+    if config.environment == "debate":
+        if not any(c.kind == "debate" for c in rewards.components):
+            raise ValueError("environment=debate is decided by a judge; add a reward of kind debate and the input judge (or an endpoint)")
+        for name, on in (("baseline=greedy", config.baseline == "greedy" or config.preset == "remax"), ("advantage=vine", "vine" in (config.advantage, config.preset[:4])),
+                         ("curriculum=pass_at_k", config.curriculum == "pass_at_k"), ("baseline=table", config.baseline in ("table", "v_star"))):
+            if on:
+                raise ValueError(f"{name} needs completions of one prompt, and a debate has two sides; write preset=dr_grpo or agent")
+    refused = {"opponent": config.opponent != "self", "prompt_template": config.prompt_template != "chat", "mode_mix": config.mode_mix != "fresh",
+               "sft_member": config.sft_member != "none", "stored": stage.has("stored")}
+    for name in (name for name, on in refused.items() if on):
+        raise ValueError(f"{name} is not supported in an environment: it answers a prompt in one turn; leave it out, or write environment=''")
+    for text in {w for c in rewards.components if c.kind == "step_weighted" for w in check_step_weights(c.step_weights or STEP_WEIGHTS)}:
+        stage.warn("step_weights", text)
+    return Debaters(config, renderer) if config.environment == "debate" else Agent(config, renderer)
+
+
+def rewards_of(config, kind: str) -> str:
+    """Name of the first reward component of a kind."""
+    return next(c.name for c in config.rewards if c.kind == kind)
+
+
+def counted(samples: list[Sample]) -> tuple[int, int]:
+    """(samples with a verdict, right ones) of a prompt; raises ValueError where nothing says what is right."""
+    verdicts = [s.correct for s in samples if s.correct is not None]
+    if not verdicts:
+        raise ValueError("curriculum=pass_at_k and difficulty_band need to know which completions are right; add a reward of kind verifier, code or "
+                         "environment, or leave them out.")
+    return len(verdicts), sum(verdicts)
 
 
 def _plain_group(group: Group) -> dict:
@@ -755,7 +917,10 @@ def rollout_metrics(samples, rewards, group_of) -> dict[str, float]:
 def held_out_metrics(stage, source: Rollouts, rewards, prompts) -> dict[str, float]:
     """One sampled completion per validation prompt, with the same seeds at every call."""
     source.refresh()
-    groups = sample_groups(source.sampler, prompts, source.params, [[stage.seed_for("validation", row["row_id"])] for row, _ in prompts])
-    samples = [g[0] for g in groups]
+    groups = source._draw(source.sampler, prompts, source.params, [[stage.seed_for("validation", row["row_id"])] for row, _ in prompts])
+    samples = [s for g in groups for s in (g if source.seats == 2 else g[:1])]
     score(rewards, samples)
-    return rollout_metrics(samples, np.array([s.total for s in samples]), np.arange(len(samples)))
+    found = rollout_metrics(samples, np.array([s.total for s in samples]), np.arange(len(samples)))
+    if source.seats == 2:
+        return found | debate_metrics(samples, rewards_of(source.config, "debate"))
+    return found | (agent_metrics(samples) if source.agent else {})

@@ -65,6 +65,25 @@ def e2h_probabilities(kind: str, step: float, total_steps: float, levels: int, b
     return weights / weights.sum() if weights.sum() else np.full(levels, 1 / levels)
 
 
+def pass_at_k_band(counts: dict[str, tuple[int, int]], k: int, bands: Sequence[float], progress: float) -> list[str]:
+    """Prompts admitted at ``progress`` in [0, 1) of a run: those whose pass@k under the policy is at least the band's bound (PASSK-CURR).
+
+    counts: prompt -> (samples, right ones). bands: falling bounds, each for an equal part of the run; a band that would admit none falls to the
+    next, the last one to all prompts. Raises ValueError for a prompt with fewer than k samples.
+    """
+    from stages.evaluation.sampling import pass_at_k
+
+    chance = {prompt: pass_at_k(n, c, k) for prompt, (n, c) in counts.items()}
+    short = [prompt for prompt, p in chance.items() if p is None]
+    if short:
+        raise ValueError(f"pass@{k} of prompt {short[0][:12]} cannot be estimated from {counts[short[0]][0]} samples; write passk_k <= the samples per prompt")
+    for bound in bands[min(int(progress * len(bands)), len(bands) - 1):]:
+        admitted = [prompt for prompt, p in chance.items() if p >= bound]
+        if admitted:
+            return admitted
+    return list(chance)
+
+
 def learning_scores(rewards_by_prompt: dict[str, Sequence[float]]) -> dict[str, float]:
     """mean |r - mean r| of each prompt's last group: 0 where nothing can be learned (PROMPT-RERANK)."""
     return {p: float(np.abs(np.asarray(r, float) - np.mean(r)).mean()) for p, r in rewards_by_prompt.items()}

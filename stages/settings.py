@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -54,3 +54,59 @@ class SamplingConfig(StageConfig):
     min_p: float = Field(0.0, ge=0, le=1, description="Drop tokens less likely than min_p times the most likely one.")
     max_completion_length: int = Field(64, ge=1, description="New tokens at most.")
     generation_batch: int = Field(64, ge=1, description="Sequences decoded together; bounds memory.")
+
+
+PromptTemplate = Literal["chat", "none", "think_answer"]
+PROMPT_TEMPLATE = ("How a prompt is shown: the model's chat template; its last message as plain text (none); or DeepSeek-R1-Zero's text that asks for <think> and <answer>. "
+                   "For base models (RL-ZERO); the same in training and evaluation.")
+
+
+class AgentConfig(StageConfig):
+    """An environment that the policy acts in over several turns (``AGENT-RL``); without one, a prompt is answered once. Rewards that are not
+    given are then the environment's own."""
+
+    environment: str = Field("", description="What the policy acts in: a built-in environment (tools), debate, or module:Class of your own (see stages/environments.py); "
+                                             "empty: a prompt is answered once.")
+    environment_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment's class, for example tools and call_syntax of `tools`.")
+    environment_digest: str = Field("", description="Digest of the source of an environment of your own; filled in by itself, so that a change of that file is another run.")
+    environment_timeout_s: float = Field(10.0, gt=0, le=3600, description="Wall seconds of one reset or step; what takes longer costs its own trajectory.")
+    environment_memory_mib: int = Field(1024, ge=64, description="Memory of one episode's process.")
+    environment_network: bool = Field(False, description="Episodes may open network connections.")
+    environment_workers: int = Field(0, ge=0, description="Episodes that compute at a time; 0 = one per core.", json_schema_extra={"identity": False})
+    max_turns: int = Field(8, ge=1, description="Turns of the policy at most; a trajectory that needs more is truncated (TRL max_tool_calling_iterations).")
+    max_turn_length: int | None = Field(None, ge=1, title="Max turn length", description="New tokens of one turn at most, after which it is closed and acted on as it "
+                                        "stands; default: what is left of max_completion_length, which counts tool output too.")
+    observation_role: Literal["tool", "user"] = Field("tool", description="Role under which tool messages are shown; user for chat templates that know no tool role.")
+
+    @model_validator(mode="after")
+    def _environment(self):
+        if self.environment not in ("", "debate"):
+            from stages.environments import path_of
+
+            path_of(self.environment)
+        if ":" in self.environment:
+            digest = source_digest(self.environment)
+            if self.environment_digest not in ("", digest):
+                raise ValueError(f"the source of environment {self.environment} is not the one that this run was started with; leave environment_digest out")
+            self.__dict__["environment_digest"] = digest
+        if self.environment and "rewards" in type(self).model_fields and "rewards" not in self.model_fields_set:
+            from stages.rewards import RewardComponent
+
+            self.__dict__["rewards"] = [RewardComponent(kind="debate" if self.environment == "debate" else "environment")]
+        return self
+
+
+def source_digest(path: str) -> str:
+    """sha256 of the source file behind "module:Class"; raises ValueError where there is none."""
+    import hashlib
+    import importlib.util
+
+    module, _, name = path.partition(":")
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        found = None
+    if found is None or not found.origin or not name:
+        raise ValueError(f"environment {path!r} was not found; write module:Class with the module's directory on PYTHONPATH")
+    with open(found.origin, "rb") as source:
+        return hashlib.sha256(source.read()).hexdigest()

@@ -412,3 +412,21 @@ def soft_overlong(length: int, max_length: int, cache_length: int) -> float:
         return -1.0
     start = max_length - cache_length
     return 0.0 if length <= start else (start - length) / cache_length
+
+
+def kimi_length(lengths: Sequence[int], correct: Sequence[bool]) -> list[float]:
+    """Length reward of one prompt's answers: lambda = 0.5 - (len - min)/(max - min) for right ones, min(0, lambda) for wrong ones; 0 for all when
+    they are equally long (reward.length_kimi, Kimi k1.5)."""
+    low, high = min(lengths), max(lengths)
+    if high == low:
+        return [0.0] * len(lengths)
+    shares = [0.5 - (n - low) / (high - low) for n in lengths]
+    return [s if right else min(0.0, s) for s, right in zip(shares, correct)]
+
+
+def target_length(length: int, target: int, correct: bool, mode: str = "exact", alpha: float = 3e-4, delta: float = 0.5) -> float:
+    """Reward of an answer that was asked for ``target`` tokens: 1[correct] - alpha |target - n|, or (``max``) 1[correct] clip(alpha (target - n) + delta, 0, 1)
+    (reward.length_target, L1, Aggarwal & Welleck 2025)."""
+    if mode == "exact":
+        return float(correct) - alpha * abs(target - length)
+    return float(correct) * min(max(alpha * (target - length) + delta, 0.0), 1.0)

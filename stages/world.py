@@ -30,6 +30,14 @@ class StyleWeights(StageConfig):
     sloppy: float = Field(0.15, ge=0, description="the answer without its marker")
 
 
+class ToolSizes(StageConfig):
+    """Questions that need a tool, and demonstrations of tool use (``stages/worldgen/tool_tasks.py``)."""
+
+    demonstrations: Sizes = Field(Sizes(train=4000, validation=100), description="Demonstrations of tool use, of mixed quality.")
+    tasks: Sizes = Field(Sizes(train=2000, validation=100, test=300), description="Tasks for the environment `tools`.")
+    wrong_share: float = Field(0.3, ge=0, lt=1, description="Share of demonstrations that guess or are careless.")
+
+
 class Config(StageConfig):
     facts_seed: int | None = Field(None, ge=0, title="Facts seed", description="Seed of the fact base; unset = the run's seed.")
     text: Sizes = Field(Sizes(train=5500, validation=100), description="Passages of plain text for pre-training.")
@@ -45,6 +53,7 @@ class Config(StageConfig):
     annotator_length_bias: float = Field(0.25, description="Utility per ten words: the annotator likes long answers too much.")
     annotator_noise: float = Field(1.0, ge=0, description="Scale of the logistic noise (1 = Bradley-Terry on the utility).")
     annotator_tie_band: float = Field(0.35, ge=0, description="Perceived differences below this are labelled as ties.")
+    tools: ToolSizes | None = Field(None, title="Tools", description="Also make questions that need a tool, with demonstrations of tool use; unset = none.")
 
 
 SPEC = StageSpec(
@@ -53,7 +62,9 @@ SPEC = StageSpec(
              "demonstrations": OutputSpec("dataset", doc="demonstrations/1 of mixed quality."),
              "comparisons": OutputSpec("dataset", doc="comparisons/1: raw five-point labels, ties included."),
              "pairs": OutputSpec("dataset", doc="pairs/1: the decided comparisons, ties dropped."),
-             "prompts": OutputSpec("dataset", doc="prompts/1 with gold answers.")},
+             "prompts": OutputSpec("dataset", doc="prompts/1 with gold answers."),
+             "tool_demonstrations": OutputSpec("dataset", required=False, doc="demonstrations/1 of tool use, where `tools` is set."),
+             "tool_tasks": OutputSpec("dataset", required=False, doc="prompts/1 for the environment tools, where `tools` is set.")},
     doc="Generates the embedded default data from a seed.")
 
 #: Shared with base_model: what a conversation looks like in this project's own models.
@@ -85,6 +96,13 @@ def run(stage) -> None:
             rng_of, facts, annotator, split=split, n=n, wrong_share=config.comparison_wrong_share, style_weights=styles)),
         "prompts": ("prompts/1", config.prompts, lambda split, n: generate.prompt_rows(rng_of, facts, split=split, n=n)),
     }
+    if config.tools is not None:
+        from stages.worldgen import tool_tasks
+
+        makers |= {
+            "tool_demonstrations": ("demonstrations/1", config.tools.demonstrations, lambda split, n: tool_tasks.tool_demonstration_rows(
+                rng_of, split=split, n=n, wrong_share=config.tools.wrong_share)),
+            "tool_tasks": ("prompts/1", config.tools.tasks, lambda split, n: tool_tasks.tool_task_rows(rng_of, split=split, n=n))}
     held_out, trained, summary = set(), set(), {}
     done, total = 0, sum(getattr(sizes, s) for _, sizes, _ in makers.values() for s in SPLITS)
     for name, (kind, sizes, make) in makers.items():
@@ -130,7 +148,7 @@ def _complete(kind: str, row: dict, split: str) -> dict:
 
 def _prompt_text(row: dict) -> str | None:
     messages = row.get("prompt") or row.get("messages")
-    return messages[0]["content"] if messages else None
+    return next(m["content"] for m in messages if m["role"] == "user") if messages else None
 
 
 def _pair(row: dict) -> dict | None:
@@ -156,6 +174,8 @@ def _samples(rows_of: dict) -> str:
         for row in make("train", min(4, sizes.train)):
             if name == "text":
                 lines.append(f"- {row['text']}")
+            elif name == "tool_demonstrations":
+                lines.append("- " + " / ".join(f"{m['role']}: {m['content']}" for m in row["messages"][1:]) + f" _({row['extra']['manner']})_")
             elif name == "demonstrations":
                 lines.append(f"- **{row['messages'][0]['content']}** {row['messages'][1]['content']} "
                              f"_(quality {row['extra']['quality']})_")

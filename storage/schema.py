@@ -47,6 +47,8 @@ MESSAGES = pa.list_(MESSAGE)
 TEST = _struct(kind=STR, input=STR, expected=STR, code=STR, timeout_s=F64)
 CONSTRAINT = _struct(id=STR, kwargs_json=STR)
 SEGMENT = _struct(start=I32, end=I32, scores=pa.list_(ASPECT_SCORE))
+# One turn of the policy: its tokens [start, end) of the completion, what it earned of the reward, and what happened.
+TURN = _struct(start=I32, end=I32, reward=F64, events=pa.list_(STR))
 SPAN = _struct(start=I32, end=I32, label=STR, comment=STR)
 
 # name -> (type, nullable)
@@ -109,7 +111,8 @@ _KINDS: dict[str, dict[str, pa.DataType]] = {
                    "length": I32, "logp_plain_prompt?": pa.list_(F32), "sampling_prompt_id?": STR,
                    "logp_rollout?": pa.list_(F32), "is_weights?": pa.list_(F32), "returns?": pa.list_(F32),
                    "bootstrap_value?": F64, "shaped_reward?": F64, "step_ends?": pa.list_(I32),
-                   "step_rewards?": pa.list_(F64)},
+                   "step_rewards?": pa.list_(F64), "step_values?": pa.list_(F64), "tool_mask?": pa.list_(I8),
+                   "turns?": pa.list_(TURN), "finish_reason?": STR},
     "trajectories/1": {"episode_id": STR, "t": I32, "observation_json": STR, "action_json": STR,
                        "next_observation_json": STR, "reward": F64, "events": _S,
                        "reward_tier": STR, "logp_behaviour?": F64},

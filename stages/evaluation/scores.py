@@ -22,7 +22,7 @@ from stages.evaluation import reward_model, sampling, text
 BOOTSTRAP_SEED = 0  # one for all stages, so that a number has the same interval wherever it is shown
 LOWER_IS_BETTER = (
     "truncation_rate", "format_error_rate", "unscorable_rate", "kl_reference", "length_mean", "repetition_3", "log_loss",
-    "ece", "tie_rate", "stock_phrase_rate", "fooled_rate", "changed_rate",
+    "ece", "tie_rate", "stock_phrase_rate", "tool_errors", "environment_failure_rate", "fooled_rate", "changed_rate",
 )
 
 
@@ -69,10 +69,14 @@ _VALUES: dict[str, tuple[tuple[str, ...], Callable[[dict], float | None]]] = {
     "reward": (_SAMPLED, lambda r: _flag(r["reward"])),
     "greedy_reward": (_GREEDY, lambda r: _flag(r["reward"])),
     "length_mean": (_SAMPLED, lambda r: float(r["tokens"])),
-    "truncation_rate": (_SAMPLED, lambda r: float(r["finish"] == "length")),
-    "stop_rate": (_SAMPLED, lambda r: float(r["finish"] in ("eos", "stop"))),
+    "truncation_rate": (_SAMPLED, lambda r: float(r["finish"] in ("length", "turn_limit"))),
+    "stop_rate": (_SAMPLED, lambda r: float(r["finish"] in ("eos", "stop", "goal"))),
     "format_error_rate": (_SAMPLED, lambda r: float(bool(r["format_error"]))),
     "kl_reference": (_SAMPLED, lambda r: _flag(r["kl"])),
+    "turns": (_SAMPLED, lambda r: _flag(r.get("turns"))),            # of trajectories in an environment, as the next three
+    "tool_calls": (_SAMPLED, lambda r: _flag(r.get("tool_calls"))),
+    "tool_errors": (_SAMPLED, lambda r: _flag(r.get("tool_errors"))),
+    "environment_failure_rate": (_SAMPLED, lambda r: None if r.get("turns") is None else float(r["finish"] == "failure")),
 }
 
 
@@ -148,11 +152,12 @@ def _maybe(value) -> float | None:
 def policy_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED) -> dict[str, Metric]:
     """Every metric of a policy evaluation that its samples support (eval.avg_at_k, pass_at_k, best_of_n, diversity, ...)."""
     metrics: dict[str, Metric] = {}
-    for name in ("accuracy", "greedy_accuracy", "flexible_accuracy", "stop_rate", "truncation_rate", "format_error_rate"):
+    for name in ("accuracy", "greedy_accuracy", "flexible_accuracy", "stop_rate", "truncation_rate", "format_error_rate",
+                 "environment_failure_rate"):
         found = item_values(records, name)
         if found:
             metrics[name] = share(*map(list, zip(*found.values())))
-    for name in ("reward", "greedy_reward", "length_mean", "kl_reference"):
+    for name in ("reward", "greedy_reward", "length_mean", "kl_reference", "turns", "tool_calls", "tool_errors"):
         found = item_values(records, name)
         if found:
             metrics[name] = average(*map(list, zip(*found.values())), seed)

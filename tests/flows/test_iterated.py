@@ -87,7 +87,7 @@ def test_the_rl_benchmark_gives_every_arm_the_same_number_of_completions(monkeyp
 
     steps = planned("rl_benchmark", monkeypatch, seeds=[0, 1], iterations=6, rl={"prompts_per_step": 4, "num_generations": 8}, data={"prompts": "(given.prompts)", "pairs": "(given.pairs)", "text": "(given.text)"})
     runs = {label: (inputs, config, seed) for label, (stage, inputs, config, seed) in steps.items() if stage == "rl"}
-    assert len(runs) == 2 * len(RL_PRESETS) and {inputs["model"] for inputs, _, _ in runs.values()} == {"(given.model)"} and {seed for _, _, seed in runs.values()} == {0, 1}
+    assert len(runs) == 2 * (len(RL_PRESETS) - 1) and "rl_agent_0" not in runs and {inputs["model"] for inputs, _, _ in runs.values()} == {"(given.model)"} and {seed for _, _, seed in runs.values()} == {0, 1}
     for inputs, config, _ in runs.values():
         passes = (config.num_iterations or RL_PRESETS[config.preset].num_iterations) * config.num_minibatches
         assert config.max_steps == 6 * passes and config.prompts_per_step * config.num_generations == 32
@@ -97,3 +97,31 @@ def test_the_rl_benchmark_gives_every_arm_the_same_number_of_completions(monkeyp
     assert own["rl_free_0"][2].beta == 0.0 and own["rl_grpo_0"][2].beta is None and "train_reward_model" not in own
     with pytest.raises(Exception, match="names no preset"):
         planned("rl_benchmark", monkeypatch, arms={"mine": {}})
+
+
+def test_the_agent_recipe_acts_and_is_judged_in_one_environment(monkeypatch):
+    """SFT on demonstrations of tool use, RL and both evaluations in the environment of its section; the world's tool data stands in for data not given."""
+    monkeypatch.setattr("flows.agent.promote", lambda *args, **more: {})
+    steps = planned("agent", monkeypatch, environment={"max_turn_length": 40}, rl={"learning_rate": 1e-4})
+    assert steps["sft"][1]["model"] == "(given.model)" and steps["rl"][1] == {"model": "(sft.model)", "data": "(ingest_prompts.data)"}
+    for name in ("rl", "evaluate_sft", "evaluate_agent"):
+        config = steps[name][2]
+        assert (config.environment, config.max_turns, config.max_turn_length) == ("tools", 6, 40) and config.rewards[0].kind == "environment"
+    assert steps["rl"][2].learning_rate == 1e-4 and steps["rl"][2].preset == "agent" and steps["evaluate_agent"][1]["model"] == "(rl.model)"
+    own = planned("agent", monkeypatch, data={}, model=None, environment={"environment": "tests.training.environments:Countdown"})
+    assert own["ingest_demonstrations"][1]["data"] == "(world.tool_demonstrations)" and own["ingest_prompts"][1]["data"] == "(world.tool_tasks)"
+    assert own["base_model"][1]["conversations"] == "(ingest_demonstrations.data)" and own["rl"][2].environment_digest == own["evaluate_agent"][2].environment_digest != ""
+
+
+def test_iterated_rlhf_keeps_the_reward_model_with_the_policy(monkeypatch):
+    """Labels on the current policy's answers, a reward model that goes on from the last one and is checked for drift, RL against it, KL to the start."""
+    steps = planned("iterated_rlhf", monkeypatch, rounds=2, gold={"max_prompts": 5})
+    assert [steps[f"gold_{k}"][1]["model"] for k in (1, 2)] == ["(given.model)", "(rl_1.model)"] and steps["gold_2"][2].prompt_offset == 5
+    assert steps["discriminator_1"][2].init_head == "fresh" and steps["discriminator_2"][1]["model"] == steps["discriminator_2"][1]["previous"] == "(discriminator_1.model)"
+    assert [(steps[f"rl_{k}"][1]["model"], steps[f"rl_{k}"][1]["reward_model"], steps[f"rl_{k}"][1].get("reference")) for k in (1, 2)] == [
+        ("(given.model)", "(discriminator_1.model)", None), ("(rl_1.model)", "(discriminator_2.model)", "(given.model)")]
+    assert steps["rl_1"][2].rewards[0].kind == "model" and steps["rl_1"][2].preset == "rloo" and steps["rl_1"][3] != steps["rl_2"][3]
+    hybrid = planned("iterated_rlhf", monkeypatch, rounds=2, offline="first", kl_to="previous")
+    assert hybrid["rl_1"][1]["model"] == "(align_1.model)" and "align_2" not in hybrid and "reference" not in hybrid["rl_2"][1]
+    after = planned("iterated_rlhf", monkeypatch, rounds=2, offline="after")
+    assert after["gold_2"][1]["model"] == "(align_1.model)" and after["align_2"][1]["model"] == "(rl_2.model)" and after["pairs_2"][1] == {"candidates.round_2": "(gold_2.candidates)"}

@@ -43,6 +43,10 @@ STATEFUL = {  # what each carries over a kill, beside weights and rollouts in ha
                                       "kl_target": "old", "kl_direction": "forward"},
     "trust region, baseline table": {"preset": "trpo", "advantage": "reward_minus_baseline", "baseline": "table", "baseline_samples": 2,
                                      "truncation_policy": "score", "max_steps": 8},
+    "continuations, prompts by pass@k": {"preset": "vineppo", "vine_samples": 2, "step_separator": "e", "curriculum": "pass_at_k", "passk_bands": [1.0, 0.0], "passk_samples": 2,
+                                         "rewards": [{"kind": "verifier"}, {"kind": "length"}]},
+    "trajectories in an environment": {"preset": "agent", "environment": "tests.training.environments:Countdown", "rewards": [{"kind": "environment"}],
+                                       "reward_override": "none", "max_completion_length": 90, "max_turn_length": 6, "num_minibatches": 2, "num_iterations": 2},
 }
 
 

@@ -419,3 +419,28 @@ def test_an_adapter_trains_with_a_critic_and_refuses_what_trains_more_than_it(rl
     assert metrics[-1]["train/grad_norm"] > 0 and metrics[-1]["critic/grad_norm"] > 0 and set(result["outputs"]) >= {"model", "critic"}
     with pytest.raises(Exception, match="lora_rank=0"):
         rl("lora-shared", {"preset": "ppo", "lora_rank": 2, "critic_mode": "shared"})
+
+
+def test_a_base_model_is_prompted_with_plain_text(tiny, data, spec):
+    """RL-ZERO: the prompt template is a setting of RL and of the evaluation; none and think_answer hold no chat tokens."""
+    from stages.chat import renderer_for
+
+    tokenizer = renderer_for(tiny["policy"]).tokenizer
+    prompts = {r["prompt_id"]: r["prompt"][0]["content"] for r in open_dataset(data["prompts"]).iter_rows()}
+    for template, start, end in (("none", "what is", "?"), ("think_answer", "A conversation between User and Assistant.", "?. Assistant:")):
+        made = spec("rl", {**SMALL, "preset": "dr_grpo", "max_steps": 1, "prompt_template": template, "max_completion_length": 4, "max_prompt_length": 1000},
+                    {"model": tiny["policy"], "data": data["prompts"]}, f"zero-{template}")
+        if template == "think_answer":  # longer than the tiny model's positions: it says so before anything is trained
+            with pytest.raises(Exception, match="positions"):
+                execute(made, lambda event: None)
+            continue
+        for row in rows_of(execute(made, lambda event: None)):
+            text = tokenizer.decode(row["prompt_ids"])
+            assert text == prompts[row["prompt_id"]] and text.startswith(start) and text.endswith(end)
+    from stages.generation import prompt_ids
+
+    text = tokenizer.decode(prompt_ids(renderer_for(tiny["policy"]), [{"role": "user", "content": "what is 1 plus 1?"}], "think_answer"))
+    assert text.startswith(start) and text.endswith("User: what is 1 plus 1?. Assistant:") and "<|im_start|>" not in text
+    hashes = {t: execute(spec("evaluate", {"num_samples": 0, "limit": 2, "max_completion_length": 2, "prompt_template": t}, {"model": tiny["policy"], "prompts": tiny["prompts"]}, f"e-{t}"),
+                         lambda event: None)["summary"]["protocol_hash"] for t in ("chat", "none")}
+    assert hashes["chat"] != hashes["none"]

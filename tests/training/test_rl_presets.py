@@ -18,11 +18,13 @@ SMALL = {"max_steps": 3, "prompts_per_step": 3, "num_generations": 4, "max_compl
 EXTRA = {"dapo": {"filter_groups_metric": "reward_std", "soft_punish_cache": 4, "truncation_policy": "score"}, "vapo": {"critic_warmup_steps": 2},
          "grpo_plus": {"truncation_policy": "score", "context_schedule": [(0, 6), (2, 8)]},
          "astar_po": {"num_generations": 1, "baseline_samples": 3, "options": {"beta": 0.1}}, "sppo": {"options": {"eta": 1.0}},
-         "ppo_ptx": {"ptx_coef": 1.0}, "online_ipo": {"options": {"tau": 1.0}}}
+         "ppo_ptx": {"ptx_coef": 1.0}, "online_ipo": {"options": {"tau": 1.0}}, "vineppo": {"vine_samples": 3, "step_separator": "e"},
+         "agent": {"environment": "tests.training.environments:Countdown", "environment_options": {"turns": 3}, "rewards": [{"kind": "environment"}], "reward_override": "none",
+                   "max_turn_length": 6, "max_completion_length": 100}}
 
 
 def inputs_of(name, tiny, data):
-    row = resolve_preset(Config(preset=name))[0]
+    row = resolve_preset(Config(preset=name, environment=EXTRA.get(name, {}).get("environment", "")))[0]
     given = {"model": tiny["policy"], "data": data["prompts"]}
     if row.advantage == "process":
         given["reward_model"] = tiny["reward"]
@@ -142,8 +144,24 @@ def papers_advantages(name, rows):
         return whitened([advantage_gae(r, 0.0, max(0.0, 1 - 1 / (0.05 * r["length"]))) for r in rows])
     if name == "ppo_outcome":
         return whitened([r["reward"] - 0.02 * kl_sum(r) / r["length"] - np.array(r["values"]) for r in rows])
+    if name == "a_lol":
+        values = [x - r["advantages"][0] for x, r in zip(R, rows)]  # V of the starting policy, per prompt
+        assert all(np.ptp(values[i:i + 4]) < 1e-5 for i in range(0, len(rows), 4))
+        return stored(rows)
     if name in ("topr", "offline_is"):
         return R
+    if name == "agent":
+        from tests.training.test_agents import advantage_by_hand
+
+        return advantage_by_hand(rows, 1.0)
+    if name == "vineppo":
+        out = []
+        for r in rows:
+            A, after = np.zeros(r["length"]), [*r["step_values"][1:], r["reward"]]
+            for start, end, v, w in zip([0, *[e + 1 for e in r["step_ends"]]], r["step_ends"], r["step_values"], after):
+                A[start:end + 1] = w - v
+            out.append(A)
+        return out
     if name == "sppo":
         return per_group(lambda r: [np.mean([1 / (1 + np.exp(y - x)) for y in r]) - 0.5 for x in r], R)
     if name == "nash_md":
@@ -181,7 +199,7 @@ def papers_loss(name, rows, A, new, old, ref, full_new, full_old):
         return -sum(clip(torch.exp((n - o).sum()), a, .2, .2) for n, o, a in zip(new, old, A)) / S
     if name == "gspo":
         return -sum(clip(torch.exp((n - o).mean()), a, 3e-4, 4e-4) for n, o, a in zip(new, old, A)) / S
-    if name in ("dapo", "ppo", "vapo", "reinforce_pp", "ppo_ptx"):
+    if name in ("dapo", "ppo", "vapo", "reinforce_pp", "ppo_ptx", "agent", "vineppo"):
         return -sum(clip(r, a, low, high).sum() for r, a in zip(ratio, A)) / N
     if name == "cispo":
         return -sum((r.detach().clamp(max=1.28) * a * n).sum() for r, a, n in zip(ratio, A, new)) / N
@@ -193,6 +211,8 @@ def papers_loss(name, rows, A, new, old, ref, full_new, full_old):
         return -sum((r * a - k).sum() for r, a, k in zip(ratio, A, exact)) / S
     if name == "topr":
         return -sum((1.0 if r > 0 else float(torch.exp(s - o.sum()).detach().clamp(0, 1))) * r * s for r, s, o in zip(R, seq, old)) / S
+    if name == "a_lol":
+        return -sum(float(torch.exp(s - o.sum()).detach().clamp(0, 2)) * a[0] * s for a, s, o in zip(A, seq, old) if a[0] > 0) / S
     if name == "offline_is":
         return -sum(float(torch.exp(s - o.sum()).detach().clamp(0, 2)) * r * s for r, s, o in zip(R, seq, old)) / S
     if name == "mdpo":
@@ -248,11 +268,16 @@ def test_the_update_follows_from_the_rollouts(tiny, data, spec, text, name):
     with torch.no_grad():
         sampled, full_old = zip(*(logps_of(sampler, r) for r in rows))
         reference = [logps_of(other, r)[0] for r in rows]
-    for r, s, o in zip(rows, sampled, reference):
+    own = [np.array(r["tool_mask"] or [0] * r["length"]) == 0 for r in rows]  # tokens that the policy chose
+    new, sampled, reference, full_new, full_old = ([x[k] for x, k in zip(xs, own)] for xs in (new, sampled, reference, full_new, full_old))
+    for r, s, o, k in zip(rows, sampled, reference, own):
+        assert not np.array(r["logp_old"])[~k].any()
+        r["logp_old"] = np.array(r["logp_old"])[k]
         assert np.allclose(r["logp_old"], s, atol=1e-5) and (r["logp_ref"] is None or np.allclose(r["logp_ref"], o, atol=1e-5))
     A = papers_advantages(name, rows)
     for a, r in zip(A, rows):
         assert np.allclose(r["advantages"], a, atol=2e-5)
+    A = [a[k] if np.ndim(a) else a for a, k in zip(A, own)]
     loss = papers_loss(name, rows, A, new, sampled, reference if rows[0]["logp_ref"] is not None else None, full_new, full_old)
     loss.backward()
     norm = float(torch.sqrt(sum((p.grad ** 2).sum() for p in model.parameters() if p.grad is not None)))

@@ -1,0 +1,70 @@
+"""agent: a policy that uses tools: SFT on demonstrations of tool use, RL over turns in an environment, success on held-out tasks.
+
+    posttrain run agent --preset demo                                                     # the embedded world's shops and sums
+    posttrain run agent --set model=path/or/hub-id --set data.demonstrations=calls.jsonl --set data.prompts=tasks.jsonl
+    posttrain run agent ... --set environment.environment=my_package.shop:Shop            # an environment of your own
+
+The environment of the section ``environment`` is the one of RL and of the evaluation; every other setting of both stands in their sections.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+from pydantic import Field
+
+from flows.recipe import Run, recipe
+from flows.start import WorldRecipeConfig, small_base_model
+from flows.steps import Source, evaluate_all, ingest, promote
+from stages.evaluate import Config as EvaluateConfig
+from stages.promote import Config as GateConfig
+from stages.rl import Config as RLConfig
+from stages.settings import AgentConfig
+from stages.sft import Config as SFTConfig
+from stages.world import Config as WorldConfig
+from stages.world import ToolSizes
+
+
+class Config(WorldRecipeConfig):
+    model: Optional[str] = Field(None, title="Model", description="Policy to start from (ref, directory or hub id); empty: pre-train a small one here.")
+    world: WorldConfig = Field(WorldConfig(tools=ToolSizes()), description="The embedded world, with questions that need a tool.")
+    environment: AgentConfig = Field(AgentConfig(environment="tools", max_turns=6), description="What the policy acts in, the same for RL and evaluation.")
+    sft: SFTConfig = Field(SFTConfig(), description="Fine-tuning on demonstrations of tool use.")
+    rl: RLConfig = Field(RLConfig(preset="agent"), description="Reinforcement learning over turns.")
+    evaluate: EvaluateConfig = Field(EvaluateConfig(), description="Evaluation in the same environment, on held-out tasks.")
+    promote: GateConfig = Field(GateConfig(prompts="confirmation"), description="The promotion gate; the best model is chosen on the other half of the tasks.")
+    promote_as: str = Field("agent", description="Registered name whose champion the best model challenges.")
+
+
+class ToolSource(Source):
+    """The world's tool tasks in place of its prompts and demonstrations."""
+
+    def __call__(self, kind: str) -> str:
+        given = getattr(self.config.data, kind)
+        if given is None and kind in ("demonstrations", "prompts"):
+            super().__call__("text")
+            return self.world["tool_demonstrations" if kind == "demonstrations" else "tool_tasks"]
+        return super().__call__(kind)
+
+
+def acting(section, environment: AgentConfig):
+    """A stage's settings with the recipe's environment in them."""
+    return type(section).model_validate({**section.model_dump(exclude_unset=True), **environment.model_dump(exclude_unset=True)})
+
+
+@recipe(Config)
+def agent(run: Run, config: Config) -> dict:
+    """From demonstrations of tool use to a better agent: SFT, RL over turns in an environment, success on held-out tasks."""
+    source = ToolSource(run, config)
+    demonstrations = ingest(run, "demonstrations", source("demonstrations"), config)
+    tasks = ingest(run, "prompts", source("prompts"), config)
+    base = config.model or small_base_model(run, source, config, demonstrations)
+
+    instructed = run("sft", model=base, data=demonstrations, config=config.sft, name_as="sft")["model"]
+    trained = run("rl", model=instructed, data=tasks, config=acting(config.rl, config.environment), name_as="agent")["model"]
+
+    models = {"sft": instructed, "agent": trained}
+    judged = acting(config.evaluate, config.environment)
+    evaluations = evaluate_all(run, models, judged, select_by=config.promote.metric, prompts=tasks)
+    decision = promote(run, models, evaluations, config.promote, judged, baseline="sft", name=config.promote_as, prompts=tasks)
+    return {"models": models, "scores": evaluations.table(), "best": evaluations.best, "decision": decision}

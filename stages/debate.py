@@ -1,0 +1,159 @@
+"""Debate: two seats of one policy argue for opposite answers, a judge decides from what both said (DEBATE).
+
+    seat A  prompt | statement | B's statement | statement | ...       loss on its own statements only
+    seat B  prompt | statement | A's statement | statement | ...
+
+Both speak at the same time in every round and then hear each other. The reward is zero-sum: the judge's probability of a seat's answer,
+both orders averaged, less 1/2. A task is a ``prompts/1`` row whose ``extra_json`` holds ``{"answers": [one, another]}``; where ``answer`` is
+one of them, the judge's accuracy with and without the debate is reported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from stages import ranks
+from stages.agents import Trajectory
+from stages.generation import Sample, sample_with_room
+from stages.randomness import seed_for
+
+SEAT = "Argue that the right answer is: {answer}. Another debater argues for: {other}. A judge decides from what both of you say."
+JUDGE = ("Two debaters argue for different answers to a question. Decide from their arguments which answer is right.\n\n[Question]\n{context}\n\n[Debater A]\n{a}\n\n"
+         "[Debater B]\n{b}\n\nWhich debater's answer is right? Reply with the letter A or B only.")
+
+
+def debate_rewards(p_first: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Zero-sum rewards of both seats from the judge's probability of the first one's answer: p - 1/2 and 1/2 - p."""
+    first = [float(p) - 0.5 for p in p_first]
+    return first, [-r for r in first]
+
+
+def judge_accuracy(p_first: Sequence[float], first_is_right: Sequence[bool]) -> float:
+    """Share of debates in which the judge prefers the right answer; an even judge is half right."""
+    return float(np.mean([0.5 if p == 0.5 else float((p > 0.5) == bool(right)) for p, right in zip(p_first, first_is_right)]))
+
+
+def answers_of(row: dict) -> list[str]:
+    """The two answers of a task, or ValueError saying what to write."""
+    found = json.loads(row.get("extra_json") or "{}").get("answers")
+    if not isinstance(found, list) or len(found) != 2 or found[0] == found[1]:
+        raise ValueError(f"environment=debate argues about two answers, and prompt {row['row_id'][:12]} has none; write "
+                         'extra_json={"answers": ["yes", "no"]} into the prompts')
+    return [str(a) for a in found]
+
+
+class Debaters:
+    """Samples debates; ``sample`` has the form of ``stages.generation.sample_groups`` and gives the debaters of seat A, then those of seat B."""
+
+    seats = 2
+
+    def __init__(self, config, renderer):
+        self.config, self.renderer = config, renderer
+        unknown = set(config.environment_options) - {"rounds", "instruction"}
+        if unknown:
+            raise ValueError(f"environment=debate has no option {sorted(unknown)[0]!r}; its environment_options are rounds and instruction "
+                             "(with {answer} and {other})")
+        self.rounds = int(config.environment_options.get("rounds", 2))
+        self.instruction = str(config.environment_options.get("instruction", SEAT))
+        if not 1 <= self.rounds <= config.max_turns:
+            raise ValueError(f"rounds={self.rounds}: write at least 1 and at most max_turns={config.max_turns}")
+
+    def close(self) -> None:
+        """Nothing to end: debates need no process."""
+
+    def sample(self, sampler, rows, params, seeds) -> list[list[Sample]]:
+        """2 G debaters of each task: ``seeds[i]`` lists one seed per debate; the k-th of seat A debates with the k-th of seat B."""
+        mine = range(ranks.rank(), len(rows), ranks.world_size())
+        made = self._debate(sampler, [rows[i][0] for i in mine], params, [seeds[i] for i in mine])
+        everyone = {i: group for part in ranks.gather(dict(zip(mine, made))) for i, group in part.items()}
+        return [everyone[i] for i in range(len(rows))]
+
+    def prompt(self, row: dict, seat: int) -> list[dict]:
+        """What a seat is told: its side, and the question."""
+        answers = answers_of(row)
+        return [{"role": "system", "content": self.instruction.format(answer=answers[seat], other=answers[1 - seat])}, *row["prompt"]]
+
+    def _debate(self, sampler, tasks, params, seeds) -> list[list[Sample]]:
+        debates = []  # (task, [debater of A, debater of B]) of every debate
+        for task, own in zip(tasks, seeds):
+            starts = [self.renderer.prompt_ids(self.prompt(task, seat)) for seat in (0, 1)]
+            debates += [(task, [Trajectory(task, k, seed_for(seed, "debate", seat), seed, list(starts[seat])) for seat in (0, 1)]) for k, seed in enumerate(own)]
+        share = params.max_new_tokens // (2 * self.rounds)
+        limit = max(1, min(self.config.max_turn_length or share, share))  # both sides' statements of all rounds fit into one transcript
+        for number in range(self.rounds):
+            live = [t for _, pair in debates for t in pair if t.finish is None]
+            found = sample_with_room(sampler, [t.prompt_ids + t.ids for t in live], params, [[seed_for(t.seed, "turn", number)] for t in live],
+                                     [min(limit, params.max_new_tokens - len(t.ids)) for t in live]) if live else []
+            for trajectory, completions in zip(live, found):
+                trajectory.say(completions[0], params.max_new_tokens - len(trajectory.ids))
+            for _, pair in debates:
+                self._listen(pair, number, params.max_new_tokens)
+        out, at = [], 0
+        for task, own in zip(tasks, seeds):
+            pairs = [pair for _, pair in debates[at: at + len(own)]]
+            at += len(own)
+            out.append([self._debater(task, pair, seat) for seat in (0, 1) for pair in pairs])
+        return out
+
+    def _listen(self, pair: list[Trajectory], number: int, room: int) -> None:
+        """Each side hears what the other said in this round; a debate in which one side has no room left ends for both."""
+        if any(len(t.turns) <= number for t in pair):
+            return
+        if number == self.rounds - 1:
+            for t in pair:
+                t.finish = t.finish or "stop"
+            return
+        heard = []
+        for own, other in (pair, pair[::-1]):
+            messages = [{"role": "user", "content": other.turns[-1]["text"]}]
+            own.turns[-1]["observation"] = json.dumps(messages, ensure_ascii=False)
+            heard.append(self.renderer.observation_ids(messages, own.ids[-1] == self.renderer.turn_end_id))
+        if any(t.finish or len(t.ids) + len(ids) >= room for t, ids in zip(pair, heard)):
+            for t in pair:
+                t.finish = "length"
+            return
+        for t, ids in zip(pair, heard):
+            t.hear(ids)
+
+    def _debater(self, task: dict, pair: list[Trajectory], seat: int) -> Sample:
+        sample = pair[seat].sample()
+        sample.debate = {"answers": answers_of(task), "seat": seat, "said": [[turn["text"] for turn in t.turns] for t in pair]}
+        return sample
+
+
+def case(debate: dict, seat: int, heard: bool = True) -> str:
+    """What the judge reads of a seat: its answer and, ``heard``, its statements."""
+    return "\n".join([f"My answer is: {debate['answers'][seat]}", *(debate["said"][seat] if heard else [])])
+
+
+def verdicts(judge, rows: Sequence[dict]) -> tuple[list[float], list[float]]:
+    """The judge's probability of each row's own side, with and without the debate; NaN where it gave no readable answer.
+
+    judge: ``stages.judge.Judge`` in mode preference or verdict; both orders of every pair are asked and averaged.
+    """
+    from stages.reward_scorers import Response
+
+    found = []
+    for heard in (True, False):
+        pairs = []
+        for row in rows:
+            debate, question = row["debate"], row["prompt_row"]["prompt"]
+            first, second = (Response(question, [{"role": "assistant", "content": case(debate, seat, heard)}]) for seat in (0, 1))
+            pairs.append((first, second))
+        p = judge.preferences(pairs)
+        found.append([float(v) if row["debate"]["seat"] == 0 else 1.0 - float(v) for v, row in zip(p, rows)])
+    return found[0], found[1]
+
+
+def debate_metrics(samples: Sequence[Sample], name: str) -> dict[str, float]:
+    """Judge accuracy with and without the debate, over the debaters whose answer is the right one (``eval.debate``). ``name``: of the component."""
+    right = [s for s in samples if s.debate and s.prompt.get("answer") == s.debate["answers"][s.debate["seat"]] and np.isfinite(s.total)]
+    turns = [len(s.turns) for s in samples if s.turns is not None]
+    out = {"debate/rounds": float(np.mean(turns)) if turns else 0.0}
+    if right:
+        out |= {"debate/judge_accuracy": judge_accuracy([s.parts[name] + 0.5 for s in right], [True] * len(right)),
+                "debate/judge_accuracy_without": judge_accuracy([s.parts[f"{name}/without"] + 0.5 for s in right], [True] * len(right))}
+    return out

@@ -1,0 +1,286 @@
+"""Tool calls as text, the tools that answer them, and the built-in environment of both (``synth.tool_data``, ``reward.tool``).
+
+An assistant turn that holds calls is a tool turn; one without is the final answer, checked by the task's verifier. Call syntax:
+
+``python``  one call per line, literal keyword arguments: ``calculator(expression='12 * 7')``
+``json``    ``<tool_call>{"name": "calculator", "arguments": {"expression": "12 * 7"}}</tool_call>``, as Hermes and Qwen templates write it
+
+Calls are parsed as literals and never evaluated. An unknown tool, bad arguments or a time-out are observations: the error text becomes
+the tool turn, the event says why. Only the standard library is imported, so that an environment's process starts at once.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import io
+import json
+import operator
+import os
+import re
+import select
+import signal
+import time
+from collections.abc import Callable
+
+SYNTAXES = ("python", "json")
+_CALL_LINE = re.compile(r"^\s*[A-Za-z_]\w*\s*\(")
+_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+_API = re.compile(r"<API>\s*(\w+) ?\((.*?)\)\s*</API>", re.DOTALL)
+_OUTPUT = 2000  # characters of a tool's answer that are shown
+
+
+class BadCall(ValueError):
+    """A call that cannot be made; the text becomes the observation. kind: syntax, unknown_tool, arguments, timeout or failed."""
+
+    def __init__(self, kind: str, text: str):
+        super().__init__(text)
+        self.kind = kind
+
+
+# -- calls as text ----------------------------------------------------------------------------------------------------------
+
+def parse_call(line: str) -> dict:
+    """``{"name", "args"}`` of one python call with literal keyword arguments; raises BadCall."""
+    try:
+        node = ast.parse(line.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise BadCall("syntax", f"error: cannot read the call {line.strip()[:80]!r}") from None
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
+        raise BadCall("syntax", "error: write calls as name(argument='value')")
+    try:
+        args = {k.arg: ast.literal_eval(k.value) for k in node.keywords}
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        raise BadCall("syntax", "error: arguments must be plain values") from None
+    if None in args:
+        raise BadCall("syntax", "error: arguments must be named one by one")
+    return {"name": node.func.id, "args": args}
+
+
+def parse_calls(text: str, syntax: str = "python") -> list[dict | BadCall]:
+    """Calls of an assistant turn in order, those that cannot be read as the BadCall that says why; empty for a final answer."""
+    found: list[dict | BadCall] = []
+    if syntax == "json":
+        for body in _TAGGED.findall(text):
+            try:
+                call = json.loads(body)
+                found.append({"name": str(call["name"]), "args": dict(call.get("arguments") or {})})
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                found.append(BadCall("syntax", 'error: write calls as <tool_call>{"name": "NAME", "arguments": {}}</tool_call>'))
+        return found
+    for line in text.splitlines():
+        if _CALL_LINE.match(line):
+            try:
+                found.append(parse_call(line))
+            except BadCall as error:
+                found.append(error)
+    return found
+
+
+def render_call(name: str, args: dict, syntax: str = "python") -> str:
+    """A call as an assistant writes it."""
+    if syntax == "json":
+        return "<tool_call>" + json.dumps({"name": name, "arguments": args}, ensure_ascii=False) + "</tool_call>"
+    return f"{name}({', '.join(f'{k}={v!r}' for k, v in args.items())})"
+
+
+def substitute(text: str, results: dict[str, str], mode: str = "replace") -> str:
+    """Text with inline ``<API>NAME(args)</API>`` calls replaced by (or, ``append``, followed by) their results (``synth.tool_data``).
+
+    ``results`` maps ``NAME(args)`` to a result; an optional space before the bracket does not count. Calls without a result stay.
+    """
+    def one(match):
+        result = results.get(f"{match.group(1)}({match.group(2)})")
+        return match.group() if result is None else result if mode == "replace" else f"{match.group()} {result}"
+
+    return _API.sub(one, text)
+
+
+def toolformer_gain(loss_no_call: float, loss_call_without_result: float, loss_call_with_result: float) -> float:
+    """How much a call with its result lowers the weighted NLL of what follows; keep the call where it is at least tau_f (``synth.toolformer``)."""
+    return min(loss_no_call, loss_call_without_result) - loss_call_with_result
+
+
+# -- tools ------------------------------------------------------------------------------------------------------------------
+
+_OPERATORS: dict[type, Callable] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+                                    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow, ast.USub: operator.neg, ast.UAdd: operator.pos}
+_LARGEST = 10**15
+
+
+def calculate(expression: str) -> str:
+    """Value of an arithmetic expression of numbers, ``+ - * / // % **`` and brackets, as text; bounded, so it cannot hang."""
+    def value(node):
+        if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+            out = node.value
+        elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            a, b = value(node.left), value(node.right)
+            if isinstance(node.op, ast.Pow) and abs(b) > 64:
+                raise BadCall("arguments", "error: exponent too large")
+            out = _OPERATORS[type(node.op)](a, b)
+        elif isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+            out = _OPERATORS[type(node.op)](value(node.operand))
+        else:
+            raise BadCall("arguments", "error: not an arithmetic expression")
+        if isinstance(out, complex) or abs(out) > _LARGEST:
+            raise BadCall("arguments", "error: number too large")
+        return out
+
+    try:
+        result = value(ast.parse(str(expression).strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError, ZeroDivisionError, OverflowError, TypeError) as error:
+        if isinstance(error, BadCall):
+            raise
+        raise BadCall("arguments", "error: division by zero" if isinstance(error, ZeroDivisionError) else "error: not an arithmetic expression") from None
+    return str(int(result)) if float(result).is_integer() else f"{result:.10g}"
+
+
+def search(query: str, table: dict[str, str], limit: int = 5) -> str:
+    """Entries of a small table whose key holds every word of the query, as ``key: value`` lines."""
+    words = set(re.findall(r"\w+", str(query).lower()))
+    hits = [f"{key}: {value}" for key, value in table.items() if words and words <= set(re.findall(r"\w+", key.lower()))]
+    if not hits:
+        raise BadCall("failed", "error: nothing found")
+    return "\n".join(hits[:limit])
+
+
+def run_python(code: str, timeout_s: float = 2.0) -> str:
+    """What a program prints, or its error, run in a process of its own that is killed when it takes too long."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(read)
+            os.setpgid(0, 0)
+            _end_with_parent()
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                try:
+                    exec(compile(str(code), "<tool>", "exec"), {"__name__": "__main__"})
+                    kind = "ok"
+                except MemoryError:
+                    out, kind = io.StringIO("error: out of memory"), "failed"
+                except BaseException as error:
+                    out.write(f"error: {type(error).__name__}: {str(error)[:200]}")
+                    kind = "failed"
+            data = (kind + "\n" + out.getvalue()[:_OUTPUT]).encode("utf-8", "replace")
+            while data:
+                data = data[os.write(write, data):]
+        finally:
+            os._exit(0)
+    os.close(write)
+    data, deadline = b"", time.monotonic() + timeout_s
+    try:
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([read], [], [], left)[0]:
+                raise BadCall("timeout", f"error: time-out after {timeout_s:g} s")
+            chunk = os.read(read, 65536)
+            if not chunk:
+                break
+            data += chunk
+    finally:
+        os.close(read)
+        for end in (os.killpg, os.kill):  # the group exists once the child has called setpgid
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                end(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    kind, _, said = data.decode("utf-8", "replace").partition("\n")
+    if kind != "ok":
+        raise BadCall("failed", said or "error: the program was ended")
+    return said.strip()
+
+
+def _end_with_parent() -> None:
+    import ctypes
+
+    with contextlib.suppress(Exception):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+#: name -> (description, function of the environment and the call's arguments)
+TOOLS: dict[str, tuple[str, Callable]] = {
+    "calculator": ("value of an arithmetic expression", lambda environment, expression: f"{str(expression).strip()} = {calculate(expression)}"),
+    "search": ("looks a word up", lambda environment, query: search(query, environment.table)),
+    "python": ("runs a program and shows what it prints", lambda environment, code: run_python(code, environment.tool_timeout_s)),
+}
+
+
+def arguments_of(name: str) -> list[str]:
+    """Names of a tool's arguments."""
+    return list(inspect.signature(TOOLS[name][1]).parameters)[1:]
+
+
+def definitions(names) -> str:
+    """JSON list of tool definitions, for the ``functions`` field of a system message (``synth.tool_data``)."""
+    return json.dumps([{"name": n, "description": TOOLS[n][0], "parameters": {a: {"type": "string"} for a in arguments_of(n)}} for n in names])
+
+
+def system_message(names, syntax: str = "python") -> dict:
+    """The system message that tells a policy which tools there are and how to call them."""
+    if syntax == "json":
+        listed = "\n".join(json.dumps({"name": n, "description": TOOLS[n][0], "parameters": arguments_of(n)}) for n in names)
+        text = f'Tools:\n{listed}\nCall one with <tool_call>{{"name": "NAME", "arguments": {{}}}}</tool_call>.'
+    else:
+        text = f"Tools: {', '.join(f'{n}({chr(44).join(arguments_of(n))})' for n in names)}"
+    return {"role": "system", "content": text, "functions": definitions(names)}
+
+
+class ToolEnvironment:
+    """Questions whose answers need tools. A turn with calls is answered by one tool message per call; a turn without is the final answer.
+
+    The task's table for ``search`` stands in ``extra_json`` as ``{"table": {key: value}}``. Reward 1 for a right final answer.
+
+    Args:
+        tools: which tools there are. call_syntax: ``python`` or ``json``. max_calls: calls of one turn that are made; further ones fail.
+    """
+
+    def __init__(self, tools=("calculator", "search"), call_syntax: str = "python", max_calls: int = 4, tool_timeout_s: float = 2.0):
+        unknown = [t for t in tools if t not in TOOLS]
+        if unknown:
+            raise ValueError(f"there is no tool {unknown[0]!r}; the tools are {', '.join(TOOLS)}")
+        if call_syntax not in SYNTAXES:
+            raise ValueError(f"call_syntax={call_syntax!r}: write one of {', '.join(SYNTAXES)}")
+        self.tools, self.syntax, self.max_calls, self.tool_timeout_s = tuple(tools), call_syntax, max_calls, tool_timeout_s
+
+    def reset(self, task: dict, seed: int) -> list[dict]:
+        self.task = task
+        self.table = json.loads(task.get("extra_json") or "{}").get("table") or {}
+        told, given = system_message(self.tools, self.syntax), list(task["prompt"])
+        if given and given[0]["role"] == "system":
+            return [{**told, "content": f"{told['content']}\n\n{given[0]['content']}"}, *given[1:]]
+        return [told, *given]
+
+    def step(self, action: str):
+        calls = parse_calls(action, self.syntax)
+        if not calls:
+            return self._answer(action)
+        messages, events = [], []
+        for number, call in enumerate(calls):
+            name = call["name"] if isinstance(call, dict) else "call"
+            try:
+                said = self._call(call, number)
+                events.append(f"tool:{name}")
+            except BadCall as error:
+                said = str(error)
+                events.append(f"error:{error.kind}")
+            messages.append({"role": "tool", "name": name, "content": said[:_OUTPUT]})
+        return messages, 0.0, False, events
+
+    def _call(self, call, number: int) -> str:
+        if isinstance(call, BadCall):
+            raise call
+        if number >= self.max_calls:
+            raise BadCall("failed", f"error: more than {self.max_calls} calls in one turn")
+        if call["name"] not in self.tools:
+            raise BadCall("unknown_tool", f"error: there is no tool {call['name'][:40]}")
+        if sorted(call["args"]) != sorted(arguments_of(call["name"])):
+            raise BadCall("arguments", f"error: {call['name']} takes {', '.join(arguments_of(call['name']))}")
+        return TOOLS[call["name"]][1](self, **call["args"])
+
+    def _answer(self, action: str):
+        from stages.verifiers import VERIFIERS, verifier_of
+
+        correct, extracted = VERIFIERS[verifier_of(self.task)](self.task, action, False)
+        return [], float(correct), True, ["answered", *(["goal_verified"] if correct else []), *([] if extracted is not None else ["error:unreadable_answer"])]

@@ -1,0 +1,46 @@
+"""Environments of the tests: answers that depend on the action, rewards on every turn, and episodes that fail on purpose."""
+
+import os
+import time
+
+
+class Countdown:
+    """``turns`` turns; each pays the share of ``e`` and spaces in the action, and is answered by a message about it. ``fail``: {turn: how} of tasks whose
+    prompt holds the word ``fail``."""
+
+    def __init__(self, turns=3, fail=None, goal_after=None):
+        self.turns, self.fail, self.goal_after = turns, fail or {}, goal_after
+
+    def reset(self, task, seed):
+        self.left, self.bad = self.turns, "fail" in task["prompt"][-1]["content"]
+        return [{"role": "system", "content": f"count {self.turns}"}, *task["prompt"]]
+
+    def step(self, action):
+        how = self.fail.get(str(self.turns - self.left)) if self.bad else None
+        if how == "hang":
+            time.sleep(3600)
+        if how == "crash":
+            os._exit(7)
+        if how == "raise":
+            raise RuntimeError("no more")
+        if how == "eat":
+            self.kept = [bytearray(10**7) for _ in range(10**4)]
+        self.left -= 1
+        reward = sum(c in "e " for c in action) / (len(action) + 1)
+        events = [f"turn{self.turns - self.left}", f"fields:{min(len(action), 4)}/4"]
+        if self.goal_after and self.turns - self.left >= self.goal_after:
+            return [], reward, True, [*events, "goal_verified"]
+        return [{"role": "tool", "content": f"{self.left} left after {len(action)} <|im_end|> letters"}], reward, self.left == 0, events
+
+
+class Moody:
+    """Starts every episode differently, which a group cannot compare."""
+
+    def __init__(self):
+        self.started = time.monotonic_ns()
+
+    def reset(self, task, seed):
+        return [{"role": "user", "content": str(self.started)}]
+
+    def step(self, action):
+        return [], 0.0, True, []
