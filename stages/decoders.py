@@ -90,13 +90,13 @@ def make_decoder(model, lean: bool | None = None):
     """The engine for a model. lean: None picks, True insists (error with the reason), False takes the generic one."""
     reason = why_not_lean(model) if lean is not False else "asked for the generic engine"
     if reason is None:
-        return LeanDecoder(_bare(model))
+        return LeanDecoder(bare(model))
     if lean:
         raise DecoderError(f"the lean engine does not take this model ({reason}): write lean=None to let the sampler choose")
-    return GenericDecoder(_bare(model))
+    return GenericDecoder(bare(model))
 
 
-def _bare(model):
+def bare(model):
     """The Hugging Face model inside a peft wrapper (its adapter layers stay in place)."""
     return model.get_base_model() if hasattr(model, "get_base_model") and hasattr(model, "peft_config") else model
 
@@ -206,7 +206,7 @@ def _slot_cache(kv: SlotKV, rows: torch.Tensor, columns: torch.Tensor, longest: 
 
 def why_not_lean(model) -> str | None:
     """None when the lean engine computes exactly this model's forward, else the reason it does not."""
-    model = _bare(model)
+    model = bare(model)
     if (type(model).__module__, type(model).__name__) not in _LEAN:
         return f"{type(model).__name__} is not Llama, Mistral, Qwen2 or Qwen3"
     if len({p.dtype for p in model.parameters()} | {p.device for p in model.parameters()}) != 2:
@@ -215,11 +215,11 @@ def why_not_lean(model) -> str | None:
         return "forward hooks"
 
     def refuses(linear) -> str | None:
-        return None if _weight(linear) is not None else f"a {type(linear).__name__} in place of a linear layer"
+        return None if linear_weight(linear) is not None else f"a {type(linear).__name__} in place of a linear layer"
     return odd_layers(model.model, refuses) or refuses(model.lm_head)
 
 
-def _weight(linear) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+def linear_weight(linear) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """(weight [out, in], bias) of a linear layer, with active LoRA updates merged into a copy; None if it is neither."""
     if type(linear) is nn.Linear:
         return linear.weight, linear.bias
@@ -289,14 +289,14 @@ class _Layer:
     def __init__(self, layer, heads: int, groups: int):
         attention, mlp = layer.self_attn, layer.mlp
         self.scale = attention.scaling  # folded into the queries: their norm weight, or their projection
-        q, k, v = (_weight(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+        q, k, v = (linear_weight(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
         pair = lambda wb, count: tuple(None if x is None else interleave(x, count) for x in wb)
         if not hasattr(attention, "q_norm"):
             q = tuple(None if x is None else x * self.scale for x in q)
         self.qkv = _Product([pair(q, heads), pair(k, groups), v])
-        self.out = _Product([_weight(attention.o_proj)])
-        self.gate_up = _Product([_weight(mlp.gate_proj), _weight(mlp.up_proj)])
-        self.down = _Product([_weight(mlp.down_proj)])
+        self.out = _Product([linear_weight(attention.o_proj)])
+        self.gate_up = _Product([linear_weight(mlp.gate_proj), linear_weight(mlp.up_proj)])
+        self.down = _Product([linear_weight(mlp.down_proj)])
         self.norm1, self.eps1 = layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon
         self.norm2, self.eps2 = layer.post_attention_layernorm.weight, layer.post_attention_layernorm.variance_epsilon
         self.q_norm = self.k_norm = None
@@ -332,7 +332,7 @@ class LeanDecoder:
         self.dtype, self.device = self.embedding.dtype, self.embedding.device
         self.layers = [_Layer(layer, self.heads, self.groups) for layer in core.layers]
         self.norm, self.eps = core.norm.weight, core.norm.variance_epsilon
-        self.head = _Product([_weight(self.model.lm_head)])
+        self.head = _Product([linear_weight(self.model.lm_head)])
         self.wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.inv_freq = core.rotary_emb.inv_freq.to(self.device, torch.float32)
         self.rope_scale = float(getattr(core.rotary_emb, "attention_scaling", 1.0))

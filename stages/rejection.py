@@ -87,11 +87,11 @@ def run(stage):
 def generate(stage) -> None:
     """Sample and score every prompt, one Parquet part per block of prompts."""
     from stages.chat import renderer_for
-    from stages.generation import MixtureSampler, gen_record, prompt_rows, sample_groups, sampling_params, score
+    from stages.engines import make_engine
+    from stages.generation import MixtureSampler, gen_record, prompt_rows, sample_groups, sampling_params, score, warn_of_failures
     from stages.modeling import freeze, load_policy
     from stages.rewards import build_rewards
     from stages.rubric_reward import score_rows, write_review
-    from stages.sampler import Sampler
     from storage.schema import complete_row
 
     config = stage.config
@@ -110,9 +110,14 @@ def generate(stage) -> None:
         stage.warn("rubric_blocks", f"Confidences of rubric items are averaged over blocks of {config.block} prompts; run stage rescore on the candidates for averages over "
                    "all of them, or raise block.")
     if done * config.block < total:
-        policy = freeze(load_policy(stage.path("model"), stage.device))
-        sampler = (MixtureSampler(policy, freeze(load_policy(stage.path("reference"), stage.device)), renderer.tokenizer, config.mixture_coef) if config.mixture_coef
-                   else Sampler(policy, renderer.tokenizer, max_batch=config.generation_batch))
+        if config.mixture_coef:
+            if config.engine != "builtin":
+                raise ValueError(f"mixture_coef={config.mixture_coef} mixes the distributions of two models token by token, which engine={config.engine} cannot do; "
+                                 "write engine=builtin, or mixture_coef=0.")
+            policy, reference = (freeze(load_policy(stage.path(role), stage.device)) for role in ("model", "reference"))
+            sampler = MixtureSampler(policy, reference, renderer.tokenizer, config.mixture_coef)
+        else:
+            sampler = make_engine(stage, renderer)
         rewards = build_rewards(config.rewards, stage.inputs, renderer=renderer, device=stage.device)
         rewards.check([row for row, _ in rows])
         params = sampling_params(config, renderer)
@@ -120,8 +125,9 @@ def generate(stage) -> None:
         block = rows[start:start + config.block]
         seeds = [[stage.seed_for("rejection", row["row_id"], k) for k in range(config.num_generations)] for row, _ in block]
         groups = sample_groups(sampler, block, params, seeds)
+        warn_of_failures(stage, sampler, [s for group in groups for s in group])
         score(rewards, [s for group in groups for s in group])
-        made = [complete_row("candidates/1", candidate(s, start + i, gen_record(stage, config, renderer, seeds[i][s.index])),
+        made = [complete_row("candidates/1", candidate(s, start + i, gen_record(stage, config, renderer, seeds[i][s.index], engine=sampler.name)),
                              dataset="candidates", source=s.prompt["dataset"], origin="ai")
                 for i, group in enumerate(groups) for s in group]
         writer.write(made)
@@ -141,7 +147,7 @@ def candidate(sample, prompt_idx: int, gen: dict) -> dict:
     import json
     import math
 
-    reason = None if sample.terminated else "truncated"
+    reason = None if sample.terminated else "engine_error" if sample.error is not None else "truncated"
     if reason is None and math.isnan(sample.total):
         reason = "unscorable"
     return {"prompt": sample.prompt["prompt"], "prompt_id": sample.prompt["prompt_id"], "group_id": sample.prompt["group_id"],
@@ -149,8 +155,9 @@ def candidate(sample, prompt_idx: int, gen: dict) -> dict:
             "scores": [{"source": k, "value": v} for k, v in sample.parts.items()],
             "reward": None if math.isnan(sample.total) else sample.total, "correct": sample.correct, "kept": reason is None,
             "drop_reason": reason, "gen": gen, "split": sample.prompt["split"],
-            "extra_json": json.dumps({"completion_ids": sample.ids, "finish_reason": sample.finish_reason, "logp_sum": sum(sample.logps),
-                                      "unscorable": sample.reasons, "category": sample.prompt.get("category"), "tier": sample.tier}, sort_keys=True)}
+            "extra_json": json.dumps({"completion_ids": sample.ids, "finish_reason": sample.finish_reason, "logp_sum": None if sample.logps is None else sum(sample.logps),
+                                      "unscorable": sample.reasons, "category": sample.prompt.get("category"), "tier": sample.tier,
+                                      **({"reencoded": True} if sample.reencoded else {}), **({"error": sample.error} if sample.error else {})}, sort_keys=True)}
 
 
 def drop_duplicates(matrix, where) -> None:
