@@ -15,7 +15,7 @@ FIGURES = {
     "kl": ("kl/reference", "kl/sequence_sum", "policy/k3"),
     "kl_coef": ("kl/coef",),
     "clip": ("policy/clip_low", "policy/clip_high", "policy/outside_range"),
-    "ratio": ("policy/ratio", "sampling/importance_sampling_ratio/mean", "sampling/importance_sampling_ratio/max"),
+    "ratio": ("policy/ratio", "policy/ess_fraction", "sampling/importance_sampling_ratio/mean", "sampling/importance_sampling_ratio/max"),
     "engine_mismatch": ("sampling/logp_difference/mean", "sampling/mismatch_kl"),
     "advantage": ("advantage/std", "advantage/mean"),
     "critic": ("critic/explained_variance",),

@@ -257,9 +257,14 @@ class _Product:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 64)
             self.weights = []
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
+        """The product, plus ``add`` (a residual, in the same pass where the product is packed)."""
         if self.packed is not None:
+            if add is not None:
+                return torch.ops.mkldnn._linear_pointwise.binary(x, add, self.packed, self.bias, "add")
             return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        if add is not None:
+            return add + self(x)
         if len(self.weights) == 1:
             return F.linear(x, self.weights[0], self.biases[0])
         return torch.cat([F.linear(x, w, b) for w, b in zip(self.weights, self.biases)], -1)
@@ -277,7 +282,8 @@ def _packs() -> bool:
             x = torch.linspace(-2, 1, 5 * 8).view(5, 8)
             packed = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
             out = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-            _PACKS = torch.allclose(out, F.linear(x, weight), atol=1e-5)
+            more = torch.ops.mkldnn._linear_pointwise.binary(x, out, packed, None, "add")
+            _PACKS = torch.allclose(out, F.linear(x, weight), atol=1e-5) and torch.allclose(more, 2 * out, atol=1e-5)
         except (AttributeError, RuntimeError, NotImplementedError):
             _PACKS = False
     return _PACKS
@@ -299,10 +305,10 @@ class _Layer:
         self.down = _Product([linear_weight(mlp.down_proj)])
         self.norm1, self.eps1 = layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon
         self.norm2, self.eps2 = layer.post_attention_layernorm.weight, layer.post_attention_layernorm.variance_epsilon
-        self.q_norm = self.k_norm = None
+        self.qk_norm = None
         if hasattr(attention, "q_norm"):
-            self.q_norm = interleave(attention.q_norm.weight, 1) * self.scale
-            self.k_norm = interleave(attention.k_norm.weight, 1)
+            q_norm, k_norm = interleave(attention.q_norm.weight, 1) * self.scale, interleave(attention.k_norm.weight, 1)
+            self.qk_norm = torch.cat([q_norm.expand(heads, -1), k_norm.expand(groups, -1)])
             self.head_eps = attention.q_norm.variance_epsilon
 
 
@@ -315,6 +321,7 @@ class LeanDecoder:
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = model.model.layers[0].self_attn.head_dim
         self.layers: list[_Layer] = []
+        self.floor: dict[float, torch.Tensor] = {}  # eps of a norm as a tensor
 
     def check_length(self, total: int) -> None:
         """Any length up to the model's positions is fine."""
@@ -346,14 +353,22 @@ class LeanDecoder:
             self.table = table.to(torch.complex128) if self.wide == torch.float64 else table
         return self.table
 
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """RMS norm over the last dimension. torch composes it of many operations on the CPU; a norm, an addcmul and two products do."""
+        if not self.wants_blocks:
+            return F.rms_norm(x, weight.shape[-1:], None, eps).mul_(weight) if weight.dim() > 1 else F.rms_norm(x, weight.shape, weight, eps)
+        if eps not in self.floor:
+            self.floor[eps] = torch.full((), eps, dtype=self.dtype)
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x.mul(torch.addcmul(self.floor[eps], size, size, value=1.0 / x.shape[-1]).rsqrt_()).mul_(weight)
+
     def _project(self, layer: _Layer, x: torch.Tensor, rotation: torch.Tensor):
         """x [m, hidden], rotation [m, 1, D / 2] complex -> q [m, H, D], k [m, K, D] (rotated), v [m, K, D]."""
         both = self.heads + self.groups
-        qkv = layer.qkv(F.rms_norm(x, x.shape[-1:], layer.norm1, layer.eps1)).view(x.shape[0], -1, self.head_dim)
+        qkv = layer.qkv(self._norm(x, layer.norm1, layer.eps1)).view(x.shape[0], -1, self.head_dim)
         qk, v = qkv[:, :both], qkv[:, both:]
-        if layer.q_norm is not None:
-            qk = torch.cat([F.rms_norm(qk[:, : self.heads], (self.head_dim,), layer.q_norm, layer.head_eps),
-                            F.rms_norm(qk[:, self.heads :], (self.head_dim,), layer.k_norm, layer.head_eps)], 1)
+        if layer.qk_norm is not None:
+            qk = self._norm(qk, layer.qk_norm, layer.head_eps)
         if self.dtype != self.wide:
             qk = qk.to(self.wide)
         turned = torch.view_as_complex(qk.unflatten(-1, (-1, 2))) * rotation
@@ -364,9 +379,9 @@ class LeanDecoder:
 
     def _finish(self, layer: _Layer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Output projection and MLP with their residuals; x [m, hidden], attended [m, H * D]."""
-        x = x + layer.out(attended)
-        gate, up = layer.gate_up(F.rms_norm(x, x.shape[-1:], layer.norm2, layer.eps2)).chunk(2, -1)
-        return x + layer.down(F.silu(gate).mul_(up))
+        x = layer.out(attended, x)
+        gate, up = layer.gate_up(self._norm(x, layer.norm2, layer.eps2)).chunk(2, -1)
+        return layer.down(F.silu(gate).mul_(up), x)
 
     def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> Prefilled:
         """ids [B, T] int64 right-padded, lengths [B] int64 -> their KV and last-token logits."""
@@ -386,7 +401,7 @@ class LeanDecoder:
         return Prefilled(keys, values, self._logits(last))
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(F.rms_norm(x, x.shape[-1:], self.norm, self.eps)).float()
+        return self.head(self._norm(x, self.norm, self.eps)).float()
 
     def decode(self, kv: SlotKV, tokens: torch.Tensor, columns: torch.Tensor, bounds) -> torch.Tensor:
         """Append tokens [n] at columns [n] of slots 0..n-1; next-token logits [n, V] float32.

@@ -37,6 +37,8 @@ class Engine(Protocol):
     * ``logps`` are natural log-probs of the distribution that was really sampled (bans, biases, penalties, temperature and filters
       applied and renormalised; of temperature 1 where greedy), one per id, or None. Only with ``exact_logps`` do they equal the
       trainer's to float32 rounding; otherwise RL computes old log-probs with the trainer and keeps these beside them (TIS).
+    * A killed stage continues at its last complete unit with every engine; that it ends with the same *bytes* holds for the built-in one,
+      and for others as far as they repeat themselves.
     * Settings an engine cannot honour are refused before anything is sampled (SamplerError), never ignored.
     * **Errors per row**: what fails on one row is tried once more and then returned as an "error" row with the reason, without ids;
       EngineError is raised only if every row failed.
@@ -76,6 +78,12 @@ def make_engine(stage, renderer, model=None, *, sleeps: bool = False) -> Engine:
             model = freeze(load_policy(path, stage.device))
         return Sampler(model() if callable(model) and not isinstance(model, torch.nn.Module) else model, renderer.tokenizer,
                        max_batch=config.generation_batch)
+    from stages import ranks
+
+    if ranks.world_size() > 1:
+        raise EngineError(f"engine={config.engine} with {ranks.world_size()} devices: each of them would sample and push weights on its own. Write "
+                          f"engine=builtin, which "
+                          "shares the prompts, or train on one device (vLLM takes more by engine_options={tensor_parallel_size: N}).")
     if config.engine == "vllm":
         from stages.vllm_engine import VLLMEngine
 
@@ -83,7 +91,8 @@ def make_engine(stage, renderer, model=None, *, sleeps: bool = False) -> Engine:
     else:
         from stages.server_engine import ServerEngine
 
-        engine = ServerEngine(config.engine_url, renderer.tokenizer, path, model=config.engine_model, api=config.engine_api, key_variable=config.engine_key_variable,
+        engine = ServerEngine(config.engine_url, renderer.tokenizer, path, model=config.engine_model, api=config.engine_api,
+                              key_variable=config.engine_key_variable,
                               timeout_s=config.engine_timeout_s, concurrency=config.engine_concurrency)
     stage.log(f"engine: {engine.name}")
     return engine

@@ -28,6 +28,7 @@ def _axes(title: str, xlabel: str, ylabel: str, size: tuple[float, float] = (6.4
     axes.set_xlabel(xlabel, fontsize=9, color=INK)
     axes.set_ylabel(ylabel, fontsize=9, color=INK)
     axes.tick_params(labelsize=8, colors=INK)
+    axes.ticklabel_format(useOffset=False)
     axes.grid(True, color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
     for side in ("top", "right"):

@@ -24,7 +24,8 @@ from stages.spec import InputSpec, OutputSpec, StageSpec
 Preset = Literal["reinforce", "remax", "reinforce_pp", "rloo", "grpo", "grpo_process", "dr_grpo", "dapo", "grpo_plus", "gspo", "cispo", "grape",
                  "grape_alt", "ppo", "ppo_outcome", "ppo_ptx", "ppo_penalty_adaptive", "ppo_clip_kl", "a2c", "vapo", "trpo_penalty", "trpo", "topr",
                  "offline_is", "p3o", "copg", "mdpo", "astar_po", "oreo", "sppo", "online_ipo", "nash_md"]
-AlarmName = Literal["unscorable_rewards", "reward_collapse", "kl_over_target", "entropy_collapse", "entropy_explosion", "clip_fraction_high", "ratio_off", "dead_groups",
+AlarmName = Literal["unscorable_rewards", "reward_collapse", "kl_over_target", "entropy_collapse", "entropy_explosion", "clip_fraction_high", "ratio_off",
+                    "dead_groups",
                     "completions_truncated", "length_growth", "repetition", "harmful_critic", "over_optimisation", "engine_mismatch"]
 
 
@@ -134,8 +135,10 @@ class Config(OptimizerConfig, SamplingConfig):
     importance_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
         "none", description="Weights for the sampler's log-probs against the trainer's (TIS).")
     engine_sleep: bool = Field(False, description="engine=vllm: give its device memory back while training (vLLM sleep mode, level 2).")
-    engine_max_mismatch: float = Field(1.0, ge=0, description="Stop where another engine's log-probs differ from the trainer's by more nats per token on average; 0 = never.")
-    allow_reencoded_ids: bool = Field(False, description="Train on the encoding of texts from a server that returns no ids; what was sampled may have been other ids.")
+    engine_max_mismatch: float = Field(1.0, ge=0, description="Stop where another engine's log-probs differ from the trainer's by more nats per token on "
+                                                              "average; 0 = never.")
+    allow_reencoded_ids: bool = Field(False, description="Train on the encoding of texts from a server that returns no ids; what was sampled may have been "
+                                                         "other ids.")
     importance_clip_max: float = Field(2.0, gt=0, description="Largest importance weight (TIS).")
     replay_window: int = Field(3, ge=1, description="Iterations, the current one included, whose rollouts may be replayed.")
     replay_fraction: float = Field(0.0, ge=0, lt=1, description="Share of each batch that is replayed (0.25 if on); off-policy presets only.")
@@ -173,7 +176,8 @@ class Config(OptimizerConfig, SamplingConfig):
 
     split: str = Field("train", description="Prompt split to train on.")
     max_prompt_length: int = Field(1024, ge=1, description="Prompt tokens at most; longer prompts are left out and counted.")
-    stop_on: list[AlarmName] = Field(default_factory=list, description="Alarms that end the stage, with its last checkpoint kept, instead of warning only.")
+    stop_on: list[AlarmName] = Field(default_factory=list, description="Alarms that end the stage, its last checkpoint kept, instead of warning only.",
+                                      json_schema_extra={"identity": False})
     eval_every: int = Field(0, ge=0, description="Optimizer steps between passes over validation prompts; 0 = only at start and end.")
     eval_prompts: int = Field(0, ge=0, description="Validation prompts sampled once each; 0 = no validation in this stage.")
 
@@ -323,7 +327,8 @@ def run(stage):
         critic.save(stage, renderer)
     with stage.output_model("model", role="policy") as directory:
         save_policy(model, renderer.tokenizer, directory, base=stage.inputs["model"].ref)
-    summary = {"old_logps": "sampler" if source.exact_logps else "trainer", "engine": source.sampler.name, "steps": trainer.step_index, "iterations": source.iteration + 1, "skipped_steps": trainer.skipped,
+    summary = {"old_logps": "sampler" if source.exact_logps else "trainer", "engine": source.sampler.name, "steps": trainer.step_index,
+               "iterations": source.iteration + 1, "skipped_steps": trainer.skipped,
                **{f"last/{k}": v for k, v in source.metrics.items()}}
     stage.summary(summary)
     rl_report(stage, f"RL ({config.preset})", summary)

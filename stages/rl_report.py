@@ -14,9 +14,11 @@ def validation_rows(stage, samples, step: int) -> list[dict]:
     from storage.schema import complete_row
 
     return [complete_row("eval_samples/1", {
-        "prompt_id": s.prompt["prompt_id"], "group_id": s.prompt["group_id"], "run_id": f"{stage.key[:16]}:step-{step}", "item_id": s.prompt["row_id"], "sample_idx": 0,
+        "prompt_id": s.prompt["prompt_id"], "group_id": s.prompt["group_id"], "run_id": f"{stage.key[:16]}:step-{step}", "item_id": s.prompt["row_id"],
+        "sample_idx": 0,
         "output": s.text, "correct": s.correct, "format_error": False, "tokens": len(s.ids),
-        "extra_json": canonical_json({"mode": "sample", "step": step, "reward": s.total if s.total == s.total else None, "parts": s.parts, "finish": s.finish_reason,
+        "extra_json": canonical_json({"mode": "sample", "step": step, "reward": s.total if s.total == s.total else None, "parts": s.parts,
+                                      "finish": s.finish_reason,
                                       "prompt": s.prompt["prompt"][-1]["content"], **({"unscorable": s.reasons} if s.reasons else {}),
                                       **({"error": s.error} if s.error else {})})},
         dataset="validation", source=s.prompt["source"], origin="ai", split="validation") for s in samples]
@@ -29,17 +31,19 @@ def best_and_worst(records: Sequence[dict], count: int = 3) -> list[dict]:
         scored = sorted((r for r in records if r["step"] == step and r["reward"] is not None), key=lambda r: (-r["reward"], r["item_id"]))
         cut = min(count, len(scored) - len(scored) // 2)
         for which, part in (("best", scored[:cut]), ("worst", scored[cut:][-count:][::-1])):
-            found += [{"step": step, "which": which, "reward": r["reward"], "prompt": r["prompt"], "answer": r["output"], "tokens": r["tokens"], "finish": r["finish"]} for r in part]
+            found += [{"step": step, "which": which, "reward": r["reward"], "prompt": r["prompt"], "answer": r["output"], "tokens": r["tokens"],
+                       "finish": r["finish"]} for r in part]
     return found
 
 
 def along(rows: Sequence[dict], x: str, y: str) -> tuple[list[float], list[float], list[int]]:
-    """(x, y, step) of the steps at which both were logged; where x was not, its last value before stands in."""
-    points, last = [], None
+    """(x, y, step) of the steps at which y was logged; x is its mean over the steps since the last one (a single batch's reward is noise)."""
+    points, since = [], []
     for row in rows:
-        last = row[x] if row.get(x) is not None else last
-        if last is not None and row.get(y) is not None:
-            points.append((float(last), float(row[y]), int(row["step"])))
+        since += [float(row[x])] if row.get(x) is not None else []
+        if since and row.get(y) is not None:
+            points.append((sum(since) / len(since), float(row[y]), int(row["step"])))
+            since = []
     return tuple(map(list, zip(*points))) if points else ([], [], [])
 
 
@@ -55,10 +59,12 @@ def figures(rows: Sequence[dict], components: Sequence[str], title: str) -> dict
     paths = {name: along(rows, "kl/sequence_sum", metric) for name, metric in (("train", "reward/mean"), ("held out", "validation/reward/mean"))}
     paths = {name: path for name, path in paths.items() if len(path[0]) > 1}
     if paths:
-        found["reward-against-kl"] = path_chart(paths, title=f"{title}: reward against KL", xlabel="KL(policy || reference) per completion, nats", ylabel="reward")
+        found["reward-against-kl"] = path_chart(paths, title=f"{title}: reward against KL", xlabel="KL(policy || reference) per completion, nats",
+                                                ylabel="reward")
     proxy = along(rows, "reward/mean", "validation/reward/mean")
     if len(proxy[0]) > 1:
-        found["proxy-against-held-out"] = path_chart({"by step": proxy}, title=f"{title}: training reward against held-out reward", xlabel="reward on training prompts (proxy)",
+        found["proxy-against-held-out"] = path_chart({"by step": proxy}, title=f"{title}: training reward against held-out reward",
+                                                     xlabel="reward on training prompts (proxy)",
                                                      ylabel="reward on held-out prompts", diagonal=True)
         found["curve-held-out"] = metric_curves(rows, ["reward/mean", "validation/reward/mean"], title=f"{title}: training and held-out reward")
     return found
@@ -83,5 +89,6 @@ def rl_report(stage, title: str, summary: dict) -> None:
             ends = {table[0]["step"], table[-1]["step"]}
             blocks.append(("Best and worst held-out samples, first and last pass", reports.sample_table([r for r in table if r["step"] in ends], limit=160)))
     if not any(row.get("kl/sequence_sum") is not None for row in rows):
-        blocks.append("No KL to the reference was logged, so there is no plot of reward against KL: monitor_kl=true logs it at the price of a reference forward.")
+        blocks.append("No KL to the reference was logged, so there is no plot of reward against KL: monitor_kl=true logs it at the price of a reference "
+                      "forward.")
     training_report(stage, title, summary, *blocks)

@@ -66,7 +66,8 @@ class Rollouts:
         self.refresh = refresh or (lambda: None)
         self.sampler = make_engine(stage, renderer, model, sleeps=config.engine_sleep)
         if self.sampler.reencodes and not config.allow_reencoded_ids:
-            raise ValueError(f"{self.sampler.name} returns text, so the ids trained on would be an encoding of it and not what was sampled. Use an engine that returns "
+            raise ValueError(f"{self.sampler.name} returns text, so the ids trained on would be an encoding of it and not what was sampled. Use an engine "
+                             f"that returns "
                              "ids (engine=builtin, engine=vllm, a vLLM server), or accept it with allow_reencoded_ids=true.")
         self.params = sampling_params(config, renderer)
         self.baseline = MovingAverageBaseline(config.baseline_decay)
@@ -116,7 +117,7 @@ class Rollouts:
         if self.sampler.weights != wanted:
             from stages.engines import write_weights
 
-            home = self.stage.workdir / "engine" / f"rank-{ranks.rank()}"
+            home = self.stage.workdir / "engine"
             old = list(home.glob("*"))
             write_weights(self.model, self.renderer.tokenizer, home / wanted)
             self.sampler.update(str(home / wanted), wanted)
@@ -169,6 +170,8 @@ class Rollouts:
             move_towards(self.reference, self.model, keep)
         if self.opponent is not None and self.config.opponent == "ema":
             move_towards(self.opponent.model, self.model, self.config.opponent_decay)
+        if metrics.get("policy/ratio_sq"):  # effective sample size over the tokens, (sum w)^2 / (n sum w^2) (ops.monitor)
+            extra["policy/ess_fraction"] = metrics["policy/ratio"] ** 2 / metrics["policy/ratio_sq"]
         self.watch({"step": step, **metrics, **extra})
         return extra
 
@@ -179,7 +182,8 @@ class Rollouts:
         for name, text in alarms(self.history, target).items():
             self.stage.warn(name, text)
             if name in self.config.stop_on:
-                raise TrainingError(f"{name}: {text} (The stage stopped because stop_on names this alarm; leave it out there to go on from the last checkpoint.)")
+                raise TrainingError(f"{name}: {text} (The stage stopped because stop_on names this alarm; the same settings without it go on from the last "
+                                    f"checkpoint.)")
 
     def _check_ratio(self, first: bool, ratio: float) -> None:
         on_policy = first and self.stored is None and not self.config.replay_fraction
@@ -447,7 +451,8 @@ class Rollouts:
             raise ValueError(f"replayed rollouts need the log-probs of who sampled them, and {self.sampler.name} gives none; write replay_fraction=0, or use "
                              "engine=builtin or engine=vllm.")
         if config.importance_correction != "none" and not known:
-            raise ValueError(f"importance_correction={config.importance_correction} weighs with the sampler's log-probs, and {self.sampler.name} gives none; write "
+            raise ValueError(f"importance_correction={config.importance_correction} weighs with the sampler's log-probs, and {self.sampler.name} gives "
+                             f"none; write "
                              "importance_correction=none, or use engine=vllm.")
         weights = self._importance_weights(padded(old), padded(sampled), mask) if config.importance_correction != "none" else None
         ref = None
@@ -612,7 +617,8 @@ class Rollouts:
                                                                           for name, of in (("mean", np.mean), ("min", np.min), ("max", np.max))}}
         limit = self.config.engine_max_mismatch
         if limit and not self.sampler.exact_logps and out["sampling/logp_difference/mean"] > limit:
-            raise TrainingError(f"The log-probs of {self.sampler.name} differ from the trainer's by {out['sampling/logp_difference/mean']:.3f} nats per token, over "
+            raise TrainingError(f"The log-probs of {self.sampler.name} differ from the trainer's by {out['sampling/logp_difference/mean']:.3f} nats per "
+                                f"token, over "
                                 f"engine_max_mismatch={limit}: it does not sample from the policy's weights, or with other settings. Check that it serves the "
                                 "directory it is given, with its tokenizer and without a sampling default of its own.")
         return out
@@ -766,7 +772,8 @@ class Rollouts:
                 "prompt_id": s.prompt["prompt_id"], "group_id": s.prompt["group_id"], "iteration": self.iteration,
                 "policy_version": self.version if group_at[i].fresh else group_at[i].version, "sample_idx": i, "prompt_ids": s.prompt_ids,
                 "completion_ids": s.ids, "loss_mask": batch.mask_BT[i, :n].astype(int).tolist() if trained[i] else [0] * n,
-                "logp_old": [float(v) for v in old[i]], "logp_rollout": None if old is sampled or s.mode == "sft" or s.logps is None else [float(v) for v in s.logps],
+                "logp_old": [float(v) for v in old[i]],
+                "logp_rollout": None if old is sampled or s.mode == "sft" or s.logps is None else [float(v) for v in s.logps],
                 "logp_plain_prompt": [float(v) for v in old[i]] if s.off_policy else None, "sampling_prompt_id": s.context,
                 "extra_json": json.dumps(extra) if (extra := self._extra(s)) else None,
                 "logp_ref": None if ref is None else [float(v) for v in ref[i]], "values": None if values is None else values[i],

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 
 #: Panels, in this order, where both runs logged the metric; reward components follow.
 PANELS = ("reward/mean", "validation/reward/mean", "train/correct", "kl/sequence_sum", "train/entropy", "policy/outside_range", "completions/mean_length",
-          "completions/clipped_ratio", "reward/frac_zero_std", "sampling/logp_difference/mean", "train/loss", "validation/loss", "train/accuracy", "validation/accuracy",
+          "completions/clipped_ratio", "reward/frac_zero_std", "sampling/logp_difference/mean", "train/loss", "validation/loss", "train/accuracy",
+          "validation/accuracy",
           "rewards/margins", "train/grad_norm")
 #: Settings that change what a held-out score measures.
 HELD_OUT_SETTINGS = ("rewards", "eval_prompts", "max_completion_length", "max_prompt_length", "temperature", "top_p", "top_k", "min_p", "stop_strings")
@@ -22,7 +23,8 @@ def curves(runs: Mapping[str, Sequence[dict]]) -> bytes | None:
     logged = [{key for row in rows for key, value in row.items() if value is not None} for rows in runs.values()]
     shared = set.intersection(*logged) - {"step"}
     names = [name for name in PANELS if name in shared]
-    names += sorted(n for n in shared - set(names) if n.startswith("reward/") and n.split("/")[1] not in ("mean", "group_std", "frac_zero_std", "unscorable_fraction"))
+    statistics = ("reward/group_std", "reward/frac_zero_std", "reward/unscorable_fraction")
+    names += sorted(name for name in shared - set(names) if name.startswith("reward/") and name not in statistics)
     panels = {name: {run: tuple(zip(*[(row["step"], row[name]) for row in rows if row.get(name) is not None])) for run, rows in runs.items()} for name in names}
     return small_multiples(panels, title=" against ".join(runs)) if panels else None
 
@@ -48,7 +50,8 @@ def held_out(a: Sequence[dict], b: Sequence[dict], configs: tuple[dict, dict]) -
             d = paired(last_pass(b), last_pass(a), metric)
         except ValueError:
             continue
-        found.append({"metric": f"held-out {metric}", "a": d["champion"], "b": d["candidate"], "difference": d["difference"], "low": d["low"], "high": d["high"],
+        found.append({"metric": f"held-out {metric}", "a": d["champion"], "b": d["candidate"], "difference": d["difference"], "low": d["low"],
+                      "high": d["high"],
                       "p": d["p_value"], "prompts": d["n"], "better": d["better"], "worse": d["worse"]})
     return found, None if found else "the runs have no validation prompt in common"
 

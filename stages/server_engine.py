@@ -98,7 +98,8 @@ class ServerEngine:
         return [[next(made) for _ in of_prompt] for of_prompt in seeds]
 
     def _refuse(self, params) -> None:
-        asked = {"top_k": params.top_k and not params.greedy, "min_p": params.min_p and not params.greedy, "repetition_penalty": params.repetition_penalty != 1.0,
+        asked = {"top_k": params.top_k and not params.greedy, "min_p": params.min_p and not params.greedy,
+                 "repetition_penalty": params.repetition_penalty != 1.0,
                  "min_tokens": params.min_tokens, "bad_words": params.bad_words, "frequency_penalty": params.frequency_penalty,
                  "presence_penalty": params.presence_penalty, "logit_processors": params.logit_processors}
         for name in (name for name in (*MISSING[self.api], "logit_processors") if asked[name]):
@@ -128,21 +129,25 @@ class ServerEngine:
         raise ValueError("the prompt's ids do not survive being sent as text; use a server that takes ids (vLLM), or engine=builtin")
 
     def _settings(self, p, seed: int) -> dict:
-        common = {"max_tokens": p.max_new_tokens, "temperature": p.temperature, "seed": seed % 2**31} | ({"stop": list(p.stop_strings)} if p.stop_strings else {})
+        common = {"max_tokens": p.max_new_tokens, "temperature": p.temperature, "seed": seed % 2**31}
+        common |= {"stop": list(p.stop_strings)} if p.stop_strings else {}
         if self.api == "transformers":
             # its temperature alone leaves a greedy generation config greedy, so the whole config is sent
-            config = {"do_sample": not p.greedy, "max_new_tokens": p.max_new_tokens, "eos_token_id": sorted(p.stop_ids) or None, "repetition_penalty": p.repetition_penalty,
+            config = {"do_sample": not p.greedy, "max_new_tokens": p.max_new_tokens, "eos_token_id": sorted(p.stop_ids) or None,
+                      "repetition_penalty": p.repetition_penalty,
                       "pad_token_id": self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id}
             config |= {} if p.greedy else {"temperature": p.temperature, "top_p": p.top_p, "top_k": p.top_k, "min_p": p.min_p or None}
             config |= {"min_new_tokens": p.min_tokens} if p.min_tokens else {}
             config |= {"bad_words_ids": bad_word_ids(self.tokenizer, p.bad_words)} if p.bad_words else {}
             config |= {"sequence_bias": [[[token], bias] for token, bias in p.logit_bias]} if p.logit_bias else {}
-            return {k: v for k, v in common.items() if k != "temperature"} | {"generation_config": json.dumps({k: v for k, v in config.items() if v is not None})}
+            del common["temperature"]
+            return common | {"generation_config": json.dumps({k: v for k, v in config.items() if v is not None})}
         common |= {"top_p": 1.0 if p.greedy else p.top_p, "frequency_penalty": p.frequency_penalty, "presence_penalty": p.presence_penalty}
         common |= {"logit_bias": {str(token): bias for token, bias in p.logit_bias}} if p.logit_bias else {}
         if self.api == "openai":
             return common
-        return common | {"top_k": 0 if p.greedy else p.top_k, "min_p": 0.0 if p.greedy else p.min_p, "repetition_penalty": p.repetition_penalty, "min_tokens": p.min_tokens,
+        return common | {"top_k": 0 if p.greedy else p.top_k, "min_p": 0.0 if p.greedy else p.min_p, "repetition_penalty": p.repetition_penalty,
+                         "min_tokens": p.min_tokens,
                          "bad_words": list(p.bad_words), "stop_token_ids": sorted(p.stop_ids), "ignore_eos": True, "logprobs": 0, "return_token_ids": True,
                          "add_special_tokens": False}
 

@@ -70,7 +70,8 @@ def check_greedy_is_the_models(engine, model):
     groups = engine.generate(PROMPTS, SamplingParams(temperature=0, max_new_tokens=8, stop_ids=STOPS), [[0]] * 3)
     for prompt, (c,) in zip(PROMPTS, groups):
         ids = torch.tensor([prompt])
-        want = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8, eos_token_id=sorted(STOPS), pad_token_id=3)[0, len(prompt):].tolist()
+        want = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8, eos_token_id=sorted(STOPS), pad_token_id=3)[0,
+            len(prompt):].tolist()
         if engine.reencodes:
             assert c.text == engine.tokenizer.decode([t for t in want if t not in STOPS], skip_special_tokens=True)
         else:
@@ -79,7 +80,8 @@ def check_greedy_is_the_models(engine, model):
 
 def check_logps_are_of_the_sampled_distribution(engine, model):
     settings = [dict(), dict(temperature=0.7, top_k=20), dict(temperature=0), dict(top_p=0.8)]
-    settings += [dict(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, min_tokens=3, logit_bias={50: 3.0, 60: -100.0})] if not engine.reencodes else []
+    settings += [dict(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, min_tokens=3, logit_bias={50: 3.0,
+        60: -100.0})] if not engine.reencodes else []
     for setting in settings:
         params = SamplingParams(max_new_tokens=7, stop_ids=STOPS, **setting)
         for prompt, group in zip(PROMPTS, engine.generate(PROMPTS, params, SEEDS)):
@@ -118,7 +120,8 @@ def check_bans_and_penalties(engine, tokenizer):
     assert set("".join(c.text for c in only)) <= set(tokenizer.decode([50, 51]))
     said = "".join(c.text for c in sample())
     words = [tokenizer.decode([t]) for t in range(len(tokenizer))]
-    letter = max((c for c in said if c.isascii() and c.isprintable() and c.strip() and sum(c in w for w in words) == 1), key=said.count)  # in no longer token, which would not be banned
+    letter = max((c for c in said if c.isascii() and c.isprintable() and c.strip() and sum(c in w for w in words) == 1),
+                 key=said.count)  # in no longer token, which would not be banned
     assert not any(letter in c.text for c in sample(bad_words=[letter]))
 
 

@@ -16,7 +16,8 @@ from tests.sampler.servers import transformers_serve, vllm_server
 from tests.training.conftest import data, spec  # noqa: F401
 
 LENGTH = [{"name": "length", "kind": "length", "max_length": 8, "cache_length": 6}]
-RL = {"max_steps": 3, "prompts_per_step": 3, "num_generations": 4, "max_completion_length": 8, "learning_rate": 1e-2, "reward_override": "random", "rewards": LENGTH}
+RL = {"max_steps": 3, "prompts_per_step": 3, "num_generations": 4, "max_completion_length": 8, "learning_rate": 1e-2, "reward_override": "random",
+      "rewards": LENGTH}
 
 
 @pytest.fixture()
@@ -80,7 +81,8 @@ def test_rejection_and_evaluate_through_a_vllm_server(tiny, data, spec):  # noqa
         assert len(found) == 12 and {r["gen"]["engine"] for r in found} == {"server vllm: tiny"} and len(seen) == 12
         assert {body["seed"] for body in seen} == {r["gen"]["rng_seed"] % 2**31 for r in found}
         assert all("reencoded" not in json.loads(r["extra_json"]) for r in found)
-        made = spec("evaluate", {**settings, "engine_url": url, "num_samples": 2, "limit": 3}, {"model": tiny["policy"], "prompts": tiny["prompts"]}, "evaluate")
+        made = spec("evaluate", {**settings, "engine_url": url, "num_samples": 2, "limit": 3}, {"model": tiny["policy"], "prompts": tiny["prompts"]},
+                    "evaluate")
         made["inputs"]["prompts"]["digest"] = open_dataset(tiny["prompts"]).digest
         result = execute(made, lambda event: None)
         assert result["summary"]["prompts"] == 3 and len(rows_of(result, "samples")) == 9
@@ -97,7 +99,8 @@ def test_text_only_servers_mark_their_rows_and_rl_refuses_them(tiny, data, spec,
         with pytest.raises(ValueError, match="allow_reencoded_ids=true"):
             execute(spec("rl", rl, {"model": tiny["policy"], "data": data["prompts"]}, "refused"), lambda event: None)
         with pytest.raises(ValueError, match="importance_correction=none"):
-            execute(spec("rl", {**rl, "allow_reencoded_ids": True, "importance_correction": "token_mask"}, {"model": tiny["policy"], "data": data["prompts"]}, "tis"),
+            execute(spec("rl", {**rl, "allow_reencoded_ids": True, "importance_correction": "token_mask"}, {"model": tiny["policy"], "data": data["prompts"]},
+                         "tis"),
                     lambda event: None)
         made = spec("rl", {**rl, "allow_reencoded_ids": True}, {"model": tiny["policy"], "data": data["prompts"]}, "accepted")
         result = execute(made, lambda event: None)
@@ -110,7 +113,8 @@ def test_settings_that_do_not_fit_say_what_to_write():
     from stages.rl import Config as RLConfig
     from stages.rl import resolve_preset
 
-    for setting, advice in ((dict(engine="server"), "write engine_url="), (dict(engine_url="http://x/v1"), "write engine=server"), (dict(engine_api="vllm"), "write engine=server"),
+    for setting, advice in ((dict(engine="server"), "write engine_url="), (dict(engine_url="http://x/v1"), "write engine=server"), (dict(engine_api="vllm"),
+        "write engine=server"),
                             (dict(engine_options={"dtype": "float32"}), "write engine=vllm"), (dict(min_tokens=65), "smaller min_tokens")):
         with pytest.raises(ValueError, match=advice):
             Config(**setting)

@@ -95,7 +95,8 @@ def test_new_weights(engines, made, kind, tmp_path):
 
 def test_which_engines_give_log_probs_and_ids(engines):
     """The built-in and vLLM always, a vLLM server where nothing changes its raw log-probs, transformers serve neither."""
-    for kind, plain, warm, ids in (("builtin", True, True, True), ("vllm", True, True, True), ("vllm-server", True, False, True), ("transformers-serve", False, False, False)):
+    for kind, plain, warm, ids in (("builtin", True, True, True), ("vllm", True, True, True), ("vllm-server", True, False, True), ("transformers-serve",
+        False, False, False)):
         engine = engines(kind)
         for temperature, expected in ((1.0, plain), (0.7, warm)):
             ((c,),) = engine.generate([[1, 40]], SamplingParams(max_new_tokens=3, temperature=temperature), [[5]])

@@ -31,10 +31,11 @@ WILD = {  # rows that set an alarm off, and rows that must not
     "ratio_off": (rows(policy__ratio=1.2), rows(policy__ratio=1.05)),
     "dead_groups": (rows(reward__frac_zero_std=0.6), rows(reward__frac_zero_std=0.4)),
     "completions_truncated": (rows(completions__clipped_ratio=0.2), rows(completions__clipped_ratio=0.05)),
-    "length_growth": (rows(completions__mean_length=lambda k: 10.0 + 3 * k, reward__mean=0.5), rows(completions__mean_length=lambda k: 10.0 + 3 * k, reward__mean=lambda k: 0.1 * k)),
+    "length_growth": (rows(completions__mean_length=lambda k: 10.0 + 3 * k, reward__mean=0.5), rows(completions__mean_length=lambda k: 10.0 + 3 * k,
+                                                                                                    reward__mean=lambda k: 0.1 * k)),
     "repetition": (rows(completions__repetition=lambda k: 0.04 + 0.02 * k), rows(completions__repetition=lambda k: 0.001 + 0.001 * k)),
     "harmful_critic": (rows(critic__explained_variance=-0.2), rows(6, critic__explained_variance=-0.2)),
-    "over_optimisation": (rows(reward__mean=lambda k: 0.1 * k, validation__reward__mean=lambda k: 1.0 - 0.05 * abs(k - 5), kl__sequence_sum=lambda k: 0.3 * k),
+    "over_optimisation": (rows(reward__mean=lambda k: 0.1 * k, validation__reward__mean=lambda k: 1.0 - 0.2 * abs(k - 5), kl__sequence_sum=lambda k: 0.3 * k),
                           rows(reward__mean=lambda k: 0.1 * k, validation__reward__mean=lambda k: 0.1 * k, kl__sequence_sum=lambda k: 0.3 * k)),
     "engine_mismatch": (rows(sampling__logp_difference__mean=0.08), rows(sampling__logp_difference__mean=0.01)),
 }
@@ -56,8 +57,19 @@ def test_alarms_can_end_the_stage(tiny, data, spec):
     from stages.training import TrainingError
 
     assert set(get_args(AlarmName)) == set(ALARMS)
-    with pytest.raises(TrainingError, match="completions_truncated: .* leave it out there"):
+    with pytest.raises(TrainingError, match="completions_truncated: .* the same settings without it"):
         execute(spec("rl", {**SMALL, "stop_on": ["completions_truncated"]}, {"model": tiny["policy"], "data": data["prompts"]}, "stopped"), lambda event: None)
+
+
+def test_a_proxy_that_grows_while_held_out_answers_get_worse_is_over_optimised():
+    hacked = rows(reward__mean=lambda k: 0.1 * k, validation__reward__mean=lambda k: 0.1 * k, validation__train__correct=lambda k: 0.5 - 0.03 * k,
+                  kl__sequence_sum=1.0)
+    assert "over_optimisation" in alarms(hacked) and "over_optimisation" not in alarms(hacked[:4])
+
+
+def test_a_small_effective_sample_size_is_an_alarm():
+    assert "ratio_off" in alarms(rows(policy__ratio=1.0, policy__ess_fraction=0.2)) and "ratio_off" not in alarms(rows(policy__ratio=1.0,
+        policy__ess_fraction=0.5))
 
 
 def test_no_alarm_without_numbers():
@@ -72,7 +84,7 @@ def test_tables_and_paths():
     assert [(r["step"], r["which"], r["answer"]) for r in table] == [(1, "best", "3"), (1, "best", "2"), (1, "worst", "0"), (1, "worst", "1"),
                                                                      (2, "best", "3"), (2, "best", "2"), (2, "worst", "0"), (2, "worst", "1")]
     logged = [{"step": 1, "x": 1.0, "y": 5.0}, {"step": 2, "y": 6.0}, {"step": 3, "x": 2.0}, {"step": 4, "x": 3.0, "y": 7.0}]
-    assert along(logged, "x", "y") == ([1.0, 1.0, 3.0], [5.0, 6.0, 7.0], [1, 2, 4]) and along(logged, "x", "z") == ([], [], [])
+    assert along(logged, "x", "y") == ([1.0, 2.5], [5.0, 7.0], [1, 4]) and along(logged, "x", "z") == ([], [], [])
 
 
 def png_size(file) -> tuple[int, int]:
@@ -86,7 +98,8 @@ def test_an_rl_run_tells_everything(tiny, data, spec):
     made = spec("rl", {**SMALL, "monitor_kl": True}, {"model": tiny["policy"], "data": data["prompts"]}, "told")
     result = execute(made, lambda event: events.append(json.loads(event) if isinstance(event, str) else event))
     found = {r["name"]: r for r in result["reports"]}
-    for name in ("curve-reward", "curve-reward-components", "curve-kl", "curve-entropy", "curve-clip", "curve-length", "curve-truncation", "curve-groups", "reward-against-kl",
+    for name in ("curve-reward", "curve-reward-components", "curve-kl", "curve-entropy", "curve-clip", "curve-length", "curve-truncation", "curve-groups",
+                 "reward-against-kl",
                  "proxy-against-held-out", "curve-held-out"):
         assert min(png_size(found[name]["png"])) > 300, name
     kept = list(open_dataset(result["outputs"]["validation"]["path"]).iter_rows())
@@ -100,20 +113,24 @@ def test_an_rl_run_tells_everything(tiny, data, spec):
     assert len(live) == 1 and any(e.get("event") == "metric" and e.get("step") == 4 for e in events[live[0]:])  # said while it ran, once
     metrics = [json.loads(line) for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()]
     first = next(m["metrics"] for m in metrics if m["step"] == 1)
-    assert first["kl/sequence_sum"] == pytest.approx(0.0, abs=1e-5) and all(r["logp_ref"] is not None for r in open_dataset(result["outputs"]["rollouts"]["path"]).iter_rows())
+    assert first["policy/ess_fraction"] == pytest.approx(1.0, abs=1e-5)
+    assert first["kl/sequence_sum"] == pytest.approx(0.0, abs=1e-5)
+    assert all(r["logp_ref"] is not None for r in open_dataset(result["outputs"]["rollouts"]["path"]).iter_rows())
 
 
 def test_comparison_of_two_runs_pairs_prompts_and_refuses_other_protocols():
     def records(shift):
-        return [{"step": s, "mode": "sample", "item_id": f"i{i}", "prompt_id": f"p{i}", "reward": i % 3 + shift * s, "correct": None, "prompt": f"q{i}", "output": f"{shift} {i}"}
+        return [{"step": s, "mode": "sample", "item_id": f"i{i}", "prompt_id": f"p{i}", "reward": i % 3 + shift * s, "correct": None, "prompt": f"q{i}",
+                 "output": f"{shift} {i}"}
                 for s in (0, 10) for i in range(12)]
 
     config = {name: 1 for name in HELD_OUT_SETTINGS}
     table, note = held_out(records(0.0), records(0.05), (config, config))
     assert note is None and table[0]["metric"] == "held-out reward" and table[0]["prompts"] == 12
-    assert table[0]["difference"] == pytest.approx(0.5) and table[0]["low"] == pytest.approx(0.5) and table[0]["high"] == pytest.approx(0.5)  # pairing removes the prompts' spread
+    assert [table[0][name] for name in ("difference", "low", "high")] == pytest.approx([0.5] * 3)  # pairing removes the prompts' spread
     assert held_out(records(0.0), records(0.1), (config, {**config, "temperature": 0.5}))[1].endswith("different temperature")
-    assert held_out(records(0.0), [{**r, "item_id": r["item_id"] + "x"} for r in records(0.0)], (config, config))[1] == "the runs have no validation prompt in common"
+    assert held_out(records(0.0), [{**r, "item_id": r["item_id"] + "x"} for r in records(0.0)], (config,
+                                                                                                 config))[1] == "the runs have no validation prompt in common"
     assert answers(records(0.0), records(0.05), 2)[0] == {"prompt": "q0", "a": "0.0 0", "reward_a": 0.0, "b": "0.05 0", "reward_b": 0.5}
     assert curves({"a": rows(reward__mean=1.0), "b": rows(entropy=1.0)}) is None
     assert curves({"a": rows(reward__mean=1.0, reward__x=2.0), "b": rows(3, reward__mean=0.5, reward__x=1.0)})[:4] == b"\x89PNG"
