@@ -142,7 +142,8 @@ class Plan:
         from stages.engines import engine_label
 
         stage, config = self.stage, self.config
-        changed = {name: getattr(config, name) for name in ("min_tokens", "repetition_penalty", "frequency_penalty", "presence_penalty", "bad_words", "logit_bias")
+        plain = config.model_dump(mode="json")
+        changed = {name: plain[name] for name in ("min_tokens", "repetition_penalty", "frequency_penalty", "presence_penalty", "bad_words", "logit_bias")
                    if getattr(config, name) != type(config).model_fields[name].get_default(call_default_factory=True)}
         protocol = {
             "target": config.target, "split": config.split, "limit": config.limit, "template": self.renderer.template_hash if self.renderer else "own",
