@@ -81,8 +81,8 @@ def test_rejection_and_evaluate_through_a_vllm_server(tiny, data, spec):  # noqa
         assert len(found) == 12 and {r["gen"]["engine"] for r in found} == {"server vllm: tiny"} and len(seen) == 12
         assert {body["seed"] for body in seen} == {r["gen"]["rng_seed"] % 2**31 for r in found}
         assert all("reencoded" not in json.loads(r["extra_json"]) for r in found)
-        made = spec("evaluate", {**settings, "engine_url": url, "num_samples": 2, "limit": 3, "logit_bias": {"50": -5}}, {"model": tiny["policy"], "prompts": tiny["prompts"]},
-                    "evaluate")
+        made = spec("evaluate", {**settings, "engine_url": url, "num_samples": 2, "limit": 3, "logit_bias": {"50": -5}},
+                    {"model": tiny["policy"], "prompts": tiny["prompts"]}, "evaluate")
         made["inputs"]["prompts"]["digest"] = open_dataset(tiny["prompts"]).digest
         result = execute(made, lambda event: None)
         protocol = open_dataset(result["outputs"]["samples"]["path"]).manifest["meta"]["protocol"]
