@@ -8,6 +8,7 @@ prefix cache is emptied: its keys and values belong to the old weights.
 from __future__ import annotations
 
 import math
+import os
 
 from stages.engines import EngineError, refuse_all_failed, vocabulary_of
 from stages.sampler import Completion, DerivedText, SamplerError, check_request
@@ -27,6 +28,7 @@ class VLLMEngine:
     exact_logps, shares_weights, reencodes = False, False, False
 
     def __init__(self, path: str, tokenizer, *, max_batch: int = 64, options: dict | None = None, sleeps: bool = False):
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # nothing phones home
         try:
             import vllm
         except ImportError as error:
