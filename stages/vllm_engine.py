@@ -96,7 +96,11 @@ class VLLMEngine:
     def update(self, directory: str, weights: str) -> None:
         if self.asleep:
             self.llm.wake_up(tags=["weights"])  # the cache stays away until the weights are in: both together may not fit
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
+        try:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
+        except (TypeError, NotImplementedError, AttributeError) as error:
+            raise EngineError(f"{self.name} cannot read new weights from a directory ({error}). Use a version whose workers have reload_weights(weights_path=...), "
+                              "or write engine=builtin.") from error
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()

@@ -131,6 +131,15 @@ def test_vllm_sleeps_and_reloads_in_the_order_that_works(engines, made, tmp_path
     assert engine.llm.calls == ["sleep 2", "wake weights", "reload", "wake kv_cache", "reset"]
 
 
+def test_a_vllm_that_cannot_reload_from_a_directory_is_named(engines, monkeypatch):
+    def old(self, method, timeout=None, args=(), kwargs=None):
+        raise TypeError("reload_weights() got an unexpected keyword argument 'weights_path'")
+
+    monkeypatch.setattr(fake_vllm.LLM, "collective_rpc", old)
+    with pytest.raises(EngineError, match="vllm 0.0-fake cannot read new weights from a directory"):
+        engines("vllm").update("somewhere", "v1")
+
+
 def test_a_server_row_is_asked_for_twice_and_then_named(made, monkeypatch):
     from stages import server_engine
 
