@@ -8,18 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def validation_rows(stage, samples, step: int) -> list[dict]:
+def validation_rows(samples, step: int) -> list[dict]:
     """``eval_samples/1`` rows of one pass over the validation prompts at an optimizer step."""
     from storage.files import canonical_json
     from storage.schema import complete_row
 
     return [complete_row("eval_samples/1", {
-        "prompt_id": s.prompt["prompt_id"], "group_id": s.prompt["group_id"], "run_id": f"{stage.key[:16]}:step-{step}", "item_id": s.prompt["row_id"],
-        "sample_idx": 0,
-        "output": s.text, "correct": s.correct, "format_error": False, "tokens": len(s.ids),
+        "prompt_id": s.prompt["prompt_id"], "group_id": s.prompt["group_id"], "run_id": f"step-{step}", "item_id": s.prompt["row_id"],
+        "sample_idx": 0, "output": s.text, "correct": s.correct, "format_error": False, "tokens": len(s.ids),
         "extra_json": canonical_json({"mode": "sample", "step": step, "reward": s.total if s.total == s.total else None, "parts": s.parts,
-                                      "finish": s.finish_reason,
-                                      "prompt": s.prompt["prompt"][-1]["content"], **({"unscorable": s.reasons} if s.reasons else {}),
+                                      "finish": s.finish_reason, "prompt": s.prompt["prompt"][-1]["content"], **({"unscorable": s.reasons} if s.reasons else {}),
                                       **({"error": s.error} if s.error else {})})},
         dataset="validation", source=s.prompt["source"], origin="ai", split="validation") for s in samples]
 

@@ -874,7 +874,7 @@ def held_out_metrics(source: Rollouts, rewards, prompts, step: int) -> dict[str,
     if source.config.engine_sleep:
         source.sampler.sleep(keep_weights=False)
     score(rewards, samples)
-    rows = validation_rows(stage, samples, step)
+    rows = validation_rows(samples, step)
     source.validation.write(rows)
     source.validation.flush()
     stage.report("validation-samples", table=best_and_worst(records_of(rows)))  # of the newest pass while it runs, of all at the end
