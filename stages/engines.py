@@ -119,42 +119,18 @@ def vocabulary_of(path: str) -> tuple[int, int | None]:
     return config.vocab_size, getattr(config, "max_position_embeddings", None)
 
 
-def whole_weights(model) -> dict[str, torch.Tensor]:
-    """Parameters under the names of the plain model: LoRA updates are merged into copies, tied weights appear once.
-
-    Raises:
-        SamplerError: an adapter that cannot be merged (DoRA, biases).
-    """
-    from stages.decoders import bare, linear_weight
-
-    base, found, seen = bare(model), {}, set()
-    for name, value in base.state_dict(keep_vars=True).items():
-        if ".lora_" in name:
-            continue
-        if ".base_layer." in name:
-            owner, _, leaf = name.partition(".base_layer.")
-            pair = linear_weight(base.get_submodule(owner))
-            if pair is None:
-                raise SamplerError(f"the adapter of {owner} cannot be merged for another engine; use plain LoRA without biases, or write engine=builtin")
-            name, value = f"{owner}.{leaf}", pair[0] if leaf == "weight" else pair[1]
-        if value.data_ptr() in seen:
-            continue
-        seen.add(value.data_ptr())
-        found[name] = value.detach().cpu().contiguous()
-    return found
-
-
 def write_weights(model, tokenizer, directory: str | Path) -> None:
     """A Hugging Face directory of the policy as it is now, the model left as it is: how engines in other processes get new weights."""
     import copy
 
     from safetensors.torch import save_file
 
+    from stages.adapters import plain_parameters
     from stages.decoders import bare
 
     base, directory = bare(model), Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(whole_weights(model), directory / "model.safetensors", metadata={"format": "pt"})
+    save_file({name: value.detach().cpu().contiguous() for name, value in plain_parameters(model)}, directory / "model.safetensors", metadata={"format": "pt"})
     config = copy.deepcopy(base.config)
     config.use_cache, config.architectures = True, [type(base).__name__]
     config.save_pretrained(directory)

@@ -183,7 +183,7 @@ class Rollouts:
             self.stage.warn(name, text)
             if name in self.config.stop_on:
                 raise TrainingError(f"{name}: {text} (The stage stopped because stop_on names this alarm; the same settings without it go on from the last "
-                                    f"checkpoint.)")
+                                    "checkpoint.)")
 
     def _check_ratio(self, first: bool, ratio: float) -> None:
         on_policy = first and self.stored is None and not self.config.replay_fraction

@@ -62,7 +62,9 @@ def test_rl_stops_where_the_engine_does_not_sample_from_the_policy(tiny, data, s
 
 
 def test_rl_leaves_out_rows_that_the_engine_lost(tiny, data, spec, vllm, monkeypatch):  # noqa: F811
-    first = fake_vllm.LLM.requests
+    from stages.preflight import TRIED
+
+    first = fake_vllm.LLM.requests + TRIED[0] * min(TRIED[1], RL["num_generations"])  # behind the completions that the preflight looks at
     monkeypatch.setattr(fake_vllm, "ABORT", {first + 2, first + 13})  # row 2, and its second try
     made = spec("rl", {**RL, "engine": "vllm"}, {"model": tiny["policy"], "data": data["prompts"]}, "lost")
     result = execute(made, lambda event: None)
