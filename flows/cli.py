@@ -379,18 +379,24 @@ def lineage(ref: Annotated[str, typer.Argument(help="A dataset or model ref.")],
 def compare(
     a: Annotated[str, typer.Argument(help="A run id, or an evaluation (its dataset ref or stage key).")],
     b: Annotated[str, typer.Argument(help="The one to compare with.")],
+    out: Annotated[Optional[Path], typer.Option(metavar="DIR", help="Where the figure of the curves goes; default: below the state directory.")] = None,
     json_: Json = False,
 ) -> None:
-    """Put the numbers of two runs or two evaluations side by side; different protocols are refused."""
+    """Put two runs or two evaluations side by side: numbers, settings, curves, held-out scores, answers; different protocols are refused."""
     from flows import display, env
     from flows.compare import compare as side_by_side
 
     env.prepare(quiet=True)
-    value = side_by_side(a, b)
+    value = side_by_side(a, b, out)
     if json_:
         return emit(value)
     display.table(value["metrics"])
-    for line in value["config"]:
+    for name, title in (("held_out", "held-out prompts, difference b - a with its 95% interval"), ("answers", "the same prompts, largest changes first")):
+        if value[name]:
+            print()
+            display.table(value[name], title)
+    print()
+    for line in (*value["config"], *value["notes"], *(f"curves: {path}" for path in value["figures"])):
         print(line)
 
 

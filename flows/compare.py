@@ -1,15 +1,20 @@
-"""`posttrain compare`: two runs, or two evaluations, side by side. Numbers of different protocols are refused."""
+"""`posttrain compare`: two runs, or two evaluations, side by side. Numbers of different protocols are refused.
+
+Training stages also give their curves in one figure, held-out scores with paired intervals, and answers to the same prompts.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from storage import records, store
+from storage import home, records, store
 from stages.spec import ConfigError
 
 
-def compare(a: str, b: str) -> dict[str, Any]:
-    """{"metrics": rows {step, metric, a, b, difference}, "config": differing settings}.
+def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
+    """{"metrics": rows {step, metric, a, b, difference}, "config": differing settings, "held_out": rows with intervals, "answers": rows,
+    "figures": files, "notes": what could not be compared and why}. ``out``: where figures go; default ``POSTTRAIN_HOME/compare/A-B``.
 
     Raises ConfigError for things that cannot be compared (a run with an evaluation, different protocols).
     """
@@ -23,6 +28,7 @@ def compare(a: str, b: str) -> dict[str, Any]:
     if not shared:
         raise ConfigError(f"{a} and {b} have no step in common: {', '.join(left)} against {', '.join(right)}")
     rows, settings = [], []
+    more: dict[str, list] = {"held_out": [], "answers": [], "figures": [], "notes": []}
     for label in shared:
         one, two = left[label], right[label]
         same_protocol(label, one, two)
@@ -33,7 +39,51 @@ def compare(a: str, b: str) -> dict[str, Any]:
             both = all(isinstance(value, (int, float)) for value in (x, y))
             rows.append({"step": label, "metric": metric, "a": x, "b": y, "difference": y - x if both else None})
         settings += [f"{label}.{line}" for line in differences(one.get("config") or {}, two.get("config") or {})]
-    return {"a": a, "b": b, "metrics": rows, "config": settings}
+        if one["key"] != two["key"]:
+            for name, found in training(label, one, two, out or home.subdir("compare") / f"{a[:12]}-{b[:12]}".replace("/", "_")).items():
+                more[name] += found
+    return {"a": a, "b": b, "metrics": rows, "config": settings, **more}
+
+
+def training(label: str, one: dict[str, Any], two: dict[str, Any], out: Path) -> dict[str, list]:
+    """Curves, held-out scores and answers of two training stages; empty for stages that log no curve."""
+    from stages import run_comparison
+    from stages.curves import metric_rows
+    from storage.files import atomic_write_bytes
+
+    found: dict[str, list] = {"held_out": [], "answers": [], "figures": [], "notes": []}
+    runs = {f"{which} {record['key'][:6]}": metric_rows(Path(record["metrics_file"])) for which, record in (("a", one), ("b", two))}
+    png = run_comparison.curves(runs) if all(runs.values()) else None
+    if png is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        atomic_write_bytes(out / f"{label}-curves.png", png)
+        found["figures"].append(str(out / f"{label}-curves.png"))
+    records = [samples_of(record) for record in (one, two)]
+    if all(held for held, _ in records):
+        scores, note = run_comparison.held_out(records[0][0], records[1][0], (one["config"], two["config"]))
+        found["held_out"] = [{"step": label, **row} for row in scores]
+        found["notes"] += [f"{label}: {note}"] if note else []
+    elif any(held or sampled for held, sampled in records):
+        found["notes"].append(f"{label}: no held-out scores, because not both runs had validation prompts; write eval_prompts=N")
+    pairs = [held or sampled for held, sampled in records]
+    if all(pairs):
+        found["answers"] = [{"step": label, **row} for row in run_comparison.answers(*pairs)]
+    return found
+
+
+def samples_of(record: dict[str, Any]) -> tuple[list[dict], list[dict]]:
+    """(answers to validation prompts, or else the last answers to training prompts) that a stage stored."""
+    from stages.chat import renderer_for
+    from stages.evaluation.scores import records_of
+    from stages.run_comparison import records_of_rollouts
+    from storage.datasets import open_dataset
+
+    outputs = record["outputs"]
+    if "validation" in outputs:
+        return records_of(open_dataset(outputs["validation"]["path"]).iter_rows()), []
+    if "rollouts" in outputs and "model" in outputs:
+        return [], records_of_rollouts(open_dataset(outputs["rollouts"]["path"]).iter_rows(), renderer_for(outputs["model"]["path"]).decode)
+    return [], []
 
 
 def load(text: str) -> dict[str, dict[str, Any]]:

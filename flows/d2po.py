@@ -19,7 +19,6 @@ from flows.steps import Source, ingest
 from stages.align import Config as AlignConfig
 from stages.preferences import Config as PreferencesConfig
 from stages.rejection import Config as RejectionConfig
-from stages.reward_model import Config as RewardModelConfig
 from stages.rewards import RewardComponent
 
 

@@ -90,13 +90,13 @@ def make_decoder(model, lean: bool | None = None):
     """The engine for a model. lean: None picks, True insists (error with the reason), False takes the generic one."""
     reason = why_not_lean(model) if lean is not False else "asked for the generic engine"
     if reason is None:
-        return LeanDecoder(_bare(model))
+        return LeanDecoder(bare(model))
     if lean:
         raise DecoderError(f"the lean engine does not take this model ({reason}): write lean=None to let the sampler choose")
-    return GenericDecoder(_bare(model))
+    return GenericDecoder(bare(model))
 
 
-def _bare(model):
+def bare(model):
     """The Hugging Face model inside a peft wrapper (its adapter layers stay in place)."""
     return model.get_base_model() if hasattr(model, "get_base_model") and hasattr(model, "peft_config") else model
 
@@ -206,7 +206,7 @@ def _slot_cache(kv: SlotKV, rows: torch.Tensor, columns: torch.Tensor, longest: 
 
 def why_not_lean(model) -> str | None:
     """None when the lean engine computes exactly this model's forward, else the reason it does not."""
-    model = _bare(model)
+    model = bare(model)
     if (type(model).__module__, type(model).__name__) not in _LEAN:
         return f"{type(model).__name__} is not Llama, Mistral, Qwen2 or Qwen3"
     if len({p.dtype for p in model.parameters()} | {p.device for p in model.parameters()}) != 2:
@@ -215,11 +215,11 @@ def why_not_lean(model) -> str | None:
         return "forward hooks"
 
     def refuses(linear) -> str | None:
-        return None if _weight(linear) is not None else f"a {type(linear).__name__} in place of a linear layer"
+        return None if linear_weight(linear) is not None else f"a {type(linear).__name__} in place of a linear layer"
     return odd_layers(model.model, refuses) or refuses(model.lm_head)
 
 
-def _weight(linear) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+def linear_weight(linear) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """(weight [out, in], bias) of a linear layer, with active LoRA updates merged into a copy; None if it is neither."""
     if type(linear) is nn.Linear:
         return linear.weight, linear.bias
@@ -257,9 +257,14 @@ class _Product:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 64)
             self.weights = []
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
+        """The product, plus ``add`` (a residual, in the same pass where the product is packed)."""
         if self.packed is not None:
+            if add is not None:
+                return torch.ops.mkldnn._linear_pointwise.binary(x, add, self.packed, self.bias, "add")
             return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        if add is not None:
+            return add + self(x)
         if len(self.weights) == 1:
             return F.linear(x, self.weights[0], self.biases[0])
         return torch.cat([F.linear(x, w, b) for w, b in zip(self.weights, self.biases)], -1)
@@ -277,7 +282,8 @@ def _packs() -> bool:
             x = torch.linspace(-2, 1, 5 * 8).view(5, 8)
             packed = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
             out = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-            _PACKS = torch.allclose(out, F.linear(x, weight), atol=1e-5)
+            more = torch.ops.mkldnn._linear_pointwise.binary(x, out, packed, None, "add")
+            _PACKS = torch.allclose(out, F.linear(x, weight), atol=1e-5) and torch.allclose(more, 2 * out, atol=1e-5)
         except (AttributeError, RuntimeError, NotImplementedError):
             _PACKS = False
     return _PACKS
@@ -289,20 +295,20 @@ class _Layer:
     def __init__(self, layer, heads: int, groups: int):
         attention, mlp = layer.self_attn, layer.mlp
         self.scale = attention.scaling  # folded into the queries: their norm weight, or their projection
-        q, k, v = (_weight(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+        q, k, v = (linear_weight(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
         pair = lambda wb, count: tuple(None if x is None else interleave(x, count) for x in wb)
         if not hasattr(attention, "q_norm"):
             q = tuple(None if x is None else x * self.scale for x in q)
         self.qkv = _Product([pair(q, heads), pair(k, groups), v])
-        self.out = _Product([_weight(attention.o_proj)])
-        self.gate_up = _Product([_weight(mlp.gate_proj), _weight(mlp.up_proj)])
-        self.down = _Product([_weight(mlp.down_proj)])
+        self.out = _Product([linear_weight(attention.o_proj)])
+        self.gate_up = _Product([linear_weight(mlp.gate_proj), linear_weight(mlp.up_proj)])
+        self.down = _Product([linear_weight(mlp.down_proj)])
         self.norm1, self.eps1 = layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon
         self.norm2, self.eps2 = layer.post_attention_layernorm.weight, layer.post_attention_layernorm.variance_epsilon
-        self.q_norm = self.k_norm = None
+        self.qk_norm = None
         if hasattr(attention, "q_norm"):
-            self.q_norm = interleave(attention.q_norm.weight, 1) * self.scale
-            self.k_norm = interleave(attention.k_norm.weight, 1)
+            q_norm, k_norm = interleave(attention.q_norm.weight, 1) * self.scale, interleave(attention.k_norm.weight, 1)
+            self.qk_norm = torch.cat([q_norm.expand(heads, -1), k_norm.expand(groups, -1)])
             self.head_eps = attention.q_norm.variance_epsilon
 
 
@@ -315,6 +321,7 @@ class LeanDecoder:
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = model.model.layers[0].self_attn.head_dim
         self.layers: list[_Layer] = []
+        self.floor: dict[float, torch.Tensor] = {}  # eps of a norm as a tensor
 
     def check_length(self, total: int) -> None:
         """Any length up to the model's positions is fine."""
@@ -332,7 +339,7 @@ class LeanDecoder:
         self.dtype, self.device = self.embedding.dtype, self.embedding.device
         self.layers = [_Layer(layer, self.heads, self.groups) for layer in core.layers]
         self.norm, self.eps = core.norm.weight, core.norm.variance_epsilon
-        self.head = _Product([_weight(self.model.lm_head)])
+        self.head = _Product([linear_weight(self.model.lm_head)])
         self.wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.inv_freq = core.rotary_emb.inv_freq.to(self.device, torch.float32)
         self.rope_scale = float(getattr(core.rotary_emb, "attention_scaling", 1.0))
@@ -346,14 +353,22 @@ class LeanDecoder:
             self.table = table.to(torch.complex128) if self.wide == torch.float64 else table
         return self.table
 
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """RMS norm over the last dimension. torch composes it of many operations on the CPU; a norm, an addcmul and two products do."""
+        if not self.wants_blocks:
+            return F.rms_norm(x, weight.shape[-1:], None, eps).mul_(weight) if weight.dim() > 1 else F.rms_norm(x, weight.shape, weight, eps)
+        if eps not in self.floor:
+            self.floor[eps] = torch.full((), eps, dtype=self.dtype)
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x.mul(torch.addcmul(self.floor[eps], size, size, value=1.0 / x.shape[-1]).rsqrt_()).mul_(weight)
+
     def _project(self, layer: _Layer, x: torch.Tensor, rotation: torch.Tensor):
         """x [m, hidden], rotation [m, 1, D / 2] complex -> q [m, H, D], k [m, K, D] (rotated), v [m, K, D]."""
         both = self.heads + self.groups
-        qkv = layer.qkv(F.rms_norm(x, x.shape[-1:], layer.norm1, layer.eps1)).view(x.shape[0], -1, self.head_dim)
+        qkv = layer.qkv(self._norm(x, layer.norm1, layer.eps1)).view(x.shape[0], -1, self.head_dim)
         qk, v = qkv[:, :both], qkv[:, both:]
-        if layer.q_norm is not None:
-            qk = torch.cat([F.rms_norm(qk[:, : self.heads], (self.head_dim,), layer.q_norm, layer.head_eps),
-                            F.rms_norm(qk[:, self.heads :], (self.head_dim,), layer.k_norm, layer.head_eps)], 1)
+        if layer.qk_norm is not None:
+            qk = self._norm(qk, layer.qk_norm, layer.head_eps)
         if self.dtype != self.wide:
             qk = qk.to(self.wide)
         turned = torch.view_as_complex(qk.unflatten(-1, (-1, 2))) * rotation
@@ -364,9 +379,9 @@ class LeanDecoder:
 
     def _finish(self, layer: _Layer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Output projection and MLP with their residuals; x [m, hidden], attended [m, H * D]."""
-        x = x + layer.out(attended)
-        gate, up = layer.gate_up(F.rms_norm(x, x.shape[-1:], layer.norm2, layer.eps2)).chunk(2, -1)
-        return x + layer.down(F.silu(gate).mul_(up))
+        x = layer.out(attended, x)
+        gate, up = layer.gate_up(self._norm(x, layer.norm2, layer.eps2)).chunk(2, -1)
+        return layer.down(F.silu(gate).mul_(up), x)
 
     def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> Prefilled:
         """ids [B, T] int64 right-padded, lengths [B] int64 -> their KV and last-token logits."""
@@ -386,7 +401,7 @@ class LeanDecoder:
         return Prefilled(keys, values, self._logits(last))
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(F.rms_norm(x, x.shape[-1:], self.norm, self.eps)).float()
+        return self.head(self._norm(x, self.norm, self.eps)).float()
 
     def decode(self, kv: SlotKV, tokens: torch.Tensor, columns: torch.Tensor, bounds) -> torch.Tensor:
         """Append tokens [n] at columns [n] of slots 0..n-1; next-token logits [n, V] float32.

@@ -30,7 +30,6 @@ class Config(SamplingConfig, AgentConfig):
     limit: int | None = Field(None, ge=1, title="Limit", description="Prompts (and pairs) used at most, the first ones of the split; empty = all.")
     num_samples: int = Field(4, ge=0, description="Sampled answers per prompt, k of avg@k and pass@k (section D.0); 0 = greedy only.")
     greedy: bool = Field(True, description="Also one greedy answer per prompt (temperature 0).")
-    stop_strings: list[str] = Field(default_factory=list, description="Strings that end an answer, besides the model's stop tokens.")
     rewards: list[RewardComponent] = Field(
         default_factory=lambda: [RewardComponent(name="verifier", kind="verifier")],
         description="Graders of answers; the verifier's verdict is `accuracy`. Prompts without a checkable answer stay ungraded.")
@@ -148,13 +147,19 @@ class Plan:
 
     def _protocol(self) -> dict:
         """Everything that a score depends on besides the weights (users.md G1)."""
+        from stages.engines import engine_label
+
         stage, config = self.stage, self.config
+        plain = config.model_dump(mode="json")
+        changed = {name: plain[name] for name in ("min_tokens", "repetition_penalty", "frequency_penalty", "presence_penalty", "bad_words", "logit_bias")
+                   if getattr(config, name) != type(config).model_fields[name].get_default(call_default_factory=True)}
         protocol = {
             "target": config.target, "split": config.split, "limit": config.limit, "template": self.renderer.template_hash if self.renderer else "own",
-            "few_shot": "none", "engine": "built-in", "dtype": "float32",
+            "few_shot": "none", "engine": engine_label(config), "dtype": "float32" if config.engine == "builtin" else "the engine's",
         }
         if self.prompts:
             from stages.evaluation.protocol import grader_version
+            from storage.files import canonical_json
 
             protocol |= {
                 "prompts": stage.dataset("prompts").digest, "num_samples": config.num_samples, "greedy": config.greedy,
@@ -162,7 +167,7 @@ class Plan:
                 "max_completion_length": config.max_completion_length, "max_prompt_length": config.max_prompt_length,
                 "stop_tokens": sorted(self.renderer.tokenizer.convert_ids_to_tokens(sorted(self.renderer.stop_ids))), "stop_strings": list(config.stop_strings), "seed": stage.seed,
                 "graders": [component.model_dump(mode="json") for component in config.rewards], "grader_version": grader_version(),
-            }
+            } | ({"logits": canonical_json(changed)} if changed else {})
             if config.prompt_template != "chat":
                 protocol["prompt_template"] = config.prompt_template
             if config.environment:
@@ -212,14 +217,14 @@ class Plan:
         """Generate, grade and score the answers of one chunk of prompts: finished ``eval_samples/1`` rows."""
         import time
 
-        from stages.generation import sampling_params, score
+        from stages.engines import make_engine
+        from stages.generation import sampling_params, score, warn_of_failures
         from stages.rewards import build_rewards
-        from stages.sampler import Sampler
 
         stage, config = self.stage, self.config
-        sampler = self._once("sampler", lambda: Sampler(self.policy(), self.renderer.tokenizer, max_batch=config.generation_batch))
+        sampler = self._once("sampler", lambda: make_engine(stage, self.renderer, self.policy))
         rewards = self._once("rewards", lambda: build_rewards(config.rewards, stage.inputs, renderer=self.renderer, device=stage.device))
-        params = _replace(sampling_params(config, self.renderer), stop_strings=tuple(config.stop_strings))
+        params = sampling_params(config, self.renderer)
         started = time.monotonic()
         groups = {}
         if config.num_samples:
@@ -231,6 +236,7 @@ class Plan:
         tokens = sum(len(s.ids) for part in groups.values() for group in part for s in group)
         stage.perf(len(rows), {"tokens_per_second": tokens / max(1e-9, time.monotonic() - started)})
         flat = [(mode, sample) for i in range(len(rows)) for mode, part in groups.items() for sample in part[i]]
+        warn_of_failures(stage, sampler, [sample for _, sample in flat])
         score(rewards, [sample for _, sample in flat])
         model_scores = self._reward([s for _, s in flat]) if stage.has("reward_model") else [None] * len(flat)
         divergences = self._kl([s for _, s in flat]) if stage.has("reference") else [None] * len(flat)
@@ -240,26 +246,30 @@ class Plan:
         from stages.reward_scorers import Response
 
         scorer = self.scorer("reward_model")
+        everyone, samples = samples, [s for s in samples if s.error is None]
         as_ids = scorer.reads_ids_of(self.renderer)
         scores = scorer.score([Response(s.prompt["prompt"], [{"role": "assistant", "content": s.text}], s.prompt_ids + s.ids if as_ids else None, s.prompt)
                                for s in samples])
-        return [None if value != value else value for value in scores]
+        found = iter(None if value != value else value for value in scores)
+        return [next(found) if s.error is None else None for s in everyone]
 
     def _kl(self, samples) -> list[float]:
         from stages.batching import make_item
         from stages.evaluation.likelihood import response_logps, sampled_kl
 
-        items = [make_item(s.prompt["row_id"], s.prompt_ids, [s.ids], [[1] * len(s.ids)]) for s in samples]
+        items = [make_item(s.prompt["row_id"], s.prompt_ids, [s.ids], [[1] * len(s.ids)]) for s in samples if s.error is None]
         sums = [response_logps(self.policy(role), items, self.config.max_tokens_per_micro_batch, self.stage.device) for role in ("model", "reference")]
-        return [sampled_kl(mine[0], theirs[0]) for mine, theirs in zip(*sums)]
+        found = iter([sampled_kl(mine[0], theirs[0]) for mine, theirs in zip(*sums)])
+        return [next(found) if s.error is None else None for s in samples]
 
     def _answer_row(self, mode: str, sample, model_score, kl) -> dict:
         source = sample.prompt
-        strict, flexible, extracted = parse(source, sample.text, self.verifier)
+        strict, flexible, extracted = parse(source, sample.text, self.verifier) if sample.error is None else (None, None, None)
         extra = {
             "mode": mode, "finish": sample.finish_reason, "reward": model_score, "kl": kl, "parts": sample.parts, "unscorable": sample.reasons or None,
             "category": source.get("category") or source.get("domain"), "difficulty": difficulty_of(source),
             "prompt": source["prompt"][-1]["content"], "answer": source.get("answer"), "flexible_correct": flexible,
+            "reencoded": sample.reencoded or None, "error": sample.error,
         }
         if sample.turns is not None:
             from stages.agents import transcript, turn_counts

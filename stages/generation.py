@@ -21,13 +21,15 @@ class Sample:
     Of a trajectory (``stages.agents``), ``tool_mask`` is 1 on tokens that the policy did not choose, ``turns`` are its turns (token span,
     text, environment's reward, events), ``text`` is the last one, ``failure`` says why the environment ended it, and ``turn_rewards`` are what
     each turn earned of ``total``. ``finish_reason`` is then goal, stop, turn_limit, length or failure.
+    ``logps`` is None where the engine gives none; ``reencoded``: ids are the encoding of a text that a server returned; ``error``: why
+    the engine has no completion (finish reason "error", no ids).
     """
 
     prompt: dict
     prompt_ids: list[int]
     index: int
     ids: list[int]
-    logps: list[float]
+    logps: list[float] | None
     finish_reason: str
     text: str
     total: float = float("nan")
@@ -44,6 +46,8 @@ class Sample:
     failure: str | None = None
     turn_rewards: list[float] | None = None
     environment_seed: int | None = None
+    reencoded: bool = False
+    error: str | None = None
     debate: dict | None = None  # of a debater: answers, its seat, what both sides said
 
     @property
@@ -101,7 +105,9 @@ def sampling_params(config, renderer):
     from stages.sampling import SamplingParams
 
     return SamplingParams(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, min_p=config.min_p,
-                          max_new_tokens=config.max_completion_length, stop_ids=frozenset(renderer.stop_ids))
+                          max_new_tokens=config.max_completion_length, stop_ids=frozenset(renderer.stop_ids), stop_strings=tuple(config.stop_strings),
+                          min_tokens=config.min_tokens, logit_bias=config.logit_bias, bad_words=tuple(config.bad_words),
+                          repetition_penalty=config.repetition_penalty, frequency_penalty=config.frequency_penalty, presence_penalty=config.presence_penalty)
 
 
 def sample_groups(sampler, rows, params, seeds) -> list[list[Sample]]:
@@ -114,7 +120,7 @@ def sample_groups(sampler, rows, params, seeds) -> list[list[Sample]]:
     mine = range(ranks.rank(), len(rows), ranks.world_size())
     found = sampler.generate([rows[i][1] for i in mine], params, [seeds[i] for i in mine]) if len(mine) else []
     completions = {i: group for part in ranks.gather(dict(zip(mine, found))) for i, group in part.items()}
-    return [[Sample(row, ids, k, c.ids, c.logps, c.finish_reason, c.text) for k, c in enumerate(completions[i])]
+    return [[Sample(row, ids, k, c.ids, c.logps, c.finish_reason, c.text, reencoded=c.reencoded, error=c.error) for k, c in enumerate(completions[i])]
             for i, (row, ids) in enumerate(rows)]
 
 
@@ -155,12 +161,21 @@ def continuations(sampler, starts, params, seeds) -> list[list[Sample]]:
 
     return [[Sample(sample.prompt, sample.prompt_ids, j, ids, [], reason, text(ids)) for j, (ids, reason) in enumerate(everyone[i])]
             for i, (sample, _) in enumerate(starts)]
+def warn_of_failures(stage, engine, samples: list[Sample]) -> None:
+    """Name the rows that the engine has no completion for: they are stored with the reason and count nowhere."""
+    failed = [s for s in samples if s.error is not None]
+    if failed:
+        stage.warn("engine_rows_failed", f"{engine.name} has no completion for {len(failed)} of {len(samples)} rows asked for at once; they are left out. "
+                   f"The first reason: {failed[0].error}")
 
 
 def score(rewards, samples: list[Sample]) -> None:
     """Fill the reward fields of every sample, in place. Of several ranks the first one asks (a judge is asked once) and tells the others."""
     from stages import ranks
 
+    for sample in (s for s in samples if s.error is not None):
+        sample.parts, sample.reasons = {}, {"engine": sample.error}
+    samples = [s for s in samples if s.error is None]
     scored = None
     if ranks.rank() == 0:
         scored = rewards.score([{"prompt_row": s.prompt, "prompt_ids": s.prompt_ids, "completion_text": s.text, "completion_ids": s.ids,
@@ -171,10 +186,10 @@ def score(rewards, samples: list[Sample]) -> None:
         sample.tier, sample.turn_rewards = result.tier, result.turn_rewards
 
 
-def gen_record(stage, config, renderer, seed: int, version: int = 0) -> dict:
+def gen_record(stage, config, renderer, seed: int, version: int = 0, engine: str = "built-in") -> dict:
     """The ``gen`` struct of a generated row."""
     return {"model_id": stage.inputs["model"].ref, "checkpoint_id": stage.inputs["model"].digest, "policy_version": version,
-            "template_id": renderer.template_hash, "engine": "built-in", "temperature": config.temperature, "top_p": config.top_p,
+            "template_id": renderer.template_hash, "engine": engine, "temperature": config.temperature, "top_p": config.top_p,
             "top_k": config.top_k, "max_tokens": config.max_completion_length, "rng_seed": seed}
 
 
@@ -184,12 +199,16 @@ class MixtureSampler:
     Both models keep a KV cache per prompt group; a completion is a function of (weights, prompt, seed, params) as in ``Sampler``.
     """
 
+    name = "built-in"
+
     def __init__(self, policy, reference, tokenizer, coef: float):
         self.policy, self.reference, self.tokenizer, self.coef = policy, reference, tokenizer, coef
 
     def generate(self, prompts, params, seeds):
         import torch
 
+        if params.processed or params.stop_strings:
+            raise ValueError("opponent=mixture samples without penalties, bans and stop strings; leave those settings out, or write opponent=ema")
         was_training = self.policy.training
         self.policy.eval()
         try:

@@ -198,6 +198,11 @@ class Stage:
             self._state.warnings.append(warning)
             self.emit("warning", code=code, text=text)
 
+    @property
+    def warnings(self) -> list[dict[str, str]]:
+        """The warnings so far, ``{"code", "text"}``, also those before a resume."""
+        return list(self._state.warnings)
+
     def report(self, name: str, markdown: str | None = None, table: list[dict[str, Any]] | None = None, png: bytes | None = None) -> None:
         """Publish a text, a table (list of rows) and/or a figure (PNG bytes) under one name."""
         if self.rank != 0:

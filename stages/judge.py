@@ -11,16 +11,13 @@ retries, never guessed, never a tie.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 
 import numpy as np
 
+from stages.http_json import ServerError, request_json
 from stages.reward_scorers import ComparingScorer, LabelScorer, Response, label_probability, same_prompt
 
 MODES = ("score", "reference", "preference", "verdict")
@@ -128,17 +125,10 @@ class ServerJudge:
         self.key_variable = key_variable
 
     def _ask(self, text: str, **more) -> dict:
-        headers = {"Content-Type": "application/json"}
-        if self.key_variable:
-            if self.key_variable not in os.environ:
-                raise JudgeError(f"The judge's key is expected in the environment variable {self.key_variable}, which is not set; export it.")
-            headers["Authorization"] = "Bearer " + os.environ[self.key_variable]
-        body = json.dumps({"model": self.model, "messages": [{"role": "user", "content": text}], **more}).encode()
-        request = urllib.request.Request(self.endpoint + "/chat/completions", body, headers)
+        body = {"model": self.model, "messages": [{"role": "user", "content": text}], **more}
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
-                return json.loads(answer.read())["choices"][0]
-        except (urllib.error.URLError, OSError, ValueError, KeyError, IndexError) as error:
+            return request_json(self.endpoint + "/chat/completions", body, key_variable=self.key_variable, timeout_s=self.timeout_s)["choices"][0]
+        except (ServerError, TypeError, KeyError, IndexError) as error:
             raise JudgeError(f"The judge at {self.endpoint} did not answer as a chat server does ({type(error).__name__}: {error}). Check endpoint and model, "
                              "or use a local model (input=...).") from error
 

@@ -70,11 +70,10 @@ def solutions(stage) -> list[tuple[dict, dict]]:
 
 def run(stage):
     from stages.chat import renderer_for
+    from stages.engines import make_engine
     from stages.generation import sampling_params
-    from stages.modeling import freeze, load_policy
     from stages.reports import document, facts
     from stages.rewards import build_rewards
-    from stages.sampler import Sampler
     from storage.datasets import open_dataset
 
     config = stage.config
@@ -83,7 +82,7 @@ def run(stage):
     writer = stage.writer("steps", "stepwise/1")
     done = len(writer.parts)
     if done * config.block < len(work):
-        sampler = Sampler(freeze(load_policy(stage.path("model"), stage.device)), renderer.tokenizer, max_batch=config.generation_batch)
+        sampler = make_engine(stage, renderer)
         rewards = build_rewards(config.rewards, stage.inputs, renderer=renderer, device=stage.device)
         params = sampling_params(config, renderer)
     for start in range(done * config.block, len(work), config.block):
@@ -106,6 +105,7 @@ def run(stage):
 
 def label_block(stage, work, sampler, rewards, params, renderer) -> list[dict]:
     """Finished ``stepwise/1`` rows of one block: prefix ids are the prompt's and the steps' own, so a rollout continues in mid-solution."""
+    from stages.engines import EngineError
     from stages.reward_scorers import split_steps
     from storage.schema import complete_row
 
@@ -119,6 +119,9 @@ def label_block(stage, work, sampler, rewards, params, renderer) -> list[dict]:
             owners.append((k, n))
     seeds = [[stage.seed_for("rollout", work[k][0]["row_id"], n, j) for j in range(config.rollouts)] for k, n in owners]
     groups = sampler.generate(prefixes, params, seeds) if prefixes else []
+    failed = [c.error for group in groups for c in group if c.error is not None]
+    if failed:
+        raise EngineError(f"{sampler.name} failed on {len(failed)} rollouts, which would count as wrong ({failed[0]}). Run the stage again: it continues with this block.")
     asked = [{"prompt_row": work[k][1], "prompt_ids": prefix, "completion_ids": c.ids, "finish_reason": c.finish_reason,
               "completion_text": config.separator.join(steps[k][:n]) + config.separator + c.text}
              for (k, n), prefix, group in zip(owners, prefixes, groups) for c in group]

@@ -247,7 +247,7 @@ def policy_loss(logps_BT, old_logps_BT, advantages, mask_BT, *, epsilon: float =
     `none` -rho A (CPI); `logp` -A log pi (REINFORCE, RLOO; old_logps unused);
     `stopgrad_ratio` -A pi/sg(pi) (ONE-STEP); `cispo` -sg(min(rho, 1+epsilon_high)) A log pi.
     `weights_BT` are detached importance weights (TIS). epsilon_high defaults to epsilon.
-    Metrics: {"tokens", "clip_low", "clip_high", "outside_range", "ratio", "k1", "k2", "k3", "log_ratio_clamped"},
+    Metrics: {"tokens", "clip_low", "clip_high", "outside_range", "ratio", "ratio_sq", "k1", "k2", "k3", "log_ratio_clamped"},
     sums over trained tokens, k* of KL(old||new); `policy_metrics` turns them into the usual names.
     """
     _choice("surrogate", surrogate, SURROGATES)
@@ -280,7 +280,7 @@ def policy_loss(logps_BT, old_logps_BT, advantages, mask_BT, *, epsilon: float =
     d, r = log_ratio.detach(), ratio.detach()
     outside = ((r < 1 - epsilon) | (r > 1 + high)) & mask
     metrics = {"tokens": mask.sum(), "clip_low": low_hit.sum(), "clip_high": high_hit.sum(),
-               "outside_range": outside.sum(), "ratio": masked(r, mask).sum(), "k1": masked(-d, mask).sum(),
+               "outside_range": outside.sum(), "ratio": masked(r, mask).sum(), "ratio_sq": masked(r * r, mask).sum(), "k1": masked(-d, mask).sum(),
                "k2": masked(d * d / 2, mask).sum(), "k3": masked(torch.expm1(d) - d, mask).sum(),
                "log_ratio_clamped": clamped.sum()}
     return masked(-objective, mask), metrics

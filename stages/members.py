@@ -172,7 +172,7 @@ class Members:
     def metrics(self, samples: list[Sample], old) -> dict[str, float]:
         """Shares of the members, and how far their text's log-probs under the plain question are from the sampler's (nats per token)."""
         n = len(samples)
-        apart = [float(np.mean(np.abs(np.subtract(o, s.logps)))) for s, o in zip(samples, old) if s.context is not None and s.ids]
+        apart = [float(np.mean(np.abs(np.subtract(o, s.logps)))) for s, o in zip(samples, old) if s.context is not None and s.ids and s.logps is not None]
         out = {f"members/{mode}_share": sum(s.mode == mode for s in samples) / n for mode in ("fresh", "improve", "sft")}
         out |= {"members/off_policy_share": sum(s.off_policy for s in samples) / n, "members/improve_too_long": float(self.too_long)}
         self.too_long = 0  # per iteration: a run that was killed and goes on reports the same numbers

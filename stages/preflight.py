@@ -164,7 +164,8 @@ def tried_samples(stage, source) -> list[list]:
     source.refresh()
     chosen, count = source.prompts[:prompts], min(count, source.config.num_generations)
     seeds = [[stage.seed_for("preflight", row["row_id"], g) for g in range(count)] for row, _ in chosen]
-    return source._draw(source.sampler, chosen, source.params, seeds)
+    groups = [[s for s in group if s.error is None] for group in source._draw(source.engine(), chosen, source.params, seeds)]
+    return [group for group in groups if group]
 
 
 def _rollout_item(row, group) -> Item:

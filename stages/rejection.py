@@ -168,11 +168,11 @@ def rationalised_row(row: dict) -> bool:
 def generate(stage) -> None:
     """Sample and score every prompt, one Parquet part per block of prompts."""
     from stages.chat import renderer_for
-    from stages.generation import MixtureSampler, gen_record, prompt_rows, sampling_params, score
+    from stages.engines import make_engine
+    from stages.generation import MixtureSampler, gen_record, prompt_rows, sampling_params, score, warn_of_failures
     from stages.modeling import freeze, load_policy
     from stages.rewards import build_rewards
     from stages.rubric_reward import score_rows, write_review
-    from stages.sampler import Sampler
     from storage.schema import complete_row
 
     config = stage.config
@@ -191,9 +191,14 @@ def generate(stage) -> None:
         stage.warn("rubric_blocks", f"Confidences of rubric items are averaged over blocks of {config.block} prompts; run stage rescore on the candidates for averages over "
                    "all of them, or raise block.")
     if done * config.block < total:
-        policy = freeze(load_policy(stage.path("model"), stage.device))
-        sampler = (MixtureSampler(policy, freeze(load_policy(stage.path("reference"), stage.device)), renderer.tokenizer, config.mixture_coef) if config.mixture_coef
-                   else Sampler(policy, renderer.tokenizer, max_batch=config.generation_batch))
+        if config.mixture_coef:
+            if config.engine != "builtin":
+                raise ValueError(f"mixture_coef={config.mixture_coef} mixes the distributions of two models token by token, which engine={config.engine} cannot do; "
+                                 "write engine=builtin, or mixture_coef=0.")
+            policy, reference = (freeze(load_policy(stage.path(role), stage.device)) for role in ("model", "reference"))
+            sampler = MixtureSampler(policy, reference, renderer.tokenizer, config.mixture_coef)
+        else:
+            sampler = make_engine(stage, renderer)
         rewards = build_rewards(config.rewards, stage.inputs, renderer=renderer, device=stage.device)
         rewards.check([row for row, _ in rows])
         params = sampling_params(config, renderer)
@@ -201,13 +206,14 @@ def generate(stage) -> None:
         block = rows[start:start + config.block]
         seeds = [[stage.seed_for("rejection", row["row_id"], k) for k in range(config.num_generations)] for row, _ in block]
         groups, notes = sample_block(stage, rewards, sampler, block, params, seeds)
+        warn_of_failures(stage, sampler, [s for group in groups for s in group])
         score(rewards, [s for group in groups for s in group])
         hinted = rationalised(stage, renderer, rewards, sampler, block, params, groups)
         made = []
         for i, (row, group, note) in enumerate(zip((row for row, _ in block), groups, notes)):
             for sample, mode in [*((s, {}) for s in group), *((s, {"mode": "rationalised"}) for s in hinted.get(i, []))]:
                 seed = seeds[i][sample.index] if not mode else stage.seed_for("rationalise", row["row_id"], sample.index - config.num_generations)
-                made.append(complete_row("candidates/1", candidate(sample, start + i, gen_record(stage, config, renderer, seed), {**note, **mode}),
+                made.append(complete_row("candidates/1", candidate(sample, start + i, gen_record(stage, config, renderer, seed, engine=sampler.name), {**note, **mode}),
                                          dataset="candidates", source=row["dataset"], origin="ai"))
         writer.write(made)
         writer.flush()
@@ -271,7 +277,7 @@ def candidate(sample, prompt_idx: int, gen: dict, note: dict) -> dict:
     import json
     import math
 
-    reason = None if sample.terminated else "truncated"
+    reason = None if sample.terminated else "engine_error" if sample.error is not None else "truncated"
     if reason is None and math.isnan(sample.total):
         reason = "unscorable"
     if reason is None and note.get("mode") == "rationalised" and not sample.correct:
@@ -281,8 +287,9 @@ def candidate(sample, prompt_idx: int, gen: dict, note: dict) -> dict:
             "scores": [{"source": k, "value": v} for k, v in sample.parts.items()],
             "reward": None if math.isnan(sample.total) else sample.total, "correct": sample.correct, "kept": reason is None,
             "drop_reason": reason, "gen": gen, "split": sample.prompt["split"],
-            "extra_json": json.dumps({"completion_ids": sample.ids, "finish_reason": sample.finish_reason, "logp_sum": sum(sample.logps),
-                                      "unscorable": sample.reasons, "category": sample.prompt.get("category"), "tier": sample.tier, **note}, sort_keys=True)}
+            "extra_json": json.dumps({"completion_ids": sample.ids, "finish_reason": sample.finish_reason, "logp_sum": None if sample.logps is None else sum(sample.logps),
+                                      "unscorable": sample.reasons, "category": sample.prompt.get("category"), "tier": sample.tier, **note,
+                                      **({"reencoded": True} if sample.reencoded else {}), **({"error": sample.error} if sample.error else {})}, sort_keys=True)}
 
 
 def drop_duplicates(matrix, where) -> None:

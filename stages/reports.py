@@ -28,6 +28,7 @@ def _axes(title: str, xlabel: str, ylabel: str, size: tuple[float, float] = (6.4
     axes.set_xlabel(xlabel, fontsize=9, color=INK)
     axes.set_ylabel(ylabel, fontsize=9, color=INK)
     axes.tick_params(labelsize=8, colors=INK)
+    axes.ticklabel_format(useOffset=False)
     axes.grid(True, color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
@@ -156,6 +157,50 @@ def bar_chart(rows: Sequence[Mapping], *, title: str, ylabel: str, label: str = 
         axes.annotate(f"{row[value]:.3g}", (index, row[value]), textcoords="offset points", xytext=(9, 3), fontsize=8, color=INK)
     axes.set_xticks(range(len(kept)), [str(row[label]) for row in kept], rotation=20 if len(kept) > 5 else 0)
     axes.grid(False, axis="x")
+    return _png(figure)
+
+
+def small_multiples(panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float | None]]]], *, title: str, columns: int = 3) -> bytes:
+    """Small line charts ``{panel: {line: (x, y)}}`` in a grid with one legend; a line has the same colour in all of them."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(3.6 * columns, 2.4 * rows + 0.6), dpi=110, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    lines = list(dict.fromkeys(name for series in panels.values() for name in series))
+    for axes, (panel, series) in zip(grid, panels.items()):
+        axes.set_title(panel, fontsize=9, color=INK, loc="left")
+        axes.tick_params(labelsize=7, colors=INK)
+        axes.grid(True, color=GRID, linewidth=0.6)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        for name, (x, y) in series.items():
+            axes.plot(list(x), [math.nan if value is None else float(value) for value in y], color=PALETTE[lines.index(name) % len(PALETTE)], linewidth=1.3,
+                      marker="o" if len(x) == 1 else None, markersize=3, label=name)
+    for axes in grid[len(panels):]:
+        axes.set_visible(False)
+    figure.suptitle(title, fontsize=11, color=INK, x=0.01, ha="left")
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower left", ncols=len(lines), fontsize=8, frameon=False)
+    return _png(figure)
+
+
+def path_chart(paths: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[int]]], *, title: str, xlabel: str, ylabel: str, diagonal: bool = False) -> bytes:
+    """Paths ``{name: (x, y, step)}`` of a run through a plane, their first and last step named; ``diagonal`` adds the line y = x."""
+    figure, axes = _axes(title, xlabel, ylabel)
+    for index, (name, (x, y, steps)) in enumerate(paths.items()):
+        colour = PALETTE[index % len(PALETTE)]
+        axes.plot(list(x), list(y), color=colour, linewidth=1.0, alpha=0.55, marker="o", markersize=3, label=name)
+        for at, shape in ((0, "s"), (-1, "D")):
+            axes.plot([x[at]], [y[at]], color=colour, marker=shape, markersize=6)
+            axes.annotate(f"step {steps[at]}", (x[at], y[at]), textcoords="offset points", xytext=(6, 6), fontsize=8, color=colour)
+    if diagonal:
+        points = [v for x, y, _ in paths.values() for v in (*x, *y)]
+        axes.plot([min(points), max(points)], [min(points), max(points)], color="#999999", linewidth=0.8, linestyle="--", label="equal")
+    if len(paths) > 1 or diagonal:
+        axes.legend(fontsize=8, frameon=False)
+    axes.margins(0.08)
     return _png(figure)
 
 

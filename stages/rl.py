@@ -27,6 +27,9 @@ from stages.spec import InputSpec, OutputSpec, StageSpec
 Preset = Literal["reinforce", "remax", "reinforce_pp", "rloo", "grpo", "grpo_process", "dr_grpo", "dapo", "grpo_plus", "gspo", "cispo", "grape",
                  "grape_alt", "ppo", "ppo_outcome", "ppo_ptx", "ppo_penalty_adaptive", "ppo_clip_kl", "a2c", "vapo", "trpo_penalty", "trpo", "agent", "vineppo", "topr", "a_lol",
                  "offline_is", "p3o", "copg", "mdpo", "astar_po", "oreo", "sppo", "online_ipo", "nash_md"]
+AlarmName = Literal["unscorable_rewards", "reward_collapse", "kl_over_target", "entropy_collapse", "entropy_explosion", "clip_fraction_high", "ratio_off",
+                    "dead_groups",
+                    "completions_truncated", "length_growth", "repetition", "harmful_critic", "over_optimisation", "engine_mismatch"]
 
 
 class Config(OptimizerConfig, SamplingConfig, AgentConfig):
@@ -86,6 +89,7 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
         None, title="KL controller", description="Rule that moves the KL coefficient.")
     target_kl: float | None = Field(
         None, gt=0, title="Target KL", description="Controller's target: nats per sequence to the reference, per token to the old policy.")
+    monitor_kl: bool = Field(False, description="Log the KL to the reference although no coefficient needs it (one more forward of the samples).")
     allow_double_kl: bool = Field(False, description="Allow a KL in the reward and in the loss at once.")
     ref_mode: Literal["frozen", "ema", "refresh", "previous"] = Field(
         "frozen", description="Reference: frozen; moving average of the policy; mixed with it every ref_sync_steps; the policy that started the iteration.")
@@ -133,6 +137,11 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
     # Off-policy data, opponents, pretraining mix, trust region, prompt order.
     importance_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
         "none", description="Weights for the sampler's log-probs against the trainer's (TIS).")
+    engine_sleep: bool = Field(False, description="engine=vllm: give its device memory back while training (vLLM sleep mode, level 2).")
+    engine_max_mismatch: float = Field(1.0, ge=0, description="Stop where another engine's log-probs differ from the trainer's by more nats per token on "
+                                                              "average; 0 = never.")
+    allow_reencoded_ids: bool = Field(False, description="Train on the encoding of texts from a server that returns no ids; what was sampled may have been "
+                                                         "other ids.")
     importance_clip_max: float = Field(2.0, gt=0, description="Largest importance weight (TIS).")
     replay_window: int = Field(3, ge=1, description="Iterations, the current one included, whose rollouts may be replayed.")
     replay_fraction: float = Field(0.0, ge=0, lt=1, description="Share of each batch that is replayed (0.25 if on); off-policy presets only.")
@@ -181,6 +190,8 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
     split: str = Field("train", description="Prompt split to train on.")
     prompt_template: PromptTemplate = Field("chat", description=PROMPT_TEMPLATE)
     max_prompt_length: int = Field(1024, ge=1, description="Prompt tokens at most; longer prompts are left out and counted.")
+    stop_on: list[AlarmName] = Field(default_factory=list, description="Alarms that end the stage, its last checkpoint kept, instead of warning only.",
+                                      json_schema_extra={"identity": False})
     eval_every: int = Field(0, ge=0, description="Optimizer steps between passes over validation prompts; 0 = only at start and end.")
     eval_prompts: int = Field(0, ge=0, description="Validation prompts sampled once each; 0 = no validation in this stage.")
 
@@ -209,6 +220,7 @@ SPEC = StageSpec(
             "stored": InputSpec("dataset", kinds=("rollouts/1",), required=False, doc="Train on these rollouts instead of sampling (off-policy presets).")},
     outputs={"model": OutputSpec("model", role="policy"), "rollouts": OutputSpec("dataset"),
              "trajectories": OutputSpec("dataset", required=False, doc="trajectories/1: every turn in an environment, with observations, reward and events."),
+             "validation": OutputSpec("dataset", required=False, doc="eval_samples/1: every answer to a validation prompt, pass by pass."),
              "prompt_stats": OutputSpec("dataset", required=False, doc="prompt_stats/1: every group of every iteration, kept or dropped and why."),
              "rubric_scores": OutputSpec("dataset", required=False, doc="rubric_scores/1: every item of every rollout, with critique and reasoning."),
              "rubric_confidence": OutputSpec("dataset", required=False, doc="rubric_confidence/1: mean confidence per rubric item."),
@@ -256,6 +268,10 @@ def resolve_preset(config: Config):
                          "and num_generations.")
     if config.difficulty_band is not None and not 0 <= config.difficulty_band[0] <= config.difficulty_band[1] <= 1:
         raise ValueError(f"difficulty_band={list(config.difficulty_band)}: write two pass rates between 0 and 1, the lower one first, for example [0.2, 0.8].")
+    if config.engine_sleep and config.engine != "vllm":
+        raise ValueError(f"engine_sleep=true puts vLLM to sleep, but engine={config.engine}; write engine=vllm, or leave engine_sleep out")
+    if config.environment and config.engine != "builtin":
+        raise ValueError(f"environment={config.environment} needs the exact tokens of growing transcripts, which engine={config.engine} does not give; write engine=builtin.")
     if config.reward_override != "none":
         warnings.append(f"reward_override={config.reward_override}: a control experiment, the rewards are not those of the task")
     if config.kl_reward_estimator != "k1" and row.kl_reward_coef:
@@ -268,12 +284,12 @@ def run(stage):
     from stages.adapters import AdapterOff
     from stages.chat import renderer_for
     from stages.critics import Critic, why_no_start
-    from stages.curves import training_report
     from stages.generation import prompt_rows
     from stages.modeling import freeze, load_policy, policy_to_train, save_policy
     from stages.policy_update import PolicyGradient
     from stages.preflight import rl_preflight
     from stages.rewards import build_rewards
+    from stages.rl_report import rl_report
     from stages.rollouts import Rollouts, held_out_metrics
     from stages.spec import ConfigError
     from stages.training import Trainer, fit
@@ -301,7 +317,7 @@ def run(stage):
         return freeze(load_policy(path, stage.device))
 
     reference = old = critic = None
-    if row.needs_reference or config.opponent == "mixture":
+    if row.needs_reference or config.opponent == "mixture" or config.monitor_kl:
         if stage.has("reference"):
             _same_vocabulary(renderer, stage.path("reference"), "reference")
         follows = config.ref_mode in ("ema", "refresh")
@@ -334,25 +350,18 @@ def run(stage):
                                critic.head if critic is not None and config.critic_mode == "shared" else None)
     trainer = (TrustRegionTrainer if row.update == "trust_region" else Trainer)(model, objective, config, source.total_steps, stage.device)
     rl_preflight(stage, trainer, source)
-    evaluate = (lambda: held_out_metrics(stage, source, rewards, held_out)) if held_out else None
+    evaluate = (lambda: held_out_metrics(source, rewards, held_out, trainer.step_index)) if held_out else None
     fit(stage, trainer, source, evaluate=evaluate, eval_every=config.eval_every)
     source.close()
     if critic is not None:
         critic.save(stage, renderer)
     with stage.output_model("model", role="policy") as directory:
         save_policy(model, renderer.tokenizer, directory, base=stage.inputs["model"].ref)
-    summary = {"steps": trainer.step_index, "iterations": source.iteration + 1, "skipped_steps": trainer.skipped,
+    summary = {"old_logps": "sampler" if source.exact_logps else "trainer", "engine": source.sampler.name, "steps": trainer.step_index,
+               "iterations": source.iteration + 1, "skipped_steps": trainer.skipped,
                **{f"last/{k}": v for k, v in source.metrics.items()}}
     stage.summary(summary)
-    if source.metrics.get("completions/clipped_ratio", 0.0) > 0.5:
-        stage.warn("mostly_truncated", "More than half of the last completions were cut by max_completion_length, so they teach little. "
-                   "Raise max_completion_length or set truncation_policy=mask.")
-    if row.compares and source.metrics.get("reward/frac_zero_std", 0.0) > 0.8:
-        stage.warn("dead_groups", "More than 80% of the last groups had equal rewards. Use easier or harder prompts, more "
-                   "num_generations, or a graded reward.")
-    if source.iteration >= 10 and source.metrics.get("critic/explained_variance", 0.0) < -0.5:
-        stage.warn("harmful_critic", "The critic's values explain less than no critic would. Raise critic_learning_rate or critic_warmup_steps.")
-    training_report(stage, f"RL ({config.preset})", summary)
+    rl_report(stage, f"RL ({config.preset})", summary)
 
 
 def _full_weights_only(config: Config, row) -> None:

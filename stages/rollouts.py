@@ -8,6 +8,7 @@ KL controller, reference schedule, replay window, critic. Killed at any instant,
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -17,14 +18,18 @@ from stages import ranks, sharding
 from stages.agent_rewards import STEP_WEIGHTS, check_step_weights
 from stages.agents import Agent, agent_metrics, prefix_of, trajectory_rows
 from stages.algorithms import RLPreset
+from stages.alarms import WATCHED, alarms
 from stages.batching import Item, make_item, per_response
 from stages.credit import Batch, assign, explained_variance
 from stages.debate import Debaters, debate_metrics
+from stages.evaluation.scores import records_of
+from stages.evaluation.text import repetition_n
 from stages.estimators import (DynamicSamplingExhausted, KLController, MovingAverageBaseline, apply_truncation, informative_groups, is_constant,
                                overlong_penalty, table_baseline, v_star)
-from stages.generation import Sample, continuations, sample_groups, sampling_params, score
+from stages.generation import Sample, continuations, sample_groups, sampling_params, score, warn_of_failures
 from stages.members import Members
 from stages.rewards import ON_TURNS
+from stages.rl_report import best_and_worst, validation_rows
 from stages.rubric_reward import rubric_metrics, score_rows, write_review
 from stages.modeling import load_weights, move_towards, weights_digest, weights_file
 from stages.schedules import changed_roles, e2h_probabilities, freshness_guard, learning_scores, pass_at_k_band, reference_due, replay_plan, rerank, step_function
@@ -35,7 +40,7 @@ from stages.training import TrainingError
 @dataclass
 class Group:
     """A prompt's completions. ``version``: optimizer step of the policy that sampled them; ``opponents``: what win rates compare
-    with; ``greedy``: reward of the greedy completion (baseline=greedy)."""
+    with; ``greedy``: reward of the greedy completion ``greedy_sample`` (baseline=greedy)."""
 
     prompt: dict
     ids: list[int]
@@ -44,6 +49,7 @@ class Group:
     fresh: bool = True
     opponents: list[Sample] = field(default_factory=list)
     greedy: float = 0.0
+    greedy_sample: Sample | None = None
 
 
 class Rollouts:
@@ -56,13 +62,17 @@ class Rollouts:
     """
 
     def __init__(self, stage, row: RLPreset, renderer, model, rewards, prompts, *, reference=None, old=None, critic=None, refresh=None):
-        from stages.sampler import Sampler
+        from stages.engines import make_engine
 
         config = self.config = stage.config
         self.stage, self.row, self.renderer, self.model, self.rewards = stage, row, renderer, model, rewards
         self.prompts, self.reference, self.old, self.critic = prompts, reference, old, critic
         self.refresh = refresh or (lambda: None)
-        self.sampler = Sampler(model, renderer.tokenizer, max_batch=config.generation_batch)
+        self.sampler = make_engine(stage, renderer, model, sleeps=config.engine_sleep)
+        if self.sampler.reencodes and not config.allow_reencoded_ids:
+            raise ValueError(f"{self.sampler.name} returns text, so the ids trained on would be an encoding of it and not what was sampled. Use an engine "
+                             f"that returns "
+                             "ids (engine=builtin, engine=vllm, a vLLM server), or accept it with allow_reencoded_ids=true.")
         self.params = sampling_params(config, renderer)
         self.agent = agent_for(config, renderer, rewards, stage)
         self.seats = getattr(self.agent, "seats", 1)  # groups that one task gives
@@ -78,6 +88,7 @@ class Rollouts:
         self.total_steps = config.max_steps
         self.iteration, self.inner, self.version, self.cursor = -1, 0, 0, 0
         self.batch, self.current, self.metrics, self.step_tokens = [], [], {}, 0
+        self.failed_rows = 0               # of this iteration, that the engine has no completion for
         self.window: list[dict] = []       # replayable groups of the last iterations
         self.table: dict[str, float] = {}  # baseline per prompt id
         self.scores: dict[str, float] = {}  # what each prompt's last group could teach, by row id (curriculum=rerank)
@@ -85,7 +96,9 @@ class Rollouts:
         self.counts: dict[str, tuple[int, int]] = {}  # samples and right ones of each prompt, by row id (curriculum=pass_at_k)
         self.last_kl = 0.0
         self.warmed = not row.critic_warmup_steps or critic is None or critic.trainer is None
-        self.exact_logps = config.top_p == 1.0 and config.top_k == 0 and config.min_p == 0.0 and config.importance_correction == "none"
+        self.exact_logps = self.sampler.exact_logps and self.params.plain and config.importance_correction == "none"
+        if not self.exact_logps:
+            stage.log(f"old log-probs: computed by the trainer, because {self._why_not_exact()}; the engine's are kept as logp_rollout")
         self.opponent = self._opponent()
         self.stored = self._stored() if stage.has("stored") else None
         self.levels = self._difficulties() if config.curriculum not in ("none", "rerank", "pass_at_k") else None
@@ -95,7 +108,32 @@ class Rollouts:
             from stages.reward_scorers import load_scorer
 
             self.process_scorer = load_scorer(stage.path("reward_model"), stage.device)
+        self.history: list[dict] = []      # what alarms read of the steps so far
+        self.validation = stage.writer("validation", "eval_samples/1") if config.eval_prompts else None
         self.frozen = {"reference": weights_digest(reference)} if reference is not None and config.ref_mode in ("frozen", "previous") else {}
+
+    def _why_not_exact(self) -> str:
+        if not self.sampler.exact_logps:
+            return f"those of {self.sampler.name} are not the trainer's"
+        return "importance_correction compares both" if self.params.plain else "filters, penalties or bans change the sampled distribution"
+
+    def engine(self):
+        """The sampling engine, holding the policy's current weights (users.md C2: every push is named by the digest of what it must hold)."""
+        if self.sampler.shares_weights:
+            return self.sampler
+        wanted = weights_digest(self.model)[:16]
+        if self.sampler.weights != wanted:
+            from stages.engines import write_weights
+
+            home = self.stage.workdir / "engine"
+            old = list(home.glob("*"))
+            write_weights(self.model, self.renderer.tokenizer, home / wanted)
+            self.sampler.update(str(home / wanted), wanted)
+            for directory in (d for d in old if d.name != wanted):
+                shutil.rmtree(directory, ignore_errors=True)
+        if self.sampler.weights != wanted:
+            raise TrainingError(f"{self.sampler.name} holds the weights {self.sampler.weights} instead of the policy's {wanted}; report this with the config.")
+        return self.sampler
 
     def kl_loss_coef(self) -> float:
         """Current coefficient of the KL in the loss."""
@@ -140,7 +178,20 @@ class Rollouts:
             move_towards(self.reference, self.model, keep)
         if self.opponent is not None and self.config.opponent == "ema":
             move_towards(self.opponent.model, self.model, self.config.opponent_decay)
+        if metrics.get("policy/ratio_sq"):  # effective sample size over the tokens, (sum w)^2 / (n sum w^2) (ops.monitor)
+            extra["policy/ess_fraction"] = metrics["policy/ratio"] ** 2 / metrics["policy/ratio_sq"]
+        self.watch({"step": step, **metrics, **extra})
         return extra
+
+    def watch(self, values: dict[str, float]) -> None:
+        """Take note of a step's metrics, and warn of the alarms that are on now (each once)."""
+        self.history.append({name: values[name] for name in WATCHED if name in values})
+        target = self.row.target_kl if self.row.kl_target == "ref" and (self.row.kl_loss_coef or self.row.kl_reward_coef) else None
+        for name, text in alarms(self.history, target).items():
+            self.stage.warn(name, text)
+            if name in self.config.stop_on:
+                raise TrainingError(f"{name}: {text} (The stage stopped because stop_on names this alarm; the same settings without it go on from the last "
+                                    "checkpoint.)")
 
     def _check_ratio(self, first: bool, ratio: float) -> None:
         on_policy = first and self.stored is None and not self.config.replay_fraction
@@ -155,7 +206,8 @@ class Rollouts:
         state = {"iteration": self.iteration, "inner": self.inner, "version": self.version, "cursor": self.cursor, "metrics": self.metrics,
                  "baseline": self.baseline.state_dict(), "controller": self.controller.state_dict(), "last_kl": self.last_kl, "table": self.table,
                  "warmed": self.warmed, "scores": self.scores, "queue": self.queue, "counts": self.counts,
-                 "left": [row["row_id"] for row, _ in self.prompts] if self.config.difficulty_band else None, "prior": self.members.prior}
+                 "left": [row["row_id"] for row, _ in self.prompts] if self.config.difficulty_band else None, "prior": self.members.prior,
+                 "history": self.history}
         files = {"rollouts.json": json.dumps({"batch": in_hand, "window": self.window}).encode()}
         for name, model in self._moving().items():
             files[f"{name}.safetensors"] = weights_file(model)
@@ -165,7 +217,7 @@ class Rollouts:
         return state, files
 
     def restore(self, state: dict, read: Callable[[str], bytes]) -> None:
-        for name in ("iteration", "inner", "version", "cursor", "metrics", "last_kl", "table", "warmed", "scores", "queue", "counts"):
+        for name in ("iteration", "inner", "version", "cursor", "metrics", "last_kl", "table", "warmed", "scores", "queue", "counts", "history"):
             setattr(self, name, state[name])
         self.members.prior = state["prior"]
         if state["left"] is not None:
@@ -198,8 +250,12 @@ class Rollouts:
         if self.agent:
             self.agent.close()
             self.trajectories.close({})
+        self.sampler.close()
+        shutil.rmtree(self.stage.workdir / "engine", ignore_errors=True)
         self.writer.close({"iterations": self.iteration + 1})
         self.stats.close({})
+        if self.validation is not None:
+            self.validation.close({})
         if self.rubric_writer is not None:
             self.rubric_writer.close({})
             if self.stage.rank == 0:
@@ -225,7 +281,12 @@ class Rollouts:
         self.iteration, self.inner, self.version = self.iteration + 1, 0, step
         if self.old is not None:
             move_towards(self.old, self.model, 0.0)
+        self.failed_rows = 0
         groups, counts = self._groups()
+        if self.config.engine_sleep:
+            self.sampler.sleep(keep_weights=False)
+        if self.failed_rows:
+            counts["rollout/failed_rows"] = float(self.failed_rows)
         self.step_tokens = sum(len(s.ids) for g in groups if g.fresh for s in g.samples)
         self.batch, self.metrics = self._shape(groups)
         self.metrics |= counts
@@ -308,28 +369,44 @@ class Rollouts:
             return [[self.stage.seed_for(kind, self.iteration, first + k, prompt["row_id"], g) for g in range(count)] for k, (prompt, _) in enumerate(chosen)]
 
         own = seeds(purpose, config.num_generations)
-        drawn = self.members.sample(self.sampler, chosen, params, own, self.iteration, first) if self.members.active else \
-            self._draw(self.sampler, chosen, params, own)
+        engine = self.engine()
+        drawn = self.members.sample(engine, chosen, params, own, self.iteration, first) if self.members.active else \
+            self._draw(engine, chosen, params, own)
         if self.seats == 2:  # the debaters of each side are a group of their own
             chosen, drawn = [c for c in chosen for _ in range(2)], [side for both in drawn for side in (both[: len(both) // 2], both[len(both) // 2:])]
         groups = [Group(prompt, samples[0].prompt_ids if self.agent else ids, samples, self.version) for (prompt, ids), samples in zip(chosen, drawn)]
         extra: list[Sample] = []
         if self.row.baseline == "greedy":
-            greedy = [g[0] for g in self._draw(self.sampler, chosen, replace(params, temperature=0.0), seeds("greedy", 1))]
+            greedy = [g[0] for g in self._draw(engine, chosen, replace(params, temperature=0.0), seeds("greedy", 1))]
             extra += greedy
         if self.opponent is not None:
             for group, found in zip(groups, sample_groups(self.opponent, chosen, params, seeds("opponent", config.num_generations))):
                 group.opponents = found
                 extra += found
+        groups = self._without_failures(groups, greedy if self.row.baseline == "greedy" else [None] * len(groups))
         score(self.rewards, [s for g in groups for s in g.samples] + extra)
         for k, group in enumerate(groups):
             for g, sample in enumerate(group.samples):
                 sample.total = self._overridden(sample.total, group.prompt["row_id"], first + k, g)
-            if self.row.baseline == "greedy":
-                group.greedy = float(np.nan_to_num(greedy[k].total))
+            if group.greedy_sample is not None:
+                group.greedy = float(np.nan_to_num(group.greedy_sample.total))
         if purpose == "rollout":
             self.members.remember(groups, self.iteration)
         return groups
+
+    def _without_failures(self, groups: list[Group], greedy: list[Sample | None]) -> list[Group]:
+        """Groups without the rows that the engine has no completion for; a group that is left with nothing to compare is dropped."""
+        everyone = [s for g in groups for s in (*g.samples, *g.opponents)] + [s for s in greedy if s is not None]
+        warn_of_failures(self.stage, self.sampler, everyone)
+        self.failed_rows += sum(s.error is not None for s in everyone)
+        kept = []
+        for group, first in zip(groups, greedy):
+            group.samples, asked = [s for s in group.samples if s.error is None], len(group.samples)
+            group.opponents, group.greedy_sample = [o for o in group.opponents if o.error is None], first
+            short = len(group.samples) < min(asked, 2 if self.row.compares else 1) or (self.opponent is not None and not group.opponents)
+            if not short and (first is None or first.error is None):
+                kept.append(group)
+        return kept
 
     def _overridden(self, total: float, *counters) -> float:
         """Control experiments: rewards that have nothing to do with the task, or its opposite."""
@@ -417,7 +494,7 @@ class Rollouts:
                                  "input out so that passk_samples are drawn.")
             return {row["row_id"]: found[row["prompt_id"]][1:] for row, _ in self.prompts}
         seeds = [[self.stage.seed_for("pass-at-k", p["row_id"], g) for g in range(self.config.passk_samples)] for p, _ in self.prompts]
-        groups = self._draw(self.sampler, self.prompts, self.params, seeds)
+        groups = self._draw(self.engine(), self.prompts, self.params, seeds)
         score(self.rewards, [s for g in groups for s in g])
         return {row["row_id"]: counted(group) for (row, _), group in zip(self.prompts, groups)}
 
@@ -440,15 +517,25 @@ class Rollouts:
 
         items = [make_item(g.prompt["row_id"], g.ids, [s.ids for s in g.samples], [s.action_mask for s in g.samples]) for g in groups]
         sampled = [s.logps for s in samples]
+        known = all(logps is not None for logps in sampled)
         fresh = all(g.fresh for g in groups)
         if fresh and self.exact_logps and not any(s.off_policy for s in samples):
             old = sampled
         elif fresh or row.on_policy_logps:
             old = self._logps(self.model, items)
-        else:
+        elif known:
             old = sampled  # of the policies that sampled them
+        else:
+            raise ValueError(f"replayed rollouts need the log-probs of who sampled them, and {self.sampler.name} gives none; write replay_fraction=0, or use "
+                             "engine=builtin or engine=vllm.")
+        if config.importance_correction != "none" and not known:
+            raise ValueError(f"importance_correction={config.importance_correction} weighs with the sampler's log-probs, and {self.sampler.name} gives "
+                             f"none; write "
+                             "importance_correction=none, or use engine=vllm.")
         weights = self._importance_weights(padded(old), padded(sampled), mask) if config.importance_correction != "none" else None
-        ref = old if row.needs_reference and config.ref_mode == "previous" else self._logps(self.reference, items) if row.needs_reference else None
+        ref = None
+        if row.needs_reference or config.monitor_kl:
+            ref = old if config.ref_mode == "previous" else self._logps(self.reference, items)
         values, after = self.critic.values(items) if self.critic is not None else (None, 0.0)
 
         scores = np.array([s.total for s in samples])
@@ -473,7 +560,7 @@ class Rollouts:
         kl = None
         if ref is not None:
             d = padded(old) - padded(ref)
-            kl = {"k1": d, "k2": d * d / 2, "k3": np.expm1(-d.clip(-20, 20)) + d}[config.kl_reward_estimator]
+            kl = {"k1": d, "k2": d * d / 2, "k3": np.expm1(-d.clip(-20, 20)) + d}[config.kl_reward_estimator] if row.needs_reference else None
             metrics["kl/sequence_sum"] = self.last_kl = float(d.sum(1).mean())
         batch = Batch(rewards, group_of, mask, finite & kept, counted, kl, self._baselines(group_at),
                       None if values is None else padded(values), bootstrap, *self._comparisons(samples, group_at))
@@ -490,6 +577,8 @@ class Rollouts:
         metrics |= self._credit_metrics(batch, credit, trained, kl_reward_coef)
         if not fresh:
             metrics |= self._off_policy_metrics(groups, sampled, old)
+        elif known and old is not sampled:
+            metrics |= self._mismatch(samples, old)
 
         final, start = [], 0
         by_row = self._constant_per_row(credit.advantages_BT, mask)
@@ -576,9 +665,9 @@ class Rollouts:
         params = replace(self.params, max_new_tokens=self.completion_limit)
         if self.agent:
             prefixes = [prefix_of(s, k) for s, k in requests]
-            made = self.agent.sample(self.sampler, [(s.prompt, s.prompt_ids) for s, _ in requests], params, seeds, prefixes)
+            made = self.agent.sample(self.engine(), [(s.prompt, s.prompt_ids) for s, _ in requests], params, seeds, prefixes)
         else:
-            made = continuations(self.sampler, [(s, steps[order[id(s)]][k - 1] + 1 if k else 0) for s, k in requests], params, seeds)
+            made = continuations(self.engine(), [(s, steps[order[id(s)]][k - 1] + 1 if k else 0) for s, k in requests], params, seeds)
         score(self.rewards, [s for group in made for s in group])
         values = [float(np.mean([s.total for s in group if np.isfinite(s.total)] or [0.0])) for group in made]
         return [(ends, None) for ends in steps], [[values[i] for i in own] for own in where]
@@ -632,6 +721,23 @@ class Rollouts:
         out = {"staleness/mean": float(np.mean(late)), "staleness/max": float(max(late))} if late else {}
         if old is not sampled:
             out["sampling/logp_difference"] = float(np.mean([abs(np.mean(np.subtract(a, b))) for a, b in zip(old, sampled) if len(a)]))
+        return out
+
+    def _mismatch(self, samples, old) -> dict[str, float]:
+        """How far the engine's log-probs are from the trainer's on the tokens just sampled (TIS): differences, ratios, KL(engine || trainer)."""
+        apart = [np.subtract(o, s.logps) for s, o in zip(samples, old) if s.ids and not s.off_policy]
+        if not apart:
+            return {}
+        d = np.concatenate(apart).clip(-20, 20)
+        out = {"sampling/logp_difference/mean": float(np.abs(d).mean()), "sampling/logp_difference/max": float(np.abs(d).max()),
+               "sampling/mismatch_kl": float((np.expm1(d) - d).mean()), **{f"sampling/importance_sampling_ratio/{name}": float(of(np.exp(d)))
+                                                                          for name, of in (("mean", np.mean), ("min", np.min), ("max", np.max))}}
+        limit = self.config.engine_max_mismatch
+        if limit and not self.sampler.exact_logps and out["sampling/logp_difference/mean"] > limit:
+            raise TrainingError(f"The log-probs of {self.sampler.name} differ from the trainer's by {out['sampling/logp_difference/mean']:.3f} nats per "
+                                f"token, over "
+                                f"engine_max_mismatch={limit}: it does not sample from the policy's weights, or with other settings. Check that it serves the "
+                                "directory it is given, with its tokenizer and without a sampling default of its own.")
         return out
 
     def _logps(self, model, items) -> list[list[float]]:
@@ -689,7 +795,8 @@ class Rollouts:
             return {r["prompt_id"]: float(r["b"]) for r in self.stage.dataset("baselines").iter_rows()}
         n = self.config.baseline_samples
         seeds = [[self.stage.seed_for("baseline", p["row_id"], g) for g in range(n)] for p, _ in self.prompts]
-        groups = self._draw(self.sampler, self.prompts, self.params, seeds)
+        groups = self._draw(self.engine(), self.prompts, self.params, seeds)
+        warn_of_failures(self.stage, self.sampler, [s for g in groups for s in g])
         score(self.rewards, [s for g in groups for s in g])
         table, rows = {}, []
         for (prompt, _), group in zip(self.prompts, groups):
@@ -784,9 +891,10 @@ class Rollouts:
                 "prompt_id": s.prompt["prompt_id"], "group_id": s.prompt["group_id"], "iteration": self.iteration,
                 "policy_version": self.version if group_at[i].fresh else group_at[i].version, "sample_idx": i, "prompt_ids": s.prompt_ids,
                 "completion_ids": s.ids, "loss_mask": batch.mask_BT[i, :n].astype(int).tolist() if trained[i] else [0] * n,
-                "logp_old": [float(v) for v in old[i]], "logp_rollout": None if old is sampled or s.mode == "sft" else [float(v) for v in s.logps],
+                "logp_old": [float(v) for v in old[i]],
+                "logp_rollout": None if old is sampled or s.mode == "sft" or s.logps is None else [float(v) for v in s.logps],
                 "logp_plain_prompt": [float(v) for v in old[i]] if s.off_policy else None, "sampling_prompt_id": s.context,
-                "extra_json": json.dumps({"mode": s.mode, "off_policy": s.off_policy, "parent_sample_id": s.parent}) if self.members.active else None,
+                "extra_json": json.dumps(extra) if (extra := self._extra(s)) else None,
                 "logp_ref": None if ref is None else [float(v) for v in ref[i]], "values": None if values is None else values[i],
                 "bootstrap_value": None if values is None else float(np.broadcast_to(batch.bootstrap_B, len(samples))[i]),
                 "token_rewards": credit.token_rewards_BT[i, :n].tolist(), "advantages": credit.advantages_BT[i, :n].tolist(),
@@ -808,6 +916,10 @@ class Rollouts:
             self.rubric_writer.write([made for one, s in zip(rows, samples) for made in score_rows(one, s.items, self.iteration)])
             self.rubric_writer.flush()
 
+    def _extra(self, s: Sample) -> dict:
+        found = {"mode": s.mode, "off_policy": s.off_policy, "parent_sample_id": s.parent} if self.members.active else {}
+        return found | ({"reencoded": True} if s.reencoded else {})
+
     def _write_stats(self, groups: list[tuple[Group, str | None]]) -> None:
         from storage.schema import complete_row
 
@@ -815,7 +927,7 @@ class Rollouts:
         for group, reason in groups:
             totals = [s.total for s in group.samples if np.isfinite(s.total)]
             verdicts = [s.correct for s in group.samples if s.correct is not None]
-            logps = [v for s in group.samples for v in s.logps]
+            logps = [v for s in group.samples for v in s.logps or ()]
             rows.append(complete_row("prompt_stats/1", {
                 "prompt_id": group.prompt["prompt_id"], "group_id": group.prompt["group_id"], "iteration": self.iteration, "n": len(group.samples),
                 "mean_reward": float(np.mean(totals)) if totals else 0.0, "reward_std": float(np.std(totals)) if totals else 0.0,
@@ -893,7 +1005,8 @@ def rollout_metrics(samples, rewards, group_of) -> dict[str, float]:
     ended = np.array([s.terminated for s in samples])
     ok = np.isfinite(rewards)
     out = {"completions/mean_length": float(lengths.mean()), "completions/min_length": float(lengths.min()), "completions/max_length": float(lengths.max()),
-           "completions/clipped_ratio": float((~ended).mean()), "reward/unscorable_fraction": float((~ok).mean())}
+           "completions/clipped_ratio": float((~ended).mean()), "completions/empty_fraction": float(np.mean([not s.text.strip() for s in samples])),
+           "completions/repetition": float(np.mean([repetition_n(s.ids, 3) or 0.0 for s in samples])), "reward/unscorable_fraction": float((~ok).mean())}
     if ended.any():
         out["completions/mean_terminated_length"] = float(lengths[ended].mean())
     if ok.any():
@@ -914,13 +1027,25 @@ def rollout_metrics(samples, rewards, group_of) -> dict[str, float]:
     return out
 
 
-def held_out_metrics(stage, source: Rollouts, rewards, prompts) -> dict[str, float]:
-    """One sampled completion per validation prompt, with the same seeds at every call."""
+def held_out_metrics(source: Rollouts, rewards, prompts, step: int) -> dict[str, float]:
+    """One sampled completion per validation prompt, with the same seeds at every call; the answers go to the dataset ``validation``."""
+    stage = source.stage
     source.refresh()
-    groups = source._draw(source.sampler, prompts, source.params, [[stage.seed_for("validation", row["row_id"])] for row, _ in prompts])
-    samples = [s for g in groups for s in (g if source.seats == 2 else g[:1])]
+    groups = source._draw(source.engine(), prompts, source.params, [[stage.seed_for("validation", row["row_id"])] for row, _ in prompts])
+    drawn = [s for g in groups for s in (g if source.seats == 2 else g[:1])]
+    warn_of_failures(stage, source.sampler, drawn)
+    samples = [s for s in drawn if s.error is None]
+    if source.config.engine_sleep:
+        source.sampler.sleep(keep_weights=False)
     score(rewards, samples)
-    found = rollout_metrics(samples, np.array([s.total for s in samples]), np.arange(len(samples)))
+    rows = validation_rows(samples, step)
+    source.validation.write(rows)
+    source.validation.flush()
+    stage.report("validation-samples", table=best_and_worst(records_of(rows)))  # of the newest pass while it runs, of all at the end
+    found = rollout_metrics(samples, np.array([s.total for s in samples]), np.arange(len(samples))) if samples else {}
     if source.seats == 2:
-        return found | debate_metrics(samples, rewards_of(source.config, "debate"))
-    return found | (agent_metrics(samples) if source.agent else {})
+        found |= debate_metrics(samples, rewards_of(source.config, "debate"))
+    elif source.agent:
+        found |= agent_metrics(samples)
+    source.history.append({"step": step, **{f"validation/{k}": v for k, v in found.items() if f"validation/{k}" in WATCHED}})
+    return found

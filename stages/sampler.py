@@ -26,9 +26,9 @@ import numpy as np
 import torch
 
 from stages.decoders import Prefilled, SlotKV, make_decoder, max_positions
-from stages.sampling import SamplingParams, sample_step, uniforms
+from stages.sampling import SamplingParams, bad_word_ids, processed_logits, sample_step, uniforms
 
-__all__ = ["Completion", "Sampler", "SamplerError", "SamplingParams"]
+__all__ = ["Completion", "DerivedText", "Sampler", "SamplerError", "SamplingParams", "check_request"]
 
 PREFILL_TOKENS = 4096  # padded tokens of one prefill batch (a longer prompt goes alone)
 COLUMN_STEP = 128  # KV columns are added in multiples of this
@@ -41,14 +41,19 @@ class SamplerError(ValueError):
 
 @dataclass(frozen=True)
 class Completion:
-    """ids: sampled tokens, a sampled stop token included. logps: natural log-prob of each under the sampled
-    distribution, float32. finish_reason: "eos" (stop id) | "stop" (stop string) | "length" (max_new_tokens).
-    text: decoded ids without the stop token and without special tokens, cut before a stop string."""
+    """One row of what an engine returns (``stages.engines``).
+
+    ids: sampled tokens, a sampled stop token included. logps: natural log-prob of each under the sampled distribution, float32; None
+    where the engine does not give them. finish_reason: "eos" (stop id) | "stop" (stop string) | "length" (max_new_tokens) | "error".
+    text: decoded ids without the stop token and without special tokens, cut before a stop string. reencoded: the engine returned
+    text only and ``ids`` are its encoding, which need not be what was sampled. error: why an "error" row has no tokens."""
 
     ids: list[int]
-    logps: list[float]
+    logps: list[float] | None
     finish_reason: str
     text: str
+    reencoded: bool = False
+    error: str | None = None
 
 
 class Sampler:
@@ -57,7 +62,10 @@ class Sampler:
     max_batch is the number of slots (rows decoded together). device moves the model there first (None: where it is).
     tokenizer may be None when no text is wanted (text is then "" and stop_strings are refused).
     lean: None picks the fast engine when it computes the same function, False forces the model's own forward.
+    As an engine (``stages.engines.Engine``) it reads the model's own parameters, so there are no weights to push and nothing to wake.
     """
+
+    name, weights, exact_logps, shares_weights, reencodes = "built-in", "input", True, True, False
 
     def __init__(self, model, tokenizer, *, max_batch: int = 64, device=None, lean: bool | None = None):
         if max_batch < 1:
@@ -92,28 +100,45 @@ class Sampler:
             self.model.train(was_training)
 
     def _check(self, prompts, params, seeds) -> None:
-        if len(prompts) != len(seeds):
-            raise SamplerError(f"{len(prompts)} prompts but {len(seeds)} seed lists: give one list of seeds per prompt")
-        if params.stop_strings and self.tokenizer is None:
-            raise SamplerError("stop_strings need text: give the Sampler a tokenizer or use stop_ids")
-        vocabulary = self.model.get_input_embeddings().weight.shape[0]
-        limit = max_positions(self.model)
-        for i, prompt in enumerate(prompts):
-            if len(prompt) == 0:
-                bos = getattr(self.tokenizer, "bos_token_id", None)
-                hint = f"[{bos}] (the tokenizer's bos token)" if bos is not None else "at least one token id"
-                raise SamplerError(f"prompt {i} is empty, so there is nothing to condition on: write {hint} or drop the row")
-            if min(prompt) < 0 or max(prompt) >= vocabulary:
-                raise SamplerError(f"prompt {i} holds token id {max(prompt) if min(prompt) >= 0 else min(prompt)}, outside the model's "
-                                   f"vocabulary of {vocabulary}: encode it with the model's own tokenizer")
-            if limit is not None and len(prompt) + params.max_new_tokens > limit:
-                raise SamplerError(
-                    f"prompt {i} has {len(prompt)} tokens and max_new_tokens is {params.max_new_tokens}, together over the model's "
-                    f"{limit} positions: shorten the prompt to {max(limit - params.max_new_tokens, 0)} tokens or write "
-                    f"max_new_tokens <= {max(limit - len(prompt), 0)}")
-        bad = [i for i in params.stop_ids if not 0 <= i < vocabulary]
+        check_request(prompts, params, seeds, vocabulary=self.model.get_input_embeddings().weight.shape[0], positions=max_positions(self.model),
+                      tokenizer=self.tokenizer)
+
+    def update(self, directory: str, weights: str) -> None:
+        """Nothing to do: weights are read at every ``generate``."""
+
+    def sleep(self, keep_weights: bool = True) -> None:
+        """Nothing to do: KV lives during a ``generate`` only."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+def check_request(prompts, params: SamplingParams, seeds, *, vocabulary: int, positions: int | None, tokenizer) -> None:
+    """Raise SamplerError for a request that no engine can serve; the message says what to write instead.
+
+    vocabulary: number of token ids of the model; positions: its longest sequence, None when not limited.
+    """
+    if len(prompts) != len(seeds):
+        raise SamplerError(f"{len(prompts)} prompts but {len(seeds)} seed lists: give one list of seeds per prompt")
+    if (params.stop_strings or params.bad_words) and tokenizer is None:
+        raise SamplerError("stop_strings and bad_words need text: give the Sampler a tokenizer or use stop_ids")
+    for i, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            bos = getattr(tokenizer, "bos_token_id", None)
+            hint = f"[{bos}] (the tokenizer's bos token)" if bos is not None else "at least one token id"
+            raise SamplerError(f"prompt {i} is empty, so there is nothing to condition on: write {hint} or drop the row")
+        if min(prompt) < 0 or max(prompt) >= vocabulary:
+            raise SamplerError(f"prompt {i} holds token id {max(prompt) if min(prompt) >= 0 else min(prompt)}, outside the model's "
+                               f"vocabulary of {vocabulary}: encode it with the model's own tokenizer")
+        if positions is not None and len(prompt) + params.max_new_tokens > positions:
+            raise SamplerError(
+                f"prompt {i} has {len(prompt)} tokens and max_new_tokens is {params.max_new_tokens}, together over the model's "
+                f"{positions} positions: shorten the prompt to {max(positions - params.max_new_tokens, 0)} tokens or write "
+                f"max_new_tokens <= {max(positions - len(prompt), 0)}")
+    for name, ids in (("stop_ids", params.stop_ids), ("logit_bias", [i for i, _ in params.logit_bias])):
+        bad = [i for i in ids if not 0 <= i < vocabulary]
         if bad:
-            raise SamplerError(f"stop_ids {sorted(bad)} are outside the model's vocabulary of {vocabulary}: "
+            raise SamplerError(f"{name} {sorted(bad)} are outside the model's vocabulary of {vocabulary}: "
                                "use the ids of the model's own tokenizer")
 
 
@@ -126,7 +151,8 @@ class _Run:
         self.decoder = make_decoder(sampler.model, sampler.lean)
         self.decoder.check_length(max(len(p) for p in prompts) + params.max_new_tokens)
         self.decoder.refresh()
-        self.text = _Text(sampler.tokenizer, params)
+        self.text = DerivedText(sampler.tokenizer, params)
+        self.bad_ids = bad_word_ids(sampler.tokenizer, params.bad_words)
         order = sorted((i for i in range(len(prompts)) if len(seeds[i])), key=lambda i: (-len(prompts[i]), i))
         self.waiting_prompts = order
         self.next_prompt = 0
@@ -147,6 +173,9 @@ class _Run:
         self.uniform = np.zeros((slots, width))
         self.out_ids = np.zeros((slots, width), np.int64)
         self.out_logps = np.zeros((slots, width), np.float32)
+        longest = max(map(len, prompts)) if params.repetition_penalty != 1.0 else 0
+        self.prompt = np.zeros((slots, longest), np.int64)  # a slot's prompt, where it is read again (repetition penalty)
+        self.prompt_length = np.zeros(slots, np.int64)
         self.stop_table: np.ndarray | None = None
 
     def finish(self) -> list[list[Completion]]:
@@ -233,7 +262,7 @@ class _Run:
     def _move(self, source: int, target: int) -> None:
         """A live row to another slot, its KV and its books."""
         self.kv.move(source, target, int(self.length[source]))
-        for x in (self.row, self.length, self.count, self.token, self.uniform, self.out_ids, self.out_logps):
+        for x in (self.row, self.length, self.count, self.token, self.uniform, self.out_ids, self.out_logps, self.prompt, self.prompt_length):
             x[target] = x[source]
 
     def _prefill(self) -> None:
@@ -258,6 +287,8 @@ class _Run:
             self.kv.grow(self._columns(length))
         self.kv.load(slot, batch, j, length)
         self.row[slot], self.length[slot], self.count[slot] = (i, g), length, 0
+        if self.prompt.shape[1]:
+            self.prompt[slot, :length], self.prompt_length[slot] = self.prompts[i], length
 
     def _close(self, holes: list[int]) -> None:
         """Fill holes among the live slots with the last live rows, so that the live ones are a prefix."""
@@ -277,8 +308,9 @@ class _Run:
         """Draw one token per slot from logits [len(slots), V]; harvest finished rows; returns their slots."""
         params = self.params
         count = self.count[slots]
-        for processor in params.logit_processors:
-            logits = processor(logits, self._send(self.out_ids[slots]), self._send(count))
+        if params.processed:
+            logits = processed_logits(logits, params, self._send(self.out_ids[slots]), self._send(count), self._send(self.prompt[slots]),
+                                      self._send(self.prompt_length[slots]), self.bad_ids)
         token, logp = sample_step(logits, self._send(self.uniform[slots, count]), params)
         token, logp = token.cpu().numpy(), logp.cpu().numpy()
         self.token[slots] = token
@@ -312,11 +344,11 @@ class _Run:
             self.progress(self.done, self.total)
 
 
-class _Text:
-    """Derived text and stop strings. Only rows whose new token could end a stop string are decoded, and only their tail."""
+class DerivedText:
+    """Text of completions and their stop strings. While sampling, only rows whose new token could end a stop string are decoded."""
 
     def __init__(self, tokenizer, params: SamplingParams):
-        self.tokenizer, self.stops = tokenizer, params.stop_strings
+        self.tokenizer, self.stops, self.min_tokens = tokenizer, params.stop_strings, params.min_tokens
         self.special = set(getattr(tokenizer, "all_special_ids", ()) or ())
         self.tail = max((len(s.encode()) for s in self.stops), default=0) + 4
         self.ends = {s[-1] for s in self.stops}
@@ -330,8 +362,12 @@ class _Text:
         if self.tokenizer is None:
             return ""
         text = self.decode(ids)
-        cuts = [at for at in (text.find(s) for s in self.stops) if at >= 0]
+        cuts = [at for at in (text.find(s, self._start(ids, s)) for s in self.stops) if at >= 0]
         return text[: min(cuts)] if cuts else text
+
+    def _start(self, ids: list[int], stop: str) -> int:
+        """Where a stop string may begin: it counts only if it ends after the first min_tokens tokens."""
+        return max(0, len(self.decode(ids[: self.min_tokens])) - len(stop) + 1) if self.min_tokens else 0
 
     def _may_end(self, token: int) -> bool:
         """Whether a token's text may hold the last character of a stop string (unsure counts as yes)."""
@@ -345,10 +381,15 @@ class _Text:
         """Indices j of rows whose text now holds a stop string; out_ids [S, T], counts [S]."""
         found = []
         for j, token in enumerate(tokens.tolist()):
-            if not self._may_end(token):
+            if counts[slots[j]] < self.min_tokens or not self._may_end(token):
                 continue
             ids = out_ids[slots[j], : counts[slots[j]]].tolist()
-            text = self.decode([t for t in ids if t not in self.special][-self.tail :])
-            if any(s in text for s in self.stops):
+            if self.min_tokens:
+                text = self.decode(ids)
+                hit = any(text.find(s, self._start(ids, s)) >= 0 for s in self.stops)
+            else:
+                text = self.decode([t for t in ids if t not in self.special][-self.tail :])
+                hit = any(s in text for s in self.stops)
+            if hit:
                 found.append(j)
         return found

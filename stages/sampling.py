@@ -1,7 +1,8 @@
 """Per-step sampling transforms: pure functions of (logits, uniforms, params), vectorised over rows.
 
 Everything here is row-independent, so a completion cannot depend on which rows it shared a batch with.
-Order of the transforms: logit processors, temperature, top-k, top-p (over the top-k survivors, renormalised), min-p.
+Order of the transforms: bad words, min tokens, logit bias, repetition, frequency and presence penalty, further logit processors,
+temperature, top-k, top-p (over the top-k survivors, renormalised), min-p.
 Log-probs are natural logs in float32 of the distribution that was really sampled (renormalised after the filters),
 rl.md 1.2; `filtered_log_softmax` is the same distribution over the whole vocabulary, for a trainer's forward.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -32,6 +33,12 @@ class SamplingParams:
     max_new_tokens  >= 1, the stop token included
     stop_ids        token ids that end a completion (kept in its ids; finish reason "eos")
     stop_strings    strings that end a completion (their tokens stay in ids, the text is cut before them; "stop")
+    min_tokens      no stop id and no stop string ends a completion before it has this many tokens
+    logit_bias      (token id, number added to its logit) pairs, or a mapping; -100 bans, 100 forces (OpenAI)
+    bad_words       strings whose last token is impossible after their first ones, among the generated tokens
+    repetition_penalty  > 0; logits of tokens in prompt or completion divided by it where positive, multiplied where negative (CTRL,
+                    Keskar et al. 2019)
+    frequency_penalty, presence_penalty  subtracted per occurrence, and once, from the logits of generated tokens (OpenAI)
     logit_processors  callables (logits [n, V] float32, generated [n, T] int64, counts [n] int64) -> logits [n, V];
                     row i has counts[i] generated tokens in generated[i, :counts[i]]; must be row-independent
     """
@@ -43,6 +50,12 @@ class SamplingParams:
     max_new_tokens: int = 64
     stop_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[str, ...] = ()
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     logit_processors: tuple[Callable, ...] = ()
 
     def __post_init__(self):
@@ -51,6 +64,11 @@ class SamplingParams:
             raise ValueError(f'stop_strings is a tuple of strings: write stop_strings=({self.stop_strings!r},)')
         object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
         object.__setattr__(self, "logit_processors", tuple(self.logit_processors))
+        bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
+        object.__setattr__(self, "logit_bias", tuple((int(i), float(v)) for i, v in bias))
+        if isinstance(self.bad_words, str):
+            raise ValueError(f"bad_words is a tuple of strings: write bad_words=({self.bad_words!r},)")
+        object.__setattr__(self, "bad_words", tuple(self.bad_words))
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature={self.temperature}: write 0 for greedy or a positive number such as 1.0")
         if not 0 < self.top_p <= 1:
@@ -63,6 +81,14 @@ class SamplingParams:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: write at least 1")
         if any(not isinstance(s, str) or not s for s in self.stop_strings):
             raise ValueError("stop_strings holds an empty or non-string entry: remove it")
+        if any(not isinstance(s, str) or not s.strip() for s in self.bad_words):
+            raise ValueError("bad_words holds an empty or non-string entry: remove it")
+        if not 0 <= self.min_tokens <= self.max_new_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens}: write a number from 0 to max_new_tokens={self.max_new_tokens}")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise ValueError(f"repetition_penalty={self.repetition_penalty}: write a positive number; 1.0 turns it off")
+        if not all(math.isfinite(v) for v in (self.frequency_penalty, self.presence_penalty, *(v for _, v in self.logit_bias))):
+            raise ValueError("frequency_penalty, presence_penalty and logit_bias are finite numbers: write 0.0 to turn one off, -100 to ban a token")
 
     @property
     def greedy(self) -> bool:
@@ -71,6 +97,17 @@ class SamplingParams:
     @property
     def filtered(self) -> bool:
         return not self.greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    @property
+    def processed(self) -> bool:
+        """Whether logits are changed before temperature and filters."""
+        return bool(self.min_tokens or self.logit_bias or self.bad_words or self.repetition_penalty != 1.0 or self.frequency_penalty
+                    or self.presence_penalty or self.logit_processors)
+
+    @property
+    def plain(self) -> bool:
+        """Whether tokens come from softmax(logits / temperature) itself, which is what a trainer's forward gives (rl.md 1.2)."""
+        return not self.greedy and not self.filtered and not self.processed
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
@@ -90,6 +127,54 @@ def uniforms(seeds: Sequence[int], count: int, start: int = 0) -> np.ndarray:
     with np.errstate(over="ignore"):
         h = _mix(_mix(keys + _GOLDEN) + t * _GOLDEN)
     return (h >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def token_counts(ids: torch.Tensor, lengths: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """How often each token occurs in the first lengths[i] ids of row i: ids [n, T] int64, lengths [n] -> [n, V] float32."""
+    live = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+    return torch.zeros(ids.shape[0], vocabulary, device=ids.device).scatter_add_(1, ids, live.float())
+
+
+def bad_word_ids(tokenizer, words: Sequence[str]) -> list[list[int]]:
+    """Token sequences of the words, at the start of a text and after a space (the two spellings of most tokenizers)."""
+    found = []
+    for word in words:
+        for text in (word, " " + word.lstrip()):
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            if ids and ids not in found:
+                found.append(ids)
+    return found
+
+
+def processed_logits(logits: torch.Tensor, params: SamplingParams, generated: torch.Tensor, counts: torch.Tensor, prompts: torch.Tensor | None = None,
+                     prompt_lengths: torch.Tensor | None = None, bad_ids: Sequence[Sequence[int]] = ()) -> torch.Tensor:
+    """Logits [n, V] after params' bans, biases and penalties, float32; ``logits`` is left as it is.
+
+    generated [n, T] int64 with counts [n] tokens each; prompts [n, P] int64 with prompt_lengths [n] (repetition penalty only);
+    bad_ids: token sequences of ``params.bad_words``.
+    """
+    z = logits.float().clone()
+    for *head, last in bad_ids:
+        if not head:
+            z[:, last] = -math.inf
+        elif len(head) <= generated.shape[1]:
+            at = counts[:, None] - len(head) + torch.arange(len(head), device=z.device)
+            hit = (counts >= len(head)) & (generated.gather(1, at.clamp(min=0)) == torch.tensor(head, device=z.device)).all(1)
+            z[hit, last] = -math.inf
+    if params.min_tokens and params.stop_ids:
+        early = (counts < params.min_tokens).nonzero()[:, 0]
+        z[early[:, None], torch.tensor(sorted(params.stop_ids), device=z.device)] = -math.inf
+    for token, bias in params.logit_bias:
+        z[:, token] += bias
+    if params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty:
+        said = token_counts(generated, counts, z.shape[1])
+        if params.repetition_penalty != 1.0:
+            seen = (said > 0) | (token_counts(prompts, prompt_lengths, z.shape[1]) > 0)
+            z = torch.where(seen, torch.where(z > 0, z / params.repetition_penalty, z * params.repetition_penalty), z)
+        z -= params.frequency_penalty * said + params.presence_penalty * (said > 0)
+    for processor in params.logit_processors:
+        z = processor(z, generated, counts)
+    return z
 
 
 def keep_threshold(z: torch.Tensor, params: SamplingParams) -> torch.Tensor | None:

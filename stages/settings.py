@@ -46,14 +46,53 @@ class OptimizerConfig(StageConfig):
 
 
 class SamplingConfig(StageConfig):
-    """How completions are drawn (``rl.md`` section 1.3)."""
+    """How completions are drawn (``rl.md`` section 1.3), and by which engine (``stages/engines.py``)."""
 
     temperature: float = Field(1.0, ge=0, description="Softmax temperature; 0 is greedy.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus mass; 1 keeps all.")
     top_k: int = Field(0, ge=0, description="Keep the k most likely tokens; 0 keeps all.")
-    min_p: float = Field(0.0, ge=0, le=1, description="Drop tokens less likely than min_p times the most likely one.")
+    min_p: float = Field(0.0, ge=0, lt=1, description="Drop tokens less likely than min_p times the most likely one.")
     max_completion_length: int = Field(64, ge=1, description="New tokens at most.")
+    stop_strings: list[str] = Field(
+        default_factory=list, description="Strings that end a completion, besides the model's stop tokens; its text ends before them.")
+    min_tokens: int = Field(0, ge=0, description="No completion ends before it has so many tokens.")
+    repetition_penalty: float = Field(
+        1.0, gt=0, description="Divides positive and multiplies negative logits of tokens in prompt or completion (CTRL 1.2); 1 = off.")
+    frequency_penalty: float = Field(0.0, description="Subtracted from a token's logit for each time the completion has it; 0 = off.")
+    presence_penalty: float = Field(0.0, description="Subtracted from a token's logit once the completion has it; 0 = off.")
+    bad_words: list[str] = Field(default_factory=list, description="Words that are never completed (their last token is banned after the first ones).")
+    logit_bias: dict[int, float] = Field(default_factory=dict, description="Numbers added to the logits of token ids; -100 bans a token.")
     generation_batch: int = Field(64, ge=1, description="Sequences decoded together; bounds memory.")
+    engine: Literal["builtin", "vllm", "server"] = Field(
+        "builtin", description="Who samples: this process, vLLM in this process (a package to install), or a server with the OpenAI completions interface.")
+    engine_url: str | None = Field(
+        None, title="Engine URL", description="engine=server: base URL, for example http://localhost:8000/v1.", json_schema_extra={"identity": False})
+    engine_model: str | None = Field(
+        None, title="Engine model", description="engine=server: the model's name there; empty: the only one it serves, or the model's own directory "
+        "(transformers serve).")
+    engine_api: Literal["auto", "openai", "vllm", "transformers"] = Field(
+        "auto", description="engine=server: its dialect. vllm and transformers take settings and weights that plain servers do not; auto asks the server.")
+    engine_key_variable: str = Field(
+        "", description="engine=server: environment variable that holds the key; keys never enter a configuration.", json_schema_extra={"identity": False})
+    engine_timeout_s: float = Field(
+        600.0, gt=0, description="engine=server: seconds that one completion may take.", json_schema_extra={"identity": False})
+    engine_concurrency: int = Field(32, ge=1, description="engine=server: requests under way at once.", json_schema_extra={"identity": False})
+    engine_options: dict[str, Any] = Field(
+        default_factory=dict, description="engine=vllm: arguments of vllm.LLM, such as {gpu_memory_utilization: 0.5, dtype: bfloat16}.")
+
+    @model_validator(mode="after")
+    def _engine(self):
+        given = {"engine_url": self.engine_url, "engine_model": self.engine_model, "engine_key_variable": self.engine_key_variable,
+                 "engine_api": self.engine_api if self.engine_api != "auto" else None}
+        if self.engine == "server" and not self.engine_url:
+            raise ValueError("engine=server needs to know where it is; write engine_url=http://HOST:PORT/v1")
+        for name in (name for name, value in given.items() if value and self.engine != "server"):
+            raise ValueError(f"{name}={given[name]} belongs to a server, but engine={self.engine}; write engine=server, or leave {name} out")
+        if self.engine_options and self.engine != "vllm":
+            raise ValueError(f"engine_options are arguments of vllm.LLM, but engine={self.engine}; write engine=vllm, or leave engine_options out")
+        if self.min_tokens > self.max_completion_length:
+            raise ValueError(f"min_tokens={self.min_tokens} is over max_completion_length={self.max_completion_length}; write a smaller min_tokens")
+        return self
 
 
 PromptTemplate = Literal["chat", "none", "think_answer"]

@@ -1,6 +1,6 @@
 """Useful tokens per second of the built-in sampler against transformers, in one process on the same model and sampling.
 
-    python -m tests.bench.bench_sampler [--prompts 128] [--batch 32] [--max-new 256] [--repeats 3] [--threads 2]
+    python -m tests.bench.bench_sampler [--prompts 128] [--batch 32] [--max-new 256] [--repeats 3] [--threads 2] [--profile]
 
 Three ways to complete the same prompts (temperature 1, no filters, each of `--stop-rate` of the vocabulary ends a row,
 so lengths are mixed): `Sampler.generate`; `model.generate` over static left-padded batches of the same size, prompts
@@ -88,6 +88,7 @@ def main() -> None:
                           ("layers", 4), ("kv-heads", 4), ("vocabulary", 4096)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--stop-rate", type=float, default=0.01)
+    parser.add_argument("--profile", action="store_true", help="also print where the built-in sampler's time goes, by operation")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model = build_model(args.hidden, args.layers, args.kv_heads, args.vocabulary)
@@ -112,6 +113,12 @@ def main() -> None:
             wall[name].append(useful / (time.perf_counter() - begin))
             cpu[name].append(useful / (time.process_time() - begin_cpu))
             print(f"  {repeat} {name:26s} {useful} tokens  {wall[name][-1]:.0f}/s wall  {cpu[name][-1]:.0f}/s cpu", flush=True)
+    if args.profile:
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            built_in(model, prompts, stops, args.batch, args.max_new, 1)
+        print(seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=16, max_name_column_width=40))
     for name in ways:
         ratios = [statistics.median(x["built-in"]) / statistics.median(x[name]) for x in (wall, cpu)]
         print(f"{name:26s} built-in is {ratios[0]:.2f}x by wall time, {ratios[1]:.2f}x by CPU time")

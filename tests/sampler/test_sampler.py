@@ -202,3 +202,49 @@ def test_lora_adapters_are_used(models, prompts):
     assert ids_of(lean) == ids_of(generic) != ids_of(Sampler(models("llama"), None).generate(prompts, params, seeds))
     for prompt, (c,) in zip(prompts, lean):
         torch.testing.assert_close(torch.tensor(c.logps), trainer_logps(model, prompt, c.ids, params), atol=3e-5, rtol=0)
+
+
+PROCESSORS = dict(repetition_penalty=1.5, frequency_penalty=0.4, presence_penalty=0.3, min_tokens=4, logit_bias={8: 2.0, 9: -100.0}, bad_words=("!", "AB"))
+
+
+@pytest.mark.parametrize("name, lean", [("llama", True), ("gpt2", False)])
+def test_penalties_are_in_the_log_probs_and_rows_do_not_see_each_other(models, prompts, tokenizer, name, lean):
+    from stages.sampling import bad_word_ids, processed_logits
+
+    model = models(name)
+    params = SamplingParams(max_new_tokens=14, stop_ids=set(range(20, 40)), temperature=0.9, top_p=0.95, **PROCESSORS)
+    seeds = [[i, 60 + i] for i in range(len(prompts))]
+    out = Sampler(model, tokenizer, max_batch=3, lean=lean).generate(prompts, params, seeds)
+    assert ids_of(Sampler(model, tokenizer, max_batch=1, lean=lean).generate(prompts, params, seeds)) == ids_of(out)
+    assert ids_of(Sampler(model, tokenizer, max_batch=64, lean=lean).generate(prompts, params, seeds)) == ids_of(out)
+    bad = bad_word_ids(tokenizer, params.bad_words)
+    for prompt, group in zip(prompts, out):
+        for c in group:
+            assert len(c.ids) >= 4 and 9 not in c.ids and "!" not in c.text and "AB" not in c.text
+            with torch.inference_mode():
+                logits = model(torch.tensor([prompt + c.ids])).logits[0, len(prompt) - 1 : -1]
+            n = len(c.ids)
+            z = processed_logits(logits, params, torch.tensor([c.ids] * n), torch.arange(n), torch.tensor([prompt] * n), torch.full((n,), len(prompt)), bad)
+            want = filtered_log_softmax(z, params)[torch.arange(n), torch.tensor(c.ids)]
+            torch.testing.assert_close(torch.tensor(c.logps), want, atol=3e-5, rtol=0)
+
+
+def test_stop_strings_wait_for_min_tokens(models, prompts, tokenizer):
+    seeds = [[i, i + 9] for i in range(len(prompts))]
+    sampler = Sampler(models("gpt2"), tokenizer, max_batch=3)
+    free = [c for group in sampler.generate(prompts, SamplingParams(max_new_tokens=30), seeds) for c in group]
+    stop = free[0].text[3:5]
+    got = [c for g in sampler.generate(prompts, SamplingParams(max_new_tokens=30, min_tokens=12, stop_strings=(stop,)), seeds) for c in g]
+    stopped = 0
+    for a, b in zip(free, got):
+        at = a.text.find(stop, 12 - 1)  # one character per token: the first occurrence that ends after the twelfth token
+        assert b.text == (a.text if at < 0 else a.text[:at]) and b.finish_reason == ("length" if at < 0 else "stop")
+        assert len(b.ids) >= 12 and a.ids[: len(b.ids)] == b.ids
+        stopped += at >= 0
+    assert stopped < len(got) and got[0].text[:5] == free[0].text[:5]
+
+
+@pytest.mark.parametrize("processors, advice", [(dict(bad_words=("x",)), "give the Sampler a tokenizer"), (dict(logit_bias={500: 1.0}), "logit_bias .500.")])
+def test_processors_that_do_not_fit_the_model(models, processors, advice):
+    with pytest.raises(SamplerError, match=advice):
+        Sampler(models("llama"), None).generate([[1]], SamplingParams(**processors), [[0]])

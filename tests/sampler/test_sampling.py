@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.sampling import SamplingParams, filtered_log_softmax, keep_threshold, sample_step, uniforms
+from stages.sampling import SamplingParams, bad_word_ids, filtered_log_softmax, keep_threshold, processed_logits, sample_step, uniforms
 
 LOGITS = torch.log(torch.tensor([[0.05, 0.40, 0.15, 0.30, 0.10]]))
 
@@ -91,7 +91,65 @@ def test_uniforms_depend_on_seed_and_position_only_and_look_uniform():
 @pytest.mark.parametrize("settings, advice", [
     (dict(temperature=-1), "0 for greedy"), (dict(top_p=0), r"\(0, 1\]"), (dict(top_k=-2), "0 turns"),
     (dict(min_p=1.0), "0.0 turns"), (dict(max_new_tokens=0), "at least 1"), (dict(stop_strings=("",)), "remove"),
-    (dict(stop_strings="END"), r"stop_strings=\('END',\)")])
+    (dict(stop_strings="END"), r"stop_strings=\('END',\)"), (dict(bad_words="no"), r"bad_words=\('no',\)"), (dict(bad_words=(" ",)), "remove"),
+    (dict(repetition_penalty=0), "1.0 turns"), (dict(min_tokens=99), "max_new_tokens=64"), (dict(logit_bias={3: math.inf}), "-100 to ban")])
 def test_bad_settings_say_what_to_write(settings, advice):
     with pytest.raises(ValueError, match=advice):
         SamplingParams(**settings)
+
+
+def rows(n=6, vocabulary=50, seed=3):
+    """Random logits with prompts and completions of uneven length: logits, generated, counts, prompts, prompt lengths."""
+    g = torch.Generator().manual_seed(seed)
+    counts, lengths = torch.tensor([0, 1, 2, 5, 7, 8][:n]), torch.tensor([4, 1, 3, 4, 2, 4][:n])
+    return (torch.randn(n, vocabulary, generator=g) * 3, torch.randint(0, vocabulary, (n, 8), generator=g), counts,
+            torch.randint(0, vocabulary, (n, 4), generator=g), lengths)
+
+
+def test_processors_agree_with_transformers():
+    """Repetition penalty, minimum length and biases of whole rows, against transformers' own processors on each row alone."""
+    from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
+
+    logits, generated, counts, prompts, lengths = rows()
+    kept = logits.clone()
+    params = SamplingParams(repetition_penalty=1.4, min_tokens=3, stop_ids={1, 2}, logit_bias={5: 2.5, 9: -100.0})
+    got = processed_logits(logits, params, generated, counts, prompts, lengths)
+    assert torch.equal(logits, kept)
+    for i in range(6):
+        ids = torch.cat([prompts[i, : lengths[i]], generated[i, : counts[i]]])[None]
+        want = SequenceBiasLogitsProcessor({(5,): 2.5, (9,): -100.0})(ids, logits[i: i + 1].clone())
+        want = RepetitionPenaltyLogitsProcessor(1.4)(ids, want)
+        want = MinNewTokensLengthLogitsProcessor(int(lengths[i]), 3, [1, 2])(ids, want)
+        torch.testing.assert_close(got[i: i + 1], want)
+
+
+def test_frequency_and_presence_count_the_completion_only():
+    logits, generated, counts, prompts, lengths = rows()
+    got = processed_logits(logits, SamplingParams(frequency_penalty=0.5, presence_penalty=0.25), generated, counts, prompts, lengths)
+    for i in range(6):
+        said = generated[i, : counts[i]].tolist()
+        want = logits[i] - torch.tensor([0.5 * said.count(v) + 0.25 * (v in said) for v in range(50)])
+        torch.testing.assert_close(got[i], want)
+
+
+def test_bad_words_ban_the_last_token_after_the_first_ones():
+    logits, generated, counts, *_ = rows()
+    generated[3, 3:5] = torch.tensor([11, 12])  # row 3 has 5 tokens, and ends so; row 4 has 7 and does not
+    generated[5, 6:8] = torch.tensor([11, 12])
+    generated[4, 3:5] = torch.tensor([11, 12])
+    got = processed_logits(logits, SamplingParams(), generated, counts, bad_ids=[[4], [11, 12, 13]])
+    banned = [torch.isinf(row).nonzero().flatten().tolist() for row in got]
+    assert banned == [[4], [4], [4], [4, 13], [4], [4, 13]]
+
+
+def test_bad_words_are_banned_at_the_start_and_after_a_space(tokenizer):
+    assert bad_word_ids(tokenizer, ["ab"]) == [[65, 66], [0, 65, 66]]
+
+
+def test_log_probs_are_those_of_the_processed_and_filtered_distribution():
+    logits, generated, counts, prompts, lengths = rows(vocabulary=300)
+    params = SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2, logit_bias={7: 4.0}, temperature=0.8, top_p=0.9)
+    z = processed_logits(logits, params, generated, counts, prompts, lengths)
+    token, logp = sample_step(z, torch.from_numpy(uniforms(range(6), 1)[:, 0]), params)
+    torch.testing.assert_close(logp, filtered_log_softmax(z, params).gather(-1, token[:, None])[:, 0], atol=3e-6, rtol=0)
+    assert not params.plain and SamplingParams(temperature=0.3).plain and not SamplingParams(top_k=3).plain and not SamplingParams(temperature=0).plain

@@ -1,0 +1,138 @@
+"""Sampling engines behind one interface: this process, vLLM, or a server (``engine=builtin|vllm|server``; ARCHITECTURE.md 5).
+
+:class:`Engine` is the contract; ``tests/sampler/contract.py`` holds every engine to it. :func:`make_engine` builds the one that a
+stage's :class:`~stages.settings.SamplingConfig` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from stages.sampler import Completion, Sampler
+from stages.sampling import SamplingParams
+
+
+class EngineError(RuntimeError):
+    """An engine that cannot be used or does not answer; the text says what to change."""
+
+
+class Engine(Protocol):
+    """Draws completions of token-id prompts. What every engine promises:
+
+    * ``generate(prompts, params, seeds)`` returns ``len(seeds[i])`` completions of prompt i, in the order of prompts and seeds. One
+      prompt with several seeds is one group; engines compute (or cache) its prompt once.
+    * **Ids are the truth.** Prompts go in as ids; ``Completion.ids`` are the sampled ids verbatim, a stop id that ended the row
+      included. An engine that can only be told and only returns text sets ``reencoded`` on every row, and fails a row whose prompt
+      does not survive as text (``engine.reencodes``).
+    * ``text`` is derived from the ids by one function for all engines: without stop id and special tokens, cut before the first stop
+      string, wherever token borders lie.
+    * ``finish_reason``: "eos" (the last id is one of ``params.stop_ids``, and no other id is), "stop" (the text of the ids holds a
+      stop string), "length" (exactly ``max_new_tokens`` ids), or "error".
+    * **Seeds**: a row's tokens are a function of (weights, prompt, its seed, params) up to the rounding of batched products, so the
+      same request gives the same rows again and rows do not depend on their neighbours. Which function it is, is the engine's own.
+    * ``logps`` are natural log-probs of the distribution that was really sampled (bans, biases, penalties, temperature and filters
+      applied and renormalised; of temperature 1 where greedy), one per id, or None. Only with ``exact_logps`` do they equal the
+      trainer's to float32 rounding; otherwise RL computes old log-probs with the trainer and keeps these beside them (TIS).
+    * A killed stage continues at its last complete unit with every engine; that it ends with the same *bytes* holds for the built-in one,
+      and for others as far as they repeat themselves.
+    * Settings an engine cannot honour are refused before anything is sampled (SamplerError), never ignored.
+    * **Errors per row**: what fails on one row is tried once more and then returned as an "error" row with the reason, without ids;
+      EngineError is raised only if every row failed.
+    * ``update(directory, weights)``: sample from the weights of that Hugging Face directory from now on; ``engine.weights`` is then
+      ``weights`` (it is "input" before). ``shares_weights`` engines read the trainer's own parameters and need none.
+    * ``sleep(keep_weights)`` frees device memory between calls; the next ``generate`` (or ``update``) wakes the engine. After
+      ``keep_weights=False`` only ``update`` does.
+    """
+
+    name: str
+    exact_logps: bool
+    shares_weights: bool
+    reencodes: bool
+    weights: str
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[Sequence[int]],
+                 progress: Callable[[int, int], None] | None = None) -> list[list[Completion]]: ...
+
+    def update(self, directory: str, weights: str) -> None: ...
+
+    def sleep(self, keep_weights: bool = True) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def make_engine(stage, renderer, model=None, *, sleeps: bool = False) -> Engine:
+    """The engine that ``stage.config`` asks for, over the input ``model``.
+
+    model: the loaded policy, or a function that loads it; only the built-in engine needs it, and loads it itself where none is given.
+    sleeps: the engine shall be able to give its device memory back between calls.
+    """
+    config, path = stage.config, stage.path("model")
+    if config.engine == "builtin":
+        if model is None:
+            from stages.modeling import freeze, load_policy
+
+            model = freeze(load_policy(path, stage.device))
+        return Sampler(model() if callable(model) and not isinstance(model, torch.nn.Module) else model, renderer.tokenizer,
+                       max_batch=config.generation_batch)
+    from stages import ranks
+
+    if ranks.world_size() > 1:
+        raise EngineError(f"engine={config.engine} with {ranks.world_size()} devices: each of them would sample and push weights on its own. Write "
+                          f"engine=builtin, which "
+                          "shares the prompts, or train on one device (vLLM takes more by engine_options={tensor_parallel_size: N}).")
+    if config.engine == "vllm":
+        from stages.vllm_engine import VLLMEngine
+
+        engine = VLLMEngine(path, renderer.tokenizer, max_batch=config.generation_batch, options=config.engine_options, sleeps=sleeps)
+    else:
+        from stages.server_engine import ServerEngine
+
+        engine = ServerEngine(config.engine_url, renderer.tokenizer, path, model=config.engine_model, api=config.engine_api,
+                              key_variable=config.engine_key_variable,
+                              timeout_s=config.engine_timeout_s, concurrency=config.engine_concurrency)
+    stage.log(f"engine: {engine.name}")
+    return engine
+
+
+def engine_label(config) -> str:
+    """Name of the configured engine in protocols and lineage (without versions, which only a running engine knows)."""
+    if config.engine == "builtin":
+        return "built-in"
+    return config.engine if config.engine == "vllm" else f"server:{config.engine_model or 'default'}:{config.engine_api}"
+
+
+def refuse_all_failed(found: list[Completion], name: str) -> None:
+    """Raise EngineError where not one row of a request succeeded: that is the engine's failure, not the rows'."""
+    if found and all(c.finish_reason == "error" for c in found):
+        raise EngineError(f"{name} failed on all {len(found)} completions. The first one: {found[0].error}")
+
+
+def vocabulary_of(path: str) -> tuple[int, int | None]:
+    """(number of token ids, longest sequence or None) of a model directory, without loading its weights."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path).get_text_config(decoder=True)
+    return config.vocab_size, getattr(config, "max_position_embeddings", None)
+
+
+def write_weights(model, tokenizer, directory: str | Path) -> None:
+    """A Hugging Face directory of the policy as it is now, the model left as it is: how engines in other processes get new weights."""
+    import copy
+
+    from safetensors.torch import save_file
+
+    from stages.adapters import plain_parameters
+    from stages.decoders import bare
+
+    base, directory = bare(model), Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file({name: value.detach().cpu().contiguous() for name, value in plain_parameters(model)}, directory / "model.safetensors", metadata={"format": "pt"})
+    config = copy.deepcopy(base.config)
+    config.use_cache, config.architectures = True, [type(base).__name__]
+    config.save_pretrained(directory)
+    base.generation_config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)

@@ -1,0 +1,150 @@
+"""What every sampling engine promises (``stages.engines.Engine``), as checks that take an engine and know nothing of its kind.
+
+``tests/sampler/test_engines.py`` runs all of them over the built-in engine, vLLM's adapter (against a stand-in of the package), a
+server with vLLM's interface and a real `transformers serve`. A new engine is one more fixture there.
+"""
+
+import pytest
+import torch
+
+from stages.sampler import SamplerError, SamplingParams
+from stages.sampling import processed_logits, filtered_log_softmax
+
+STOPS = frozenset({2, 7, 9, 40, 41})  # 2 is the tiny tokenizer's <|im_end|>
+PROMPTS = [[1, 40, 50, 60], [1, 70, 71, 72, 73, 74], [1, 90]]
+SEEDS = [[11, 12, 13], [21], [31, 32]]
+
+
+def rows(groups):
+    return [c for group in groups for c in group]
+
+
+def facts(groups):
+    return [[(c.ids, c.finish_reason, c.text) for c in group] for group in groups]
+
+
+def model_logps(model, prompt, ids, params):
+    """Log-probs of ids under the distribution that params describe, by one plain forward per position."""
+    found = []
+    for t, token in enumerate(ids):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + ids[:t]])).logits[:, -1]
+        if params.processed:
+            logits = processed_logits(logits, params, torch.tensor([ids[:t]], dtype=torch.long), torch.tensor([t]), torch.tensor([prompt]),
+                                      torch.tensor([len(prompt)]))
+        found.append(float(filtered_log_softmax(logits, params)[0, token]))
+    return found
+
+
+def check_shape_and_reasons(engine, tokenizer):
+    params = SamplingParams(max_new_tokens=12, stop_ids=STOPS)
+    groups = engine.generate(PROMPTS, params, SEEDS)
+    assert [len(g) for g in groups] == [len(s) for s in SEEDS]
+    reasons = set()
+    for c in rows(groups):
+        reasons.add(c.finish_reason)
+        assert c.finish_reason in ("eos", "length") and c.error is None and c.reencoded == engine.reencodes
+        assert c.logps is None or len(c.logps) == len(c.ids)
+        if not engine.reencodes:
+            assert (c.ids[-1] in STOPS) == (c.finish_reason == "eos") and not STOPS & set(c.ids[:-1])
+            assert c.finish_reason == "eos" or len(c.ids) == 12
+            assert c.text == tokenizer.decode(c.ids[:-1] if c.finish_reason == "eos" else c.ids, skip_special_tokens=True)
+    assert reasons == {"eos", "length"}
+    assert engine.generate(PROMPTS[:1], params, [[]]) == [[]] and engine.generate([], params, []) == []
+
+
+def check_seeds_decide(engine):
+    params = SamplingParams(max_new_tokens=10, stop_ids=STOPS, temperature=1.1)
+    first = engine.generate(PROMPTS, params, SEEDS)
+    assert facts(engine.generate(PROMPTS, params, SEEDS)) == facts(first)
+    turned = engine.generate(PROMPTS[::-1], params, [s[::-1] for s in SEEDS[::-1]])
+    assert facts([g[::-1] for g in turned[::-1]]) == facts(first)
+    apart = [engine.generate([p], params, [s])[0] for p, s in zip(PROMPTS, SEEDS)]
+    assert facts(apart) == facts(first)
+    assert len({tuple(c.ids) for c in first[0]}) == 3  # other seeds, other rows
+    greedy = engine.generate(PROMPTS[:2], SamplingParams(temperature=0, max_new_tokens=6, stop_ids=STOPS), [[1, 2], [3, 4]])
+    assert all(g[0].ids == g[1].ids for g in greedy)
+
+
+def check_greedy_is_the_models(engine, model):
+    groups = engine.generate(PROMPTS, SamplingParams(temperature=0, max_new_tokens=8, stop_ids=STOPS), [[0]] * 3)
+    for prompt, (c,) in zip(PROMPTS, groups):
+        ids = torch.tensor([prompt])
+        want = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8, eos_token_id=sorted(STOPS), pad_token_id=3)[0,
+            len(prompt):].tolist()
+        if engine.reencodes:
+            assert c.text == engine.tokenizer.decode([t for t in want if t not in STOPS], skip_special_tokens=True)
+        else:
+            assert c.ids == want
+
+
+def check_logps_are_of_the_sampled_distribution(engine, model):
+    settings = [dict(), dict(temperature=0.7, top_k=20), dict(temperature=0), dict(top_p=0.8)]
+    settings += [dict(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, min_tokens=3, logit_bias={50: 3.0,
+        60: -100.0})] if not engine.reencodes else []
+    for setting in settings:
+        params = SamplingParams(max_new_tokens=7, stop_ids=STOPS, **setting)
+        for prompt, group in zip(PROMPTS, engine.generate(PROMPTS, params, SEEDS)):
+            for c in group:
+                assert c.finish_reason != "error", c.error
+                if c.logps is not None:
+                    assert c.logps == pytest.approx(model_logps(model, prompt, c.ids, params), abs=2e-5)
+
+
+def check_stop_strings(engine, tokenizer):
+    plain = SamplingParams(max_new_tokens=16, stop_ids=STOPS)
+    free = rows(engine.generate(PROMPTS, plain, SEEDS))
+    pieces = [c.text[k: k + 2] for c in free for k in range(1, len(c.text) - 2)]
+    stop = next(p for p in pieces if p.isascii() and p.isprintable() and len(tokenizer.encode(p, add_special_tokens=False)) == 2)  # across a token border
+    params = SamplingParams(max_new_tokens=16, stop_ids=STOPS, stop_strings=(stop,))
+    stopped = 0
+    for a, b in zip(free, rows(engine.generate(PROMPTS, params, SEEDS))):
+        if stop not in a.text:
+            assert (a.text, a.finish_reason) == (b.text, b.finish_reason)
+            continue
+        stopped += 1
+        assert b.finish_reason == "stop" and b.text == a.text[: a.text.index(stop)]
+        if not engine.reencodes:
+            assert b.ids == a.ids[: len(b.ids)] and stop in tokenizer.decode(b.ids, skip_special_tokens=True)
+            assert stop not in tokenizer.decode(b.ids[:-1], skip_special_tokens=True)
+    assert stopped
+
+
+def check_bans_and_penalties(engine, tokenizer):
+    def sample(**setting):
+        return rows(engine.generate(PROMPTS, SamplingParams(max_new_tokens=12, stop_ids=STOPS, **setting), [[100 * i + g for g in range(4)] for i in range(3)]))
+
+    assert {c.text for c in sample(logit_bias={50: 50.0, 2: 90.0})} == {""}
+    assert {c.text for c in sample(logit_bias={50: 50.0, 2: 90.0}, min_tokens=5)} == {tokenizer.decode([50] * 5)}
+    only = sample(logit_bias={token: 60.0 for token in (50, 51)})
+    assert set("".join(c.text for c in only)) <= set(tokenizer.decode([50, 51]))
+    said = "".join(c.text for c in sample())
+    words = [tokenizer.decode([t]) for t in range(len(tokenizer))]
+    letter = max((c for c in said if c.isascii() and c.isprintable() and c.strip() and sum(c in w for w in words) == 1),
+                 key=said.count)  # in no longer token, which would not be banned
+    assert not any(letter in c.text for c in sample(bad_words=[letter]))
+
+
+def check_refusals(engine):
+    one = SamplingParams(max_new_tokens=1)
+    for prompts, params, seeds, advice in (
+        ([[]], one, [[0]], "is empty"), ([[1] * 255], SamplingParams(max_new_tokens=10), [[0]], "shorten the prompt to 246 tokens"),
+        ([[99999]], one, [[0]], "outside the model's vocabulary"), ([[1]], one, [[0], [1]], "one list of seeds per prompt")):
+        with pytest.raises(SamplerError, match=advice):
+            engine.generate(prompts, params, seeds)
+
+
+def check_new_weights(engine, directory, other_model):
+    """``directory`` holds the weights of ``other_model``; the engine has those of another model before."""
+    params = SamplingParams(temperature=0, max_new_tokens=8, stop_ids=STOPS)
+    before = engine.generate(PROMPTS, params, [[0]] * 3)
+    assert engine.weights == "input"
+    engine.sleep(keep_weights=True)
+    assert facts(engine.generate(PROMPTS, params, [[0]] * 3)) == facts(before)
+    engine.sleep(keep_weights=False)
+    engine.update(directory, "step-1")
+    assert engine.weights == "step-1"
+    after = engine.generate(PROMPTS, params, [[0]] * 3)
+    assert facts(after) != facts(before)
+    check_greedy_is_the_models(engine, other_model)
+    check_logps_are_of_the_sampled_distribution(engine, other_model)

@@ -1,0 +1,204 @@
+"""Every engine against the contract (``tests/sampler/contract.py``), and what is special to each."""
+
+import contextlib
+import sys
+
+import pytest
+
+from stages.engines import EngineError, write_weights
+from stages.sampler import Sampler, SamplerError, SamplingParams
+from tests.evaluation.conftest import tiny  # noqa: F401
+from tests.sampler import contract, fake_vllm
+from tests.sampler.servers import transformers_serve, vllm_server
+
+ENGINES = ("builtin", "vllm", "vllm-server", "transformers-serve")
+
+
+@pytest.fixture(scope="module")
+def made(tiny):  # noqa: F811
+    """{"policy", "other": (path, model)}, "tokenizer"."""
+    from stages.chat import load_tokenizer
+    from stages.modeling import freeze, load_policy
+
+    found = {name: (tiny[name], freeze(load_policy(tiny[name], "cpu"))) for name in ("policy", "other")}
+    return found | {"tokenizer": load_tokenizer(tiny["policy"])}
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory):
+    with transformers_serve(tmp_path_factory.mktemp("serve") / "log") as url:
+        yield url
+
+
+@pytest.fixture()
+def engines(made, request, monkeypatch):
+    """``engines(kind)`` -> a fresh engine over the policy."""
+    with contextlib.ExitStack() as stack:
+        def build(kind):
+            from stages.server_engine import ServerEngine
+            from stages.vllm_engine import VLLMEngine
+
+            path, model = made["policy"]
+            if kind == "builtin":
+                import copy
+
+                return Sampler(copy.deepcopy(model), made["tokenizer"], max_batch=4)
+            if kind == "vllm":
+                monkeypatch.setitem(sys.modules, "vllm", fake_vllm)
+                return VLLMEngine(path, made["tokenizer"], sleeps=True)
+            if kind == "vllm-server":
+                url, _ = stack.enter_context(vllm_server(fake_vllm.LLM(path, logprobs_mode="raw_logprobs")))
+                return ServerEngine(url, made["tokenizer"], path)
+            return ServerEngine(request.getfixturevalue("serve"), made["tokenizer"], path)
+
+        yield build
+
+
+@pytest.fixture(params=ENGINES)
+def engine(engines, request):
+    return engines(request.param)
+
+
+def test_shape_and_reasons(engine, made):
+    contract.check_shape_and_reasons(engine, made["tokenizer"])
+
+
+def test_seeds_decide(engine):
+    contract.check_seeds_decide(engine)
+
+
+def test_greedy_is_the_models(engine, made):
+    contract.check_greedy_is_the_models(engine, made["policy"][1])
+
+
+def test_logps_are_of_the_sampled_distribution(engine, made):
+    contract.check_logps_are_of_the_sampled_distribution(engine, made["policy"][1])
+
+
+def test_stop_strings(engine, made):
+    contract.check_stop_strings(engine, made["tokenizer"])
+
+
+def test_bans_and_penalties(engine, made):
+    contract.check_bans_and_penalties(engine, made["tokenizer"])
+
+
+def test_refusals(engine):
+    contract.check_refusals(engine)
+
+
+@pytest.mark.parametrize("kind", ENGINES[1:])
+def test_new_weights(engines, made, kind, tmp_path):
+    write_weights(made["other"][1], made["tokenizer"], tmp_path / "new")
+    contract.check_new_weights(engines(kind), str(tmp_path / "new"), made["other"][1])
+
+
+def test_which_engines_give_log_probs_and_ids(engines):
+    """The built-in and vLLM always, a vLLM server where nothing changes its raw log-probs, transformers serve neither."""
+    for kind, plain, warm, ids in (("builtin", True, True, True), ("vllm", True, True, True), ("vllm-server", True, False, True), ("transformers-serve",
+        False, False, False)):
+        engine = engines(kind)
+        for temperature, expected in ((1.0, plain), (0.7, warm)):
+            ((c,),) = engine.generate([[1, 40]], SamplingParams(max_new_tokens=3, temperature=temperature), [[5]])
+            assert (c.logps is not None) == expected and c.reencoded != ids and engine.reencodes != ids
+        assert engine.exact_logps == engine.shares_weights == (kind == "builtin")
+
+
+def test_vllm_retries_a_failed_row_and_reports_it(engines, monkeypatch):
+    engine, params = engines("vllm"), SamplingParams(max_new_tokens=4)
+    whole = engine.generate(contract.PROMPTS, params, contract.SEEDS)
+    n, total = fake_vllm.LLM.requests, 6
+    monkeypatch.setattr(fake_vllm, "ABORT", {n + 2})
+    assert contract.facts(engine.generate(contract.PROMPTS, params, contract.SEEDS)) == contract.facts(whole)
+    n = fake_vllm.LLM.requests
+    monkeypatch.setattr(fake_vllm, "ABORT", {n + 2, n + total + 1})
+    got = engine.generate(contract.PROMPTS, params, contract.SEEDS)
+    assert [c.finish_reason for c in got[0]] == ["length", "error", "length"] and "abort" in got[0][1].error and got[0][1].ids == []
+    assert contract.facts(got[1:]) == contract.facts(whole[1:])
+    monkeypatch.setattr(fake_vllm, "ABORT", set(range(10**6)))
+    with pytest.raises(EngineError, match="failed on all 6 completions"):
+        engine.generate(contract.PROMPTS, params, contract.SEEDS)
+
+
+def test_vllm_sleeps_and_reloads_in_the_order_that_works(engines, made, tmp_path):
+    engine = engines("vllm")
+    write_weights(made["other"][1], made["tokenizer"], tmp_path / "new")
+    engine.generate([[1, 2]], SamplingParams(max_new_tokens=1), [[0]])
+    engine.sleep(keep_weights=False)
+    with pytest.raises(EngineError, match="call update first"):
+        engine.generate([[1, 2]], SamplingParams(max_new_tokens=1), [[0]])
+    engine.update(str(tmp_path / "new"), "v1")
+    assert engine.llm.calls == ["sleep 2", "wake weights", "reload", "wake kv_cache", "reset"]
+
+
+def test_a_vllm_that_cannot_reload_from_a_directory_is_named(engines, monkeypatch):
+    def old(self, method, timeout=None, args=(), kwargs=None):
+        raise TypeError("reload_weights() got an unexpected keyword argument 'weights_path'")
+
+    monkeypatch.setattr(fake_vllm.LLM, "collective_rpc", old)
+    with pytest.raises(EngineError, match="vllm 0.0-fake cannot read new weights from a directory"):
+        engines("vllm").update("somewhere", "v1")
+
+
+def test_a_server_row_is_asked_for_twice_and_then_named(made, monkeypatch):
+    from stages import server_engine
+
+    monkeypatch.setattr(server_engine.time, "sleep", lambda seconds: None)
+    path = made["policy"][0]
+    for broken, reasons in ((lambda n: n == 2, ["length"] * 3), (lambda n: n in (2, 3), ["length", "error", "length"])):
+        with vllm_server(fake_vllm.LLM(path), broken) as (url, _):
+            engine = server_engine.ServerEngine(url, made["tokenizer"], path, concurrency=1)
+            got = engine.generate([[1, 40]], SamplingParams(max_new_tokens=3), [[1, 2, 3]])[0]
+            assert [c.finish_reason for c in got] == reasons
+            assert all(("HTTP 500" in c.error and "stumbled" in c.error) == (c.finish_reason == "error") for c in got if c.error)
+    with vllm_server(fake_vllm.LLM(path), lambda n: True) as (url, _):
+        with pytest.raises(EngineError, match="failed on all 1 completions"):
+            server_engine.ServerEngine(url, made["tokenizer"], path).generate([[1, 40]], SamplingParams(max_new_tokens=3), [[1]])
+
+
+def test_servers_refuse_what_they_cannot_do(made, engines):
+    from stages.server_engine import ServerEngine
+
+    path = made["policy"][0]
+    with pytest.raises(EngineError, match="write engine_url with its /v1"):
+        ServerEngine("http://127.0.0.1:9/v1", made["tokenizer"], path)
+    with vllm_server(fake_vllm.LLM(path)) as (url, seen):
+        plain = ServerEngine(url, made["tokenizer"], path, api="openai")
+        for setting in (dict(top_k=5), dict(min_p=0.1), dict(repetition_penalty=1.2), dict(min_tokens=1), dict(bad_words=["x"])):
+            with pytest.raises(SamplerError, match=f"openai has no {next(iter(setting))}"):
+                plain.generate([[1, 40]], SamplingParams(**setting), [[0]])
+        with pytest.raises(EngineError, match="cannot be given new weights"):
+            plain.update("somewhere", "v1")
+        assert not seen
+    with pytest.raises(SamplerError, match="transformers has no frequency_penalty"):
+        engines("transformers-serve").generate([[1, 40]], SamplingParams(frequency_penalty=0.5), [[0]])
+
+
+def test_a_missing_vllm_says_what_to_do(made, monkeypatch):
+    from stages.vllm_engine import VLLMEngine
+
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(EngineError, match="pip install vllm"):
+        VLLMEngine(made["policy"][0], made["tokenizer"])
+    monkeypatch.setitem(sys.modules, "vllm", fake_vllm)
+    with pytest.raises(EngineError, match="engine_options sets logprobs_mode"):
+        VLLMEngine(made["policy"][0], made["tokenizer"], options={"logprobs_mode": "raw_logprobs"})
+
+
+def test_pushed_weights_are_the_policys_with_lora_merged_and_the_policy_unchanged(made, tmp_path):
+    import copy
+
+    import torch
+
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = peft.get_peft_model(copy.deepcopy(made["policy"][1]), peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).eval()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    write_weights(model, made["tokenizer"], tmp_path / "new")
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    from stages.modeling import load_policy
+
+    read, ids = load_policy(str(tmp_path / "new"), "cpu").eval(), torch.tensor([[1, 40, 50, 60, 70]])
+    with torch.inference_mode():
+        torch.testing.assert_close(read(ids).logits, model(ids).logits, atol=1e-4, rtol=0)
+        assert (read(ids).logits - made["policy"][1](ids).logits).abs().max() > 0.1
