@@ -227,7 +227,7 @@ def program_of(text: str) -> Program:
     return Program(text)
 
 
-def written_loss(pc, pr, rc, rr, *, beta: float = 0.05, code: str = "") -> torch.Tensor:
+def written_loss(pc, pr, rc, rr, *, beta: float = 0.05, code: str) -> torch.Tensor:
     """The loss that ``code`` says, per pair [B]; inputs are sequence log-probs [B] (``align method=written``)."""
     return program_of(code)(pc, pr, rc, rr, beta=beta)
 

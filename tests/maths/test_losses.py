@@ -199,7 +199,7 @@ def test_every_option_of_the_direct_losses_matters():
     """A field that is silently ignored (users.md A5) would leave the loss unchanged."""
     g = torch.Generator().manual_seed(9)
     args = [-torch.rand(4, generator=g, dtype=F64) - 0.2 for _ in range(4)]
-    words = {"offset_fn": "identity", "member": "cell"}
+    words = {"offset_fn": "identity", "member": "cell", "code": "relu(1 - beta * (pc - pr - rc + rr))"}
     for name, row in DIRECT_METHODS.items():
         base = call(row, args[:2], args[2:])
         if row.default_beta is not None:

@@ -228,6 +228,7 @@ FORMULAS = {
     "apo_down": pairwise(lambda r, w, l: sig(0.1 * w) + 1 - sig(0.1 * (w - l))),
     "discopop": pairwise(lambda r, w, l: (1 - sig((w - l))) * L(0.05 * (w - l)) + sig((w - l)) * torch.exp(-0.05 * (w - l))),
     "discovered": pairwise(lambda r, w, l: 0.9 * (0.5 if w < l else 1.0) * L(0.05 * (w - l))),
+    "written": pairwise(lambda r, w, l: L(0.05 * (w - l))),  # its example is DPO's loss
     "cal_dpo": pairwise(lambda r, w, l: L(w - l) + 0.5 * ((w - 5) ** 2 + (l + 5) ** 2)),
     "nca_pair": pairwise(lambda r, w, l: L(0.1 * w) + 0.5 * L(-0.1 * w) + 0.5 * L(-0.1 * l)),
     "exo_pair": pairwise(lambda r, w, l: exo(0.1 * (w - l))),
