@@ -292,8 +292,11 @@ class Projector:
             import mlflow
             from mlflow import MlflowClient
 
+            given = {name: os.environ.get(name) for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")}
             mlflow.set_tracking_uri(uri)  # `models:/...` sources are looked up through the global address
             mlflow.set_registry_uri(uri)
+            for name, value in given.items():  # mlflow exports what it is told; these variables stay what the user set
+                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
             with _unit_lock("mlflow database", wait=True):  # two processes must not create the tables at once
                 client = MlflowClient(tracking_uri=uri, registry_uri=uri)
                 client.search_experiments(max_results=1)

@@ -53,6 +53,17 @@ def expected(key):
     return {k: [(line["step"], line["metrics"][k]) for line in lines] for k in ("position", "abs")}
 
 
+def test_artifacts_live_under_the_state_directory(state_dir, tmp_path, monkeypatch):
+    """Not in ./mlruns of wherever the command was given; and the user's environment stays as it was."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "raw.txt").write_text("x")
+    run = start_flow("elsewhere", {}, prefect={"flow_run_id": "f-9", "url": None})
+    run_stage(TOY, {"text": str(tmp_path / "raw.txt")}, {"steps": 3}, flow_run=run.as_flow_run("one"))
+    finish_flow(run.run_id, "FINISHED")
+    assert list((state_dir / "mlartifacts" / "elsewhere").rglob("record.json")) and not (tmp_path / "mlruns").exists()
+    assert "MLFLOW_TRACKING_URI" not in os.environ
+
+
 def test_a_flow_as_mlflow_shows_it(state_dir, tmp_path):
     raw = tmp_path / "raw.txt"
     raw.write_text("x")
