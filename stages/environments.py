@@ -19,14 +19,12 @@ library is imported here, so that a host starts at once.
 from __future__ import annotations
 
 import collections
-import ctypes
 import importlib
 import json
 import os
 import resource
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +32,8 @@ import threading
 import time
 from dataclasses import dataclass
 from typing import Any
+
+from stages.sandbox import end_with_parent, limit_resources, no_network
 
 #: Built-in environments: name -> "module:Class".
 ENVIRONMENTS = {"tools": "stages.tools:ToolEnvironment"}
@@ -177,28 +177,6 @@ class EnvironmentPool:
 
 # ------------------------------------------------------------------------------------------------------------ the host process
 
-def _die_with_parent() -> None:
-    try:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    except Exception:
-        pass
-
-
-def _no_network() -> None:
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.unshare(0x40000000) != 0:
-            libc.unshare(0x10000000 | 0x40000000)
-    except Exception:
-        pass
-
-    def refuse(*args, **kwargs):
-        raise OSError("no network in an environment; write environment_network=true to allow it")
-
-    for name in ("socket", "create_connection", "socketpair", "fromfd", "create_server"):
-        setattr(socket, name, refuse)
-
-
 def plain_reply(answer: Any, op: str) -> dict:
     """A reset's or step's answer as JSON, checked: an environment that answers wrongly is told what to return."""
     if op == "reset":
@@ -219,15 +197,14 @@ def plain_reply(answer: Any, op: str) -> dict:
 def _episode(made, read_fd: int, write_fd: int, memory: int, options: dict) -> None:
     """The child of one episode: answers its requests until its pipe closes."""
     os.setsid()
-    _die_with_parent()
+    end_with_parent()
     for fd in map(int, os.listdir("/proc/self/fd")):
         if fd > 2 and fd not in (read_fd, write_fd):
             try:
                 os.close(fd)
             except OSError:
                 pass  # the listing's own
-    for what, value in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, 16 << 20), (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_CORE, 0)):
-        resource.setrlimit(what, (value, value))
+    limit_resources(memory)
     environment = None
     for line in os.fdopen(read_fd, "r", encoding="utf-8"):
         request = json.loads(line)
@@ -364,7 +341,7 @@ class _Host:
 
 def main() -> None:
     read_fd, write_fd, about = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
-    _die_with_parent()
+    end_with_parent()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard > 0 else 65536, hard))
     try:
@@ -374,7 +351,7 @@ def main() -> None:
         os.write(write_fd, (json.dumps({"error": f"{type(error).__name__}: {str(error)[:500]}"}) + "\n").encode())
         return
     if not about["network"]:  # after the import: packages that look at sockets when they are imported still can
-        _no_network()
+        no_network("no network in an environment; write environment_network=true to allow it")
     os.write(write_fd, b'{"ready": true}\n')
     _Host(made, about, read_fd, write_fd).serve()
 

@@ -8,6 +8,7 @@ only: the next job gets a new worker. Every job ends as a value or as an error w
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import secrets
@@ -24,26 +25,53 @@ from typing import Any
 
 _START_S = 60.0  # a loaded machine may need this long to start an interpreter
 
-#: The child side. It speaks JSON lines on two private descriptors; the standard streams belong to the untrusted code.
-_CHILD = r"""
-import ctypes, json, os, resource, signal, sys
+def end_with_parent() -> None:
+    """Have the kernel end this process when its parent ends."""
+    import ctypes
+    import signal
+
+    try:
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
+    except Exception:
+        pass
+
+
+def no_network(said: str) -> None:
+    """Leave the network (a namespace of its own where the kernel allows it), and have everything that opens a socket raise OSError(said)."""
+    import ctypes
+    import socket
+
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.unshare(0x40000000) != 0:
+            libc.unshare(0x10000000 | 0x40000000)
+    except Exception:
+        pass
+
+    def refuse(*args, **kwargs):
+        raise OSError(said)
+
+    for name in ("socket", "create_connection", "socketpair", "fromfd", "create_server"):
+        setattr(socket, name, refuse)
+
+
+def limit_resources(memory: int) -> None:
+    """At most ``memory`` bytes of address space, files of 16 MiB, 64 open files, no core dump."""
+    import resource
+
+    for what, value in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, 16 << 20), (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_CORE, 0)):
+        resource.setrlimit(what, (value, value))
+
+
+#: The child side, an isolated interpreter that imports nothing of this package. It speaks JSON lines on two private descriptors; the standard
+#: streams belong to the untrusted code.
+_CHILD = "\n".join(map(inspect.getsource, (end_with_parent, no_network, limit_resources))) + r"""
+import json, os, sys
 read_fd, write_fd, memory = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-try:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(1, signal.SIGKILL)
-    if libc.unshare(0x40000000) != 0:
-        libc.unshare(0x10000000 | 0x40000000)
-except Exception:
-    pass
-import socket, io, contextlib, traceback, re
-def _no_network(*args, **kwargs):
-    raise OSError("no network in the sandbox")
-for _name in ("socket", "create_connection", "socketpair", "fromfd", "create_server"):
-    setattr(socket, _name, _no_network)
-resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 20, 16 << 20))
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+end_with_parent()
+no_network("no network in the sandbox")
+import io, contextlib, traceback, re
+limit_resources(memory)
 jobs = os.fdopen(read_fd, "r", encoding="utf-8")
 class Capped(io.StringIO):
     def write(self, text):

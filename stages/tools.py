@@ -24,6 +24,8 @@ import signal
 import time
 from collections.abc import Callable
 
+from stages.sandbox import end_with_parent
+
 SYNTAXES = ("python", "json")
 _CALL_LINE = re.compile(r"^\s*[A-Za-z_]\w*\s*\(")
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
@@ -153,7 +155,7 @@ def run_python(code: str, timeout_s: float = 2.0) -> str:
         try:
             os.close(read)
             os.setpgid(0, 0)
-            _end_with_parent()
+            end_with_parent()
             out = io.StringIO()
             with contextlib.redirect_stdout(out):
                 try:
@@ -190,13 +192,6 @@ def run_python(code: str, timeout_s: float = 2.0) -> str:
     if kind != "ok":
         raise BadCall("failed", said or "error: the program was ended")
     return said.strip()
-
-
-def _end_with_parent() -> None:
-    import ctypes
-
-    with contextlib.suppress(Exception):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 #: name -> (description, function of the environment and the call's arguments)
