@@ -270,8 +270,6 @@ def resolve_preset(config: Config):
         raise ValueError(f"difficulty_band={list(config.difficulty_band)}: write two pass rates between 0 and 1, the lower one first, for example [0.2, 0.8].")
     if config.engine_sleep and config.engine != "vllm":
         raise ValueError(f"engine_sleep=true puts vLLM to sleep, but engine={config.engine}; write engine=vllm, or leave engine_sleep out")
-    if config.environment and config.engine != "builtin":
-        raise ValueError(f"environment={config.environment} needs the exact tokens of growing transcripts, which engine={config.engine} does not give; write engine=builtin.")
     if config.reward_override != "none":
         warnings.append(f"reward_override={config.reward_override}: a control experiment, the rewards are not those of the task")
     if config.kl_reward_estimator != "k1" and row.kl_reward_coef:

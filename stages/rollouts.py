@@ -70,11 +70,10 @@ class Rollouts:
         self.refresh = refresh or (lambda: None)
         self.sampler = make_engine(stage, renderer, model, sleeps=config.engine_sleep)
         if self.sampler.reencodes and not config.allow_reencoded_ids:
-            raise ValueError(f"{self.sampler.name} returns text, so the ids trained on would be an encoding of it and not what was sampled. Use an engine "
-                             f"that returns "
-                             "ids (engine=builtin, engine=vllm, a vLLM server), or accept it with allow_reencoded_ids=true.")
+            raise ValueError(f"{self.sampler.name} returns text, so the ids trained on would be an encoding of it and not what was sampled. Use an engine that "
+                             "returns ids (engine=builtin, engine=vllm, a vLLM server), or accept it with allow_reencoded_ids=true.")
         self.params = sampling_params(config, renderer)
-        self.agent = agent_for(config, renderer, rewards, stage)
+        self.agent = agent_for(config, row, renderer, rewards, stage)
         self.seats = getattr(self.agent, "seats", 1)  # groups that one task gives
         self.baseline = MovingAverageBaseline(config.baseline_decay)
         coef = row.kl_loss_coef or row.kl_reward_coef
@@ -221,7 +220,8 @@ class Rollouts:
             setattr(self, name, state[name])
         self.members.prior = state["prior"]
         if state["left"] is not None:
-            self.prompts = [p for p in self.prompts if p[0]["row_id"] in set(state["left"])]
+            left = set(state["left"])
+            self.prompts = [p for p in self.prompts if p[0]["row_id"] in left]
         self.baseline.load_state_dict(state["baseline"])
         self.controller.load_state_dict(state["controller"])
         found = json.loads(read("rollouts.json"))
@@ -529,9 +529,8 @@ class Rollouts:
             raise ValueError(f"replayed rollouts need the log-probs of who sampled them, and {self.sampler.name} gives none; write replay_fraction=0, or use "
                              "engine=builtin or engine=vllm.")
         if config.importance_correction != "none" and not known:
-            raise ValueError(f"importance_correction={config.importance_correction} weighs with the sampler's log-probs, and {self.sampler.name} gives "
-                             f"none; write "
-                             "importance_correction=none, or use engine=vllm.")
+            raise ValueError(f"importance_correction={config.importance_correction} weighs with the sampler's log-probs, and {self.sampler.name} gives none; "
+                             "write importance_correction=none, or use engine=vllm.")
         weights = self._importance_weights(padded(old), padded(sampled), mask) if config.importance_correction != "none" else None
         ref = None
         if row.needs_reference or config.monitor_kl:
@@ -734,9 +733,8 @@ class Rollouts:
                                                                           for name, of in (("mean", np.mean), ("min", np.min), ("max", np.max))}}
         limit = self.config.engine_max_mismatch
         if limit and not self.sampler.exact_logps and out["sampling/logp_difference/mean"] > limit:
-            raise TrainingError(f"The log-probs of {self.sampler.name} differ from the trainer's by {out['sampling/logp_difference/mean']:.3f} nats per "
-                                f"token, over "
-                                f"engine_max_mismatch={limit}: it does not sample from the policy's weights, or with other settings. Check that it serves the "
+            raise TrainingError(f"The log-probs of {self.sampler.name} differ from the trainer's by {out['sampling/logp_difference/mean']:.3f} nats per token, "
+                                f"over engine_max_mismatch={limit}: it does not sample from the policy's weights, or with other settings. Check that it serves the "
                                 "directory it is given, with its tokenizer and without a sampling default of its own.")
         return out
 
@@ -937,7 +935,7 @@ class Rollouts:
         self.stats.flush()
 
 
-def agent_for(config, renderer, rewards, stage) -> Agent | Debaters | None:
+def agent_for(config, row: RLPreset, renderer, rewards, stage) -> Agent | Debaters | None:
     """What samples trajectories, where an environment is set; refuses settings that have no meaning there."""
     if not config.environment:
         on_turns = [c.name for c in rewards.components if c.kind in ON_TURNS]
@@ -948,8 +946,8 @@ def agent_for(config, renderer, rewards, stage) -> Agent | Debaters | None:
     if config.environment == "debate":
         if not any(c.kind == "debate" for c in rewards.components):
             raise ValueError("environment=debate is decided by a judge; add a reward of kind debate and the input judge (or an endpoint)")
-        for name, on in (("baseline=greedy", config.baseline == "greedy" or config.preset == "remax"), ("advantage=vine", "vine" in (config.advantage, config.preset[:4])),
-                         ("curriculum=pass_at_k", config.curriculum == "pass_at_k"), ("baseline=table", config.baseline in ("table", "v_star"))):
+        for name, on in ((f"baseline={row.baseline}", row.baseline in ("greedy", "table", "v_star")), ("advantage=vine", row.advantage == "vine"),
+                         ("curriculum=pass_at_k", config.curriculum == "pass_at_k")):
             if on:
                 raise ValueError(f"{name} needs completions of one prompt, and a debate has two sides; write preset=dr_grpo or agent")
     refused = {"opponent": config.opponent != "self", "prompt_template": config.prompt_template != "chat", "mode_mix": config.mode_mix != "fresh",

@@ -119,6 +119,8 @@ class AgentConfig(StageConfig):
 
     @model_validator(mode="after")
     def _environment(self):
+        if self.environment and getattr(self, "engine", "builtin") != "builtin":
+            raise ValueError(f"environment={self.environment} needs the exact tokens of growing transcripts, which engine={self.engine} does not give; write engine=builtin")
         if self.environment not in ("", "debate"):
             from stages.environments import path_of
 

@@ -206,6 +206,13 @@ def test_what_an_environment_refuses(tiny, data, spec):
     with pytest.raises(Exception, match="credits the turns"):
         train(spec, tiny, data, "no-turns", {"environment": ""})
     assert Config(environment=COUNTDOWN).environment_digest and Config(environment=COUNTDOWN).rewards[0].kind == "environment"
+    from stages.evaluate import Config as Evaluation
+
+    for config in (Config, Evaluation):
+        with pytest.raises(Exception, match="write engine=builtin"):
+            config(environment=COUNTDOWN, engine="server", engine_url="http://localhost:1/v1")
+    with pytest.raises(Exception, match="baseline=v_star needs completions of one prompt"):
+        train(spec, tiny, data, "debate-table", {"environment": "debate", "preset": "astar_po", "rewards": [{"kind": "debate", "endpoint": "http://localhost:1/v1", "endpoint_model": "m"}]})
     with pytest.raises(Exception, match="not the one that this run was started with"):
         Config(environment=COUNTDOWN, environment_digest="another")
 
