@@ -21,7 +21,7 @@ def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
     left, right = load(a), load(b)
     shared = [label for label in left if label in right]
     if len(left) == len(right) == 1:
-        (label_a, one), (label_b, two) = next(iter(left.items())), next(iter(right.items()))
+        (label_a, one), (_, two) = next(iter(left.items())), next(iter(right.items()))
         if one["stage"] != two["stage"]:
             raise ConfigError(f"{a} is the result of stage {one['stage']} and {b} of stage {two['stage']}; compare two of the same stage")
         shared, right = [label_a], {label_a: two}

@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import Field
 
 from flows.recipe import Run, recipe
-from flows.start import IteratedConfig, conclusion, judge_of, starting_policy
+from flows.start import IteratedConfig, conclusion, judge_of, next_prompts, starting_policy
 from flows.steps import Source, ingest
 from stages.align import Config as AlignConfig
 from stages.preferences import Config as PreferencesConfig
@@ -42,8 +42,8 @@ class Config(GoldConfig):
 
 def refreshed(run: Run, config: GoldConfig, k: int, policy: str, start: str, prompts: str, judge: str | None, bought: dict) -> tuple[str, dict, dict]:
     """(reward model, gold labels so far, what happened) after round k's labels of the policy's fresh answers (rm.refresh)."""
-    gold = config.gold.model_copy(update={"prompt_offset": config.gold.prompt_offset + (k - 1) * (config.gold.max_prompts or 0)})
-    labelled = run("rejection", f"gold_{k}", model=policy, prompts=prompts, judge=judge_of(config, config.gold.rewards, start), config=gold, seed=run.seed + k)
+    labelled = run("rejection", f"gold_{k}", model=policy, prompts=prompts, judge=judge_of(config, config.gold.rewards, start),
+                   config=next_prompts(config.gold, k), seed=run.seed + k)
     bought = (bought if config.gold_memory == "all" else {}) | {f"round_{k}": labelled["candidates"]}
     fresh = run("preferences", f"gold_pairs_{k}", candidates=bought, config=config.gold_pairs, seed=run.seed + k)["data"]
     goes_on = judge is not None and config.discriminator == "continue"
@@ -63,8 +63,7 @@ def d2po(run: Run, config: Config) -> dict:
     for k in range(1, config.rounds + 1):
         seed = run.seed + k
         judge, bought, happened = refreshed(run, config, k, policy, start, prompts, judge, bought)
-        sample = config.sample.model_copy(update={"prompt_offset": config.sample.prompt_offset + (k - 1) * (config.sample.max_prompts or 0)})
-        sampled = run("rejection", f"sample_{k}", model=policy, prompts=prompts, reward_model=judge, config=sample, seed=seed)
+        sampled = run("rejection", f"sample_{k}", model=policy, prompts=prompts, reward_model=judge, config=next_prompts(config.sample, k), seed=seed)
         pairs = run("preferences", f"pairs_{k}", candidates=sampled["candidates"], config=config.pairs, seed=seed)["data"]
         policy = run("align", f"align_{k}", model=policy, data=pairs, reference=start if k > 1 else None, config=config.align, seed=seed, name_as=f"d2po-{k}")["model"]
         models[f"round_{k}"] = policy

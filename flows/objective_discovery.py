@@ -3,7 +3,7 @@
     posttrain run objective_discovery --set model=path/or/ref --set data.pairs=pairs.jsonl --set propose.proposer=server \\
         --set propose.endpoint=http://localhost:8000/v1 --set propose.endpoint_model=NAME
 
-Every loss is one child step of each kind: `objective_N` (proposal and unit tests), `align_N`, `evaluate_N`. The proposer sees the scores on
+Every loss is one child step of each kind: `objective_N` (proposal and unit tests), `align_N`, `validate_N`. The proposer sees the scores on
 validation prompts only; the best loss, DPO and the starting policy then answer the held-out prompts. Losses are never executed as code
 (stages.objective_code). Without a language model at hand, propose.proposer=mutation recombines known shapes.
 """
@@ -46,7 +46,8 @@ def objective_discovery(run: Run, config: Config) -> dict:
         objectives[label] = proposal["objective"]
         if not propose.code and not proposal.metrics.get("valid", 1.0):  # a known loss that failed has ended the run
             return
-        models[label] = run("align", f"align_{label}", model=start, data=pairs, objective=proposal["objective"], config=config.align, name_as=f"discovered-{label}")["model"]
+        models[label] = run("align", f"align_{label}", model=start, data=pairs, objective=proposal["objective"], config=config.align,
+                            name_as=f"discovered-{label}")["model"]
         outcome = run("evaluate", f"validate_{label}", model=models[label], prompts=prompts, reward_model=judge, config=validation)
         scores[label] = outcome["scores"]
         values[label] = outcome.metrics.get(config.propose.metric, 0.0)

@@ -18,7 +18,7 @@ from typing import Literal
 from pydantic import Field
 
 from flows.recipe import Run, recipe
-from flows.start import IteratedConfig, conclusion, judge_of, scorer, starting_policy
+from flows.start import IteratedConfig, conclusion, judge_of, next_prompts, scorer, starting_policy
 from flows.steps import Source, ingest
 from stages.rejection import Config as RejectionConfig
 from stages.sft import Config as SFTConfig
@@ -46,8 +46,7 @@ def rest(run: Run, config: Config) -> dict:
     models = {"start": start}
     policy = start
     for number in range(1, config.rounds + 1):
-        offset = config.sample.prompt_offset + (number - 1) * (config.sample.max_prompts or 0) * config.fresh_prompts
-        sampling = config.sample.model_copy(update={"prompt_offset": offset, "allow_empty": True})
+        sampling = next_prompts(config.sample, number if config.fresh_prompts else 1).model_copy(update={"allow_empty": True})
         grown = run("rejection", f"grow_{number}", model=policy, prompts=prompts, reward_model=judge, judge=judge_of(config, config.sample.rewards, policy),
                     config=sampling, seed=run.seed + number)
         for step, threshold in enumerate(config.thresholds or [None], 1):

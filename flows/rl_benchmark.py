@@ -53,7 +53,8 @@ def arm_config(shared: RLConfig, name: str, settings: dict[str, Any], iterations
 def rl_benchmark(run: Run, config: Config) -> dict:
     """Every RL preset from the same model with the same budget over several seeds: one table with curves."""
     source = Source(run, config)
-    arms = {name: arm_config(config.rl, name, settings, config.iterations) for name, settings in (config.arms or {name: {} for name in RL_PRESETS if name != "agent" or config.rl.environment}).items()}
+    wanted = config.arms or {name: {} for name in RL_PRESETS if name != "agent" or config.rl.environment}
+    arms = {name: arm_config(config.rl, name, settings, config.iterations) for name, settings in wanted.items()}
     prompts = ingest(run, "prompts", source("prompts"), config)
     start = starting_policy(run, source, config)
     steps = [name for name, arm in arms.items() if RL_PRESETS[arm.preset].advantage == "process"]
@@ -69,7 +70,8 @@ def rl_benchmark(run: Run, config: Config) -> dict:
             rollouts[f"{name}.{seed}"] = done["rollouts"]
             evaluations[f"{name}.{seed}"] = evaluate(run, f"{name}_{seed}", done["model"], config.evaluate, prompts=prompts, reward_model=judge)["samples"]
     outcome = run("learning", rollouts=rollouts, evaluations=evaluations, start=before["samples"], config=config.learning)
-    metrics = outcome.metrics
-    rows = [{"arm": name, config.learning.metric: round(metrics.get(f"{name}/value", float("nan")), 4), "95%": f"[{metrics.get(f'{name}/low', float('nan')):.3f}, {metrics.get(f'{name}/high', float('nan')):.3f}]",
-             "seeds": f"{metrics.get(f'{name}/worst_seed', float('nan')):.3f} to {metrics.get(f'{name}/best_seed', float('nan')):.3f}"} for name in arms]
-    return {"start": before.metrics.get(config.learning.metric), "scores": sorted(rows, key=lambda r: -r[config.learning.metric]) if metrics else rows, "results": outcome["results"]}
+    metric, rows = config.learning.metric, []
+    for name in arms if outcome.metrics else ():  # a plan has no numbers
+        value, low, high, worst, best = (outcome.metrics[f"{name}/{key}"] for key in ("value", "low", "high", "worst_seed", "best_seed"))
+        rows.append({"arm": name, metric: round(value, 4), "95%": f"[{low:.3f}, {high:.3f}]", "seeds": f"{worst:.3f} to {best:.3f}"})
+    return {"start": before.metrics.get(metric), "scores": sorted(rows, key=lambda row: -row[metric]), "results": outcome["results"]}

@@ -60,6 +60,11 @@ class IteratedConfig(WorldRecipeConfig):
     promote_as: str = Field("policy", description="Registered name whose champion the best model challenges.")
 
 
+def next_prompts(sample: Any, number: int) -> Any:
+    """The settings of a rejection step for round ``number`` (1-based): with ``max_prompts``, each round takes the next prompts."""
+    return sample.model_copy(update={"prompt_offset": sample.prompt_offset + (number - 1) * (sample.max_prompts or 0)})
+
+
 def starting_policy(run: Run, source: Source, config: Any) -> str:
     """The given policy, else a small base model pre-trained and fine-tuned here."""
     if config.model is not None:
