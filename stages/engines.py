@@ -82,8 +82,7 @@ def make_engine(stage, renderer, model=None, *, sleeps: bool = False) -> Engine:
 
     if ranks.world_size() > 1:
         raise EngineError(f"engine={config.engine} with {ranks.world_size()} devices: each of them would sample and push weights on its own. Write "
-                          f"engine=builtin, which "
-                          "shares the prompts, or train on one device (vLLM takes more by engine_options={tensor_parallel_size: N}).")
+                          "engine=builtin, which shares the prompts, or train on one device (vLLM takes more by engine_options={tensor_parallel_size: N}).")
     if config.engine == "vllm":
         from stages.vllm_engine import VLLMEngine
 

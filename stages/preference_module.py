@@ -264,9 +264,8 @@ class GroupPreferenceScorer(Scorer):
 
     def score(self, responses: Sequence[Response]) -> list[float]:
         if not hasattr(self, "context"):
-            raise ModelError("a group preference model scores in the context of a group; use a reward component {kind: group_preference, group: NAME} with "
-                             "the inputs "
-                             "group_preference=MODEL and context=DATASET")
+            raise ModelError("a group preference model scores in the context of a group; use a reward component {kind: group_preference, group: NAME} with the "
+                             "inputs group_preference=MODEL and context=DATASET")
         found = self.embedder((r.prompt, r.completion) for r in responses)
         scores = iter(self.predict([x for x in found if x is not None]).tolist() if any(x is not None for x in found) else [])
         return [math.nan if x is None else next(scores) + self.bias for x in found]

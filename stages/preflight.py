@@ -157,7 +157,6 @@ def kv_bytes(source, longest_prompt: int) -> int:
 
 def tried_samples(stage, source) -> list[list]:
     """A few completions of the first prompts under seeds of their own, or the first stored groups."""
-
     prompts, count = TRIED
     if source.stored is not None:
         return [group.samples[:count] for group in source.stored[:prompts]]

@@ -18,6 +18,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from stages.environments import GOAL
 from stages.spec import InputSpec, StageConfig
 
 PRIMARY = ("verifier", "code", "python", "model", "judge", "rubric", "group_preference", "icdpo", "majority", "environment", "debate")
@@ -565,7 +566,7 @@ def _length(rewards, component, rows) -> list:
 def _is_right(rewards, component, rows) -> list[bool]:
     """Whether each answer is right, for length rewards: the environment's word, or the verifier's; an answer without verdict counts as wrong."""
     verdicts = _verify(rewards, component, rows)
-    return [bool(getattr(v, "correct", False)) if row.get("turns") is None else any("goal_verified" in t["events"] for t in row["turns"])
+    return [bool(getattr(v, "correct", False)) if row.get("turns") is None else any(GOAL in t["events"] for t in row["turns"])
             for row, v in zip(rows, verdicts)]
 
 
@@ -693,7 +694,7 @@ def _on_turns(rewards, component, rows) -> list:
             return Unscorable(f"environment failed: {row['failure']}")
         events = [t["events"] for t in turns]
         if component.kind == "environment":
-            values, verdict = [t["reward"] for t in turns], any("goal_verified" in e for e in events)
+            values, verdict = [t["reward"] for t in turns], any(GOAL in e for e in events)
         elif component.kind == "milestones":
             values, verdict = of.milestone_rewards(events, milestones), None
         else:
