@@ -239,54 +239,35 @@ def linear_weight(linear) -> tuple[torch.Tensor, torch.Tensor | None] | None:
 
 
 class _Product:
-    """x -> x W^T + b for one or several stacked weights (concatenated outputs), in the fastest form available."""
+    """x -> x W^T + b for one or several stacked weights (concatenated outputs).
+
+    On the CPU the stacked weight is kept as [in, out]: with few rows that product is the faster one (oneDNN's packed weights are slower than either).
+    """
 
     def __init__(self, parts):
         weights = [w for w, _ in parts]
         size = sum(w.numel() * w.element_size() for w in weights)
         biases = [b if b is not None else w.new_zeros(w.shape[0]) for w, b in parts]
         self.bias = torch.cat(biases) if any(b is not None for _, b in parts) else None
-        self.packed = None
-        if len(weights) > 1 and size > FUSE_LIMIT_BYTES:
+        self.turned = None
+        if size > FUSE_LIMIT_BYTES:
             self.weights, self.biases = weights, (biases if self.bias is not None else [None] * len(weights))
             return
-        self.weights = [torch.cat(weights) if len(weights) > 1 else weights[0]]
-        self.biases = [self.bias]
-        weight = self.weights[0]
-        if weight.device.type == "cpu" and weight.dtype == torch.float32 and size <= FUSE_LIMIT_BYTES and _packs():
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 64)
-            self.weights = []
+        if weights[0].device.type == "cpu" and weights[0].dtype in (torch.float32, torch.float64):
+            self.turned = torch.cat([w.detach().t() for w in weights], 1).contiguous()
+            return
+        self.weights, self.biases = [torch.cat(weights) if len(weights) > 1 else weights[0]], [self.bias]
 
     def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
-        """The product, plus ``add`` (a residual, in the same pass where the product is packed)."""
-        if self.packed is not None:
-            if add is not None:
-                return torch.ops.mkldnn._linear_pointwise.binary(x, add, self.packed, self.bias, "add")
-            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        """The product, plus ``add`` (a residual, in the same pass on the CPU)."""
+        if self.turned is not None:
+            bias = self.bias if add is None else add if self.bias is None else add + self.bias
+            return torch.mm(x, self.turned) if bias is None else torch.addmm(bias, x, self.turned)
         if add is not None:
             return add + self(x)
         if len(self.weights) == 1:
             return F.linear(x, self.weights[0], self.biases[0])
         return torch.cat([F.linear(x, w, b) for w, b in zip(self.weights, self.biases)], -1)
-
-
-_PACKS: bool | None = None
-
-
-def _packs() -> bool:
-    """Whether oneDNN's packed float32 linear is present and agrees with F.linear (checked once per process)."""
-    global _PACKS
-    if _PACKS is None:
-        try:
-            weight = torch.linspace(-1, 1, 24 * 8).view(24, 8)
-            x = torch.linspace(-2, 1, 5 * 8).view(5, 8)
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
-            out = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-            more = torch.ops.mkldnn._linear_pointwise.binary(x, out, packed, None, "add")
-            _PACKS = torch.allclose(out, F.linear(x, weight), atol=1e-5) and torch.allclose(more, 2 * out, atol=1e-5)
-        except (AttributeError, RuntimeError, NotImplementedError):
-            _PACKS = False
-    return _PACKS
 
 
 class _Layer:

@@ -3,8 +3,8 @@
 `why_not` says whether it computes exactly a given model; `states` gives the last hidden states of a flat micro-batch. Compared
 with the model's own forward:
 
-* tokens are flat, without padding; a prompt shared by several responses is computed once; attention runs over blocks of
-  whole items, so what else is in the micro-batch cannot change a number beyond the rounding of one dot product;
+* tokens are flat, without padding; a prompt shared by several responses is computed once, and in long groups responses are not
+  multiplied with each other; attention runs over blocks of whole items, so what else is in the micro-batch cannot change a number beyond the rounding of one dot product;
 * each layer saves its input, q/k/v, the attention's output and gate/up, and recomputes norms and activations in backward,
   chunk by chunk in the processor's cache;
 * the last layer's MLP and the final norm run only on positions that are read;
@@ -17,6 +17,7 @@ I intermediate size. Every function here has its backward written out and is che
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -348,10 +349,12 @@ class _Finish(Function):
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive tokens that attend among themselves: causally, or behind an additive mask [T, T]."""
+    """Consecutive tokens that attend among themselves: causally, behind an additive mask [T, T], or as one prompt and its responses
+    (``tree``: prompt length, response lengths), where nothing is computed between responses."""
 
     length: int
-    mask: torch.Tensor | None
+    mask: torch.Tensor | None = None
+    tree: tuple[int, tuple[int, ...]] | None = None
 
 
 def blocks(segments, device, dtype) -> list[Block]:
@@ -374,7 +377,10 @@ def blocks(segments, device, dtype) -> list[Block]:
     for group in groups:
         length = sum(p + sum(r) for p, r in group)
         if len(group) == 1 and (len(group[0][1]) == 1 or length == group[0][0]):
-            found.append(Block(length, None))
+            found.append(Block(length))
+            continue
+        if len(group) == 1 and length > limit and device.type == "cpu" and 2 * _tree_size(*group[0]) < length * length and _keeps_sums():
+            found.append(Block(length, tree=(group[0][0], tuple(r for r in group[0][1] if r))))
             continue
         owner, branch = [], []
         for i, (p, responses) in enumerate(group):
@@ -387,10 +393,124 @@ def blocks(segments, device, dtype) -> list[Block]:
     return found
 
 
+def _tree_size(prompt: int, responses) -> int:
+    """Pairs of tokens that attention over a prompt and its responses takes; without a prompt there is no such attention."""
+    return prompt * (prompt + sum(responses)) + sum(r * r for r in responses) if prompt else 1 << 60
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@functools.cache
+def _keeps_sums() -> bool:
+    """Whether torch's CPU attention gives its log-sums and takes those of a larger sum in backward, as :class:`_Tree` needs (tried once)."""
+    try:
+        q, k, v = (torch.sin(torch.arange(12.0) * f).view(1, 1, 6, 2) for f in (1, 2, 3))
+        parts = [_flash(q, k[:, :, at], v[:, :, at], 0.0, False, scale=0.5) for at in (slice(0, 2), slice(2, 6))]
+        out, sums = _joined(*parts)
+        grads = [_flash_back(q, q, k[:, :, at], v[:, :, at], out, sums, 0.0, False, scale=0.5) for at in (slice(0, 2), slice(2, 6))]
+        with torch.enable_grad():
+            leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+            whole = torch.softmax(leaves[0] @ leaves[1].mT * 0.5, -1) @ leaves[2]
+            wanted = torch.autograd.grad(whole, leaves, q)
+        got = (grads[0][0] + grads[1][0], *(torch.cat([a, b], 2) for a, b in zip(grads[0][1:], grads[1][1:])))
+        return torch.allclose(out, whole, atol=1e-5) and all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, wanted))
+    except (AttributeError, RuntimeError, NotImplementedError, TypeError):
+        return False
+
+
+def _joined(one, other):
+    """Attention over two sets of keys from that over each: outputs [..., T, D] with their log-sums [..., T] -> the same of both."""
+    (a, la), (b, lb) = one, other
+    both = torch.logaddexp(la, lb)
+    return torch.addcmul(a * (la - both).exp()[..., None].to(a.dtype), b, (lb - both).exp()[..., None].to(b.dtype)), both
+
+
+class _Tree(Function):
+    """Attention of one prompt and its responses: qkv [U, (H + 2K) D] -> [U, H D].
+
+    A response's attention over the prompt and over itself are two sums joined by their log-sums, so the prompt is read once for all
+    responses and no response is multiplied with another. Backward is that of each sum, given the joined output and log-sum.
+    """
+
+    @staticmethod
+    def _parts(tree):
+        """Runs of responses of equal length, which attend in one call: (first token, responses, length)."""
+        at, runs = tree[0], []
+        for length in tree[1]:
+            if runs and runs[-1][2] == length:
+                runs[-1][1] += 1
+            else:
+                runs.append([at, 1, length])
+            at += length
+        return runs
+
+    @staticmethod
+    def _heads(qkv, shape):
+        """q, k, v as [1, H, U, D], keys and values repeated for their queries."""
+        q, k, v = (t.transpose(0, 1)[None] for t in qkv.view(qkv.shape[0], -1, shape.head_dim).split([shape.heads, shape.groups, shape.groups], 1))
+        return (q, *(t if shape.heads == shape.groups else t.repeat_interleave(shape.heads // shape.groups, 1) for t in (k, v)))
+
+    @staticmethod
+    def _run(x, run):
+        """[1, H, U, ...] -> [responses, H, length, ...] of one run, a view."""
+        at, n, length = run
+        return x[0, :, at:at + n * length].unflatten(1, (n, length)).transpose(0, 1)
+
+    @staticmethod
+    def forward(ctx, qkv, tree, shape, scale):
+        p = tree[0]
+        q, k, v = _Tree._heads(qkv, shape)
+        out = qkv.new_empty(qkv.shape[0], shape.heads, shape.head_dim)
+        view = out.transpose(0, 1)[None]
+        sums = torch.empty(1, shape.heads, qkv.shape[0], dtype=torch.float64 if qkv.dtype == torch.float64 else torch.float32)
+        view[:, :, :p], sums[:, :, :p] = _flash(q[:, :, :p], k[:, :, :p], v[:, :, :p], 0.0, True, scale=scale)
+        over_prompt = _flash(q[:, :, p:], k[:, :, :p], v[:, :, :p], 0.0, False, scale=scale)
+        for run in _Tree._parts(tree):
+            own = _flash(*(_Tree._run(t, run) for t in (q, k, v)), 0.0, True, scale=scale)
+            shifted = (run[0] - p, *run[1:])
+            joined = _joined([_Tree._run(t, shifted) for t in over_prompt], own)
+            _Tree._run(view, run).copy_(joined[0])
+            _Tree._run(sums, run).copy_(joined[1])
+        ctx.save_for_backward(qkv, out, sums)
+        ctx.settings = tree, shape, scale
+        return out.flatten(1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        qkv, out, sums = ctx.saved_tensors
+        tree, shape, scale = ctx.settings
+        p = tree[0]
+        q, k, v = _Tree._heads(qkv, shape)
+        grad, out = (t.view(len(qkv), shape.heads, shape.head_dim).transpose(0, 1)[None] for t in (grad.contiguous(), out))
+        gq, gk, gv = (torch.empty_like(q) for _ in range(3))
+        prompt = slice(0, p)
+
+        def back(queries, causal):
+            return _flash_back(*(t[:, :, queries] for t in (grad, q)), k[:, :, prompt], v[:, :, prompt], out[:, :, queries], sums[:, :, queries], 0.0, causal, scale=scale)
+
+        gq[:, :, :p], own_k, own_v = back(prompt, True)
+        gq[:, :, p:], their_k, their_v = back(slice(p, None), False)
+        torch.add(own_k, their_k, out=gk[:, :, :p])
+        torch.add(own_v, their_v, out=gv[:, :, :p])
+        for run in _Tree._parts(tree):
+            more = _flash_back(*(_Tree._run(t, run) for t in (grad, q, k, v, out, sums)), 0.0, True, scale=scale)
+            _Tree._run(gq, run).add_(more[0])
+            _Tree._run(gk, run).copy_(more[1])
+            _Tree._run(gv, run).copy_(more[2])
+        if shape.heads != shape.groups:
+            gk, gv = (t.unflatten(1, (shape.groups, -1)).sum(2) for t in (gk, gv))
+        return torch.cat([t[0].transpose(0, 1) for t in (gq, gk, gv)], 1).flatten(1), None, None, None
+
+
 def _attend(qkv, plan: list[Block], shape: Shape, scale: float):
     """qkv [U, (H + 2K) D] -> [U, H D]."""
     outs = []
     for part, block in zip(qkv.split([b.length for b in plan]), plan):
+        if block.tree is not None:
+            outs.append(_Tree.apply(part, block.tree, shape, scale))
+            continue
         q, k, v = (t.transpose(0, 1)[None] for t in part.view(block.length, -1, shape.head_dim).split([shape.heads, shape.groups, shape.groups], 1))
         if shape.heads != shape.groups:
             k, v = (t.repeat_interleave(shape.heads // shape.groups, 1) for t in (k, v))

@@ -186,17 +186,20 @@ class _ChunkedLogps(torch.autograd.Function):
             logp = torch.log_softmax(z if temperature == 1.0 else z / temperature, dim=-1)
             logps[rows] = logp.gather(1, targets[rows, None])[:, 0]
             if want_entropy:
-                entropies[rows] = -(logp.exp() * logp).sum(-1)
+                entropies[rows] = -logp.exp().mul_(logp).sum(-1)
             if rows.stop <= keep:
                 kept.append(logp)
-        ctx.save_for_backward(hidden, weight, bias, targets, *kept)
-        ctx.settings = (temperature, scale, softcap, want_entropy, low, chunks)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropies, *kept)
+        ctx.settings = (temperature, scale, softcap, low, chunks)
+        ctx.set_materialize_grads(False)  # an entropy that is only logged has no gradient, and costs nothing in backward
         return logps, entropies
 
     @staticmethod
     def backward(ctx, grad_logps, grad_entropies):
-        hidden, weight, bias, targets, *kept = ctx.saved_tensors
-        temperature, scale, softcap, want_entropy, low, chunks = ctx.settings
+        hidden, weight, bias, targets, entropies, *kept = ctx.saved_tensors
+        temperature, scale, softcap, low, chunks = ctx.settings
+        if grad_logps is None:
+            grad_logps = entropies.new_zeros(len(hidden))
         weight_low, bias_low = weight.to(low), None if bias is None else bias.to(low)
         grad_hidden = torch.empty_like(hidden)
         wide = grad_logps.dtype
@@ -214,9 +217,8 @@ class _ChunkedLogps(torch.autograd.Function):
                 logp = torch.log_softmax(z if temperature == 1.0 else z / temperature, dim=-1)
             g = grad_logps[rows, None]
             p = logp.exp()
-            if want_entropy:  # d entropy / d z_v = -p_v (log p_v + entropy)
-                entropy = -(p * logp).sum(-1, keepdim=True)
-                dz = -g * p - grad_entropies[rows, None] * p * (logp + entropy)
+            if grad_entropies is not None:  # d entropy / d z_v = -p_v (log p_v + entropy)
+                dz = -g * p - grad_entropies[rows, None] * p * (logp + entropies[rows, None])
             else:
                 dz = p.mul_(-g)
             dz.scatter_add_(1, targets[rows, None], g)

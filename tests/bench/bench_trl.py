@@ -35,14 +35,30 @@ STEPS, BATCH, LENGTH = 8, 16, 512
 SIZES = {6: {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 5}, 28: {"hidden_size": 512, "intermediate_size": 1280, "num_hidden_layers": 8}}
 
 
+#: The reward of ``rl`` on both sides: whether a completion holds this letter. About half of an untrained model's do, so every group has a signal
+#: and is trained on; with answers to check all groups would be dead, which one side leaves out and the other does not.
+LETTER = "x"
+
+
 def read(path: str, n: int) -> list[dict]:
     opener = gzip.open if path.endswith(".gz") else open
     with opener(path, "rt", encoding="utf-8") as handle:
         return [json.loads(line) for _, line in zip(range(n), handle)]
 
 
-def prepare(folder: Path, sft: str, pairs: str, size: int) -> None:
-    """A Llama of ``size`` million parameters with a tokenizer trained on the rows, and three files of STEPS * BATCH rows."""
+def matmul_peak() -> float:
+    """Highest float32 rate of a 2048 x 2048 matrix product seen in 20, FLOP/s, on the threads that a training process gets."""
+    code = ("import time, torch; a = torch.randn(2048, 2048); a @ a; best = 0.0\n"
+            "for _ in range(20):\n t = time.perf_counter(); a @ a; best = max(best, 2 * 2048**3 / (time.perf_counter() - t))\nprint(best)")
+    return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+def prepare(folder: Path, sft: str, pairs: str, size: int) -> dict[str, float]:
+    """A Llama of ``size`` million parameters with a tokenizer trained on the rows, and three files of STEPS * BATCH rows.
+
+    Returns the useful FLOP of training on one counted token, by work: 6 per weight of the layers, 6 per weight of the head on the trained tokens of
+    sft, causal attention over the row's own tokens. A pair's prompt counts twice, as its tokens do.
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -86,6 +102,17 @@ def prepare(folder: Path, sft: str, pairs: str, size: int) -> None:
     for name, content in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in content))
 
+    def tokens(messages, **kwargs):
+        return min(LENGTH, len(fast.apply_chat_template(messages, tokenize=True, return_dict=False, **kwargs)))
+
+    per_token = 6 * sum(p.numel() for name, p in model.named_parameters() if "layers" in name and p.dim() == 2)
+    pair = 6 * config.num_hidden_layers * config.hidden_size  # causal: half of forward and backward over T x T
+    sft_rows = [(tokens(r["messages"]), tokens(r["messages"][:1], add_generation_prompt=True)) for r in rows["sft"]]
+    texts = [tokens(r["prompt"] + r[side]) for r in rows["pairs"] for side in ("chosen", "rejected")]
+    total = sum(t for t, _ in sft_rows)
+    return {"sft": per_token + (pair * sum(t * t for t, _ in sft_rows) + 6 * config.hidden_size * len(fast) * sum(t - p for t, p in sft_rows)) / total,
+            "reward_model": per_token + pair * sum(t * t for t in texts) / sum(texts)}
+
 
 FILES = {"sft": "sft", "reward_model": "pairs", "align": "pairs", "rl": "prompts"}
 
@@ -93,7 +120,8 @@ FILES = {"sft": "sft", "reward_model": "pairs", "align": "pairs", "rl": "prompts
 def ours(work: str, folder: Path) -> dict:
     settings = {"max_steps": STEPS, "learning_rate": 1e-4, "max_grad_norm": 1.0}
     if work == "rl":
-        settings |= {"preset": "grpo", "prompts_per_step": 4, "num_generations": 8, "max_completion_length": 64, "temperature": 1.0, "beta": 0.0}
+        settings |= {"preset": "grpo", "prompts_per_step": 4, "num_generations": 8, "max_completion_length": 64, "temperature": 1.0, "beta": 0.0,
+                     "rewards": json.dumps([{"name": "letter", "kind": "regex", "pattern": LETTER}])}
     else:
         settings |= {"batch_size": BATCH, "max_length": LENGTH}
     command = [sys.executable, "-m", "flows.cli", "stage", work, "--input", f"model={folder / 'model'}", "--input", f"data={folder / FILES[work]}.jsonl",
@@ -157,9 +185,9 @@ def peer(work: str, folder: Path) -> dict:
 
         lengths: list[int] = []
 
-        def reward(completions, answer, completion_ids=None, **kwargs):
+        def reward(completions, completion_ids=None, **kwargs):
             lengths.extend(len(c) for c in completion_ids)
-            return [float(a in c[0]["content"]) for a, c in zip(answer, completions)]
+            return [float(LETTER in c[0]["content"]) for c in completions]
 
         grpo = {**common, "per_device_train_batch_size": 32}
         trainer = GRPOTrainer(model, reward_funcs=reward, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()], args=GRPOConfig(
@@ -185,18 +213,21 @@ def main() -> None:
     if given.peer:
         print(json.dumps(peer(given.peer, Path(given.folder))))
         return
-    print("| work | ours tokens/s | TRL tokens/s | ratio | ours MiB | TRL MiB | ratio |\n|---|---|---|---|---|---|---|")
+    peak = matmul_peak()
+    print(f"float32 matrix product: {peak / 1e9:.0f} GFLOP/s\n")
+    print("| work | ours tokens/s | TRL tokens/s | ratio | ours MiB | TRL MiB | ratio | of the matrix product's rate |\n|---|---|---|---|---|---|---|---|")
     for size in given.size:
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
-            prepare(folder, given.sft, given.pairs, size)
+            flops = prepare(folder, given.sft, given.pairs, size)
             for work in given.work:
                 runs = [(ours(work, folder), trl(work, folder)) for _ in range(given.repeats)]
                 a, b = ({k: statistics.median(r[side][k] for r in runs) for k in runs[0][0]} for side in (0, 1))
                 speed = statistics.median(r[0]["tokens_per_second"] / r[1]["tokens_per_second"] for r in runs)
                 memory = statistics.median(r[0]["peak_memory_mib"] / r[1]["peak_memory_mib"] for r in runs)
+                share = f"{flops[work] * a['tokens_per_second'] / peak:.0%}" if work in flops else ""
                 print(f"| {work}, {size}M | {a['tokens_per_second']:.0f} | {b['tokens_per_second']:.0f} | {speed:.2f} | {a['peak_memory_mib']:.0f} | "
-                      f"{b['peak_memory_mib']:.0f} | {memory:.2f} |", flush=True)
+                      f"{b['peak_memory_mib']:.0f} | {memory:.2f} | {share} |", flush=True)
 
 
 if __name__ == "__main__":

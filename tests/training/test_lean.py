@@ -64,6 +64,28 @@ def test_states_and_gradients_are_the_models_own(family, form):
         assert torch.allclose(our_grads[name], grad, atol=1e-5 * float(grad.abs().max())), name
 
 
+@pytest.mark.parametrize("family", ("llama", "qwen3"))
+@pytest.mark.parametrize("prompt, responses", ((85, (64,) * 8), (30, (40, 7, 7, 130, 1, 64)), (1, (200, 2, 200)), (150, (1, 1, 1, 150, 150, 150))))
+def test_long_groups_attend_part_by_part(family, prompt, responses, monkeypatch):
+    """A group whose responses are not multiplied with each other: values and every gradient are those behind the mask, in float64 to 1e-12."""
+    model = build(family, torch.float64)
+    rng = np.random.default_rng(7)
+    item = make_item("0", rng.integers(1, 61, prompt).tolist(), [rng.integers(1, 61, n).tolist() for n in responses], [[1] * n for n in responses])
+    batch = collate([item, *trees(2, 1, short=True)])
+    plan = lean.blocks(batch.segments, torch.device("cpu"), torch.float64)
+    assert plan[0].tree == (prompt, responses)
+    weights = torch.randn(len(batch.ids_U), 32, dtype=torch.float64)
+    seen = []
+    for possible in (True, False):
+        monkeypatch.setattr(lean, "_keeps_sums", lambda possible=possible: possible)
+        model.zero_grad(set_to_none=True)
+        out = hidden_states(model, batch)
+        (out * weights).sum().backward()
+        seen.append([out.detach(), *(p.grad.clone() for p in model.parameters())])
+    for ours, masked in zip(*seen):
+        assert torch.allclose(ours, masked, rtol=0, atol=1e-12 * max(1.0, float(masked.abs().max())))
+
+
 @pytest.mark.parametrize("family", ("llama-bias", "qwen3"))
 def test_backward_equals_finite_differences(family):
     model = build(family, torch.float64)
