@@ -6,6 +6,8 @@ Fills ``stage_index`` of ``pairs/1``; the align stage trains on one stage at a t
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from pydantic import Field
@@ -35,54 +37,65 @@ def run(stage):
         wanted = "rankings/1; convert with the ingest stage (kind=rankings/1), or write order=margin" if config.order == "rank_gap" else \
             "pairs/1; convert with the ingest stage (kind=pairs/1), or write order=rank_gap"
         raise ValueError(f"order={config.order} does not fit rows of {data.kind}: give {wanted}.")
-    rows = list(data.iter_rows())
-    made, dropped = ranked(rows, config) if config.order == "rank_gap" else staged(rows, config)
-    counts = {f"stage_{k}": sum(r["stage_index"] == k for r in made) for k in range(1 + max((r["stage_index"] or 0 for r in made), default=0))}
+    counts, dropped = Counter({0: 0}), Counter()
+    made = ranked(data.iter_rows(), config, dropped) if config.order == "rank_gap" else staged(data, config, dropped)
+
+    def told(rows):
+        for row in rows:
+            counts[row["stage_index"]] += 1
+            yield complete_row("pairs/1", row, dataset=row["dataset"], source=row["source"], origin=row["origin"], split=row["split"])
+
     writer = stage.writer("data", "pairs/1")
-    writer.write(complete_row("pairs/1", row, dataset=row["dataset"], source=row["source"], origin=row["origin"], split=row["split"]) for row in made)
-    writer.close({"rows": len(made), "dropped": dropped})
-    summary = {"stages": len(counts), "rows": len(made), "dropped": dropped, **counts}
+    writer.write(told(made))
+    writer.close({"rows": sum(counts.values()), "dropped": dropped["rows"]})
+    last = max(k for k in counts if k is not None)
+    summary = {"stages": last + 1, "rows": sum(counts.values()), "dropped": dropped["rows"], **{f"stage_{k}": counts[k] for k in range(last + 1)}}
     stage.summary(summary)
     stage.report("summary", markdown=document("Curriculum", facts(summary)))
 
 
-def staged(rows: list[dict], config) -> tuple[list[dict], int]:
-    """Pairs in equal stages, the remainder to the first; pairs without score gap, margin or strength are dropped for order=margin."""
+def staged(data, config, dropped: Counter) -> Iterator[dict]:
+    """Pairs in equal stages, the remainder to the first; pairs without score gap, margin or strength are dropped for order=margin. One stage is
+    in memory at a time."""
     from stages import selection
     from stages.preference_items import score_gap
 
     def ease(row):
         gap = score_gap(row)
-        return row.get("strength") if gap is None else gap
+        return row["strength"] if gap is None else gap
 
-    train = [r for r in rows if r["split"] == "train"]
+    found = [ease(row) for row in data.iter_rows(columns=["chosen_score", "rejected_score", "margin", "strength"], split="train")]
     if config.order == "margin":
-        kept = [r for r in train if ease(r) is not None]
+        kept = [i for i, value in enumerate(found) if value is not None]
         if not kept:
             raise ValueError("order=margin needs scores, margins or strengths and no pair has any; write order=given, or ingest with margin_mode=score_diff.")
-        order, index = selection.order_by_difficulty([-ease(r) for r in kept], config.stages)
+        order, index = selection.order_by_difficulty([-found[i] for i in kept], config.stages)
     else:
-        kept, index, order = train, [k for k, n in enumerate(selection.chunk_sizes(len(train), config.stages)) for _ in range(n)], range(len(train))
-    held_out = [{**r, "stage_index": None} for r in rows if r["split"] != "train"]
-    return [{**kept[i], "stage_index": index[i]} for i in order] + held_out, len(train) - len(kept)
+        kept = order = range(len(found))
+        index = [k for k, n in enumerate(selection.chunk_sizes(len(found), config.stages)) for _ in range(n)]
+    dropped["rows"] = len(found) - len(kept)
+    for part in range(config.stages):
+        places = [j for j in order if index[j] == part]
+        wanted = {kept[j] for j in places}
+        rows = {i: row for i, row in enumerate(data.iter_rows(split="train")) if i in wanted}
+        yield from ({**rows[kept[j]], "stage_index": part} for j in places)
+    yield from ({**row, "stage_index": None} for row in data.iter_rows() if row["split"] != "train")
 
 
-def ranked(rows: list[dict], config) -> tuple[list[dict], int]:
+def ranked(rows: Iterable[dict], config, dropped: Counter) -> Iterator[dict]:
     """Pairs of rankings, the largest rank gap in stage 0; tied responses give no pair."""
     from stages import selection
     from stages.ingestion import pairing
 
-    made, dropped = [], 0
     for row in rows:
         if config.pairing == "best_vs_k":
             found = [(k, i, j, gap) for k, (i, j, gap) in enumerate(selection.rank_gap_stages(row["ranks"]))]
         else:
             found = [(k, i, j, gap) for k, (gap, pairs) in enumerate(pairing.rank_gap_stages(row["ranks"])) for i, j in pairs]
-        dropped += not found
+        dropped["rows"] += not found
         common = {name: row[name] for name in ("prompt", "prompt_id", "group_id", "dataset", "source", "split")}
         scores = row.get("scores")
         for k, i, j, gap in found:
-            made.append({**common, "origin": "conversion", "chosen": row["completions"][i], "rejected": row["completions"][j], "rank_gap": gap,
-                         "stage_index": min(k, config.stages - 1) if row["split"] == "train" else None, "pairs_in_group": len(found),
-                         **({"chosen_score": scores[i], "rejected_score": scores[j], "margin": scores[i] - scores[j]} if scores else {})})
-    return made, dropped
+            yield {**common, "origin": "conversion", "chosen": row["completions"][i], "rejected": row["completions"][j], "rank_gap": gap,
+                   "stage_index": min(k, config.stages - 1) if row["split"] == "train" else None, "pairs_in_group": len(found),
+                   **({"chosen_score": scores[i], "rejected_score": scores[j], "margin": scores[i] - scores[j]} if scores else {})}

@@ -5,6 +5,9 @@ tensors are accepted). Legend: B completions, T token columns; masks are 0/1; ma
 """
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
 
 DEGENERATE = 1e-7  # relative range of rewards below which a group carries no signal (float32 resolution)
@@ -229,28 +232,29 @@ def informative_groups(correct_counts, num_generations: int):
     return (counts > 0) & (counts < num_generations)
 
 
-def fill_informative(count_stream, num_generations: int, train_batch_size: int, gen_batch_size: int,
-                     max_num_gen_batches: int = 10) -> dict:
-    """Draw batches of prompts from an iterable of correctness counts until enough are informative (DYN-SAMPLING).
+def fill_informative(draw: Callable[[int], Sequence | None], no_signal: Callable[[Any], str | None], wanted: int, max_num_gen_batches: int = 10) -> dict:
+    """Draw batches of prompt groups until ``wanted`` of them have a signal (DYN-SAMPLING).
 
-    Returns kept and surplus stream positions, batches used and the share of dropped groups.
-    Raises DynamicSamplingExhausted after `max_num_gen_batches` batches or at the end of the stream.
+    draw: the next batch of groups, given how many were drawn so far; None where there are no more. no_signal: why a group teaches nothing, or None.
+
+    Returns ``kept`` and ``surplus`` groups, ``dropped`` ones with their reasons, ``batches`` drawn, and the ``filter_rate``: dropped of those drawn.
+    Raises DynamicSamplingExhausted after `max_num_gen_batches` batches (0: no limit) or at the end of what can be drawn.
     """
-    stream, kept, seen, batches = iter(count_stream), [], 0, 0
-    while len(kept) < train_batch_size:
-        if max_num_gen_batches and batches >= max_num_gen_batches:
-            break
-        batch = [c for _, c in zip(range(gen_batch_size), stream)]
-        if not batch:
-            break
-        kept += [seen + int(i) for i in np.flatnonzero(informative_groups(batch, num_generations))]
-        seen, batches = seen + len(batch), batches + 1
-    if len(kept) < train_batch_size:
-        raise DynamicSamplingExhausted(
-            f"{len(kept)} informative prompts of {train_batch_size} after {batches} generation batches ({seen} prompts): "
-            "raise max_num_gen_batches, use easier or harder prompts, or set zero_advantage=mask")
-    return {"kept": kept[:train_batch_size], "surplus": kept[train_batch_size:], "batches": batches,
-            "filter_rate": 1.0 - len(kept) / seen}
+    kept, dropped, batches = [], [], 0
+    while len(kept) < wanted:
+        batch = draw(len(kept) + len(dropped)) if not max_num_gen_batches or batches < max_num_gen_batches else None
+        if batch is None:
+            raise DynamicSamplingExhausted(
+                f"{len(kept)} groups with a signal of {wanted} after {batches} generation batches ({len(kept) + len(dropped)} groups): raise max_num_gen_batches or "
+                "num_generations, use easier or harder prompts, or write dynamic_sampling=false with zero_advantage=mask")
+        batches += 1
+        for group in batch:
+            reason = no_signal(group)
+            if reason is None:
+                kept.append(group)
+            else:
+                dropped.append((group, reason))
+    return {"kept": kept[:wanted], "surplus": kept[wanted:], "dropped": dropped, "batches": batches, "filter_rate": len(dropped) / max(len(kept) + len(dropped), 1)}
 
 
 # --- normalisation -------------------------------------------------------------------------------

@@ -153,14 +153,16 @@ def continuations(sampler, starts, params, seeds) -> list[list[Sample]]:
     given = {i: (starts[i][0].prompt_ids, starts[i][0].ids[: starts[i][1]]) for i in mine}
     made = sample_with_room(sampler, [given[i][0] + given[i][1] for i in mine], params, [seeds[i] for i in mine],
                             [params.max_new_tokens - len(given[i][1]) for i in mine]) if mine else []
-    found = {i: [(given[i][1] + list(c.ids), c.finish_reason) for c in group] for i, group in zip(mine, made)}
+    found = {i: [(given[i][1] + list(c.ids), c.finish_reason, c.error) for c in group] for i, group in zip(mine, made)}
     everyone = {i: group for part in ranks.gather(found) for i, group in part.items()}
 
     def text(ids):
         return sampler.tokenizer.decode([t for t in ids if t not in params.stop_ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    return [[Sample(sample.prompt, sample.prompt_ids, j, ids, [], reason, text(ids)) for j, (ids, reason) in enumerate(everyone[i])]
+    return [[Sample(sample.prompt, sample.prompt_ids, j, ids, [], reason, text(ids), error=error) for j, (ids, reason, error) in enumerate(everyone[i])]
             for i, (sample, _) in enumerate(starts)]
+
+
 def warn_of_failures(stage, engine, samples: list[Sample]) -> None:
     """Name the rows that the engine has no completion for: they are stored with the reason and count nowhere."""
     failed = [s for s in samples if s.error is not None]

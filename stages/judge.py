@@ -11,6 +11,7 @@ retries, never guessed, never a tie.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Sequence
@@ -150,8 +151,14 @@ class ServerJudge:
         return [(self._ask(t, max_tokens=max_tokens, temperature=0.7 if attempt else 0.0, seed=attempt).get("message") or {}).get("content") or "" for t in texts]
 
 
+#: Answers that a judge keeps; the one that was unused for the longest is forgotten first. Enough for what comes again in a run (validation answers, debates without
+#: the debaters), and a few MiB.
+KEPT_ANSWERS = 20_000
+
+
 class Judge(ComparingScorer):
-    """A judge in one of the ``MODES``, with the interface of a reward model. Answers that were asked for are kept (:attr:`cache`)."""
+    """A judge in one of the ``MODES``, with the interface of a reward model. Answers that were asked for last are kept (:attr:`cache`, by digest of
+    the request), up to ``KEPT_ANSWERS``."""
 
     why_not = "the judge gave no readable answer, or the request is longer than it can read"
 
@@ -162,7 +169,7 @@ class Judge(ComparingScorer):
         self.prompt = prompt or PROMPTS[mode]
         self.relative = mode in ("preference", "verdict")
         self.disagreement, self.bias = None, 0.0
-        self.cache: dict[str, object] = {}
+        self.cache: dict[bytes, object] = {}
         self.unparsed = 0
 
     def score(self, responses: Sequence[Response]) -> list[float]:
@@ -220,17 +227,36 @@ class Judge(ComparingScorer):
 
         return self.prompt.format(context=transcript(a.prompt), a=a.text, b=b.text)
 
+    def _known(self, texts) -> dict[str, object]:
+        """What is kept of these requests."""
+        return {t: self.cache[key] for t in dict.fromkeys(texts) if (key := _key(t)) in self.cache}
+
+    def _keep(self, answers: dict[str, object]) -> None:
+        for text, answer in answers.items():
+            self.cache.pop(_key(text), None)
+            self.cache[_key(text)] = answer
+        while len(self.cache) > KEPT_ANSWERS:
+            del self.cache[next(iter(self.cache))]
+
     def _words(self, texts, words) -> np.ndarray:
-        fresh = [t for t in dict.fromkeys(texts) if t not in self.cache]
+        found = self._known(texts)
+        fresh = [t for t in dict.fromkeys(texts) if t not in found]
         if fresh:
-            self.cache.update(zip(fresh, self.asked.word_table(fresh, list(words))))
-        return np.array([self.cache[t] for t in texts]).reshape(len(texts), len(words))
+            found |= zip(fresh, self.asked.word_table(fresh, list(words)))
+        self._keep(found)
+        return np.array([found[t] for t in texts]).reshape(len(texts), len(words))
 
     def _texts(self, texts) -> list[str | None]:
         """Verdict of each request; unreadable answers are asked for again ``retries`` times."""
+        found = self._known(texts)
         for attempt in range(self.retries + 1):
-            fresh = [t for t in dict.fromkeys(texts) if self.cache.get(t) is None]
+            fresh = [t for t in dict.fromkeys(texts) if found.get(t) is None]
             if fresh:
-                self.cache.update((t, parse_verdict(said)) for t, said in zip(fresh, self.asked.answers(fresh, self.limit, attempt)))
-        self.unparsed += sum(self.cache[t] is None for t in texts)
-        return [self.cache[t] for t in texts]
+                found |= ((t, parse_verdict(said)) for t, said in zip(fresh, self.asked.answers(fresh, self.limit, attempt)))
+        self._keep(found)
+        self.unparsed += sum(found[t] is None for t in texts)
+        return [found[t] for t in texts]
+
+
+def _key(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()

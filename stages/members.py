@@ -151,6 +151,12 @@ class Members:
             self.prior[key] = {"text": chosen.text, "total": float(chosen.total), "feedback": self.feedback(chosen.items), "sample_id": None}
             self.chosen[key] = chosen
 
+    def state(self) -> dict:
+        return self.prior
+
+    def restore(self, state: dict) -> None:
+        self.prior = state
+
     def written(self, samples: list[Sample], rows: list[dict]) -> None:
         """Name the answers that were kept by the ids of their rollouts."""
         for sample, row in zip(samples, rows):

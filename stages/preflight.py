@@ -53,7 +53,7 @@ def rl_preflight(stage, trainer, source) -> None:
     and critic on completions of the greatest length. Skipped on a resume; moves no state of the run.
 
     Args:
-        source: the :class:`stages.rollouts.Rollouts` that will run; its scorers are not asked.
+        source: the :class:`stages.rollouts.source.Rollouts` that will run; its scorers are not asked.
 
     Raises:
         TrainingError: a micro-batch of the longest completions does not fit into memory.
@@ -61,7 +61,7 @@ def rl_preflight(stage, trainer, source) -> None:
     """
     if stage.checkpoints.latest() is not None:
         return
-    config, renderer = stage.config, source.renderer
+    config, renderer = stage.config, source.policy.renderer
     made = longest_rollouts(source)
     facts = rl_plan_facts(source, made, trainer)
     started = time.monotonic()
@@ -93,9 +93,9 @@ def longest_rollouts(source) -> list[Item]:
 
     config, count = source.config, source.config.num_generations
     rng = source.stage.rng("preflight", "tokens")
-    vocabulary, length = source.model.get_input_embeddings().weight.shape[0], config.longest_completion
-    prompts = sorted(source.prompts, key=lambda p: len(p[1]), reverse=True)
-    limit = max_positions(source.model)
+    vocabulary, length = source.policy.model.get_input_embeddings().weight.shape[0], config.longest_completion
+    prompts = sorted(source.order.prompts, key=lambda p: len(p[1]), reverse=True)
+    limit = max_positions(source.policy.model)
     if source.stored is None and limit is not None and len(prompts[0][1]) + length > limit:
         raise ConfigError(f"the longest prompt has {len(prompts[0][1])} tokens and completions may have {length}, together over the model's {limit} positions; "
                          f"write max_prompt_length <= {max(limit - length, 0)}, or a smaller max_completion_length.")
@@ -117,9 +117,9 @@ def rl_plan_facts(source, made: list[Item], trainer) -> dict[str, int | str]:
     """Counts of prompts, completions, steps and tokens, and the memory that weights, training and the KV cache take."""
     config = source.config
     per_step = made[:max(1, -(-len(made) // config.num_minibatches))]
-    prompts = [len(ids) for _, ids in source.prompts]
+    prompts = [len(ids) for _, ids in source.order.prompts]
     trainers = [t for t in (trainer, getattr(source.critic, "trainer", None)) if t is not None]
-    weights, training = held_bytes([m for m in (trainer.model, source.model, source.reference, source.old, getattr(source.critic, "model", None),
+    weights, training = held_bytes([m for m in (trainer.model, source.policy.model, source.reference, source.old, getattr(source.critic, "model", None),
                                                 getattr(source.opponent, "model", None)) if m is not None], trainers)
     return {"prompts": len(prompts), "optimizer steps": config.max_steps, "optimizer steps per batch of completions": source.steps_per_batch,
             "prompts per batch": config.prompts_per_step, "completions per prompt": config.num_generations,
@@ -148,22 +148,23 @@ def held_bytes(models, trainers) -> tuple[int, int]:
 
 def kv_bytes(source, longest_prompt: int) -> int:
     """Keys and values of the sequences that are decoded together, all at their greatest length."""
-    config, model = source.config, source.model.config.get_text_config()
+    config, model = source.config, source.policy.model.config.get_text_config()
     rows = min(config.generation_batch, config.prompts_per_step * config.num_generations)
     heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
     width = heads * (getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads)
-    return 2 * model.num_hidden_layers * width * rows * (longest_prompt + config.longest_completion) * next(iter(source.model.parameters())).element_size()
+    return 2 * model.num_hidden_layers * width * rows * (longest_prompt + config.longest_completion) * next(iter(source.policy.model.parameters())).element_size()
 
 
 def tried_samples(stage, source) -> list[list]:
     """A few completions of the first prompts under seeds of their own, or the first stored groups."""
     prompts, count = TRIED
     if source.stored is not None:
-        return [group.samples[:count] for group in source.stored[:prompts]]
-    source.refresh()
-    chosen, count = source.prompts[:prompts], min(count, source.config.num_generations)
+        return [group.samples[:count] for group in source.stored.groups[:prompts]]
+    source.policy.refresh()
+    source.policy.update()
+    chosen, count = source.order.prompts[:prompts], min(count, source.config.num_generations)
     seeds = [[stage.seed_for("preflight", row["row_id"], g) for g in range(count)] for row, _ in chosen]
-    groups = [[s for s in group if s.error is None] for group in source._draw(source.engine(), chosen, source.params, seeds)]
+    groups = [[s for s in group if s.error is None] for group in source.policy.draw(chosen, seeds)]
     return [group for group in groups if group]
 
 

@@ -4,8 +4,8 @@ An algorithm is a row of ``stages.algorithms.RL_PRESETS`` (``ppo``, ``grpo``, ``
 ratio and surrogate, KL in reward or loss, aggregation, critic, epochs. Every field left empty below takes the preset's value;
 the resolved row is printed at the start.
 
-One iteration (``rl.md`` section 1.4), in three files: :mod:`stages.rollouts` chooses prompts, samples G completions each, scores
-and filters them; :mod:`stages.credit` turns rewards into an advantage per token; :mod:`stages.policy_update` is the loss of the
+One iteration (``rl.md`` section 1.4): :mod:`stages.rollouts` chooses prompts, samples G completions each, scores, filters, credits
+and records them; :mod:`stages.credit` turns rewards into an advantage per token; :mod:`stages.policy_update` is the loss of the
 ``num_iterations`` x ``num_minibatches`` optimizer steps, :mod:`stages.critics` the value function beside it. Rollouts are a
 ``rollouts/1`` dataset with every token, mask, log-prob, reward component, value and advantage, so each update can be computed
 again. Groups without signal are counted but never forwarded. Killed at any instant, the next run computes the same bytes.
@@ -200,6 +200,12 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
         """max_completion_length over the whole run: the constant of seq-mean-token-sum-norm must not move."""
         return max([self.max_completion_length, *(length for _, length in self.context_schedule)])
 
+    def completion_limit(self, step: int) -> int:
+        """max_completion_length of completions sampled at an optimizer step (context_schedule)."""
+        from stages.schedules import step_function
+
+        return step_function(self.context_schedule, step, self.max_completion_length)
+
 
 SPEC = StageSpec(
     name="rl", config=Config, gpu=True, parallel=True,
@@ -288,7 +294,7 @@ def run(stage):
     from stages.preflight import rl_preflight
     from stages.rewards import build_rewards
     from stages.rl_report import rl_report
-    from stages.rollouts import Rollouts, held_out_metrics
+    from stages.rollouts.source import Rollouts
     from stages.spec import ConfigError
     from stages.training import Trainer, fit
     from stages.trust_region import TrustRegionTrainer
@@ -348,14 +354,14 @@ def run(stage):
                                critic.head if critic is not None and config.critic_mode == "shared" else None)
     trainer = (TrustRegionTrainer if row.update == "trust_region" else Trainer)(model, objective, config, source.total_steps, stage.device)
     rl_preflight(stage, trainer, source)
-    evaluate = (lambda: held_out_metrics(source, rewards, held_out, trainer.step_index)) if held_out else None
+    evaluate = (lambda: source.evaluate(held_out, trainer.step_index)) if held_out else None
     fit(stage, trainer, source, evaluate=evaluate, eval_every=config.eval_every)
     source.close()
     if critic is not None:
         critic.save(stage, renderer)
     with stage.output_model("model", role="policy") as directory:
         save_policy(model, renderer.tokenizer, directory, base=stage.inputs["model"].ref)
-    summary = {"old_logps": "sampler" if source.exact_logps else "trainer", "engine": source.sampler.name, "steps": trainer.step_index,
+    summary = {"old_logps": "sampler" if source.policy.exact_logps else "trainer", "engine": source.policy.engine.name, "steps": trainer.step_index,
                "iterations": source.iteration + 1, "skipped_steps": trainer.skipped,
                **{f"last/{k}": v for k, v in source.metrics.items()}}
     stage.summary(summary)

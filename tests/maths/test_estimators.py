@@ -269,5 +269,13 @@ def test_controllers_and_baseline_survive_a_resume():
 
 
 def test_dynamic_sampling_reports_shortfall():
-    with pytest.raises(estimators.DynamicSamplingExhausted, match="1 informative prompts of 3 after 2"):
-        estimators.fill_informative([0, 4, 1, 4], 4, 3, 2, 5)
+    counts = [0, 4, 1, 4]
+
+    def fill(wanted, batches, n=2):
+        return estimators.fill_informative(lambda seen: counts[seen:seen + n] or None, lambda c: None if 0 < c < 4 else "equal", wanted, batches)
+
+    with pytest.raises(estimators.DynamicSamplingExhausted, match="1 groups with a signal of 3 after 2 generation batches"):
+        fill(3, 5)
+    with pytest.raises(estimators.DynamicSamplingExhausted, match="0 groups with a signal of 1 after 1"):
+        fill(1, 1)
+    assert fill(1, 0) == {"kept": [1], "surplus": [], "dropped": [(0, "equal"), (4, "equal"), (4, "equal")], "batches": 2, "filter_rate": 0.75}

@@ -220,6 +220,26 @@ def test_verdicts_are_asked_in_both_orders_and_again_when_unreadable():
     assert silent.verdicts(pairs[:1]) == [None] and silent.unparsed == 2
 
 
+def test_a_judge_forgets_what_was_unused_for_the_longest(monkeypatch):
+    """The numbers are those of a judge that keeps everything; a call may ask for more than is kept."""
+    from stages import judge as module
+
+    def rated(text, words):
+        return [float((len(text) * k) % 7) for k in range(len(words))]
+
+    texts = [[Response(user(f"q{i}"), assistant("a" * i))] for i in range(6)]
+    everything = [judging.Judge(Scripted(logps=rated), "score").score(own)[0] for own in texts]
+    monkeypatch.setattr(module, "KEPT_ANSWERS", 3)
+    judge = judging.Judge(Scripted(logps=rated), "score")
+    assert judge.score([r for own in texts for r in own]) == everything and len(judge.cache) == 3
+    assert [judge.score(texts[i])[0] for i in (3, 0, 3, 5)] == [everything[i] for i in (3, 0, 3, 5)] and len(judge.cache) == 3
+    assert [len(asked) for _, asked in judge.asked.asked] == [6, 1], "only the forgotten one was asked for again"
+    judge = judging.Judge(Scripted(["[[A]]", "[[B]]"] * 2 + ["[[A]]"]), "verdict")
+    pairs = [(ASKED[0], ASKED[1]), (ASKED[2], ASKED[3])]
+    assert [judge.verdicts([pair]) for pair in (pairs[0], pairs[1], pairs[0])] == [[1.0]] * 3
+    assert [len(asked) for _, asked in judge.asked.asked] == [2, 2, 1], "one order of the first pair was forgotten"
+
+
 def test_a_server_is_asked_through_the_chat_interface(monkeypatch):
     def choice(body):
         top = [{"token": str(s), "logprob": math.log(0.5 if s == 10 else 0.5 / 9)} for s in range(1, 11)]

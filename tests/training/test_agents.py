@@ -404,6 +404,55 @@ def test_values_of_vineppo_are_what_continuations_earn(tiny, data, spec):
             assert all(t["end"] - 1 == e for r in rows for t, e in zip(r["turns"], r["step_ends"]))
 
 
+def test_continuations_that_an_engine_lost_are_left_out(tiny, data, spec):
+    """A value is the mean of the continuations there are; where there is none, the last known one, and the group's mean reward for a prompt."""
+    from stages.generation import prompt_rows
+    from stages.harness import Stage
+    from stages.registry import get_stage
+    from stages.rewards import build_rewards
+    from stages.rl import resolve_preset
+    from stages.rollouts.source import Rollouts
+    from stages.rollouts.steps import monte_carlo
+    from stages.sampler import Completion
+
+    config = {**SMALL, "environment": "", "preset": "vineppo", "vine_samples": 3, "step_separator": "e", "max_completion_length": 24,
+              "rewards": [{"kind": "regex", "pattern": r"[ -~]\Z"}]}
+    stage = Stage(get_stage("rl"), spec("rl", config, {"model": tiny["policy"], "data": data["prompts"]}, "vine-lost"), lambda event: None)
+    renderer = renderer_for(tiny["policy"])
+    rewards = build_rewards(stage.config.rewards, stage.inputs, renderer=renderer)
+    source = Rollouts(stage, resolve_preset(stage.config)[0], renderer, load_policy(tiny["policy"]), rewards, prompt_rows(stage, stage.dataset("data"), "train", renderer, 64))
+    groups = source.groups.sample(source.order.take(2, 0), 0, 0)
+    samples, group_at, engine = [s for g in groups for s in g.samples], [g for g in groups for _ in g.samples], source.policy.engine
+
+    class Losing:
+        """The engine without the completions of some seeds."""
+
+        def __init__(self, lost):
+            self.lost = lost
+
+        def __getattr__(self, name):
+            return getattr(engine, name)
+
+        def generate(self, prompts, params, seeds, progress=None):
+            found = engine.generate(prompts, params, seeds)
+            return [[Completion([], None, "error", "", error="gone") if s in self.lost else c for c, s in zip(group, own)] for group, own in zip(found, seeds)]
+
+    def values(lost):
+        source.policy.engine = Losing({stage.seed_for("vine", 0, samples[i].prompt["row_id"], i, k, j) for i, k, j in lost})
+        return monte_carlo(stage, source.policy, rewards, samples, group_at, 0, 0)[1]
+
+    whole = values([])
+    i = next(i for i, v in enumerate(whole) if i % 4 and len(v) > 1 and 0 < v[1] < 1)
+    first = 4 * (i // 4)  # its group's prompt is continued with the first completion's seeds
+    alone = [values([(i, 1, j) for j in range(3) if j != kept])[i][1] for kept in range(3)]
+    assert whole[i][1] == pytest.approx(np.mean(alone)) and set(alone) == {0.0, 1.0}
+    assert values([(i, 1, 0)])[i][1] == pytest.approx(np.mean(alone[1:]))
+    assert any(w["code"] == "engine_rows_failed" for w in stage.warnings)
+    lost = values([(i, 1, j) for j in range(3)])
+    assert lost[i][:2] == [whole[i][0]] * 2 and lost[i][2:] == whole[i][2:] and [v for k, v in enumerate(lost) if k != i] == [v for k, v in enumerate(whole) if k != i]
+    assert values([(first, 0, j) for j in range(3)])[i] == [pytest.approx(np.mean([s.total for s in groups[i // 4].samples])), *whole[i][1:]]
+
+
 def test_prompts_are_admitted_by_pass_at_k(tiny, data, spec, tmp_path):
     from stages.schedules import pass_at_k_band
 

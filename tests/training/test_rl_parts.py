@@ -1,22 +1,28 @@
 """Parts of the RL stage on their own: critics, exact KL, filters, schedules, off-policy data, degenerate batches."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from stages import randomness
 from stages.algorithms import rl_preset
 from stages.batching import collate, make_item
 from stages.credit import Batch, assign, critic_targets, shaped
+from stages.generation import Sample
 from stages.harness import Stage, execute
 from stages.modeling import head_of, hidden_states, load_policy
 from stages.divergence import exact_kl
 from stages.policy_update import PolicyGradient
 from stages.registry import get_stage
 from stages.rl import Config, resolve_preset
-from stages.rollouts import Rollouts, step_ends
+from stages.rollouts.groups import Group
+from stages.rollouts.prompts import PromptOrder
+from stages.rollouts.source import Rollouts
+from stages.rollouts.steps import step_ends
 from storage.datasets import open_dataset
 
 SMALL = {"max_steps": 2, "prompts_per_step": 2, "num_generations": 4, "max_completion_length": 6, "learning_rate": 1e-3, "critic_learning_rate": 1e-2,
@@ -259,18 +265,14 @@ def test_equal_rewards_of_a_single_group_train_without_noise(rl, preset):
 def test_cut_completions_stay_in_the_statistics_and_leave_the_loss(tiny, rl):
     """OVERLONG: a masked completion still moves its group's mean unless told otherwise; all cut means an empty step."""
     source = rl.source("cut", {"preset": "dr_grpo", "truncation_policy": "mask", "soft_punish_cache": 3, "max_completion_length": 4})
-    from stages.generation import Sample
-    from stages.rollouts import Group
-
-    prompt, ids = source.prompts[0]
+    prompt, ids = source.order.prompts[0]
     made = [Sample(prompt, ids, 0, [50, 60], [-1.0, -1.0], "eos", "", 1.0, {}, {}), Sample(prompt, ids, 1, [50, 60, 70, 80], [-1.0] * 4, "length", "", 0.5, {}, {})]
-    source.iteration = 0
-    items, _ = source._shape([Group(prompt, ids, made, 0)])
+    items = source.crediting([Group(prompt, ids, made, 0)], 0, 0).items
     assert [m.tolist() for m in items[0].masks] == [[1, 1], [0, 0, 0, 0]]
     # penalties: 2 tokens of 4 with a cache of 3 cost 1/3, 4 tokens cost 1
     assert items[0].extra["advantages"][0] == pytest.approx(((1 - 1 / 3) - (0.5 - 1)) / 2)
     source.config.truncated_in_stats = False
-    assert source._shape([Group(prompt, ids, made, 0)])[0][0].extra["advantages"] == [0.0, 0.0]
+    assert source.crediting([Group(prompt, ids, made, 0)], 0, 0).items[0].extra["advantages"] == [0.0, 0.0]
     result, metrics = rl("all-cut", {"preset": "grpo_plus", "max_steps": 1})
     if all(r["truncated"] for r in rows_of(result)):
         assert metrics[0]["train/empty_step"] == 1 and metrics[0]["train/grad_norm"] == 0
@@ -393,25 +395,53 @@ def test_self_play_with_a_mixture_opponent(rl):
 
 def test_prompt_orders(rl):
     """easy_to_hard sorts; E2H starts with the easy level and ends with the hard one; rerank comes back to prompts that teach."""
-    source = rl.source("order", {"preset": "dr_grpo"})
-    n = len(source.prompts)
-    source.levels = [float(i % 3) for i in range(n)]
-    source.config.curriculum = "easy_to_hard"
-    order = [source.levels[source._prompt_index(k)] for k in range(n)]
-    assert order == sorted(order) and len({source._prompt_index(k) for k in range(n)}) == n
-    source.config.curriculum = "gaussian"
-    source.config.curriculum_sigma, source.total_steps, means = 0.3, 100, []
-    for source.version in (0, 50, 100):
-        means.append(np.mean([source.levels[source._prompt_index(k)] for k in range(60)]))
+    n = 12
+    prompts = [({"row_id": str(i), "prompt_id": str(i), "extra_json": json.dumps({"difficulty": i % 3})}, [i]) for i in range(n)]
+
+    def ordered(**config):
+        return PromptOrder(Config(**config), prompts, lambda *purpose: randomness.rng(3, "rl", *purpose), 100)
+
+    def rows(order, count, version=0):
+        return [int(row["row_id"]) for row, _ in order.take(count, version)]
+
+    passes = ordered()
+    seen = rows(passes, n) + rows(passes, n)
+    assert sorted(seen[:n]) == sorted(seen[n:]) == list(range(n)) and seen[:n] != seen[n:]
+    assert rows(ordered(curriculum="easy_to_hard"), n) == sorted(range(n), key=lambda i: i % 3)
+    means = [np.mean([i % 3 for i in rows(ordered(curriculum="gaussian", curriculum_sigma=0.3), 60, version)]) for version in (0, 50, 100)]
     assert means[0] < 0.2 and 0.8 < means[1] < 1.2 and means[2] > 1.8
-    source.config.curriculum = "rerank"
-    seen = [source._prompt_index(k) for k in range(n)]
-    assert sorted(seen) == list(range(n))
-    ids = [row["row_id"] for row, _ in source.prompts]
-    source.scores = {ids[0]: 0.1, ids[1]: 0.0, ids[2]: 0.5}
-    assert [source._prompt_index(n + k) for k in range(2)] == [2, 0]
+    rerank = ordered(curriculum="rerank")
+    assert sorted(rows(rerank, n)) == list(range(n))
+    sample = Sample(prompts[0][0], [], 0, [], [], "eos", "")
+    rerank.learn([Group(prompts[i][0], [], [replace(sample, total=t) for t in (spread, 0.0)], 0) for i, spread in ((0, 0.2), (1, 0.0), (2, 1.0))])
+    assert rows(rerank, 1) == [2]
+    later = ordered(curriculum="rerank")
+    later.restore(json.loads(json.dumps(rerank.state())))
+    assert rows(later, 2) == rows(rerank, 2) == [0, 2]
     with pytest.raises(ValueError, match="difficulty"):
         rl.source("none", {"preset": "dr_grpo", "curriculum": "cosine"})
+
+
+@pytest.mark.parametrize("curriculum", ["none", "easy_to_hard", "cosine", "pass_at_k"])
+def test_a_difficulty_band_holds_for_every_order(curriculum):
+    """Only prompts in the band come, in their own order, also behind a resume and where every admitted prompt lies outside it."""
+    prompts = [({"row_id": str(i), "prompt_id": str(i), "extra_json": json.dumps({"difficulty": i % 3})}, [i]) for i in range(12)]
+
+    def ordered():
+        return PromptOrder(Config(curriculum=curriculum, difficulty_band=(0.2, 0.6), passk_bands=[0.9, 0.0], prompts_per_step=4), prompts,
+                           lambda *purpose: randomness.rng(3, "rl", *purpose), 10)
+
+    order = ordered()
+    counts = {str(i): (10, min(i, 10)) for i in range(12)}
+    assert order.wants_counts and order.start_from(counts) == {"2", "3", "4", "5", "6"} and not order.wants_counts
+    again = ordered()
+    again.restore(json.loads(json.dumps(order.state())))
+    first = [row["row_id"] for row, _ in order.take(10, 0)]
+    assert set(first) <= {"2", "3", "4", "5", "6"} and first == [row["row_id"] for row, _ in again.take(10, 0)]
+    if curriculum == "easy_to_hard":
+        assert {0, 1, 2} == {int(i) % 3 for i in first}
+    with pytest.raises(ValueError, match="widen it"):
+        ordered().start_from({str(i): (2, 2) for i in range(12)})
 
 
 def test_an_adapter_trains_with_a_critic_and_refuses_what_trains_more_than_it(rl):

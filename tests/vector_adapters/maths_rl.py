@@ -705,8 +705,11 @@ def filter_correctness(i, p):
 
 
 def dynamic(i, p):
-    found = estimators.fill_informative(i["correct_counts_stream"], p["num_generations"], p["train_batch_size"], p["gen_batch_size"], p["max_num_gen_batches"])
-    return {"kept_indices": found["kept"], "surplus_indices": found["surplus"], "gen_batches_used": found["batches"], "filter_rate": found["filter_rate"]}
+    stream = list(enumerate(i["correct_counts_stream"]))
+    found = estimators.fill_informative(lambda seen: stream[seen:seen + p["gen_batch_size"]] or None,
+                                        lambda group: None if estimators.informative_groups([group[1]], p["num_generations"])[0] else "equal",
+                                        p["train_batch_size"], p["max_num_gen_batches"])
+    return {"kept_indices": [at for at, _ in found["kept"]], "surplus_indices": [at for at, _ in found["surplus"]], "gen_batches_used": found["batches"], "filter_rate": found["filter_rate"]}
 
 
 def plus_advantage(i, p):

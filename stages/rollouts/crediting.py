@@ -1,0 +1,301 @@
+"""From scored groups to training items: log-probs, values, shaped rewards, advantages, filters (``rl.md`` 1.4, steps 3 to 8).
+
+The models around the formulas of :mod:`stages.credit`. What moves from iteration to iteration lives here too: the moving baseline, the baseline
+table, the KL coefficient and its controller.
+
+Legend: B completions, group after group; T token columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stages import ranks, sharding
+from stages.agents import agent_metrics
+from stages.algorithms import RLPreset
+from stages.batching import Item, make_item, per_response
+from stages.credit import Batch, Credit, assign
+from stages.debate import debate_metrics
+from stages.estimators import KLController, MovingAverageBaseline, apply_truncation, overlong_penalty, table_baseline, v_star
+from stages.generation import Sample
+from stages.members import Members
+from stages.rollouts.groups import Group
+from stages.rollouts.metrics import credit_metrics, mismatch_metrics, off_policy_metrics, rollout_metrics
+from stages.rollouts.policy import PolicySampler
+from stages.rollouts.steps import monte_carlo, process_rewards
+from stages.rubric_reward import rubric_metrics
+from stages.training import TrainingError
+
+
+@dataclass
+class Scored:
+    """The completions of one iteration and everything that was computed about them; lists hold a list of token values per completion."""
+
+    samples: list[Sample]
+    group_at: list[Group]                     # of every completion
+    sampled: list[list[float] | None]         # log-probs by whoever sampled
+    old: list[list[float]]                    # log-probs that the update's ratios start from
+    ref: list[list[float]] | None
+    values: list[list[float]] | None
+    weights_BT: np.ndarray | None             # importance weights (TIS)
+    overlong_B: np.ndarray                    # penalties of long completions, at most 0
+    batch: Batch
+    credit: Credit
+    trained_B: np.ndarray
+    items: list[Item] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Crediting:
+    """Turns the groups of an iteration into items.
+
+    Args:
+        stage: for its config, device, inputs and seeds. row: the resolved preset.
+        policy: the policy (its log-probs, and continuations for VINEPPO). rewards: what scores those.
+        reference, critic: frozen reference and value function; None where unused.
+    """
+
+    def __init__(self, stage, row: RLPreset, policy: PolicySampler, rewards, members: Members, reference=None, critic=None):
+        self.stage, self.config, self.row, self.policy, self.rewards, self.members = stage, stage.config, row, policy, rewards, members
+        self.reference, self.critic = reference, critic
+        self.baseline = MovingAverageBaseline(self.config.baseline_decay)
+        coef = row.kl_loss_coef or row.kl_reward_coef
+        self.controller = KLController(coef, row.kl_controller if coef else "fixed", row.target_kl)
+        self.table: dict[str, float] = {}  # baseline per prompt id
+        self.last_kl = 0.0                 # to the reference, nats per sequence
+        self.frozen_logps: int | None = None
+        self.scorer = None
+        if row.advantage == "process" and not policy.agent:
+            from stages.reward_scorers import load_scorer
+
+            self.scorer = load_scorer(stage.path("reward_model"), stage.device)
+
+    def __call__(self, groups: list[Group], iteration: int, version: int) -> Scored:
+        """Items, metrics and all numbers behind them, of groups trained on from optimizer step ``version`` on."""
+        config, row = self.config, self.row
+        samples = [s for g in groups for s in g.samples]
+        group_of = np.repeat(np.arange(len(groups)), [len(g.samples) for g in groups])
+        group_at = [groups[g] for g in group_of]
+        mask = np.zeros((len(samples), max([1, *(len(s.ids) for s in samples)])), bool)
+        for i, s in enumerate(samples):
+            mask[i, : len(s.ids)] = s.action_mask
+
+        def padded(rows):
+            out = np.zeros(mask.shape)
+            for i, r in enumerate(rows):
+                out[i, : len(r)] = r
+            return out
+
+        items = [make_item(g.prompt["row_id"], g.ids, [s.ids for s in g.samples], [s.action_mask for s in g.samples]) for g in groups]
+        sampled = [s.logps for s in samples]
+        old = self._old_logps(groups, samples, sampled, items)
+        weights = self._importance_weights(padded(old), padded(sampled), mask) if config.importance_correction != "none" else None
+        ref = None
+        if row.needs_reference or config.monitor_kl:
+            ref = old if config.ref_mode == "previous" else self.logps(self.reference, items)
+        values, after = self.critic.values(items) if self.critic is not None else (None, 0.0)
+        limit = config.completion_limit(version)
+        cache = round(row.soft_punish_share * limit) if config.soft_punish_cache is None else config.soft_punish_cache
+        overlong = overlong_penalty([len(s.ids) for s in samples], limit, cache) if cache else np.zeros(len(samples))
+        rewards, bootstrap, kept = self._truncated(samples, overlong, after)
+        metrics = rollout_metrics(samples, rewards, group_of)
+        if self.members.component:
+            metrics |= rubric_metrics([s.items for s in samples], [s.parts.get(self.members.component.name) for s in samples])
+        if self.members.active:
+            metrics |= self.members.metrics(samples, old)
+        if cache:
+            metrics["reward/overlong"] = float(overlong.mean())
+        kl = None
+        if ref is not None:
+            d = padded(old) - padded(ref)
+            kl = {"k1": d, "k2": d * d / 2, "k3": np.expm1(-d.clip(-20, 20)) + d}[config.kl_reward_estimator] if row.needs_reference else None
+            metrics["kl/sequence_sum"] = self.last_kl = float(d.sum(1).mean())
+        metrics |= trajectory_metrics(config, self.policy, samples)
+        finite = np.isfinite(rewards)
+        in_loss = kept & (config.sft_in_loss | np.array([s.mode != "sft" for s in samples]))
+        batch = Batch(rewards, group_of, mask, finite & in_loss, finite & (kept | config.truncated_in_stats), kl, self._baselines(group_at),
+                      None if values is None else padded(values), bootstrap)
+        self._compare(batch, samples, group_at, iteration, version)
+        coef = self.controller.coef if row.kl_reward_coef else 0.0
+        credit = assign(row, batch, coef, config.advantage_clip)
+        trained = batch.kept_B & (credit.informative_B | (config.zero_advantage == "keep") | (not row.compares))
+        metrics |= credit_metrics(batch, credit, trained, coef, self.controller.coef if coef or row.kl_loss_coef else 0.0)
+        if not all(g.fresh for g in groups):
+            metrics |= off_policy_metrics([g.version for g in groups], version, sampled, old)
+        elif old is not sampled and all(logps is not None for logps in sampled):
+            metrics |= self._mismatch(samples, old)
+        scored = Scored(samples, group_at, sampled, old, ref, values, weights, overlong, batch, credit, trained, metrics=metrics)
+        scored.items = self._items(scored, items)
+        self.frozen_logps = _digest(scored.items)
+        return scored
+
+    # -- log-probs ----------------------------------------------------------------------------------------------------
+    def logps(self, model, items: list[Item]) -> list[list[float]]:
+        """Log-probs of every response token under ``model`` at the sampling temperature, in sample order."""
+        from stages.modeling import target_logps
+
+        config, device = self.config, self.stage.device
+
+        def compute(batch):
+            padded = batch.padded(target_logps(model, batch, config.temperature)[0]).cpu().numpy()
+            lengths = [len(response) for item in batch.items for response in item.responses]
+            return [row[:length].tolist() for row, length in zip(padded, lengths)]
+
+        if sharding.root_of(model) is not None:
+            return [row for rows in per_response(items, config.max_tokens_per_micro_batch, device, compute, model) for row in rows]
+        mine = range(ranks.rank(), len(items), ranks.world_size())
+        found = dict(zip(mine, per_response([items[i] for i in mine], config.max_tokens_per_micro_batch, device, compute)))
+        everyone = {i: rows for part in ranks.gather(found) for i, rows in part.items()}
+        return [row for i in range(len(items)) for row in everyone[i]]
+
+    def _old_logps(self, groups, samples, sampled, items) -> list[list[float]]:
+        """Log-probs that ratios start from: the sampler's where they are the policy's, else the policy's, else of the policies that sampled."""
+        known, fresh, engine = all(logps is not None for logps in sampled), all(g.fresh for g in groups), self.policy.engine.name
+        if self.config.importance_correction != "none" and not known:
+            raise ValueError(f"importance_correction={self.config.importance_correction} weighs with the sampler's log-probs, and {engine} gives none; "
+                             "write importance_correction=none, or use engine=vllm.")
+        if fresh and self.policy.exact_logps and not any(s.off_policy for s in samples):
+            return sampled
+        if fresh or self.row.on_policy_logps:
+            return self.logps(self.policy.model, items)
+        if not known:
+            raise ValueError(f"replayed rollouts need the log-probs of who sampled them, and {engine} gives none; write replay_fraction=0, or use "
+                             "engine=builtin or engine=vllm.")
+        return sampled
+
+    def _importance_weights(self, old, sampled, mask):
+        import torch
+
+        from stages.losses import truncated_importance_weights
+
+        found = truncated_importance_weights(torch.tensor(old), torch.tensor(sampled), torch.tensor(mask), self.config.importance_correction,
+                                             self.config.importance_clip_max)
+        return found.expand(mask.shape).numpy()
+
+    def _mismatch(self, samples, old) -> dict[str, float]:
+        found, engine, limit = mismatch_metrics(samples, old), self.policy.engine, self.config.engine_max_mismatch
+        if found and limit and not engine.exact_logps and found["sampling/logp_difference/mean"] > limit:
+            raise TrainingError(f"The log-probs of {engine.name} differ from the trainer's by {found['sampling/logp_difference/mean']:.3f} nats per token, "
+                                f"over engine_max_mismatch={limit}: it does not sample from the policy's weights, or with other settings. Check that it serves the "
+                                "directory it is given, with its tokenizer and without a sampling default of its own.")
+        return found
+
+    def drift(self, items: list[Item]) -> float:
+        """Mean k3 of KL(old||new) over the trained tokens of ``items``, nats."""
+        live = [i for i in items if i.n_targets]
+        total = count = 0.0
+        self.policy.refresh()
+        for new, old, mask in zip(self.logps(self.policy.model, live), (o for i in live for o in i.extra["old_logps"]), (m for i in live for m in i.masks)):
+            d = np.where(mask > 0, np.subtract(new, old) if len(new) else 0.0, 0.0).clip(-20, 20)
+            total, count = total + float((np.expm1(d) - d).sum()), count + float((mask > 0).sum())
+        return total / max(count, 1.0)
+
+    # -- what advantages read ----------------------------------------------------------------------------------------
+    def _truncated(self, samples, overlong, after):
+        """(rewards [B], NaN = unscorable; value after the last token [B]; rows that are kept [B]) by the rule for completions without end."""
+        config, rule = self.config, self.row.truncation_policy
+        scores = np.array([s.total for s in samples])
+        rewards, bootstrap, kept = apply_truncation(scores + overlong, [s.terminated for s in samples], rule, config.missing_eos_penalty, config.missing_eos_mode, after)
+        if self.policy.agent and rule == "bootstrap":
+            rewards = scores + overlong  # what the turns of a truncated trajectory earned is kept; its value is what may still come
+        return np.where(np.isfinite(scores), rewards, np.nan), bootstrap, kept
+
+    def _baselines(self, group_at):
+        kind = self.row.baseline if self.row.advantage == "reward_minus_baseline" else "none"
+        if kind == "moving_average":
+            return self.baseline.use
+        if kind == "constant":
+            return self.config.baseline_value
+        if kind == "greedy":
+            return np.array([g.greedy for g in group_at])
+        if kind in ("table", "v_star"):
+            return table_baseline([g.prompt["prompt_id"] for g in group_at], self.table)
+        return 0.0
+
+    def _compare(self, batch: Batch, samples, group_at, iteration: int, version: int) -> None:
+        """Fill in turns, reasoning steps and preferences over opponents, where the advantage reads them."""
+        if self.policy.agent:
+            batch.turns = [([t["end"] - 1 for t in s.turns], s.turn_rewards or [0.0] * len(s.turns)) for s in samples]
+        if self.row.advantage == "vine":
+            batch.steps, batch.step_values = monte_carlo(self.stage, self.policy, self.rewards, samples, group_at, iteration, version)
+        elif self.row.advantage == "process":
+            batch.steps = batch.turns or [process_rewards(s, self.scorer, self.policy.renderer, self.config.step_separator) for s in samples]
+        elif self.row.advantage == "win_rate":
+            from scipy.special import expit
+
+            others = [[o.total for o in (g.opponents or g.samples)] for g in group_at]
+            batch.preference_BO = np.full((len(samples), max(map(len, others))), np.nan)
+            for i, (sample, totals) in enumerate(zip(samples, others)):
+                batch.preference_BO[i, : len(totals)] = expit(sample.total - np.asarray(totals))  # Bradley-Terry; NaN where a score is missing
+
+    # -- items ------------------------------------------------------------------------------------------------------------
+    def _items(self, scored: Scored, items: list[Item]) -> list[Item]:
+        """The groups again, with what the update reads; ``skip_forward`` where it could not move a weight."""
+        config, row, advantages = self.config, self.row, scored.credit.advantages_BT
+        # one number is stored where every completion has one advantage for all its tokens
+        by_row = bool((np.where(scored.batch.mask_BT, advantages - advantages[:, :1], 0.0) == 0).all())
+        final, start = [], 0
+        for item in items:
+            rows = range(start, start + len(item.responses))
+            start += len(rows)
+
+            def cut(array):
+                return [array[i, : len(scored.samples[i].ids)].tolist() for i in rows]
+
+            extra = {"old_logps": [list(map(float, scored.old[i])) for i in rows],
+                     "advantages": [float(advantages[i, 0]) for i in rows] if by_row else cut(advantages)}
+            if scored.ref is not None:
+                extra["ref_logps"] = [list(map(float, scored.ref[i])) for i in rows]
+            if scored.weights_BT is not None:
+                extra["weights"] = cut(scored.weights_BT)
+            if scored.values is not None:
+                extra |= {"values": [scored.values[i] for i in rows], "returns": cut(scored.credit.returns_BT)}
+            if row.objective:
+                extra["rewards"] = [float(scored.credit.rewards_B[i]) for i in rows]
+            if row.positive_nll_coef:
+                extra["correct"] = [bool(scored.samples[i].correct) for i in rows]
+            extra["skip_forward"] = bool(
+                not row.objective and not advantages[rows.start:rows.stop].any() and not row.kl_loss_coef and not config.entropy_coef
+                and not row.positive_nll_coef and not (self.critic is not None and self.critic.trainer is None))
+            masks = [np.asarray(scored.samples[i].action_mask, int) * bool(scored.trained_B[i]) for i in rows]
+            final.append(make_item(item.row_id, item.prompt, item.responses, masks, **extra))
+        return final
+
+    # -- between iterations -----------------------------------------------------------------------------------------------
+    def finish(self, items: list[Item]) -> None:
+        """Check that the iteration's log-probs stayed what they were (ops.invariants), and move the KL controller."""
+        if self.frozen_logps not in (None, _digest(items)):
+            raise TrainingError("The stored log-probabilities of a rollout changed while it was trained on; report this with the config.")
+        if self.controller.controller != "fixed":
+            self.controller.update(self.drift(items) if self.row.kl_loss_coef and self.row.kl_target == "old" else self.last_kl)
+
+    def start_from(self, prompts, drawn: list[list[Sample]]) -> list[tuple[dict, float, int]]:
+        """Baselines of all prompts from scored completions of the starting policy (BASELINE table and v_star, ASTAR-PO stage 1): (prompt, value, samples)."""
+        found = []
+        for (prompt, _), group in zip(prompts, drawn):
+            totals = [s.total for s in group if np.isfinite(s.total)]
+            value = 0.0 if not totals else v_star(totals, self.config.v_star_beta) if self.row.baseline == "v_star" else float(np.mean(totals))
+            self.table[prompt["prompt_id"]] = value
+            found.append((prompt, value, len(totals)))
+        return found
+
+    def state(self) -> dict:
+        return {"baseline": self.baseline.state_dict(), "controller": self.controller.state_dict(), "last_kl": self.last_kl, "table": self.table}
+
+    def restore(self, state: dict) -> None:
+        self.baseline.load_state_dict(state["baseline"])
+        self.controller.load_state_dict(state["controller"])
+        self.last_kl, self.table = state["last_kl"], state["table"]
+
+
+def _digest(items: list[Item]) -> int:
+    return hash(tuple(v for i in items for row in i.extra["old_logps"] for v in row))
+
+
+def trajectory_metrics(config, policy: PolicySampler, samples: list[Sample]) -> dict[str, float]:
+    """Metrics of agents or debates; none without an environment."""
+    if policy.seats == 2:
+        return debate_metrics(samples, next(c.name for c in config.rewards if c.kind == "debate"))
+    return agent_metrics(samples) if policy.agent else {}

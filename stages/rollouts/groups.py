@@ -1,0 +1,135 @@
+"""From prompts to scored groups: G completions of each prompt, whoever else is compared with them, and another round where groups teach nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from stages.algorithms import RLPreset
+from stages.estimators import fill_informative, informative_groups, is_constant
+from stages.generation import Sample, sample_groups, score, warn_of_failures
+from stages.members import Members
+from stages.rollouts.policy import PolicySampler
+
+
+@dataclass
+class Group:
+    """A prompt's completions. ``version``: optimizer step of the policy that sampled them; ``opponents``: what win rates compare
+    with; ``greedy``: reward of the greedy completion ``greedy_sample`` (baseline=greedy)."""
+
+    prompt: dict
+    ids: list[int]
+    samples: list[Sample]
+    version: int
+    fresh: bool = True
+    opponents: list[Sample] = field(default_factory=list)
+    greedy: float = 0.0
+    greedy_sample: Sample | None = None
+
+
+class GroupSampler:
+    """Samples and scores groups.
+
+    Args:
+        stage: for its config, seeds and warnings. row: the resolved preset.
+        members: who is in a group besides plain samples (GRAPE-GEN).
+        opponent: an engine to compare with (``policy.opponent_for``), or None.
+    """
+
+    def __init__(self, stage, row: RLPreset, policy: PolicySampler, rewards, members: Members, opponent=None):
+        self.stage, self.config, self.row = stage, stage.config, row
+        self.policy, self.rewards, self.members, self.opponent = policy, rewards, members, opponent
+        self.failed_rows = 0  # of the last fill, that the engine has no completion for
+
+    def fill(self, take: Callable[[int], list], wanted: int, iteration: int, version: int) -> tuple[list[Group], list[tuple[Group, str]], dict[str, float]]:
+        """Groups of ``wanted`` prompts, with ``dynamic_sampling`` only ones with a signal (DYN-SAMPLING).
+
+        Args:
+            take: gives the next n prompts.
+
+        Returns:
+            (groups, [(dropped group, reason)], metrics).
+        """
+        dynamic, seats, self.failed_rows = self.row.dynamic_sampling, self.policy.seats, 0
+        n = self.config.gen_batch_size or wanted if dynamic else wanted
+        found = fill_informative(lambda seen: self.sample(take(n), iteration, version, seen // seats), self.no_signal if dynamic else lambda group: None,
+                                 wanted * seats, self.config.max_num_gen_batches)
+        dropped = found["dropped"] + [(group, "surplus") for group in found["surplus"]]
+        metrics = {"rollout/failed_rows": float(self.failed_rows)} if self.failed_rows else {}
+        if dynamic:
+            metrics |= {"groups/generation_batches": float(found["batches"]), "groups/filter_rate": found["filter_rate"],
+                        **{f"groups/dropped_{r}": float(sum(reason == r for _, reason in dropped)) for r in ("all_correct", "all_wrong", "equal_rewards", "surplus")}}
+        return found["kept"], dropped, metrics
+
+    def no_signal(self, group: Group) -> str | None:
+        """Why a group teaches nothing: by correctness where the verifier gave verdicts, else by unshaped reward."""
+        verdicts = [s.correct for s in group.samples]
+        if self.config.filter_groups_metric == "acc" and all(v is not None for v in verdicts):
+            right = sum(verdicts)
+            return None if informative_groups([right], len(verdicts))[0] else "all_correct" if right else "all_wrong"
+        totals = [s.total for s in group.samples if np.isfinite(s.total)]
+        return "equal_rewards" if len(totals) < 2 or is_constant(totals) else None
+
+    def sample(self, prompts, iteration: int, version: int, first: int = 0, purpose: str = "rollout") -> list[Group]:
+        """One fresh group of every ``(row, prompt ids)``; ``first`` counts the prompts this iteration has drawn already, ``purpose`` names the seeds."""
+        config, seats = self.config, self.policy.seats
+        params = replace(self.policy.params, max_new_tokens=config.completion_limit(version))
+
+        def seeds(kind, count):
+            return [[self.stage.seed_for(kind, iteration, first + k, row["row_id"], g) for g in range(count)] for k, (row, _) in enumerate(prompts)]
+
+        own = seeds(purpose, config.num_generations)
+        self.policy.update()
+        drawn = self.members.sample(self.policy.engine, prompts, params, own, iteration, first) if self.members.active else self.policy.draw(prompts, own, params)
+        greedy = opponents = [None] * len(prompts)
+        if self.row.baseline == "greedy":
+            greedy = [g[0] for g in self.policy.draw(prompts, seeds("greedy", 1), replace(params, temperature=0.0))]
+        if self.opponent is not None:
+            opponents = sample_groups(self.opponent, prompts, params, seeds("opponent", config.num_generations))
+        groups = []
+        for (row, ids), samples, against, best in zip(prompts, drawn, opponents, greedy):
+            for seat in range(seats):  # the debaters of each side are a group of their own
+                side = samples[seat * len(samples) // seats: (seat + 1) * len(samples) // seats]
+                groups.append(Group(row, side[0].prompt_ids if self.policy.agent else ids, side, version, True, against or [], greedy_sample=best))
+        groups = self._without_failures(groups)
+        score(self.rewards, [s for g in groups for s in g.samples] + [g.greedy_sample for g in groups if g.greedy_sample] + [s for g in groups for s in g.opponents])
+        for k, group in enumerate(groups):
+            for g, sample in enumerate(group.samples):
+                sample.total = self._overridden(sample.total, iteration, group.prompt["row_id"], first + k, g)
+            if group.greedy_sample is not None:
+                group.greedy = float(np.nan_to_num(group.greedy_sample.total))
+        if purpose == "rollout":
+            self.members.remember(groups, iteration)
+        return groups
+
+    def of_every_prompt(self, prompts, purpose: str, n: int) -> list[list[Sample]]:
+        """``n`` scored completions of every prompt by the policy as it is, unscorable where the engine lost one: what pass rates and baselines start from."""
+        self.policy.update()
+        drawn = self.policy.draw(prompts, [[self.stage.seed_for(purpose, row["row_id"], g) for g in range(n)] for row, _ in prompts])
+        warn_of_failures(self.stage, self.policy.engine, [s for group in drawn for s in group])
+        score(self.rewards, [s for group in drawn for s in group])
+        return drawn
+
+    def _without_failures(self, groups: list[Group]) -> list[Group]:
+        """Groups without the rows that the engine has no completion for; a group that is left with nothing to compare is dropped."""
+        everyone = [s for g in groups for s in (*g.samples, *g.opponents)] + [g.greedy_sample for g in groups if g.greedy_sample is not None]
+        warn_of_failures(self.stage, self.policy.engine, everyone)
+        self.failed_rows += sum(s.error is not None for s in everyone)
+        kept = []
+        for group in groups:
+            group.samples, asked = [s for s in group.samples if s.error is None], len(group.samples)
+            group.opponents = [o for o in group.opponents if o.error is None]
+            short = len(group.samples) < min(asked, 2 if self.row.compares else 1) or (self.opponent is not None and not group.opponents)
+            if not short and (group.greedy_sample is None or group.greedy_sample.error is None):
+                kept.append(group)
+        return kept
+
+    def _overridden(self, total: float, *counters) -> float:
+        """Control experiments: rewards that have nothing to do with the task, or its opposite."""
+        if self.config.reward_override == "inverted":
+            return -total
+        if self.config.reward_override == "random":
+            return float(self.stage.rng("random-reward", *counters).integers(0, 2))
+        return total

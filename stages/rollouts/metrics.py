@@ -1,0 +1,79 @@
+"""What people who debug RL look at, of one iteration's completions: rewards, lengths, advantages, staleness, the engine against the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from stages.credit import Batch, Credit, explained_variance
+from stages.evaluation.text import repetition_n
+from stages.generation import Sample
+
+
+def rollout_metrics(samples: Sequence[Sample], rewards, group_of) -> dict[str, float]:
+    """Rewards by component, lengths, truncation, groups without signal. ``rewards [B]``: NaN = unscorable; ``group_of [B]``: group number."""
+    lengths = np.array([len(s.ids) for s in samples], float)
+    ended = np.array([s.terminated for s in samples])
+    ok = np.isfinite(rewards)
+    out = {"completions/mean_length": float(lengths.mean()), "completions/min_length": float(lengths.min()), "completions/max_length": float(lengths.max()),
+           "completions/clipped_ratio": float((~ended).mean()), "completions/empty_fraction": float(np.mean([not s.text.strip() for s in samples])),
+           "completions/repetition": float(np.mean([repetition_n(s.ids, 3) or 0.0 for s in samples])), "reward/unscorable_fraction": float((~ok).mean())}
+    if ended.any():
+        out["completions/mean_terminated_length"] = float(lengths[ended].mean())
+    if ok.any():
+        stds = [np.std(rewards[(group_of == g) & ok]) for g in np.unique(group_of) if ((group_of == g) & ok).any()]
+        out |= {"reward/mean": float(rewards[ok].mean()), "reward/group_std": float(np.mean(stds)),
+                "reward/frac_zero_std": float(np.mean([s == 0 for s in stds]))}
+    for name in samples[0].parts:
+        values = [s.parts[name] for s in samples if s.parts.get(name) is not None]
+        if values:
+            out[f"reward/{name}"] = float(np.mean(values))
+    verdicts = [s.correct for s in samples if s.correct is not None]
+    if verdicts:
+        out["train/correct"] = float(np.mean(verdicts))
+        for name, wanted in (("correct", True), ("incorrect", False)):
+            chosen = [len(s.ids) for s in samples if s.correct is wanted]
+            if chosen:
+                out[f"completions/mean_{name}_length"] = float(np.mean(chosen))
+    return out
+
+
+def credit_metrics(batch: Batch, credit: Credit, trained_B, kl_reward_coef: float, kl_coef: float) -> dict[str, float]:
+    """Advantages over the trained tokens, groups with a signal, the KL coefficients, and how much of the returns the critic explains."""
+    on = batch.mask_BT & trained_B[:, None]
+    flat = credit.advantages_BT[on]
+    out = {"advantage/std": float(credit.advantages_BT[batch.mask_BT].std()) if batch.mask_BT.any() else 0.0, "advantage/std_raw": credit.raw_std,
+           "groups/informative_fraction": float(np.mean([credit.informative_B[batch.group_of_B == g].any() for g in np.unique(batch.group_of_B)])),
+           "groups/trained_sequences": float(trained_B.sum())}
+    if flat.size:
+        out |= {"advantage/mean": float(flat.mean()), "advantage/positive_fraction": float((flat > 0).mean())}
+    if kl_reward_coef:
+        out["reward/shaped"] = float(credit.rewards_B[batch.counted_B].mean()) if batch.counted_B.any() else 0.0
+    if kl_coef:
+        out["kl/coef"] = kl_coef
+    if batch.values_BT is not None:
+        out |= {"critic/explained_variance": explained_variance(batch.values_BT, credit.returns_BT, on)}
+        if on.any():
+            out |= {"critic/value_mean_old": float(batch.values_BT[on].mean()), "critic/return_mean_old": float(credit.returns_BT[on].mean())}
+    return out
+
+
+def off_policy_metrics(versions: Sequence[int], version: int, sampled, old) -> dict[str, float]:
+    """How old the policies are that sampled (optimizer steps; -1 = of another run), and how far their log-probs are from the current policy's."""
+    late = [version - v for v in versions if v >= 0]
+    out = {"staleness/mean": float(np.mean(late)), "staleness/max": float(max(late))} if late else {}
+    if old is not sampled:
+        out["sampling/logp_difference"] = float(np.mean([abs(np.mean(np.subtract(a, b))) for a, b in zip(old, sampled) if len(a)]))
+    return out
+
+
+def mismatch_metrics(samples: Sequence[Sample], old) -> dict[str, float]:
+    """How far the engine's log-probs are from the trainer's on the tokens just sampled (TIS): differences, ratios, KL(engine || trainer)."""
+    apart = [np.subtract(o, s.logps) for s, o in zip(samples, old) if s.ids and not s.off_policy]
+    if not apart:
+        return {}
+    d = np.concatenate(apart).clip(-20, 20)
+    return {"sampling/logp_difference/mean": float(np.abs(d).mean()), "sampling/logp_difference/max": float(np.abs(d).max()),
+            "sampling/mismatch_kl": float((np.expm1(d) - d).mean()),
+            **{f"sampling/importance_sampling_ratio/{name}": float(of(np.exp(d))) for name, of in (("mean", np.mean), ("min", np.min), ("max", np.max))}}

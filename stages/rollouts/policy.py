@@ -1,0 +1,118 @@
+"""The policy as what is sampled from: a sampling engine that holds its current weights, and the environment it acts in, if any."""
+
+from __future__ import annotations
+
+import shutil
+
+from stages.agent_rewards import STEP_WEIGHTS, check_step_weights
+from stages.agents import Agent, prefix_of
+from stages.algorithms import RLPreset
+from stages.debate import Debaters
+from stages.generation import Sample, continuations, sample_groups, sampling_params
+from stages.modeling import weights_digest
+from stages.rewards import ON_TURNS
+from stages.sampling import SamplingParams
+from stages.training import TrainingError
+
+
+class PolicySampler:
+    """Draws completions, or trajectories in an environment, from the policy.
+
+    Args:
+        model, refresh: the policy with whole weights, and what brings them up to date where training goes on elsewhere (``sharding.Acting``).
+        agent: what plays the environment (:func:`agent_for`), or None.
+
+    Raises:
+        ValueError: the engine returns text only, and ``allow_reencoded_ids`` is not set.
+    """
+
+    def __init__(self, stage, renderer, model, agent: Agent | Debaters | None = None, refresh=None):
+        from stages.engines import make_engine
+
+        config = stage.config
+        self.renderer, self.model, self.agent, self.refresh = renderer, model, agent, refresh or (lambda: None)
+        self.home = stage.workdir / "engine"
+        self.engine = make_engine(stage, renderer, model, sleeps=config.engine_sleep)
+        if self.engine.reencodes and not config.allow_reencoded_ids:
+            raise ValueError(f"{self.engine.name} returns text, so the ids trained on would be an encoding of it and not what was sampled. Use an engine that "
+                             "returns ids (engine=builtin, engine=vllm, a vLLM server), or accept it with allow_reencoded_ids=true.")
+        self.params = sampling_params(config, renderer)
+        self.seats = getattr(agent, "seats", 1)  # groups that one task gives
+        #: Whether the engine's log-probs are the trainer's, so that they need not be computed again.
+        self.exact_logps = self.engine.exact_logps and self.params.plain and config.importance_correction == "none"
+        if not self.exact_logps:
+            why = f"those of {self.engine.name} are not the trainer's" if not self.engine.exact_logps else \
+                "importance_correction compares both" if self.params.plain else "filters, penalties or bans change the sampled distribution"
+            stage.log(f"old log-probs: computed by the trainer, because {why}; the engine's are kept as logp_rollout")
+
+    def update(self) -> None:
+        """Give the engine the policy's current weights (users.md C2: every push is named by the digest of what it must hold)."""
+        if self.engine.shares_weights:
+            return
+        wanted = weights_digest(self.model)[:16]
+        if self.engine.weights != wanted:
+            from stages.engines import write_weights
+
+            old = list(self.home.glob("*"))
+            write_weights(self.model, self.renderer.tokenizer, self.home / wanted)
+            self.engine.update(str(self.home / wanted), wanted)
+            for directory in (d for d in old if d.name != wanted):
+                shutil.rmtree(directory, ignore_errors=True)
+        if self.engine.weights != wanted:
+            raise TrainingError(f"{self.engine.name} holds the weights {self.engine.weights} instead of the policy's {wanted}; report this with the config.")
+
+    def draw(self, prompts, seeds, params: SamplingParams | None = None) -> list[list[Sample]]:
+        """Completions or trajectories of each ``(row, prompt ids)`` from the engine as it is (:meth:`update` first); ``seeds[i]``: the seeds of prompt i."""
+        sample = self.agent.sample if self.agent else sample_groups
+        return sample(self.engine, prompts, params or self.params, seeds)
+
+    def go_on(self, starts, seeds, params: SamplingParams) -> list[list[Sample]]:
+        """What follows the first ``count`` tokens (of a trajectory: turns) of each ``(sample, count)``, as whole completions."""
+        if self.agent:
+            return self.agent.sample(self.engine, [(s.prompt, s.prompt_ids) for s, _ in starts], params, seeds, [prefix_of(s, count) for s, count in starts])
+        return continuations(self.engine, starts, params, seeds)
+
+    def close(self) -> None:
+        if self.agent:
+            self.agent.close()
+        self.engine.close()
+        shutil.rmtree(self.home, ignore_errors=True)
+
+
+def agent_for(config, row: RLPreset, renderer, rewards, stage) -> Agent | Debaters | None:
+    """What samples trajectories, where an environment is set; refuses settings that have no meaning there."""
+    if not config.environment:
+        on_turns = [c.name for c in rewards.components if c.kind in ON_TURNS]
+        if on_turns:
+            raise ValueError(f"reward {on_turns[0]!r} scores trajectories in an environment; write environment=tools (or module:Class of your own), "
+                             "or take it out of rewards")
+        return None
+    if config.environment == "debate":
+        if not any(c.kind == "debate" for c in rewards.components):
+            raise ValueError("environment=debate is decided by a judge; add a reward of kind debate and the input judge (or an endpoint)")
+        for name, on in ((f"baseline={row.baseline}", row.baseline in ("greedy", "table", "v_star")), ("advantage=vine", row.advantage == "vine"),
+                         ("curriculum=pass_at_k", config.curriculum == "pass_at_k")):
+            if on:
+                raise ValueError(f"{name} needs completions of one prompt, and a debate has two sides; write preset=dr_grpo or agent")
+    refused = {"opponent": config.opponent != "self", "prompt_template": config.prompt_template != "chat", "mode_mix": config.mode_mix != "fresh",
+               "sft_member": config.sft_member != "none", "stored": stage.has("stored")}
+    for name in (name for name, on in refused.items() if on):
+        raise ValueError(f"{name} is not supported in an environment: it answers a prompt in one turn; leave it out, or write environment=''")
+    for text in {w for c in rewards.components if c.kind == "step_weighted" for w in check_step_weights(c.step_weights or STEP_WEIGHTS)}:
+        stage.warn("step_weights", text)
+    return Debaters(config, renderer) if config.environment == "debate" else Agent(config, renderer)
+
+
+def opponent_for(stage, row: RLPreset, policy: PolicySampler, reference):
+    """What win rates compare the policy with besides itself: its moving average, or the mixture of policy and reference; None where that is the group."""
+    config = stage.config
+    if row.advantage != "win_rate" or config.opponent == "self":
+        return None
+    from stages.modeling import freeze, load_policy
+    from stages.sampler import Sampler
+
+    if config.opponent == "mixture":
+        from stages.generation import MixtureSampler
+
+        return MixtureSampler(policy.model, reference, policy.renderer.tokenizer, config.mixture_coef)
+    return Sampler(freeze(load_policy(stage.path("model"), stage.device)), policy.renderer.tokenizer, max_batch=config.generation_batch)

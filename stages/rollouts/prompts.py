@@ -1,0 +1,166 @@
+"""Which prompts come next: shuffled passes, curricula, and the band of difficulty that is trained on at all.
+
+``none``                shuffled passes over all prompts
+``easy_to_hard``        by the rows' difficulty, easiest first                                                   (CURRICULUM)
+``cosine, gaussian``    a level of difficulty drawn by the part of the run that is done, then a prompt of it     (E2H)
+``rerank``              by what each prompt's last group could teach, those without a signal left out           (PROMPT-RERANK)
+``pass_at_k``           shuffled passes over the prompts whose pass@k is high enough for this part of the run    (PASSK-CURR)
+
+``difficulty_band`` leaves out prompts by their pass rate under the starting policy, whatever their order (DIFF-FILTER).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from stages.schedules import e2h_probabilities, learning_scores, pass_at_k_band, rerank
+from stages.selection import difficulty_band, order_by_difficulty
+
+
+class Passes:
+    """Row numbers in passes over ``n`` rows, each pass shuffled anew: position ``k`` is a function of (run, purpose, k)."""
+
+    def __init__(self, rng, purpose: str, n: int):
+        self.rng, self.purpose, self.n, self.epoch = rng, purpose, n, -1
+
+    def __getitem__(self, k: int) -> int:
+        epoch, index = divmod(k, self.n)
+        if epoch != self.epoch:
+            self.epoch, self.order = epoch, self.rng(self.purpose, epoch).permutation(self.n)
+        return int(self.order[index])
+
+
+class PromptOrder:
+    """The prompts of a run in their order, and what was learned about them.
+
+    Args:
+        config: the RL stage's config (``curriculum``, ``passk_*``, ``difficulty_band``, ``prompts_per_step``).
+        prompts: ``(row, prompt ids)`` of every prompt.
+        rng: counter-based random numbers (``Stage.rng``).
+        total_steps: optimizer steps of the run.
+
+    Raises:
+        ValueError: a curriculum by difficulty and a prompt without one.
+    """
+
+    def __init__(self, config, prompts: Sequence[tuple[dict, list[int]]], rng, total_steps: int):
+        self.config, self.rng, self.total_steps = config, rng, total_steps
+        self.cursor = 0                               # prompts taken so far
+        self.queue: list[int] = []                    # still to come in this pass (rerank, pass_at_k)
+        self.scores: dict[str, float] = {}            # what each prompt's last group could teach, by row id (rerank)
+        self.counts: dict[str, tuple[int, int]] = {}  # samples and right ones of each prompt, by row id (pass_at_k, difficulty_band)
+        self._use(prompts)
+
+    def _use(self, prompts) -> None:
+        self.prompts, self.passes = prompts, Passes(self.rng, "prompts", len(prompts))
+        by_level = self.config.curriculum in ("easy_to_hard", "cosine", "gaussian")
+        self.levels = [difficulty_of(row, self.config.curriculum) for row, _ in prompts] if by_level else []
+
+    def take(self, n: int, version: int) -> list[tuple[dict, list[int]]]:
+        """The next ``n`` prompts at optimizer step ``version``."""
+        chosen = [self.prompts[self._index(k, version)] for k in range(self.cursor, self.cursor + n)]
+        self.cursor += n
+        return chosen
+
+    def _index(self, k: int, version: int) -> int:
+        config = self.config
+        if config.curriculum in ("rerank", "pass_at_k"):
+            self.queue = self.queue or (self._reranked() if config.curriculum == "rerank" else self._admitted(version))
+            return self.queue.pop(0)
+        if config.curriculum == "none":
+            return self.passes[k]
+        if config.curriculum == "easy_to_hard":
+            return order_by_difficulty(self.levels)[0][k % len(self.prompts)]
+        steps = sorted(set(self.levels))
+        chances = e2h_probabilities(config.curriculum, version, self.total_steps, len(steps), config.curriculum_beta, config.curriculum_sigma)
+        rng = self.rng("curriculum", k)
+        level = steps[int(rng.choice(len(steps), p=chances))]
+        return int(rng.choice([i for i, v in enumerate(self.levels) if v == level]))
+
+    def _reranked(self) -> list[int]:
+        at = {row["row_id"]: i for i, (row, _) in enumerate(self.prompts)}
+        return [at[row_id] for row_id in rerank(self.scores)[0]] or self.rng("prompts", self.cursor).permutation(len(self.prompts)).tolist()
+
+    def _admitted(self, version: int) -> list[int]:
+        config = self.config
+        admitted = set(pass_at_k_band(self.counts, config.passk_k, config.passk_bands, version / self.total_steps))
+        known = [i for i, (row, _) in enumerate(self.prompts) if row["row_id"] in admitted]
+        shuffled = [known[int(i)] for i in self.rng("prompts", self.cursor).permutation(len(known))]
+        return shuffled[:max(config.prompts_per_step, 1)]  # judged anew for every batch
+
+    # -- what is learned about prompts ------------------------------------------------------------------------------
+    def learn(self, groups: Iterable) -> None:
+        """Take note of new groups, dropped ones included."""
+        if self.config.curriculum == "rerank":
+            self.scores |= learning_scores({g.prompt["row_id"]: [s.total for s in g.samples if np.isfinite(s.total)] or [0.0] for g in groups})
+        if self.config.curriculum == "pass_at_k":
+            self.counts |= {g.prompt["row_id"]: verdicts_of(g.samples) for g in groups}
+
+    @property
+    def wants_counts(self) -> bool:
+        """Whether every prompt's pass rate must be known before the first prompt is taken."""
+        return not self.counts and (self.config.curriculum == "pass_at_k" or self.config.difficulty_band is not None)
+
+    def start_from(self, counts: dict[str, tuple[int, int]]) -> set[str]:
+        """Pass rates of the starting policy, ``{row id: (samples, right ones)}``: the row ids of the prompts that are trained on.
+
+        Raises:
+            ValueError: no prompt lies in ``difficulty_band``.
+        """
+        kept = set(counts)
+        if self.config.difficulty_band:
+            low, high = self.config.difficulty_band
+            kept = {row_id for row_id, (n, c) in counts.items() if difficulty_band([c], n, low, high)[0]}
+            if not kept:
+                raise ValueError(f"no prompt has a pass rate in difficulty_band=[{low:g}, {high:g}]; widen it, or start from a model that solves some of them")
+        self.counts = {row_id: found for row_id, found in counts.items() if row_id in kept}
+        self._keep(kept)
+        return kept
+
+    def _keep(self, row_ids: set[str]) -> None:
+        if len(row_ids) < len(self.prompts):
+            self._use([p for p in self.prompts if p[0]["row_id"] in row_ids])
+
+    def state(self) -> dict:
+        return {"cursor": self.cursor, "queue": list(self.queue), "scores": dict(self.scores), "counts": dict(self.counts),
+                "kept": [row["row_id"] for row, _ in self.prompts] if self.config.difficulty_band else None}
+
+    def restore(self, state: dict) -> None:
+        self.cursor, self.queue, self.scores, self.counts = state["cursor"], list(state["queue"]), dict(state["scores"]), dict(state["counts"])
+        if state["kept"] is not None:
+            self._keep(set(state["kept"]))
+
+
+def difficulty_of(row: dict, curriculum: str) -> float:
+    """Difficulty of a prompt as its ``extra_json`` gives it: difficulty, level, or 1 - pass_rate."""
+    found = json.loads(row.get("extra_json") or "{}")
+    value = found.get("difficulty", found.get("level", 1.0 - found["pass_rate"] if "pass_rate" in found else None))
+    if value is None:
+        raise ValueError(f"curriculum={curriculum} needs a difficulty for every prompt, but {row['row_id'][:12]} has none; write "
+                         'extra_json={"difficulty": 2} (or level, or pass_rate) into the prompts, or curriculum=none.')
+    return float(value)
+
+
+def verdicts_of(samples: Iterable) -> tuple[int, int]:
+    """(samples with a verdict, right ones) of a prompt; raises ValueError where nothing says what is right."""
+    verdicts = [s.correct for s in samples if s.correct is not None]
+    if not verdicts:
+        raise ValueError("curriculum=pass_at_k and difficulty_band need to know which completions are right; add a reward of kind verifier, code or "
+                         "environment, or leave them out.")
+    return len(verdicts), sum(verdicts)
+
+
+def counts_of(prompts, stats: Iterable[dict]) -> dict[str, tuple[int, int]]:
+    """{row id: (samples, right ones)} of every prompt, from the last of its ``prompt_stats/1`` rows."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for row in stats:
+        if row["iteration"] >= found.get(row["prompt_id"], (-1,))[0]:
+            found[row["prompt_id"]] = (row["iteration"], row["n"], round(row["n"] * row["pass_at_1"]))
+    missing = [row["prompt_id"] for row, _ in prompts if row["prompt_id"] not in found]
+    if missing:
+        raise ValueError(f"the input prompt_stats knows nothing about prompt {missing[0]} and {len(missing) - 1} more; give statistics of these prompts, or leave the "
+                         "input out so that passk_samples are drawn.")
+    return {row["row_id"]: found[row["prompt_id"]][1:] for row, _ in prompts}

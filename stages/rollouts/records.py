@@ -1,0 +1,123 @@
+"""What RL leaves behind: every completion with all numbers of its update, every group and why it was dropped, turns, rubric items, validation answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+import numpy as np
+
+from stages.agents import trajectory_rows
+from stages.evaluation.scores import records_of
+from stages.generation import Sample
+from stages.members import Members
+from stages.rl_report import best_and_worst, validation_rows
+from stages.rollouts.crediting import Scored
+from stages.rollouts.groups import Group
+from stages.rubric_reward import score_rows, write_review
+from storage.schema import complete_row
+
+
+class Records:
+    """The output datasets of an RL stage, exactly once over kills (:meth:`stages.harness.Stage.writer`).
+
+    Args:
+        members: gives answers that are improved later the ids of their rows. in_turns: completions are trajectories.
+    """
+
+    def __init__(self, stage, members: Members, in_turns: bool):
+        self.stage, self.config, self.members = stage, stage.config, members
+        wanted = {"rollouts": "rollouts/1", "prompt_stats": "prompt_stats/1"}
+        wanted |= ({"trajectories": "trajectories/1"} if in_turns else {}) | ({"rubric_scores": "rubric_scores/1"} if members.component else {})
+        wanted |= {"validation": "eval_samples/1"} if self.config.eval_prompts else {}
+        self.writers = {name: stage.writer(name, kind) for name, kind in wanted.items()}
+
+    def _write(self, name: str, rows: list[dict]) -> None:
+        self.writers[name].write(rows)
+        self.writers[name].flush()
+
+    def rollouts(self, scored: Scored, iteration: int, version: int) -> None:
+        """``rollouts/1`` of one iteration, and the turns and rubric items of its completions."""
+        rows = [complete(s.prompt, "rollouts/1", self._rollout(scored, i, iteration, version)) for i, s in enumerate(scored.samples)]
+        self._write("rollouts", rows)
+        self.members.written(scored.samples, rows)
+        if "trajectories" in self.writers:
+            self._write("trajectories", [complete(s.prompt, "trajectories/1", turn) for s, one in zip(scored.samples, rows) for turn in trajectory_rows(s, one["row_id"])])
+        if "rubric_scores" in self.writers:
+            self._write("rubric_scores", [made for one, s in zip(rows, scored.samples) for made in score_rows(one, s.items, iteration)])
+
+    def _rollout(self, scored: Scored, i: int, iteration: int, version: int) -> dict:
+        s, group, batch, credit = scored.samples[i], scored.group_at[i], scored.batch, scored.credit
+        n, valued, old = len(s.ids), scored.values is not None, [float(v) for v in scored.old[i]]
+        steps = batch.steps[i] if batch.steps else (None, None)
+        turns = None if s.turns is None else [{"start": t["start"], "end": t["end"], "reward": r, "events": t["events"]} for t, r in zip(s.turns, batch.turns[i][1])]
+        extra = {"mode": s.mode, "off_policy": s.off_policy, "parent_sample_id": s.parent} if self.members.active else {}
+        extra |= {"reencoded": True} if s.reencoded else {}
+        ok = bool(np.isfinite(batch.rewards_B[i]))
+        return {
+            "iteration": iteration, "policy_version": version if group.fresh else group.version, "sample_idx": i, "prompt_ids": s.prompt_ids,
+            "completion_ids": s.ids, "loss_mask": batch.mask_BT[i, :n].astype(int).tolist() if scored.trained_B[i] else [0] * n,
+            "logp_old": old, "logp_rollout": None if scored.old is scored.sampled or s.mode == "sft" or s.logps is None else [float(v) for v in s.logps],
+            "logp_plain_prompt": old if s.off_policy else None, "sampling_prompt_id": s.context, "extra_json": json.dumps(extra) if extra else None,
+            "logp_ref": None if scored.ref is None else [float(v) for v in scored.ref[i]], "values": scored.values[i] if valued else None,
+            "bootstrap_value": float(np.broadcast_to(batch.bootstrap_B, len(scored.samples))[i]) if valued else None,
+            "token_rewards": credit.token_rewards_BT[i, :n].tolist(), "advantages": credit.advantages_BT[i, :n].tolist(),
+            "returns": credit.returns_BT[i, :n].tolist() if valued else None, "is_weights": None if scored.weights_BT is None else scored.weights_BT[i, :n].tolist(),
+            "step_ends": steps[0], "step_rewards": steps[1], "step_values": batch.step_values[i] if batch.step_values else None, "tool_mask": s.tool_mask,
+            "turns": turns, "finish_reason": s.finish_reason if turns is not None else None, "reward": float(batch.rewards_B[i]) if ok else 0.0,
+            "shaped_reward": float(credit.rewards_B[i]) if ok else 0.0, "reward_tier": s.tier if ok else "unscorable",
+            "reward_components": self._components(s, scored.overlong_B[i]), "is_correct": s.correct, "truncated": not s.terminated,
+            "terminated": s.terminated, "length": n}
+
+    def _components(self, s: Sample, overlong: float) -> list[dict]:
+        weights, tiers = {c.name: c.weight for c in self.config.rewards}, {c.name: c.tier for c in self.config.rewards if c.tier}
+        found = [{"name": k, "value": v, "weight": weights.get(k, 0.0) if tiers.get(k, s.tier) == s.tier else 0.0} for k, v in s.parts.items()]
+        return found + ([{"name": "overlong", "value": float(overlong), "weight": 1.0}] if overlong else [])
+
+    def groups(self, groups: Iterable[tuple[Group, str | None]], iteration: int) -> None:
+        """``prompt_stats/1``: every group with the reason it was dropped for, or None."""
+        rows = []
+        for group, reason in groups:
+            totals = [s.total for s in group.samples if np.isfinite(s.total)]
+            verdicts = [s.correct for s in group.samples if s.correct is not None]
+            logps = [v for s in group.samples for v in s.logps or ()]
+            rows.append(complete(group.prompt, "prompt_stats/1", {
+                "iteration": iteration, "n": len(group.samples), "mean_reward": float(np.mean(totals)) if totals else 0.0,
+                "reward_std": float(np.std(totals)) if totals else 0.0, "pass_at_1": float(np.mean(verdicts)) if verdicts else 0.0,
+                "mean_logprob": float(np.mean(logps)) if logps else 0.0, "kept": reason is None, "drop_reason": reason}))
+        self._write("prompt_stats", rows)
+
+    def pass_rates(self, prompts, counts: dict[str, tuple[int, int]], kept: set[str]) -> None:
+        """``prompt_stats/1`` of iteration -1: (samples, right ones) of every prompt before training, and whether it is trained on (DIFF-FILTER)."""
+        rows = []
+        for prompt, _ in prompts:
+            (n, c), ok = counts[prompt["row_id"]], prompt["row_id"] in kept
+            rows.append(complete(prompt, "prompt_stats/1", {
+                "iteration": -1, "n": n, "mean_reward": c / n, "reward_std": (c / n * (1 - c / n)) ** 0.5, "pass_at_1": c / n, "mean_logprob": 0.0, "kept": ok,
+                "drop_reason": None if ok else "difficulty"}))
+        self._write("prompt_stats", rows)
+
+    def baselines(self, found: Iterable[tuple[dict, float, int]]) -> None:
+        """``baselines/1``: (prompt, value, samples), all at once before training."""
+        rows = [complete(prompt, "baselines/1", {"b": value, "n": n, "policy_version": 0}) for prompt, value, n in found]
+        writer = self.stage.writer("baselines", "baselines/1")
+        writer.write(rows)
+        writer.close({"prompts": len(rows)})
+
+    def validation(self, samples: list[Sample], step: int) -> None:
+        """``eval_samples/1`` of a pass over the validation prompts, and the best and worst of them as a report."""
+        rows = validation_rows(samples, step)
+        self._write("validation", rows)
+        self.stage.report("validation-samples", table=best_and_worst(records_of(rows)))  # of the newest pass while it runs, of all at the end
+
+    def close(self, iterations: int) -> None:
+        for name, writer in self.writers.items():
+            writer.close({"iterations": iterations} if name == "rollouts" else {})
+        if "rubric_scores" in self.writers and self.stage.rank == 0:
+            write_review(self.stage)
+
+
+def complete(prompt: dict, kind: str, values: dict) -> dict:
+    """A row of an output dataset about a prompt."""
+    return complete_row(kind, {"prompt_id": prompt["prompt_id"], "group_id": prompt["group_id"], **values}, dataset=kind.split("/")[0], source=prompt["dataset"],
+                        origin="ai", split="train")

@@ -1,0 +1,98 @@
+"""Groups that were sampled before: those of this run's last iterations (REPLAY), or those of another run (input ``stored``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from stages.generation import Sample
+from stages.rollouts.groups import Group
+from stages.rollouts.prompts import Passes
+from stages.schedules import freshness_guard, replay_plan
+
+
+class ReplayWindow:
+    """The groups of the last iterations and which of them are trained on again.
+
+    Args:
+        config: ``replay_window``, ``replay_fraction``, ``max_staleness``, ``prompts_per_step``.
+        prompts: ``(row, prompt ids)``, by whose row ids groups are kept. rng: ``Stage.rng``.
+        total_steps: the limit of staleness where ``max_staleness`` sets none.
+    """
+
+    def __init__(self, config, prompts, rng, total_steps: int):
+        self.config, self.rng, self.total_steps = config, rng, total_steps
+        self.rows = {row["row_id"]: row for row, _ in prompts}
+        self.window: list[dict] = []
+
+    def draw(self, iteration: int, version: int) -> tuple[list[Group], dict[str, float]]:
+        """Groups of older iterations, not older than ``max_staleness`` optimizer steps (ASYNC), and metrics."""
+        config = self.config
+        plan = replay_plan(iteration, [w["iteration"] for w in self.window], config.prompts_per_step, config.replay_window, config.replay_fraction)
+        self.window = [w for w in self.window if w["iteration"] not in plan["evicted"]]
+        pool = [g for w in self.window if w["iteration"] in plan["eligible_replay"] for g in w["groups"]]
+        fit = freshness_guard(version, [g["version"] for g in pool], config.max_staleness or self.total_steps)
+        usable = [g for g, ok in zip(pool, fit) if ok]
+        n = min(plan["num_replay"], len(usable))
+        picks = self.rng("replay", iteration).permutation(len(usable))[:n]
+        return [self._full(usable[i]) for i in picks], {"replay/share": n / config.prompts_per_step, "replay/rejected_stale": float(len(pool) - len(usable))}
+
+    def add(self, iteration: int, groups: list[Group]) -> None:
+        self.window.append({"iteration": iteration, "groups": [_plain(g) for g in groups]})
+
+    def _full(self, plain: dict) -> Group:
+        row = self.rows[plain["row_id"]]
+        return Group(row, plain["ids"], [Sample(row, plain["ids"], **s) for s in plain["samples"]], plain["version"], False, greedy=plain["greedy"])
+
+    def state(self) -> list[dict]:
+        return self.window
+
+    def restore(self, state: list[dict]) -> None:
+        self.window = state
+
+
+def _plain(group: Group) -> dict:
+    """A group as JSON, its prompt by row id."""
+    samples = [{k: v for k, v in vars(s).items() if k not in ("prompt", "prompt_ids")} for s in group.samples]
+    return {"row_id": group.prompt["row_id"], "ids": list(group.ids), "version": group.version, "greedy": group.greedy, "samples": samples}
+
+
+class StoredGroups:
+    """Groups of a ``rollouts/1`` dataset, in shuffled passes: off-policy training without sampling.
+
+    Args:
+        rows: the dataset's rows. prompts: ``(row, prompt ids)``; a prompt that is not among them is known by its stored columns only.
+
+    Raises:
+        ValueError: there are no rows.
+    """
+
+    def __init__(self, rows: Iterable[dict], prompts, rng):
+        self.groups, self.cursor = _groups_of(rows, {row["prompt_id"]: row for row, _ in prompts}), 0
+        self.passes = Passes(rng, "stored", len(self.groups))
+
+    def take(self, n: int) -> list[Group]:
+        """The next ``n`` groups."""
+        self.cursor += n
+        return [self.groups[self.passes[k]] for k in range(self.cursor - n, self.cursor)]
+
+    def state(self) -> int:
+        return self.cursor
+
+    def restore(self, state: int) -> None:
+        self.cursor = state
+
+
+def _groups_of(rows: Iterable[dict], by_id: dict[str, dict]) -> list[Group]:
+    """Groups in the dataset's order: completions of one prompt and iteration, their rewards from the stored components."""
+    groups: dict[tuple, Group] = {}
+    for row in rows:
+        prompt = by_id.get(row["prompt_id"]) or {k: row[k] for k in ("row_id", "prompt_id", "group_id", "dataset")}
+        parts = {c["name"]: c["value"] for c in row["reward_components"] if c["name"] != "overlong"}
+        total = sum(c["weight"] * c["value"] for c in row["reward_components"] if c["name"] != "overlong" and c["value"] is not None)
+        group = groups.setdefault((row["iteration"], row["prompt_id"], tuple(row["prompt_ids"])), Group(prompt, list(row["prompt_ids"]), [], -1, False))
+        group.samples.append(Sample(
+            prompt, row["prompt_ids"], len(group.samples), list(row["completion_ids"]), [float(v) for v in row["logp_rollout"] or row["logp_old"]],
+            "eos" if row["terminated"] else "length", "", float("nan") if row["reward_tier"] == "unscorable" else total, parts, {}, row["is_correct"]))
+    if not groups:
+        raise ValueError("the input stored has no rows; give a rollouts/1 dataset, for example the rollouts output of an rl stage.")
+    return list(groups.values())

@@ -1,0 +1,271 @@
+"""The source of the training loop in RL: collects iterations of rollouts, hands them out in minibatches, and holds what a run resumes from."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+
+from stages.alarms import WATCHED, alarms
+from stages.algorithms import RLPreset
+from stages.batching import Item, make_item
+from stages.generation import score, warn_of_failures
+from stages.members import Members
+from stages.modeling import load_weights, move_towards, weights_digest, weights_file
+from stages.rollouts.crediting import Crediting, trajectory_metrics
+from stages.rollouts.groups import Group, GroupSampler
+from stages.rollouts.metrics import rollout_metrics
+from stages.rollouts.policy import PolicySampler, agent_for, opponent_for
+from stages.rollouts.prompts import PromptOrder, counts_of, verdicts_of
+from stages.rollouts.records import Records
+from stages.rollouts.replay import ReplayWindow, StoredGroups
+from stages.schedules import changed_roles, reference_due
+from stages.training import TrainingError
+from storage.checkpoints import Files
+
+
+class Rollouts:
+    """Source of training items (``stages.training.Source``) of the RL stage.
+
+    Args:
+        row: the resolved preset.
+        prompts: ``(row, prompt ids)`` to train on.
+        reference, old, critic: frozen reference, copy of the policy that sampled (exact KL to it), value function; None where unused.
+        model, refresh: the policy with whole weights, and what brings them up to date where training goes on elsewhere (``sharding.Acting``).
+    """
+
+    def __init__(self, stage, row: RLPreset, renderer, model, rewards, prompts, *, reference=None, old=None, critic=None, refresh=None):
+        config = self.config = stage.config
+        self.stage, self.row, self.rewards, self.reference, self.old, self.critic = stage, row, rewards, reference, old, critic
+        self.policy = PolicySampler(stage, renderer, model, agent_for(config, row, renderer, rewards, stage), refresh)
+        self.steps_per_batch = row.num_iterations * config.num_minibatches
+        self.total_steps = config.max_steps
+        members = self.members = Members(stage, renderer, rewards)
+        self.opponent = opponent_for(stage, row, self.policy, reference)
+        self.order = PromptOrder(config, prompts, stage.rng, self.total_steps)
+        self.groups = GroupSampler(stage, row, self.policy, rewards, members, self.opponent)
+        self.window = ReplayWindow(config, prompts, stage.rng, self.total_steps) if config.replay_fraction else None
+        if stage.has("stored") and not row.off_policy_ok:
+            raise ValueError(f"the input stored gives rollouts of other policies to {config.preset}, which is on-policy; write preset=topr, "
+                             "offline_is, copg, mdpo or oreo, or leave the input out.")
+        self.stored = StoredGroups(stage.dataset("stored").iter_rows(), prompts, stage.rng) if stage.has("stored") else None
+        self.crediting = Crediting(stage, row, self.policy, rewards, members, reference, critic)
+        self.records = Records(stage, members, self.policy.agent is not None)
+        self.ptx = pretraining_items(stage.dataset("ptx"), renderer, config.ptx_max_length) if row.ptx_coef else []
+        self.iteration, self.inner, self.version = -1, 0, 0  # version: optimizer steps of the policy that sampled
+        self.batch: list[Item] = []        # items of the iteration in hand
+        self.current: list[Item] = []      # of the optimizer step in hand
+        self.metrics: dict[str, float] = {}
+        self.step_tokens = 0
+        self.warmed = not row.critic_warmup_steps or critic is None or critic.trainer is None
+        self.history: list[dict] = []      # what alarms read of the steps so far
+        self.frozen = {"reference": weights_digest(reference)} if reference is not None and config.ref_mode in ("frozen", "previous") else {}
+
+    def kl_loss_coef(self) -> float:
+        """Current coefficient of the KL in the loss."""
+        return self.crediting.controller.coef if self.row.kl_loss_coef else 0.0
+
+    # -- Source protocol ------------------------------------------------------------------------------------------
+    def items(self, step: int) -> list[Item]:
+        self.step_tokens = 0
+        if self.iteration < 0 or self.inner >= self.steps_per_batch:
+            self._next_iteration(step)
+        chosen = self._minibatch()
+        if self.config.early_stop_kl and self.inner and self.crediting.drift(chosen) > 1.5 * self.config.early_stop_kl:
+            self.metrics["policy/early_stops"] = self.metrics.get("policy/early_stops", 0.0) + 1.0
+            self._next_iteration(step)
+            chosen = self._minibatch()
+        self.current = chosen
+        if not self.ptx:
+            return chosen
+        n = max(1, round(self.config.ptx_batch_ratio * sum(len(i.responses) for i in chosen)))
+        return chosen + [self.ptx[k] for k in self.stage.rng("ptx", step).integers(0, len(self.ptx), n)]
+
+    def _minibatch(self) -> list[Item]:
+        n = self.config.num_minibatches
+        if n == 1:
+            return self.batch
+        epoch, minibatch = divmod(self.inner, n)
+        order = self.stage.rng("minibatches", self.iteration, epoch).permutation(len(self.batch))
+        return [self.batch[i] for i in order[minibatch::n]]
+
+    def after_step(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        first = self.inner == 0
+        self.inner += 1
+        self._check_ratio(first, metrics.get("policy/ratio", 0.0))
+        extra = dict(self.metrics) if first else {}
+        if self.critic is not None:
+            extra |= self.critic.train(self.current)
+        moves = self.reference is not None and reference_due(self.config.ref_mode, step, self.config.ref_sync_steps)
+        averaged = self.opponent is not None and self.config.opponent == "ema"
+        if moves or averaged:
+            self.policy.refresh()
+        if moves:
+            keep = self.config.ref_decay if self.config.ref_mode == "ema" else 1.0 - self.config.ref_sync_alpha
+            move_towards(self.reference, self.policy.model, keep)
+        if averaged:
+            move_towards(self.opponent.model, self.policy.model, self.config.opponent_decay)
+        if metrics.get("policy/ratio_sq"):  # effective sample size over the tokens, (sum w)^2 / (n sum w^2) (ops.monitor)
+            extra["policy/ess_fraction"] = metrics["policy/ratio"] ** 2 / metrics["policy/ratio_sq"]
+        self.watch({"step": step, **metrics, **extra})
+        return extra
+
+    def watch(self, values: dict[str, float]) -> None:
+        """Take note of a step's metrics, and warn of the alarms that are on now (each once)."""
+        self.history.append({name: values[name] for name in WATCHED if name in values})
+        target = self.row.target_kl if self.row.kl_target == "ref" and (self.row.kl_loss_coef or self.row.kl_reward_coef) else None
+        for name, text in alarms(self.history, target).items():
+            self.stage.warn(name, text)
+            if name in self.config.stop_on:
+                raise TrainingError(f"{name}: {text} (The stage stopped because stop_on names this alarm; the same settings without it go on from the last "
+                                    "checkpoint.)")
+
+    def _check_ratio(self, first: bool, ratio: float) -> None:
+        on_policy = first and self.stored is None and self.window is None
+        if on_policy and ratio and (self.row.objective or self.row.surrogate not in ("logp", "stopgrad_ratio")) and self.config.compute_dtype == "float32" \
+                and abs(ratio - 1.0) > 1e-3:  # 0 when no token was trained
+            raise TrainingError(f"The policy ratio must be 1 on the first minibatch of a rollout, but its mean is {ratio:.6f}: sampler and "
+                                "trainer disagree about the log-probabilities. Report this with the model's architecture.")
+
+    def _parts(self) -> dict:
+        """Name -> what has a small state of its own."""
+        found = {"order": self.order, "crediting": self.crediting, "members": self.members, "stored": self.stored}
+        return {name: part for name, part in found.items() if part is not None}
+
+    def state(self) -> tuple[dict, dict[str, bytes]]:
+        state = {name: getattr(self, name) for name in ("iteration", "inner", "version", "metrics", "warmed", "history")}
+        state |= {name: part.state() for name, part in self._parts().items()}
+        in_hand = [{"row_id": i.row_id, "prompt": i.prompt.tolist(), "responses": [r.tolist() for r in i.responses],
+                    "masks": [m.tolist() for m in i.masks], "extra": i.extra} for i in self.batch]
+        files = {"rollouts.json": json.dumps({"batch": in_hand, "window": self.window.state() if self.window else None}).encode()}
+        files |= {f"{name}.safetensors": weights_file(model) for name, model in self._moving().items()}
+        if self.critic is not None:
+            state["critic"], more = self.critic.state()
+            files |= more
+        return state, files
+
+    def restore(self, state: dict, read: Files) -> None:
+        for name in ("iteration", "inner", "version", "metrics", "warmed", "history"):
+            setattr(self, name, state[name])
+        for name, part in self._parts().items():
+            part.restore(state[name])
+        found = json.loads(read("rollouts.json"))
+        self.batch = [make_item(r["row_id"], r["prompt"], r["responses"], r["masks"], **r["extra"]) for r in found["batch"]]
+        if self.window:
+            self.window.restore(found["window"])
+        for name, model in self._moving().items():
+            load_weights(model, read.path(f"{name}.safetensors"))
+        if self.critic is not None:
+            self.critic.restore(state["critic"], read)
+
+    def _moving(self) -> dict:
+        """Models beside the policy whose weights change and belong in a checkpoint."""
+        found = {"reference": self.reference if self.config.ref_mode in ("ema", "refresh") else None, "old": self.old,
+                 "opponent": self.opponent.model if self.opponent is not None and self.config.opponent == "ema" else None}
+        return {name: model for name, model in found.items() if model is not None}
+
+    def close(self) -> None:
+        """Finish the datasets and check what must not have changed (ops.invariants)."""
+        if self.iteration >= 0:
+            self.crediting.finish(self.batch)
+        self.policy.close()
+        self.records.close(self.iteration + 1)
+        now = {name: (before, weights_digest(self.reference)) for name, before in self.frozen.items()}
+        ok, changed = changed_roles(now, list(now))
+        if not ok:
+            raise TrainingError(f"The weights of {', '.join(changed)} changed during training, although they are frozen; report this with the config.")
+
+    # -- one iteration ----------------------------------------------------------------------------------------------
+    def _next_iteration(self, step: int) -> None:
+        if self.iteration >= 0:
+            self.crediting.finish(self.batch)
+        self.policy.refresh()
+        self._prepare()
+        self.iteration, self.inner, self.version = self.iteration + 1, 0, step
+        if self.old is not None:
+            move_towards(self.old, self.policy.model, 0.0)
+        groups, metrics = self._groups()
+        if self.config.engine_sleep:
+            self.policy.engine.sleep(keep_weights=False)
+        self.step_tokens = sum(len(s.ids) for g in groups if g.fresh for s in g.samples)
+        scored = self.crediting(groups, self.iteration, self.version)
+        self.records.rollouts(scored, self.iteration, self.version)
+        self.batch, self.metrics = scored.items, scored.metrics | metrics
+
+    def _groups(self) -> tuple[list[Group], dict[str, float]]:
+        """The groups of one iteration, stored ones or fresh ones and replayed ones, and metrics."""
+        wanted, replayed, metrics = self.config.prompts_per_step, [], {}
+        if self.stored is not None:
+            return self.stored.take(wanted), {"replay/share": 1.0}
+        if self.window is not None:
+            replayed, metrics = self.window.draw(self.iteration, self.version)
+        fresh, dropped, more = self.groups.fill(lambda n: self.order.take(n, self.version), wanted - len(replayed), self.iteration, self.version)
+        self.records.groups([(g, None) for g in fresh] + dropped, self.iteration)
+        self.order.learn(fresh + [g for g, _ in dropped])
+        if self.window is not None:
+            self.window.add(self.iteration, fresh)
+        return fresh + replayed, metrics | more
+
+    def _prepare(self) -> None:
+        """Once, with the starting policy: measure the prompts' baselines and pass rates where something reads them, and train the critic."""
+        if self.row.baseline in ("table", "v_star") and not self.crediting.table:
+            if self.stage.has("baselines"):
+                self.crediting.table = {r["prompt_id"]: float(r["b"]) for r in self.stage.dataset("baselines").iter_rows()}
+            else:
+                drawn = self.groups.of_every_prompt(self.order.prompts, "baseline", self.config.baseline_samples)
+                self.records.baselines(self.crediting.start_from(self.order.prompts, drawn))
+        if self.order.wants_counts:
+            prompts = self.order.prompts
+            if self.stage.has("prompt_stats"):
+                counts = counts_of(prompts, self.stage.dataset("prompt_stats").iter_rows())
+            else:
+                drawn = self.groups.of_every_prompt(prompts, "pass-at-k", self.config.passk_samples)
+                counts = {row["row_id"]: verdicts_of(group) for (row, _), group in zip(prompts, drawn)}
+            kept = self.order.start_from(counts)
+            if self.config.difficulty_band:
+                self.records.pass_rates(prompts, counts, kept)
+                self.stage.log(f"{len(self.order.prompts)} of {len(prompts)} prompts have a pass rate in difficulty_band={list(self.config.difficulty_band)}")
+        if not self.warmed:
+            self._warm_up_critic()
+
+    def _warm_up_critic(self) -> None:
+        """Critic steps on rollouts of the starting policy, which are not kept (VAPO value pretraining)."""
+        before, n = self.order.state(), self.config.prompts_per_step
+        for step in range(self.row.critic_warmup_steps):
+            groups = self.groups.sample(self.order.take(n, self.version), self.iteration, self.version, step * n, "critic-warmup")
+            self.critic.train(self.crediting(groups, self.iteration, self.version).items)
+        self.order.restore(before)
+        self.warmed = True
+
+    # -- validation -------------------------------------------------------------------------------------------------
+    def evaluate(self, prompts, step: int) -> dict[str, float]:
+        """Metrics of one sampled completion per validation prompt, with the same seeds at every call; the answers go to the dataset ``validation``."""
+        self.policy.refresh()
+        self.policy.update()
+        groups = self.policy.draw(prompts, [[self.stage.seed_for("validation", row["row_id"])] for row, _ in prompts])
+        drawn = [s for g in groups for s in (g if self.policy.seats == 2 else g[:1])]
+        warn_of_failures(self.stage, self.policy.engine, drawn)
+        samples = [s for s in drawn if s.error is None]
+        if self.config.engine_sleep:
+            self.policy.engine.sleep(keep_weights=False)
+        score(self.rewards, samples)
+        self.records.validation(samples, step)
+        found = rollout_metrics(samples, np.array([s.total for s in samples]), np.arange(len(samples))) if samples else {}
+        found |= trajectory_metrics(self.config, self.policy, samples)
+        self.history.append({"step": step, **{f"validation/{k}": v for k, v in found.items() if f"validation/{k}" in WATCHED}})
+        return found
+
+
+def pretraining_items(data, renderer, max_length: int) -> list[Item]:
+    """The train rows of a text or demonstrations dataset, every token trained (PPO-PTX)."""
+    from stages.sft import encode_text
+
+    if data.kind == "text/1":
+        rows = [i.responses[0].tolist() for i in encode_text(data, "train", renderer, SimpleNamespace(max_length=max_length))[0]]
+    else:
+        rows = [renderer.conversation(r["messages"], max_length=max_length).ids for r in data.iter_rows(split="train")]
+    made = [make_item(f"ptx-{k}", [], [ids], [[1] * len(ids)], ptx=True) for k, ids in enumerate(rows) if len(ids) > 1]
+    if not made:
+        raise ValueError("The input ptx has no train row with two tokens or more; give a text/1 dataset with a train split, or ptx_coef=0.")
+    return made
