@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -145,23 +144,16 @@ def test_a_student_learns_from_the_dataset_alone(spec, tiny, data, teacher):  # 
             execute(spec("distill", {**BASE, **config}, {"model": tiny["policy"], "data": path, **more}, "no"), silent)
 
 
-def test_kill9_captures_every_row_once(spec, tiny, data):
+def test_kill9_captures_every_row_once(spec, tiny, data, forks):
     config, inputs = {"max_length": 64, "top_k": 3, "block": 5}, {"model": tiny["policy"], "data": data["demonstrations"]}
-    runner = [sys.executable, "-m", "stages"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     whole = spec("capture", config, inputs, "whole")
-    subprocess.run([*runner, spec.path("whole")], cwd=PROJECT_ROOT, env=env, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "stages", spec.path("whole")], cwd=PROJECT_ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
     killed = spec("capture", config, inputs, "killed")
     folder = Path(killed["workdir"], "out", "captured")
     for parts in (2, 5):
-        process = subprocess.Popen([*runner, spec.path("killed")], cwd=PROJECT_ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 120
-        while process.poll() is None and time.monotonic() < deadline and len(list(folder.glob("part-*.parquet"))) < parts:
-            time.sleep(0.001)
-        process.kill()
-        process.wait()
+        forks.start(spec.path("killed")).kill_when(lambda: len(list(folder.glob("part-*.parquet"))) >= parts)
     assert not (folder / "manifest.json").exists()
-    subprocess.run([*runner, spec.path("killed")], cwd=PROJECT_ROOT, env=env, check=True, capture_output=True)
+    forks.run(spec.path("killed"))
     assert json.loads(Path(killed["workdir"], "result.json").read_text())["resumed_from"]
     assert tree_digest(folder) == tree_digest(Path(whole["workdir"], "out", "captured"))
     rows = list(open_dataset(str(folder)).iter_rows())

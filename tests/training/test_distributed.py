@@ -1,11 +1,15 @@
-"""Two gloo ranks under torchrun give the single process's result; a run resumes on another number of ranks."""
+"""Two gloo ranks give the single process's result; a run resumes on another number of ranks. The cases in TORCHRUN start their ranks as users do,
+the others fork them from warm parents (tests/processes.py)."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,16 +21,11 @@ from tests.reward.conftest import encoder  # noqa: F401
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "POSTTRAIN_PARENT_PID": str(os.getpid())}
 
 
-def run(*command):
-    done = subprocess.run([sys.executable, *command], env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
 @pytest.mark.parametrize("sharding", ("none", "full"))
-def test_every_objectives_gradient_is_the_single_process_one(tiny, tmp_path, sharding):
+def test_every_objectives_gradient_is_the_single_process_one(tiny, tmp_path, sharding, forks):
     """DDP through our forward to 1e-12; FSDP2 through the model's own, whose norms round to float32, to 2e-6."""
-    run("-m", "tests.training.ranks_program", tiny["policy"], str(tmp_path / "one.pt"), sharding)
-    run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.training.ranks_program", tiny["policy"], str(tmp_path / "two.pt"), sharding)
+    for name, ranks in (("one", 1), ("two", 2)):
+        forks.run(tiny["policy"], tmp_path / f"{name}.pt", sharding, target="tests.training.ranks_program:main", ranks=ranks)
     one, two = (torch.load(tmp_path / f"{n}.pt") for n in ("one", "two"))
     assert set(one) == set(two) and one
     exact = 1e-12 if sharding == "none" else 2e-6
@@ -56,19 +55,23 @@ CASES = {  # name: (stage, settings, rows)
 }
 
 
+TORCHRUN = ("sft", "rl")
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_a_stage_on_two_ranks_and_a_resume(case, tiny, encoder, data, spec, tmp_path):
+def test_a_stage_on_two_ranks_and_a_resume(case, tiny, encoder, data, spec, tmp_path, forks):
     """Same weights (to float32 rounding) from 1 rank, 2 ranks, and 2 ranks for the first steps then 1; with sharded weights a kill and a
     resume on 2 ranks give the same bytes."""
     stage, config, rows = CASES[case]
     inputs = {"model": encoder if "encoder" in case else tiny["policy"], "data": data[rows]}
-    one, _ = trained(spec, stage, config, inputs, "one", [1])
-    two, result = trained(spec, stage, config, inputs, "two", [2])
-    start = {k.removeprefix("bert."): v for k, v in load_file(os.path.join(inputs["model"], "model.safetensors")).items()}
-    moved = [float((v - start[k]).abs().max()) for k, v in ((k.removeprefix("bert."), v) for k, v in one.items()) if k in start]
-    assert max(moved) > 1e-4, "nothing was learned, so nothing was compared"
     sharded = config.get("sharding") == "full"
-    changed, again = trained(spec, stage, config, inputs, "changed", [2, 2] if sharded else [2, 1])
+    start = torchrun if case in TORCHRUN else forked(forks)
+    one, _ = trained(spec, stage, config, inputs, "one", [1], start)
+    two, result = trained(spec, stage, config, inputs, "two", [2], start)
+    before = {k.removeprefix("bert."): v for k, v in load_file(os.path.join(inputs["model"], "model.safetensors")).items()}
+    moved = [float((v - before[k]).abs().max()) for k, v in ((k.removeprefix("bert."), v) for k, v in one.items()) if k in before]
+    assert max(moved) > 1e-4, "nothing was learned, so nothing was compared"
+    changed, again = trained(spec, stage, config, inputs, "changed", [2, 2] if sharded else [2, 1], start)
     assert again["resumed_from"]
     assert one.keys() == two.keys() == changed.keys()
     for key, value in one.items():
@@ -81,14 +84,14 @@ def test_a_stage_on_two_ranks_and_a_resume(case, tiny, encoder, data, spec, tmp_
         assert (tmp_path / "changed/metrics.jsonl").read_bytes() == (tmp_path / "two/metrics.jsonl").read_bytes()
 
 
-def test_sharded_checkpoints_resume_on_any_number_of_ranks(tiny, data, spec, tmp_path):
+def test_sharded_checkpoints_resume_on_any_number_of_ranks(tiny, data, spec, tmp_path, forks):
     """Every rank's file holds about its share of weights, moments, averages and best weights; 1, 2 and 3 ranks continue from them."""
     config = {**ROWS, **FULL, "ema_decay": 0.5, "eval_every": 2, "select_by": "loss"}
     inputs = {"model": tiny["policy"], "data": data["demonstrations"]}
-    expected, _ = trained(spec, "sft", config, inputs, "undisturbed", [2])
+    expected, _ = trained(spec, "sft", config, inputs, "undisturbed", [2], forked(forks))
     for plan in ([2, 1], [1, 2], [2, 3]):
         name = "-".join(map(str, plan))
-        found, result = trained(spec, "sft", config, inputs, name, plan)
+        found, result = trained(spec, "sft", config, inputs, name, plan, forked(forks))
         assert result["resumed_from"]
         assert all(torch.allclose(found[k], v, atol=2e-5) for k, v in expected.items()), plan
         newest = max((tmp_path / name / "checkpoints").glob("step-*"))
@@ -113,35 +116,43 @@ assert all(torch.equal(stored.into(n, torch.empty_like(t)), t) for n, t in tenso
     assert float(done.stdout) < 16, f"grew by {done.stdout} MiB"
 
 
-def trained(spec, stage, config, inputs, name, devices):
+def trained(spec, stage, config, inputs, name, devices, start):
     """(weights, result) of a stage run on these numbers of ranks one after the other, killed behind later and later checkpoints between."""
     built = spec(stage, config, inputs, name)
     work = Path(built["workdir"])
-    environment = {**ENVIRONMENT, "POSTTRAIN_CHECKPOINT_SECONDS": "0"}
     if devices == [1]:
         execute(built, lambda event: None)
     for i, count in enumerate(devices if devices != [1] else ()):
         path = work.parent / f"{name}-{i}.json"
         path.write_text(json.dumps({**built, "devices": count}))
-        if i + 1 < len(devices):
-            stop_after(path, environment, work / "checkpoints", 3)
-            continue
-        done = subprocess.run([sys.executable, "-m", "stages", str(path)], env=environment, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr[-4000:]
+        start(path, count, killed_behind=work / "checkpoints" if i + 1 < len(devices) else None)
     return load_file(work / "out" / "model" / "model.safetensors"), json.loads((work / "result.json").read_text())
 
 
-def stop_after(path, environment, checkpoints, step):
-    import signal
-    import time
+def newest(checkpoints: Path) -> int:
+    return max((int("".join(c for c in p.name if c.isdigit()) or 0) for p in checkpoints.glob("*") if not p.name.startswith(".")), default=0)
 
-    process = subprocess.Popen([sys.executable, "-m", "stages", str(path)], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                               start_new_session=True)
+
+def forked(forks):
+    def start(path, count, killed_behind):
+        group = forks.start(path, ranks=count, POSTTRAIN_CHECKPOINT_SECONDS="0")
+        group.kill_when(lambda: newest(killed_behind) >= 3) if killed_behind else group.finish()
+
+    return start
+
+
+def torchrun(path, count, killed_behind):
+    """A stage's own start of its ranks. SIGKILL goes to the launcher: its ranks, in sessions of their own, notice and end."""
+    process = subprocess.Popen([sys.executable, "-m", "stages", str(path)], env={**ENVIRONMENT, "POSTTRAIN_CHECKPOINT_SECONDS": "0"}, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.PIPE, text=True, start_new_session=True)
+    if not killed_behind:
+        _, said = process.communicate(timeout=600)
+        assert process.returncode == 0, said[-4000:]
+        return
     deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and process.poll() is None:
-        if any(int("".join(c for c in p.name if c.isdigit()) or 0) >= step for p in checkpoints.glob("*") if not p.name.startswith(".")):
-            break
+    while time.monotonic() < deadline and process.poll() is None and newest(killed_behind) < 3:
         time.sleep(0.02)
+    ranks = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    time.sleep(2)  # the ranks, in sessions of their own, notice within a fraction of a second
+    process.communicate()
+    assert len(ranks) >= count and psutil.wait_procs(ranks, timeout=30)[1] == []

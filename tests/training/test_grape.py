@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -276,21 +275,16 @@ def test_improved_and_sft_answers_join_the_groups(tiny, prompts, rubric, spec, t
         execute(spec("rl", {**config, "rewards": [{"kind": "length"}]}, {"model": tiny["policy"], "data": prompts, "sft": answers}, "norubric"), silent)
 
 
-def test_a_killed_run_with_improved_answers_ends_with_the_same_bytes(tiny, prompts, rubric, spec):
+def test_a_killed_run_with_improved_answers_ends_with_the_same_bytes(tiny, prompts, rubric, spec, forks):
     config = {**GRAPE, "mode_mix": "probability", "improve_share": 0.5, "max_steps": 10}
     inputs = {"model": tiny["policy"], "data": prompts, "rubric": rubric(), "reward_model": tiny["reward"]}
     whole, killed = spec("rl", config, inputs, "whole"), spec("rl", config, inputs, "killed")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "POSTTRAIN_CHECKPOINT_SECONDS": "0"}
-    command = [sys.executable, "-m", "stages"]
-    subprocess.run([*command, spec.path("whole")], cwd=PROJECT_ROOT, env={**environment, "POSTTRAIN_CHECKPOINT_SECONDS": "1000"}, check=True, capture_output=True)
-    process = subprocess.Popen([*command, spec.path("killed")], cwd=PROJECT_ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    metrics, deadline = Path(killed["workdir"], "metrics.jsonl"), time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline and not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 3):
-        time.sleep(0.002)
-    process.kill()
-    process.wait()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "POSTTRAIN_CHECKPOINT_SECONDS": "1000"}
+    subprocess.run([sys.executable, "-m", "stages", spec.path("whole")], cwd=PROJECT_ROOT, env=environment, check=True, capture_output=True)
+    metrics = Path(killed["workdir"], "metrics.jsonl")
+    forks.start(spec.path("killed"), POSTTRAIN_CHECKPOINT_SECONDS="0").kill_when(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 3)
     assert not Path(killed["workdir"], "result.json").exists()
-    subprocess.run([*command, spec.path("killed")], cwd=PROJECT_ROOT, env=environment, check=True, capture_output=True)
+    forks.run(spec.path("killed"), POSTTRAIN_CHECKPOINT_SECONDS="0")
     assert json.loads(Path(killed["workdir"], "result.json").read_text())["resumed_from"]
     for name in ("rollouts", "rubric_scores", "rubric_confidence"):
         assert open_dataset(str(Path(killed["workdir"], "out", name))).manifest["digest"] == open_dataset(str(Path(whole["workdir"], "out", name))).manifest["digest"]

@@ -178,7 +178,10 @@ def test_a_layers_own_forward_and_ours_train_alike(tiny):
 
 
 @pytest.mark.slow
-def test_compiled_forward_trains_alike(tiny):
+def test_compiled_forward_trains_alike(tiny, monkeypatch):
+    import torch._inductor.config
+
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)  # no pool of processes for a handful of kernels
     items = text_items(np.random.default_rng(0), 3)
     weights = []
     for forward in ("compiled", "model"):

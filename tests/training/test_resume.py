@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -52,30 +51,23 @@ STATEFUL = {  # what each carries over a kill, beside weights and rollouts in ha
 
 
 @pytest.mark.parametrize("case", [*STAGES, *STATEFUL])
-def test_kill9_equals_uninterrupted(tiny, data, spec, case, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_kill9_equals_uninterrupted(tiny, data, spec, case, forks):
     config, (_, rows) = STAGES.get(case) or ({**_RL, **STATEFUL[case]}, ("model", "prompts"))
     stage = case.split("/")[0] if case in STAGES else "rl"
     inputs = {"model": tiny["policy"], "data": data[rows]}
-    runner = [sys.executable, "-m", "stages"]
-    quiet = {**os.environ, "POSTTRAIN_CHECKPOINT_SECONDS": "1000"}
     stage = stage.split()[0]
     spec(stage, config, inputs, "whole")
-    subprocess.run([*runner, spec.path("whole")], cwd=PROJECT_ROOT, env=quiet, check=True, capture_output=True)
+    if case in STAGES:  # an interpreter of its own, as users start it
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "POSTTRAIN_CHECKPOINT_SECONDS": "1000"}
+        subprocess.run([sys.executable, "-m", "stages", spec.path("whole")], cwd=PROJECT_ROOT, env=environment, check=True, capture_output=True)
+    else:
+        forks.run(spec.path("whole"), POSTTRAIN_CHECKPOINT_SECONDS="1000")
     killed = spec(stage, config, inputs, "killed")
-    every_step = {**os.environ, "POSTTRAIN_CHECKPOINT_SECONDS": "0"}
     metrics = Path(killed["workdir"], "metrics.jsonl")
     for lines in (3, 7):
-        process = subprocess.Popen([*runner, spec.path("killed")], cwd=PROJECT_ROOT, env=every_step, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 120
-        while process.poll() is None and time.monotonic() < deadline:
-            if metrics.exists() and metrics.read_bytes().count(b"\n") >= lines:
-                break
-            time.sleep(0.002)
-        process.kill()
-        process.wait()
+        forks.start(spec.path("killed"), POSTTRAIN_CHECKPOINT_SECONDS="0").kill_when(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= lines)
     assert not Path(killed["workdir"], "result.json").exists()
-    subprocess.run([*runner, spec.path("killed")], cwd=PROJECT_ROOT, env=every_step, check=True, capture_output=True)
+    forks.run(spec.path("killed"), POSTTRAIN_CHECKPOINT_SECONDS="0")
     result = json.loads(Path(killed["workdir"], "result.json").read_text())
     assert result["resumed_from"], "the last run did not continue from a checkpoint"
     assert outputs(Path(killed["workdir"])) == outputs(Path(killed["workdir"]).parent / "whole")
