@@ -205,15 +205,16 @@ def along_rl(stage, points) -> dict:
         peak = outcome["peak_index"] if outcome["diverged"] else int(np.nanargmax(series[name]))
         found |= {f"rl/{name}_first": series[name][0], f"rl/{name}_peak": series[name][peak], f"rl/{name}_last": series[name][-1], f"rl/{name}_peak_iteration": last[peak],
                   f"rl/{name}_peak_kl": kl[peak], f"rl/{name}_drop_sd": (series[name][peak] - series[name][-1]) / sd[name],
-                  "rl/diverged" if name == "gold" else f"rl/{name}_diverged": float(outcome["diverged"])}
-        if outcome["diverged"] and name == "gold":
-            found["rl/detected_iteration"] = last[outcome["detected_index"]]
-            stage.warn("overoptimised", f"From iteration {last[outcome['detected_index']]} the gold score is {config.min_drop:g} standard deviations or more below its value at "
-                       f"iteration {last[peak]} while the proxy is not: take the checkpoint of the peak, raise kl_coef, or refresh the reward model.")
+                  f"rl/{name}_diverged": float(outcome["diverged"])}
+        if outcome["diverged"]:
+            since = last[outcome["detected_index"]]
+            found["rl/detected_iteration"] = min(since, found.get("rl/detected_iteration", since))
+            stage.warn("overoptimised", f"From iteration {since} the {name} score is {config.min_drop:g} standard deviations or more below its value at iteration {last[peak]} while "
+                       "the proxy is not: take the checkpoint of the peak, raise kl_coef, or refresh the reward model.")
         d = [(a, g - series[name][0]) for a, g in zip(x, series[name]) if a == a]
         if name == "gold" and len({a for a, _ in d if a > 0}) >= 3:
             found |= dict(zip(("rl/fit_alpha", "rl/fit_beta"), overopt.fit(*zip(*d), "rl")))
-    found |= {"rl/proxy_first": series["proxy"][0], "rl/proxy_last": series["proxy"][-1], "rl/kl_last": kl[-1], "rl/length_first": length[0], "rl/length_last": length[-1],
+    found |= {"rl/diverged": max(value for key, value in found.items() if key.endswith("_diverged")), "rl/proxy_first": series["proxy"][0], "rl/proxy_last": series["proxy"][-1], "rl/kl_last": kl[-1], "rl/length_first": length[0], "rl/length_last": length[-1],
               "rl/truncated_last": cut[-1]}
     return {k: v for k, v in found.items() if v == v}
 

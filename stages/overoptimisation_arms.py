@@ -46,15 +46,16 @@ def run(stage):
     ends = [row_of(arm, curve) for arm, curve in curves.items()]
     held_out, shown = on_prompts(records, {"proxy": f"reward/{stage.config.proxy}", "gold": f"reward/{stage.config.gold}", "accuracy": "accuracy",
                                            "kl": "kl_reference", "length": "length_mean", "truncated": "truncation_rate"})
-    parted = [row["arm"] for row in ends if row["diverged"]]
+    parted = {row["arm"]: row["diverged"] for row in ends if row["diverged"]}
     if parted:
-        stage.warn("overoptimised", f"In {', '.join(parted)} the gold score fell while the proxy did not: stop at the peak, raise the KL coefficient, or refresh the reward model.")
+        stage.warn("overoptimised", f"While the proxy did not fall, another score did: {', '.join(f'{scores} in {arm}' for arm, scores in parted.items())}. Stop at the peak, raise the "
+                   "KL coefficient, or refresh the reward model.")
     write(stage, held_out)
     stage.summary({f"{row['arm']}/{key.replace(' ', '_').lower()}": value for row in ends for key, value in row.items() if key != "arm" and isinstance(value, (int, float))}
                   | {f"{name}/held_out/{metric}": m["value"] for name, metrics in held_out.items() for metric, m in metrics.items()}
                   | {f"{name}/held_out/{metric}_gain{part}": m["gain"][key] for name, metrics in held_out.items() for metric, m in metrics.items() if m["gain"]
                      for part, key in (("", "difference"), ("_low", "low"), ("_high", "high")) if m["gain"][key] is not None}
-                  | {"arms": len(curves), "diverged": len(parted)})
+                  | {f"{arm}/diverged": int(arm in parted) for arm in curves} | {"arms": len(curves), "diverged": len(parted)})
     if shown:
         stage.report("held-out", table=shown)
     stage.report("arms", table=ends, markdown=document(
@@ -87,7 +88,7 @@ def row_of(arm: str, curve: dict) -> dict:
             if name == "gold":
                 row |= {"fall from the peak": points[name][peak][2] - points[name][-1][2], "KL at the peak": squared(points[name][peak][0])}
     row |= {"KL last": squared(points["proxy"][-1][0]), "length first": summary.get("rl/length_first"), "length last": summary.get("rl/length_last"),
-            "diverged": bool(summary.get("rl/diverged")) or None, "from iteration": summary.get("rl/detected_iteration")}
+            "diverged": ", ".join(name for name in SCORES[1:] if summary.get(f"rl/{name}_diverged")), "from iteration": summary.get("rl/detected_iteration")}
     return row
 
 
