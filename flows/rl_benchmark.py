@@ -1,6 +1,7 @@
 """rl_benchmark: every RL preset from the same model with the same budget, over several seeds, in one table with curves.
 
     posttrain run rl_benchmark --preset demo                                   # all presets on the embedded world, seeds 0 1 2
+    posttrain run rl_benchmark --preset length_bias                            # GRPO against Dr. GRPO and DAPO: lengths of right and of wrong answers
     posttrain run rl_benchmark --set model=path/or/ref --set data.prompts=prompts.jsonl --set arms='{grpo: {}, dapo: {}, mine: {preset: grpo, beta: 0}}'
 
 The budget is ``iterations`` rollout batches of the same number of completions. An arm is a name with the settings in which it differs from the
@@ -74,5 +75,7 @@ def rl_benchmark(run: Run, config: Config) -> dict:
     metric, rows = config.learning.metric, []
     for name in arms if outcome.metrics else ():  # a plan has no numbers
         value, low, high, worst, best = (outcome.metrics[f"{name}/{key}"] for key in ("value", "low", "high", "worst_seed", "best_seed"))
-        rows.append({"arm": name, metric: round(value, 4), "95%": f"[{low:.3f}, {high:.3f}]", "seeds": f"{worst:.3f} to {best:.3f}"})
+        lengths = {f"tokens, {which}": " to ".join(f"{outcome.metrics[key]:.1f}" for when in ("first", "last") if (key := f"{name}/length_{which}_{when}") in outcome.metrics)
+                   for which in ("right", "wrong")}
+        rows.append({"arm": name, metric: round(value, 4), "95%": f"[{low:.3f}, {high:.3f}]", "seeds": f"{worst:.3f} to {best:.3f}", **lengths})
     return {"start": before.metrics.get(metric), "scores": sorted(rows, key=lambda row: -row[metric]), "results": outcome["results"]}

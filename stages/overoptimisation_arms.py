@@ -60,7 +60,7 @@ def run(stage):
         stage.report("held-out", table=shown)
     stage.report("arms", table=ends, markdown=document(
         "Over-optimisation of a reward model", "Proxy: the reward model that was optimised. Gold: one that was not. Scores along a run are means over ended samples; KL is in nats per "
-        "response; a fall is in standard deviations of the score over the starting policy's samples.", ("Along the runs", markdown_table(ends)),
+        "response; a fall, and the gap by which the proxy rose more than another score, are in standard deviations of the score over the starting policy's samples.", ("Along the runs", markdown_table(ends)),
         ("Held-out prompts", shown and "Brackets are 95% intervals over prompts; gains over the start are paired by prompt.\n\n" + markdown_table(shown))))
 
 
@@ -87,6 +87,9 @@ def row_of(arm: str, curve: dict) -> dict:
             row |= {f"{name} first": values[0], **({f"{name} peak": values[peak]} if name != "proxy" else {}), f"{name} last": values[-1]}
             if name == "gold":
                 row |= {"fall from the peak": points[name][peak][2] - points[name][-1][2], "KL at the peak": squared(points[name][peak][0])}
+    if len(points) > 1:  # proxy and another: how much more the proxy rose
+        rose = {name: found[-1][2] - found[0][2] for name, found in points.items()}
+        row |= {f"gap to {name}": rose["proxy"] - rose[name] for name in SCORES[1:] if name in rose and "proxy" in rose}
     row |= {"KL last": squared(points["proxy"][-1][0]), "length first": summary.get("rl/length_first"), "length last": summary.get("rl/length_last"),
             "diverged": ", ".join(name for name in SCORES[1:] if summary.get(f"rl/{name}_diverged")), "from iteration": summary.get("rl/detected_iteration")}
     return row

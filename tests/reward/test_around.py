@@ -191,6 +191,7 @@ def test_arms_stand_side_by_side(tiny, runs, sums, train, tmp_path):
     summary = result["summary"]
     assert summary["diverged"] == 1 and [w["code"] for w in result["warnings"]] == ["overoptimised"] and "falls" in result["warnings"][0]["text"] and "rises" not in result["warnings"][0]["text"]
     assert summary["falls/gold_peak"] == pytest.approx(28 / 39) and summary["falls/kl_at_the_peak"] == pytest.approx(1.0, abs=1e-5) and summary["falls/length_last"] == 11
+    assert summary["falls/gap_to_gold"] == pytest.approx(1.8 / np.std([k % 2 for k in range(39)]) + (13 - 4) / 39 / np.std([k < 13 for k in range(39)]))
     assert (summary["best_of_n/gold_first"], summary["best_of_n/gold_last"], summary["best_of_n/kl_at_the_peak"]) == (0.25, 0.0, 0.0)
     assert summary["best_of_n/kl_last"] == pytest.approx(np.log(4) - 3 / 4)
     for arm, proxy, gold, right in (("falls", 3.0, -1.0, -6 / 20), ("rises", 1.0, 0.5, 2 / 20)):
