@@ -14,7 +14,7 @@ from typing import Optional
 from pydantic import Field
 
 from flows.recipe import Run, recipe
-from flows.start import WorldRecipeConfig, small_base_model
+from flows.start import RewardSources, WorldRecipeConfig, reward_inputs, small_base_model
 from flows.steps import Source, evaluate_all, ingest, promote
 from stages.evaluate import Config as EvaluateConfig
 from stages.promote import Config as GateConfig
@@ -25,7 +25,7 @@ from stages.world import Config as WorldConfig
 from stages.world import ToolSizes
 
 
-class Config(WorldRecipeConfig):
+class Config(RewardSources, WorldRecipeConfig):
     model: Optional[str] = Field(None, title="Model", description="Policy to start from (ref, directory or hub id); empty: pre-train a small one here.")
     world: WorldConfig = Field(WorldConfig(tools=ToolSizes()), description="The embedded world, with questions that need a tool.")
     environment: AgentConfig = Field(AgentConfig(environment="tools", max_turns=6), description="What the policy acts in, the same for RL and evaluation.")
@@ -61,10 +61,12 @@ def agent(run: Run, config: Config) -> dict:
     base = config.model or small_base_model(run, source, config, demonstrations)
 
     instructed = run("sft", model=base, data=demonstrations, config=config.sft, name_as="sft")["model"]
-    trained = run("rl", model=instructed, data=tasks, config=acting(config.rl, config.environment), name_as="agent")["model"]
+    trained = run("rl", model=instructed, data=tasks, config=acting(config.rl, config.environment), name_as="agent",
+                  **reward_inputs(source, config, config.rl.rewards, instructed))["model"]
 
     models = {"sft": instructed, "agent": trained}
     judged = acting(config.evaluate, config.environment)
-    evaluations = evaluate_all(run, models, judged, select_by=config.promote.metric, prompts=tasks)
-    decision = promote(run, models, evaluations, config.promote, judged, baseline="sft", name=config.promote_as, prompts=tasks)
+    held_out = {"prompts": tasks, **reward_inputs(source, config, judged.rewards, instructed)}
+    evaluations = evaluate_all(run, models, judged, select_by=config.promote.metric, **held_out)
+    decision = promote(run, models, evaluations, config.promote, judged, baseline="sft", name=config.promote_as, **held_out)
     return {"models": models, "scores": evaluations.table(), "best": evaluations.best, "decision": decision}

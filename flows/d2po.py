@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import Field
 
 from flows.recipe import Run, recipe
-from flows.start import IteratedConfig, conclusion, judge_of, next_prompts, starting_policy
+from flows.start import IteratedConfig, conclusion, next_prompts, reward_inputs, starting_policy
 from flows.steps import Source, ingest
 from stages.align import Config as AlignConfig
 from stages.preferences import Config as PreferencesConfig
@@ -40,9 +40,9 @@ class Config(GoldConfig):
     align: AlignConfig = Field(AlignConfig(), description="Direct alignment of each round.")
 
 
-def refreshed(run: Run, config: GoldConfig, k: int, policy: str, start: str, prompts: str, judge: str | None, bought: dict) -> tuple[str, dict, dict]:
+def refreshed(run: Run, source: Source, config: GoldConfig, k: int, policy: str, start: str, prompts: str, judge: str | None, bought: dict) -> tuple[str, dict, dict]:
     """(reward model, gold labels so far, what happened) after round k's labels of the policy's fresh answers (rm.refresh)."""
-    labelled = run("rejection", f"gold_{k}", model=policy, prompts=prompts, judge=judge_of(config, config.gold.rewards, start),
+    labelled = run("rejection", f"gold_{k}", model=policy, prompts=prompts, **reward_inputs(source, config, config.gold.rewards, start),
                    config=next_prompts(config.gold, k), seed=run.seed + k)
     bought = (bought if config.gold_memory == "all" else {}) | {f"round_{k}": labelled["candidates"]}
     fresh = run("preferences", f"gold_pairs_{k}", candidates=bought, config=config.gold_pairs, seed=run.seed + k)["data"]
@@ -62,10 +62,11 @@ def d2po(run: Run, config: Config) -> dict:
     policy, judge, models, bought, history = start, config.reward_model, {"start": start}, {}, []
     for k in range(1, config.rounds + 1):
         seed = run.seed + k
-        judge, bought, happened = refreshed(run, config, k, policy, start, prompts, judge, bought)
-        sampled = run("rejection", f"sample_{k}", model=policy, prompts=prompts, reward_model=judge, config=next_prompts(config.sample, k), seed=seed)
+        judge, bought, happened = refreshed(run, source, config, k, policy, start, prompts, judge, bought)
+        sampled = run("rejection", f"sample_{k}", model=policy, prompts=prompts, reward_model=judge, config=next_prompts(config.sample, k), seed=seed,
+                      **reward_inputs(source, config, config.sample.rewards, policy))
         pairs = run("preferences", f"pairs_{k}", candidates=sampled["candidates"], config=config.pairs, seed=seed)["data"]
         policy = run("align", f"align_{k}", model=policy, data=pairs, reference=start if k > 1 else None, config=config.align, seed=seed, name_as=f"d2po-{k}")["model"]
         models[f"round_{k}"] = policy
         history.append({**happened, "silver_labels": sampled.metrics.get("completions")})
-    return {**conclusion(run, config, models, prompts, judge), "rounds": history}
+    return {**conclusion(run, source, config, models, prompts, judge), "rounds": history}

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from flows.d2po import GoldConfig, refreshed
 from flows.recipe import Run, recipe
-from flows.start import conclusion, starting_policy
+from flows.start import conclusion, reward_inputs, starting_policy
 from flows.steps import Source, ingest
 from stages.align import Config as AlignConfig
 from stages.preferences import Config as PreferencesConfig
@@ -46,13 +46,13 @@ def iterated_rlhf(run: Run, config: Config) -> dict:
         return run("align", f"align_{k}", model=policy, data=pairs, config=config.align, seed=run.seed + k, name_as=f"iterated-dpo-{k}")["model"]
 
     for k in range(1, config.rounds + 1):
-        judge, bought, happened = refreshed(run, config, k, policy, start, prompts, judge, bought)
+        judge, bought, happened = refreshed(run, source, config, k, policy, start, prompts, judge, bought)
         if config.offline == "first" and k == 1:
             policy = models["offline"] = aligned(k, policy)
         policy = run("rl", f"rl_{k}", model=policy, data=prompts, reward_model=judge, reference=start if config.kl_to == "start" and k > 1 else None, config=config.rl,
-                     seed=run.seed + k, name_as=f"iterated-rl-{k}")["model"]
+                     seed=run.seed + k, name_as=f"iterated-rl-{k}", **reward_inputs(source, config, config.rl.rewards, policy))["model"]
         if config.offline == "after":
             policy = aligned(k, policy)
         models[f"round_{k}"] = policy
         history.append(happened)
-    return {**conclusion(run, config, models, prompts, judge), "rounds": history}
+    return {**conclusion(run, source, config, models, prompts, judge), "rounds": history}

@@ -13,7 +13,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from flows.recipe import Run, recipe
-from flows.start import IteratedConfig, conclusion, scorer, starting_policy
+from flows.start import IteratedConfig, conclusion, reward_inputs, scorer, starting_policy
 from flows.steps import Source, ingest
 from stages.align import Config as AlignConfig
 from stages.objective import Config as ObjectiveConfig
@@ -48,7 +48,8 @@ def objective_discovery(run: Run, config: Config) -> dict:
             return
         models[label] = run("align", f"align_{label}", model=start, data=pairs, objective=proposal["objective"], config=config.align,
                             name_as=f"discovered-{label}")["model"]
-        outcome = run("evaluate", f"validate_{label}", model=models[label], prompts=prompts, reward_model=judge, config=validation)
+        outcome = run("evaluate", f"validate_{label}", model=models[label], prompts=prompts, reward_model=judge, config=validation,
+                      **reward_inputs(source, config, validation.rewards, start))
         scores[label] = outcome["scores"]
         values[label] = outcome.metrics.get(config.propose.metric, 0.0)
 
@@ -57,5 +58,5 @@ def objective_discovery(run: Run, config: Config) -> dict:
     for number in range(1, config.proposals + 1):
         attempt(str(number), config.propose, run.seed + number)
     best = max(values, key=lambda label: values[label])
-    found = conclusion(run, config, {"start": start, "dpo": models["dpo"]} | {best: models[best]}, prompts, judge)
+    found = conclusion(run, source, config, {"start": start, "dpo": models["dpo"]} | {best: models[best]}, prompts, judge)
     return {**found, "validation": [{"objective": label, config.propose.metric: value} for label, value in values.items()], "best_objective": objectives[best]}

@@ -23,7 +23,7 @@ from typing import Literal, Optional
 from pydantic import Field
 
 from flows.recipe import Run, recipe
-from flows.start import IteratedConfig, conclusion, judge_of, next_prompts, scorer, starting_policy
+from flows.start import IteratedConfig, conclusion, next_prompts, reward_inputs, scorer, starting_policy
 from flows.steps import Source, ingest
 from stages.algorithms import DIRECT_METHODS
 from stages.align import Config as AlignConfig
@@ -56,11 +56,11 @@ def online_dpo(run: Run, config: Config) -> dict:
     models = {"start": start}
     policy = start
     for number in range(1, config.rounds + 1):
-        sampled = run("rejection", f"sample_{number}", model=policy, prompts=prompts, reward_model=judge, judge=judge_of(config, config.sample.rewards, policy),
+        sampled = run("rejection", f"sample_{number}", model=policy, prompts=prompts, reward_model=judge, **reward_inputs(source, config, config.sample.rewards, policy),
                       reference=start if config.sample.mixture_coef else None,
                       seed=run.seed + number, config=next_prompts(config.sample, number if config.fresh_prompts else 1))
         pairs = run("preferences", f"pairs_{number}", candidates=sampled["candidates"], config=config.pairs, seed=run.seed + number)["data"]
         policy = run("align", f"align_{number}", model=policy, data=pairs, reference=start if fixed and number > 1 else None, 
                      config=config.align.model_copy(update={"max_steps": steps[number - 1]}), seed=run.seed + number, name_as=f"online-{config.align.method.replace('_', '-')}-{number}")["model"]
         models[f"round_{number}"] = policy
-    return conclusion(run, config, models, prompts, judge)
+    return conclusion(run, source, config, models, prompts, judge)

@@ -19,7 +19,7 @@ from typing import Literal
 from pydantic import Field
 
 from flows.recipe import Run, recipe
-from flows.start import WorldRecipeConfig, small_base_model
+from flows.start import RewardSources, WorldRecipeConfig, reward_inputs, small_base_model
 from flows.steps import Source, evaluate_all, ingest, promote
 from stages.align import Config as AlignConfig
 from stages.evaluate import Config as EvaluateConfig
@@ -30,7 +30,7 @@ from stages.rl import Config as RLConfig
 from stages.sft import Config as SFTConfig
 
 
-class Config(WorldRecipeConfig):
+class Config(RewardSources, WorldRecipeConfig):
     sft: SFTConfig = Field(SFTConfig(), description="Supervised fine-tuning on demonstrations.")
     reward_model: RewardModelConfig = Field(RewardModelConfig(), description="Reward model from pairs.")
     rejection: RejectionConfig = Field(RejectionConfig(), description="Sampling and selection of the SFT model's answers.")
@@ -59,15 +59,17 @@ def post_training(run: Run, config: Config) -> dict:
     instructed = run("sft", model=base, data=demonstrations, config=config.sft, name_as="sft")["model"]
     judge = run("reward_model", model=instructed, data=pairs, config=config.reward_model, name_as="reward")["model"]
 
-    answers = run("rejection", model=instructed, prompts=prompts, reward_model=judge, config=config.rejection)
+    answers = run("rejection", model=instructed, prompts=prompts, reward_model=judge, config=config.rejection,
+                  **reward_inputs(source, config, config.rejection.rewards, instructed))
     start = instructed if config.rejection_sft_from == "sft" else base
     selected = run("sft", "rejection_sft", model=start, data=answers["selected"], config=config.rejection_sft, name_as="rejection-sft")["model"]
 
-    reinforced = run("rl", model=selected, data=prompts, reward_model=judge, config=config.rl, name_as="rl")["model"]
+    reinforced = run("rl", model=selected, data=prompts, reward_model=judge, config=config.rl, name_as="rl",
+                     **reward_inputs(source, config, config.rl.rewards, selected))["model"]
     aligned = run("align", "dpo", model=instructed, data=pairs, config=config.dpo, name_as="dpo")["model"]
 
     models = {"base": base, "sft": instructed, "rejection_sft": selected, "rl": reinforced, "dpo": aligned}
-    evaluations = evaluate_all(run, models, config.evaluate, select_by=config.promote.metric, prompts=prompts, reward_model=judge)
-    decision = promote(run, models, evaluations, config.promote, config.evaluate, baseline="base", name=config.promote_as,
-                       prompts=prompts, reward_model=judge)
+    held_out = {"prompts": prompts, "reward_model": judge, **reward_inputs(source, config, config.evaluate.rewards, instructed)}
+    evaluations = evaluate_all(run, models, config.evaluate, select_by=config.promote.metric, **held_out)
+    decision = promote(run, models, evaluations, config.promote, config.evaluate, baseline="base", name=config.promote_as, **held_out)
     return {"models": {**models, "reward": judge}, "scores": evaluations.table(), "best": evaluations.best, "decision": decision}

@@ -31,6 +31,7 @@ RECIPES = {
     "sdpo": "flows.sdpo",
     "reward": "flows.reward",
     "rl_benchmark": "flows.rl_benchmark",
+    "overoptimisation": "flows.overoptimisation",
     "objective_discovery": "flows.objective_discovery",
 }
 

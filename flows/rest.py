@@ -18,7 +18,7 @@ from typing import Literal
 from pydantic import Field
 
 from flows.recipe import Run, recipe
-from flows.start import IteratedConfig, conclusion, judge_of, next_prompts, scorer, starting_policy
+from flows.start import IteratedConfig, conclusion, next_prompts, reward_inputs, scorer, starting_policy
 from flows.steps import Source, ingest
 from stages.rejection import Config as RejectionConfig
 from stages.sft import Config as SFTConfig
@@ -47,7 +47,7 @@ def rest(run: Run, config: Config) -> dict:
     policy = start
     for number in range(1, config.rounds + 1):
         sampling = next_prompts(config.sample, number if config.fresh_prompts else 1).model_copy(update={"allow_empty": True})
-        grown = run("rejection", f"grow_{number}", model=policy, prompts=prompts, reward_model=judge, judge=judge_of(config, config.sample.rewards, policy),
+        grown = run("rejection", f"grow_{number}", model=policy, prompts=prompts, reward_model=judge, **reward_inputs(source, config, config.sample.rewards, policy),
                     config=sampling, seed=run.seed + number)
         for step, threshold in enumerate(config.thresholds or [None], 1):
             label = f"{number}_{step}"
@@ -61,4 +61,4 @@ def rest(run: Run, config: Config) -> dict:
             policy = run("sft", f"improve_{label}", model=policy if config.improve_from == "current" else start, data=kept["selected"], config=slower,
                          name_as=f"rest-{label.replace('_', '-')}", seed=run.seed + number)["model"]
             models[f"round_{label}"] = policy
-    return conclusion(run, config, models, prompts, judge)
+    return conclusion(run, source, config, models, prompts, judge)

@@ -1,6 +1,7 @@
 """rl_benchmark: every RL preset from the same model with the same budget, over several seeds, in one table with curves.
 
     posttrain run rl_benchmark --preset demo                                   # all presets on the embedded world, seeds 0 1 2
+    posttrain run rl_benchmark --preset length_bias                            # GRPO against Dr. GRPO and DAPO: lengths of right and of wrong answers
     posttrain run rl_benchmark --set model=path/or/ref --set data.prompts=prompts.jsonl --set arms='{grpo: {}, dapo: {}, mine: {preset: grpo, beta: 0}}'
 
 The budget is ``iterations`` rollout batches of the same number of completions. An arm is a name with the settings in which it differs from the
@@ -15,7 +16,7 @@ from pydantic import Field
 
 from flows.config import ConfigError, merge
 from flows.recipe import Run, recipe
-from flows.start import IteratedConfig, judge_of, scorer, starting_policy
+from flows.start import IteratedConfig, reward_inputs, scorer, starting_policy
 from flows.steps import Source, evaluate, ingest
 from stages.algorithms import RL_PRESETS
 from stages.learning import Config as LearningConfig
@@ -60,18 +61,21 @@ def rl_benchmark(run: Run, config: Config) -> dict:
     steps = [name for name, arm in arms.items() if RL_PRESETS[arm.preset].advantage == "process"]
     components = [*config.evaluate.rewards, *(c for arm in arms.values() for c in arm.rewards), *([RewardComponent(name="steps", kind="model")] if steps else [])]
     judge = scorer(run, source, config, components, start)
-    before = evaluate(run, "start", start, config.evaluate, prompts=prompts, reward_model=judge)
+    held_out = {"prompts": prompts, "reward_model": judge, **reward_inputs(source, config, config.evaluate.rewards, start)}
+    before = evaluate(run, "start", start, config.evaluate, **held_out)
     rollouts, evaluations = {}, {}
     for seed in config.seeds:
         for name, arm in arms.items():
             asks = name in steps or any(c.kind == "model" for c in arm.rewards)
             done = run("rl", f"rl_{name}_{seed}", model=start, data=prompts, config=arm, seed=seed, reward_model=judge if asks else None,
-                       judge=judge_of(config, arm.rewards, start), ptx=source("text") if arm.preset == "ppo_ptx" else None, name_as=f"{name}-{seed}")
+                       ptx=source("text") if arm.preset == "ppo_ptx" else None, name_as=f"{name}-{seed}", **reward_inputs(source, config, arm.rewards, start))
             rollouts[f"{name}.{seed}"] = done["rollouts"]
-            evaluations[f"{name}.{seed}"] = evaluate(run, f"{name}_{seed}", done["model"], config.evaluate, prompts=prompts, reward_model=judge)["samples"]
+            evaluations[f"{name}.{seed}"] = evaluate(run, f"{name}_{seed}", done["model"], config.evaluate, **held_out)["samples"]
     outcome = run("learning", rollouts=rollouts, evaluations=evaluations, start=before["samples"], config=config.learning)
     metric, rows = config.learning.metric, []
     for name in arms if outcome.metrics else ():  # a plan has no numbers
         value, low, high, worst, best = (outcome.metrics[f"{name}/{key}"] for key in ("value", "low", "high", "worst_seed", "best_seed"))
-        rows.append({"arm": name, metric: round(value, 4), "95%": f"[{low:.3f}, {high:.3f}]", "seeds": f"{worst:.3f} to {best:.3f}"})
+        lengths = {f"tokens, {which}": " to ".join(f"{outcome.metrics[key]:.1f}" for when in ("first", "last") if (key := f"{name}/length_{which}_{when}") in outcome.metrics)
+                   for which in ("right", "wrong")}
+        rows.append({"arm": name, metric: round(value, 4), "95%": f"[{low:.3f}, {high:.3f}]", "seeds": f"{worst:.3f} to {best:.3f}", **lengths})
     return {"start": before.metrics.get(metric), "scores": sorted(rows, key=lambda row: -row[metric]), "results": outcome["results"]}

@@ -38,4 +38,4 @@ def sdpo(run: Run, config: Config) -> dict:
         policy = run("align", f"align_{index}", model=policy, data=staged["data"], config=config.align.model_copy(update={"stage_index": index}),
                      name_as=f"sdpo-{index}")["model"]
         models[f"stage_{index}"] = policy
-    return conclusion(run, config, models, prompts, judge)
+    return conclusion(run, source, config, models, prompts, judge)

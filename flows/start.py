@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from flows.recipe import RecipeConfig, Run
 from flows.steps import Source, evaluate_all, ingest, promote
@@ -27,6 +27,28 @@ class Data(StageConfig):
     text: Optional[str] = Field(None, title="Text", description="Ref, file or directory of plain text to pre-train on.")
 
 
+#: Kind of reward component -> what a recipe must be given for it.
+GIVEN_TO = {"group_preference": ("group_preference", "context"), "rubric": ("rubric",)}
+
+
+class RewardSources(StageConfig):
+    """What reward components read beside the policy's answers; each is asked for only where a section's rewards have the kind that it names."""
+
+    judge: str = Field("self", description="Language model of reward components with kind=judge: a ref, or self = the policy of the round (self-rewarding).")
+    group_preference: Optional[str] = Field(None, title="Group preference", description="Model of reward components with kind=group_preference, from the stage of that name.")
+    context: Optional[str] = Field(None, title="Context", description="Rated responses of the groups of kind=group_preference: ref or file.")
+    rubric: Optional[str] = Field(None, title="Rubric", description="Rubric of reward components with kind=rubric: ref or file.")
+
+    @model_validator(mode="after")
+    def _sources_given(self):
+        for section in type(self).model_fields:
+            for component in getattr(getattr(self, section), "rewards", ()):
+                for name in GIVEN_TO.get(component.kind, ()):
+                    if getattr(self, name) is None:
+                        raise ValueError(f"{section}.rewards has a component of kind {component.kind}, which needs {name}; write {name}=REF_OR_PATH")
+        return self
+
+
 class WorldRecipeConfig(RecipeConfig):
     """A model and data of your own, or the embedded world and a small base model pre-trained on it."""
 
@@ -46,13 +68,12 @@ def small_base_model(run: Run, source: Source, config: Any, demonstrations: str)
     return run("sft", "pretraining", model=blank["model"], data=source("text"), config=config.pretraining, name_as="base")["model"]
 
 
-class IteratedConfig(WorldRecipeConfig):
+class IteratedConfig(RewardSources, WorldRecipeConfig):
     """What every iterated recipe has: the policy to start from, data, a reward model where one is asked for, and the judgement."""
 
     model: Optional[str] = Field(None, title="Model", description="Policy to improve, normally an SFT model (ref, directory or hub id); empty: a small one is "
                                  "trained here on the embedded world.")
     reward_model: Optional[str] = Field(None, title="Reward model", description="Scorer of reward components with kind=model; empty: trained on the pairs when needed.")
-    judge: str = Field("self", description="Language model of reward components with kind=judge: a ref, or self = the policy of the round (self-rewarding).")
     sft: SFTConfig = Field(SFTConfig(), description="Fine-tuning of the small base model on demonstrations.")
     train_reward_model: RewardModelConfig = Field(RewardModelConfig(), description="Reward model from pairs, where one is asked for and none is given.")
     evaluate: EvaluateConfig = Field(EvaluateConfig(), description="Evaluation on held-out prompts, the same for every round.")
@@ -84,16 +105,19 @@ def scorer(run: Run, source: Source, config: Any, components: list, start: str) 
     return run("reward_model", "train_reward_model", model=start, data=pairs, config=config.train_reward_model, name_as="reward")["model"]
 
 
-def judge_of(config: Any, components: list, policy: str) -> str | None:
-    """The language model that the components ask for an opinion; None when none asks a local one."""
-    if not any(component.kind == "judge" and not component.endpoint for component in components):
-        return None
-    return policy if config.judge == "self" else config.judge
+def reward_inputs(source: Source, config: Any, components: list, policy: str) -> dict[str, str]:
+    """The stage inputs that reward components ask for beside the reward model, those only: judge, rubric, group_preference, context, demonstrations."""
+    wanted = {name: getattr(config, name) for component in components for name in GIVEN_TO.get(component.kind, ())}
+    if any(component.kind in ("judge", "debate", "rubric") and not component.endpoint for component in components):
+        wanted["judge"] = policy if config.judge == "self" else config.judge
+    if any(component.kind == "icdpo" for component in components):
+        wanted["demonstrations"] = source("demonstrations")
+    return wanted
 
 
-def conclusion(run: Run, config: Any, models: dict[str, str], prompts: str, judge: str | None) -> dict:
+def conclusion(run: Run, source: Source, config: Any, models: dict[str, str], prompts: str, judge: str | None) -> dict:
     """Every model on the same held-out prompts; the best one on half of them through the promotion gate on the other half."""
-    given = {"prompts": prompts, "reward_model": judge, "reference": models["start"], "judge": judge_of(config, config.evaluate.rewards, models["start"])}
+    given = {"prompts": prompts, "reward_model": judge, "reference": models["start"], **reward_inputs(source, config, config.evaluate.rewards, models["start"])}
     evaluations = evaluate_all(run, models, config.evaluate, select_by=config.promote.metric, **given)
     decision = promote(run, models, evaluations, config.promote, config.evaluate, baseline="start", name=config.promote_as, **given)
     return {"models": models, "scores": evaluations.table(), "best": evaluations.best, "decision": decision}

@@ -10,7 +10,8 @@ from typing import Optional
 from pydantic import Field
 
 from flows.recipe import RecipeConfig, Run, recipe
-from flows.steps import evaluate_all, ingest, promote
+from flows.start import RewardSources, reward_inputs
+from flows.steps import Source, evaluate_all, ingest, promote
 from stages.evaluate import Config as EvaluateConfig
 from stages.ingest import Config as IngestConfig
 from stages.promote import Config as GateConfig
@@ -25,7 +26,7 @@ class Data(StageConfig):
     test: Optional[str] = Field(None, title="Test", description="Problems with answers to judge on; empty: the test split of the prompts.")
 
 
-class Config(RecipeConfig):
+class Config(RewardSources, RecipeConfig):
     model: str = Field(description="The policy to improve: a ref, a model directory or a hub id.")
     data: Data = Field(description="The problems and their solutions.")
     ingest_demonstrations: IngestConfig = Field(IngestConfig(kind="demonstrations/1", validation_fraction=0.02, test_fraction=0.05), description="Checks and splits of the solutions.")
@@ -41,14 +42,17 @@ class Config(RecipeConfig):
 @recipe(Config)
 def verifiable(run: Run, config: Config) -> dict:
     """From checkable problems and a model to a better solver: SFT on solutions, RL against the verifier."""
-    demonstrations = ingest(run, "demonstrations", config.data.demonstrations, config)
+    source = Source(run, config)
+    demonstrations = ingest(run, "demonstrations", source("demonstrations"), config)
     prompts = ingest(run, "prompts", config.data.prompts or config.data.demonstrations, config)
     test = ingest(run, "test", config.data.test, config) if config.data.test else prompts
 
     instructed = run("sft", model=config.model, data=demonstrations, config=config.sft, name_as="sft")["model"]
-    reinforced = run("rl", model=instructed, data=prompts, config=config.rl, name_as="rl")["model"]
+    reinforced = run("rl", model=instructed, data=prompts, config=config.rl, name_as="rl",
+                     **reward_inputs(source, config, config.rl.rewards, instructed))["model"]
 
     models = {"start": config.model, "sft": instructed, "rl": reinforced}
-    evaluations = evaluate_all(run, models, config.evaluate, select_by=config.promote.metric, prompts=test)
-    decision = promote(run, models, evaluations, config.promote, config.evaluate, baseline="start", name=config.promote_as, prompts=test)
+    held_out = {"prompts": test, **reward_inputs(source, config, config.evaluate.rewards, instructed)}
+    evaluations = evaluate_all(run, models, config.evaluate, select_by=config.promote.metric, **held_out)
+    decision = promote(run, models, evaluations, config.promote, config.evaluate, baseline="start", name=config.promote_as, **held_out)
     return {"models": models, "scores": evaluations.table(), "best": evaluations.best, "decision": decision}

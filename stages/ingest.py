@@ -53,7 +53,7 @@ class Config(StageConfig):
     validation_fraction: float = Field(0.0, ge=0, lt=1, description="share of groups in the validation split, in [0, 1)")
     test_fraction: float = Field(0.0, ge=0, lt=1, description="share of groups in the test split, in [0, 1)")
     salt: str = Field("split-v1", description="salt of the split hash; the same salt never moves a row (data.split)")
-    halves: bool = Field(False, description="split into rm_a and rm_b instead (train-RM / test-RM studies)")
+    halves: bool = Field(False, description="split into rm_a and rm_b instead (train-RM / test-RM studies); validation and test rows of a dataset stay held out from both")
     group_by: Literal["auto", "prompt", "opening"] = Field(
         "auto", description="what a split never cuts: prompt, or opening = all conversations with the same first user turn; auto is "
         "opening (a column group_id wins). Source: data.split")

@@ -2,8 +2,9 @@
 
 Give the rollouts of each run as ``rollouts.METHOD.SEED`` and the evaluation of its policy as ``evaluations.METHOD.SEED``; the evaluation of the
 common start as ``start``. A method's number is the mean over its seeds, its interval a bootstrap over prompts of the per-prompt means over seeds, its
-gain over the start paired by prompt; the lowest and the highest seed stand beside it. Reward, length, dead groups and truncation over the run come
-from the rollouts: what was trained on, not what was logged.
+gain over the start paired by prompt; the lowest and the highest seed stand beside it. Reward, length (of all, of right and of wrong completions: the
+length bias of a sequence mean is wrong answers that grow), dead groups and truncation over the run come from the rollouts: what was trained on, not what was
+logged.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SPEC = StageSpec(
             "start": InputSpec("dataset", kinds=("eval_samples/1",), required=False, doc="Evaluation samples of the model that all runs started from.")},
     outputs={"results": OutputSpec("dataset", doc="eval_scores/1: METHOD/METRIC with interval, lowest and highest seed.")})
 
-SIGNALS = ("reward", "length", "dead_groups", "truncated")
+SIGNALS = ("reward", "length", "length_right", "length_wrong", "dead_groups", "truncated")
 
 
 def run(stage):
@@ -53,7 +54,7 @@ def run(stage):
         signals = [signal_curves(stage.dataset(f"rollouts.{method}.{seed}")) for seed in runs.get(method, ())]
         if signals:
             curves[method] = {name: over_seeds([one[name] for one in signals]) for name in SIGNALS}
-            table[-1] |= {f"{name} {when}": ends(curves[method][name][0])[k] for name in SIGNALS for k, when in enumerate(("first", "last"))}
+            table[-1] |= {f"{name} {when}": value for name in SIGNALS for when, value in zip(("first", "last"), ends(curves[method][name][0])) if value == value}
         stage.progress(len(table), len(judged), "methods")
     table.sort(key=lambda row: -row["value"])
     wanted = {row["method"]: config.at_least.get(row["method"], config.at_least.get("*")) for row in table}
@@ -63,6 +64,8 @@ def run(stage):
                    "range, or raise the budget.")
     write(stage, table)
     stage.summary({f"{row['method']}/{key}": row[key] for row in table for key in ("value", "low", "high", "worst_seed", "best_seed", "gain", *config.also) if row.get(key) is not None}
+                  | {f"{row['method']}/length_{which}_{when}": row[f"length_{which} {when}"] for row in table for which in ("right", "wrong") for when in ("first", "last")
+                     if f"length_{which} {when}" in row}
                   | {"methods": len(table), "below_expectation": len(below)})
     shown = [{"method": row["method"], config.metric: with_interval(row["value"], row["low"], row["high"]), "seeds": f"{row['worst_seed']:.3f} to {row['best_seed']:.3f}",
               **({"gain over the start": with_interval(row["gain"], row["gain_low"], row["gain_high"])} if start else {}), "wanted": wanted[row["method"]], **{name: row.get(name) for name in config.also},
@@ -109,37 +112,40 @@ def summarise(values: dict[str, dict], start: dict | None) -> dict:
 
 
 def signal_curves(rollouts) -> dict[str, list[float]]:
-    """Per iteration: mean reward and length, share of groups whose rewards are all equal, share of completions cut by the limit."""
+    """Per iteration: mean reward and length, the latter also of right and of wrong completions, share of groups whose rewards are all equal, share of
+    completions cut by the limit. NaN where there is none."""
     import math
     from collections import defaultdict
 
-    parts = defaultdict(lambda: {"rewards": [], "lengths": [], "cut": [], "groups": defaultdict(list)})
+    parts = defaultdict(lambda: {"rewards": [], "lengths": [], True: [], False: [], "cut": [], "groups": defaultdict(list)})
     for row in rollouts.iter_rows():
         part = parts[row["iteration"]]
         part["lengths"].append(row["length"])
         part["cut"].append(row["truncated"])
+        if row["is_correct"] is not None:
+            part[row["is_correct"]].append(row["length"])
         if row["reward"] is not None and math.isfinite(row["reward"]):
             part["rewards"].append(row["reward"])
             part["groups"][row["prompt_id"]].append(row["reward"])
     curves = {name: [] for name in SIGNALS}
     for iteration in sorted(parts):
         part = parts[iteration]
-        mean = [sum(v) / len(v) if v else math.nan for v in (part["rewards"], part["lengths"], [len(set(g)) == 1 for g in part["groups"].values()], part["cut"])]
-        for name, value in zip(SIGNALS, mean):
-            curves[name].append(value)
+        dead = [len(set(g)) == 1 for g in part["groups"].values()]
+        for name, values in zip(SIGNALS, (part["rewards"], part["lengths"], part[True], part[False], dead, part["cut"])):
+            curves[name].append(sum(values) / len(values) if values else math.nan)
     return curves
 
 
 def over_seeds(curves: list[list[float]]) -> tuple[list[float], list[float], list[float]]:
-    """(mean, lowest, highest) per iteration, as far as every seed went."""
-    steps = list(zip(*curves))
+    """(mean, lowest, highest) per iteration, as far as every seed went; NaN only where no seed has a value."""
+    steps = [[v for v in s if v == v] or [float("nan")] for s in zip(*curves)]
     return [sum(s) / len(s) for s in steps], [min(s) for s in steps], [max(s) for s in steps]
 
 
 def ends(curve: list[float]) -> tuple[float, float]:
-    """Mean of the first and of the last fifth."""
+    """Mean of the first and of the last fifth; NaN where it has no value."""
     n = max(1, len(curve) // 5)
-    return sum(curve[:n]) / n, sum(curve[-n:]) / n
+    return tuple(sum(part) / len(part) if (part := [v for v in values if v == v]) else float("nan") for values in (curve[:n], curve[-n:]))
 
 
 def write(stage, table) -> None:
@@ -160,9 +166,11 @@ def figures(stage, curves: dict, order: list[str]) -> None:
 
     shown = [method for method in order if method in curves]
     size = stage.config.curves_per_figure
-    for name in SIGNALS:
-        for k in range(0, len(shown), size):
-            part = shown[k:k + size]
-            stage.report(f"{name}-{k // size + 1}", png=line_chart(
-                {m: (range(1, len(curves[m][name][0]) + 1), curves[m][name][0]) for m in part}, title=f"{name.replace('_', ' ')} (band: seeds)", xlabel="iteration", ylabel=name,
-                bands={m: curves[m][name][1:] for m in part}))
+    for k in range(0, len(shown), size):
+        part = shown[k:k + size]
+        for name in SIGNALS:
+            known = [m for m in part if any(v == v for v in curves[m][name][0])]
+            if known:
+                stage.report(f"{name}-{k // size + 1}", png=line_chart(
+                    {m: (range(1, len(curves[m][name][0]) + 1), curves[m][name][0]) for m in known}, title=f"{name.replace('_', ' ')} (band: seeds)", xlabel="iteration", ylabel=name,
+                    bands={m: curves[m][name][1:] for m in known}))

@@ -18,6 +18,7 @@ STAGES: dict[str, str] = {
     "reward_combine": "stages.reward_combine",
     "label_steps": "stages.label_steps",
     "overoptimisation": "stages.overoptimisation",
+    "overoptimisation_arms": "stages.overoptimisation_arms",
     "rejection": "stages.rejection",
     "rescore": "stages.rescore",
     "preferences": "stages.preferences",

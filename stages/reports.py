@@ -49,15 +49,20 @@ def _finite(values: Sequence[float | None]) -> list[float]:
 def line_chart(
     series: Mapping[str, tuple[Sequence[float], Sequence[float | None]]], *, title: str, xlabel: str = "step",
     ylabel: str = "", markers: bool = False, bands: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
-    log_x: bool = False,
+    log_x: bool = False, dashed: Mapping[str, str] | None = None,
 ) -> bytes:
-    """Curves ``{name: (x, y)}``; ``bands`` adds ``{name: (low, high)}`` shading. None and NaN points are gaps."""
+    """Curves ``{name: (x, y)}``; ``bands`` adds ``{name: (low, high)}`` shading. None and NaN points are gaps.
+
+    dashed: {name: another name}, drawn dashed in the other's colour.
+    """
     figure, axes = _axes(title, xlabel, ylabel)
-    for index, (name, (x, y)) in enumerate(series.items()):
-        colour = PALETTE[index % len(PALETTE)]
+    dashed = dashed or {}
+    solid = [name for name in series if name not in dashed]
+    for name, (x, y) in series.items():
+        colour = PALETTE[solid.index(dashed.get(name, name)) % len(PALETTE)]
         values = [math.nan if value is None else float(value) for value in y]
         axes.plot(list(x), values, color=colour, linewidth=1.5, marker="o" if markers or len(values) == 1 else None,
-                  markersize=3.5, label=name)
+                  markersize=3.5, label=name, linestyle="--" if name in dashed else "-")
         if bands and name in bands:
             low, high = bands[name]
             axes.fill_between(list(x), list(low), list(high), color=colour, alpha=0.16, linewidth=0)

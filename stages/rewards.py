@@ -26,6 +26,7 @@ ON_TURNS = ("environment", "milestones", "step_weighted")  # score trajectories,
 TIERS = ("rule", "learned", "judge")
 #: Inputs of every stage that scores with reward components; each is needed by the kinds it names.
 REWARD_INPUTS = {
+    "gold": InputSpec("model", required=False, doc="A second reward model, for components with kind=model and input=gold: a held-out judge beside the one that is optimised."),
     "group_preference": InputSpec("model", required=False, doc="Model of components with kind=group_preference."),
     "context": InputSpec("dataset", kinds=("ratings/1", "pairs/1", "group_preferences/1"), required=False, doc="Rated responses of the group of "
                                                                                                                "kind=group_preference."),
@@ -61,7 +62,8 @@ class RewardComponent(StageConfig):
     verifier: Literal["auto", "world", "math", "text", "mc"] = Field("auto", description="verifier: which one; auto reads the prompt row.")
     extraction: Literal["strict", "flexible"] = Field("strict", description="verifier, majority: flexible also takes the last number or a bare letter; for "
                                                                             "evaluation.")
-    input: str = Field("reward_model", description="model, judge: the stage input that holds the model (judge: `judge` where that is given).")
+    input: str = Field("reward_model", description="model, judge: the stage input that holds the model, for example gold for a second one (judge: `judge` where that is "
+                                                   "given).")
     ranking: Literal["round_robin", "tournament"] = Field("round_robin", description="model, judge that compare: mean win probability against all other answers "
                                                           "of the prompt (rs.rank), or a knock-out (rm.t2t_pair).")
     judge_mode: Literal["score", "reference", "preference", "verdict"] = Field(

@@ -84,6 +84,31 @@ def pass_at_k_band(counts: dict[str, tuple[int, int]], k: int, bands: Sequence[f
     return list(chance)
 
 
+def self_paced_admitted(counts: dict[str, tuple[int, int]], thresholds: Sequence[float], progress: float) -> list[str]:
+    """Prompts admitted at ``progress`` in [0, 1] of a run: v = 1 iff the prompt's loss, its share of wrong answers under the policy, is below 1/K (SELF-PACED;
+    Kumar et al. 2010). 1/K grows by a constant factor from ``thresholds[0]`` to ``thresholds[1]``; above 1 it admits every prompt.
+
+    counts: prompt -> (samples, right ones). Where 1/K admits none, the easiest ones are: some prompt has to be trained on for losses to fall.
+    """
+    from stages.ingestion.curation import self_paced
+
+    start, end = thresholds
+    losses = {prompt: 1 - right / samples for prompt, (samples, right) in counts.items()}
+    chosen = self_paced(list(losses.values()), 1 / (start * (end / start) ** progress))
+    return [prompt for prompt, v in zip(losses, chosen) if v] or [prompt for prompt, loss in losses.items() if loss == min(losses.values())]
+
+
+#: Curricula that decide from each prompt's verdicts under the policy which prompts are in.
+ADMITTING = ("pass_at_k", "self_paced")
+
+
+def admitted_prompts(config, counts: dict[str, tuple[int, int]], progress: float) -> list[str]:
+    """Prompts that ``config.curriculum``, one of ``ADMITTING``, lets in at ``progress`` of a run; counts: prompt -> (samples, right ones)."""
+    if config.curriculum == "self_paced":
+        return self_paced_admitted(counts, config.self_paced_thresholds, progress)
+    return pass_at_k_band(counts, config.passk_k, config.passk_bands, progress)
+
+
 def learning_scores(rewards_by_prompt: dict[str, Sequence[float]]) -> dict[str, float]:
     """mean |r - mean r| of each prompt's last group: 0 where nothing can be learned (PROMPT-RERANK)."""
     return {p: float(np.abs(np.asarray(r, float) - np.mean(r)).mean()) for p, r in rewards_by_prompt.items()}

@@ -83,21 +83,22 @@ _VALUES: dict[str, tuple[tuple[str, ...], Callable[[dict], float | None]]] = {
 def item_values(records: Sequence[dict], metric: str) -> dict[str, tuple[float, str]]:
     """{item_id: (mean over the item's samples, prompt_id)} of a metric; items without a value are absent.
 
-    ``accuracy`` is avg@k (of a reward model: the pair is ordered right); ``pass_at_4`` etc. are estimated per item. Greedy
-    samples stand in where nothing was sampled.
+    ``accuracy`` is avg@k (of a reward model: the pair is ordered right); ``pass_at_4`` etc. are estimated per item; ``reward/gold``
+    is the value of the reward component named gold. Greedy samples stand in where nothing was sampled.
     """
     if metric.startswith("pass_at_"):
         k = int(metric.removeprefix("pass_at_"))
         grouped = _values(records, "accuracy")
         found = {item: (sampling.pass_at_k(len(v), round(sum(v)), k), prompt) for item, (v, prompt) in grouped.items()}
         return {item: pair for item, pair in found.items() if pair[0] is not None}
-    if metric not in _VALUES:
-        raise ValueError(f"no per-item values for metric {metric!r}: write one of {', '.join(_VALUES)} or pass_at_K with a number")
+    if metric not in _VALUES and not metric.startswith("reward/"):
+        raise ValueError(f"no per-item values for metric {metric!r}: write one of {', '.join(_VALUES)}, reward/NAME with a reward component, or pass_at_K with a number")
     return {item: (float(np.mean(values)), prompt) for item, (values, prompt) in _values(records, metric).items()}
 
 
 def _values(records: Sequence[dict], metric: str) -> dict[str, tuple[list[float], str]]:
-    modes, read = _VALUES[metric]
+    component = metric.partition("/")[2]
+    modes, read = (_SAMPLED, lambda r: _flag((r.get("parts") or {}).get(component))) if component else _VALUES[metric]
     present = {r["mode"] for r in records}
     mode = next((name for name in modes if name in present), None)
     grouped: dict[str, tuple[list[float], str]] = {}

@@ -24,6 +24,7 @@ from storage.schema import complete_row, normalise_text, prompt_id, prompt_of, r
 SAMPLES_PER_CODE = 3
 RAW_LIMIT = 1 << 20                 # characters of a refused row that quarantine keeps
 LONG_PROMPT = 50_000                # characters; a warning only
+HELD_OUT = ("validation", "test")    # splits of a dataset of ours that halves leaves as they are
 _CONTENT = {"pairs/1": ("prompt", "chosen", "rejected"), "comparisons/1": ("prompt", "response_a", "response_b"),
             "demonstrations/1": ("messages",), "prompts/1": ("prompt", "answer"), "rankings/1": ("prompt", "completions"),
             "ratings/1": ("prompt", "completion"), "unpaired/1": ("prompt", "completion"), "stepwise/1": ("prompt", "completions"),
@@ -438,7 +439,8 @@ class Ingestion:
                     continue
             row.pop("_grade", None)
             if self.dataset is not None and self.dataset.kind == self.kind:
-                done = row                                       # a dataset of ours keeps its columns
+                halved = self.config.halves and row["split"] not in HELD_OUT
+                done = {**row, "split": curation.half_of(row["group_id"])} if halved else row  # a dataset of ours keeps its other columns
             else:
                 done = self._complete(row, source, identity)
             out.append(done)
@@ -460,7 +462,7 @@ class Ingestion:
                 row["group_id"] = row["prompt_id"] if self.config.group_by == "prompt" else _opening(messages, row["prompt_id"])
         assigned = row.get("split") if self.dataset is not None else None     # a dataset of ours has its splits already
         row = complete_row(self.kind, row, dataset=self.name, source=source, origin=origin, identity=identity)
-        if assigned is not None and self._split_all is not None:
+        if assigned is not None and (self._split_all is not None or (self.config.halves and assigned in HELD_OUT)):
             row["split"] = assigned
         elif self._split_all is None:
             row["split"] = curation.half_of(row["group_id"]) if self.config.halves else curation.split_of(

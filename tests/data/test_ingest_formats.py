@@ -223,6 +223,9 @@ def test_splits_are_by_group_and_stable(tmp_path):
                   validation_fraction=0.2, test_fraction=0.2)
     assert {r["row_id"]: r["split"] for r in more.rows}.items() >= {r["row_id"]: r["split"] for r in result.rows}.items()
     assert set(ingest(tmp_path / "x.jsonl", tmp_path / "h", halves=True).data.manifest["splits"]) == {"rm_a", "rm_b"}
+    again = ingest(result.data.path, tmp_path / "again", halves=True).rows
+    held_out = {r["row_id"] for r in result.rows if r["split"] != "train"}
+    assert {r["row_id"] for r in again if r["split"] in ("validation", "test")} == held_out and {r["split"] for r in again if r["row_id"] not in held_out} == {"rm_a", "rm_b"}
 
 
 def test_near_duplicates(tmp_path):

@@ -1,5 +1,7 @@
 """The learning table: means over seeds, intervals over prompts, curves read from rollouts, stated values that are missed."""
 
+from math import nan as NAN
+
 import numpy as np
 import pytest
 
@@ -9,10 +11,11 @@ from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
 
 
-def rollouts(path, rewards, cut=()):
-    """rewards[iteration][prompt] = rewards of the group; lengths are 1 + iteration."""
+def rollouts(path, rewards, cut=(), lengths=()):
+    """rewards[iteration][prompt] = rewards of the group, 1 right, 0 wrong, others without a verdict; lengths are 1 + iteration, or as given."""
     rows = [{"iteration": t, "policy_version": t, "sample_idx": k, "prompt_ids": [1], "completion_ids": [2] * (1 + t), "loss_mask": [1] * (1 + t), "logp_old": [0.0] * (1 + t),
-             "reward": r, "reward_components": [], "truncated": (t, p, k) in cut, "terminated": (t, p, k) not in cut, "length": 1 + t, "prompt_id": f"p{p}", "group_id": f"p{p}"}
+             "reward": r, "reward_components": [], "truncated": (t, p, k) in cut, "terminated": (t, p, k) not in cut, "length": dict(lengths).get((t, p, k), 1 + t),
+             "is_correct": {0.0: False, 1.0: True}.get(r), "prompt_id": f"p{p}", "group_id": f"p{p}"}
             for t, groups in enumerate(rewards) for p, group in enumerate(groups) for k, r in enumerate(group)]
     write_dataset(str(path), "r", "rollouts/1", [complete_row("rollouts/1", row, dataset="r", source="s", origin="ai") for row in rows])
     return str(path)
@@ -30,7 +33,12 @@ def test_curves_say_what_was_trained_on(tmp_path):
     """Means per iteration by hand; a group of equal rewards is dead; unscored completions count in lengths only."""
     path = rollouts(tmp_path / "r", [[[0.0, 1.0], [1.0, 1.0]], [[0.5, 0.5], [float("nan"), 1.0]]], cut={(1, 0, 0)})
     found = signal_curves(open_dataset(path))
-    assert found == {"reward": [0.75, pytest.approx(2 / 3)], "length": [1.0, 2.0], "dead_groups": [0.5, 1.0], "truncated": [0.0, 0.25]}
+    assert found == {"reward": [0.75, pytest.approx(2 / 3)], "length": [1.0, 2.0], "length_right": [1.0, 2.0], "length_wrong": [1.0, NAN], "dead_groups": [0.5, 1.0], "truncated": [0.0, 0.25]}
+    long = {(0, 0, 0): 9, (1, 1, 0): 5}
+    found = signal_curves(open_dataset(rollouts(tmp_path / "long", [[[0.0, 1.0], [1.0, 1.0]], [[1.0, 0.0], [NAN, 1.0]]], lengths=long)))
+    assert found["length_right"] == [1.0, 2.0] and found["length_wrong"] == [9.0, 2.0] and found["length"] == [3.0, 2.75], "a completion without a verdict is in neither"
+    assert over_seeds([[1.0, NAN], [3.0, NAN]])[0] == pytest.approx([2.0, NAN], nan_ok=True) and over_seeds([[NAN], [3.0]]) == ([3.0], [3.0], [3.0])
+    assert ends([1.0, NAN]) == (1.0, pytest.approx(NAN, nan_ok=True)) and ends([NAN] * 5 + [2.0] * 5)[1] == 2.0
     assert over_seeds([[1.0, 2.0, 3.0], [3.0, 4.0]]) == ([2.0, 3.0], [1.0, 2.0], [3.0, 4.0])
     assert ends([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]) == (0.5, 8.5) and ends([2.0]) == (2.0, 2.0)
 

@@ -99,6 +99,50 @@ def test_the_rl_benchmark_gives_every_arm_the_same_number_of_completions(monkeyp
         planned("rl_benchmark", monkeypatch, arms={"mine": {}})
 
 
+def test_overoptimisation_learns_the_proxy_and_its_judge_from_different_halves(monkeypatch):
+    """One start, one proxy; gold never trains a policy; every arm and best-of-n end in one report; a given proxy or gold model is not trained again."""
+    steps = planned("overoptimisation", monkeypatch, arms={"no_kl": {"kl_coef": 0.0}, "kl": {"preset": "grpo", "beta": 0.1}}, rl={"max_steps": 7})
+    assert steps["ingest_pairs"][2].halves and (steps["proxy"][2].split, steps["gold"][2].split) == ("rm_a", "rm_b") and steps["proxy"][3] != steps["gold"][3]
+    assert (steps["judge_proxy"][2].split, steps["judge_gold"][2].split) == ("rm_b", "rm_a")
+    for arm, preset in (("no_kl", "rloo"), ("kl", "grpo")):
+        inputs, config = steps[f"rl_{arm}"][1:3]
+        assert inputs == {"model": "(given.model)", "data": "(ingest_prompts.data)", "reward_model": "(proxy.model)"}
+        assert (config.preset, config.max_steps, config.monitor_kl) == (preset, 7, True) and [(r.kind, r.weight) for r in config.rewards] == [("model", 1.0), ("verifier", 0.0)]
+        assert steps[f"curve_{arm}"][1] == {"rollouts": f"(rl_{arm}.rollouts)", "model": "(given.model)", "reward_model": "(proxy.model)", "gold": "(gold.model)"}
+        assert steps[f"evaluate_{arm}"][1] == {**steps["evaluate_start"][1], "model": f"(rl_{arm}.model)"} and steps[f"evaluate_{arm}"][1]["gold"] == "(gold.model)"
+    assert steps["rl_no_kl"][2].kl_coef == 0.0 and steps["rl_kl"][2].beta == 0.1 and steps["best_of_n"][2].split == "test"
+    assert set(steps["arms"][1]) == {"curves.no_kl", "curves.kl", "curves.best_of_n", "evaluations.no_kl", "evaluations.kl", "start"}
+    given = planned("overoptimisation", monkeypatch, reward_model="(my.rm)", gold_model="(my.gold)")
+    assert not {"proxy", "gold", "ingest_pairs", "judge_gold"} & set(given) and given["curve_no_kl"][1]["gold"] == "(my.gold)"
+    assert planned("overoptimisation", monkeypatch, backbone="(small)")["proxy"][1]["model"] == "(small)"
+
+
+def test_rewards_get_what_they_read(monkeypatch):
+    """Every recipe gives a stage the judge, rubric, group context and demonstrations that its rewards ask for, no others, and refuses what is missing at load."""
+    group = [{"kind": "group_preference", "group": "north"}, {"kind": "icdpo"}]
+    extra = {"group_preference": "(my.gp)", "context": "(my.ratings)", "demonstrations": "(given.demonstrations)"}
+    given = {"group_preference": "(my.gp)", "context": "(my.ratings)", "data": {"prompts": "(p)", "pairs": "(q)", "demonstrations": "(given.demonstrations)"}}
+    for recipe, section, labels in (("online_dpo", "sample", ["sample_1"]), ("rest", "sample", ["grow_1"]), ("d2po", "gold", ["gold_1"]), ("d2po", "sample", ["sample_1"]),
+                                    ("iterated_rlhf", "rl", ["rl_1"]), ("rl_benchmark", "rl", ["rl_grpo_7"]), ("post_training", "rl", ["rl"]), ("post_training", "rejection", ["rejection"]),
+                                    ("overoptimisation", "best_of_n", ["best_of_n"]), ("online_dpo", "evaluate", ["evaluate_start", "evaluate_round_1"])):
+        monkeypatch.setattr("flows.post_training.promote", lambda *args, **more: {})
+        more = {"rounds": 1} if recipe in ("online_dpo", "rest", "d2po", "iterated_rlhf") else {"seeds": [7], "arms": {"grpo": {}}} if recipe == "rl_benchmark" else {}
+        steps = planned(recipe, monkeypatch, **{section: {"rewards": group}}, **given, **more)
+        plain = planned(recipe, monkeypatch, **given, **more)
+        for label in labels:
+            found = steps[label][1]
+            assert {name: found[name] for name in extra} == extra and "judge" not in found and not set(extra) & set(plain[label][1]), (recipe, label)
+        with pytest.raises(Exception, match=f"{section}.rewards .* needs group_preference; write group_preference="):
+            load_config(recipe, {"model": "m", section: {"rewards": group}})
+    steps = planned("iterated_rlhf", monkeypatch, rounds=2, rl={"rewards": [{"kind": "rubric"}]}, rubric="(my.rubric)")
+    assert [(steps[f"rl_{k}"][1]["rubric"], steps[f"rl_{k}"][1]["judge"]) for k in (1, 2)] == [("(my.rubric)", "(given.model)"), ("(my.rubric)", "(rl_1.model)")]
+    steps = planned("iterated_rlhf", monkeypatch, rounds=1, rl={"rewards": [{"kind": "rubric", "endpoint": "http://x", "endpoint_model": "m"}]}, rubric="(my.rubric)")
+    assert "judge" not in steps["rl_1"][1]
+    monkeypatch.setattr("flows.verifiable.promote", lambda *args, **more: {})
+    own = planned("verifiable", monkeypatch, data={"demonstrations": "(d)"}, rl={"rewards": [{"kind": "icdpo"}]}, judge="(my.judge)", evaluate={"rewards": [{"kind": "judge"}]})
+    assert own["rl"][1]["demonstrations"] == "(d)" and own["evaluate_rl"][1]["judge"] == "(my.judge)" and "judge" not in own["rl"][1]
+
+
 def test_the_agent_recipe_acts_and_is_judged_in_one_environment(monkeypatch):
     """SFT on demonstrations of tool use, RL and both evaluations in the environment of its section; the world's tool data stands in for data not given."""
     monkeypatch.setattr("flows.agent.promote", lambda *args, **more: {})

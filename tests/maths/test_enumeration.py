@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages import direct_losses, estimators, losses, oracles
+from stages import algorithms, direct_losses, estimators, losses, oracles
 from tests.maths import toy
 
 POLICY, REF = toy.random_policy(1), toy.random_policy(2)
@@ -128,6 +128,33 @@ def test_group_advantages_in_expectation(mode, factor):
         weights[b] += both * adv[1] / 2
     got = surrogate_gradient(torch.tensor(weights) / P)
     assert torch.allclose(got, factor * reward_gradient(), atol=1e-10)
+
+
+@pytest.mark.parametrize("preset, biased", [("grpo", True), ("dr_grpo", False), ("dapo", False)])
+def test_the_sequence_mean_spares_long_wrong_answers(preset, biased):
+    """AGG, Dr. GRPO: every completion of the toy language sampled once, one of them right. The shipped advantage and loss give each token of a wrong answer
+    a weight that falls as 1/length under the sequence mean and is one constant otherwise; a step of the distribution along these weights then makes wrong
+    answers longer, or leaves their lengths alone."""
+    row = algorithms.RL_PRESETS[preset]
+    lengths = toy.MASK.sum(1)
+    rewards = np.zeros(len(P))
+    rewards[3] = 1.0
+    wrong = torch.tensor(rewards == 0)
+    advantages, _ = estimators.group_advantage(rewards, ["q"] * len(P), row.group_mode)
+    logps = torch.where(toy.MASK.bool(), toy.token_logps(POLICY), 0.0).detach().requires_grad_()
+    per_token, _ = losses.policy_loss(logps, logps.detach(), torch.tensor(advantages), toy.MASK, surrogate=row.surrogate, epsilon=row.epsilon)
+    total, counts = losses.aggregate(per_token, toy.MASK, row.aggregation, float(toy.HORIZON))
+    push = -toy.gradient(total / counts[losses.denominator_of(row.aggregation)], logps)  # how much one step raises the log-prob of each token
+    by_length = {int(n): torch.unique(push[wrong & (lengths == n)][:, :n].round(decimals=12)) for n in lengths.unique()}
+    assert sorted(by_length) == [1, 2, 3] and all(values.numel() == 1 and values.item() < 0 for values in by_length.values())
+    short, middle, long = (by_length[n].item() for n in (1, 2, 3))
+    assert (short, short) == (pytest.approx(2 * middle if biased else middle), pytest.approx(3 * long if biased else long))
+
+    def wrong_length(probability):
+        return float((probability * lengths)[wrong].sum() / probability[wrong].sum())
+
+    moved = P * torch.exp(0.5 * push[:, 0] / abs(short))  # natural gradient of the distribution over completions: d log p(y) is the weight of y's tokens
+    assert wrong_length(moved) > wrong_length(P) + 0.01 if biased else wrong_length(moved) == pytest.approx(wrong_length(P), abs=1e-12)
 
 
 def test_importance_sampling_recovers_the_target_policys_gradient():

@@ -122,6 +122,90 @@ def test_along_rl_the_gold_model_is_watched(tiny, data, train):
     assert result["summary"]["rl/iterations"] >= 1 and np.isfinite(result["summary"]["rl/gold_last"])
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Rollouts of two runs of ten iterations, 40 completions each: the proxy rises in both; of the first, right answers rise to iteration 5 and then fall, those
+    of the second rise to the end. log pi - log ref is (iteration / 5)^2 nats on the whole completion, lengths are 2 + iteration, one completion is cut."""
+    root = tmp_path_factory.mktemp("runs")
+
+    def write(name, right):
+        rows = []
+        for t in range(10):
+            for k in range(40):
+                n, cut = 2 + t, k == 39
+                rows.append(complete_row("rollouts/1", {
+                    "iteration": t, "policy_version": t, "sample_idx": k, "prompt_ids": [1], "completion_ids": [2 + k % 3] * n, "loss_mask": [1] * n, "logp_old": [(t / 5) ** 2 / n - 1.0] * n,
+                    "logp_ref": [-1.0] * n, "reward": 0.2 * t + (k % 2), "reward_components": [], "is_correct": k < right(t), "truncated": cut, "terminated": not cut, "length": n,
+                    "prompt_id": f"p{t}-{k // 4}", "group_id": f"p{t}-{k // 4}"}, dataset="r", source="s", origin="ai"))
+        write_dataset(str(root / name), name, "rollouts/1", rows)
+        return str(root / name)
+
+    return {"falls": write("falls", lambda t: 13 + 3 * min(t, 5) - 6 * max(t - 5, 0)), "rises": write("rises", lambda t: 13 + 2 * t)}
+
+
+def curve_of(result):
+    """{metric: (value, x, z)} of a curve, and its rows in order."""
+    rows = list(open_dataset(result["outputs"]["curve"]["path"]).iter_rows())
+    return {r["metric"]: (r["value"], json.loads(r["config_json"])["x"], json.loads(r["extra_json"])["z"]) for r in rows}, rows
+
+
+def test_a_run_is_drawn_against_kl_in_units_of_its_start(tiny, runs, train):
+    """Points by hand: sqrt(KL) = iteration / 5, means over what ended, z in standard deviations of the first iteration; the fall is found where it begins."""
+    result = train("overoptimisation", {"min_drop": 0.2, "patience": 2}, {"rollouts": runs["falls"], "model": tiny["policy"]})
+    points, rows = curve_of(result)
+    start = np.array([k < 13 for k in range(39)], float)
+    for t, right in ((0, 13), (5, 28), (9, 4)):
+        value, x, z = points[f"iteration_{t}/gold"]
+        assert (value, x) == (pytest.approx(right / 39), pytest.approx(t / 5, abs=1e-6)) and z == pytest.approx((right / 39 - start.mean()) / start.std())
+        assert points[f"iteration_{t}/proxy"][2] == pytest.approx(0.2 * t / np.std([k % 2 for k in range(39)])) and points[f"iteration_{t}/length"][0] == 2 + t
+    assert all(r["n"] == 39 and 0 < r["se"] < 0.3 for r in rows if r["metric"].endswith("/proxy")) and points["iteration_9/truncated"][0] == 0.025
+    summary = result["summary"]
+    assert (summary["rl/diverged"], summary["rl/gold_peak_iteration"], summary["rl/detected_iteration"]) == (1.0, 5, 7) and summary["rl/gold_peak_kl"] == pytest.approx(1.0, abs=1e-5)
+    assert summary["rl/gold_drop_sd"] == pytest.approx((28 - 4) / 39 / start.std()) and summary["rl/length_last"] == 11 and [w["code"] for w in result["warnings"]] == ["overoptimised"]
+    pooled = train("overoptimisation", {"every": 4}, {"rollouts": runs["falls"], "model": tiny["policy"]}, "pooled")
+    points, _ = curve_of(pooled)
+    assert pooled["summary"]["rl/points"] == 2 and [m for m in points if m.endswith("/length")] == ["iteration_3/length", "iteration_9/length"], "what is left over joins the last point"
+    assert points["iteration_3/gold"][0] == pytest.approx((13 + 16 + 19 + 22) / 4 / 39) and points["iteration_9/length"][0] == np.mean([6, 7, 8, 9, 10, 11])
+    fine = train("overoptimisation", {"min_drop": 0.2}, {"rollouts": runs["rises"], "model": tiny["policy"]}, "fine")
+    assert fine["summary"]["rl/diverged"] == 0.0 and not fine["warnings"] and fine["summary"]["rl/gold_peak_iteration"] == 9
+    judged = train("overoptimisation", {}, {"rollouts": runs["falls"], "model": tiny["policy"], "gold": tiny["reward"]}, "judged")
+    points, _ = curve_of(judged)
+    assert points["iteration_5/verdict"][0] == pytest.approx(28 / 39) != points["iteration_5/gold"][0] and judged["summary"]["rl/verdict_diverged"] == 1.0
+
+
+def test_arms_stand_side_by_side(tiny, runs, sums, train, tmp_path):
+    """One figure and one table of all arms with best-of-n; gains on held-out prompts are paired with the start, by component; other protocols are refused."""
+    curves = {f"curves.{name}": train("overoptimisation", {"min_drop": 0.2, "patience": 2}, {"rollouts": path, "model": tiny["policy"]}, name)["outputs"]["curve"]["path"]
+              for name, path in runs.items()}
+    curves["curves.best_of_n"] = train("overoptimisation", {}, {"candidates": sums["candidates"]}, "bon")["outputs"]["curve"]["path"]
+
+    def evaluation(name, proxy, gold, right, protocol=1):
+        rows = [complete_row("eval_samples/1", {"run_id": "r", "item_id": f"i{i}", "sample_idx": 0, "output": "", "correct": i < right, "format_error": False, "tokens": 3, "prompt_id": f"p{i}",
+                                                "group_id": f"p{i}", "extra_json": json.dumps({"mode": "sample", "finish": "eos", "parts": {"proxy": proxy + i, "gold": gold - i % 3}})},
+                             dataset="e", source="s", origin="ai", split="test") for i in range(20)]
+        write_dataset(str(tmp_path / name), name, "eval_samples/1", rows, meta={"protocol": {"p": protocol}})
+        return str(tmp_path / name)
+
+    given = {**curves, "start": evaluation("start", 0.0, 0.0, 10), "evaluations.falls": evaluation("e-falls", 3.0, -1.0, 4), "evaluations.rises": evaluation("e-rises", 1.0, 0.5, 12)}
+    result = train("overoptimisation_arms", {}, given, "arms")
+    summary = result["summary"]
+    assert summary["diverged"] == 1 and [w["code"] for w in result["warnings"]] == ["overoptimised"] and "falls" in result["warnings"][0]["text"] and "rises" not in result["warnings"][0]["text"]
+    assert summary["falls/gold_peak"] == pytest.approx(28 / 39) and summary["falls/kl_at_the_peak"] == pytest.approx(1.0, abs=1e-5) and summary["falls/length_last"] == 11
+    assert summary["falls/gap_to_gold"] == pytest.approx(1.8 / np.std([k % 2 for k in range(39)]) + (13 - 4) / 39 / np.std([k < 13 for k in range(39)]))
+    assert (summary["best_of_n/gold_first"], summary["best_of_n/gold_last"], summary["best_of_n/kl_at_the_peak"]) == (0.25, 0.0, 0.0)
+    assert summary["best_of_n/kl_last"] == pytest.approx(np.log(4) - 3 / 4)
+    for arm, proxy, gold, right in (("falls", 3.0, -1.0, -6 / 20), ("rises", 1.0, 0.5, 2 / 20)):
+        assert [summary[f"{arm}/held_out/{m}_gain"] for m in ("proxy", "gold", "accuracy")] == pytest.approx([proxy, gold, right])
+        assert summary[f"{arm}/held_out/gold_gain_low"] == pytest.approx(gold), "paired: prompts differ from one another, their differences do not"
+    assert "start/held_out/gold_gain" not in summary and "start/held_out/kl" not in summary
+    results = {r["metric"]: r["value"] for r in open_dataset(result["outputs"]["results"]["path"]).iter_rows()}
+    assert results["falls/gold"] - results["start/gold"] == pytest.approx(results["falls/gold/gain"]) == pytest.approx(-1.0)
+    reports = Path(result["outputs"]["results"]["path"]).parents[1] / "reports"
+    assert (reports / "proxy-and-gold.png").stat().st_size > 5000 and "| falls |" in (reports / "arms.md").read_text()
+    with pytest.raises(Exception, match="protocol|differ"):
+        train("overoptimisation_arms", {}, {**given, "evaluations.rises": evaluation("other", 1.0, 0.5, 12, 2)}, "refused")
+
+
 def test_a_reward_model_that_the_policy_has_left_is_noticed(tiny, rows, train, tmp_path):
     """rm.refresh: the previous model learned the opposite; on the new rows it falls and the stage says so."""
     turned = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in open_dataset(rows["pairs"]).iter_rows()]
