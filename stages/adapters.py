@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from stages import sharding
+from stages import ranks, sharding
 
 ADAPTER_FOLDER = "adapter"
 
@@ -45,11 +45,23 @@ def add_lora(model, config, seed: int, task: str = "CAUSAL_LM"):
 
             linear = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
             raise ModelError(f"lora_targets={config.lora_targets!r} fits no layer of {type(model).__name__}; write all-linear or some of: {', '.join(linear)}") from error
-    if hasattr(adapted.get_output_embeddings(), "lora_A"):
+    output = adapted.get_output_embeddings()
+    if hasattr(output, "lora_A") and output.base_layer.weight is adapted.get_input_embeddings().weight:
         from stages.modeling import ModelError
 
-        raise ModelError(f"lora_targets={config.lora_targets!r} names the output layer, which is computed without its adapter; leave it out, or write all-linear (which does)")
+        raise ModelError(f"lora_targets={config.lora_targets!r} names the output layer, whose weight is the embedding's in {type(model).__name__}; leave it out, or write all-linear (which does)")
     return adapted
+
+
+def output_weight(output) -> torch.Tensor:
+    """The LM head's weight ``[V, H]``, with the product of its LoRA adapter on top where it has one; differentiable in both factors."""
+    if not hasattr(output, "lora_A"):
+        return output.weight
+    weight = output.base_layer.weight
+    with torch.autocast(weight.device.type, enabled=False):
+        for adapter in () if output.disable_adapters else output.active_adapters:
+            weight = weight + output.scaling[adapter] * (output.lora_B[adapter].weight @ output.lora_A[adapter].weight)
+    return weight
 
 
 @contextlib.contextmanager
@@ -81,7 +93,7 @@ class AdapterOff:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The base model's own weights."""
-        return ((name, p) for name, p in self.model.named_parameters() if ".lora_" not in name)
+        return ((name, p) for name, p in self.model.get_base_model().named_parameters() if ".lora_" not in name)
 
 
 @torch.no_grad()
@@ -89,31 +101,40 @@ def plain_parameters(model) -> Iterator[tuple[str, torch.Tensor]]:
     """(name in the plain model, value) of every weight, an adapter merged in and shards gathered, one after the other; every rank must
     ask where the model is sharded."""
     base = model.get_base_model() if is_adapted(model) else model
-    for name, parameter in base.named_parameters():
-        if ".lora_" in name:
-            continue
+    for plain, name, parameter in plain_names(model):
         value, (path, _, kind) = sharding.whole(parameter), name.rpartition(".base_layer.")
         if path and kind == "weight":
             layer = base.get_submodule(path)
             for adapter in layer.active_adapters:
                 delta = layer.scaling[adapter] * (sharding.whole(layer.lora_B[adapter].weight) @ sharding.whole(layer.lora_A[adapter].weight))
                 value = value + (delta.t() if getattr(layer, "fan_in_fan_out", False) else delta)
-        yield name.replace(".base_layer.", "."), value
+        yield plain, value
+        del value  # before the next one is gathered
 
 
-def merge_and_save_adapter(model, directory: str | Path | None, base: str | None = None):
-    """Write the adapter under ``directory/adapter`` (peft's own format) and return the plain model with the adapter merged in.
+def plain_names(model) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
+    """(name in the plain model, name under the adapter, parameter) of every weight that the plain model has, tied ones once."""
+    base = model.get_base_model() if is_adapted(model) else model
+    for name, parameter in base.named_parameters():
+        if ".lora_" not in name and ".original_module." not in name:  # peft keeps the untrained copy of a reward head
+            yield name.replace(".base_layer.", ".").replace(".modules_to_save.default.", "."), name, parameter
 
-    ``base`` is noted in the adapter as the model it belongs to. The wrapped model is used up.
+
+@torch.no_grad()
+def save_adapter(model, directory: str | Path, base: str | None = None) -> None:
+    """Write the adapter under ``directory/adapter`` (peft's own format), if there is one. Rank 0 writes; every rank must call where it is sharded.
+
+    ``base`` is noted in the adapter as the model it belongs to.
     """
     if not is_adapted(model):
-        return model
-    if directory is not None:
-        for settings in model.peft_config.values():
-            settings.base_model_name_or_path = base
-        model.save_pretrained(Path(directory, ADAPTER_FOLDER), safe_serialization=True, save_embedding_layers=False)
-        Path(directory, ADAPTER_FOLDER, "README.md").unlink(missing_ok=True)
-        file = Path(directory, ADAPTER_FOLDER, "adapter_config.json")  # peft writes its sets in any order
-        written = {k: sorted(v) if isinstance(v, list) and all(isinstance(x, str) for x in v) else v for k, v in json.loads(file.read_text()).items()}
-        file.write_text(json.dumps(written, sort_keys=True, indent=1) + "\n")
-    return model.merge_and_unload()
+        return
+    state = {name: sharding.whole(p) for name, p in model.named_parameters() if ".lora_" in name}
+    if ranks.rank() != 0:
+        return
+    for settings in model.peft_config.values():
+        settings.base_model_name_or_path = base
+    model.save_pretrained(Path(directory, ADAPTER_FOLDER), state_dict=state, safe_serialization=True, save_embedding_layers=False)
+    Path(directory, ADAPTER_FOLDER, "README.md").unlink(missing_ok=True)
+    file = Path(directory, ADAPTER_FOLDER, "adapter_config.json")  # peft writes its sets in any order
+    written = {k: sorted(v) if isinstance(v, list) and all(isinstance(x, str) for x in v) else v for k, v in json.loads(file.read_text()).items()}
+    file.write_text(json.dumps(written, sort_keys=True, indent=1) + "\n")

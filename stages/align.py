@@ -92,19 +92,18 @@ def run(stage):
         stage.warn("align_settings", text)
     frozen = method.needs_reference and config.reference_update == "frozen"
     seen = rows_seen(stage, train, config)
-    model = policy_to_train(stage)
-    if frozen:
-        add_reference(stage, renderer, objective, seen + validation, model)
-    elif stage.has("ref_logps"):
+    if not frozen and stage.has("ref_logps"):
         raise ValueError(f"method {config.method} with reference_update={config.reference_update} has no frozen reference; leave the ref_logps input out.")
-    moving = None
+    model, moving = policy_to_train(stage), None
     if method.needs_reference and not frozen:
         moving = MovingReference(config, stage.path("reference" if stage.has("reference") else "model"), stage.device)
-    if not method.needs_reference:  # held-out displacement is measured from the start instead
-        for item, values in zip(validation, objective.log_probs(model, validation, stage.device)):
-            item.extra["ref"] = values
     source = AlignmentRows(stage, model, objective, train, validation, moving)
     trainer = Trainer(model, objective, config, source.total_steps, stage.device)
+    if frozen:
+        add_reference(stage, renderer, objective, seen + validation, model)
+    elif not method.needs_reference:  # held-out displacement is measured from the start instead
+        for item, values in zip(validation, objective.log_probs(model, validation, stage.device)):
+            item.extra["ref"] = values
     if config.method == "dpo" and not stage.has("reference") and stage.checkpoints.latest() is None:
         first = seen[:config.batch_size]
         source.prepare(first)
@@ -208,9 +207,11 @@ def data_warnings(config: Config, objective, train, validation) -> list[str]:
 def add_reference(stage, renderer, objective, items, policy) -> None:
     """Fill ``ref`` of every item (and of its mismatched row) from the given cache, or compute and publish the values.
 
-    ``policy`` has not been trained yet, so it is the reference itself where no other is given (its adapter switched off).
+    ``policy`` has not been trained yet, so it is the reference itself where no other is given (its adapter switched off). Where it is sharded all
+    ranks compute together, a given reference in shards too, else the first one does.
     """
-    from stages.ranks import connect, first_rank_only
+    from stages.ranks import connect, first_rank_only, gather
+    from stages.sharding import root_of
     from storage.datasets import is_dataset, open_dataset
 
     connect(stage.device)
@@ -218,8 +219,9 @@ def add_reference(stage, renderer, objective, items, policy) -> None:
     items = items + [i.extra["mismatched"] for i in items if "mismatched" in i.extra]
     prints = fingerprints(stage, role, renderer)
     path = stage.workdir / "out" / "ref_logps"
+    known = gather(is_dataset(str(path)))[0]  # a resumed run finds it complete
     with first_rank_only() as here:
-        if here and not is_dataset(str(path)):  # a resumed run finds it complete
+        if not known and (here or root_of(policy) is not None):
             write_reference(stage, role, objective, items, prints, matching_cache(stage, prints), policy)
     stored = {r["group_id"]: values_of(r) for r in open_dataset(str(path)).iter_rows()}
     for item in items:
@@ -241,6 +243,7 @@ def write_reference(stage, role: str, objective, items, prints, cached, policy) 
     """Compute what the cache lacks, 512 rows at a time, and publish all of it: pairs as ``ref_logps/1``, else ``ref_values/1``."""
     from stages.adapters import AdapterOff, is_adapted
     from stages.modeling import freeze, load_policy
+    from stages.sharding import asked, shard
     from storage.schema import complete_row
 
     kind = "ref_logps/1" if objective.method.data == "pairs" else "ref_values/1"
@@ -252,7 +255,10 @@ def write_reference(stage, role: str, objective, items, prints, cached, policy) 
         if missing:
             if model is None and role == "model":
                 model = AdapterOff(policy) if is_adapted(policy) else policy
-            model = model or freeze(load_policy(stage.path(role), stage.device))
+            if model is None:
+                model = freeze(load_policy(stage.path(role), stage.device, in_shards=asked(stage.config)))
+                if asked(stage.config):
+                    shard(model, stage.device)
             by_row.update(zip((i.row_id for i in missing), objective.log_probs(model, missing, stage.device)))
         rows = []
         for item in part:

@@ -16,6 +16,7 @@ from stages.batching import make_item, per_response
 from stages.losses import aggregate, denominator_of, masked, value_loss
 from stages.modeling import hidden_states, precise
 from stages.reward_heads import RewardCard, load_reward_model, new_reward_model, read_card, save_reward_model, score_head
+from stages.sharding import asked
 from stages.training import Sums, Trainer
 
 
@@ -89,10 +90,10 @@ class Critic:
             self.head = policy.value_head
             return
         if is_reward_model:
-            self.model = load_reward_model(start, stage.device)
+            self.model = load_reward_model(start, stage.device, in_shards=asked(config))
             self.bias = read_card(start).bias
         else:
-            self.model = new_reward_model(start, stage.device, seed=stage.seed_for("value-head"))
+            self.model = new_reward_model(start, stage.device, seed=stage.seed_for("value-head"), in_shards=asked(config))
         self.head = score_head(self.model)
         own = config.model_copy(update={"learning_rate": config.critic_learning_rate, "lora_rank": 0, "ema_decay": 0.0, "select_by": None})
         self.trainer = Trainer(self.model, ValueRegression(row, config, self.bias), own, config.max_steps + row.critic_warmup_steps, stage.device)

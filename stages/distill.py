@@ -112,10 +112,10 @@ class Distillation:
 
 
 def run(stage):
-    from stages.adapters import AdapterOff, add_lora
+    from stages.adapters import AdapterOff
     from stages.chat import renderer_for
     from stages.curves import training_report
-    from stages.modeling import freeze, load_policy, save_policy
+    from stages.modeling import freeze, load_policy, policy_to_train, save_policy
     from stages.preflight import preflight
     from stages.spec import ConfigError
     from stages.training import Trainer, fit
@@ -138,7 +138,7 @@ def run(stage):
     train, dropped = encoded(stage, renderer, "train")
     validation, _ = encoded(stage, renderer, "validation", config.eval_rows)
     stage.log(f"{len(train)} training rows, {len(validation)} validation rows; dropped {dropped}")
-    model = add_lora(load_policy(stage.path("model"), stage.device), config, stage.seed_for("lora"))
+    model = policy_to_train(stage)
     own = not captured and config.lora_rank and not stage.has("teacher")  # the starting model is the one under the adapter
     objective = Distillation(config, None if captured else AdapterOff(model) if own else freeze(load_policy(teacher_path, stage.device)))
     source = answers(stage, train, objective, renderer, model)

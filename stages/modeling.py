@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stages import adapters, lean, ranks, sharding
+from stages import adapters, lean, pending, ranks, sharding
 from stages.batching import Batch, collate, make_item, pad
 from stages.tensor_files import TensorFiles, writer_of
 
@@ -40,8 +40,11 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def load_policy(path: str, device: str = "cpu", dtype: torch.dtype = torch.float32):
+def load_policy(path: str, device: str = "cpu", dtype: torch.dtype = torch.float32, in_shards: bool = False):
     """Causal LM from a model directory or hub id: float32 master weights by default, SDPA attention, dropout off.
+
+    Args:
+        in_shards: leave the weights in their files until the model is sharded (:mod:`stages.pending`), where that can be done.
 
     Raises:
         ModelError: the directory holds no causal LM.
@@ -49,35 +52,44 @@ def load_policy(path: str, device: str = "cpu", dtype: torch.dtype = torch.float
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+        model = pending.load(AutoModelForCausalLM, path, device, in_shards, dtype=dtype, attn_implementation="sdpa")
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} is not a causal language model that transformers can load ({error}). Give a directory "
                          "with config.json, *.safetensors and tokenizer files, or a hub id that is reachable.") from error
     disable_dropout(model)
     model.config.use_cache = False
-    return model.to(device)
+    return model
 
 
 def policy_to_train(stage, name: str = "model"):
     """The stage's input policy, ready to train: with the LoRA adapter its config asks for."""
-    return adapters.add_lora(load_policy(stage.path(name), stage.device), stage.config, stage.seed_for("lora"))
+    return adapters.add_lora(load_policy(stage.path(name), stage.device, in_shards=sharding.asked(stage.config)), stage.config, stage.seed_for("lora"))
 
 
 def save_policy(model, tokenizer, directory: str | Path, generation_config=None, base: str | None = None) -> None:
     """Write a Hugging Face model directory (safetensors, tokenizer, chat template, generation config). Rank 0 writes; every rank must call.
 
     A LoRA adapter is merged in (the wrapped model is used up) and written beside it under ``adapter/``; ``base`` is the name of the
-    model it was trained on. A sharded model is used up too.
+    model it was trained on. A sharded model may be used up too.
     """
-    sharding.collect(model)
-    if ranks.rank() != 0:
+    adapters.save_adapter(model, directory, base)
+    plain = pending.plain(model)
+    plain.config.use_cache = True
+    save_weights(model, directory)
+    plain.config.use_cache = False
+    if ranks.rank() == 0:
+        tokenizer.save_pretrained(directory)
+        (generation_config or plain.generation_config).save_pretrained(directory)
+
+
+def save_weights(model, directory: str | Path) -> None:
+    """Weights and config of the plain model, an adapter merged in, as ``save_pretrained`` writes them: of a sharded model one gathered tensor after
+    the other. Rank 0 writes; every rank must call. The model is used up."""
+    if sharding.root_of(model) is not None and pending.write(model, directory):
         return
-    model = adapters.merge_and_save_adapter(model, directory, base)
-    model.config.use_cache = True
-    model.save_pretrained(directory, safe_serialization=True)
-    model.config.use_cache = False
-    tokenizer.save_pretrained(directory)
-    (generation_config or model.generation_config).save_pretrained(directory)
+    sharding.collect(model)
+    if ranks.rank() == 0:
+        (model.merge_and_unload() if adapters.is_adapted(model) else model).save_pretrained(directory, safe_serialization=True)
 
 
 def freeze(model: nn.Module) -> nn.Module:
@@ -144,6 +156,9 @@ def head_of(model) -> Head:
     Raises:
         ModelError: the architecture post-processes logits in a way this head does not know.
     """
+    if isinstance(model, adapters.AdapterOff):
+        with adapters.switched_off(model.model):
+            return head_of(model.model)
     cached = getattr(model, "_posttrain_head", None)
     if cached is not None:
         scale, softcap = cached
@@ -152,9 +167,9 @@ def head_of(model) -> Head:
         scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
         softcap = getattr(config, "final_logit_softcapping", None)
     output = model.get_output_embeddings()
-    head = Head(output.weight, getattr(output, "bias", None), scale, softcap)
+    head = Head(adapters.output_weight(output), getattr(output, "bias", None), scale, softcap)
     if cached is None:
-        ids = torch.arange(4, device=output.weight.device).remainder(output.weight.shape[0])[None]
+        ids = torch.arange(4, device=head.weight.device).remainder(head.weight.shape[0])[None]
         with torch.no_grad():
             positions = torch.arange(4, device=ids.device)[None]
             ours = head.logits(hidden_states(model, collate([make_item("probe", [], [ids[0].tolist()], [[0] * 4])], ids.device))).float()

@@ -9,6 +9,7 @@ Shapes: ``S`` responses of a batch, ``N`` trained tokens, ``C`` outputs of the h
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,9 +17,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stages import adapters, ranks, sharding
+from stages import adapters, pending, ranks
 from stages.batching import pad
-from stages.modeling import ModelError, disable_dropout, hidden_states, precise
+from stages.modeling import ModelError, disable_dropout, hidden_states, precise, save_weights
 
 CALIBRATION_FILE = "reward_calibration.json"
 POOLINGS = ("last", "mean", "cls")
@@ -55,9 +56,9 @@ def write_card(directory: str | Path, card: RewardCard) -> None:
 
 # -- models ---------------------------------------------------------------------------------------------------------------
 
-def new_reward_model(path: str, device: str = "cpu", seed: int = 0, dtype: torch.dtype = torch.float32, outputs: int = 1):
+def new_reward_model(path: str, device: str = "cpu", seed: int = 0, dtype: torch.dtype = torch.float32, outputs: int = 1, in_shards: bool = False):
     """Reward model on the backbone in ``path`` with a fresh head of C outputs ~ N(0, 1/(H+1)), bias 0 (``rm.head``)."""
-    model = load_reward_model(path, device, dtype, outputs)
+    model = load_reward_model(path, device, dtype, outputs, in_shards)
     head = score_head(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -68,8 +69,9 @@ def new_reward_model(path: str, device: str = "cpu", seed: int = 0, dtype: torch
     return model
 
 
-def load_reward_model(path: str, device: str = "cpu", dtype: torch.dtype = torch.float32, outputs: int | None = None):
-    """``AutoModelForSequenceClassification``, dropout off, float32 head; ``outputs`` None keeps the head that is there.
+def load_reward_model(path: str, device: str = "cpu", dtype: torch.dtype = torch.float32, outputs: int | None = None, in_shards: bool = False):
+    """``AutoModelForSequenceClassification``, dropout off, float32 head; ``outputs`` None keeps the head that is there. ``in_shards`` leaves all
+    but the head in its files until the model is sharded (:mod:`stages.pending`).
 
     Raises:
         ModelError: the directory holds no decoder or encoder that can carry a linear head.
@@ -87,8 +89,8 @@ def load_reward_model(path: str, device: str = "cpu", dtype: torch.dtype = torch
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # layers that the checkpoint lacks (a pooler) must not depend on who ran before
             def make(attention: str):
-                return AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, attn_implementation=attention,
-                                                                          ignore_mismatched_sizes=outputs is not None, **labels)
+                return pending.load(AutoModelForSequenceClassification, path, device, in_shards, labels, dtype=dtype, attn_implementation=attention,
+                                    ignore_mismatched_sizes=outputs is not None)
             try:
                 model = make("sdpa")
             except ValueError as error:
@@ -105,14 +107,22 @@ def load_reward_model(path: str, device: str = "cpu", dtype: torch.dtype = torch
     disable_dropout(model)
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False
-    score_head(model).float()
-    model = model.to(device)
+    pending.fill(model, [score_head(model)])
+    score_head(model).float().to(device)
     model.reads_both_ways = _reads_both_ways(model)
     return model
 
 
 def _reads_both_ways(model) -> bool:
-    """Whether a later token changes an earlier state: an encoder. Asked of the model itself, not of a list of names."""
+    """Whether a later token changes an earlier state: an encoder. Asked of the model itself, not of a list of names; of one made-up layer of it
+    where its own weights are still in files."""
+    if pending.is_pending(model):
+        config = copy.deepcopy(model.base_model.config)
+        config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 8, None
+        with torch.random.fork_rng(devices=[]):
+            layer = type(model.base_model)(config)
+        layer.base_model_prefix = ""
+        return _reads_both_ways(layer)
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
@@ -138,13 +148,10 @@ def score_head(model) -> nn.Linear:
 
 def save_reward_model(model, tokenizer, directory: str | Path, card: RewardCard | None = None) -> None:
     """Write weights (a LoRA adapter merged in), tokenizer and card; :func:`stages.reward_scorers.load_scorer` reads all three."""
-    sharding.collect(model)
-    if ranks.rank() != 0:
-        return
-    model = adapters.merge_and_save_adapter(model, None)
-    model.config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(directory, safe_serialization=True)
-    tokenizer.save_pretrained(directory)
+    pending.plain(model).config.pad_token_id = tokenizer.pad_token_id
+    save_weights(model, directory)
+    if ranks.rank() == 0:
+        tokenizer.save_pretrained(directory)
     write_card(directory, card or RewardCard())
 
 

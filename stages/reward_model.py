@@ -103,20 +103,21 @@ class Setup:
     """One reward model in training: its row, settings, network and reader."""
 
     def __init__(self, stage, dataset):
+        from stages import sharding
         from stages.modeling import ModelError, load_policy
         from stages.reward_heads import add_gain_bias, keep_lm_head, load_reward_model, new_reward_model, reader_for, resolve_pooling
         from stages.reward_losses import RewardLoss
         from stages.reward_objectives import objective_for
 
-        config, path = stage.config, stage.path("model")
+        config, path, in_shards = stage.config, stage.path("model"), sharding.asked(stage.config)
         self.row = objective_for(config.objective, dataset.kind)
         self.config = config.model_copy(update={"objective": self.row.name, **dict(self.row.settings)})
         if self.row.reads == "labels":
-            self.model, self.pooling, self.token = load_policy(path, stage.device), "last", None
+            self.model, self.pooling, self.token = load_policy(path, stage.device, in_shards=in_shards), "last", None
         else:
             outputs = self.config.step_classes if self.row.name == "prm" else max(1, len(self.config.attributes)) if self.row.name == "regression" else 1
-            self.model = (new_reward_model(path, stage.device, stage.seed_for("head"), outputs=outputs) if config.init_head == "fresh"
-                          else load_reward_model(path, stage.device, outputs=outputs))
+            self.model = (new_reward_model(path, stage.device, stage.seed_for("head"), outputs=outputs, in_shards=in_shards) if config.init_head == "fresh"
+                          else load_reward_model(path, stage.device, outputs=outputs, in_shards=in_shards))
             self.pooling = resolve_pooling(config.pooling, self.model, self.row.reads)
         self.reader = reader_for(path, self.model, config.max_length, self.pooling)
         gain = self.row.name == "orm" and config.outcome_head == "gain_bias"

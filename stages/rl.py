@@ -159,7 +159,7 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
     cg_damping: float = Field(0.1, ge=0, description="Damping of the Fisher matrix (TRPO).")
     backtrack_coeff: float = Field(0.8, gt=0, lt=1, description="Step shrink of the line search (TRPO).")
     backtrack_iters: int = Field(10, ge=1, description="Line-search tries (TRPO).")
-    trust_region_max_parameters: int = Field(50_000_000, ge=1, description="Larger models are refused: TRPO needs second derivatives.")
+    trust_region_max_parameters: int = Field(50_000_000, ge=1, description="TRPO refuses to train more parameters than this; with LoRA the adapter's count.")
     curriculum: Literal["none", "easy_to_hard", "cosine", "gaussian", "rerank", "pass_at_k"] = Field(
         "none", description="Prompt order: shuffled; by the rows' difficulty (extra_json.difficulty) sorted or drawn by E2H; "
         "by what the last group could teach; or those admitted whose pass@k is high enough by now (passk_bands).")
@@ -274,6 +274,10 @@ def resolve_preset(config: Config):
                          "and num_generations.")
     if config.difficulty_band is not None and not 0 <= config.difficulty_band[0] <= config.difficulty_band[1] <= 1:
         raise ValueError(f"difficulty_band={list(config.difficulty_band)}: write two pass rates between 0 and 1, the lower one first, for example [0.2, 0.8].")
+    if row.update == "trust_region" and row.needs_critic and config.critic_mode == "shared":
+        raise ValueError("critic_mode=shared would move the value head by the policy's trust region; write critic_mode=separate, or preset=ppo.")
+    if row.update == "trust_region" and config.forward == "compiled":
+        raise ValueError("forward=compiled has no forward-mode derivative, which TRPO needs; write forward=auto, or preset=ppo.")
     if config.engine_sleep and config.engine != "vllm":
         raise ValueError(f"engine_sleep=true puts vLLM to sleep, but engine={config.engine}; write engine=vllm, or leave engine_sleep out")
     if config.reward_override != "none":
@@ -302,7 +306,8 @@ def run(stage):
     config = stage.config
     row, warnings = resolve_preset(config)
     if config.sharding == "full" and row.update == "trust_region":
-        raise ConfigError("update=trust_region takes second derivatives, for which weights must be whole; write sharding=none, or another preset.")
+        raise ConfigError("update=trust_region takes derivatives along a direction, for which weights must be whole; write sharding=none (several devices share the "
+                          "micro-batches then too), lora_rank=16 where memory is short, or another preset.")
     stage.log(f"{row}")
     for text in warnings:
         stage.warn("rl_settings", text)
@@ -313,12 +318,10 @@ def run(stage):
         held_out = prompt_rows(stage, stage.dataset("data"), "validation", renderer, config.max_prompt_length, config.eval_prompts, config.prompt_template)
     rewards = build_rewards(config.rewards, stage.inputs, renderer=renderer, device=stage.device)
     rewards.check([prompt for prompt, _ in prompts + held_out])
-    if config.lora_rank:
-        _full_weights_only(config, row)
     model = policy_to_train(stage)
 
-    def another(path: str):
-        return freeze(load_policy(path, stage.device))
+    def another(path: str, in_shards: bool = False):
+        return freeze(load_policy(path, stage.device, in_shards=in_shards))
 
     reference = old = critic = None
     if row.needs_reference or config.opponent == "mixture" or config.monitor_kl:
@@ -328,7 +331,8 @@ def run(stage):
         if config.lora_rank and not follows and not stage.has("reference"):
             reference = AdapterOff(model)
         else:
-            reference = another(stage.path("reference" if stage.has("reference") else "model"))
+            apart = sharding.asked(config) and not follows and row.kl_loss_estimator != "full" and config.opponent != "mixture"
+            reference = another(stage.path("reference" if stage.has("reference") else "model"), in_shards=apart)
     if row.kl_loss_coef and row.kl_target == "old" and row.kl_loss_estimator == "full":
         old = another(stage.path("model"))
     if row.needs_critic:
@@ -347,7 +351,7 @@ def run(stage):
     if acting.model is not model and reference is not None:
         if isinstance(reference, AdapterOff):
             reference = AdapterOff(acting.model)
-        elif not follows and row.kl_loss_estimator != "full" and config.opponent != "mixture":
+        elif apart:
             sharding.shard(reference, stage.device)
     source = Rollouts(stage, row, renderer, acting.model, rewards, prompts, reference=reference, old=old, critic=critic, refresh=acting.refresh)
     objective = PolicyGradient(row, config, source.kl_loss_coef, anchor,
@@ -366,14 +370,6 @@ def run(stage):
                **{f"last/{k}": v for k, v in source.metrics.items()}}
     stage.summary(summary)
     rl_report(stage, f"RL ({config.preset})", summary)
-
-
-def _full_weights_only(config: Config, row) -> None:
-    """Refuse what differentiates all weights, or trains others of the trunk, together with a LoRA adapter."""
-    asked = {"critic_mode": row.needs_critic and config.critic_mode == "shared", "preset": row.update == "trust_region"}
-    for name in (name for name, on in asked.items() if on):
-        raise ValueError(f"{name}={getattr(config, name)} with lora_rank={config.lora_rank} is not supported: it trains more than the adapter; "
-                         "write lora_rank=0, or the default of that setting.")
 
 
 def _same_vocabulary(renderer, path: str, name: str) -> None:

@@ -7,7 +7,9 @@ averaged: the step has divided by the counts of all ranks already. Layers run th
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import ctypes
 import math
 from collections.abc import Callable
 
@@ -29,15 +31,20 @@ class Root(nn.Module):
 
 
 def shard(model, device: str) -> Root:
-    """Split the model over all ranks, one unit per layer, in place (frozen weights too)."""
+    """Split the model over all ranks, one unit per layer, in place (frozen weights too). What is still in files is read a unit at a time."""
+    from stages import pending
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     ranks.connect(device)
+    if device == "cpu":
+        _return_freed_memory()
     mesh = init_device_mesh(device.split(":")[0], (ranks.world_size(),))
     root = Root(model)
     for layer in layers_of(model):
+        pending.fill(model, [layer])
         fully_shard(layer, mesh=mesh)
+    pending.fill(model)
     fully_shard(root, mesh=mesh)
     for module in root.modules():
         if hasattr(module, "set_gradient_divide_factor"):
@@ -48,6 +55,18 @@ def shard(model, device: str) -> Root:
     return root
 
 
+def _return_freed_memory() -> None:
+    """Give every block of a MiB and more a mapping of its own from now on. glibc else keeps freed ones of up to 32 MiB for later, and gathered layers
+    come and go between weights that stay, so a process would grow to the whole model all the same."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
+
+
+def asked(config) -> bool:
+    """Whether this process's trained models will be sharded."""
+    return config.sharding == "full" and ranks.world_size() > 1
+
+
 def layers_of(model) -> nn.ModuleList | tuple:
     """The transformer layers: the longest list of modules in the backbone of a decoder or encoder."""
     return max((m for m in lean.core_of(model).modules() if isinstance(m, nn.ModuleList)), key=len, default=())
@@ -55,7 +74,7 @@ def layers_of(model) -> nn.ModuleList | tuple:
 
 def root_of(model) -> Root | None:
     """The root of a sharded model, None for a whole one."""
-    return getattr(model, "__dict__", {}).get("_posttrain_root")
+    return getattr(model, "_posttrain_root", None)
 
 
 @torch.no_grad()
@@ -108,9 +127,11 @@ class Acting:
     """
 
     def __init__(self, source, config):
+        from stages import pending
+
         self.source = self.model = source
-        if config.sharding == "full" and ranks.world_size() > 1:
-            self.model = copy.deepcopy(source).requires_grad_(False)
+        if asked(config):
+            self.model = pending.fill(copy.deepcopy(source)).requires_grad_(False)
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -115,10 +115,10 @@ class Trainer:
         if config.activation_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.root = None
-        if config.sharding == "full" and self.ranks > 1:
-            if model.get_output_embeddings() is not None:
-                head_of(model)  # tries the head once, which must not happen later on some ranks only
+        if sharding.asked(config):
             self.root = sharding.shard(model, device)
+            if model.get_output_embeddings() is not None:
+                sharding.run(model, lambda: head_of(model))  # tries the head once, which must not happen later on some ranks only
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.averages = {n: p.detach().clone() for n, p in self.parameters.items()} if config.ema_decay else {}
         self.best_weights: dict[str, torch.Tensor] = {}
@@ -178,8 +178,7 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()
-            for name, average in self.averages.items():
-                average.lerp_(self.parameters[name].detach(), 1.0 - self.config.ema_decay)
+            self._average()
         else:
             self._skip(items)
         return {**totals, "grad_norm": norm, "learning_rate": learning_rate, "skipped_steps": float(self.skipped)}
@@ -193,6 +192,10 @@ class Trainer:
         if loss.requires_grad:
             loss.backward()
         return sums
+
+    def _average(self) -> None:
+        for name, average in self.averages.items():
+            average.lerp_(self.parameters[name].detach(), 1.0 - self.config.ema_decay)
 
     @staticmethod
     def _add(totals: dict[str, float], sums: Sums, counts: dict[str, float]) -> None:

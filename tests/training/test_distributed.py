@@ -21,6 +21,11 @@ from tests.reward.conftest import encoder  # noqa: F401
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "POSTTRAIN_PARENT_PID": str(os.getpid())}
 
 
+def run(*command):
+    done = subprocess.run([sys.executable, *command], env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-8000:]
+
+
 @pytest.mark.parametrize("sharding", ("none", "full"))
 def test_every_objectives_gradient_is_the_single_process_one(tiny, tmp_path, sharding, forks):
     """DDP through our forward to 1e-12; FSDP2 through the model's own, whose norms round to float32, to 2e-6."""
@@ -43,14 +48,18 @@ CASES = {  # name: (stage, settings, rows)
     "sft": ("sft", {**ROWS, "ema_decay": 0.5}, "demonstrations"),
     "align": ("align", ROWS, "pairs"),
     "rl": ("rl", {**RL, "preset": "dr_grpo"}, "prompts"),
+    "rl, trust region": ("rl", {**RL, "preset": "trpo", "truncation_policy": "score", "max_steps": 4}, "prompts"),
+    "rl, trust region, LoRA": ("rl", {**RL, "preset": "trpo", "truncation_policy": "score", "lora_rank": 4}, "prompts"),
     "sft, LoRA, sharded": ("sft", {**ROWS, **FULL, "learning_rate": 1e-2, "lora_rank": 4, "ema_decay": 0.5}, "demonstrations"),
     "align, own statistics, sharded": ("align", {**ROWS, **FULL, "method": "kto"}, "pairs"),
+    "align, given reference, sharded": ("align", {**ROWS, **FULL}, "pairs"),
     "align, LoRA, moving reference, sharded": ("align", {**ROWS, **FULL, "lora_rank": 4, "learning_rate": 1e-2, "reference_update": "tr_soft", "reference_interval": 2}, "pairs"),
     "reward model, language model loss, sharded": ("reward_model", {**ROWS, **FULL, "lm_loss_weight": 0.1}, "pairs"),
     "reward model, LoRA, sharded": ("reward_model", {**ROWS, **FULL, "lora_rank": 4, "learning_rate": 1e-2}, "pairs"),
     "reward model on an encoder, sharded": ("reward_model", {**ROWS, **FULL}, "pairs"),
     "rl, critic, reference, sharded": ("rl", {**RL, **FULL, "preset": "ppo", "beta": 0.1, "kl_coef": 0}, "prompts"),
     "rl, shared critic, averages, sharded": ("rl", {**RL, **FULL, "preset": "ppo", "critic_mode": "shared", "ema_decay": 0.5, "eval_prompts": 3, "eval_every": 2}, "prompts"),
+    "rl, LoRA, shared critic, sharded": ("rl", {**RL, **FULL, "preset": "ppo", "critic_mode": "shared", "beta": 0.1, "kl_coef": 0, "lora_rank": 4, "learning_rate": 1e-2}, "prompts"),
     "rl, LoRA, sharded": ("rl", {**RL, **FULL, "preset": "grpo", "beta": 0.1, "lora_rank": 4, "learning_rate": 1e-2, "num_iterations": 2}, "prompts"),
 }
 
@@ -64,6 +73,8 @@ def test_a_stage_on_two_ranks_and_a_resume(case, tiny, encoder, data, spec, tmp_
     resume on 2 ranks give the same bytes."""
     stage, config, rows = CASES[case]
     inputs = {"model": encoder if "encoder" in case else tiny["policy"], "data": data[rows]}
+    if "given reference" in case:
+        inputs["reference"] = tiny["other"]
     sharded = config.get("sharding") == "full"
     start = torchrun if case in TORCHRUN else forked(forks)
     one, _ = trained(spec, stage, config, inputs, "one", [1], start)
@@ -114,6 +125,62 @@ assert all(torch.equal(stored.into(n, torch.empty_like(t)), t) for n, t in tenso
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 16, f"grew by {done.stdout} MiB"
+
+
+# --- sharding=full reads and publishes shard by shard --------------------------------------------------------------------------
+
+def files_of(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
+
+
+def test_what_was_loaded_into_shards_is_published_as_a_whole_model_is(tiny, encoder, tmp_path):
+    """Policies (tied, untied, GPT-2, bfloat16 in several files), adapters, reward heads and an encoder: the same bytes in every file."""
+    import shutil
+
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from stages.chat import load_tokenizer
+    from stages.modeling import load_policy, save_policy
+
+    root, tokenizer = tmp_path / "models", load_tokenizer(tiny["policy"])
+    for name, path in (("policy", tiny["policy"]), ("reward", tiny["reward"]), ("encoder", encoder)):
+        shutil.copytree(path, root / name)
+    tied = load_policy(tiny["policy"])
+    tied.config.tie_word_embeddings = True
+    tied.tie_weights()
+    save_policy(tied, tokenizer, root / "tied")
+    load_policy(tiny["policy"], dtype=torch.bfloat16).save_pretrained(root / "half", max_shard_size="20KB")
+    tokenizer.save_pretrained(root / "half")
+    assert len(list((root / "half").glob("model-*.safetensors"))) > 2 and "lm_head.weight" not in load_file(root / "tied/model.safetensors")
+    torch.manual_seed(0)
+    save_policy(GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=64)), tokenizer, root / "gpt2")
+    run("-m", "tests.training.shards_program", "everything", str(root), str(tmp_path / "whole"))
+    run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.training.shards_program", "everything", str(root), str(tmp_path / "shards"))
+    whole, shards = files_of(tmp_path / "whole"), files_of(tmp_path / "shards")
+    assert whole.keys() == shards.keys() and len(whole) > 40
+    assert [name for name in whole if whole[name] != shards[name]] == []
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
+def test_a_rank_holds_its_shard_and_little_more_than_a_layer(tiny, tmp_path):
+    """280 MiB of weights on two ranks: loading, sharding and publishing take each of them well under the whole model, and one process all of it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from stages.chat import load_tokenizer
+    from stages.modeling import save_policy
+
+    tokenizer = load_tokenizer(tiny["policy"])
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=4096, hidden_size=512, intermediate_size=1536, num_hidden_layers=20, num_attention_heads=8,
+                                         num_key_value_heads=8, max_position_embeddings=64, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id))
+    save_policy(model, tokenizer, tmp_path / "model")
+    weights = sum(p.numel() for p in model.parameters()) * 4 / 2**20
+    assert weights > 250
+    for name, launcher in (("one", ()), ("two", ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"))):
+        run(*launcher, "-m", "tests.training.shards_program", "peak", str(tmp_path / "model"), str(tmp_path / name))
+    one, two = (json.loads((tmp_path / name / "grown.json").read_text()) for name in ("one", "two"))
+    assert one[0][1] > 0.9 * weights, one  # a whole model lies in its mapped file until it is read
+    assert max(grown for _, grown in two) < 0.8 * weights and max(grown - loaded for loaded, grown in two) < 0.1 * weights, (weights, one, two)
+    assert files_of(tmp_path / "two/model") == files_of(tmp_path / "model")
 
 
 def trained(spec, stage, config, inputs, name, devices, start):

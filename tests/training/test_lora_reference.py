@@ -77,7 +77,7 @@ def test_rl_with_an_adapter_holds_the_base_once_and_gives_the_separate_reference
 
     def measured(self, items):
         gc.collect()
-        alive = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in gc.get_objects() if isinstance(p, torch.nn.Parameter)}
+        alive = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in gc.get_objects() if type(p) is torch.nn.Parameter}
         held.append(sum(alive.values()) - sum(before.values()))
         return step(self, items)
 
@@ -85,7 +85,7 @@ def test_rl_with_an_adapter_holds_the_base_once_and_gives_the_separate_reference
     results = {}
     for name, extra in (("off", {}), ("separate", {"reference": tiny["policy"]})):
         gc.collect()
-        before = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in gc.get_objects() if isinstance(p, torch.nn.Parameter)}
+        before = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in gc.get_objects() if type(p) is torch.nn.Parameter}
         held.clear()
         result = execute(spec("rl", RL, {"model": tiny["policy"], "data": data["prompts"], **extra}, name), silent)
         rows = list(open_dataset(result["outputs"]["rollouts"]["path"]).iter_rows())
