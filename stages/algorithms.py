@@ -134,7 +134,7 @@ _RL_ROWS = (
             kl_direction="forward", aggregation="seq-mean-token-sum", num_iterations=1, source="TRPO, penalty form (Schulman et al. 2015)",
             note="beta tested at .3, 1, 3, 10"),
     replace(_PPO, name="trpo", surrogate="none", kl_reward_coef=0.0, update="trust_region", aggregation="seq-mean-token-sum", num_iterations=1,
-            source="TRPO (Schulman et al. 2015)", note="small models only: one Fisher-vector product per conjugate-gradient step"),
+            source="TRPO (Schulman et al. 2015)", note="one Fisher-vector product per conjugate-gradient step: a small model, or a LoRA adapter"),
     RLPreset("agent", "turn_returns", aggregation="token-mean", min_generations=2, source="multi-turn agentic RL (AGENT-RL)",
              note="needs an environment; the return of each turn on its own tokens, less the group's mean at that turn"),
     RLPreset("vineppo", "vine", aggregation="token-mean", source="VinePPO (Kazemnejad et al. 2024)",

@@ -83,10 +83,16 @@ def sum_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 
 def _sum_bucket(bucket) -> None:
-    flat = torch.cat([p.grad.reshape(-1) for p in bucket])
-    dist.all_reduce(flat)
+    flat = sum_tensor(torch.cat([p.grad.reshape(-1) for p in bucket]))
     for p, part in zip(bucket, flat.split([p.numel() for p in bucket])):
         p.grad.copy_(part.view_as(p))
+
+
+def sum_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum over ranks, in place; the same bytes on every rank. Returns it."""
+    if world_size() > 1:
+        dist.all_reduce(tensor)
+    return tensor
 
 
 def gather(value):

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from stages.adapters import AdapterOff, add_lora
 from stages.batching import collate
+from stages.chat import load_tokenizer
 from stages.harness import execute
-from stages.modeling import load_policy, save_policy, target_logps
+from stages.modeling import ModelError, head_of, load_policy, save_policy, target_logps
 from stages.settings import OptimizerConfig
 from stages.sft import NextToken
 from stages.spec import ConfigError
@@ -33,9 +35,6 @@ def scores(model, items) -> list[float]:
 
 def test_lora_trains_only_the_adapter_and_comes_back_to_the_last_bit(tiny, tmp_path):
     """In a fresh process: base + adapter give the trained scores exactly, the merged directory gives the merged model's."""
-    from stages.adapters import add_lora
-    from stages.chat import load_tokenizer
-
     items = text_items(np.random.default_rng(0))
     base = load_policy(tiny["policy"])
     before = scores(base, items)
@@ -83,13 +82,59 @@ def test_stages_train_with_lora(stage, tiny, data, spec):
 
 
 def test_unknown_lora_targets_name_the_layers(tiny):
-    from stages.adapters import add_lora
-    from stages.modeling import ModelError
-
     with pytest.raises(ModelError, match="q_proj"):
         add_lora(load_policy(tiny["policy"]), OptimizerConfig(lora_rank=2, lora_targets="quack"), 0)
-    with pytest.raises(ModelError, match="output layer"):
-        add_lora(load_policy(tiny["policy"]), OptimizerConfig(lora_rank=2, lora_targets="q_proj,lm_head"), 0)
+
+
+def test_an_adapter_on_the_output_layer_is_the_models_own_forward(tiny):
+    """The chunked head with the adapter's product in its weight: log-probs, entropy and gradients are those of the model's logits; off, the base's."""
+    items = text_items(np.random.default_rng(0))
+    model = add_lora(load_policy(tiny["policy"]), OptimizerConfig(lora_rank=2, lora_targets="v_proj,lm_head"), 0).double()
+    for name, parameter in model.named_parameters():
+        if ".lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    batch = collate(items[:2])
+    logps, entropy = target_logps(model, batch, entropy=True)
+    expected, at = [], 0
+    for item in items[:2]:
+        for response, mask in zip(item.responses, item.masks):
+            ids = torch.tensor([[*item.prompt, *response]])
+            logp = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0].double(), -1)
+            for t in np.flatnonzero(mask):
+                row = logp[len(item.prompt) + t - 1]
+                expected.append((row[response[t]], -(row.exp() * row).sum()))
+    own_logps, own_entropy = (torch.stack(x) for x in zip(*expected))
+    assert torch.allclose(logps, own_logps, atol=1e-6) and torch.allclose(entropy, own_entropy, atol=1e-6)
+    weights = torch.linspace(-1, 1, len(logps), dtype=torch.float64)
+    found, own = (torch.autograd.grad((weights * (a + b)).sum(), trained) for a, b in ((logps, entropy), (own_logps, own_entropy)))
+    assert len(found) == 6 and all(torch.allclose(a, b, atol=1e-5 * float(b.abs().max())) and b.any() for a, b in zip(found, own))
+    assert torch.equal(head_of(AdapterOff(model)).weight, load_policy(tiny["policy"]).lm_head.weight.double())
+
+
+@pytest.mark.parametrize("tied", (False, True))
+def test_a_stage_trains_an_adapter_on_the_output_layer_unless_it_is_the_embedding(tied, tiny, data, spec, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    path = tiny["policy"]
+    if tied:
+        model = load_policy(path)
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+        path = str(tmp_path / "tied")
+        save_policy(model, load_tokenizer(tiny["policy"]), path)
+    built = spec("sft", {**SFT, "lora_rank": 4, "lora_targets": "q_proj,lm_head"}, {"model": path, "data": data["demonstrations"]}, "head")
+    if tied:
+        with pytest.raises(ModelError, match="embedding's"):
+            execute(built, silent)
+        return
+    out = execute(built, silent)["outputs"]["model"]["path"]
+    new, old = (dict(AutoModelForCausalLM.from_pretrained(p).named_parameters()) for p in (out, path))
+    assert {n for n in old if not torch.equal(old[n], new[n])} == {n for n in old if n.endswith("q_proj.weight")} | {"lm_head.weight"}
+    items = text_items(np.random.default_rng(0))
+    from peft import PeftModel
+
+    assert scores(PeftModel.from_pretrained(load_policy(path), f"{out}/adapter"), items) == pytest.approx(scores(load_policy(out), items), rel=1e-5)
 
 
 def test_averaged_weights_are_the_published_ones(tiny):

@@ -43,6 +43,8 @@ STATEFUL = {  # what each carries over a kill, beside weights and rollouts in ha
                                       "kl_target": "old", "kl_direction": "forward"},
     "trust region, baseline table": {"preset": "trpo", "advantage": "reward_minus_baseline", "baseline": "table", "baseline_samples": 2,
                                      "truncation_policy": "score", "max_steps": 8},
+    "trust region of an adapter": {"preset": "trpo", "lora_rank": 4, "truncation_policy": "score", "critic_learning_rate": 1e-2, "max_steps": 8},
+    "adapter, shared critic, reference": {"preset": "ppo", "lora_rank": 4, "critic_mode": "shared", "learning_rate": 1e-2, "num_iterations": 2},
     "continuations, prompts by pass@k": {"preset": "vineppo", "vine_samples": 2, "step_separator": "e", "curriculum": "pass_at_k", "passk_bands": [1.0, 0.0], "passk_samples": 2,
                                          "rewards": [{"kind": "verifier"}, {"kind": "length"}]},
     "trajectories in an environment": {"preset": "agent", "environment": "tests.training.environments:Countdown", "rewards": [{"kind": "environment"}],

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages import randomness
+from stages import critics, randomness
 from stages.algorithms import rl_preset
 from stages.batching import collate, make_item
 from stages.credit import Batch, assign, critic_targets, shaped
@@ -113,6 +113,24 @@ def test_a_shared_trunk_sums_policy_and_value_loss(tiny, rl):
     assert "critic" not in result["outputs"]
     names = {n for n, _ in load_policy(result["outputs"]["model"]["path"]).named_parameters()}
     assert names == {n for n, _ in load_policy(tiny["policy"]).named_parameters()} and not any("value" in n for n in names if "v_proj" not in n)
+
+
+def test_dual_and_value_clipping_reach_the_steps_loss(tiny):
+    """DUAL-CLIP: at ratio 5 a negative advantage counts c = 3 times, a positive one 1 + epsilon; VALUE-CLIP: the larger of both errors."""
+    config = Config(preset="ppo", clip_ratio_c=3.0, cliprange_value=0.2, critic_mode="shared", kl_coef=0.0)
+    model, head = load_policy(tiny["policy"]).double(), critics.new_value_head(32, 1).double()
+    plain = make_item("r", [20, 30], [[40, 50, 60]], [[1, 1, 1]])
+    batch = collate([plain])
+    with torch.no_grad():
+        states = hidden_states(model, batch, batch.src_N)
+        logps, values = torch.log_softmax(head_of(model).logits(states), -1)[range(3), [40, 50, 60]], head(states)[:, 0]
+    old_values, returns = (values + torch.tensor([0.5, -0.5, 0.1])).tolist(), (values + torch.tensor([1.0, 1.0, -1.0])).tolist()
+    item = make_item("r", [20, 30], [[40, 50, 60]], [[1, 1, 1]], advantages=[[-1.0, -1.0, 2.0]], old_logps=[(logps - np.log(5)).tolist()], values=[old_values], returns=[returns])
+    terms = PolicyGradient(resolve_preset(config)[0], config, value_head=head)(model, collate([item])).loss
+    assert float(terms["policy"][0]) == pytest.approx(3.0 + 3.0 - 1.2 * 2.0, rel=1e-5) and terms["policy"][1] == "tokens"
+    clipped = [old + np.clip(v - old, -0.2, 0.2) for v, old in zip(values.tolist(), old_values)]
+    errors = [max((v - g) ** 2, (c - g) ** 2) for v, c, g in zip(values.tolist(), clipped, returns)]
+    assert errors[1] > (float(values[1]) - returns[1]) ** 2 and float(terms["value"][0]) == pytest.approx(config.vf_coef * sum(errors), rel=1e-5)
 
 
 def batch_of(**changes):
@@ -444,11 +462,26 @@ def test_a_difficulty_band_holds_for_every_order(curriculum):
         ordered().start_from({str(i): (2, 2) for i in range(12)})
 
 
-def test_an_adapter_trains_with_a_critic_and_refuses_what_trains_more_than_it(rl):
+def test_an_adapter_trains_with_a_critic(rl):
     result, metrics = rl("lora", {"preset": "ppo", "lora_rank": 2, "num_iterations": 2, "truncation_policy": "score"})
     assert metrics[-1]["train/grad_norm"] > 0 and metrics[-1]["critic/grad_norm"] > 0 and set(result["outputs"]) >= {"model", "critic"}
-    with pytest.raises(Exception, match="lora_rank=0"):
-        rl("lora-shared", {"preset": "ppo", "lora_rank": 2, "critic_mode": "shared"})
+
+
+def test_an_adapter_and_a_shared_value_head_train_together(tiny, rl, monkeypatch):
+    """The head reads the adapted trunk and is trained beside the adapter; the reference is the model without either, and so is what is published."""
+    heads, made = [], critics.new_value_head
+
+    def watched(*arguments):
+        heads.extend([made(*arguments), made(*arguments)])
+        return heads[0]
+
+    monkeypatch.setattr(critics, "new_value_head", watched)
+    config = {"preset": "ppo", "lora_rank": 2, "critic_mode": "shared", "num_iterations": 2, "truncation_policy": "score", "learning_rate": 1e-2}
+    result, metrics = rl("lora-shared", config)
+    assert metrics[-1]["train/grad_norm"] > 0 and all(m["train/value"] > 0 for m in metrics) and "critic" not in result["outputs"]
+    assert not torch.equal(heads[0].weight, heads[1].weight)
+    after, before = (dict(load_policy(p).named_parameters()) for p in (result["outputs"]["model"]["path"], tiny["policy"]))
+    assert after.keys() == before.keys() and {n for n in before if not torch.equal(before[n], after[n])} == {n for n in before if n.endswith("_proj.weight")}
 
 
 def test_a_base_model_is_prompted_with_plain_text(tiny, data, spec):
