@@ -33,7 +33,12 @@ def debate_rewards(p_first: Sequence[float]) -> tuple[list[float], list[float]]:
 
 def judge_accuracy(p_first: Sequence[float], first_is_right: Sequence[bool]) -> float:
     """Share of debates in which the judge prefers the right answer; an even judge is half right."""
-    return float(np.mean([0.5 if p == 0.5 else float((p > 0.5) == bool(right)) for p, right in zip(p_first, first_is_right)]))
+    return float(np.mean([won(p) if right else 1.0 - won(p) for p, right in zip(p_first, first_is_right)]))
+
+
+def won(p: float) -> float:
+    """1 where the judge prefers the side that it gives probability p, 0 where the other one, 1/2 where it is even."""
+    return 0.5 if p == 0.5 else float(p > 0.5)
 
 
 def answers_of(row: dict) -> list[str]:
@@ -146,6 +151,15 @@ def verdicts(judge, rows: Sequence[dict]) -> tuple[list[float], list[float]]:
         p = judge.preferences(pairs)
         found.append([float(v) if row["debate"]["seat"] == 0 else 1.0 - float(v) for v, row in zip(p, rows)])
     return found[0], found[1]
+
+
+def outcome(sample: Sample, name: str) -> dict:
+    """A debater's seat and answer, whether that is the right one (None: not known), and who won, with and without the debate (``eval.debate``).
+    ``name``: of the component that judges; a debate that it could not judge has no winner."""
+    seat, known = sample.debate["seat"], sample.prompt.get("answer") in sample.debate["answers"]
+    found = {"seat": seat, "side": sample.debate["answers"][seat], "right": sample.debate["answers"][seat] == sample.prompt["answer"] if known else None}
+    judged = {key: sample.parts.get(part) for key, part in (("won", name), ("won_without", f"{name}/without"))}
+    return found | {key: won(value + 0.5) for key, value in judged.items() if value is not None and np.isfinite(value)}
 
 
 def debate_metrics(samples: Sequence[Sample], name: str) -> dict[str, float]:

@@ -2,7 +2,9 @@
 
 ``target=policy``        samples k answers per prompt (and one greedy answer), grades them with verifiers and, if given, a reward
                          model; estimates KL to a reference; judges preference pairs by the policy's own likelihood.
-                         With ``environment`` it acts in one over turns: success, turns, tool errors and truncations (eval.tool).
+                         With ``environment`` it acts in one over turns: success, turns, tool errors and truncations (eval.tool);
+                         with ``environment=debate`` it argues for both answers before a judge: how often the judge is right, with and
+                         without the debate, and how often the first side wins (eval.debate).
 ``target=reward_model``  scores held-out pairs: accuracy, calibration, length bias, probes that should score low (``rm.eval``).
 
 Every answer is kept (``eval_samples/1``), every number with its error (``eval_scores/1``). The seed of a sample depends on the
@@ -110,8 +112,9 @@ class Plan:
         self.run_id = stage.key[:16]
         self.protocol = self._protocol()
         self._loaded = {}
-        if config.environment == "debate":
-            raise ConfigError("evaluate: a debate is judged while it is trained (rl reports the judge's accuracy); write environment=tools or module:Class of your own")
+        self.debate = next((component.name for component in config.rewards if component.kind == "debate"), None)
+        if (config.environment == "debate") != (self.debate is not None):
+            raise ConfigError("evaluate: environment=debate is decided by a judge; write rewards='[{kind: debate}]' with it and only with it, and give judge=MODEL or an endpoint")
         if config.environment and (config.target != "policy" or config.stop_strings):
             raise ConfigError("evaluate: an environment takes the turns of a policy, which end at its stop tokens; write target=policy and no stop_strings")
 
@@ -200,11 +203,12 @@ class Plan:
     def draw(self, sampler, rows, params, seeds) -> list[list]:
         """Answers, or in an environment trajectories, of each ``(row, prompt ids)``."""
         from stages.agents import Agent
+        from stages.debate import Debaters
         from stages.generation import sample_groups
 
         if not self.config.environment:
             return sample_groups(sampler, rows, params, seeds)
-        return self._once("agent", lambda: Agent(self.config, self.renderer)).sample(sampler, rows, params, seeds)
+        return self._once("agent", lambda: (Debaters if self.debate else Agent)(self.config, self.renderer)).sample(sampler, rows, params, seeds)
 
     def close(self) -> None:
         """End the environment's processes."""
@@ -275,7 +279,12 @@ class Plan:
             from stages.agents import transcript, turn_counts
 
             extra |= {**turn_counts(sample), "transcript": transcript(sample), "failure": sample.failure}
-            return self._row(source, mode, sample.index, sample.text, sum(sample.action_mask), extra, extracted=extracted, correct=sample.correct)
+            index = sample.index
+            if sample.debate is not None:
+                from stages.debate import outcome
+
+                extra, index, extracted = extra | outcome(sample, self.debate), 2 * index + sample.debate["seat"], None
+            return self._row(source, mode, index, sample.text, sum(sample.action_mask), extra, extracted=extracted, correct=sample.correct)
         return self._row(source, mode, sample.index, sample.text, len(sample.ids), extra, extracted=extracted,
                          correct=strict if sample.correct is None else sample.correct, format_error=strict is not None and extracted is None)
 
@@ -459,7 +468,8 @@ HEADLINES = {
     "greedy_reward": "reward model score, greedy", "kl_reference": "KL to the reference per answer, nats", "length_mean": "answer length, tokens",
     "stop_rate": "answers that end by themselves", "truncation_rate": "answers cut at the length or turn limit", "turns": "turns per trajectory",
     "tool_calls": "calls that a tool answered, per trajectory", "tool_errors": "calls that failed, per trajectory",
-    "environment_failure_rate": "trajectories whose environment failed", "format_error_rate": "answers whose format cannot be read",
+    "judge_accuracy": "debates in which the judge prefers the right answer", "judge_accuracy_without": "the same where it reads no debate",
+    "first_side_win_rate": "debates won by the answer that the task names first", "environment_failure_rate": "trajectories whose environment failed", "format_error_rate": "answers whose format cannot be read",
     "unscorable_rate": "answers without a verdict", "distinct_1": "different words / words, per prompt", "distinct_2": "different word pairs / word pairs, per prompt",
     "repetition_3": "repeated word triples inside an answer", "stock_phrase_rate": "answers with a stock phrase",
     "pair_accuracy": "pairs that the policy itself orders right", "tie_rate": "ties", "log_loss": "-log sigmoid(margin), nats", "mean_margin": "score difference chosen - rejected",

@@ -77,6 +77,9 @@ _VALUES: dict[str, tuple[tuple[str, ...], Callable[[dict], float | None]]] = {
     "tool_calls": (_SAMPLED, lambda r: _flag(r.get("tool_calls"))),
     "tool_errors": (_SAMPLED, lambda r: _flag(r.get("tool_errors"))),
     "environment_failure_rate": (_SAMPLED, lambda r: None if r.get("turns") is None else float(r["finish"] == "failure")),
+    "judge_accuracy": (_SAMPLED, lambda r: _flag(r.get("won")) if r.get("right") else None),  # of debates, as the next two
+    "judge_accuracy_without": (_SAMPLED, lambda r: _flag(r.get("won_without")) if r.get("right") else None),
+    "first_side_win_rate": (_SAMPLED, lambda r: _flag(r.get("won")) if r.get("seat") == 0 else None),
 }
 
 
@@ -154,7 +157,7 @@ def policy_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED) -> dict[
     """Every metric of a policy evaluation that its samples support (eval.avg_at_k, pass_at_k, best_of_n, diversity, ...)."""
     metrics: dict[str, Metric] = {}
     for name in ("accuracy", "greedy_accuracy", "flexible_accuracy", "stop_rate", "truncation_rate", "format_error_rate",
-                 "environment_failure_rate"):
+                 "judge_accuracy", "judge_accuracy_without", "first_side_win_rate", "environment_failure_rate"):
         found = item_values(records, name)
         if found:
             metrics[name] = share(*map(list, zip(*found.values())))

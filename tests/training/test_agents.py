@@ -540,3 +540,45 @@ def test_debaters_are_paid_by_the_judge_and_trained_on_their_own_words(tiny, spe
         execute(spec("rl", config, {"model": tiny["policy"], "data": tiny["prompts"], "judge": tiny["other"]}, "no-answers") | {"config": {**config, "split": "test"}}, lambda event: None)
     with pytest.raises(Exception, match="a debate has two sides"):
         execute(spec("rl", {**config, "advantage": "vine"}, {"model": tiny["policy"], "data": str(tmp_path / "tasks"), "judge": tiny["other"]}, "vine"), lambda event: None)
+
+
+def test_a_debate_is_evaluated_before_a_judge(tiny, spec, tmp_path):
+    """eval.debate: every debater is a row; judge accuracy and win rate of the first side follow from the judge's own answers."""
+    from stages.debate import case, outcome, won
+    from stages.generation import Sample
+    from stages.judge import Judge, LocalJudge
+    from stages.reward_heads import RewardCard
+    from stages.reward_scorers import Response
+
+    tasks = [complete_row("prompts/1", {"prompt": [{"role": "user", "content": f"is {i} even?"}], "answer": None if i == 3 else "yes" if i % 2 == 0 else "no",
+                                        "extra_json": '{"answers": ["yes", "no"]}'}, dataset="d", source="s", origin="human", split="test") for i in range(4)]
+    write_dataset(str(tmp_path / "tasks"), "tasks", "prompts/1", tasks)
+    prompt = "{context} {a} or {b}?"
+    config = {"environment": "debate", "environment_options": {"instruction": "{answer} not {other}"}, "num_samples": 3, "greedy": False, "max_completion_length": 100, "chunk": 3,
+              "rewards": [{"kind": "debate", "judge_prompt": prompt}]}
+    built = spec("evaluate", config, {"model": tiny["policy"], "prompts": str(tmp_path / "tasks"), "judge": tiny["other"]}, "debate")
+    result = execute(built, lambda event: None)
+    rows = [{**r, **json.loads(r["extra_json"])} for r in rows_of(result, "samples")]
+    assert len(rows) == 4 * 3 * 2 and len({(r["item_id"], r["sample_idx"]) for r in rows}) == len(rows)
+    judge = Judge(LocalJudge(tiny["other"], RewardCard(), "cpu"), "preference", prompt=prompt)
+    found, without, first = {}, {}, {}
+    for task in tasks:
+        for k in range(3):
+            pair = [next(r for r in rows if r["prompt_id"] == task["prompt_id"] and r["sample_idx"] == 2 * k + seat) for seat in (0, 1)]
+            assert [r["side"] for r in pair] == ["yes", "no"] and all(r["turns"] == 2 for r in pair) and pair[0]["won"] + pair[1]["won"] == 1
+            debate = {"answers": ["yes", "no"], "said": [[m["content"] for m in r["transcript"] if m["role"] == "assistant"] for r in pair]}
+            wins = [won(judge.preferences([tuple(Response(task["prompt"], [{"role": "assistant", "content": case(debate, seat, heard)}]) for seat in (0, 1))])[0]) for heard in (True, False)]
+            assert pair[0]["won"] == wins[0] and pair[0]["won_without"] == wins[1]
+            first.setdefault(task["prompt_id"], []).append(wins[0])
+            if task["answer"]:
+                for into, win in ((found, wins[0]), (without, wins[1])):
+                    into.setdefault(task["prompt_id"], []).append(win if task["answer"] == "yes" else 1 - win)
+            assert all(r.get("right") == (None if task["answer"] is None else r["side"] == task["answer"]) for r in pair)
+    for name, values in (("judge_accuracy", found), ("judge_accuracy_without", without), ("first_side_win_rate", first)):
+        assert result["summary"][name] == pytest.approx(np.mean([np.mean(v) for v in values.values()])), name
+    assert len(found) == 3 and len(first) == 4
+    sample = Sample.__new__(Sample)
+    sample.debate, sample.prompt, sample.parts = {"answers": ["yes", "no"], "seat": 1}, {"answer": "no"}, {"debate": 0.0, "debate/without": float("nan")}
+    assert outcome(sample, "debate") == {"seat": 1, "side": "no", "right": True, "won": 0.5}
+    with pytest.raises(Exception, match="kind: debate"):
+        execute(spec("evaluate", {**config, "rewards": [{"kind": "verifier"}]}, {"model": tiny["policy"], "prompts": str(tmp_path / "tasks")}, "unjudged"), lambda event: None)
