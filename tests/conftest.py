@@ -16,8 +16,8 @@ def pytest_collection_modifyitems(config, items):
         return
     order = {}
     for item in items:
-        alone = str(item.path).endswith(ALONE) or item.get_closest_marker("slow")
         shared = "servers" in item.fixturenames
+        alone = not shared and (str(item.path).endswith(ALONE) or item.get_closest_marker("slow"))
         order[item] = 0 if shared else 1 if alone else 2 if item.path.parent.name in LONG else 3
         if not alone:
             item.add_marker(pytest.mark.xdist_group("servers" if shared else str(item.path)))
