@@ -6,22 +6,35 @@ first, and alone where it shares nothing, so that no process is left with a long
 
 import pytest
 
-ALONE = ("training/test_distributed.py", "training/test_resume.py", "training/test_rank_kill.py")
-LONG = ("training", "platform", "reward")
+SERVERS = ("flows/test_servers.py", "flows/test_browser.py")
+ALONE = ("training/test_distributed.py", "training/test_resume.py", "training/test_rank_kill.py", "training/test_options.py::test_compiled_forward_trains_alike")
+LONG = ("/training/", "/platform/", "/reward/")
+
+
+def group(nodeid: str) -> str:
+    """Tests with the same answer run in one process, one after the other."""
+    if any(name in nodeid for name in SERVERS):
+        return "servers"
+    return nodeid if any(name in nodeid for name in ALONE) else nodeid.split("::")[0]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    if not hasattr(config, "workerinput"):  # one process: as collected
-        return
-    order = {}
-    for item in items:
-        shared = "servers" in item.fixturenames
-        alone = not shared and (str(item.path).endswith(ALONE) or item.get_closest_marker("slow"))
-        order[item] = 0 if shared else 1 if alone else 2 if item.path.parent.name in LONG else 3
-        if not alone:
-            item.add_marker(pytest.mark.xdist_group("servers" if shared else str(item.path)))
-    items.sort(key=order.get)
+    if hasattr(config, "workerinput"):  # in one process: as collected
+        items.sort(key=lambda item: 0 if group(item.nodeid) == "servers" else 1 if group(item.nodeid) == item.nodeid else
+                   2 if any(name in item.nodeid for name in LONG) else 3)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    # not --dist loadgroup: pytest-xdist 3.8 sets a name that pytest 9.2 no longer reads, and its groups fall apart without a word
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return group(nodeid)
+
+    return ByGroup(config, log)
 
 
 @pytest.fixture(scope="session")
