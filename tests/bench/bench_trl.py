@@ -6,15 +6,18 @@ Both sides are processes of their own, interleaved; ours goes through ``posttrai
 of the rows, prompt and completion (a pair counts its prompt twice, as TRL's rows do); time is whole steps after the first.
 For ``rl`` generated tokens are counted. Needs the extra ``bench``.
 
-Notes, 2 CPU cores, torch 2.13 float32, one repeat (ratios are ours / TRL; memory is the process's peak resident set):
+Notes, 2 CPU cores with nothing else running, torch 2.13 float32 (a 2048 x 2048 product: 288 GFLOP/s), medians of two interleaved repeats; memory is the
+process's peak resident set. A pair's prompt counts twice in tokens, as in TRL's rows, though it is computed once:
 
-| work | ours tokens/s | TRL tokens/s | ratio | ours MiB | TRL MiB | ratio |
-|---|---|---|---|---|---|---|
-| sft, 6M | 3789 | 1392 | 2.72 | 874 | 2300 | 0.38 |
-| align, 6M | 5309 | 640 | 8.29 | 912 | 4025 | 0.23 |
-
-Before stages.lean, through the model's own forward (another machine, so compare the ratios): sft 2.38 / 0.65, reward_model 2.69 / 0.50,
-align 5.50 / 0.43, rl 5.43 / 0.38.
+| work | ours tokens/s | TRL tokens/s | ratio | ours MiB | TRL MiB | ratio | of the matrix product's rate |
+|---|---|---|---|---|---|---|---|
+| sft, 6M | 4123 | 1398 | 2.95 | 872 | 2268 | 0.38 | 44% |
+| reward_model, 6M | 6244 | 1701 | 3.68 | 824 | 2908 | 0.28 | 55% |
+| align, 6M | 5911 | 640 | 9.30 | 914 | 3907 | 0.23 | |
+| sft, 28M | 943 | 420 | 2.25 | 1539 | 4228 | 0.36 | 53% |
+| reward_model, 28M | 1677 | 369 | 4.54 | 1594 | 7576 | 0.21 | 87% |
+| align, 28M | 1700 | 186 | 9.19 | 1648 | 8519 | 0.19 | |
+RLROWS
 """
 
 from __future__ import annotations

@@ -77,8 +77,9 @@ def test_run_against_the_servers_is_one_parent_with_children_in_mlflow(servers):
     client = mlflow.MlflowClient(servers.urls["mlflow"])
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     runs = client.search_runs(experiments, max_results=200)
-    children = [one for one in runs if one.data.tags.get("mlflow.parentRunId")]
-    assert children and all(one.info.status == "FINISHED" for one in children)
+    (parent,) = [one for one in runs if one.data.tags.get("posttrain.kind") == "flow" and one.data.tags.get("posttrain.run") == run]
+    children = [one for one in runs if one.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    assert [one.info.status for one in (parent, *children)] == ["FINISHED"] * 2
 
 
 def stage_processes():

@@ -32,7 +32,8 @@ def kv_cache(i, p):
     size = {2: torch.float16, 4: torch.float32}[p["bytes_per_value"]]
     text = SimpleNamespace(num_hidden_layers=i["layers"], num_key_value_heads=i["kv_heads"], head_dim=i["head_dim"])
     source = SimpleNamespace(config=SimpleNamespace(generation_batch=64, prompts_per_step=1, num_generations=1, longest_completion=i["tokens"] - 1024),
-                             model=SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text), parameters=lambda: [torch.empty(1, dtype=size)]))
+                             policy=SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text),
+                                                                          parameters=lambda: [torch.empty(1, dtype=size)])))
     return {"bytes": preflight.kv_bytes(source, 1024)}
 
 
