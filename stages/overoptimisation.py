@@ -22,6 +22,8 @@ from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 class Config(StageConfig):
     min_drop: float = Field(0.05, ge=0, description="Fall of the gold score below its running maximum that counts (divergence), in standard deviations of the score over the "
                                                     "starting policy's samples.")
+    noise: float = Field(3.0, ge=0, description="The fall along RL must also exceed so many standard errors of a difference of two points, or the luckiest of many points would "
+                                                "raise the alarm; 0 = min_drop alone.")
     patience: int = Field(3, ge=0, description="Points in a row for which it must count.")
     every: int = Field(1, ge=1, description="Iterations of RL in one point of the curve: enough that its mean is no noise.")
     max_tokens_per_micro_batch: int = Field(8192, ge=1, description="Padded tokens per scoring forward; bounds memory.")
@@ -180,15 +182,16 @@ def along_rl(stage, points) -> dict:
     kl = [mean_of([float(np.dot(np.subtract(r["logp_old"], r["logp_ref"]), r["loss_mask"])) for r in part if r.get("logp_ref") and any(r["loss_mask"])]) for part in parts]
     length, cut = [mean_of([r["length"] for r in part]) for part in parts], [mean_of([r["truncated"] for r in part]) for part in parts]
     x = [max(k, 0.0) ** 0.5 for k in kl]  # NaN stays NaN: max(NaN, 0) is NaN
-    series, sd = {}, {}
+    series, sd, errors = {}, {}, {}
     for name, values in scores.items():
         first = values[(at == start) & ~np.isnan(values)]
         mean, sd[name] = (float(first.mean()), spread(first)) if first.size else (float(np.nanmean(values)), spread(values))
-        series[name] = []
+        series[name], errors[name] = [], []
         for window, distance in zip(windows, x):
             inside = np.flatnonzero(np.isin(at, window) & ~np.isnan(values))
             series[name].append(mean_of(values[inside]))
             se = clustered_se(values[inside], [rows[i]["prompt_id"] for i in inside]) if inside.size > 1 else None
+            errors[name].append(se or 0.0)
             points.append(point(f"iteration_{window[-1]}/{name}", series[name][-1], distance, int(inside.size), mean=mean, sd=sd[name], se=se))
     for name, values in (("kl", kl), ("length", length), ("truncated", cut)):
         points += [point(f"iteration_{window[-1]}/{name}", value, distance, len(part)) for window, value, distance, part in zip(windows, values, x, parts)]
@@ -201,7 +204,8 @@ def along_rl(stage, points) -> dict:
     for name in series:
         if name == "proxy":
             continue
-        outcome = overopt.divergence(series["proxy"], series[name], min_drop=config.min_drop * sd[name], patience=config.patience)
+        least = max(config.min_drop * sd[name], config.noise * 2 ** 0.5 * float(np.median(errors[name])))
+        outcome = overopt.divergence(series["proxy"], series[name], min_drop=least, patience=config.patience)
         peak = outcome["peak_index"] if outcome["diverged"] else int(np.nanargmax(series[name]))
         found |= {f"rl/{name}_first": series[name][0], f"rl/{name}_peak": series[name][peak], f"rl/{name}_last": series[name][-1], f"rl/{name}_peak_iteration": last[peak],
                   f"rl/{name}_peak_kl": kl[peak], f"rl/{name}_drop_sd": (series[name][peak] - series[name][-1]) / sd[name],
@@ -209,8 +213,8 @@ def along_rl(stage, points) -> dict:
         if outcome["diverged"]:
             since = last[outcome["detected_index"]]
             found["rl/detected_iteration"] = min(since, found.get("rl/detected_iteration", since))
-            stage.warn("overoptimised", f"From iteration {since} the {name} score is {config.min_drop:g} standard deviations or more below its value at iteration {last[peak]} while "
-                       "the proxy is not: take the checkpoint of the peak, raise kl_coef, or refresh the reward model.")
+            stage.warn("overoptimised", f"From iteration {since} the {name} score is {least / sd[name]:.2g} standard deviations or more below its value at iteration {last[peak]} "
+                       "while the proxy is not: take the checkpoint of the peak, raise kl_coef, or refresh the reward model.")
         d = [(a, g - series[name][0]) for a, g in zip(x, series[name]) if a == a]
         if name == "gold" and len({a for a, _ in d if a > 0}) >= 3:
             found |= dict(zip(("rl/fit_alpha", "rl/fit_beta"), overopt.fit(*zip(*d), "rl")))

@@ -160,16 +160,19 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
     backtrack_coeff: float = Field(0.8, gt=0, lt=1, description="Step shrink of the line search (TRPO).")
     backtrack_iters: int = Field(10, ge=1, description="Line-search tries (TRPO).")
     trust_region_max_parameters: int = Field(50_000_000, ge=1, description="TRPO refuses to train more parameters than this; with LoRA the adapter's count.")
-    curriculum: Literal["none", "easy_to_hard", "cosine", "gaussian", "rerank", "pass_at_k"] = Field(
+    curriculum: Literal["none", "easy_to_hard", "cosine", "gaussian", "rerank", "pass_at_k", "self_paced"] = Field(
         "none", description="Prompt order: shuffled; by the rows' difficulty (extra_json.difficulty) sorted or drawn by E2H; "
-        "by what the last group could teach; or those admitted whose pass@k is high enough by now (passk_bands).")
+        "by what the last group could teach; or those admitted whose pass@k is high enough by now (passk_bands), or whose loss is low enough (self_paced_thresholds).")
     curriculum_beta: float = Field(1.0, gt=0, description="Speed of curriculum=gaussian.")
     curriculum_sigma: float = Field(0.75, gt=0, description="Width of curriculum=gaussian, in levels.")
 
     passk_bands: list[float] = Field([0.75, 0.5, 0.25, 0.0], min_length=1, description="curriculum=pass_at_k: falling bounds of pass@k under the policy, each for an equal "
                                                                                      "part of the run (bounds are ours).")
+    self_paced_thresholds: tuple[float, float] = Field((0.5, 1.25), description="curriculum=self_paced: a prompt is in while its share of wrong answers under the policy is below "
+                                                       "1/K (Kumar et al. 2010), which grows from the first number to the second by a constant factor; above 1 is every prompt "
+                                                       "(numbers are ours).")
     passk_k: int = Field(1, ge=1, description="curriculum=pass_at_k: k.")
-    passk_samples: int = Field(8, ge=1, description="curriculum=pass_at_k: completions of the starting policy per prompt behind the first estimates, where no input prompt_stats "
+    passk_samples: int = Field(8, ge=1, description="curriculum=pass_at_k, self_paced: completions of the starting policy per prompt behind the first estimates, where no input prompt_stats "
                                                     "gives them; later groups of a prompt replace them.")
     difficulty_band: tuple[float, float] | None = Field(
         None, title="Difficulty band", description="Train only on prompts whose pass rate under the starting policy lies in [low, high] (DIFF-FILTER, texts 0.2 to 0.8 of 16 "
@@ -222,7 +225,7 @@ SPEC = StageSpec(
             "baselines": InputSpec("dataset", kinds=("baselines/1",), required=False,
                                    doc="Baseline per prompt (baseline=table, v_star); default: sampled first."),
             "prompt_stats": InputSpec("dataset", kinds=("prompt_stats/1",), required=False,
-                                      doc="Pass rates behind curriculum=pass_at_k and difficulty_band, the last of each prompt; default: sampled first."),
+                                      doc="Pass rates behind curriculum=pass_at_k, self_paced and difficulty_band, the last of each prompt; default: sampled first."),
             "stored": InputSpec("dataset", kinds=("rollouts/1",), required=False, doc="Train on these rollouts instead of sampling (off-policy presets).")},
     outputs={"model": OutputSpec("model", role="policy"), "rollouts": OutputSpec("dataset"),
              "trajectories": OutputSpec("dataset", required=False, doc="trajectories/1: every turn in an environment, with observations, reward and events."),
@@ -269,6 +272,8 @@ def resolve_preset(config: Config):
     falling = sorted(config.passk_bands, reverse=True) == config.passk_bands and all(0 <= b <= 1 for b in config.passk_bands)
     if config.curriculum == "pass_at_k" and not falling:
         raise ValueError(f"passk_bands={config.passk_bands} must fall from at most 1 to at least 0; write for example [0.75, 0.5, 0.25, 0.0].")
+    if config.curriculum == "self_paced" and not 0 < config.self_paced_thresholds[0] <= config.self_paced_thresholds[1]:
+        raise ValueError(f"self_paced_thresholds={list(config.self_paced_thresholds)} must be above 0 and not fall, so that more prompts come in; write for example [0.5, 1.25].")
     if config.curriculum == "pass_at_k" and config.passk_k > min(config.passk_samples, config.num_generations):
         raise ValueError(f"pass@{config.passk_k} needs as many samples of a prompt; write passk_k <= {min(config.passk_samples, config.num_generations)}, or raise passk_samples "
                          "and num_generations.")

@@ -12,6 +12,7 @@ from stages.generation import Sample, continuations, sample_groups, sampling_par
 from stages.modeling import weights_digest
 from stages.rewards import ON_TURNS
 from stages.sampling import SamplingParams
+from stages.schedules import ADMITTING
 from stages.training import TrainingError
 
 
@@ -91,7 +92,7 @@ def agent_for(config, row: RLPreset, renderer, rewards, stage) -> Agent | Debate
         if not any(c.kind == "debate" for c in rewards.components):
             raise ValueError("environment=debate is decided by a judge; add a reward of kind debate and the input judge (or an endpoint)")
         for name, on in ((f"baseline={row.baseline}", row.baseline in ("greedy", "table", "v_star")), ("advantage=vine", row.advantage == "vine"),
-                         ("curriculum=pass_at_k", config.curriculum == "pass_at_k")):
+                         (f"curriculum={config.curriculum}", config.curriculum in ADMITTING)):
             if on:
                 raise ValueError(f"{name} needs completions of one prompt, and a debate has two sides; write preset=dr_grpo or agent")
     refused = {"opponent": config.opponent != "self", "prompt_template": config.prompt_template != "chat", "mode_mix": config.mode_mix != "fresh",

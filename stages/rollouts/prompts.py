@@ -5,6 +5,7 @@
 ``cosine, gaussian``    a level of difficulty drawn by the part of the run that is done, then a prompt of it     (E2H)
 ``rerank``              by what each prompt's last group could teach, those without a signal left out           (PROMPT-RERANK)
 ``pass_at_k``           shuffled passes over the prompts whose pass@k is high enough for this part of the run    (PASSK-CURR)
+``self_paced``          the same over those whose share of wrong answers is below a threshold that grows        (SELF-PACED)
 
 ``difficulty_band`` leaves out prompts by their pass rate under the starting policy, whatever their order (DIFF-FILTER).
 """
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from stages.schedules import e2h_probabilities, learning_scores, pass_at_k_band, rerank
+from stages.schedules import ADMITTING, admitted_prompts, e2h_probabilities, learning_scores, rerank
 from stages.selection import difficulty_band, order_by_difficulty
 
 
@@ -49,9 +50,9 @@ class PromptOrder:
     def __init__(self, config, prompts: Sequence[tuple[dict, list[int]]], rng, total_steps: int):
         self.config, self.rng, self.total_steps = config, rng, total_steps
         self.cursor = 0                               # prompts taken so far
-        self.queue: list[int] = []                    # still to come in this pass (rerank, pass_at_k)
+        self.queue: list[int] = []                    # still to come in this pass (rerank, ADMITTING)
         self.scores: dict[str, float] = {}            # what each prompt's last group could teach, by row id (rerank)
-        self.counts: dict[str, tuple[int, int]] = {}  # samples and right ones of each prompt, by row id (pass_at_k, difficulty_band)
+        self.counts: dict[str, tuple[int, int]] = {}  # samples and right ones of each prompt, by row id (ADMITTING, difficulty_band)
         self._use(prompts)
 
     def _use(self, prompts) -> None:
@@ -67,7 +68,7 @@ class PromptOrder:
 
     def _index(self, k: int, version: int) -> int:
         config = self.config
-        if config.curriculum in ("rerank", "pass_at_k"):
+        if config.curriculum in ("rerank", *ADMITTING):
             self.queue = self.queue or (self._reranked() if config.curriculum == "rerank" else self._admitted(version))
             return self.queue.pop(0)
         if config.curriculum == "none":
@@ -86,7 +87,7 @@ class PromptOrder:
 
     def _admitted(self, version: int) -> list[int]:
         config = self.config
-        admitted = set(pass_at_k_band(self.counts, config.passk_k, config.passk_bands, version / self.total_steps))
+        admitted = set(admitted_prompts(config, self.counts, version / self.total_steps))
         known = [i for i, (row, _) in enumerate(self.prompts) if row["row_id"] in admitted]
         shuffled = [known[int(i)] for i in self.rng("prompts", self.cursor).permutation(len(known))]
         return shuffled[:max(config.prompts_per_step, 1)]  # judged anew for every batch
@@ -96,13 +97,13 @@ class PromptOrder:
         """Take note of new groups, dropped ones included."""
         if self.config.curriculum == "rerank":
             self.scores |= learning_scores({g.prompt["row_id"]: [s.total for s in g.samples if np.isfinite(s.total)] or [0.0] for g in groups})
-        if self.config.curriculum == "pass_at_k":
+        if self.config.curriculum in ADMITTING:
             self.counts |= {g.prompt["row_id"]: verdicts_of(g.samples) for g in groups}
 
     @property
     def wants_counts(self) -> bool:
         """Whether every prompt's pass rate must be known before the first prompt is taken."""
-        return not self.counts and (self.config.curriculum == "pass_at_k" or self.config.difficulty_band is not None)
+        return not self.counts and (self.config.curriculum in ADMITTING or self.config.difficulty_band is not None)
 
     def start_from(self, counts: dict[str, tuple[int, int]]) -> set[str]:
         """Pass rates of the starting policy, ``{row id: (samples, right ones)}``: the row ids of the prompts that are trained on.
@@ -148,7 +149,7 @@ def verdicts_of(samples: Iterable) -> tuple[int, int]:
     """(samples with a verdict, right ones) of a prompt; raises ValueError where nothing says what is right."""
     verdicts = [s.correct for s in samples if s.correct is not None]
     if not verdicts:
-        raise ValueError("curriculum=pass_at_k and difficulty_band need to know which completions are right; add a reward of kind verifier, code or "
+        raise ValueError("curriculum=pass_at_k, curriculum=self_paced and difficulty_band need to know which completions are right; add a reward of kind verifier, code or "
                          "environment, or leave them out.")
     return len(verdicts), sum(verdicts)
 

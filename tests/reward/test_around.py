@@ -151,7 +151,7 @@ def curve_of(result):
 
 def test_a_run_is_drawn_against_kl_in_units_of_its_start(tiny, runs, train):
     """Points by hand: sqrt(KL) = iteration / 5, means over what ended, z in standard deviations of the first iteration; the fall is found where it begins."""
-    result = train("overoptimisation", {"min_drop": 0.2, "patience": 2}, {"rollouts": runs["falls"], "model": tiny["policy"]})
+    result = train("overoptimisation", {"min_drop": 0.2, "patience": 2, "noise": 0}, {"rollouts": runs["falls"], "model": tiny["policy"]})
     points, rows = curve_of(result)
     start = np.array([k < 13 for k in range(39)], float)
     for t, right in ((0, 13), (5, 28), (9, 4)):
@@ -168,14 +168,16 @@ def test_a_run_is_drawn_against_kl_in_units_of_its_start(tiny, runs, train):
     assert points["iteration_3/gold"][0] == pytest.approx((13 + 16 + 19 + 22) / 4 / 39) and points["iteration_9/length"][0] == np.mean([6, 7, 8, 9, 10, 11])
     fine = train("overoptimisation", {"min_drop": 0.2}, {"rollouts": runs["rises"], "model": tiny["policy"]}, "fine")
     assert fine["summary"]["rl/diverged"] == 0.0 and not fine["warnings"] and fine["summary"]["rl/gold_peak_iteration"] == 9
-    judged = train("overoptimisation", {}, {"rollouts": runs["falls"], "model": tiny["policy"], "gold": tiny["reward"]}, "judged")
+    doubtful = train("overoptimisation", {"min_drop": 0.2, "patience": 2}, {"rollouts": runs["falls"], "model": tiny["policy"]}, "doubtful")
+    assert doubtful["summary"]["rl/diverged"] == 0.0, "ten prompts a point, whole prompts right or wrong: three standard errors are more than the fall"
+    judged = train("overoptimisation", {"noise": 0}, {"rollouts": runs["falls"], "model": tiny["policy"], "gold": tiny["reward"]}, "judged")
     points, _ = curve_of(judged)
     assert points["iteration_5/verdict"][0] == pytest.approx(28 / 39) != points["iteration_5/gold"][0] and judged["summary"]["rl/verdict_diverged"] == 1.0
 
 
 def test_arms_stand_side_by_side(tiny, runs, sums, train, tmp_path):
     """One figure and one table of all arms with best-of-n; gains on held-out prompts are paired with the start, by component; other protocols are refused."""
-    curves = {f"curves.{name}": train("overoptimisation", {"min_drop": 0.2, "patience": 2}, {"rollouts": path, "model": tiny["policy"]}, name)["outputs"]["curve"]["path"]
+    curves = {f"curves.{name}": train("overoptimisation", {"min_drop": 0.2, "patience": 2, "noise": 0}, {"rollouts": path, "model": tiny["policy"]}, name)["outputs"]["curve"]["path"]
               for name, path in runs.items()}
     curves["curves.best_of_n"] = train("overoptimisation", {}, {"candidates": sums["candidates"]}, "bon")["outputs"]["curve"]["path"]
 

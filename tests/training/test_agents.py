@@ -479,6 +479,29 @@ def test_prompts_are_admitted_by_pass_at_k(tiny, data, spec, tmp_path):
         resolve_preset(Config(curriculum="pass_at_k", passk_bands=[0.1, 0.5]))
 
 
+def test_self_paced_rl_lets_harder_prompts_in(tiny, data, spec, tmp_path):
+    """SELF-PACED: v = 1 iff the share of wrong answers is below 1/K, strictly; 1/K grows by a constant factor; the easiest where it would admit none."""
+    from stages.schedules import self_paced_admitted
+
+    counts = {"a": (4, 4), "b": (4, 2), "c": (4, 1), "d": (4, 0)}
+    assert self_paced_admitted(counts, (0.5, 2.0), 0.0) == ["a"] and self_paced_admitted(counts, (0.5, 2.0), 0.5) == ["a", "b", "c"], "1/K is 1 half way: a loss of 1 waits"
+    assert self_paced_admitted(counts, (0.5, 2.0), 0.51) == list("abcd") and self_paced_admitted({"c": (4, 1), "d": (4, 0), "e": (8, 2)}, (0.1, 2.0), 0.0) == ["c", "e"]
+    known = list(open_dataset(data["prompts"]).iter_rows(split="train"))
+    stats = [complete_row("prompt_stats/1", {"prompt_id": r["prompt_id"], "iteration": 0, "n": 8, "mean_reward": 0.0, "reward_std": 0.0, "pass_at_1": 1.0 if i % 5 == 0 else 0.25,
+                                             "mean_logprob": 0.0, "kept": True}, dataset="d", source="s", origin="ai") for i, r in enumerate(known)]
+    write_dataset(str(tmp_path / "stats"), "stats", "prompt_stats/1", stats)
+    made = spec("rl", {**SMALL, "preset": "grpo", "beta": 0.0, "environment": "", "max_completion_length": 8, "max_steps": 6, "curriculum": "self_paced",
+                       "self_paced_thresholds": [0.4, 1.25], "rewards": [{"kind": "verifier"}]}, {"model": tiny["policy"], "data": data["prompts"]}, "paced")
+    made["inputs"]["prompt_stats"] = {"kind": "dataset", "path": str(tmp_path / "stats"), "ref": "stats", "digest": "stats"}
+    rows = rows_of(execute(made, lambda event: None))
+    easy = {r["prompt_id"] for i, r in enumerate(known) if i % 5 == 0}
+    first, last = {r["prompt_id"] for r in rows if r["iteration"] == 0}, {r["prompt_id"] for r in rows if r["iteration"] == 5}
+    assert first <= easy and last - easy, "a loss of 0.75 is let in once 1/K has passed it"
+    with pytest.raises(Exception, match="must be above 0 and not fall"):
+        from stages.rl import resolve_preset
+        resolve_preset(Config(curriculum="self_paced", self_paced_thresholds=[0.8, 0.4]))
+
+
 def test_prompts_outside_the_difficulty_band_are_left_out(tiny, data, spec, tmp_path):
     """DIFF-FILTER: bounds are inclusive, the counts of all prompts stay in prompt_stats, none in the band is an error."""
     known = list(open_dataset(data["prompts"]).iter_rows(split="train"))
