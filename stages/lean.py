@@ -379,7 +379,7 @@ def blocks(segments, device, dtype) -> list[Block]:
         if len(group) == 1 and (len(group[0][1]) == 1 or length == group[0][0]):
             found.append(Block(length))
             continue
-        if len(group) == 1 and length > limit and device.type == "cpu" and 2 * _tree_size(*group[0]) < length * length and _keeps_sums():
+        if len(group) == 1 and length > limit and group[0][0] and device.type == "cpu" and 2 * _tree_size(*group[0]) < length * length and _keeps_sums():
             found.append(Block(length, tree=(group[0][0], tuple(r for r in group[0][1] if r))))
             continue
         owner, branch = [], []
@@ -394,8 +394,8 @@ def blocks(segments, device, dtype) -> list[Block]:
 
 
 def _tree_size(prompt: int, responses) -> int:
-    """Pairs of tokens that attention over a prompt and its responses takes; without a prompt there is no such attention."""
-    return prompt * (prompt + sum(responses)) + sum(r * r for r in responses) if prompt else 1 << 60
+    """Pairs of tokens that attention over a prompt and its responses takes."""
+    return prompt * (prompt + sum(responses)) + sum(r * r for r in responses)
 
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -403,6 +403,7 @@ _flash_back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backwar
 
 
 @functools.cache
+@torch.inference_mode(False)  # the first to ask may be computing without gradients, and everyone must get the same answer
 def _keeps_sums() -> bool:
     """Whether torch's CPU attention gives its log-sums and takes those of a larger sum in backward, as :class:`_Tree` needs (tried once)."""
     try:

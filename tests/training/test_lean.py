@@ -64,6 +64,14 @@ def test_states_and_gradients_are_the_models_own(family, form):
         assert torch.allclose(our_grads[name], grad, atol=1e-5 * float(grad.abs().max())), name
 
 
+@pytest.mark.parametrize("mode", (torch.inference_mode, torch.no_grad, torch.enable_grad))
+def test_who_asks_first_does_not_decide_how_long_groups_attend(mode):
+    """Reference log-probs come first in one run and an update in its continuation; both must add in the same order."""
+    lean._keeps_sums.cache_clear()
+    with mode():
+        assert lean._keeps_sums()
+
+
 @pytest.mark.parametrize("family", ("llama", "qwen3"))
 @pytest.mark.parametrize("prompt, responses", ((85, (64,) * 8), (30, (40, 7, 7, 130, 1, 64)), (1, (200, 2, 200)), (150, (1, 1, 1, 150, 150, 150))))
 def test_long_groups_attend_part_by_part(family, prompt, responses, monkeypatch):
