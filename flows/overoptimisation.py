@@ -29,9 +29,9 @@ from stages.rewards import RewardComponent
 from stages.rl import Config as RLConfig
 
 
-def rewards(*more: RewardComponent) -> list[RewardComponent]:
+def rewards() -> list[RewardComponent]:
     """The proxy is the reward; the verifier's verdicts are stored beside it and weigh nothing."""
-    return [RewardComponent(name="proxy", kind="model"), RewardComponent(name="verifier", kind="verifier", weight=0.0, on_missing="skip"), *more]
+    return [RewardComponent(name="proxy", kind="model"), RewardComponent(name="verifier", kind="verifier", weight=0.0, on_missing="skip")]
 
 
 class Config(IteratedConfig):

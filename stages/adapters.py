@@ -60,8 +60,13 @@ def output_weight(output) -> torch.Tensor:
     weight = output.base_layer.weight
     with torch.autocast(weight.device.type, enabled=False):
         for adapter in () if output.disable_adapters else output.active_adapters:
-            weight = weight + output.scaling[adapter] * (output.lora_B[adapter].weight @ output.lora_A[adapter].weight)
+            weight = weight + _update(output, adapter)
     return weight
+
+
+def _update(layer, adapter: str, read=lambda factor: factor) -> torch.Tensor:
+    """What an adapter adds to its layer's weight, (alpha / r) B A; ``read`` is put between it and the factors."""
+    return layer.scaling[adapter] * (read(layer.lora_B[adapter].weight) @ read(layer.lora_A[adapter].weight))
 
 
 @contextlib.contextmanager
@@ -106,7 +111,7 @@ def plain_parameters(model) -> Iterator[tuple[str, torch.Tensor]]:
         if path and kind == "weight":
             layer = base.get_submodule(path)
             for adapter in layer.active_adapters:
-                delta = layer.scaling[adapter] * (sharding.whole(layer.lora_B[adapter].weight) @ sharding.whole(layer.lora_A[adapter].weight))
+                delta = _update(layer, adapter, sharding.whole)
                 value = value + (delta.t() if getattr(layer, "fan_in_fan_out", False) else delta)
         yield plain, value
         del value  # before the next one is gathered

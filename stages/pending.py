@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -19,8 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stages import ranks, sharding
-from stages.tensor_files import NAMES
+from stages import ranks, sharding, tensor_files
 
 
 @dataclass
@@ -164,7 +162,7 @@ def write(model, directory: str | Path, largest: str | int | None = None) -> boo
             path, at = places[name]
             with open(path, "r+b") as handle:
                 handle.seek(at)
-                handle.write(memoryview(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+                handle.write(tensor_files.raw(value))
         del value  # before the next one is gathered
     return True
 
@@ -197,14 +195,8 @@ def layout(base, shapes: dict[str, torch.Tensor], directory: str | Path, largest
 
 def begin(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
     """A safetensors file of these shapes with room for the values; where in it each one starts. Wide types come first, then names in order."""
-    header, at = {"__metadata__": {"format": "pt"}}, 0
-    for name, tensor in sorted(tensors.items(), key=lambda entry: (-entry[1].element_size(), entry[0])):
-        size = tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
-        at += size
-    head = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    head += b" " * (-len(head) % 8)
+    start, places, length = tensor_files.header(dict(sorted(tensors.items(), key=lambda entry: (-entry[1].element_size(), entry[0]))), {"format": "pt"})
     with open(path, "wb") as handle:
-        handle.write(struct.pack("<Q", len(head)) + head)
-        handle.truncate(8 + len(head) + at)
-    return {name: 8 + len(head) + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
+        handle.write(start)
+        handle.truncate(length)
+    return places

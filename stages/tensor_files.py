@@ -15,7 +15,7 @@ import torch
 
 from stages import ranks, sharding
 
-NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}
+_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}
 
 
 def writer_of(tensors: Mapping[str, torch.Tensor]) -> Callable[[Path], None]:
@@ -35,18 +35,29 @@ def writer_of(tensors: Mapping[str, torch.Tensor]) -> Callable[[Path], None]:
     return write
 
 
-def _write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    header, at = {"__metadata__": metadata}, 0
+def header(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> tuple[bytes, dict[str, int], int]:
+    """The start of a safetensors file, where in the file each tensor's values begin, in the mapping's order, and the file's length."""
+    entries, at = {"__metadata__": metadata}, 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
         at += size
-    head = json.dumps(header, separators=(",", ":")).encode()
+    head = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     head += b" " * (-len(head) % 8)
+    start = struct.pack("<Q", len(head)) + head
+    return start, {name: len(start) + entries[name]["data_offsets"][0] for name in tensors}, len(start) + at
+
+
+def raw(tensor: torch.Tensor) -> memoryview:
+    """A tensor's values as a safetensors file holds them."""
+    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
     with open(path, "wb") as handle:
-        handle.write(struct.pack("<Q", len(head)) + head)
+        handle.write(header(tensors, metadata)[0])
         for tensor in tensors.values():
-            handle.write(memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+            handle.write(raw(tensor))
 
 
 class TensorFiles:

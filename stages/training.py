@@ -48,6 +48,10 @@ class Sums:
     loss: dict[str, tuple[torch.Tensor, str]]
     metrics: dict[str, tuple[torch.Tensor, str]] = field(default_factory=dict)
 
+    def divided(self, counts: dict[str, float]) -> torch.Tensor:
+        """The loss: every sum by its count of the whole step."""
+        return sum(total / max(counts[by], 1e-12) for total, by in self.loss.values())
+
 
 class Objective(Protocol):
     def counts(self, items: Sequence[Item]) -> dict[str, float]:
@@ -186,7 +190,7 @@ class Trainer:
     def backward(self, group: list[Item], counts: dict[str, float], counted: bool = True) -> Sums:
         """Forward and backward of one micro-batch of a step with these counts; gradients are added up (zeros if not ``counted``)."""
         sums = self._sums(group)
-        loss = sum(total / max(counts[by], 1e-12) for total, by in sums.loss.values())
+        loss = sums.divided(counts)
         if not counted:
             loss = 0.0 * loss
         if loss.requires_grad:

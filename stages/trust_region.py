@@ -25,7 +25,7 @@ from stages import lean, ranks
 from stages.batching import Item, collate, pad
 from stages.divergence import exact_kl
 from stages.modeling import Head, _head_chunks, head_of, hidden_states, precise
-from stages.training import Sums, Trainer, TrainingError
+from stages.training import Trainer, TrainingError
 
 
 def conjugate_gradient(product, b: torch.Tensor, iterations: int, tolerance: float = 1e-10) -> tuple[torch.Tensor, float]:
@@ -88,7 +88,7 @@ class TrustRegionTrainer(Trainer):
         g = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device, dtype=parameters[0].dtype)
         for batch in batches:
             sums = self.objective(self.model, batch)
-            g -= flat(torch.autograd.grad(divided(sums, counts), parameters, allow_unused=True), parameters)
+            g -= flat(torch.autograd.grad(sums.divided(counts), parameters, allow_unused=True), parameters)
             self._add(totals, sums, counts)
         ranks.sum_tensor(g)
         totals = ranks.sum_numbers(totals)
@@ -119,7 +119,7 @@ class TrustRegionTrainer(Trainer):
         def try_step(fraction):
             assign(parameters, start + fraction * step)
             with torch.no_grad():
-                moved = sum(float(divided(self.objective(self.model, batch), counts)) for batch in batches)
+                moved = sum(float(self.objective(self.model, batch).divided(counts)) for batch in batches)
             whole = ranks.sum_numbers({"loss": moved, "kl": self._kl_sum(old, batches)})
             return whole["kl"] / tokens, loss - whole["loss"]
 
@@ -156,10 +156,6 @@ class TrustRegionTrainer(Trainer):
         """Exact KL(old||new), summed over these batches' trained tokens."""
         return float(sum(exact_kl(head, hidden, head_of(self.model), hidden_states(self.model, batch, batch.src_N), self.config.temperature).sum()
                          for (head, hidden), batch in zip(old, batches)))
-
-
-def divided(sums: Sums, counts) -> torch.Tensor:
-    return sum(total / max(counts[by], 1e-12) for total, by in sums.loss.values())
 
 
 class _Read(nn.Module):
