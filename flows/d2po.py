@@ -9,6 +9,7 @@ model, which then labels many fresh answers for DPO. Steps of round k: `gold_k` 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pydantic import Field
@@ -28,7 +29,8 @@ class GoldConfig(IteratedConfig):
     gold: RejectionConfig = Field(RejectionConfig(num_generations=4, max_prompts=100, temperature=0.9, allow_empty=True),
                                   description="Answers that get gold labels in each round: gold.rewards gives them, gold.max_prompts is the budget in prompts.")
     gold_pairs: PreferencesConfig = Field(PreferencesConfig(select="all"), description="Pairs from the gold-labelled answers.")
-    gold_memory: Literal["all", "round"] = Field("all", description="The reward model learns from the gold labels of all rounds so far, or of this round only.")
+    gold_memory: Literal["all", "round", "replay"] = Field("all", description="The reward model learns from the gold labels of all rounds so far, of this round only, or of "
+                                                                              "this round and a share of the earlier ones (train_reward_model.replay_fraction).")
     discriminator: Literal["continue", "restart"] = Field("continue", description="Each round's reward model goes on from the last one, or starts anew from the policy.")
 
 
@@ -40,16 +42,28 @@ class Config(GoldConfig):
     align: AlignConfig = Field(AlignConfig(), description="Direct alignment of each round.")
 
 
-def refreshed(run: Run, source: Source, config: GoldConfig, k: int, policy: str, start: str, prompts: str, judge: str | None, bought: dict) -> tuple[str, dict, dict]:
-    """(reward model, gold labels so far, what happened) after round k's labels of the policy's fresh answers (rm.refresh)."""
+@dataclass
+class Labels:
+    """Gold labels so far, by round: the labelled answers and the pairs from them (``pairs`` may also hold those that the first reward model saw)."""
+
+    candidates: dict[str, str] = field(default_factory=dict)
+    pairs: dict[str, str] = field(default_factory=dict)
+
+
+def refreshed(run: Run, source: Source, config: GoldConfig, k: int, policy: str, start: str, prompts: str, judge: str | None, labels: Labels) -> tuple[str, dict]:
+    """(reward model, what happened) after round k's labels of the policy's fresh answers, which are added to ``labels`` (rm.refresh)."""
     labelled = run("rejection", f"gold_{k}", model=policy, prompts=prompts, **reward_inputs(source, config, config.gold.rewards, start),
                    config=next_prompts(config.gold, k), seed=run.seed + k)
-    bought = (bought if config.gold_memory == "all" else {}) | {f"round_{k}": labelled["candidates"]}
-    fresh = run("preferences", f"gold_pairs_{k}", candidates=bought, config=config.gold_pairs, seed=run.seed + k)["data"]
+    earlier = labels.pairs if config.gold_memory == "replay" else {}
+    name = f"round_{k}"
+    labels.candidates[name] = labelled["candidates"]
+    known = labels.candidates if config.gold_memory == "all" else {name: labelled["candidates"]}
+    fresh = run("preferences", f"gold_pairs_{k}", candidates=known, config=config.gold_pairs, seed=run.seed + k)["data"]
     goes_on = judge is not None and config.discriminator == "continue"
-    learned = run("reward_model", f"discriminator_{k}", model=judge if goes_on else start, data=fresh, previous=judge, seed=run.seed + k, name_as=f"discriminator-{k}",
-                  config=config.train_reward_model.model_copy(update={"init_head": "keep"} if goes_on else {}))
-    return learned["model"], bought, {"round": k, "gold_labels": labelled.metrics.get("completions"), "accuracy_before": learned.metrics.get("previous/accuracy"),
+    learned = run("reward_model", f"discriminator_{k}", model=judge if goes_on else start, data=fresh, previous=judge, replay=earlier or None, seed=run.seed + k,
+                  name_as=f"discriminator-{k}", config=config.train_reward_model.model_copy(update={"init_head": "keep"} if goes_on else {}))
+    labels.pairs = {**labels.pairs, name: fresh}
+    return learned["model"], {"round": k, "gold_labels": labelled.metrics.get("completions"), "accuracy_before": learned.metrics.get("previous/accuracy"),
                                       "accuracy": learned.metrics.get("validation/accuracy")}
 
 
@@ -59,10 +73,10 @@ def d2po(run: Run, config: Config) -> dict:
     source = Source(run, config)
     prompts = ingest(run, "prompts", source("prompts"), config)
     start = starting_policy(run, source, config)
-    policy, judge, models, bought, history = start, config.reward_model, {"start": start}, {}, []
+    policy, judge, models, labels, history = start, config.reward_model, {"start": start}, Labels(), []
     for k in range(1, config.rounds + 1):
         seed = run.seed + k
-        judge, bought, happened = refreshed(run, source, config, k, policy, start, prompts, judge, bought)
+        judge, happened = refreshed(run, source, config, k, policy, start, prompts, judge, labels)
         sampled = run("rejection", f"sample_{k}", model=policy, prompts=prompts, reward_model=judge, config=next_prompts(config.sample, k), seed=seed,
                       **reward_inputs(source, config, config.sample.rewards, policy))
         pairs = run("preferences", f"pairs_{k}", candidates=sampled["candidates"], config=config.pairs, seed=seed)["data"]

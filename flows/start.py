@@ -99,10 +99,13 @@ def scorer(run: Run, source: Source, config: Any, components: list, start: str) 
     """The reward model that the components ask for: the given one, else one trained on the pairs; None when none asks."""
     if not any(component.kind == "model" for component in components):
         return None
-    if config.reward_model is not None:
-        return config.reward_model
+    return config.reward_model if config.reward_model is not None else trained_scorer(run, source, config, start)[0]
+
+
+def trained_scorer(run: Run, source: Source, config: Any, start: str) -> tuple[str, str]:
+    """(reward model trained on the pairs, the pairs)."""
     pairs = ingest(run, "pairs", source("pairs"), config)
-    return run("reward_model", "train_reward_model", model=start, data=pairs, config=config.train_reward_model, name_as="reward")["model"]
+    return run("reward_model", "train_reward_model", model=start, data=pairs, config=config.train_reward_model, name_as="reward")["model"], pairs
 
 
 def reward_inputs(source: Source, config: Any, components: list, policy: str) -> dict[str, str]:

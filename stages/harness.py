@@ -38,7 +38,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Callable, Iterator
 
-from stages import randomness
+from stages import allocator, randomness
 from stages.registry import get_stage
 from stages.spec import ConfigError, StageConfig, StageSpec, parse_config
 from storage.checkpoints import Checkpoint, Checkpoints
@@ -521,6 +521,7 @@ def main(spec_path: str) -> int:
     devices = int(spec.get("devices") or 1)
     if devices > 1 and "RANK" not in os.environ:
         return _launch_ranks(spec_path, devices, Path(spec["workdir"]))
+    allocator.keep_freed_memory()
     emit = _line_emitter()
     failed = emit
     if "RANK" in os.environ:

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 FIXED_ROPE = {"default", "linear", "llama3", "yarn"}  # tables that do not depend on the running length
 _CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 #: Tokens whose elementwise work is done at a time on the CPU, so that it stays in cache between the matrix products.
-CHUNK = 512
+CHUNK = 1024
 #: Tokens of short items that attend in one call, behind a mask, instead of one call each.
 BLOCK = {"cpu": 256, "cuda": 2048}
 
@@ -180,19 +180,18 @@ class _Gradients:
 
 
 def _normalised(x, gain, eps: float):
-    """RMS norm of x [u, M] in x's own precision: (x / rms * gain, 1 / rms [u, 1])."""
-    rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True).add_(eps))
+    """RMS norm of x [..., M] in x's own precision: (x / rms * gain, 1 / rms [..., 1])."""
+    rstd = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
     return (x * rstd).mul_(gain), rstd
 
 
-def _normalised_back(grad, x, rstd, gain, grad_gain):
-    """Gradient of `_normalised` with respect to x; adds the gain's gradient to `grad_gain` when it is not None."""
-    hat = x * rstd
+def _normalised_back(grad, hat, rstd, gain, grad_gain):
+    """Gradient of `_normalised` with respect to x, where hat = x * rstd; adds the gain's gradient to `grad_gain` when it is not None."""
+    both = grad * hat
     if grad_gain is not None:
-        grad_gain += (grad * hat).sum(0) if grad.ndim == 2 else (grad * hat).sum((0, 1))
-    grad = grad * gain
-    shared = (grad * hat).mean(-1, keepdim=True)
-    return grad.addcmul_(hat, shared, value=-1).mul_(rstd)
+        grad_gain += both.sum(0)
+    shared = (both @ gain).mul_(1.0 / hat.shape[-1])[..., None] if gain.ndim == 1 else both.mul_(gain).mean(-1, keepdim=True)
+    return (grad * gain).addcmul_(hat, shared, value=-1).mul_(rstd)
 
 
 def _chunks(n: int, device) -> list[slice]:
@@ -223,22 +222,24 @@ class _Project(Function):
         head_norm = q_gain is not None
         raw = x.new_empty(x.shape[0], b, dtype=shape.low) if head_norm else None
         gains = _head_gains(q_gain, k_gain, shape) if head_norm else None
+        rstd = x.new_empty(x.shape[0], 1)
         for rows in _chunks(x.shape[0], x.device):
-            normed = _normalised(x[rows], gain, shape.eps)[0].to(shape.low)
+            normed, rstd[rows] = _normalised(x[rows], gain, shape.eps)
+            normed = normed.to(shape.low)
             for part, scale, to in zip(parts, scales, (slice(0, a), slice(a, b), slice(b, None))):
                 target = raw if head_norm and to.stop is not None else out
                 _multiply(normed, part, scale, out=target[rows, to])
             if head_norm:
                 heads = raw[rows].view(-1, shape.heads + shape.groups, shape.head_dim)
                 out[rows, :b] = _normalised(heads.to(x.dtype), gains, shape.eps)[0].flatten(1).to(shape.low)
-            _rotate(out[rows, :b], turn[rows], x.dtype)
-        ctx.save_for_backward(x, gain, q_gain, k_gain, turn, raw, *tensors)
+            out[rows, :b] = _rotated(out[rows, :b], turn[rows], x.dtype)
+        ctx.save_for_backward(x, rstd, gain, q_gain, k_gain, turn, raw, *tensors)
         ctx.settings = shape, scales
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        x, gain, q_gain, k_gain, turn, raw, *tensors = ctx.saved_tensors
+        x, rstd, gain, q_gain, k_gain, turn, raw, *tensors = ctx.saved_tensors
         shape, scales = ctx.settings
         parts = _cast(tensors, shape.low)
         parts[0], parts[1] = _turned(parts[0], shape.heads), _turned(parts[1], shape.groups)
@@ -251,20 +252,18 @@ class _Project(Function):
         grad_gains = torch.zeros_like(gains) if raw is not None else None
         back = turn.conj()
         for rows in _chunks(x.shape[0], x.device):
-            normed, rstd = _normalised(x[rows], gain, shape.eps)
-            normed = normed.to(shape.low)
-            qk = grad[rows, :b].contiguous()
-            _rotate(qk, back[rows], x.dtype)
+            hat = x[rows] * rstd[rows]
+            normed = (hat * gain).to(shape.low)
+            qk = _rotated(grad[rows, :b], back[rows], x.dtype)
             if raw is not None:
                 heads = raw[rows].view(-1, shape.heads + shape.groups, shape.head_dim).to(x.dtype)
                 incoming = qk.view_as(heads).to(x.dtype)
                 head_rstd = torch.rsqrt(heads.pow(2).mean(-1, keepdim=True).add_(shape.eps))
-                grad_gains += (incoming * heads * head_rstd).sum(0)
-                qk = _normalised_back(incoming, heads, head_rstd, gains, None).flatten(1).to(shape.low)
+                qk = _normalised_back(incoming, heads * head_rstd, head_rstd, gains, grad_gains).flatten(1).to(shape.low)
             dx = sums.back(0, qk[:, :a], normed, parts[0], scales[0])
             dx = sums.back(1, qk[:, a:], normed, parts[1], scales[1], into=dx)
             dx = sums.back(2, grad[rows, b:], normed, parts[2], scales[2], into=dx)
-            grad_x[rows] = _normalised_back(dx.to(x.dtype), x[rows], rstd, gain, grad_gain)
+            grad_x[rows] = _normalised_back(dx.to(x.dtype), hat, rstd[rows], gain, grad_gain)
         for k, count in ((0, shape.heads), (1, shape.groups)):  # back to the model's own order of rows
             for i in (4 * k, 4 * k + 1, 4 * k + 3):
                 if sums.sums[i] is not None:
@@ -287,14 +286,10 @@ def _head_gains(q_gain, k_gain, shape):
     return torch.cat([interleave(q_gain, 1).expand(shape.heads, -1), interleave(k_gain, 1).expand(shape.groups, -1)])
 
 
-def _rotate(qk, turn, wide: torch.dtype) -> None:
-    """In place: q and k [u, (H + K) D] in pairs, times turn [u, 1, D / 2] complex."""
-    u, half = qk.shape[0], turn.shape[-1]
-    turned = torch.view_as_complex(qk.to(wide).view(u, -1, half, 2)) * turn if qk.dtype != wide or not qk.is_contiguous() else None
-    if turned is None:
-        torch.view_as_complex(qk.view(u, -1, half, 2)).mul_(turn)
-    else:
-        qk.copy_(torch.view_as_real(turned).view(u, -1))
+def _rotated(qk, turn, wide: torch.dtype):
+    """q and k [u, (H + K) D] in pairs, times turn [u, 1, D / 2] complex, in their own type: a new tensor."""
+    pairs = torch.view_as_complex(qk.to(wide).unflatten(1, (-1, turn.shape[-1], 2)))
+    return torch.view_as_real(pairs * turn).flatten(1).to(qk.dtype)
 
 
 class _Finish(Function):
@@ -306,19 +301,21 @@ class _Finish(Function):
         wide = gate_part[0].shape[0]
         middle, out = torch.empty_like(x), torch.empty_like(x)
         gate_up = x.new_empty(x.shape[0], 2 * wide, dtype=shape.low)
+        rstd = x.new_empty(x.shape[0], 1)
         for rows in _chunks(x.shape[0], x.device):
             h = torch.add(x[rows], _multiply(attended[rows], out_part, scales[0]), out=middle[rows])
-            normed = _normalised(h, gain, shape.eps)[0].to(shape.low)
+            normed, rstd[rows] = _normalised(h, gain, shape.eps)
+            normed = normed.to(shape.low)
             gate = _multiply(normed, gate_part, scales[1], out=gate_up[rows, :wide])
             up = _multiply(normed, up_part, scales[2], out=gate_up[rows, wide:])
             torch.add(h, _multiply(F.silu(gate).mul_(up), down_part, scales[3]), out=out[rows])
-        ctx.save_for_backward(attended, middle, gate_up, gain, *tensors)
+        ctx.save_for_backward(attended, middle, rstd, gate_up, gain, *tensors)
         ctx.settings = shape, scales
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        attended, middle, gate_up, gain, *tensors = ctx.saved_tensors
+        attended, middle, rstd, gate_up, gain, *tensors = ctx.saved_tensors
         shape, scales = ctx.settings
         parts = _cast(tensors, shape.low)
         wide = gate_up.shape[1] // 2
@@ -329,18 +326,15 @@ class _Finish(Function):
         for rows in _chunks(middle.shape[0], middle.device):
             upper = grad[rows]
             gate, up = gate_up[rows, :wide], gate_up[rows, wide:]
-            gated = torch.sigmoid(gate)
-            silu = gate * gated
+            silu = F.silu(gate)
             inner = sums.back(3, upper.to(shape.low), silu * up, parts[3], scales[3])
-            grad_up = silu.mul_(inner) if silu.dtype == inner.dtype else silu * inner
-            # d silu / d gate = s (1 + gate (1 - s))
-            slope = torch.addcmul(gated, gate * gated, 1.0 - gated)
-            grad_gate = inner.mul_(up).mul_(slope)
-            normed, rstd = _normalised(middle[rows], gain, shape.eps)
-            normed = normed.to(shape.low)
+            grad_up = silu.mul_(inner)
+            grad_gate = torch.ops.aten.silu_backward(inner.mul_(up), gate)
+            hat = middle[rows] * rstd[rows]
+            normed = (hat * gain).to(shape.low)
             dx = sums.back(1, grad_gate, normed, parts[1], scales[1])
             dx = sums.back(2, grad_up, normed, parts[2], scales[2], into=dx)
-            h = torch.add(upper, _normalised_back(dx.to(middle.dtype), middle[rows], rstd, gain, grad_gain), out=grad_x[rows])
+            h = torch.add(upper, _normalised_back(dx.to(middle.dtype), hat, rstd[rows], gain, grad_gain), out=grad_x[rows])
             grad_attended[rows] = sums.back(0, h.to(shape.low), attended[rows], parts[0], scales[0])
         return (grad_x, grad_attended, grad_gain, None, None, *sums.done())
 

@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 
 from stages.reward_objectives import KINDS
 from stages.settings import OptimizerConfig
-from stages.spec import InputSpec, OutputSpec, StageSpec
+from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 
 class Config(OptimizerConfig):
@@ -71,6 +71,7 @@ class Config(OptimizerConfig):
 
     anchor: Literal["auto", "none", "chosen", "demonstrations", "generations"] = Field(
         "auto", description="Answers whose mean score becomes 0 (rm.calibrate): chosen ones, or the `anchor` input; auto: chosen for rankings, else none.")
+    replay_fraction: float = Field(0.1, gt=0, lt=1, description="Share of the training rows that are drawn from the `replay` input (iterative GRPO .1); fewer where it has fewer.")
     drift_alarm: float = Field(0.05, ge=0, le=1, description="Fall in accuracy of the `previous` model on these rows that warns (rm.refresh; catalogue H: 5 points).")
     eval_every: int = Field(0, ge=0, description="Optimizer steps between validation passes; 0 = only at start and end.")
     eval_rows: int = Field(2000, ge=0, description="Held-out rows used at most.")
@@ -95,6 +96,7 @@ SPEC = StageSpec(
             "data": InputSpec("dataset", kinds=KINDS, doc="Pairs, rankings, ratings, labels or steps; validation and test splits judge the model."),
             "anchor": InputSpec("dataset", kinds=("demonstrations/1", "candidates/1"), required=False,
                                 doc="Answers whose mean score becomes 0 (anchor=demonstrations or generations)."),
+            "replay": InputSpec("dataset", kinds=KINDS, required=False, many=True, doc="Earlier rows of the same kind, a share of which is trained on again (replay_fraction)."),
             "previous": InputSpec("model", required=False, doc="The reward model that these rows, from the newer policy, replace: its drift is measured.")},
     outputs={"model": OutputSpec("model", role="reward")})
 
@@ -264,6 +266,8 @@ def run(stage):
     setup.separator = step_separator(data, config)
     dropped = Counter()
     train = setup.items(data, config.split, dropped, training=True)
+    replayed = replay(stage, setup, len(train))
+    train += replayed
     validation = setup.items(data, "validation", Counter(), config.eval_rows)
     stage.log(f"{setup.row.name} on {data.kind}: {len(train)} training rows, {len(validation)} validation; dropped {dict(dropped)}")
     source = staged_rows(stage, train, setup.config)
@@ -279,6 +283,8 @@ def run(stage):
                **{f"dropped/{k}": v for k, v in sorted(dropped.items())}, **{f"train/final_{k}": final[k] for k in ("accuracy", "loss") if k in final}}
     if data.kind == "pairs/1":
         summary["pairs"] = len(train)
+    if stage.many("replay"):
+        summary["replayed"] = len(replayed)
     judged = {}
     for split in ("validation", "test"):
         found = held_out(stage, setup.scorer(stage, card), data, split, limit=config.eval_rows, probe_pairs=config.probe_pairs if split == "test" else 0)
@@ -295,6 +301,21 @@ def run(stage):
     if judged:
         warn_about(stage, best, final.get("accuracy"))
     training_report(stage, f"Reward model ({setup.row.name})", summary)
+
+
+def replay(stage, setup: Setup, fresh: int) -> list:
+    """Items of earlier rows, drawn once each with the stage's seed, so many that they are `replay_fraction` of all training rows."""
+    from collections import Counter
+
+    older = [stage.dataset(f"replay.{name}" if name else "replay") for name in sorted(stage.many("replay"))]
+    kind = stage.dataset("data").kind
+    for dataset in older:
+        if dataset.kind != kind:
+            raise ConfigError(f"replay holds {dataset.kind} and data {kind}; give earlier rows of the kind {kind}")
+    rows = [item for dataset in older for item in setup.items(dataset, setup.config.split, Counter())]
+    share = setup.config.replay_fraction
+    wanted = min(len(rows), round(fresh * share / (1.0 - share)))
+    return [rows[i] for i in sorted(stage.rng("replay").permutation(len(rows))[:wanted])]
 
 
 def drift(stage, data, new: dict[str, float]) -> dict[str, float]:

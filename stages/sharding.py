@@ -7,16 +7,14 @@ averaged: the step has divided by the counts of all ranks already. Layers run th
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import ctypes
 import math
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from stages import lean, ranks
+from stages import allocator, lean, ranks
 
 
 class Root(nn.Module):
@@ -38,7 +36,7 @@ def shard(model, device: str) -> Root:
 
     ranks.connect(device)
     if device == "cpu":
-        _return_freed_memory()
+        allocator.return_freed_memory()
     mesh = init_device_mesh(device.split(":")[0], (ranks.world_size(),))
     root = Root(model)
     for layer in layers_of(model):
@@ -53,13 +51,6 @@ def shard(model, device: str) -> Root:
     model._posttrain_lean = False
     model.__dict__["_posttrain_root"] = root  # not a submodule: the root holds the model
     return root
-
-
-def _return_freed_memory() -> None:
-    """Give every block of a MiB and more a mapping of its own from now on. glibc else keeps freed ones of up to 32 MiB for later, and gathered layers
-    come and go between weights that stay, so a process would grow to the whole model all the same."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
 
 
 def asked(config) -> bool:

@@ -332,7 +332,7 @@ def fit(stage, trainer: Trainer, source: Source, *, evaluate: Callable[[], dict[
         the evaluations of the starting and of the final weights (``{}`` without ``evaluate``), the same whether resumed or not.
 
     ``tokens_per_second`` (a ``perf`` number, not an output) counts the real tokens of the rows, prompt and completion, over
-    whole steps after the first.
+    whole steps after the first, as ``steps_per_second`` does.
     """
     if trainer.config.select_by and evaluate is None:
         raise TrainingError(f"select_by={trainer.config.select_by} needs validation rows and there are none; give a dataset with a validation split, or drop select_by")
@@ -378,7 +378,7 @@ def fit(stage, trainer: Trainer, source: Source, *, evaluate: Callable[[], dict[
             seconds += elapsed
         stage.progress(step, trainer.total_steps, f"loss {metrics.get('loss', float('nan')):.4f}")
         if seconds and (step == trainer.total_steps or step % 10 == 0):
-            stage.perf(step, {"tokens_per_second": tokens / seconds, "step_seconds": elapsed})
+            stage.perf(step, {"tokens_per_second": tokens / seconds, "steps_per_second": (step - first - 1) / seconds, "step_seconds": elapsed})
         # Ranks must agree on when to save, and their clocks do not.
         due = step < trainer.total_steps and (time.monotonic() - last_save >= checkpoint_seconds())
         if ranks.gather(due)[0] and not stop:

@@ -1,10 +1,12 @@
 """Whole-step training speed and peak memory next to TRL 1.16: same model, rows, effective batch, precision, steps, one run.
 
-    python -m tests.bench.bench_trl --sft gsm8k_train.jsonl --pairs hh.jsonl.gz [--work sft reward_model align rl] [--size 6 28] [--repeats 3]
+    python -m tests.bench.bench_trl --sft gsm8k_train.jsonl --pairs hh.jsonl.gz [--work sft reward_model align rl rl_trained] [--size 6 28] [--repeats 3]
 
 Both sides are processes of their own, interleaved; ours goes through ``posttrain stage``. Tokens are the real (unpadded) tokens
 of the rows, prompt and completion (a pair counts its prompt twice, as TRL's rows do); time is whole steps after the first.
-For ``rl`` generated tokens are counted. Needs the extra ``bench``.
+GRPO is counted in prompts per second: ``rl`` starts from an untrained model, whose completions all run to 64 tokens and all groups of which are trained
+on; ``rl_trained`` from one after 200 steps of sft on GSM8K, whose completions end by themselves before 256 tokens and whose reward is the answer's
+format, so that some groups agree. Needs the extra ``bench``.
 
 Notes, 2 CPU cores with nothing else running, torch 2.13 float32 (a 2048 x 2048 product: 288 GFLOP/s), medians of two interleaved repeats; memory is the
 process's peak resident set. A pair's prompt counts twice in tokens, as in TRL's rows, though it is computed once:
@@ -41,9 +43,9 @@ STEPS, BATCH, LENGTH = 8, 16, 512
 SIZES = {6: {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 5}, 28: {"hidden_size": 512, "intermediate_size": 1280, "num_hidden_layers": 8}}
 
 
-#: The reward of ``rl`` on both sides: whether a completion holds this letter. About half of an untrained model's do, so every group has a signal
-#: and is trained on; with answers to check all groups would be dead, which one side leaves out and the other does not.
-LETTER = "x"
+#: GRPO: steps of sft before it, longest completion, and the reward on both sides: whether the completion matches. About half of an untrained model's
+#: hold an x, so every group has a signal; with answers to check all groups would be dead, which one side leaves out and the other does not.
+GRPO = {"rl": (0, 64, "x"), "rl_trained": (200, 256, r"#### -?[\d,]+$")}
 
 
 def read(path: str, n: int) -> list[dict]:
@@ -73,6 +75,7 @@ def prepare(folder: Path, sft: str, pairs: str, size: int) -> dict[str, float]:
 
     n = STEPS * BATCH
     questions = read(sft, n)
+    start = read(sft, 2048)
     dialogues = [r for r in read(pairs, 4 * n) if r["chosen"] != r["rejected"]]
 
     def split(text):
@@ -104,6 +107,7 @@ def prepare(folder: Path, sft: str, pairs: str, size: int) -> dict[str, float]:
 
     rows = {"sft": [{"messages": chat(r["question"], r["answer"])} for r in questions],
             "pairs": [{"prompt": chat(r["prompt"]), "chosen": chat("", r["chosen"])[1:], "rejected": chat("", r["rejected"])[1:]} for r in preference],
+            "start": [{"messages": chat(r["question"], r["answer"])} for r in start],
             "prompts": [{"prompt": chat(r["question"]), "answer": r["answer"].split("####")[-1].strip()} for r in questions]}
     for name, content in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in content))
@@ -120,17 +124,12 @@ def prepare(folder: Path, sft: str, pairs: str, size: int) -> dict[str, float]:
             "reward_model": per_token + pair * sum(t * t for t in texts) / sum(texts)}
 
 
-FILES = {"sft": "sft", "reward_model": "pairs", "align": "pairs", "rl": "prompts"}
+FILES = {"sft": "sft", "reward_model": "pairs", "align": "pairs", "rl": "prompts", "rl_trained": "prompts"}
 
 
-def ours(work: str, folder: Path) -> dict:
-    settings = {"max_steps": STEPS, "learning_rate": 1e-4, "max_grad_norm": 1.0}
-    if work == "rl":
-        settings |= {"preset": "grpo", "prompts_per_step": 4, "num_generations": 8, "max_completion_length": 64, "temperature": 1.0, "beta": 0.0,
-                     "rewards": json.dumps([{"name": "letter", "kind": "regex", "pattern": LETTER}])}
-    else:
-        settings |= {"batch_size": BATCH, "max_length": LENGTH}
-    command = [sys.executable, "-m", "flows.cli", "stage", work, "--input", f"model={folder / 'model'}", "--input", f"data={folder / FILES[work]}.jsonl",
+def stage(name: str, folder: Path, model: Path | str, data: str, settings: dict) -> dict:
+    """One run of a stage through the command line: what its last line says."""
+    command = [sys.executable, "-m", "flows.cli", "stage", name, "--input", f"model={model}", "--input", f"data={folder / data}.jsonl",
                "--seed", str(time.time_ns() % 10**6), "--json"]
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
@@ -138,27 +137,48 @@ def ours(work: str, folder: Path) -> dict:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])
-    result = json.loads(done.stdout.strip().splitlines()[-1])
-    metrics = result.get("metrics", result)
-    return {"tokens_per_second": metrics["tokens_per_second"], "peak_memory_mib": metrics["peak_memory_mib"]}
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def trl(work: str, folder: Path) -> dict:
-    done = subprocess.run([sys.executable, "-m", "tests.bench.bench_trl", "--peer", work, "--folder", str(folder)], capture_output=True, text=True,
+def started(work: str, folder: Path) -> str:
+    """The model that a work starts from."""
+    steps = GRPO.get(work, (0,))[0]
+    if not steps:
+        return str(folder / "model")
+    done = stage("sft", folder, folder / "model", "start", {"max_steps": steps, "batch_size": BATCH, "learning_rate": 2e-3, "warmup_ratio": 0.05, "min_lr_ratio": 0.05, "num_train_epochs": 4})
+    return done["paths"]["model"]
+
+
+def ours(work: str, folder: Path, model: str) -> dict:
+    settings = {"max_steps": STEPS, "learning_rate": 1e-4, "max_grad_norm": 1.0}
+    if work in GRPO:
+        _, longest, pattern = GRPO[work]
+        settings |= {"preset": "grpo", "prompts_per_step": BATCH // 4, "num_generations": 8, "max_completion_length": longest, "temperature": 1.0, "beta": 0.0,
+                     "rewards": json.dumps([{"name": "match", "kind": "regex", "pattern": pattern}])}
+    else:
+        settings |= {"batch_size": BATCH, "max_length": LENGTH}
+    metrics = stage("rl" if work in GRPO else work, folder, model, FILES[work], settings)["metrics"]
+    rate = metrics["steps_per_second"] * BATCH / 4 if work in GRPO else metrics["tokens_per_second"]
+    return {"rate": rate, "peak_memory_mib": metrics["peak_memory_mib"]}
+
+
+def trl(work: str, folder: Path, model: str) -> dict:
+    done = subprocess.run([sys.executable, "-m", "tests.bench.bench_trl", "--peer", work, "--folder", str(folder), "--model", model], capture_output=True, text=True,
                           env={**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"})
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def peer(work: str, folder: Path) -> dict:
+def peer(work: str, folder: Path, model: str) -> dict:
     """The TRL side, in this process."""
+    import re
     import resource
 
     from datasets import load_dataset
     from transformers import AutoTokenizer, TrainerCallback
 
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
     data = load_dataset("json", data_files=str(folder / f"{FILES[work]}.jsonl"), split="train", cache_dir=str(folder / "cache"))
 
     class Clock(TrainerCallback):
@@ -172,7 +192,6 @@ def peer(work: str, folder: Path) -> dict:
 
     common = dict(output_dir=str(folder / "out"), max_steps=STEPS, per_device_train_batch_size=BATCH, learning_rate=1e-4, report_to="none", save_strategy="no",
                   logging_steps=1000, use_cpu=True, bf16=False, disable_tqdm=True, gradient_checkpointing=False)
-    model = str(folder / "model")
     if work == "sft":
         from trl import SFTConfig, SFTTrainer
 
@@ -189,21 +208,21 @@ def peer(work: str, folder: Path) -> dict:
     else:
         from trl import GRPOConfig, GRPOTrainer
 
-        lengths: list[int] = []
+        _, longest, pattern = GRPO[work]
 
-        def reward(completions, completion_ids=None, **kwargs):
-            lengths.extend(len(c) for c in completion_ids)
-            return [float(LETTER in c[0]["content"]) for c in completions]
+        def reward(completions, **kwargs):
+            return [float(re.search(pattern, c[0]["content"]) is not None) for c in completions]
 
         grpo = {**common, "per_device_train_batch_size": 32}
         trainer = GRPOTrainer(model, reward_funcs=reward, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()], args=GRPOConfig(
-            **grpo, num_generations=8, max_completion_length=64, temperature=1.0, beta=0.0, loss_type="grpo"))
+            **grpo, num_generations=8, max_completion_length=longest, temperature=1.0, beta=0.0, loss_type="grpo"))
     if work in ("reward_model", "align"):
         per_step = sum(length(r["prompt"] + r["chosen"]) + length(r["prompt"] + r["rejected"]) for r in data) / len(data) * BATCH
+    if work in GRPO:
+        per_step = BATCH / 4
     trainer.train()
     seconds = Clock.marks[-1] - Clock.marks[0]
-    tokens = sum(lengths[32:]) if work == "rl" else per_step * (STEPS - 1)
-    return {"tokens_per_second": tokens / seconds, "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+    return {"rate": per_step * (STEPS - 1) / seconds, "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
 
 def main() -> None:
@@ -215,24 +234,27 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--peer")
     parser.add_argument("--folder")
+    parser.add_argument("--model")
     given = parser.parse_args()
     if given.peer:
-        print(json.dumps(peer(given.peer, Path(given.folder))))
+        print(json.dumps(peer(given.peer, Path(given.folder), given.model)))
         return
     peak = matmul_peak()
     print(f"float32 matrix product: {peak / 1e9:.0f} GFLOP/s\n")
-    print("| work | ours tokens/s | TRL tokens/s | ratio | ours MiB | TRL MiB | ratio | of the matrix product's rate |\n|---|---|---|---|---|---|---|---|")
+    print("| work | ours | TRL | ratio | ours MiB | TRL MiB | ratio | of the matrix product's rate |\n|---|---|---|---|---|---|---|---|")
     for size in given.size:
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
             flops = prepare(folder, given.sft, given.pairs, size)
             for work in given.work:
-                runs = [(ours(work, folder), trl(work, folder)) for _ in range(given.repeats)]
+                model = started(work, folder)
+                runs = [(ours(work, folder, model), trl(work, folder, model)) for _ in range(given.repeats)]
                 a, b = ({k: statistics.median(r[side][k] for r in runs) for k in runs[0][0]} for side in (0, 1))
-                speed = statistics.median(r[0]["tokens_per_second"] / r[1]["tokens_per_second"] for r in runs)
+                speed = statistics.median(r[0]["rate"] / r[1]["rate"] for r in runs)
                 memory = statistics.median(r[0]["peak_memory_mib"] / r[1]["peak_memory_mib"] for r in runs)
-                share = f"{flops[work] * a['tokens_per_second'] / peak:.0%}" if work in flops else ""
-                print(f"| {work}, {size}M | {a['tokens_per_second']:.0f} | {b['tokens_per_second']:.0f} | {speed:.2f} | {a['peak_memory_mib']:.0f} | "
+                unit = "prompts/s" if work in GRPO else "tokens/s"
+                share = f"{flops[work] * a['rate'] / peak:.0%}" if work in flops else ""
+                print(f"| {work}, {size}M | {a['rate']:.4g} {unit} | {b['rate']:.4g} | {speed:.2f} | {a['peak_memory_mib']:.0f} | "
                       f"{b['peak_memory_mib']:.0f} | {memory:.2f} | {share} |", flush=True)
 
 

@@ -3,20 +3,15 @@
 import pytest
 
 
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    """{"policy", "other", "reward", "prompts", "pairs"}: paths. The models have hidden size 32 and know nothing."""
+def tiny_policy(path: str, seed: int):
+    """Saves a Llama of hidden size 32 with a tokenizer of its own, which is returned."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     from stages.base_model import CHAT_TEMPLATE
     from stages.modeling import save_policy
-    from stages.reward_heads import RewardCard, new_reward_model, save_reward_model
-    from storage.datasets import write_dataset
-    from storage.schema import complete_row
 
-    root = tmp_path_factory.mktemp("tiny")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -25,14 +20,25 @@ def tiny(tmp_path_factory):
         vocab_size=300, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>")
     fast.chat_template = CHAT_TEMPLATE
-    paths = {}
-    for seed, name in enumerate(("policy", "other")):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(LlamaConfig(
-            vocab_size=len(fast), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-            max_position_embeddings=256, initializer_range=0.2, bos_token_id=0, eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id))
-        paths[name] = str(root / name)
-        save_policy(model, fast, paths[name])
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(fast), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        max_position_embeddings=256, initializer_range=0.2, bos_token_id=0, eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id))
+    save_policy(model, fast, path)
+    return fast
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """{"policy", "other", "reward", "prompts", "pairs"}: paths. The models have hidden size 32 and know nothing."""
+    from stages.reward_heads import RewardCard, new_reward_model, save_reward_model
+    from storage.datasets import write_dataset
+    from storage.schema import complete_row
+
+    root = tmp_path_factory.mktemp("tiny")
+    paths = {name: str(root / name) for name in ("policy", "other")}
+    for seed, path in enumerate(paths.values()):
+        fast = tiny_policy(path, seed)
     paths["reward"] = str(root / "reward")
     save_reward_model(new_reward_model(paths["policy"], seed=3), fast, paths["reward"], RewardCard(bias=0.5, anchor="chosen"))
 

@@ -169,3 +169,19 @@ def test_iterated_rlhf_keeps_the_reward_model_with_the_policy(monkeypatch):
     assert hybrid["rl_1"][1]["model"] == "(align_1.model)" and "align_2" not in hybrid and "reference" not in hybrid["rl_2"][1]
     after = planned("iterated_rlhf", monkeypatch, rounds=2, offline="after")
     assert after["gold_2"][1]["model"] == "(align_1.model)" and after["align_2"][1]["model"] == "(rl_2.model)" and after["pairs_2"][1] == {"candidates.round_2": "(gold_2.candidates)"}
+
+
+def test_iterative_grpo_refreshes_reference_and_scorer(monkeypatch):
+    """A round's KL is to the policy it starts from; the scorer goes on from itself after the round, on new answers and a share of all earlier comparisons."""
+    steps = planned("iterated_rlhf", monkeypatch, rounds=2, refresh="after", kl_to="previous", gold_memory="replay", rl={"preset": "grpo", "rewards": [{"name": "rm", "kind": "model"}]})
+    order = [label for label in steps if label.startswith(("rl_", "gold_pairs", "discriminator", "train_reward"))]
+    assert order == ["train_reward_model", "rl_1", "gold_pairs_1", "discriminator_1", "rl_2", "gold_pairs_2", "discriminator_2"]
+    assert [steps[f"rl_{k}"][1]["reward_model"] for k in (1, 2)] == ["(train_reward_model.model)", "(discriminator_1.model)"]
+    assert not any("reference" in steps[f"rl_{k}"][1] for k in (1, 2)) and steps["rl_2"][1]["model"] == steps["gold_1"][1]["model"] == "(rl_1.model)"
+    first, second = (steps[f"discriminator_{k}"] for k in (1, 2))
+    assert {n: ref for n, ref in second[1].items() if n.startswith("replay")} == {"replay.start": "(ingest_pairs.data)", "replay.round_1": "(gold_pairs_1.data)"}
+    assert [n for n in first[1] if n.startswith("replay")] == ["replay.start"] and first[2].init_head == "keep" and first[1]["previous"] == "(train_reward_model.model)"
+    never = planned("iterated_rlhf", monkeypatch, rounds=2, refresh="never", reward_model="(my.rm)")
+    assert [never[f"rl_{k}"][1]["reward_model"] for k in (1, 2)] == ["(my.rm)"] * 2 and not any(label.startswith(("gold", "discriminator")) for label in never)
+    with pytest.raises(ValueError, match="write refresh=before, or offline=none"):
+        planned("iterated_rlhf", monkeypatch, refresh="after", offline="first")

@@ -222,6 +222,27 @@ def test_a_reward_model_that_the_policy_has_left_is_noticed(tiny, rows, train, t
     assert "reward_model_drifted" not in [w["code"] for w in again["warnings"]]
 
 
+def test_earlier_rows_are_replayed_in_their_share(tiny, rows, train, tmp_path):
+    """GRPO-ITER: a tenth of the training rows are earlier comparisons, drawn once each, the same ones for the same seed; the others stay as they are."""
+    def made(name, label, n, split="train"):
+        pairs = [complete_row("pairs/1", {"prompt": user(f"{label} {i}?"), "chosen": assistant("yes"), "rejected": assistant(f"no {i}")}, dataset=name, source="s", origin="human", split=split)
+                 for i in range(n)]
+        write_dataset(str(tmp_path / name), name, "pairs/1", pairs)
+        return str(tmp_path / name)
+
+    fresh, older = made("fresh", "new", 27), {"replay.a": made("a", "old", 5), "replay.b": made("b", "other", 5)}
+    config = {"learning_rate": 1e-3, "batch_size": 8, "max_length": 96, "max_steps": 1, "probe_pairs": 0}
+    result = train("reward_model", config, {"model": tiny["policy"], "data": fresh, **older}, "tenth")
+    assert result["summary"]["rows"] == 30 and result["summary"]["replayed"] == 3
+    most = train("reward_model", {**config, "replay_fraction": 0.5}, {"model": tiny["policy"], "data": fresh, **older}, "half")
+    assert most["summary"]["replayed"] == 10 and most["summary"]["rows"] == 37, "all there are, none twice"
+    assert "replayed" not in train("reward_model", config, {"model": tiny["policy"], "data": fresh}, "none")["summary"]
+    write_dataset(str(tmp_path / "said"), "said", "demonstrations/1", [complete_row("demonstrations/1", {"messages": user("a") + assistant("b"), "train_turns": [1], "kept": True}, dataset="d",
+                                                                                     source="s", origin="human", split="train")])
+    with pytest.raises(Exception, match="demonstrations/1|pairs/1"):
+        train("reward_model", config, {"model": tiny["policy"], "data": fresh, "replay.a": str(tmp_path / "said")}, "kinds")
+
+
 def test_a_model_of_trajectories_reads_action_and_outcome(tiny, train, tmp_path):
     """rm.agentic: ratings of single steps (observation, action, next observation), and ranked trajectories as pairs of several turns."""
     from stages.reward_data import transition

@@ -942,7 +942,77 @@ def frozen_roles(i, p):
     return {"ok": ok, "changed": changed}
 
 
+def iterative_grpo(i, p):
+    """Order of events: between stages from the recipe's plan, within them from real `rl` stages, each on the policy of the one before."""
+    import tempfile
+    from pathlib import Path
+    from unittest import mock
+
+    from flows.recipe import Plan, get_recipe, load_config
+    from stages.harness import execute
+    from stages.rollouts.groups import GroupSampler
+    from stages.rollouts.source import Rollouts
+    from stages.modeling import weights_digest
+    from stages.training import Trainer
+    from storage.datasets import write_dataset
+    from storage.schema import complete_row
+    from tests.evaluation.conftest import tiny_policy
+
+    steps, events = [], []
+
+    class Recorder(Plan):
+        def execute(self, stage, label, inputs, config, name_as, seed):
+            steps.append((stage, label, inputs, config))
+            return super().execute(stage, label, inputs, config, name_as, seed)
+
+    updates = p["num_iterations"]
+    rl = {"preset": "grpo", "beta": 0.04, "num_iterations": updates, "max_steps": p["steps_per_iteration"] * updates, "prompts_per_step": 2, "num_generations": 4,
+          "max_completion_length": 4, "learning_rate": 1e-3, "rewards": [{"name": "reward", "kind": "model"}]}
+    config = load_config("iterated_rlhf", {
+        "model": "(given.model)", "reward_model": "(given.reward)", "data": {"prompts": "(given.prompts)"}, "rounds": p["iterations"], "rl": rl,
+        "refresh": "after" if p["rm_refresh"] else "never", "kl_to": "previous" if p["ref_refresh"] else "start", "gold_memory": "replay",
+        "train_reward_model": {"replay_fraction": p["rm_replay_fraction"]}})
+    with mock.patch("flows.start.promote", lambda *args, **more: {}):
+        get_recipe("iterated_rlhf").method(Recorder("iterated_rlhf", 0, []), config)
+    replays = [inputs for stage, _, inputs, config in steps if stage == "reward_model" and config.replay_fraction == p["rm_replay_fraction"]]
+    assert [sorted(n for n in inputs if n.startswith("replay.")) for inputs in replays] == [[f"replay.round_{j}" for j in range(1, k + 1)] for k in range(p["iterations"])]
+
+    def before(owner, name, event):
+        method = getattr(owner, name)
+
+        def called(self, *args, **more):
+            events.append(event)
+            return method(self, *args, **more)
+        return mock.patch.object(owner, name, called)
+
+    built = Rollouts.__init__
+
+    def building(self, *args, **more):
+        built(self, *args, **more)
+        if weights_digest(self.reference) == weights_digest(self.policy.model):
+            events.append("ref<-policy")
+
+    with tempfile.TemporaryDirectory() as scratch, mock.patch.object(Rollouts, "__init__", building), before(Rollouts, "_next_iteration", "old<-policy"), \
+            before(GroupSampler, "fill", "sample"), before(Trainer, "step", "update"):
+        made = {"(given.model)": str(Path(scratch, "start"))}
+        tiny_policy(made["(given.model)"], 0)
+        prompts = [complete_row("prompts/1", {"prompt": [{"role": "user", "content": f"say {k}"}]}, dataset="d", source="s", origin="human", split="train") for k in range(8)]
+        write_dataset(str(Path(scratch, "prompts")), "prompts", "prompts/1", prompts)
+        for stage, label, inputs, config in steps:
+            if stage == "reward_model":
+                events.append("train_rm")
+            elif stage == "rl":
+                given = {n: {"kind": "model", "path": made[inputs[n]], "ref": n, "digest": n} for n in ("model", "reference") if n in inputs}
+                given["data"] = {"kind": "dataset", "path": str(Path(scratch, "prompts")), "ref": "data", "digest": "data"}
+                settings = config.model_dump(mode="json") | {"rewards": [{"name": "length", "kind": "length"}], "reward_override": "random"}
+                done = execute({"stage": "rl", "key": label, "config": settings, "seed": 0, "device": "cpu", "inputs": given, "workdir": str(Path(scratch, label))},
+                               lambda event: None)
+                made[f"({label}.model)"] = done["outputs"]["model"]["path"]
+    return {"events": events}
+
+
 ADAPTERS = {
+    "grpo_iterative_events": iterative_grpo,
     "grpo_plus_context_schedule": context_schedule, "async_freshness_guard": freshness, "staleness": stale_samples, "freshness_guard": allowed_presets,
     "e2h_cosine": e2h, "e2h_gaussian": e2h, "prompt_rerank": reranked, "hash_frozen_roles": frozen_roles,
     "curriculum_sort": lambda i, p: {"order": [i["prompt_id"][k] for k in selection.order_by_difficulty(1 - arr(i["pass_rate"]))[0]]},
