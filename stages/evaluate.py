@@ -58,31 +58,43 @@ SPEC = StageSpec(
             "prompts": InputSpec("dataset", kinds=("prompts/1",), required=False, doc="Held-out prompts, with answers where they can be checked."),
             "pairs": InputSpec("dataset", kinds=("pairs/1",), required=False, doc="Held-out preference pairs."),
             "reward_model": InputSpec("model", required=False, doc="Scores the policy's answers."),
-            "judge": InputSpec("model", required=False, doc="Causal LM of reward components with kind=judge."),
+            "judge": InputSpec("model", required=False, doc="Causal LM of reward components with kind=judge, and of a rubric's judged items."),
+            "rubric": InputSpec("dataset", kinds=("rubric_items/1",), required=False, doc="Rubric of the component with kind=rubric: a file or a dataset."),
             **REWARD_INPUTS,
             "reference": InputSpec("model", required=False, doc="KL of the policy to this model is estimated on the samples.")},
     outputs={"samples": OutputSpec("dataset", doc="eval_samples/1: every answer with its grade."),
-             "scores": OutputSpec("dataset", doc="eval_scores/1: every metric with error, count and protocol.")})
+             "scores": OutputSpec("dataset", doc="eval_scores/1: every metric with error, count and protocol."),
+             "rubric_scores": OutputSpec("dataset", required=False, doc="rubric_scores/1: every item of every answer, with critique and reasoning."),
+             "rubric_confidence": OutputSpec("dataset", required=False, doc="rubric_confidence/1: mean confidence per rubric item.")})
 
 
 def run(stage):
     from stages.evaluation.protocol import protocol_hash
     from stages.evaluation.scores import records_of
+    from stages.rubric_reward import score_rows, write_review
     from storage.datasets import open_dataset
 
     plan = Plan(stage)
     meta = {"target": stage.config.target, "protocol": plan.protocol, "protocol_hash": protocol_hash(plan.protocol),
             "scorers": plan.scorers, "model": stage.inputs["model"].digest}
     writer = stage.writer("samples", "eval_samples/1", meta=meta)
+    rubric = plan.prompts and any(component.kind == "rubric" for component in stage.config.rewards)
+    items = stage.writer("rubric_scores", "rubric_scores/1", meta=meta) if rubric else None
     checkpoint = stage.checkpoints.latest()
     units = plan.units()
     for index in range(checkpoint.step if checkpoint else 0, len(units)):
         kind, part = units[index]
-        writer.write(plan.answers(part) if kind == "prompts" else plan.pair_scores(part))
+        rows, scored = plan.answers(part) if kind == "prompts" else (plan.pair_scores(part), [])
+        writer.write(rows)
+        if rubric:
+            items.write([made for row, own in zip(rows, scored) for made in score_rows(row, own)])
         stage.save_checkpoint(index + 1, {"unit": index + 1})
         stage.progress(index + 1, len(units), f"{kind} in chunks of {stage.config.chunk}")
     plan.close()
     writer.close({"prompts": len(plan.prompts), "pairs": len(plan.pairs), **plan.dropped})
+    if rubric:
+        items.close({})
+        write_review(stage)
     records = records_of(open_dataset(str(stage.workdir / "out" / "samples")).iter_rows())
     conclude(stage, plan, meta, records)
 
@@ -103,7 +115,7 @@ class Plan:
             raise ConfigError("evaluate: target=reward_model needs pairs=REF_OR_PATH (pairs/1), the held-out preference pairs")
         self.renderer = renderer_for(stage.path("model")) if policy else None  # a reward model reads text in its own way
         self.prompts, self.pairs, self.texts, self.dropped = [], [], {}, {}
-        self.scorers = {name: stage.inputs[name].digest for name in ("reward_model", "reference", *REWARD_INPUTS) if stage.has(name)}
+        self.scorers = {name: stage.inputs[name].digest for name in ("reward_model", "reference", "rubric", *REWARD_INPUTS) if stage.has(name)}
         if policy and stage.has("prompts"):
             self._read_prompts()
         if stage.has("pairs"):
@@ -217,8 +229,8 @@ class Plan:
 
     # -- answers to prompts -----------------------------------------------------------------------------------------------
 
-    def answers(self, rows) -> list[dict]:
-        """Generate, grade and score the answers of one chunk of prompts: finished ``eval_samples/1`` rows."""
+    def answers(self, rows) -> tuple[list[dict], list]:
+        """Generate, grade and score the answers of one chunk of prompts: finished ``eval_samples/1`` rows, and what a rubric said of each."""
         import time
 
         from stages.engines import make_engine
@@ -244,7 +256,8 @@ class Plan:
         score(rewards, [sample for _, sample in flat])
         model_scores = self._reward([s for _, s in flat]) if stage.has("reward_model") else [None] * len(flat)
         divergences = self._kl([s for _, s in flat]) if stage.has("reference") else [None] * len(flat)
-        return [self._answer_row(mode, sample, model_score, kl) for (mode, sample), model_score, kl in zip(flat, model_scores, divergences)]
+        made = [self._answer_row(mode, sample, model_score, kl) for (mode, sample), model_score, kl in zip(flat, model_scores, divergences)]
+        return made, [sample.items for _, sample in flat]
 
     def _reward(self, samples) -> list[float | None]:
         from stages.reward_scorers import Response

@@ -161,7 +161,7 @@ def policy_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED) -> dict[
         found = item_values(records, name)
         if found:
             metrics[name] = share(*map(list, zip(*found.values())))
-    for name in ("reward", "greedy_reward", "length_mean", "kl_reference", "turns", "tool_calls", "tool_errors"):
+    for name in ("reward", "greedy_reward", "length_mean", "kl_reference", "turns", "tool_calls", "tool_errors", *_components(records)):
         found = item_values(records, name)
         if found:
             metrics[name] = average(*map(list, zip(*found.values())), seed)
@@ -193,6 +193,13 @@ def policy_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED) -> dict[
     metrics["stock_phrase_rate"] = Metric(text.phrase_rates([r["output"] for r in sampled])["rate"], len(sampled))
     metrics |= best_of_n_metrics(by_item.values())
     return metrics
+
+
+def _components(records: Sequence[dict]) -> list[str]:
+    """``reward/NAME`` of every reward component that says more than the verdict does."""
+    names = sorted({name for r in records for name in r.get("parts") or ()})
+    value = lambda r, name: (r.get("parts") or {}).get(name)
+    return [f"reward/{name}" for name in names if any(value(r, name) is not None and value(r, name) != _flag(r["correct"]) for r in records)]
 
 
 def _powers(limit: int) -> list[int]:

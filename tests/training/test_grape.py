@@ -319,6 +319,21 @@ def test_candidates_are_scored_again_without_sampling(tiny, prompts, rubric, spe
     assert execute(again, silent)["summary"]["completions"] == 16
 
 
+def test_an_evaluation_is_graded_by_a_rubric(tiny, prompts, rubric, spec):
+    """Every answer has its items, its reward is their weighted sum, the items' review is there, and the rubric is part of what scores are compared by."""
+    config = {"split": "train", "num_samples": 3, "greedy": True, "max_completion_length": 8, "chunk": 2, "rewards": [{"kind": "rubric", "rubric_normalizer": "weighted"}]}
+    inputs = {"model": tiny["policy"], "prompts": prompts, "rubric": rubric(), "reward_model": tiny["reward"]}
+    result = execute(spec("evaluate", config, inputs, "graded"), silent)
+    answers, items = rows_of(result, "samples"), rows_of(result, "rubric_scores")
+    assert len(answers) == 4 * 4 and {i["sample_row_id"] for i in items} == {a["row_id"] for a in answers} and len(items) == 8 * 2 + 8
+    for answer in answers:
+        own = [i for i in items if i["sample_row_id"] == answer["row_id"]]
+        assert json.loads(answer["extra_json"])["parts"]["rubric"] == pytest.approx(sum(i["omega"] * i["score"] for i in own))
+    assert {(r["category"], r["item_id"]) for r in rows_of(result, "rubric_confidence")} == {("add", "vowel"), ("add", "liked"), ("double", "short")}
+    assert 0.0 <= result["summary"]["reward/rubric"] <= 1.0, sorted(result["summary"])
+    assert open_dataset(result["outputs"]["samples"]["path"]).manifest["meta"]["scorers"]["rubric"]
+
+
 def test_rollouts_are_scored_again_and_trained_on(tiny, prompts, rubric, spec):
     inputs = {"model": tiny["policy"], "data": prompts, "rubric": rubric(), "reward_model": tiny["reward"]}
     first = execute(spec("rl", {**GRAPE, "max_steps": 1}, inputs, "rl"), silent)
