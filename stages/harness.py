@@ -521,13 +521,14 @@ def main(spec_path: str) -> int:
     devices = int(spec.get("devices") or 1)
     if devices > 1 and "RANK" not in os.environ:
         return _launch_ranks(spec_path, devices, Path(spec["workdir"]))
-    allocator.keep_freed_memory()
     emit = _line_emitter()
     failed = emit
     if "RANK" in os.environ:
         _end_despite_collectives()
         failed = partial(_leave_error, Path(spec["workdir"]))
     try:
+        if get_stage(spec["stage"]).SPEC.gpu:  # it trains or samples
+            allocator.keep_freed_memory()
         execute(spec, emit)
         return 0
     except (ConfigError, StageFailure) as error:

@@ -26,7 +26,10 @@ def posttrain(tmp_path):
     def call(*arguments, code: int = 0, start: bool = False):
         command = [sys.executable, "-m", "flows.cli", *map(str, arguments)]
         if start:
-            return subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            def heed():  # a shell starts what it puts in the background with interrupts ignored, and a suite may be such
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+            return subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
