@@ -21,9 +21,9 @@ process's peak resident set. A pair's prompt counts twice in tokens, as in TRL's
 | align, 28M | 1700 tokens/s | 186 | 9.19 | 1648 | 8519 | 0.19 | |
 | rl, 6M | 3.03 prompts/s | 1.08 | 2.82 | 895 | 2295 | 0.39 | |
 | rl, 28M | 0.848 prompts/s | 0.389 | 2.18 | 1536 | 4155 | 0.37 | |
-| rl_trained, 6M | 2.15 prompts/s | 0.250 | 8.6 | 990 | 3263 | 0.30 | |
+| rl_trained, 6M | 2.15, 3.16 prompts/s | 0.250, 0.322 | 8.6, 9.8 | 997 | 3240 | 0.31 | |
 
-The last row is one pair of runs: 84% of the completions matched, they had 95 tokens in the mean (3 to 256). All other rows are from before chunks of 1024 tokens
+The last row is two pairs of runs, an hour or two apart: 84% of the completions matched, they had 95 tokens in the mean (3 to 256). All other rows are from before chunks of 1024 tokens
 and kept memory (``stages.allocator``); with these sft at 28M ran at 1009 tokens/s next to 483 (2.19, three repeats): both sides faster that hour. The same step
 of the new and of the old code, interleaved: 1.00 to 1.12 times as fast, which is within what this machine varies by. Matrix products take three quarters of that
 step at 225 GFLOP/s, where a 2048 x 2048 product reaches 240 in the mean and 277 to 288 at best.
