@@ -54,15 +54,14 @@ def refreshed(run: Run, source: Source, config: GoldConfig, k: int, policy: str,
     """(reward model, what happened) after round k's labels of the policy's fresh answers, which are added to ``labels`` (rm.refresh)."""
     labelled = run("rejection", f"gold_{k}", model=policy, prompts=prompts, **reward_inputs(source, config, config.gold.rewards, start),
                    config=next_prompts(config.gold, k), seed=run.seed + k)
-    earlier = labels.pairs if config.gold_memory == "replay" else {}
     name = f"round_{k}"
     labels.candidates[name] = labelled["candidates"]
     known = labels.candidates if config.gold_memory == "all" else {name: labelled["candidates"]}
     fresh = run("preferences", f"gold_pairs_{k}", candidates=known, config=config.gold_pairs, seed=run.seed + k)["data"]
     goes_on = judge is not None and config.discriminator == "continue"
-    learned = run("reward_model", f"discriminator_{k}", model=judge if goes_on else start, data=fresh, previous=judge, replay=earlier or None, seed=run.seed + k,
-                  name_as=f"discriminator-{k}", config=config.train_reward_model.model_copy(update={"init_head": "keep"} if goes_on else {}))
-    labels.pairs = {**labels.pairs, name: fresh}
+    learned = run("reward_model", f"discriminator_{k}", model=judge if goes_on else start, data=fresh, previous=judge, seed=run.seed + k,
+                  replay=labels.pairs if config.gold_memory == "replay" else None, name_as=f"discriminator-{k}", config=config.train_reward_model.model_copy(update={"init_head": "keep"} if goes_on else {}))
+    labels.pairs[name] = fresh
     return learned["model"], {"round": k, "gold_labels": labelled.metrics.get("completions"), "accuracy_before": learned.metrics.get("previous/accuracy"),
                                       "accuracy": learned.metrics.get("validation/accuracy")}
 

@@ -50,7 +50,7 @@ def iterated_rlhf(run: Run, config: Config) -> dict:
     prompts = ingest(run, "prompts", source("prompts"), config)
     start = starting_policy(run, source, config)
     policy, judge, models, labels, history = start, config.reward_model, {"start": start}, Labels(), []
-    if config.refresh != "before" and judge is None:
+    if config.refresh != "before" and judge is None and any(component.kind == "model" for component in config.rl.rewards):
         judge, labels.pairs["start"] = trained_scorer(run, source, config, start)
 
     def aligned(k: int, policy: str) -> str:

@@ -1,7 +1,7 @@
 """What the C library does with freed memory, for stage processes that train or sample. glibc only; elsewhere nothing happens.
 
 A step frees tensors of tens of MiB and asks for the like again. By default glibc hands blocks that large back to the system, and
-every page of the next one is a page fault and a zeroed page: a tenth of a training step.
+every page of the next one is a page fault and a zeroed page.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def run(stage):
     meta = {"target": stage.config.target, "protocol": plan.protocol, "protocol_hash": protocol_hash(plan.protocol),
             "scorers": plan.scorers, "model": stage.inputs["model"].digest}
     writer = stage.writer("samples", "eval_samples/1", meta=meta)
-    rubric = plan.prompts and any(component.kind == "rubric" for component in stage.config.rewards)
+    rubric = bool(plan.prompts) and any(component.kind == "rubric" for component in stage.config.rewards)
     items = stage.writer("rubric_scores", "rubric_scores/1", meta=meta) if rubric else None
     checkpoint = stage.checkpoints.latest()
     units = plan.units()

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 FIXED_ROPE = {"default", "linear", "llama3", "yarn"}  # tables that do not depend on the running length
 _CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-#: Tokens whose elementwise work is done at a time on the CPU, so that it stays in cache between the matrix products.
+#: Tokens that go through a layer at a time on the CPU: few, so that elementwise work finds them in cache, but enough for fast matrix products.
 CHUNK = 1024
 #: Tokens of short items that attend in one call, behind a mask, instead of one call each.
 BLOCK = {"cpu": 256, "cuda": 2048}
@@ -179,9 +179,14 @@ class _Gradients:
         return [None if s is None else s.to(t.dtype) for s, t in zip(self.sums, self.like)]
 
 
+def _inverse_rms(x, eps: float):
+    """1 / rms of x [..., M], [..., 1]."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
+
+
 def _normalised(x, gain, eps: float):
     """RMS norm of x [..., M] in x's own precision: (x / rms * gain, 1 / rms [..., 1])."""
-    rstd = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
+    rstd = _inverse_rms(x, eps)
     return (x * rstd).mul_(gain), rstd
 
 
@@ -258,7 +263,7 @@ class _Project(Function):
             if raw is not None:
                 heads = raw[rows].view(-1, shape.heads + shape.groups, shape.head_dim).to(x.dtype)
                 incoming = qk.view_as(heads).to(x.dtype)
-                head_rstd = torch.rsqrt(heads.pow(2).mean(-1, keepdim=True).add_(shape.eps))
+                head_rstd = _inverse_rms(heads, shape.eps)
                 qk = _normalised_back(incoming, heads * head_rstd, head_rstd, gains, grad_gains).flatten(1).to(shape.low)
             dx = sums.back(0, qk[:, :a], normed, parts[0], scales[0])
             dx = sums.back(1, qk[:, a:], normed, parts[1], scales[1], into=dx)

@@ -23,10 +23,10 @@ process's peak resident set. A pair's prompt counts twice in tokens, as in TRL's
 | rl, 28M | 0.848 prompts/s | 0.389 | 2.18 | 1536 | 4155 | 0.37 | |
 | rl_trained, 6M | 2.15, 3.16 prompts/s | 0.250, 0.322 | 8.6, 9.8 | 997 | 3240 | 0.31 | |
 
-The last row is two pairs of runs, an hour or two apart: 84% of the completions matched, they had 95 tokens in the mean (3 to 256). All other rows are from before chunks of 1024 tokens
-and kept memory (``stages.allocator``); with these sft at 28M ran at 1009 tokens/s next to 483 (2.19, three repeats): both sides faster that hour. The same step
-of the new and of the old code, interleaved: 1.00 to 1.12 times as fast, which is within what this machine varies by. Matrix products take three quarters of that
-step at 225 GFLOP/s, where a 2048 x 2048 product reaches 240 in the mean and 277 to 288 at best.
+The last row is two pairs of runs, an hour or two apart: 84% of the completions matched, they had 95 tokens in the mean (3 to 256);
+the steps of sft before it took 32 rows each, twice what is written below. All other rows are from before chunks of 1024 tokens and kept memory (``stages.allocator``); with these sft at 28M ran at 1009 tokens/s next to 483 (2.19, three repeats): both sides faster that hour. The same step
+of the new and of the old code, interleaved: 1.00 to 1.12 times as fast, which is within what this machine varies by. Matrix products take seven
+tenths of forward and backward, at 215 to 232 GFLOP/s, where a 2048 x 2048 product reaches 240 in the mean and 277 to 288 at best.
 
 Of an rl step at 6M (85 tokens of prompt, 32 completions of 64 tokens) about half is generation and half the update; scoring and records are 4%.
 """
@@ -45,6 +45,7 @@ import time
 from pathlib import Path
 
 STEPS, BATCH, LENGTH = 8, 16, 512
+PROMPTS, GROUP = 4, 8  # of a GRPO step
 #: Millions of parameters -> shape of the Llama.
 SIZES = {6: {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 5}, 28: {"hidden_size": 512, "intermediate_size": 1280, "num_hidden_layers": 8}}
 
@@ -80,8 +81,8 @@ def prepare(folder: Path, sft: str, pairs: str, size: int) -> dict[str, float]:
     from stages.base_model import CHAT_TEMPLATE
 
     n = STEPS * BATCH
-    questions = read(sft, n)
     start = read(sft, 2048)
+    questions = start[:n]
     dialogues = [r for r in read(pairs, 4 * n) if r["chosen"] != r["rejected"]]
 
     def split(text):
@@ -159,12 +160,12 @@ def ours(work: str, folder: Path, model: str) -> dict:
     settings = {"max_steps": STEPS, "learning_rate": 1e-4, "max_grad_norm": 1.0}
     if work in GRPO:
         _, longest, pattern = GRPO[work]
-        settings |= {"preset": "grpo", "prompts_per_step": BATCH // 4, "num_generations": 8, "max_completion_length": longest, "temperature": 1.0, "beta": 0.0,
+        settings |= {"preset": "grpo", "prompts_per_step": PROMPTS, "num_generations": GROUP, "max_completion_length": longest, "temperature": 1.0, "beta": 0.0,
                      "rewards": json.dumps([{"name": "match", "kind": "regex", "pattern": pattern}])}
     else:
         settings |= {"batch_size": BATCH, "max_length": LENGTH}
     metrics = stage("rl" if work in GRPO else work, folder, model, FILES[work], settings)["metrics"]
-    rate = metrics["steps_per_second"] * BATCH / 4 if work in GRPO else metrics["tokens_per_second"]
+    rate = metrics["steps_per_second"] * PROMPTS if work in GRPO else metrics["tokens_per_second"]
     return {"rate": rate, "peak_memory_mib": metrics["peak_memory_mib"]}
 
 
@@ -219,13 +220,13 @@ def peer(work: str, folder: Path, model: str) -> dict:
         def reward(completions, **kwargs):
             return [float(re.search(pattern, c[0]["content"]) is not None) for c in completions]
 
-        grpo = {**common, "per_device_train_batch_size": 32}
+        grpo = {**common, "per_device_train_batch_size": PROMPTS * GROUP}
         trainer = GRPOTrainer(model, reward_funcs=reward, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()], args=GRPOConfig(
-            **grpo, num_generations=8, max_completion_length=longest, temperature=1.0, beta=0.0, loss_type="grpo"))
+            **grpo, num_generations=GROUP, max_completion_length=longest, temperature=1.0, beta=0.0, loss_type="grpo"))
     if work in ("reward_model", "align"):
         per_step = sum(length(r["prompt"] + r["chosen"]) + length(r["prompt"] + r["rejected"]) for r in data) / len(data) * BATCH
     if work in GRPO:
-        per_step = BATCH / 4
+        per_step = PROMPTS
     trainer.train()
     seconds = Clock.marks[-1] - Clock.marks[0]
     return {"rate": per_step * (STEPS - 1) / seconds, "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}

@@ -183,5 +183,7 @@ def test_iterative_grpo_refreshes_reference_and_scorer(monkeypatch):
     assert [n for n in first[1] if n.startswith("replay")] == ["replay.start"] and first[2].init_head == "keep" and first[1]["previous"] == "(train_reward_model.model)"
     never = planned("iterated_rlhf", monkeypatch, rounds=2, refresh="never", reward_model="(my.rm)")
     assert [never[f"rl_{k}"][1]["reward_model"] for k in (1, 2)] == ["(my.rm)"] * 2 and not any(label.startswith(("gold", "discriminator")) for label in never)
+    ruled = planned("iterated_rlhf", monkeypatch, rounds=1, refresh="never", rl={"rewards": [{"name": "verifier", "kind": "verifier"}]})
+    assert "train_reward_model" not in ruled and "reward_model" not in ruled["rl_1"][1], "a reward model that nothing asks for is not trained"
     with pytest.raises(ValueError, match="write refresh=before, or offline=none"):
         planned("iterated_rlhf", monkeypatch, refresh="after", offline="first")

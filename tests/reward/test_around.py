@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from stages.reward_model import Config, staged_rows
+from stages.spec import ConfigError
 from stages.training import StagedRows
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
@@ -223,9 +224,9 @@ def test_a_reward_model_that_the_policy_has_left_is_noticed(tiny, rows, train, t
 
 
 def test_earlier_rows_are_replayed_in_their_share(tiny, rows, train, tmp_path):
-    """GRPO-ITER: a tenth of the training rows are earlier comparisons, drawn once each, the same ones for the same seed; the others stay as they are."""
-    def made(name, label, n, split="train"):
-        pairs = [complete_row("pairs/1", {"prompt": user(f"{label} {i}?"), "chosen": assistant("yes"), "rejected": assistant(f"no {i}")}, dataset=name, source="s", origin="human", split=split)
+    """GRPO-ITER: a tenth of the training rows are earlier comparisons, drawn once each; all others are of this round."""
+    def made(name, label, n):
+        pairs = [complete_row("pairs/1", {"prompt": user(f"{label} {i}?"), "chosen": assistant("yes"), "rejected": assistant(f"no {i}")}, dataset=name, source="s", origin="human", split="train")
                  for i in range(n)]
         write_dataset(str(tmp_path / name), name, "pairs/1", pairs)
         return str(tmp_path / name)
@@ -237,10 +238,8 @@ def test_earlier_rows_are_replayed_in_their_share(tiny, rows, train, tmp_path):
     most = train("reward_model", {**config, "replay_fraction": 0.5}, {"model": tiny["policy"], "data": fresh, **older}, "half")
     assert most["summary"]["replayed"] == 10 and most["summary"]["rows"] == 37, "all there are, none twice"
     assert "replayed" not in train("reward_model", config, {"model": tiny["policy"], "data": fresh}, "none")["summary"]
-    write_dataset(str(tmp_path / "said"), "said", "demonstrations/1", [complete_row("demonstrations/1", {"messages": user("a") + assistant("b"), "train_turns": [1], "kept": True}, dataset="d",
-                                                                                     source="s", origin="human", split="train")])
-    with pytest.raises(Exception, match="demonstrations/1|pairs/1"):
-        train("reward_model", config, {"model": tiny["policy"], "data": fresh, "replay.a": str(tmp_path / "said")}, "kinds")
+    with pytest.raises(ConfigError, match="replay holds ratings/1 and data pairs/1; give earlier rows of the kind pairs/1"):
+        train("reward_model", config, {"model": tiny["policy"], "data": fresh, "replay.a": rows["ratings"]}, "kinds")
 
 
 def test_a_model_of_trajectories_reads_action_and_outcome(tiny, train, tmp_path):

@@ -946,45 +946,22 @@ def iterative_grpo(i, p):
     """Order of events: between stages from the recipe's plan, within them from real `rl` stages, each on the policy of the one before."""
     import tempfile
     from pathlib import Path
-    from unittest import mock
 
-    from flows.recipe import Plan, get_recipe, load_config
+    import pytest
+
     from stages.harness import execute
+    from stages.modeling import weights_digest
     from stages.rollouts.groups import GroupSampler
     from stages.rollouts.source import Rollouts
-    from stages.modeling import weights_digest
     from stages.training import Trainer
     from storage.datasets import write_dataset
     from storage.schema import complete_row
     from tests.evaluation.conftest import tiny_policy
+    from tests.flows.test_iterated import planned
 
-    steps, events = [], []
-
-    class Recorder(Plan):
-        def execute(self, stage, label, inputs, config, name_as, seed):
-            steps.append((stage, label, inputs, config))
-            return super().execute(stage, label, inputs, config, name_as, seed)
-
-    updates = p["num_iterations"]
+    updates, events = p["num_iterations"], []
     rl = {"preset": "grpo", "beta": 0.04, "num_iterations": updates, "max_steps": p["steps_per_iteration"] * updates, "prompts_per_step": 2, "num_generations": 4,
           "max_completion_length": 4, "learning_rate": 1e-3, "rewards": [{"name": "reward", "kind": "model"}]}
-    config = load_config("iterated_rlhf", {
-        "model": "(given.model)", "reward_model": "(given.reward)", "data": {"prompts": "(given.prompts)"}, "rounds": p["iterations"], "rl": rl,
-        "refresh": "after" if p["rm_refresh"] else "never", "kl_to": "previous" if p["ref_refresh"] else "start", "gold_memory": "replay",
-        "train_reward_model": {"replay_fraction": p["rm_replay_fraction"]}})
-    with mock.patch("flows.start.promote", lambda *args, **more: {}):
-        get_recipe("iterated_rlhf").method(Recorder("iterated_rlhf", 0, []), config)
-    replays = [inputs for stage, _, inputs, config in steps if stage == "reward_model" and config.replay_fraction == p["rm_replay_fraction"]]
-    assert [sorted(n for n in inputs if n.startswith("replay.")) for inputs in replays] == [[f"replay.round_{j}" for j in range(1, k + 1)] for k in range(p["iterations"])]
-
-    def before(owner, name, event):
-        method = getattr(owner, name)
-
-        def called(self, *args, **more):
-            events.append(event)
-            return method(self, *args, **more)
-        return mock.patch.object(owner, name, called)
-
     built = Rollouts.__init__
 
     def building(self, *args, **more):
@@ -992,13 +969,25 @@ def iterative_grpo(i, p):
         if weights_digest(self.reference) == weights_digest(self.policy.model):
             events.append("ref<-policy")
 
-    with tempfile.TemporaryDirectory() as scratch, mock.patch.object(Rollouts, "__init__", building), before(Rollouts, "_next_iteration", "old<-policy"), \
-            before(GroupSampler, "fill", "sample"), before(Trainer, "step", "update"):
+    with tempfile.TemporaryDirectory() as scratch, pytest.MonkeyPatch.context() as patch:
+        def before(owner, name, event):
+            method = getattr(owner, name)
+            patch.setattr(owner, name, lambda self, *args, **more: (events.append(event), method(self, *args, **more))[1])
+
+        steps = planned("iterated_rlhf", patch, reward_model="(given.reward)", rounds=p["iterations"], rl=rl, refresh="after" if p["rm_refresh"] else "never",
+                        kl_to="previous" if p["ref_refresh"] else "start", gold_memory="replay", train_reward_model={"replay_fraction": p["rm_replay_fraction"]})
+        trained = [(inputs, config) for stage, inputs, config, _ in steps.values() if stage == "reward_model"]
+        assert all(config.replay_fraction == p["rm_replay_fraction"] for _, config in trained)
+        assert [sorted(n for n in inputs if n.startswith("replay.")) for inputs, _ in trained] == [[f"replay.round_{j}" for j in range(1, k + 1)] for k in range(p["iterations"])]
+        patch.setattr(Rollouts, "__init__", building)
+        before(Rollouts, "_next_iteration", "old<-policy")
+        before(GroupSampler, "fill", "sample")
+        before(Trainer, "step", "update")
         made = {"(given.model)": str(Path(scratch, "start"))}
         tiny_policy(made["(given.model)"], 0)
         prompts = [complete_row("prompts/1", {"prompt": [{"role": "user", "content": f"say {k}"}]}, dataset="d", source="s", origin="human", split="train") for k in range(8)]
         write_dataset(str(Path(scratch, "prompts")), "prompts", "prompts/1", prompts)
-        for stage, label, inputs, config in steps:
+        for label, (stage, inputs, config, _) in steps.items():
             if stage == "reward_model":
                 events.append("train_rm")
             elif stage == "rl":
