@@ -7,6 +7,7 @@ are lost whenever it is paused and resumed.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -27,8 +28,11 @@ def deploy(*, gpu_slots: int | None = None, trigger_model: str = "model:policy@c
 
     trigger_model: the policy that the recipe started by new preference data improves.
     """
+    from prefect.client.orchestration import get_client
+
     install_pool(gpu_slots=gpu_slots)
-    names = [_apply(*spec) for spec in [*recipe_deployments(), *stage_deployments()]]
+    with get_client(sync_client=True) as client:
+        names = [apply(*spec, client=client) for spec in [*recipe_deployments(), *stage_deployments()]]
     return {"pool": POOL, "deployments": names, "automations": install_automations(trigger_model)}
 
 
@@ -62,7 +66,14 @@ def stage_deployments():
         yield stage_flow(name), "stage", {"queue": "gpu" if get_stage(name).SPEC.gpu else "cpu"}
 
 
-def _apply(flow, name: str, options: dict[str, Any]) -> str:
+def apply(flow, name: str, options: dict[str, Any], client=None) -> str:
+    """Register one deployment unless the server has it as it is; returns its full name.
+
+    An update makes the server check the whole schema, during which it answers nobody: minutes for all deployments on a
+    small machine.
+    """
+    from prefect.client.orchestration import get_client
+    from prefect.exceptions import ObjectNotFound
     from prefect.types.entrypoint import EntrypointType
 
     deployment = flow.to_deployment(
@@ -72,8 +83,34 @@ def _apply(flow, name: str, options: dict[str, Any]) -> str:
         entrypoint_type=EntrypointType.MODULE_PATH)
     schema = deployment._parameter_openapi_schema
     schema.properties, schema.definitions = titled(schema.properties, schema.definitions or {})
-    deployment.apply()
-    return f"{flow.name}/{name}"
+    with nullcontext(client) if client else get_client(sync_client=True) as client:
+        try:
+            if registered_as(client.read_deployment_by_name(deployment.full_name), deployment):
+                return deployment.full_name
+        except ObjectNotFound:
+            pass
+        plain = deployment.model_dump(mode="json", include={*COMPARED})
+        client.create_deployment(  # or updates; not deployment.apply(), whose other calls often meet a locked SQLite and wait seconds
+            client.create_flow_from_name(flow.name), name, version=deployment.version, schedules=deployment.schedules, pull_steps=[],
+            parameter_openapi_schema=schema.model_dump(mode="json", exclude_unset=True), **plain)
+    return deployment.full_name
+
+
+COMPARED = ("description", "tags", "parameters", "entrypoint", "work_pool_name", "work_queue_name", "concurrency_limit",
+            "enforce_parameter_schema", "paused", "job_variables")
+
+
+def registered_as(existing, wanted) -> bool:
+    """Whether a deployment of the server is what a RunnerDeployment would make of it: what was paused or edited in the UI is not.
+
+    Its version is the commit from which it was registered last and may be older than the code.
+    """
+    plain = wanted.model_dump(mode="json")
+    there = existing.model_dump(mode="json", include={*COMPARED, "parameter_openapi_schema", "schedules"})
+    return (all((there[field] or None) == (plain[field] or None) for field in COMPARED)
+            and there["parameter_openapi_schema"] == wanted._parameter_openapi_schema.model_dump(mode="json", exclude_unset=True)
+            and [(row["schedule"], row["active"]) for row in there["schedules"]]
+            == [(row["schedule"], row["active"] is not False) for row in plain["schedules"] or []])
 
 
 ACRONYMS = {"sft": "SFT", "rl": "RL", "dpo": "DPO"}

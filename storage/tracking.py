@@ -184,6 +184,8 @@ class _Background:
                         break
                     self.condition.wait(timeout=pause)
                 del self.due[unit]
+            if str(home.home()) != self.home:  # what is pending there is not told from here
+                return
             started = time.monotonic()
             _, error = self.projector.project(unit)
             with self.condition:

@@ -73,8 +73,8 @@ def cancel(servers, page, run: str) -> None:
 
 
 def test_a_run_is_started_changed_cancelled_and_continued_in_the_browser(servers, page):
-    servers.python("from flows.deploy import _apply; from tests.flows.slow_recipe import slow_recipe\n"
-                   "_apply(slow_recipe, 'browser', {'queue': 'gpu'})")
+    servers.python("from flows.deploy import apply; from tests.flows.slow_recipe import slow_recipe\n"
+                   "apply(slow_recipe, 'browser', {'queue': 'gpu'})")
     slots = lambda: servers.api("/v2/concurrency_limits/gpu")["active_slots"]
     ours = lambda: [process for process in stage_processes() if str(servers.home) in " ".join(process.info["cmdline"])]
     first = submit(servers, page, "slow_recipe/browser", {"Seed": 7, "Seconds": 601})

@@ -19,8 +19,8 @@ def test_prefect_server_imports():
 
 def test_interval_schedule_creates_runs(servers):
     """With SQLAlchemy 2.1 no runs appear, and nothing but the server's log says so."""
-    servers.python("from flows.deploy import _apply; from flows.single import stage_flow\n"
-                   "_apply(stage_flow('world'), 'hourly', {'queue': 'cpu', 'interval': 3600})")
+    servers.python("from flows.deploy import apply; from flows.single import stage_flow\n"
+                   "apply(stage_flow('world'), 'hourly', {'queue': 'cpu', 'interval': 3600})")
     deployment = servers.deployment("stage-world/hourly")["id"]
     runs = servers.wait(lambda: servers.api("/flow_runs/filter", {
         "deployments": {"id": {"any_": [deployment]}}, "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}}}), limit=30)
@@ -41,6 +41,21 @@ def test_deploy_is_idempotent(servers):
     before = registered()
     assert servers.json("deploy") == servers.deployed
     assert registered() == before
+
+
+def test_deploying_again_writes_what_differs_and_leaves_the_rest(servers):
+    """A schedule that was paused and a text that was edited in the UI come back; what is as it should be is not written."""
+    rows = {name: servers.deployment(name) for name in ("post_training/nightly", "stage-world/stage", "stage-mix/stage")}
+    nightly, world = rows["post_training/nightly"], rows["stage-world/stage"]
+    servers.api(f"/deployments/{nightly['id']}/schedules/{nightly['schedules'][0]['id']}", {"active": False}, method="PATCH")
+    servers.api(f"/deployments/{world['id']}", {"description": "edited"}, method="PATCH")
+    servers.python("from flows.deploy import apply, recipe_deployments, stage_deployments\n"
+                   f"for spec in [*recipe_deployments(), *stage_deployments()]:\n"
+                   f"    if f'{{spec[0].name}}/{{spec[1]}}' in {sorted(rows)}: apply(*spec)")
+    now = {name: servers.deployment(name) for name in rows}
+    assert [schedule["active"] for schedule in now["post_training/nightly"]["schedules"]] == [True]
+    assert now["stage-world/stage"]["description"] == world["description"] != "edited"
+    assert now["stage-mix/stage"]["updated"] == rows["stage-mix/stage"]["updated"]
 
 
 def test_forms_are_valid_json_schemas(servers):
@@ -88,8 +103,8 @@ def stage_processes():
 
 
 def test_cancel_kills_the_stage_and_frees_its_slot(servers):
-    servers.python("from flows.deploy import _apply; from tests.flows.slow_recipe import slow_recipe\n"
-                   "_apply(slow_recipe, 'test', {'queue': 'gpu'})")
+    servers.python("from flows.deploy import apply; from tests.flows.slow_recipe import slow_recipe\n"
+                   "apply(slow_recipe, 'test', {'queue': 'gpu'})")
     run = servers.start("slow_recipe/test", {"config": {"slow": {"seconds": 600}}})
     ours = servers.wait(lambda: [process for process in stage_processes() if str(servers.home) in " ".join(process.info["cmdline"])])
     servers.wait(lambda: servers.api("/v2/concurrency_limits/gpu")["active_slots"] == 1)

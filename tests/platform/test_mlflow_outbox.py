@@ -196,17 +196,17 @@ def test_saying_how_things_stand_never_waits_for_mlflow(state_dir):
     """A stage that is being ended says so while the projection may be importing MLflow or waiting for a server."""
     import threading
 
-    document = {"unit": "u", "type": "flow", "run_id": "r", "recipe": "demo"}
-    with tracking._unit_lock("u", wait=True):  # a projection that hangs
+    document = {"unit": "hangs", "type": "flow", "run_id": "r", "recipe": "demo"}
+    with tracking._unit_lock("hangs", wait=True):  # a projection that hangs
         caller = threading.Thread(target=tracking.put, args=(document,), daemon=True)
         caller.start()
         caller.join(30)
-        assert not caller.is_alive() and tracking.pending() == ["u"]
+        assert not caller.is_alive() and tracking.pending() == ["hangs"]
 
 
 def test_what_is_said_while_a_unit_is_completed_is_not_lost(state_dir, monkeypatch):
     monkeypatch.setattr(tracking, "poke", lambda unit: None)
-    first = {"unit": "u", "type": "flow", "run_id": "r", "recipe": "demo"}
+    first = {"unit": "slow", "type": "flow", "run_id": "r", "recipe": "demo"}
     tracking.put(first)
 
     class Slow(tracking.Projector):
@@ -216,8 +216,8 @@ def test_what_is_said_while_a_unit_is_completed_is_not_lost(state_dir, monkeypat
             return True
 
     projector = Slow()
-    assert projector.project("u") == (False, None) and tracking.pending() == ["u"]
-    assert projector.project("u") == (True, None) and tracking.pending() == []
+    assert projector.project("slow") == (False, None) and tracking.pending() == ["slow"]
+    assert projector.project("slow") == (True, None) and tracking.pending() == []
 
 
 def test_the_same_run_given_again_goes_on_in_its_mlflow_run(state_dir):
