@@ -23,12 +23,14 @@ class Servers:
         self.home = home
         self.env = {key: value for key, value in os.environ.items()
                     if not key.startswith(("PREFECT_", "MLFLOW_", "POSTTRAIN_"))}
-        self.env |= {"POSTTRAIN_HOME": str(home), "PYTHONPATH": str(ROOT), "POSTTRAIN_GRACE_SECONDS": "2"}
+        self.calls_home = home.with_name("calls_home.txt")
+        self.env |= {"POSTTRAIN_HOME": str(home), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "offline")]),
+                     "POSTTRAIN_GRACE_SECONDS": "2", "OFFLINE_LOG": str(self.calls_home)}
         self.urls: dict[str, str] = {}
 
     def cli(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
         done = subprocess.run([sys.executable, "-m", "flows.cli", *arguments], capture_output=True, text=True,
-                              env=self.env, cwd=ROOT, timeout=300)
+                              env=self.env, cwd=ROOT, timeout=900)
         assert not check or done.returncode == 0, done.stdout + done.stderr
         return done
 
@@ -39,7 +41,7 @@ class Servers:
         """Run code in a process whose environment points at the servers; returns its stdout."""
         prelude = "from flows import env, services; services.connect(env.prepare(quiet=True))\n"
         done = subprocess.run([sys.executable, "-c", prelude + code], capture_output=True, text=True, env=self.env,
-                              cwd=ROOT, timeout=300)
+                              cwd=ROOT, timeout=900)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -140,3 +140,11 @@ def test_doctor_is_content(servers):
     assert checks["ok"], checks
     for name in ("prefect", "mlflow"):
         assert any(name in check["text"].lower() for check in checks["checks"])
+
+
+def test_nothing_calls_home(servers):
+    """The servers, the worker, the flows and the stages of all the tests above spoke to this machine only."""
+    guard = subprocess.run([sys.executable, "-c", "import socket; socket.create_connection(('192.0.2.1', 9), 1)"], capture_output=True, text=True,
+                           env={**servers.env, "OFFLINE_LOG": str(servers.home / "guard.txt")})
+    assert "do not leave this machine" in guard.stderr and "192.0.2.1" in (servers.home / "guard.txt").read_text()
+    assert not servers.calls_home.exists(), servers.calls_home.read_text()

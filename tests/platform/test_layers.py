@@ -80,3 +80,49 @@ def test_every_stage_can_be_hashed():
 
     for module in STAGES.values():
         assert len(closure_digest(module)) == 64
+
+
+def test_every_config_field_is_read():
+    """No option of a stage or a recipe is accepted and then ignored: each is read by name, or by a name put together from a pattern."""
+    import ast
+    import re
+    import typing
+
+    from pydantic import BaseModel
+
+    from flows.recipe import RECIPES, get_recipe
+    from stages.registry import STAGES, get_stage
+
+    read, patterns = set(), set()
+    for folder in ("stages", "flows", "tasks", "storage"):
+        for path in (PROJECT_ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute):
+                    read.add(node.attr)
+                elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr" and len(node.args) > 1:
+                    name = node.args[1]
+                    if isinstance(name, ast.Constant):
+                        read.add(name.value)
+                    elif isinstance(name, ast.JoinedStr):
+                        patterns.add("".join(part.value if isinstance(part, ast.Constant) else r"\w+" for part in name.values))
+                elif isinstance(node, (ast.Tuple, ast.Dict)):  # tables of names that are looked up
+                    read |= {part.value for part in [*getattr(node, "elts", ()), *getattr(node, "keys", ())] if isinstance(part, ast.Constant)}
+
+    assert {r"ingest_\w+", r"\w+_column"} <= patterns
+    seen: set[type] = set()
+
+    def visit(annotation):
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel) and annotation not in seen:
+            seen.add(annotation)
+            for field in annotation.model_fields.values():
+                visit(field.annotation)
+        for part in typing.get_args(annotation):
+            visit(part)
+
+    for stage in STAGES:
+        visit(get_stage(stage).SPEC.config)
+    for recipe in RECIPES:
+        visit(get_recipe(recipe).config_type)
+    ignored = [f"{model.__module__}.{model.__name__}.{field}" for model in seen for field in model.model_fields
+               if field not in read and not any(re.fullmatch(pattern, field) for pattern in patterns)]
+    assert len(seen) > 40 and not ignored, ignored
