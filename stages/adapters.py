@@ -34,7 +34,7 @@ def add_lora(model, config, seed: int, task: str = "CAUSAL_LM"):
     from peft import LoraConfig, get_peft_model
 
     targets = config.lora_targets if config.lora_targets == "all-linear" else config.lora_targets.replace(" ", "").split(",")
-    settings = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha or 2 * config.lora_rank, lora_dropout=0.0, bias="none",
+    settings = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha or 2 * config.lora_rank, lora_dropout=0.0, bias="none", use_rslora=config.lora_rslora,
                           target_modules=targets, task_type=task)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed % 2**63)

@@ -310,6 +310,10 @@ _DIRECT_ROWS = (
                  options={"delta": 1.0, "reg_coef": 0.1}, source="da.slic (SLiC-HF)"),
 )
 DIRECT_METHODS: dict[str, DirectMethod] = {row.name: row for row in _DIRECT_ROWS}
+#: Where options of direct methods make sense: numbers in [low, high), or the words to choose from; all others take any number.
+OPTION_RANGES: dict[str, tuple] = {
+    "label_smoothing": (0.0, 0.5), "discopop_tau": (1e-6, float("inf")), "eta": (1e-12, float("inf")), "momentum": (0.0, 1.0), "offset_fn": ("log", "identity"),
+    **{name: (0.0, float("inf")) for name in ("desirable_weight", "undesirable_weight", "reg_coef", "cal_weight", "conditional_weight", "anchor_weight", "simpo_gamma")}}
 
 
 def validate_direct(row: DirectMethod, beta: float | None, has_reference: bool) -> list[str]:

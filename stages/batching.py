@@ -63,6 +63,11 @@ def make_item(row_id: str, prompt: Sequence[int], responses, masks, **extra) -> 
     return Item(row_id, prompt, arrays, mask_arrays, extra)
 
 
+def row_weight(row: dict) -> float:
+    """``weight`` of a dataset row, 1 where it has none; a weight of 0 counts nothing."""
+    return 1.0 if row.get("weight") is None else float(row["weight"])
+
+
 @dataclass
 class Batch:
     """One micro-batch on the device.

@@ -251,6 +251,7 @@ class Renderer:
                 start_text, closed = self._locate(messages, turn, full, cursor)
             span = closed[len(start_text):]
             stop = self._span_end(span, messages[turn])
+            self._check_header(span[:span.find(self._hidden_content(messages[turn]))], start_text, messages[:turn])
             pieces.append((full[cursor: len(start_text)], 0))
             pieces.append((span[:stop], 1))
             cursor = len(start_text) + stop
@@ -259,6 +260,13 @@ class Renderer:
         ids = [i for part in piece_ids for i in part]
         mask = [trained for part, (_, trained) in zip(piece_ids, pieces) for _ in part]
         return ids, mask
+
+    def _check_header(self, header: str, start_text: str, before) -> None:
+        """Without a generation prompt the header of a turn would be trained, and sampled as part of every answer."""
+        looks_like_one = "assistant" in header.lower() or (self._special_pattern is not None and self._special_pattern.search(header))
+        if looks_like_one and start_text == self._render_safely(before, generation=False)[0]:
+            raise RenderError(f"The chat template has no generation prompt, so the header {header!r} of an assistant turn would be trained as part of the answer. End "
+                              f"the template with {{%- if add_generation_prompt -%}}{{{{- {header!r} -}}}}{{%- endif -%}}")
 
     def _locate(self, messages, turn: int, full: str, cursor: int):
         """A template that is not prefix-preserving: only the last turn can be trained, found by its own generation prompt."""

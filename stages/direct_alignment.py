@@ -11,12 +11,12 @@ import math
 
 import torch
 
-from stages.algorithms import DIRECT_METHODS, resolve, validate_direct
+from stages.algorithms import DIRECT_METHODS, OPTION_RANGES, resolve, validate_direct
 from stages.batching import per_response
 from stages.direct_losses import aot_matches, kto_reference_point, log_odds, segment_sums
 from stages.losses import displacement_metrics
 from stages.modeling import freeze, load_policy, load_weights, move_towards, target_logps, weights_file
-from stages.training import ShuffledRows, Sums
+from stages.training import ShuffledRows, Sums, products
 
 UNIT = {"pairs": "pairs", "conditions": "pairs", "segments": "pairs", "unpaired": "rows", "rankings": "prompts"}
 
@@ -43,10 +43,17 @@ class DirectAlignment:
         for name, value in config.options.items():
             if isinstance(known[name], str) != isinstance(value, str):
                 raise ValueError(f"options.{name}={value!r} of method {config.method}: write a value like {known[name]!r}.")
+            allowed = OPTION_RANGES.get(name)
+            if allowed is not None and not (value in allowed if isinstance(value, str) else allowed[0] <= value < allowed[1]):
+                raise ValueError(f"options.{name}={value!r} of method {config.method}: write "
+                                 + (f"one of {', '.join(allowed)}." if isinstance(value, str) else f"a number >= {allowed[0]:g}"
+                                    + (f" and < {allowed[1]:g}." if math.isfinite(allowed[1]) else ".")))
         if config.logp_reduction is not None and method.data != "pairs":
             raise ValueError(f"logp_reduction is for methods on pairs; leave it out for {config.method}.")
         if config.nll_coef and method.data not in ("pairs", "conditions"):
             raise ValueError(f"nll_coef adds the NLL of a chosen response; {config.method} trains on {UNIT[method.data]} of {method.data}, so leave it out.")
+        if config.nll_coef == 0 and method.name == "cpo":
+            raise ValueError("cpo without its NLL term has nothing that keeps the policy where it was; write nll_coef=1, or method=reference_free for the ablation.")
         self.scale = 1.0 if beta is None else beta
         self.arguments = {**({} if beta is None else {"beta": beta}), **{k: config.options.get(k, v) for k, v in method.options.items()}}
         self.settings = {k: config.options.get(k, v) for k, v in method.settings.items()}
@@ -171,10 +178,12 @@ class DirectAlignment:
         return {"delta": self.delta} if self.method.statistic == "delta" else {}
 
     def log_probs(self, model, items, device: str) -> list[list]:
-        """:meth:`values` of every response of every item, as plain numbers."""
-        if not items:
-            return []
-        return per_response(items, self.config.max_tokens_per_micro_batch, device, lambda batch: [v.tolist() for v in self.values(model, batch)], model)
+        """:meth:`values` of every response of every item, as plain numbers, in the precision of the training forward that they are compared with."""
+        def compute(batch):
+            with products(self.config, device):
+                return [v.tolist() for v in self.values(model, batch)]
+
+        return per_response(items, self.config.max_tokens_per_micro_batch, device, compute, model) if items else []
 
     def after_step(self, metrics: dict[str, float]) -> None:
         """BCO's running means take in the step's rewards; a class that the step had none of, or a non-finite step, changes nothing."""

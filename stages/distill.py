@@ -27,7 +27,8 @@ from stages.spec import InputSpec, OutputSpec, StageSpec
 
 class Config(RowsConfig):
     method: Literal["logit", "context", "on_policy"] = Field("logit", description="What the teacher sees and who writes the answers; see the stage's description.")
-    direction: Literal["forward", "reverse", "jsd"] = Field("forward", description="KL(teacher||student), KL(student||teacher), or their generalised Jensen-Shannon divergence.")
+    direction: Literal["forward", "reverse", "jsd"] = Field("forward", description="KL(teacher||student), KL(student||teacher), or their generalised Jensen-Shannon divergence; "
+                                                         "with method=on_policy the last unless given (GKD).")
     jsd_beta: float = Field(0.5, gt=0, lt=1, description="Weight of the teacher in the mixture (direction=jsd; GKD 0.5).")
     distillation_temperature: float = Field(1.0, gt=0, description="Temperature of both distributions; the loss is multiplied by its square.")
     soft_weight: float = Field(1.0, ge=0, le=1, description="Share of the divergence; the rest is the negative log-likelihood of the tokens (codistillation: 0.5).")
@@ -38,6 +39,12 @@ class Config(RowsConfig):
     lmbda: float = Field(0.5, ge=0, le=1, description="Share of rows answered by the student itself (method=on_policy; GKD 0.5).")
     sampling_temperature: float = Field(0.9, gt=0, description="Temperature of the student's answers (method=on_policy; GKD 0.9).")
     max_completion_length: int = Field(128, ge=1, description="New tokens of the student's answers at most (method=on_policy).")
+
+    @model_validator(mode="after")
+    def _gkd(self):
+        if self.method == "on_policy" and "direction" not in self.model_fields_set:
+            self.__dict__["direction"] = "jsd"
+        return self
 
     @model_validator(mode="after")
     def _context_given(self):
@@ -66,7 +73,7 @@ class Distillation:
         self.config, self.teacher, self.soft_weight = config, teacher, config.soft_weight
 
     def counts(self, items):
-        return {"tokens": float(sum(i.n_targets * i.extra["weight"] for i in items)), "targets": float(sum(i.n_targets for i in items))}
+        return {"tokens": float(sum(i.n_targets * i.extra["weight"] for i in items)), "targets": float(sum(i.n_targets for i in items)), "step": 1.0}
 
     def __call__(self, model, batch):
         import torch
@@ -80,7 +87,8 @@ class Distillation:
         terms = {"divergence": (self.soft_weight * (values * weights).sum(), "tokens")}
         if self.soft_weight < 1:
             terms["nll"] = (-(1 - self.soft_weight) * (token_logps(head, states, batch.target_N)[0] * weights).sum(), "tokens")
-        return Sums(terms, {"kl": (values.detach().sum() / self.config.distillation_temperature ** 2, "targets")})
+        return Sums(terms, {"kl": (values.detach().sum() / self.config.distillation_temperature ** 2, "targets"),
+                            "trained_tokens": (torch.tensor(float(len(values))), "step")})
 
     def divergence(self, head, states, batch):
         """From the teacher in memory, over the whole vocabulary ``[N]``."""

@@ -188,7 +188,7 @@ class _ChunkedLogps(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, scale, softcap, want_entropy, low):
+    def forward(ctx, hidden, weight, bias, targets, temperature, scale, softcap, want_entropy, low, hits):
         n, wide = hidden.shape[0], torch.float64 if hidden.dtype == torch.float64 else torch.float32
         head = Head(weight.to(low), None if bias is None else bias.to(low), scale, softcap)
         logps = hidden.new_empty(n, dtype=wide)
@@ -200,6 +200,8 @@ class _ChunkedLogps(torch.autograd.Function):
             z = precise(head.logits(hidden[rows].to(low)))
             logp = torch.log_softmax(z if temperature == 1.0 else z / temperature, dim=-1)
             logps[rows] = logp.gather(1, targets[rows, None])[:, 0]
+            if hits is not None:
+                hits[rows] = logp.argmax(-1) == targets[rows]
             if want_entropy:
                 entropies[rows] = -logp.exp().mul_(logp).sum(-1)
             if rows.stop <= keep:
@@ -249,7 +251,7 @@ class _ChunkedLogps(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight.addmm_(dz.t(), h) if low == wide else grad_weight.add_(dz.t() @ h)
         return (grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype),
-                None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None, None, None, None)
+                None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None, None, None, None, None)
 
 
 def _head_chunks(n: int, weight) -> list[slice]:
@@ -257,23 +259,23 @@ def _head_chunks(n: int, weight) -> list[slice]:
     return [slice(i, min(n, i + size)) for i in range(0, n, size)]
 
 
-def token_logps(head: Head, hidden_NH, targets_N, temperature: float = 1.0, entropy: bool = False):
+def token_logps(head: Head, hidden_NH, targets_N, temperature: float = 1.0, entropy: bool = False, hits=None):
     """Log-probability of each target token, float32 ``[N]``, and the distribution's entropy ``[N]`` (nats) if asked for.
 
     Differentiable in ``hidden``, weight and bias; memory is bounded by ``HEAD_CHUNK_ELEMENTS`` and ``HEAD_KEEP_ELEMENTS`` whatever
-    V is. Under autocast the products run in its type.
+    V is. Under autocast the products run in its type. ``hits``, a bool tensor ``[N]``, is told where the target is the likeliest token.
     """
     kind = hidden_NH.device.type
     low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
     with torch.autocast(kind, enabled=False):
         logps, entropies = _ChunkedLogps.apply(hidden_NH, head.weight, head.bias, targets_N, float(temperature),
-                                               head.scale, head.softcap, entropy, low)
+                                               head.scale, head.softcap, entropy, low, hits)
     return logps, (entropies if entropy else None)
 
 
-def target_logps(model, batch, temperature: float = 1.0, entropy: bool = False):
+def target_logps(model, batch, temperature: float = 1.0, entropy: bool = False, hits=None):
     """:func:`token_logps` of a batch's trained positions: (log-probs ``[N]``, entropies ``[N]`` or None)."""
-    return token_logps(head_of(model), hidden_states(model, batch, batch.src_N), batch.target_N, temperature, entropy)
+    return token_logps(head_of(model), hidden_states(model, batch, batch.src_N), batch.target_N, temperature, entropy, hits)
 
 
 class _ChunkedColumns(torch.autograd.Function):

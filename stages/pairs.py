@@ -13,7 +13,7 @@ def encode_pairs(dataset, split: str, renderer, max_length: int, limit: int | No
     Item extras: ``margin`` (0 where null), ``label_prob`` (1 where null), ``weight``, ``n_chosen``/``n_rejected`` (tokens),
     ``ended`` (did each response keep its stop token), ``strength``, ``source``, ``prompt_id``.
     """
-    from stages.batching import make_item
+    from stages.batching import make_item, row_weight
 
     items = []
     dropped = {"truncated": 0, "identical_after_truncation": 0, "no_target": 0}
@@ -24,8 +24,8 @@ def encode_pairs(dataset, split: str, renderer, max_length: int, limit: int | No
         _, rejected, rejected_mask = renderer.completion_ids(row["prompt"], row["rejected"])
         prompt, ((chosen, chosen_mask), (rejected, rejected_mask)), was_cut = cut(prompt, [(chosen, chosen_mask), (rejected, rejected_mask)], max_length)
         dropped["truncated"] += was_cut
-        if was_cut and chosen == rejected:
-            dropped["identical_after_truncation"] += 1
+        if chosen == rejected:
+            dropped[identical(was_cut)] = dropped.get(identical(was_cut), 0) + 1
             continue
         chosen, chosen_mask = trim(chosen, chosen_mask)
         rejected, rejected_mask = trim(rejected, rejected_mask)
@@ -36,7 +36,7 @@ def encode_pairs(dataset, split: str, renderer, max_length: int, limit: int | No
         items.append(make_item(
             row["row_id"], prompt, [chosen, rejected], [chosen_mask, rejected_mask],
             margin=float(row.get("margin") or 0.0), label_prob=1.0 if probability is None else float(probability),
-            weight=float(row.get("weight") or 1.0), strength=row.get("strength"), source=row.get("source"),
+            weight=row_weight(row), strength=row.get("strength"), source=row.get("source"),
             prompt_id=row.get("prompt_id"),
             ended=(chosen[-1] in renderer.stop_ids, rejected[-1] in renderer.stop_ids)))
     return items, dropped
@@ -55,6 +55,16 @@ def cut(prompt: list[int], responses: list[tuple[list[int], list[int]]], max_len
     responses = [(ids[:room], mask[:room]) for ids, mask in responses]
     keep = max_length - min(longest, room)
     return prompt[len(prompt) - keep:], responses, True
+
+
+def identical(was_cut: bool) -> str:
+    """Why a pair whose sides have the same ids is dropped: the cut, or a template or tokenizer that writes both texts alike."""
+    return "identical_after_truncation" if was_cut else "identical_after_tokenisation"
+
+
+def is_tie(row: dict) -> bool:
+    """Whether a pair prefers neither side (``label_prob`` 0.5): nothing for a loss of hard labels (``rm.bt``)."""
+    return row.get("label_prob") == 0.5
 
 
 def trim(ids, mask):

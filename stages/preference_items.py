@@ -64,14 +64,16 @@ class Encoder:
 
     def __call__(self, dataset, split: str, limit: int | None = None) -> list:
         """Items of a split; counts of what was dropped or cut go to :attr:`dropped`."""
+        from stages.pairs import is_tie
+
         make = getattr(self, "_" + self.method.data)
-        items = []
+        hard, items = KIND[self.method.data] == "pairs/1" and "label_prob" not in self.method.columns, []
         for row in rows_as(dataset, split, KIND[self.method.data]):
             if limit is not None and len(items) >= limit:
                 break
             if self.config.stage_index is not None and split == "train" and row.get("stage_index") != self.config.stage_index:
                 continue
-            item = make(row)
+            item = self._drop("tie") if hard and is_tie(row) else make(row)
             if item is not None:
                 items.append(item)
         if self.method.statistic == "z0":
@@ -83,24 +85,24 @@ class Encoder:
 
     def _encode(self, prompt_messages, completions):
         """(prompt, [(ids, mask)]) cut to max_length and trimmed, or None when a response has no trained token."""
-        from stages.pairs import cut, trim
+        from stages.pairs import cut, identical, trim
 
         encoded = [self.renderer.completion_ids(prompt_messages, c) for c in completions]
         prompt, responses, was_cut = cut(encoded[0][0], [(ids, mask) for _, ids, mask in encoded], self.config.max_length)
         self.dropped["truncated"] += was_cut
         compared = responses[:2] if self.method.data == "pairs" else responses  # a target answer may well be the chosen one
-        if was_cut and len({tuple(ids) for ids, _ in compared}) < len(compared):
-            return self._drop("identical_after_truncation")
+        if (was_cut or len(compared) == 2) and len({tuple(ids) for ids, _ in compared}) < len(compared):
+            return self._drop(identical(was_cut))
         responses = [trim(ids, mask) for ids, mask in responses]
         if not all(sum(mask) for _, mask in responses):
             return self._drop("no_target")
         return prompt, responses
 
     def _item(self, row, prompt, responses, **extra):
-        from stages.batching import make_item
+        from stages.batching import make_item, row_weight
 
         # Sorted matching is between all rows of a step, so one row cannot count more than another.
-        weight = 1.0 if self.method.statistic == "sorted" else float(row.get("weight") or 1.0)
+        weight = 1.0 if self.method.statistic == "sorted" else row_weight(row)
         return make_item(row["row_id"], prompt, [ids for ids, _ in responses], [mask for _, mask in responses], weight=weight,
                          prompt_id=row.get("prompt_id"), **extra)
 

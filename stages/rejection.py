@@ -24,12 +24,13 @@ class Config(SamplingConfig):
     num_generations: int = Field(16, ge=1, description="Completions per prompt, N (texts 10-30; ours 16).")
     rewards: list[RewardComponent] = Field(default_factory=lambda: [RewardComponent(name="verifier", kind="verifier")],
                                            description="Named, weighted reward components.")
-    select: Literal["top_per_prompt", "top_k_per_prompt", "top_k_overall", "threshold", "all_correct", "random_per_prompt"] = Field(
+    select: Literal["top_per_prompt", "top_k_per_prompt", "top_k_overall", "threshold", "all_correct", "random_per_prompt", "random_k_overall"] = Field(
         "top_per_prompt", description="Selector on the reward matrix (rs.select).")
-    k: int = Field(1, ge=1, description="Rows kept per prompt (top_k_per_prompt) or in all (top_k_overall).")
+    k: int = Field(1, ge=1, description="Rows kept per prompt (top_k_per_prompt) or in all (top_k_overall, random_k_overall).")
     threshold: float | None = Field(None, title="Threshold", description="Keep rewards strictly above this (select=threshold; as a floor otherwise).")
     threshold_mode: Literal["absolute", "quantile"] = Field("absolute", description="What threshold is: a reward, or the share of valid candidates at or below it.")
-    max_per_prompt: int | None = Field(None, ge=1, title="Max per prompt", description="select=all_correct, threshold: rows kept per prompt at most, the first (ReST-EM 10).")
+    max_per_prompt: int | None = Field(None, ge=1, title="Max per prompt", description="Rows kept per prompt at most (ReST-EM 10): with "
+                                       "select=all_correct and threshold the first, with top_k_overall the best.")
     allow_empty: bool = Field(False, description="Selecting nothing is a result and no error (ReST stops there).")
     dedupe: bool = Field(True, description="Drop identical texts of one prompt before selecting (the first is kept).")
     mixture_coef: float = Field(0.0, ge=0, le=1, title="Mixture coefficient", description="Sample from policy^(1-c) reference^c, token by token (IPO-MD 0.25); 0 = the policy alone.")
@@ -104,13 +105,12 @@ def run(stage):
         if row["kept"] is not False and row["reward"] is not None:
             matrix[cell] = row["reward"]
             correct[cell] = bool(row["correct"])
-    if config.dedupe:
-        drop_duplicates(matrix, where)
+    duplicates = drop_duplicates(matrix if config.dedupe else matrix.copy(), where)
     chosen = select(matrix, correct, config, stage)
     write_selected(stage, [where[divmod(int(i), width)] for i in chosen], config.allow_empty)
     if config.difficulty_band is not None:
         write_banded(stage, rows)
-    report(stage, rows, matrix, correct, chosen)
+    report(stage, rows, matrix, correct, chosen, duplicates)
 
 
 def joined(stage):
@@ -292,14 +292,16 @@ def candidate(sample, prompt_idx: int, gen: dict, note: dict) -> dict:
                                       **({"reencoded": True} if sample.reencoded else {}), **({"error": sample.error} if sample.error else {})}, sort_keys=True)}
 
 
-def drop_duplicates(matrix, where) -> None:
-    """Later copies of a text within one prompt lose their score, so that no selector takes them."""
-    seen = set()
+def drop_duplicates(matrix, where) -> int:
+    """Later copies of a valid text within one prompt lose their score, so that no selector takes them; returns how many."""
+    seen, before = set(), int((matrix == matrix).sum())
     for (i, j), row in sorted(where.items()):
         key = i, row["completion"][0]["content"]
         if key in seen:
             matrix[i, j] = float("nan")
-        seen.add(key)
+        elif matrix[i, j] == matrix[i, j]:
+            seen.add(key)
+    return before - int((matrix == matrix).sum())
 
 
 def select(matrix, correct, config, stage) -> list[int]:
@@ -313,7 +315,9 @@ def select(matrix, correct, config, stage) -> list[int]:
         best = selection.top_k_per_prompt(matrix, config.k if config.select == "top_k_per_prompt" else 1)
         flat = [i * width + j for i, row in enumerate(best) for j in row]
     elif config.select == "top_k_overall":
-        flat = selection.top_k_overall(matrix, config.k)
+        flat = selection.top_k_overall(matrix, config.k, config.max_per_prompt)
+    elif config.select == "random_k_overall":
+        flat = selection.random_k_overall(matrix, config.k, stage.rng("random_k_overall"))
     elif config.select == "threshold":
         if config.threshold is None:
             raise ValueError("select=threshold needs threshold; write for example threshold=0.5.")
@@ -356,7 +360,7 @@ def write_selected(stage, rows, allow_empty: bool = False) -> None:
                          "max_completion_length or num_generations, or lower threshold; the candidates dataset shows each row's drop_reason.")
 
 
-def report(stage, rows, matrix, correct, chosen) -> None:
+def report(stage, rows, matrix, correct, chosen, duplicates: int) -> None:
     """Selection against the pool, and best-of-n curves with the unbiased estimator (``rm.overopt``), of the direct completions."""
     import numpy as np
 
@@ -372,7 +376,9 @@ def report(stage, rows, matrix, correct, chosen) -> None:
     summary = {
         "prompts": matrix.shape[0], "completions": len(rows), "valid": int(valid.sum()), "selected": len(chosen),
         "truncated": sum(r["drop_reason"] == "truncated" for r in rows), "unscorable": sum(r["drop_reason"] == "unscorable" for r in rows),
+        "failed": sum(r["drop_reason"] == "engine_error" for r in rows), "duplicates": duplicates,
         "prompts_covered": len({i // width for i in chosen}), "reward/mean": float(np.nanmean(flat)) if valid.any() else None,
+        "reward/best": float(np.nanmax(matrix[valid.any(axis=1)], axis=1).mean()) if valid.any() else None,
         "reward/selected": float(np.mean([flat[i] for i in chosen])) if chosen else None, "length/mean": float(lengths.mean()),
         "length/selected": float(lengths[is_picked].mean()) if chosen else None}
     hinted = np.array([rationalised_row(r) for r in rows], bool)

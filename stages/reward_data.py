@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
-from stages.batching import Item, make_item
-from stages.pairs import cut
+from stages.batching import Item, make_item, row_weight
+from stages.pairs import cut, identical, is_tie
 
 CONTEXT = "[CONTEXT]\n{context}"
 COMPARE = CONTEXT + "\n\n[RESPONSE A]\n{a}\n\n[RESPONSE B]\n{b}\n\n[PREFERRED RESPONSE]"
@@ -77,16 +77,16 @@ def build(reader, row: dict, prompt, completions, dropped: Counter, *, counts: d
     """Item of one prompt with its responses, cut to the reader's room.
 
     Raises:
-        Drop: a response without a scored token, or (``distinct``) responses that the cut made equal.
+        Drop: a response without a scored token, or (``distinct``) responses that the template or the cut made equal; rankings may repeat a text.
     """
     ids, responses = reader.parts(prompt, completions)
     if any(not sum(mask) for _, mask in responses):
         raise Drop("no_target")
     ids, responses, was_cut = cut(ids, responses, reader.room)
+    if distinct and (was_cut or len(responses) == 2) and len({tuple(r) for r, _ in responses}) < len(responses):
+        raise Drop(identical(was_cut))
     if was_cut:
         dropped["truncated"] += 1
-        if distinct and len({tuple(r) for r, _ in responses}) < len(responses):
-            raise Drop("identical_after_truncation")
         if any(not sum(mask) for _, mask in responses):
             raise Drop("no_target")
     wrapped = [reader.wrap(ids, r, m) for r, m in responses]
@@ -96,19 +96,17 @@ def build(reader, row: dict, prompt, completions, dropped: Counter, *, counts: d
 
 
 def _labels(row: dict) -> dict:
-    return {"weight": _weight(row), "prompt_id": row.get("prompt_id") or row["row_id"], "source": row.get("source"),
+    return {"weight": row_weight(row), "prompt_id": row.get("prompt_id") or row["row_id"], "source": row.get("source"),
             "strength": row.get("strength")}
-
-
-def _weight(row: dict) -> float:
-    return 1.0 if row.get("weight") is None else float(row["weight"])
 
 
 # -- rankings of two and more -------------------------------------------------------------------------------------------------
 
 def pair_items(row, reader, config, dropped) -> list[Item]:
     """One item per pair: chosen first. Extras ``margin`` (0 where null), ``label_prob`` (1 where null)."""
-    probability, weight = row.get("label_prob"), _weight(row)
+    if is_tie(row) and not config.use_soft_labels:
+        raise Drop("tie")
+    probability, weight = row.get("label_prob"), row_weight(row)
     item = build(reader, row, with_facts(row, row["prompt"], config.facts), [row["chosen"], row["rejected"]], dropped, distinct=True,
                  counts={"weight": weight, "pairs": 1.0}, margin=float(row.get("margin") or 0.0),
                  label_prob=1.0 if probability is None else float(probability), difficulty=pair_difficulty(row, config.curriculum),
@@ -163,7 +161,7 @@ def ranking_items(row, reader, config, dropped) -> list[Item]:
     pairs = [(i, j) for i in range(len(ranks)) for j in range(i + 1, len(ranks)) if ranks[i] < ranks[j]]
     if not pairs:
         raise Drop("all_tied" if len(ranks) > 1 else "single_response")
-    weight, per_prompt = _weight(row), config.objective == "plackett_luce" or config.pair_weighting == "per_prompt"
+    weight, per_prompt = row_weight(row), config.objective == "plackett_luce" or config.pair_weighting == "per_prompt"
     return [build(reader, row, with_facts(row, row["prompt"], config.facts), completions, dropped, distinct=True,
                   counts={"weight": weight if per_prompt else weight * len(pairs), "prompts": 1.0, "pairs": float(len(pairs))},
                   pairs=pairs, ranks=ranks, listwise=listwise, pair_weight=weight / len(pairs) if per_prompt else weight, difficulty=0.0)]
@@ -174,7 +172,7 @@ def ranking_items(row, reader, config, dropped) -> list[Item]:
 def labelled_items(row, reader, config, dropped) -> list[Item]:
     """One item per completion with a target: the label (0 or 1) of ``unpaired/1``, the score of ``ratings/1``."""
     target = float(row["label"]) if row.get("label") is not None else float(row["score"])
-    weight = _weight(row)
+    weight = row_weight(row)
     item = build(reader, row, with_facts(row, row["prompt"], config.facts), [row["completion"]], dropped, counts={"weight": weight, "rows": 1.0},
                  target=target, difficulty=0.0)
     item.extra["counts"] |= {"tokens": float(item.n_targets) * weight, "chosen_tokens": float(item.n_targets) * weight}
@@ -199,7 +197,7 @@ def rating_items(row, reader, config, dropped) -> list[Item]:
         values = [given.get(name, np.nan) for name in config.attributes]
         if np.isnan(values).all():
             raise Drop("no_attribute")
-    weight = _weight(row)
+    weight = row_weight(row)
     annotator = (row.get("ann") or {}).get("annotator_id")
     return [build(reader, row, with_facts(row, row["prompt"], config.facts), [row["completion"]], dropped, counts={"weight": weight, "rows": 1.0},
                   targets=values, raw=values[0] if len(values) == 1 else float(row["score"]), annotator=annotator, difficulty=0.0)]
@@ -250,15 +248,16 @@ def package_steps(prompt_ids, steps_ids, separator_ids, labels, ignore_index: in
 def step_item(reader, row: dict, prompt, steps: list[str], separator: str, targets: list[list[float]], **extra) -> Item:
     """A solution whose targets are step ends; steps beyond the room are cut together with their labels."""
     ids, ends = step_ids(reader, steps, separator)
-    prompt_ids, [(ids, _)], _ = cut(reader.prompt(prompt), [(ids, ids)], reader.room)
+    prompt_ids, [(ids, _)], was_cut = cut(reader.prompt(prompt), [(ids, ids)], reader.room)
     ends = [e for e in ends if e < len(ids)]
     if not ends:
         raise Drop("no_step_fits")
     mask = np.zeros(len(ids), np.int8)
     mask[ends] = 1
     first, ids, mask, n = reader.wrap(prompt_ids, ids[: ends[-1] + 1], mask[: ends[-1] + 1].tolist())
-    return make_item(row["row_id"], first, [ids], [mask], first=(n,), targets=targets[: len(ends)], n_steps=len(ends), lengths=(len(ids),),
-                     ended=(True,), difficulty=0.0, **_labels(row), **extra)
+    weight = row_weight(row)
+    return make_item(row["row_id"], first, [ids], [mask], first=(n,), targets=targets[: len(ends)], n_steps=len(ends), lengths=(len(ids),), truncated=was_cut,
+                     counts={"steps": weight * len(ends), "labelled": float(len(ends)), "rows": 1.0}, ended=(True,), difficulty=0.0, **_labels(row), **extra)
 
 
 def step_items(row, reader, config, dropped) -> list[Item]:
@@ -270,10 +269,11 @@ def step_items(row, reader, config, dropped) -> list[Item]:
                for i, label in enumerate(labels)]
     if soft is not None and not config.hard_labels and config.step_classes != 2:
         raise ValueError("soft step labels (stage label_steps) are probabilities of two classes; set step_classes=2, or hard_labels=true.")
-    weight = _weight(row)
     separator = config.step_separator or row.get("separator") or "\n\n"
-    return [step_item(reader, row, with_facts(row, row["prompt"], config.facts), row["completions"][: len(labels)], separator, targets,
-                      counts={"steps": weight * len(labels), "weight": weight, "rows": 1.0}, labels=labels, solution_correct=row.get("solution_correct"))]
+    item = step_item(reader, row, with_facts(row, row["prompt"], config.facts), row["completions"][: len(labels)], separator, targets, labels=labels,
+                     solution_correct=row.get("solution_correct"))
+    dropped["truncated"] += item.extra["truncated"]
+    return [item]
 
 
 def class_target(label: int, classes: int) -> list[float]:
@@ -317,18 +317,22 @@ def comparison_items(row, reader, config, dropped) -> list[Item]:
     probability = row.get("label_prob") if config.use_soft_labels else None
     if row["chosen"] == row["rejected"]:
         raise Drop("identical")
+    if is_tie(row) and not config.use_soft_labels:
+        raise Drop("tie")
     return [comparison_item(reader, row, with_facts(row, row["prompt"], config.facts), row["chosen"], row["rejected"],
-                            counts={"weight": _weight(row), "pairs": 1.0}, label_prob=1.0 if probability is None else float(probability))]
+                            counts={"weight": row_weight(row), "pairs": 1.0}, label_prob=1.0 if probability is None else float(probability))]
 
 
 def label_item(reader, row: dict, ids: list[int], label: str, **extra) -> Item:
     word = reader.plain(label)
     return make_item(row["row_id"], ids, [word], [[1] * len(word)], first=(0,), lengths=(len(word),), ended=(True,), difficulty=0.0,
-                     counts={"weight": _weight(row), "tokens": len(word) * _weight(row), "rows": 1.0}, **_labels(row), **extra)
+                     counts={"weight": row_weight(row), "tokens": len(word) * row_weight(row), "rows": 1.0}, **_labels(row), **extra)
 
 
 def point_label_items(row, reader, config, dropped) -> list[Item]:
     """Each pair gives one ``Good`` and one ``Bad`` row (``rm.t2t_point``); the words are ``label_words``."""
+    if is_tie(row):
+        raise Drop("tie")
     from stages.reward_heads import transcript
 
     prompt = transcript(with_facts(row, row["prompt"], config.facts))
@@ -339,6 +343,8 @@ def point_label_items(row, reader, config, dropped) -> list[Item]:
 
 def pair_label_items(row, reader, config, dropped) -> list[Item]:
     """Each pair in both orders, with the letter of the better response (``rm.t2t_pair``)."""
+    if is_tie(row):
+        raise Drop("tie")
     prompt, words = with_facts(row, row["prompt"], config.facts), config.label_words or ["A", "B"]
     return [label_item(reader, row, comparison_ids(reader, prompt, row["chosen"], row["rejected"]), words[0]),
             label_item(reader, row, comparison_ids(reader, prompt, row["rejected"], row["chosen"]), words[1])]

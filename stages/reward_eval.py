@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from stages import statistics
+from stages.pairs import is_tie
 from stages.reward_data import transition
 from stages.reward_scorers import Response, Scorer
 
@@ -68,6 +69,9 @@ def judge_pairs(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
     """Accuracy (strict, ties, by strength and source), log loss, calibration, length bias, probes on ``pairs/1``."""
     from stages.evaluation.reward_model import length_matched, length_terciles
 
+    rows = [r for r in rows if not is_tie(r)]  # nobody can be right about them
+    if not rows:
+        return {}
     pairs = [(Response(r["prompt"], r["chosen"], row=r), Response(r["prompt"], r["rejected"], row=r)) for r in rows]
     margin, scores = margins_of(scorer, pairs)
     keep = ~np.isnan(margin)

@@ -135,7 +135,7 @@ def steps(outputs_NC, batch, config) -> Sums:
     each = -(target * torch.log_softmax(outputs_NC, -1)).sum(-1)
     right = (outputs_NC.argmax(-1) == target.argmax(-1)).float()
     return Sums({"cross_entropy": ((each * column(batch, "weight", outputs_NC)[batch.seq_N]).sum(), "steps")},
-                {"accuracy": (right.sum(), "steps"), "base_rate": (target[:, -1].sum(), "steps")})
+                {"accuracy": (right.sum(), "labelled"), "base_rate": (target[:, -1].sum(), "labelled")})
 
 
 def pairwise(logits_SC, batch, config) -> Sums:

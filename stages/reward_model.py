@@ -70,7 +70,8 @@ class Config(OptimizerConfig):
     normalise_over_labels: bool = Field(False, description="t2t_point: P(Good) / (P(Good) + P(Bad)) instead of P(Good).")
 
     anchor: Literal["auto", "none", "chosen", "demonstrations", "generations"] = Field(
-        "auto", description="Answers whose mean score becomes 0 (rm.calibrate): chosen ones, or the `anchor` input; auto: chosen for rankings, else none.")
+        "auto", description="Answers whose mean score becomes 0 (rm.calibrate): chosen ones, or the `anchor` input; auto: the `anchor` input where there is one, else chosen "
+                "for rankings and none for others.")
     replay_fraction: float = Field(0.1, gt=0, lt=1, description="Share of the training rows that are drawn from the `replay` input (iterative GRPO .1); fewer where it has fewer.")
     drift_alarm: float = Field(0.05, ge=0, le=1, description="Fall in accuracy of the `previous` model on these rows that warns (rm.refresh; catalogue H: 5 points).")
     eval_every: int = Field(0, ge=0, description="Optimizer steps between validation passes; 0 = only at start and end.")
@@ -83,6 +84,8 @@ class Config(OptimizerConfig):
             raise ValueError("attribute_weights needs one weight per attribute, with sum 1; write for example attributes=[a,b] attribute_weights=[0.7,0.3]")
         if self.label_words and (len(self.label_words) != 2 or self.label_words[0] == self.label_words[1]):
             raise ValueError("label_words are two different words; write for example label_words=[Good,Bad]")
+        if self.aggregation == "prod" and self.objective == "orm":
+            raise ValueError("aggregation=prod multiplies the steps of a prm; the tokens of an orm are read by last, mean or min")
         if self.lm_loss_weight and self.objective not in ("auto", "bt", "margin", "soft_label", "orm"):
             raise ValueError(f"lm_loss_weight keeps the LM head for the bt family and orm; set it to 0 for objective={self.objective}")
         if self.curriculum != "none" and self.objective not in ("auto", "bt", "margin", "soft_label"):
@@ -262,6 +265,8 @@ def run(stage):
     from stages.training import Trainer, fit
 
     config, data = stage.config, stage.dataset("data")
+    if stage.has("anchor") and config.anchor in ("none", "chosen"):
+        raise ConfigError(f"reward_model: anchor={config.anchor} does not read the input `anchor`; leave it out, or write anchor=auto")
     setup = Setup(stage, data)
     setup.separator = step_separator(data, config)
     dropped = Counter()
@@ -348,7 +353,8 @@ def calibration_bias(stage, scorer, data, setup) -> tuple[float, str | None]:
     from stages.reward_eval import anchor_responses
 
     config = stage.config
-    anchor = setup.row.anchor if config.anchor == "auto" else config.anchor
+    given = {"demonstrations/1": "demonstrations", "candidates/1": "generations"}[stage.dataset("anchor").kind] if stage.has("anchor") else None
+    anchor = config.anchor if config.anchor != "auto" else given or setup.row.anchor
     if anchor == "none" or scorer.relative:
         return 0.0, None
     if anchor != "chosen" and not stage.has("anchor"):

@@ -167,7 +167,7 @@ class StepScorer(ValueScorer):
         options = self.card.options
         steps = split_steps(response.text, options["separator"])
         try:
-            return step_item(self.reader, {"row_id": "scored"}, self._prompt(response), steps, options["separator"], [[0.0]] * len(steps), counts={})
+            return step_item(self.reader, {"row_id": "scored"}, self._prompt(response), steps, options["separator"], [[0.0]] * len(steps))
         except Drop:
             return None
 

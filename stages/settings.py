@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,9 +10,11 @@ from stages.spec import StageConfig
 
 
 class OptimizerConfig(StageConfig):
-    """Settings shared by every trained stage."""
+    """Settings shared by every trained stage. ``LORA_RATE``: what a LoRA adapter multiplies the default learning rate by, where none is given."""
 
-    learning_rate: float = Field(2e-5, gt=0, description="Peak AdamW learning rate.")
+    LORA_RATE: ClassVar[float] = 1.0
+
+    learning_rate: float = Field(2e-5, gt=0, description="Peak AdamW learning rate; default of sft and distill with LoRA 2e-4.")
     lr_schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = Field(
         "cosine", description="After warm-up: decay to min_lr_ratio (linear, cosine), 1/sqrt(step), or stable until the last decay_ratio of the steps, then linear (wsd).")
     warmup_ratio: float = Field(0.1, ge=0, le=1, description="Share of the steps spent in linear warm-up.")
@@ -31,10 +33,17 @@ class OptimizerConfig(StageConfig):
     activation_checkpointing: bool = Field(False, description="Recompute layer activations in backward: less memory, slower.")
     lora_rank: int = Field(0, ge=0, description="Rank of a LoRA adapter; 0 trains all weights (texts 8-64; needs about 10 times the learning rate).")
     lora_alpha: float | None = Field(None, gt=0, title="LoRA alpha", description="The adapter counts alpha / rank; empty: 2 * rank.")
+    lora_rslora: bool = Field(False, description="The adapter counts alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023).")
     lora_targets: str = Field("all-linear", description="Layers with an adapter: all-linear, or names such as q_proj,v_proj.")
     ema_decay: float = Field(0.0, ge=0, lt=1, description="Train, but validate and publish the exponential moving average of the weights with this decay; 0 = off.")
     select_by: str | None = Field(None, title="Select by", description="Validation metric whose best pass gives the published weights (for example loss, accuracy); empty: the last weights. Needs eval_every.")
     early_stopping_patience: int = Field(0, ge=0, description="Stop after this many validation passes in a row without a better select_by; 0 = never.")
+
+    @model_validator(mode="after")
+    def _adapter_rate(self):
+        if self.lora_rank and "learning_rate" not in self.model_fields_set:
+            self.__dict__["learning_rate"] = self.LORA_RATE * type(self).model_fields["learning_rate"].default
+        return self
 
     @model_validator(mode="after")
     def _selection(self):

@@ -8,7 +8,7 @@ sampling are this stage with other data. Rows whose targets were all cut off by 
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -19,6 +19,7 @@ from stages.spec import InputSpec, OutputSpec, StageSpec
 class RowsConfig(OptimizerConfig):
     """What training on demonstrations takes, whatever is learned from them (``sft``, ``distill``)."""
 
+    LORA_RATE: ClassVar[float] = 10.0
     batch_size: int = Field(32, ge=1, description="Rows per optimizer step.")
     num_train_epochs: float = Field(1.0, gt=0, description="Passes over the training rows (texts: 1-2); max_steps wins.")
     max_steps: int | None = Field(None, ge=1, title="Max steps", description="Optimizer steps; overrides num_train_epochs.")
@@ -30,8 +31,9 @@ class RowsConfig(OptimizerConfig):
 
 
 class Config(RowsConfig):
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = Field(
-        "token-mean", description="Loss aggregation over the whole optimizer step (sft.nll).")
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = Field(
+        "token-mean", description="Loss aggregation over the whole optimizer step (sft.nll); the last divides sums by loss_scale_factor.")
+    loss_scale_factor: float | None = Field(None, gt=0, title="Loss scale factor", description="loss_agg_mode=seq-mean-token-sum-norm: constant that divides the token sums; empty: max_length.")
     curriculum: Literal["none", "length", "difficulty"] = Field(
         "none", description="Train from easy to hard (sft.curriculum): by trained tokens, or by the rows' `difficulty` (ingested from that column).")
     curriculum_stages: int = Field(3, ge=1, description="Parts of equal size of a curriculum, each for all its epochs, shuffled inside.")
@@ -73,17 +75,18 @@ class NextToken:
     gradient, and leaves the counts that divide alone, as in the sum above.
     """
 
-    def __init__(self, loss_agg_mode: str, unlikelihood_coef: float = 0.0, unlikelihood_window: int = 32, threshold: float | None = None):
+    def __init__(self, loss_agg_mode: str, unlikelihood_coef: float = 0.0, unlikelihood_window: int = 32, threshold: float | None = None,
+                 loss_scale_factor: float | None = None):
         from stages.losses import denominator_of
 
-        self.mode, self.count = loss_agg_mode, denominator_of(loss_agg_mode)
+        self.mode, self.count, self.loss_scale_factor = loss_agg_mode, denominator_of(loss_agg_mode), loss_scale_factor
         self.coef, self.window, self.threshold = unlikelihood_coef, unlikelihood_window, threshold
 
     def counts(self, items):
         tokens = sum(i.n_targets * i.extra["weight"] for i in items)
         sequences = sum(i.extra["weight"] for i in items if i.n_targets)
         return {"tokens": tokens, "sequences": sequences, "targets": sum(i.n_targets for i in items),
-                "real": sum(i.n_tokens for i in items), "rows": sum(1 for i in items if i.n_targets)}
+                "real": sum(i.n_tokens for i in items), "rows": sum(1 for i in items if i.n_targets), "step": 1.0}
 
     def __call__(self, model, batch):
         import torch
@@ -93,7 +96,7 @@ class NextToken:
         from stages.modeling import column_logps, head_of, hidden_states, target_logps
         from stages.training import Sums
 
-        negative = {}
+        negative, hits = {}, torch.zeros(len(batch.target_N), dtype=torch.bool, device=batch.target_N.device)
         if self.coef:
             repeats, valid = recent_tokens(batch.target_N, batch.seq_N, self.window)
             columns, _ = column_logps(head_of(model), hidden_states(model, batch, batch.src_N), torch.cat([batch.target_N[:, None], repeats], 1))
@@ -101,17 +104,18 @@ class NextToken:
             negative["unlikelihood"] = self.coef * unlikelihood_loss(wrong).masked_fill(~valid, 0.0).sum(1)
             repeated = (wrong.detach().exp() * valid).sum()
         else:
-            logps, _ = target_logps(model, batch)
+            logps, _ = target_logps(model, batch, hits=hits)
         weights = torch.tensor([i.extra["weight"] for i in batch.items], device=logps.device)
-        metrics = {"target_nll": (-logps.detach().sum(), "targets"), "target_fraction": (torch.tensor(float(len(logps))), "real")}
-        if self.coef:
-            metrics["repeat_probability"] = (repeated, "targets")
+        trained = torch.tensor(float(len(logps)))
+        metrics = {"target_nll": (-logps.detach().sum(), "targets"), "target_fraction": (trained, "real"), "trained_tokens": (trained, "step"),
+                   "truncated_fraction": (torch.tensor(float(sum(bool(i.extra.get("truncated")) for i in batch.items))), "rows"),
+                   **({"repeat_probability": (repeated, "targets")} if self.coef else {"token_accuracy": (hits.sum().float(), "targets")})}
         if self.threshold is not None:
             lengths = batch.mask_SL.sum(1)
             easy = (lengths > 0) & (batch.padded(-logps.detach()).sum(1) < self.threshold * lengths)
             weights = weights * easy
             metrics["admitted"] = (easy.sum().float(), "rows")
-        terms = {name: (aggregate(batch.padded(values) * weights[:, None], batch.mask_SL, self.mode)[0], self.count)
+        terms = {name: (aggregate(batch.padded(values) * weights[:, None], batch.mask_SL, self.mode, self.loss_scale_factor)[0], self.count)
                  for name, values in {"nll": token_nll(logps), **negative}.items()}
         return Sums(terms, metrics)
 
@@ -193,7 +197,7 @@ def run(stage):
               f"{sum(i.n_targets for i in train)} of them trained; {len(validation)} validation rows; dropped {dropped}")
     source = rows_in_order(stage, train, config)
     answers = Answers(stage, dataset, renderer, model) if stage.has("reward_model") else None
-    objective = NextToken(config.loss_agg_mode, config.unlikelihood_coef, config.unlikelihood_window)
+    objective = NextToken(config.loss_agg_mode, config.unlikelihood_coef, config.unlikelihood_window, loss_scale_factor=config.loss_scale_factor or config.max_length)
     if config.self_paced_threshold is not None:
         source = SelfPaced(stage, source, objective, config)
     trainer = Trainer(model, objective, config, source.total_steps, stage.device)
@@ -275,7 +279,7 @@ def encode_demonstrations(dataset, split: str, renderer, config, limit: int | No
     """
     import json
 
-    from stages.batching import make_item
+    from stages.batching import make_item, row_weight
 
     items, dropped = [], {"truncated": 0, "no_target": 0, "not_kept": 0}
     for row in dataset.iter_rows(split=split):
@@ -294,22 +298,25 @@ def encode_demonstrations(dataset, split: str, renderer, config, limit: int | No
         if isinstance(extra, str):
             dropped[extra] = dropped.get(extra, 0) + 1
             continue
-        items.append(make_item(row["row_id"], [], [encoded.ids], [encoded.mask], weight=float(row.get("weight") or 1.0),
+        items.append(make_item(row["row_id"], [], [encoded.ids], [encoded.mask], weight=row_weight(row), truncated=encoded.truncated,
                                difficulty=json.loads(row.get("extra_json") or "{}").get("difficulty"), **extra))
     return items, dropped
 
 
 def encode_text(dataset, split: str, renderer, config, limit: int | None = None):
-    """Items of a ``text/1`` split: documents joined by the end token and cut into rows of ``max_length`` (``wrapped``)."""
+    """Items of a ``text/1`` split: documents joined by the end token and cut into rows of ``max_length`` (``wrapped``).
+    All tokens are trained but the one that begins a document (``sft.mask``: full)."""
     from stages.batching import make_item
 
-    items, buffer = [], []
+    items, buffer, starts = [], [], int(renderer.tokenizer.bos_token_id is not None)
 
-    def emit(ids):
-        items.append(make_item(f"{split}-{len(items)}", [], [ids], [[1] * len(ids)], weight=1.0, difficulty=None))
+    def emit(tokens):
+        ids, mask = zip(*tokens)
+        items.append(make_item(f"{split}-{len(items)}", [], [ids], [mask], weight=1.0, difficulty=None))
 
     for row in dataset.iter_rows(columns=["text"], split=split):
-        buffer += renderer.text_ids(row["text"])
+        ids = renderer.text_ids(row["text"])
+        buffer += zip(ids, [0] * starts + [1] * (len(ids) - starts))
         while len(buffer) >= config.max_length:
             emit(buffer[: config.max_length])
             buffer = buffer[config.max_length:]

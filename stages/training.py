@@ -76,6 +76,11 @@ class Source(Protocol):
         """Extra metrics of the step; controllers and schedules advance here."""
 
 
+def products(config: OptimizerConfig, device: str):
+    """Context in which matrix products have ``config.compute_dtype``. What is compared with a training forward (reference log-probs) is computed in it too."""
+    return torch.autocast(device.split(":")[0], torch.bfloat16, enabled=config.compute_dtype == "bfloat16")
+
+
 def learning_rate_at(step: int, total: int, config: OptimizerConfig) -> float:
     """Learning rate of 0-based ``step``: linear warm-up, then the chosen decay to ``min_lr_ratio * learning_rate``."""
     warmup = int(config.warmup_ratio * total)
@@ -91,8 +96,9 @@ def learning_rate_at(step: int, total: int, config: OptimizerConfig) -> float:
     return config.learning_rate * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape)
 
 
-#: Ends of metric names for which less is better.
-LESS_IS_BETTER = ("loss", "nll", "ece", "perplexity", "brier")
+#: Ends of metric names for which less is better: losses and their terms, divergences, errors, and shares of what goes wrong.
+LESS_IS_BETTER = ("loss", "nll", "ece", "perplexity", "brier", "kl", "divergence", "bce", "cross_entropy", "mse", "huber", "error", "ranking", "language_model",
+                  "preference", "unlikelihood", "repeat_probability", "inconsistency", "no_eos_fraction", "displaced_fraction", "both_fell_fraction")
 
 
 class Trainer:
@@ -147,7 +153,7 @@ class Trainer:
         return [(group, True) for group in mine] + [(groups[0], False)] * company
 
     def _sums(self, group: list[Item]) -> Sums:
-        with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=self.config.compute_dtype == "bfloat16"):
+        with products(self.config, self.device):
             if self.root is None:
                 return self.objective(self.model, collate(group, self.device))
             if not torch.is_grad_enabled():

@@ -337,6 +337,22 @@ def test_labels_behind_the_first_error_are_not_used(tiny, rows):
     assert step_items(data, reader, Config(objective="prm", after_first_error="keep"), Counter())[0].extra["n_steps"] == 3
 
 
+def test_steps_that_do_not_fit_divide_nothing(tiny, rows):
+    """rm.prm: the mean over the labelled steps that the model reads; a cut solution is counted, and weights do not enter shares."""
+    from stages.reward_data import step_items
+
+    data = {**next(r for r in open_dataset(rows["steps"]).iter_rows(split="train") if -1 not in r["labels"]), "weight": 3.0}
+    reader, dropped = reader_for(tiny["policy"], new_reward_model(tiny["policy"], outputs=2), 96), Counter()
+    long = {**data, "completions": [*data["completions"][:2], "good end " * 40]}
+    (whole,), (item,) = (step_items(row, reader, Config(objective="prm"), dropped) for row in (data, long))
+    assert (whole.extra["n_steps"], item.extra["n_steps"], dropped["truncated"]) == (3, 2, 1)
+    assert item.extra["counts"] == {"steps": 6.0, "labelled": 2.0, "rows": 1.0} and len(item.extra["targets"]) == item.n_targets == 2
+    loss = RewardLoss(REWARD_OBJECTIVES["prm"], Config(objective="prm"), "last")
+    sums = loss(new_reward_model(tiny["policy"], outputs=2), collate([item]))
+    share, by = sums.metrics["base_rate"]
+    assert float(share) / loss.counts([item])[by] == 1.0, "both steps that are read are right"
+
+
 def test_an_empty_step_changes_nothing(tiny):
     """A step whose items carry no weight has loss 0 and leaves the weights alone."""
     from stages.training import Trainer

@@ -63,3 +63,18 @@ def test_scores_are_the_same_bits_in_a_fresh_process(tmp_path):
     (tmp_path / "rows.json").write_text(json.dumps(ASKED))
     out = subprocess.run([sys.executable, "-c", SCORE, str(tmp_path / "rows.json"), *TRAINED], cwd=PROJECT_ROOT, check=True, capture_output=True, text=True)
     assert json.loads(out.stdout.splitlines()[-1]) == list(TRAINED.values())
+
+
+def test_an_anchor_that_is_given_is_used(tiny, rows, data, train):
+    """rm.calibrate: demonstrations have mean 0 after calibration; one that the setting does not read is refused."""
+    import numpy as np
+
+    from storage.datasets import open_dataset
+
+    config = {**COMMON, "max_steps": 1}
+    path = train("reward_model", config, {"model": tiny["policy"], "data": rows["pairs"], "anchor": data["demonstrations"]})["outputs"]["model"]["path"]
+    scorer = load_scorer(path)
+    scores = scorer.score([Response(r["messages"][:1], r["messages"][1:]) for r in open_dataset(data["demonstrations"]).iter_rows()])
+    assert scorer.card.anchor == "demonstrations" and np.mean(scores) == pytest.approx(0, abs=1e-5)
+    with pytest.raises(ValueError, match="anchor=auto"):
+        train("reward_model", {**config, "anchor": "chosen"}, {"model": tiny["policy"], "data": rows["pairs"], "anchor": data["demonstrations"]}, "refused")

@@ -117,3 +117,18 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_for_all_turns_and_wor
         renderer.conversation(CONVERSATIONS[2])
     row = renderer.conversation(CONVERSATIONS[2], train="final_turn")
     assert renderer.decode([i for i, m in zip(row.ids, row.mask) if m], skip_special_tokens=False) == "z<|im_end|>"
+
+
+def test_a_template_without_generation_prompt_is_refused_where_turns_have_headers(make):
+    """sft.mask: role headers are 0. A header that only the turn itself writes would be trained, and sampled as part of every answer."""
+    import re
+
+    bare = CHATML.split("{% if add_generation_prompt")[0]
+    with pytest.raises(RenderError, match="no generation prompt") as refused:
+        make(bare, "<|im_end|>").conversation(CONVERSATIONS[0])
+    advice = re.search(r"End the template with (.*)$", str(refused.value)).group(1)
+    renderer = make(bare + advice, "<|im_end|>")
+    row = renderer.conversation(CONVERSATIONS[0])
+    assert renderer.decode([i for i, m in zip(row.ids, row.mask) if m], skip_special_tokens=False) == "Hi!<|im_end|>"
+    headless = "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+    assert make(headless, "</s>").conversation(CONVERSATIONS[0]).n_targets, "turns without a header need no generation prompt"
