@@ -248,7 +248,7 @@ class DirectMethod:
     columns: tuple[str, ...] = ()        # per-row values the loss also wants (stages.align.COLUMNS or item extras)
     positive_gap: bool = False           # pairs whose chosen score is not above the rejected one are dropped
     statistic: str = ""                  # of the whole step or run: z0 | delta | sorted (stages.align.Statistics)
-    settings: dict = field(default_factory=dict)  # options of the statistic, not of the loss
+    settings: dict = field(default_factory=dict)  # options of the statistic or of the NLL term, not of the loss
     nll_coef: float = 0.0                # coefficient of an NLL term on the chosen response
     nll_reduction: str = "seq-mean"      # of that term per response: seq-mean | seq-sum
     source: str = ""
@@ -305,7 +305,7 @@ _DIRECT_ROWS = (
                  options={"simpo_gamma": 0.5, "alpha": 0.25}, source="da.alphapo"),
     DirectMethod("cpo", "stages.direct_losses:reference_free_loss", needs_reference=False, nll_coef=1.0, nll_reduction="seq-sum", source="da.cpo"),
     DirectMethod("orpo", "stages.direct_losses:orpo_loss", needs_reference=False, logp_reduction="mean", default_beta=0.1,
-                 nll_coef=1.0, source="da.orpo; beta is lambda, the loss is lambda * odds-ratio term"),
+                 nll_coef=1.0, settings={"nll_on_prompt": False}, source="da.orpo; beta is lambda, the loss is lambda * odds-ratio term"),
     DirectMethod("slic", "stages.direct_losses:slic_loss", needs_reference=False, columns=("target",), default_beta=None,
                  options={"delta": 1.0, "reg_coef": 0.1}, source="da.slic (SLiC-HF)"),
 )

@@ -99,7 +99,8 @@ class DirectAlignment:
         weight = column(batch, "weight", policy)
         terms = {"preference": ((self.loss(*sides, **self.arguments, **columns) * weight).sum(), "weight")}
         if self.nll_coef:
-            nll = -policy[:, 0] / (lengths[:, 0] if self.nll_reduction == "seq-mean" else 1.0)
+            of = 2 if self.settings.get("nll_on_prompt") else 0
+            nll = -policy[:, of] / (lengths[:, of] if self.nll_reduction == "seq-mean" else 1.0)
             terms["nll"] = (self.nll_coef * (nll * weight).sum(), "weight")
         metrics = pair_metrics(self.scale, policy[:, 0], policy[:, 1], None if ref is None else ref[:, 0], None if ref is None else ref[:, 1],
                                scaled.detach() - (0.0 if scaled_ref is None else scaled_ref))

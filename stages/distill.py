@@ -32,7 +32,8 @@ class Config(RowsConfig):
     jsd_beta: float = Field(0.5, gt=0, lt=1, description="Weight of the teacher in the mixture (direction=jsd; GKD 0.5).")
     distillation_temperature: float = Field(1.0, gt=0, description="Temperature of both distributions; the loss is multiplied by its square.")
     soft_weight: float = Field(1.0, ge=0, le=1, description="Share of the divergence; the rest is the negative log-likelihood of the tokens (codistillation: 0.5).")
-    soft_weight_end: float | None = Field(None, ge=0, le=1, title="Soft weight at the end", description="Reached linearly at the last step; empty: constant.")
+    soft_weight_end: float | None = Field(None, ge=0, le=1, title="Soft weight at the end", description="Reached at the last step; empty: constant.")
+    soft_weight_schedule: Literal["linear", "cosine"] = Field("linear", description="How soft_weight goes to soft_weight_end (kd.codistill).")
     tail: Literal["bucket", "renormalise", "drop"] = Field("bucket", description="Captured teacher: tokens outside of its top K are one class of both, the "
                                                                                  "teacher is spread over its K, or they are left out.")
     context: str | None = Field(None, title="Context", description="System message that only the teacher reads (method=context).")
@@ -234,6 +235,8 @@ def aligned(row_id: str, theirs, mine):
 
 def answers(stage, items, objective, renderer, model):
     """Source: shuffled rows, some answered anew by the student (``on_policy``); sets the objective's weight of each step."""
+    import math
+
     from stages.batching import make_item
     from stages.sharding import Acting
     from stages.training import ShuffledRows
@@ -247,6 +250,7 @@ def answers(stage, items, objective, renderer, model):
         def items(self, step: int):
             if config.soft_weight_end is not None:
                 done = step / max(1, self.total_steps - 1)
+                done = done if config.soft_weight_schedule == "linear" else 0.5 * (1.0 - math.cos(math.pi * done))
                 objective.soft_weight = config.soft_weight + (config.soft_weight_end - config.soft_weight) * done
             rows = super().items(step)
             if config.method != "on_policy":

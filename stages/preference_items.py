@@ -120,6 +120,10 @@ class Encoder:
         encoded = self._encode(row["prompt"], completions)
         if encoded is None:
             return None
+        if self.config.options.get("nll_on_prompt"):  # a third response: prompt and chosen answer, every token of it a target
+            prompt, (chosen, rejected) = encoded
+            whole = [(list(prompt) + list(ids), [0] * len(prompt) + list(mask)) for ids, mask in (chosen, rejected)]
+            encoded = [], [*whole, (whole[0][0], [1] * len(whole[0][0]))]
         probability = row.get("label_prob")
         return self._item(row, *encoded, label_prob=1.0 if probability is None else float(probability), score_gap=gap)
 

@@ -365,6 +365,7 @@ def report(stage, rows, matrix, correct, chosen, duplicates: int) -> None:
     import numpy as np
 
     from stages import selection
+    from stages.evaluation.text import distinct_n
     from stages.reports import document, facts, histogram, line_chart, sample_table
 
     valid = ~np.isnan(matrix)
@@ -381,6 +382,11 @@ def report(stage, rows, matrix, correct, chosen, duplicates: int) -> None:
         "reward/best": float(np.nanmax(matrix[valid.any(axis=1)], axis=1).mean()) if valid.any() else None,
         "reward/selected": float(np.mean([flat[i] for i in chosen])) if chosen else None, "length/mean": float(lengths.mean()),
         "length/selected": float(lengths[is_picked].mean()) if chosen else None}
+    texts: dict[int, list[list[str]]] = {}
+    for row in rows:
+        texts.setdefault(row["prompt_idx"], []).append(row["completion"][0]["content"].split())
+    distinct = [value for group in texts.values() if (value := distinct_n(group, 2)) is not None]
+    summary["distinct_2"] = float(np.mean(distinct)) if distinct else None  # different word pairs per prompt: falls over rounds that narrow the policy (rs.sft)
     hinted = np.array([rationalised_row(r) for r in rows], bool)
     if any(r["correct"] is not None for r in rows):
         summary |= {"correct/mean": float(np.mean([bool(r["correct"]) for r, with_hint in zip(rows, hinted) if not with_hint])),

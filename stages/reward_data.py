@@ -106,6 +106,8 @@ def pair_items(row, reader, config, dropped) -> list[Item]:
     """One item per pair: chosen first. Extras ``margin`` (0 where null), ``label_prob`` (1 where null)."""
     if is_tie(row) and not config.use_soft_labels:
         raise Drop("tie")
+    if config.use_margin and (row.get("margin") or 0.0) < 0:
+        raise Drop("negative_margin")
     probability, weight = row.get("label_prob"), row_weight(row)
     item = build(reader, row, with_facts(row, row["prompt"], config.facts), [row["chosen"], row["rejected"]], dropped, distinct=True,
                  counts={"weight": weight, "pairs": 1.0}, margin=float(row.get("margin") or 0.0),

@@ -271,6 +271,8 @@ def run(stage):
     setup.separator = step_separator(data, config)
     dropped = Counter()
     train = setup.items(data, config.split, dropped, training=True)
+    if setup.config.use_margin and not any(item.extra.get("margin") for item in train):
+        stage.warn("no_margins", "No pair has a margin, so objective=margin is bt. Ingest with margin_mode=llama2_small (strength labels) or score_diff (scores), or write objective=bt.")
     replayed = replay(stage, setup, len(train))
     train += replayed
     validation = setup.items(data, "validation", Counter(), config.eval_rows)

@@ -261,14 +261,15 @@ class Answers:
         self.params = SamplingParams(temperature=0.0, max_new_tokens=config.eval_completion_length, stop_ids=renderer.stop_ids)
 
     def judge(self) -> dict[str, float]:
-        """{"reward": mean score, "answer_length": mean tokens}; answers that cannot be scored do not count."""
+        """{"reward": mean score, "answer_length": mean tokens, "stop_rate": share that ends by itself}; answers that cannot be scored do not count."""
         from stages.reward_scorers import Response
 
         self.acting.refresh()
         groups = self.sampler.generate([self.renderer.prompt_ids(p) for p in self.prompts], self.params, [[0] for _ in self.prompts])
         scores = self.scorer.score([Response(p, [{"role": "assistant", "content": g[0].text}]) for p, g in zip(self.prompts, groups)])
         known = [s for s in scores if s == s]
-        return {"reward": sum(known) / len(known) if known else float("nan"), "answer_length": sum(len(g[0].ids) for g in groups) / len(groups)}
+        return {"reward": sum(known) / len(known) if known else float("nan"), "answer_length": sum(len(g[0].ids) for g in groups) / len(groups),
+                "stop_rate": sum(g[0].finish_reason in ("eos", "stop") for g in groups) / len(groups)}
 
 
 def encode_demonstrations(dataset, split: str, renderer, config, limit: int | None = None, more=None):

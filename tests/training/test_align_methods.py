@@ -270,3 +270,15 @@ def test_one_step_equals_an_independent_computation(tiny, preferences, method):
     assert loss == pytest.approx(expected, rel=2e-6)  # float32 norms and rotary tables inside the model round between layouts
     assert gradient.abs().max() > 0
     assert torch.allclose(ours, gradient, rtol=0, atol=2e-6 * float(gradient.abs().max()))
+
+
+def test_orpos_nll_may_count_the_prompt(tiny, preferences):
+    """da.orpo, nll_on_prompt: the reference code's NLL over prompt and chosen answer; the odds stay those of the answers."""
+    world = World(tiny, preferences, method="orpo", options={"nll_on_prompt": True})
+    plain = World(tiny, preferences, method="orpo")
+    for item, other in zip(world.items, plain.items):
+        assert [int(m.sum()) for m in item.masks] == [*(int(m.sum()) for m in other.masks), len(other.prompt) + len(other.responses[0]) - 1]
+    expected = world.independent(free(lambda r, w, l: 0.1 * L(log_odds_ratio(r)) - r["S"][2] / r["n"][2]))
+    found = world.step()
+    assert found[0] == pytest.approx(expected[0], rel=1e-7) and torch.allclose(found[1], expected[1], rtol=1e-5, atol=1e-7)
+    assert abs(found[0] - plain.step()[0]) > 1e-3

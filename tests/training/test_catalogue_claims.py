@@ -113,6 +113,14 @@ def test_ties_train_no_hard_label(tiny, spec, tmp_path):
     assert judged["validation/pairs"] == 2, "nobody can be right about a tie"
 
 
+def test_a_margin_tightens_or_the_run_says_that_there_is_none(tiny, spec, tmp_path):
+    """rm.margin: m >= 0; a pair with a negative one would relax the loss, and pairs without any are plain bt."""
+    for name, margin, negative in (("some", lambda i: -1.0 if i in (1, 2) else 0.5, 2), ("none", lambda i: None, 0)):
+        path = write(tmp_path / name, "pairs/1", [pair(i, margin=margin(i)) for i in range(18)])
+        result, events = warnings_of(spec("reward_model", {**BASE, "objective": "margin", "max_steps": 1}, {"model": tiny["policy"], "data": path}, name))
+        assert result["summary"].get("dropped/negative_margin", 0) == negative and ("no_margins" in events) == (name == "none")
+
+
 def test_pairs_that_a_template_writes_alike_are_dropped(tiny, spec, tmp_path):
     """Section 0: identical again after tokenisation, without any truncation."""
     from stages.chat import load_tokenizer
@@ -234,7 +242,7 @@ def test_selectors_of_the_whole_matrix(tiny, data, spec, tmp_path):
 
     best, summary = selected("best", select="top_k_overall", k=3)
     assert best == [("question 0", "a"), ("question 0", "b"), ("question 1", "a")]
-    assert (summary["duplicates"], summary["failed"], summary["reward/best"]) == (3, 0, 8.0)
+    assert (summary["duplicates"], summary["failed"], summary["reward/best"]) == (3, 0, 8.0) and "distinct_2" not in summary, "one word has no pair"
     capped, _ = selected("capped", select="top_k_overall", k=3, max_per_prompt=1)
     assert capped == [(f"question {i}", "a") for i in range(3)]
     chance, _ = selected("chance", select="random_k_overall", k=4)

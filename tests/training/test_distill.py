@@ -71,12 +71,13 @@ def test_the_student_moves_to_its_teacher(spec, tiny, data, teacher, direction):
     assert result["summary"]["validation/kl"] < 0.2 * result["summary"]["validation/kl_before"]
 
 
-def test_codistillation_mixes_both_losses_with_a_scheduled_weight(spec, tiny, data, teacher):
-    _, made = distilled(spec, tiny, data, {"soft_weight": 1.0, "soft_weight_end": 0.0, "max_steps": 5}, "co", teacher=teacher)
+@pytest.mark.parametrize("schedule,weights", (("linear", (1.0, 0.75, 0.5, 0.25, 0.0)), ("cosine", (1.0, 0.8535534, 0.5, 0.1464466, 0.0))))
+def test_codistillation_mixes_both_losses_with_a_scheduled_weight(spec, tiny, data, teacher, schedule, weights):
+    _, made = distilled(spec, tiny, data, {"soft_weight": 1.0, "soft_weight_end": 0.0, "soft_weight_schedule": schedule, "max_steps": 5}, "co", teacher=teacher)
     rows = [json.loads(line)["metrics"] for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()]
     steps = [r for r in rows if "train/loss" in r]
-    for i, row in enumerate(steps):
-        soft = 1.0 - i / 4
+    assert len(steps) == len(weights)
+    for soft, row in zip(weights, steps):
         assert row.get("train/divergence", row["train/loss"]) == pytest.approx(soft * row["train/kl"], rel=1e-4, abs=1e-6)
     assert steps[-1]["train/nll"] == pytest.approx(steps[-1]["train/loss"], rel=1e-5)
 
