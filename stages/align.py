@@ -85,6 +85,9 @@ def run(stage):
     objective = DirectAlignment(config, stage.has("reference"))
     method, unit = objective.method, UNIT[objective.method.data]
     renderer = renderer_for(stage.path("model"))
+    if stage.has("reference") and renderer_for(stage.path("reference")).vocabulary_hash != renderer.vocabulary_hash:
+        raise ValueError("the input `reference` has another tokenizer than the policy, so the same ids are other words to it; give a model with the policy's vocabulary, "
+                         "normally the one that training starts from.")
     encode = Encoder(renderer, method, config, stage.rng, target_answers(stage, method))
     train = encode(data, "train")
     dropped = dict(encode.dropped)

@@ -2,7 +2,7 @@
 
 Writes the whole M x N reward matrix in long form (``candidates/1``) and the selected rows as demonstrations for an ``sft``
 stage (catalogue ``rs.sft``, ``rs.select``, ``rs.best_of_n``). Given ``candidates`` of an earlier run, only the selection is
-repeated. Completions cut by the length limit, and unscorable ones, are never selected. A killed run continues at the
+repeated. Completions cut by the length limit, empty and unscorable ones are never selected. A killed run continues at the
 last complete block of prompts and ends with the same bytes.
 
 ``rationalise`` asks again, with the answer as a hint, where no completion was right, and keeps right ones without the hint (``rs.star``).
@@ -273,11 +273,13 @@ def rationalised(stage, renderer, rewards, sampler, block, params, groups) -> di
 
 
 def candidate(sample, prompt_idx: int, gen: dict, note: dict) -> dict:
-    """One ``candidates/1`` row; a rationalised answer that is not right is never kept."""
+    """One ``candidates/1`` row; an answer that is empty, or rationalised and not right, is never kept."""
     import json
     import math
 
     reason = None if sample.terminated else "engine_error" if sample.error is not None else "truncated"
+    if reason is None and not sample.text.strip():
+        reason = "empty"
     if reason is None and math.isnan(sample.total):
         reason = "unscorable"
     if reason is None and note.get("mode") == "rationalised" and not sample.correct:
@@ -377,7 +379,7 @@ def report(stage, rows, matrix, correct, chosen, duplicates: int) -> None:
     summary = {
         "prompts": matrix.shape[0], "completions": len(rows), "valid": int(valid.sum()), "selected": len(chosen),
         "truncated": sum(r["drop_reason"] == "truncated" for r in rows), "unscorable": sum(r["drop_reason"] == "unscorable" for r in rows),
-        "failed": sum(r["drop_reason"] == "engine_error" for r in rows), "duplicates": duplicates,
+        "failed": sum(r["drop_reason"] == "engine_error" for r in rows), "empty": sum(r["drop_reason"] == "empty" for r in rows), "duplicates": duplicates,
         "prompts_covered": len({i // width for i in chosen}), "reward/mean": float(np.nanmean(flat)) if valid.any() else None,
         "reward/best": float(np.nanmax(matrix[valid.any(axis=1)], axis=1).mean()) if valid.any() else None,
         "reward/selected": float(np.mean([flat[i] for i in chosen])) if chosen else None, "length/mean": float(lengths.mean()),

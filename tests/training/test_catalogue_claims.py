@@ -82,6 +82,19 @@ def test_options_out_of_range_are_refused(tiny, data, spec):
             execute(spec("align", {**BASE, "method": method, "options": options, **more}, {"model": tiny["policy"], "data": data["pairs"]}, "wrong"), silent)
 
 
+def test_a_reference_with_another_vocabulary_is_refused(tiny, data, spec, tmp_path):
+    import shutil
+
+    shutil.copytree(tiny["other"], tmp_path / "alien")
+    file = tmp_path / "alien/tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    words = tokenizer["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    file.write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match="another tokenizer"):
+        execute(spec("align", BASE, {"model": tiny["policy"], "data": data["pairs"], "reference": str(tmp_path / "alien")}, "alien"), silent)
+
+
 # -- rows that say nothing --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("stage,data_kind", (("sft", "demonstrations"), ("align", "pairs"), ("reward_model", "pairs")))
@@ -249,3 +262,15 @@ def test_selectors_of_the_whole_matrix(tiny, data, spec, tmp_path):
     assert len(set(chance)) == 4 and chance != selected("more", select="top_k_overall", k=4)[0]
     low, _ = selected("low", select="top_k_per_prompt", k=3)
     assert [text for _, text in low] == ["a", "b", "c"] * 3, "an unscorable copy does not hide a scored one"
+
+
+@pytest.mark.parametrize("text,finish,total,reason", (("fine", "eos", 1.0, None), (" \n", "eos", 1.0, "empty"), ("", "length", 1.0, "truncated"), ("fine", "eos", math.nan, "unscorable")))
+def test_what_is_no_answer_is_never_selected(text, finish, total, reason):
+    """Section 0: truncated, empty and failed completions are no targets and no chosen responses."""
+    from stages.generation import Sample
+    from stages.rejection import candidate
+
+    sample = Sample({"prompt": user("q"), "prompt_id": "p", "group_id": "p", "split": "train"}, [1], 0, [2], None, finish, text)
+    sample.total, sample.parts = total, {}
+    row = candidate(sample, 0, {}, {})
+    assert (row["kept"], row["drop_reason"]) == (reason is None, reason)
