@@ -358,15 +358,19 @@ KL_CONTROLLERS = {"fixed": fixed, "adaptive_ppo": adaptive_ppo, "adaptive_ziegle
 class KLController:
     """A KL coefficient and the rule that moves it after each update; its state belongs in the checkpoint."""
 
-    def __init__(self, coef: float, controller: str = "fixed", target_kl: float | None = None, **options):
+    def __init__(self, coef: float, controller: str = "fixed", target_kl: float | None = None, low: float | None = None, high: float | None = None, **options):
         _choice("kl_controller", controller, KL_CONTROLLERS)
         if controller != "fixed" and not (target_kl and target_kl > 0):
             raise ValueError(f"kl_controller={controller} needs target_kl > 0 (6.0 nats per sequence is a common start)")
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"kl_coef_min={low} is above kl_coef_max={high}; write the smaller one first")
         self.coef, self.controller, self.target_kl, self.options = coef, controller, target_kl, options
+        self.low, self.high = 0.0 if low is None else low, float("inf") if high is None else high
 
     def update(self, kl: float) -> float:
         """Move the coefficient by the measured KL (same unit as target_kl) and return it."""
-        self.coef = KL_CONTROLLERS[self.controller](self.coef, kl, self.target_kl, **self.options)
+        if self.controller != "fixed":
+            self.coef = min(max(KL_CONTROLLERS[self.controller](self.coef, kl, self.target_kl, **self.options), self.low), self.high)
         return self.coef
 
     def state_dict(self) -> dict:

@@ -14,7 +14,7 @@ import numpy as np
 
 from stages import ranks, sharding
 from stages.agents import agent_metrics
-from stages.algorithms import RLPreset
+from stages.algorithms import BASELINE_ADVANTAGES, RLPreset
 from stages.batching import Item, make_item, per_response
 from stages.credit import Batch, Credit, assign
 from stages.debate import debate_metrics
@@ -61,8 +61,7 @@ class Crediting:
         self.stage, self.config, self.row, self.policy, self.rewards, self.members = stage, stage.config, row, policy, rewards, members
         self.reference, self.critic = reference, critic
         self.baseline = MovingAverageBaseline(self.config.baseline_decay)
-        coef = row.kl_loss_coef or row.kl_reward_coef
-        self.controller = KLController(coef, row.kl_controller if coef else "fixed", row.target_kl)
+        self.controller = KLController(row.kl_loss_coef or row.kl_reward_coef, row.kl_controller, row.target_kl, self.config.kl_coef_min, self.config.kl_coef_max)
         self.table: dict[str, float] = {}  # baseline per prompt id
         self.last_kl = 0.0                 # to the reference, nats per sequence
         self.frozen_logps: int | None = None
@@ -118,7 +117,7 @@ class Crediting:
         batch = Batch(rewards, group_of, mask, finite & in_loss, finite & (kept | config.truncated_in_stats), kl, self._baselines(group_at),
                       None if values is None else padded(values), bootstrap)
         self._compare(batch, samples, group_at, iteration, version)
-        coef = self.controller.coef if row.kl_reward_coef else 0.0
+        coef = row.kl_reward_coef if row.kl_loss_coef else self.controller.coef  # with two KLs the controller's is the loss's
         credit = assign(row, batch, coef, config.advantage_clip)
         trained = batch.kept_B & (credit.informative_B | (config.zero_advantage == "keep") | (not row.compares))
         metrics |= credit_metrics(batch, credit, trained, coef, self.controller.coef if coef or row.kl_loss_coef else 0.0)
@@ -203,9 +202,11 @@ class Crediting:
         return np.where(np.isfinite(scores), rewards, np.nan), bootstrap, kept
 
     def _baselines(self, group_at):
-        kind = self.row.baseline if self.row.advantage == "reward_minus_baseline" else "none"
+        kind = self.row.baseline if self.row.advantage in BASELINE_ADVANTAGES else "none"
         if kind == "moving_average":
             return self.baseline.use
+        if kind == "batch_mean" and self.row.advantage == "reward_to_go":  # of whole rewards: group_advantage
+            return lambda rewards: float(rewards.mean()) if len(rewards) else 0.0
         if kind == "constant":
             return self.config.baseline_value
         if kind == "greedy":
@@ -256,10 +257,11 @@ class Crediting:
                 extra["rewards"] = [float(scored.credit.rewards_B[i]) for i in rows]
             if row.positive_nll_coef:
                 extra["correct"] = [bool(scored.samples[i].correct) for i in rows]
-            extra["skip_forward"] = bool(
-                not row.objective and not advantages[rows.start:rows.stop].any() and not row.kl_loss_coef and not config.entropy_coef
-                and not row.positive_nll_coef and not (self.critic is not None and self.critic.trainer is None))
             masks = [np.asarray(scored.samples[i].action_mask, int) * bool(scored.trained_B[i]) for i in rows]
+            extra["skip_forward"] = not any(m.any() for m in masks) or bool(
+                not row.objective and not advantages[rows.start:rows.stop].any() and not row.kl_loss_coef and not config.entropy_coef
+                and not row.positive_nll_coef and not (self.critic is not None and self.critic.trainer is None)
+                and row.update != "trust_region")  # whose KL is a mean over the same tokens as its surrogate
             final.append(make_item(item.row_id, item.prompt, item.responses, masks, **extra))
         return final
 

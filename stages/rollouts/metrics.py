@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from stages.credit import Batch, Credit, explained_variance
+from stages.estimators import is_constant
 from stages.evaluation.text import repetition_n
 from stages.generation import Sample
 
@@ -22,9 +23,9 @@ def rollout_metrics(samples: Sequence[Sample], rewards, group_of) -> dict[str, f
     if ended.any():
         out["completions/mean_terminated_length"] = float(lengths[ended].mean())
     if ok.any():
-        stds = [np.std(rewards[(group_of == g) & ok]) for g in np.unique(group_of) if ((group_of == g) & ok).any()]
-        out |= {"reward/mean": float(rewards[ok].mean()), "reward/group_std": float(np.mean(stds)),
-                "reward/frac_zero_std": float(np.mean([s == 0 for s in stds]))}
+        by_group = [r for g in np.unique(group_of) if len(r := rewards[(group_of == g) & ok])]
+        out |= {"reward/mean": float(rewards[ok].mean()), "reward/group_std": float(np.mean([np.std(r) for r in by_group])),
+                "reward/frac_zero_std": float(np.mean([is_constant(r) for r in by_group]))}
     for name in samples[0].parts:
         values = [s.parts[name] for s in samples if s.parts.get(name) is not None]
         if values:
@@ -50,6 +51,8 @@ def credit_metrics(batch: Batch, credit: Credit, trained_B, kl_reward_coef: floa
         out |= {"advantage/mean": float(flat.mean()), "advantage/positive_fraction": float((flat > 0).mean())}
     if kl_reward_coef:
         out["reward/shaped"] = float(credit.rewards_B[batch.counted_B].mean()) if batch.counted_B.any() else 0.0
+    if kl_reward_coef:
+        out["kl/reward_coef"] = kl_reward_coef
     if kl_coef:
         out["kl/coef"] = kl_coef
     if batch.values_BT is not None:

@@ -98,7 +98,7 @@ class Rollouts:
         if self.critic is not None:
             extra |= self.critic.train(self.current)
         moves = self.reference is not None and reference_due(self.config.ref_mode, step, self.config.ref_sync_steps)
-        averaged = self.opponent is not None and self.config.opponent == "ema"
+        averaged = self.opponent is not None and self.row.opponent == "ema"
         if moves or averaged:
             self.policy.refresh()
         if moves:
@@ -162,7 +162,7 @@ class Rollouts:
     def _moving(self) -> dict:
         """Models beside the policy whose weights change and belong in a checkpoint."""
         found = {"reference": self.reference if self.config.ref_mode in ("ema", "refresh") else None, "old": self.old,
-                 "opponent": self.opponent.model if self.opponent is not None and self.config.opponent == "ema" else None}
+                 "opponent": self.opponent.model if self.opponent is not None and self.row.opponent == "ema" else None}
         return {name: model for name, model in found.items() if model is not None}
 
     def close(self) -> None:
