@@ -59,7 +59,7 @@ class Credit:
     rewards_B: np.ndarray        # with a KL penalty taken off, if any
     token_rewards_BT: np.ndarray
     informative_B: np.ndarray
-    raw_std: float               # of the advantages before whitening, over trained tokens
+    raw_BT: np.ndarray           # advantages before whitening and clipping
 
 
 def shaped(row, batch: Batch, kl_coef: float):
@@ -209,13 +209,13 @@ def assign(row, batch: Batch, kl_coef: float, advantage_clip: float | None = Non
     advantages, informative = ADVANTAGES[row.advantage](row, batch, rewards, tokens, outcome)
     trained = batch.mask_BT & batch.kept_B[:, None]
     advantages = np.where(trained, advantages, 0.0)
-    raw_std = float(advantages[trained].std()) if trained.any() else 0.0
+    raw = advantages
     returns = np.where(trained, critic_targets(row, batch, rewards, tokens, outcome), 0.0) if row.needs_critic else None
     if row.whiten:
         advantages = whiten(advantages, trained, row.adv_norm_ddof)
     if advantage_clip is not None:
         advantages = advantages.clip(-advantage_clip, advantage_clip)
-    return Credit(advantages, returns, rewards, tokens, informative & batch.kept_B, raw_std)
+    return Credit(advantages, returns, rewards, tokens, informative & batch.kept_B, raw)
 
 
 def explained_variance(values_BT, returns_BT, mask_BT) -> float:

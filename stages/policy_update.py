@@ -95,7 +95,7 @@ class PolicyGradient:
                                    weights_BT=column("weights") if any("weights" in i.extra for i in batch.items) else None)
         if self.objective:
             terms = self._responses(batch, mask, logps_SL, old_SL, ref_SL, advantages, per_response, column)
-            metrics = {f"policy/{k}": (sums[k].float(), "forwarded") for k in ("ratio", "k1", "k2", "k3")}
+            metrics = {f"policy/{k}": (sums[k].float(), "forwarded") for k in ("ratio", "ratio_max", "k1", "k2", "k3")}
         else:
             terms = {"policy": (self.aggregate(losses, mask, batch.items), self.count)}
             metrics = {f"policy/{k}": (v.float(), "forwarded") for k, v in sums.items() if k != "tokens"}

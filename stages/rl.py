@@ -186,6 +186,9 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
     difficulty_band: tuple[float, float] | None = Field(
         None, title="Difficulty band", description="Train only on prompts whose pass rate under the starting policy lies in [low, high] (DIFF-FILTER, texts 0.2 to 0.8 of 16 "
         "samples): of passk_samples completions, or of the input prompt_stats.")
+    no_resampling_pass_rate: float | None = Field(
+        None, ge=0, lt=1, title="No resampling above", description="A prompt is not sampled again once a group of its completions was right more often than this; when all are, "
+        "they come again.")
     vine_samples: int = Field(9, ge=1, description="advantage=vine: continuations from every step border (VinePPO 9); steps end at step_separator, in an environment with turns.")
 
     # Members of a group (GRAPE-GEN).
@@ -392,7 +395,7 @@ def run(stage):
         critic.save(stage, renderer)
     with stage.output_model("model", role="policy") as directory:
         save_policy(model, renderer.tokenizer, directory, base=stage.inputs["model"].ref)
-    summary = {"old_logps": "sampler" if source.policy.exact_logps else "trainer", "engine": source.policy.engine.name, "steps": trainer.step_index,
+    summary = {"updates_per_generation": source.steps_per_batch, "old_logps": "sampler" if source.policy.exact_logps else "trainer", "engine": source.policy.engine.name, "steps": trainer.step_index,
                "iterations": source.iteration + 1, "skipped_steps": trainer.skipped,
                **{f"last/{k}": v for k, v in source.metrics.items()}}
     stage.summary(summary)

@@ -117,10 +117,18 @@ class Crediting:
         batch = Batch(rewards, group_of, mask, finite & in_loss, finite & (kept | config.truncated_in_stats), kl, self._baselines(group_at),
                       None if values is None else padded(values), bootstrap)
         self._compare(batch, samples, group_at, iteration, version)
+        if batch.preference_BO is not None and np.isfinite(batch.preference_BO).any():
+            metrics["preference/win_rate"] = float(np.nanmean(batch.preference_BO))
+        if batch.steps:
+            metrics["completions/without_steps"] = float(np.mean([not ends for ends, _ in batch.steps]))
+        if row.advantage in BASELINE_ADVANTAGES and row.baseline != "none":
+            known = self.baseline.value if row.baseline == "moving_average" else batch.baseline if not callable(batch.baseline) and row.baseline != "batch_mean" else None
+            if known is not None and np.isfinite(known).any():
+                metrics["reward/baseline"] = float(np.nanmean(known))
         coef = row.kl_reward_coef if row.kl_loss_coef else self.controller.coef  # with two KLs the controller's is the loss's
         credit = assign(row, batch, coef, config.advantage_clip)
         trained = batch.kept_B & (credit.informative_B | (config.zero_advantage == "keep") | (not row.compares))
-        metrics |= credit_metrics(batch, credit, trained, coef, self.controller.coef if coef or row.kl_loss_coef else 0.0)
+        metrics |= credit_metrics(batch, credit, trained, coef, self.controller.coef if coef or row.kl_loss_coef else 0.0, row.gamma)
         if not all(g.fresh for g in groups):
             metrics |= off_policy_metrics([g.version for g in groups], version, sampled, old)
         elif old is not sampled and all(logps is not None for logps in sampled):

@@ -106,6 +106,9 @@ class Rollouts:
             move_towards(self.reference, self.policy.model, keep)
         if averaged:
             move_towards(self.opponent.model, self.policy.model, self.config.opponent_decay)
+        if self.reference is not None:  # how often it moved (REF-POLICY)
+            mode, every = self.config.ref_mode, self.config.ref_sync_steps
+            extra["kl/reference_version"] = float({"ema": step, "refresh": step // every, "previous": self.iteration}.get(mode, 0))
         if metrics.get("policy/ratio_sq"):  # effective sample size over the tokens, (sum w)^2 / (n sum w^2) (ops.monitor)
             extra["policy/ess_fraction"] = metrics["policy/ratio"] ** 2 / metrics["policy/ratio_sq"]
         self.watch({"step": step, **metrics, **extra})
@@ -205,7 +208,7 @@ class Rollouts:
         self.order.learn(fresh + [g for g, _ in dropped])
         if self.window is not None:
             self.window.add(self.iteration, fresh)
-        return fresh + replayed, metrics | more
+        return fresh + replayed, metrics | more | self.order.metrics(fresh)
 
     def _prepare(self) -> None:
         """Once, with the starting policy: measure the prompts' baselines and pass rates where something reads them, and train the critic."""

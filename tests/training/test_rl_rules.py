@@ -1,15 +1,20 @@
 """Rules of the RL stage that formulas do not show: which coefficient a controller moves, what an empty step leaves alone, what settings refuse each other."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from stages.algorithms import rl_preset
+from stages.batching import make_item
 from stages.credit import Batch, assign
 from stages.generation import Sample
 from stages.modeling import load_policy
+from stages.policy_update import PolicyGradient
 from stages.rl import Config, resolve_preset
 from stages.rollouts.metrics import rollout_metrics
+from stages.training import Trainer
 from tests.training.test_rl_parts import rl, rows_of  # noqa: F401
 
 MASK = np.array([[1, 1, 1], [1, 1, 0]], bool)
@@ -104,3 +109,127 @@ def test_groups_of_equal_rewards_are_counted_although_their_mean_rounds():
 def test_settings_that_would_do_something_else_are_refused(config, says):
     with pytest.raises(ValueError, match=says):
         resolve_preset(Config(**config))
+
+
+@pytest.mark.parametrize("config, says", [({"preset": "gspo", "loss_agg_mode": "seq-mean-token-sum"}, "weights sequences"),
+                                          ({"preset": "rloo", "surrogate": "clip", "ratio_level": "sequence"}, "weights sequences")])
+def test_a_sequence_ratio_that_counts_once_per_token_warns(config, says):
+    assert any(says in text for text in resolve_preset(Config(**config))[1])
+
+
+# --- options that the catalogue names ---------------------------------------------------------------------------------------------
+
+def test_std_whitening_and_denominator_options_reach_the_numbers(tiny):
+    rewards = np.array([1.0, 0.0])
+    row = resolve_preset(Config(preset="grpo", std_ddof=0, std_eps=1e-8))[0]
+    assert np.allclose(assign(row, batch(rewards_B=rewards), 0.0).advantages_BT[:, 0], [1, -1], atol=1e-6)  # rl.md: ddof 1 gives +-.707
+    for ddof in (0, 1):
+        row = resolve_preset(Config(preset="reinforce", baseline="none", kl_coef=0.0, whiten=True, adv_norm_ddof=ddof))[0]
+        values = np.array([1.0, 1, 1, 0, 0])
+        assert np.allclose(assign(row, batch(rewards_B=rewards), 0.0).advantages_BT[MASK], (values - values.mean()) / (values.std(ddof=ddof) + 1e-8))
+    items = [make_item("a", [3], [[5, 6], [7]], [[1, 1], [0]])]
+    for name, count in (("nonempty", 1.0), ("all", 2.0)):
+        config = Config(preset="grpo", seq_denominator=name)
+        assert PolicyGradient(resolve_preset(config)[0], config).counts(items)["sequences"] == count
+
+
+def test_a_controller_stays_within_its_bounds(rl):
+    _, metrics = rl("bounds", {"preset": "grpo", "kl_controller": "adaptive_ppo", "target_kl": 1e6, "beta": 0.04, "kl_coef_min": 0.03, "max_steps": 3, "learning_rate": 1e-6})
+    assert [m["kl/coef"] for m in metrics] == [0.04, 0.03, 0.03]
+
+
+def test_nash_md_plays_the_mixture_unless_told_otherwise(rl):
+    assert resolve_preset(Config(preset="nash_md"))[0].opponent == "mixture" and resolve_preset(Config(preset="nash_md", opponent="self"))[0].opponent == "self"
+    assert resolve_preset(Config(preset="sppo"))[0].opponent == "self"
+    source = rl.source("nash", {"preset": "nash_md"})
+    assert type(source.opponent).__name__ == "MixtureSampler"
+    groups = source.groups.sample(source.order.take(1, 0), 0, 0)
+    assert len(groups[0].opponents) == 4
+
+
+def test_the_format_alone_is_rewarded(rl):
+    """reward_override=format_only: the control run of the catalogue; the task's own component is stored but does not count."""
+    source = rl.source("format", {"reward_override": "format_only", "rewards": [{"kind": "length"}, {"kind": "format", "weight": 2.0}]})
+    sample = Sample({}, [1], 0, [2], [0.0], "eos", "x", 5.0, {"length": 1.0, "format": 1.0}, {}, turn_rewards=[1.0, 4.0])
+    source.groups._override(sample, 0, "row", 0, 0)
+    assert sample.total == 2.0 and sample.turn_rewards is None
+
+
+def test_solved_prompts_are_not_sampled_again(rl):
+    """no_resampling_pass_rate leaves out a prompt from its first group above the cap on; when all are solved they come again; it survives a resume."""
+    source = rl.source("solved", {"no_resampling_pass_rate": 0.5})
+    order = source.order
+    everyone = [row["row_id"] for row, _ in order.prompts]
+    first = order.take(3, 0)
+
+    def group(prompt, verdicts):
+        return SimpleNamespace(prompt=prompt, samples=[SimpleNamespace(correct=v) for v in verdicts])
+
+    order.learn([group(first[0][0], [True, True, False]), group(first[1][0], [True, False]), group(first[2][0], [False, False])])
+    solved = first[0][0]["row_id"]
+    assert order.solved == {solved} and order.metrics([])["curriculum/solved_prompts"] == 1
+    again = rl.source("solved-again", {"no_resampling_pass_rate": 0.5}).order
+    again.restore(order.state())
+    taken = [[row["row_id"] for row, _ in o.take(2 * len(everyone), 0)] for o in (order, again)]
+    assert taken[0] == taken[1] and solved not in taken[0] and set(taken[0]) == set(everyone) - {solved}
+    order.learn([group(row, [True]) for row, _ in order.prompts])
+    assert len(order.take(3, 0)) == 3
+
+
+# --- what is logged (rl.md 7) ---------------------------------------------------------------------------------------------------------
+
+LOGGED = {
+    "reward": ["reward/mean", "reward/raw", "reward/length", "reward/group_std", "reward/unscorable_fraction", "reward/frac_zero_std"],
+    "groups": ["groups/informative_fraction", "groups/trained_sequences", "groups/trained_tokens"],
+    "advantage": [f"advantage/{name}" for name in ("mean", "std", "min", "max", "mean_raw", "std_raw", "min_raw", "max_raw", "zero_fraction", "positive_fraction")],
+    "update": ["train/loss", "train/grad_norm", "train/learning_rate", "train/skipped_steps", "train/entropy", "policy/ess_fraction",
+               *(f"policy/{name}" for name in ("clip_low", "clip_high", "outside_range", "ratio", "ratio_max", "log_ratio_clamped", "k1", "k2", "k3"))],
+    "anchor": ["kl/reference", "kl/sequence_sum", "kl/coef", "kl/reference_version"],
+    "critic": ["critic/loss", "critic/explained_variance", "critic/td_error", "critic/value_mean_old", "critic/return_mean_old"],
+    "completions": [f"completions/{name}" for name in ("mean_length", "min_length", "max_length", "clipped_ratio", "empty_fraction", "repetition", "reflection",
+                                                       "special_characters", "language_switch", "generated_tokens")]}
+
+
+@pytest.mark.parametrize("config, parts, more", [
+    ({"preset": "grpo", "ref_mode": "ema"}, set(LOGGED) - {"critic"}, []),
+    ({"preset": "ppo", "num_iterations": 2}, set(LOGGED), ["kl/reward_coef", "reward/shaped"]),
+    ({"preset": "reinforce", "max_steps": 2}, {"reward", "groups", "advantage", "completions"}, ["reward/baseline"]),
+    ({"preset": "sppo"}, {"reward", "completions"}, ["preference/win_rate"]),
+    ({"preset": "dapo", "filter_groups_metric": "reward_std", "soft_punish_cache": 2, "truncation_policy": "score"}, {"reward", "advantage"},
+     ["groups/filter_rate", "groups/generation_batches", "reward/overlong"]),
+    ({"preset": "grpo", "rewards": [{"kind": "verifier"}]}, {"reward"}, ["train/correct", "groups/all_correct_fraction", "groups/all_wrong_fraction",
+                                                                         "completions/mean_incorrect_length"])])
+def test_the_catalogues_metrics_are_logged(rl, config, parts, more):
+    _, metrics = rl("logged", config)
+    found = set().union(*metrics)
+    wanted = {name for part in parts for name in LOGGED[part]} | set(more)
+    if "rewards" in config:
+        wanted = wanted - {"reward/length"} | {"reward/verifier"}
+    assert not sorted(wanted - found)
+    assert all(np.isfinite(v) for m in metrics for v in m.values() if v is not None)
+    if "advantage/min" in found:
+        assert all(m["advantage/min"] <= m["advantage/mean"] <= m["advantage/max"] for m in metrics if "advantage/mean" in m)
+    if config.get("ref_mode") == "ema":
+        assert [m["kl/reference_version"] for m in metrics] == [1.0, 2.0]
+
+
+def test_the_largest_ratio_is_that_of_the_step_however_it_is_cut(tiny):
+    model = load_policy(tiny["policy"])
+    items = [make_item(str(k), [3, 4], [[5, 6, 7 + k]], [[1] * 3], old_logps=[[-5.0 - k] * 3], advantages=[1.0]) for k in range(3)]
+    found = []
+    for budget in (4096, 1):
+        config = Config(preset="dr_grpo", max_tokens_per_micro_batch=budget)
+        trainer = Trainer(model, PolicyGradient(resolve_preset(config)[0], config), config, 1)
+        found.append(trainer.evaluate(items))
+    with torch.no_grad():
+        logps = torch.log_softmax(model(input_ids=torch.tensor([[3, 4, 5, 6, 7 + k] for k in range(3)])).logits[:, 1:-1].double(), -1)
+    ratios = torch.stack([torch.exp(logps[k, [0, 1, 2], [5, 6, 7 + k]] + 5 + k) for k in range(3)])
+    assert found[0]["policy/ratio_max"] == pytest.approx(float(ratios.max()), rel=1e-4) and found[1]["policy/ratio_max"] == pytest.approx(found[0]["policy/ratio_max"], rel=1e-5)
+    assert found[0]["policy/ratio"] == pytest.approx(float(ratios.mean()), rel=1e-4)
+
+
+def test_signs_of_a_policy_that_comes_apart():
+    from stages.evaluation.text import scripts, special_character_rate
+
+    assert scripts("Die Lösung: π = 3 und ∑") == {"LATIN"} and scripts("ответ 答案 ok") == {"CYRILLIC", "CJK", "LATIN"}
+    assert special_character_rate("") == 0 and special_character_rate("x² ≤ 3\n") == 0 and special_character_rate("ab\ufffd\U0001F600") == 0.5
