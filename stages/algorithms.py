@@ -57,6 +57,7 @@ class RLPreset:
     needs_critic: bool = False
     critic_target: str = "lambda_return"  # CRITIC_TARGETS
     num_iterations: int = 1              # optimizer epochs over one rollout
+    reset_optimizer: bool = False        # Adam's moments start anew with every rollout batch
     update: str = "adamw"                # adamw, or trust_region (conjugate gradient and line search, one step per rollout)
     ptx_coef: float = 0.0                # pretraining mix (PPO-PTX)
     positive_nll_coef: float = 0.0       # NLL of correct completions (VAPO)
@@ -154,7 +155,7 @@ _RL_ROWS = (
     RLPreset("copg", "reward_minus_baseline", objective=_REGRESSION + "contrastive", unit="pairs", options={"beta": 0.1}, reads_reference=True,
              off_policy_ok=True, min_generations=2, source="CoPG (Flet-Berliac et al. 2024)"),
     RLPreset("mdpo", "group_mean", objective=_REGRESSION + "mirror_descent", options={"tau": 0.1}, off_policy_ok=True, on_policy_logps=True,
-             num_iterations=2, min_generations=2, source="mirror descent policy optimisation (Kimi k1.5)",
+             reset_optimizer=True, num_iterations=2, min_generations=2, source="mirror descent policy optimisation (Kimi k1.5)",
              note="the iterate is the policy that started the round"),
     RLPreset("astar_po", "reward_minus_baseline", baseline="v_star", objective=_REGRESSION + "optimal_advantage", options={"beta": 1e-3},
              reads_reference=True, source="A*-PO (Brantley et al. 2025)", note="one generation per prompt; V* from baseline_samples of the reference"),

@@ -273,6 +273,45 @@ def whiten(values, mask=None, ddof: int = 0, eps: float = 1e-8, shift_mean: bool
     return out
 
 
+REWARD_NORMS = ("none", "whiten", "whiten_without_shift", "minmax", "running")
+
+
+class RunningScale:
+    """(x - mean) / (std + eps) by the statistics of all values so far, these included; constant ones give 0 (NORM). Its state belongs in the checkpoint."""
+
+    def __init__(self, eps: float = 1e-8):
+        self.eps, self.count, self.mean, self.squares = eps, 0, 0.0, 0.0
+
+    def use(self, values):
+        x = _f64(values)
+        if x.size:
+            total, shift = self.count + x.size, float(x.mean()) - self.mean
+            self.squares += float(np.square(x - x.mean()).sum()) + shift * shift * self.count * x.size / total
+            self.mean, self.count = self.mean + shift * x.size / total, total
+        std = float(np.sqrt(self.squares / max(self.count, 1)))
+        return (x - self.mean) / (std + self.eps) if std > DEGENERATE * abs(self.mean) else np.zeros_like(x)
+
+    def state_dict(self) -> dict:
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
+
+
+def normalise_rewards(rewards_B, kind: str, running: RunningScale | None = None, clip: float | None = None):
+    """Rewards of a rollout batch by a rule of REWARD_NORMS, then clipped to +-clip; NaN ones stay and are in no statistic (NORM, reward side)."""
+    _choice("reward_norm", kind, REWARD_NORMS)
+    out = _f64(rewards_B).copy()
+    ok = np.isfinite(out)
+    if kind == "running":
+        out[ok] = running.use(out[ok])
+    elif kind == "minmax" and ok.any():
+        out[ok] = minmax(out[ok])
+    elif kind != "none":
+        out[ok] = whiten(out[ok], shift_mean=kind == "whiten")
+    return out if clip is None else out.clip(-clip, clip)
+
+
 def minmax(values):
     """To [0, 1]; a constant batch gives 0.5 (rm.calibrate)."""
     x = _f64(values)

@@ -125,6 +125,10 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
         None, title="Truncation policy", description="What a completion without end token earns (TERM); bootstrap needs a critic.")
     missing_eos_penalty: float = Field(1.0, ge=0, description="Penalty of a cut completion (truncation_policy=penalty).")
     missing_eos_mode: Literal["replace", "subtract"] = Field("replace", description="The penalty replaces the reward, or lowers it.")
+    reward_norm: Literal["none", "whiten", "whiten_without_shift", "minmax", "running"] = Field(
+        "none", description="Rewards of a rollout batch before KL and advantages (NORM): as they are, mean 0 and std 1, std 1 (TRL whiten_rewards), [0, 1], or by the mean and "
+        "std of all so far. The scale changes what a KL coefficient means.")
+    reward_clip: float | None = Field(None, gt=0, title="Reward clip", description="Clip rewards to +- this, after reward_norm.")
     truncated_in_stats: bool = Field(True, description="Rewards of masked completions stay in the group's mean and std (OVERLONG).")
     soft_punish_cache: int | None = Field(
         None, ge=0, title="Soft punish cache", description="The last so many tokens before max_completion_length cost up to 1 (OVERLONG); 0 = off.")
@@ -272,6 +276,9 @@ def resolve_preset(config: Config):
     if config.num_minibatches > config.prompts_per_step:
         raise ValueError(f"num_minibatches={config.num_minibatches} cuts {config.prompts_per_step} prompts into empty steps; write "
                          f"num_minibatches <= prompts_per_step.")
+    if (config.reward_norm != "none" or config.reward_clip) and (config.environment or row.advantage in ("process", "win_rate", "vine")):
+        raise ValueError(f"reward_norm and reward_clip change the reward of whole completions, which {'turns' if config.environment else f'advantage={row.advantage}'} "
+                         "do not read; leave them out, or normalise the component (kind=model, normalise=batch).")
     if config.baseline not in (None, "none") and row.advantage not in BASELINE_ADVANTAGES:
         raise ValueError(f"baseline={config.baseline} is not read by advantage={row.advantage}; write advantage=reward_minus_baseline, or leave baseline out.")
     if config.ref_mode == "previous" and row.kl_loss_coef and row.kl_loss_estimator == "full" and row.kl_target == "ref":
@@ -310,6 +317,8 @@ def resolve_preset(config: Config):
         raise ValueError("forward=compiled has no forward-mode derivative, which TRPO needs; write forward=auto, or preset=ppo.")
     if config.engine_sleep and config.engine != "vllm":
         raise ValueError(f"engine_sleep=true puts vLLM to sleep, but engine={config.engine}; write engine=vllm, or leave engine_sleep out")
+    if config.reward_norm.startswith("whiten") and row.scale != "none":
+        warnings.append(f"reward_norm={config.reward_norm} on top of scale_rewards={row.scale}: the second cancels the first's scale, write reward_norm=none")
     if config.reward_override != "none":
         warnings.append(f"reward_override={config.reward_override}: a control experiment, the rewards are not those of the task")
     if config.kl_reward_estimator != "k1" and row.kl_reward_coef:
@@ -363,6 +372,9 @@ def run(stage):
         else:
             apart = sharding.asked(config) and not follows and row.kl_loss_estimator != "full" and row.opponent != "mixture"
             reference = another(stage.path("reference" if stage.has("reference") else "model"), in_shards=apart)
+    elif stage.has("reference"):
+        stage.warn("reference_unused", f"The input reference is not read: {config.preset} has no KL to it. Write beta=0.04 or kl_coef=0.02, or monitor_kl=true to log "
+                   "the KL, or leave the input out.")
     if row.kl_loss_coef and row.kl_target == "old" and row.kl_loss_estimator == "full":
         old = another(stage.path("model"))
     if row.needs_critic:
@@ -387,6 +399,8 @@ def run(stage):
     objective = PolicyGradient(row, config, source.kl_loss_coef, anchor,
                                critic.head if critic is not None and config.critic_mode == "shared" else None)
     trainer = (TrustRegionTrainer if row.update == "trust_region" else Trainer)(model, objective, config, source.total_steps, stage.device)
+    if row.reset_optimizer:
+        source.on_new_batch = trainer.optimizer.state.clear
     rl_preflight(stage, trainer, source)
     evaluate = (lambda: source.evaluate(held_out, trainer.step_index)) if held_out else None
     fit(stage, trainer, source, evaluate=evaluate, eval_every=config.eval_every)

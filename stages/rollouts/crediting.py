@@ -18,7 +18,7 @@ from stages.algorithms import BASELINE_ADVANTAGES, RLPreset
 from stages.batching import Item, make_item, per_response
 from stages.credit import Batch, Credit, assign
 from stages.debate import debate_metrics
-from stages.estimators import KLController, MovingAverageBaseline, apply_truncation, overlong_penalty, table_baseline, v_star
+from stages.estimators import KLController, MovingAverageBaseline, RunningScale, apply_truncation, normalise_rewards, overlong_penalty, table_baseline, v_star
 from stages.generation import Sample
 from stages.members import Members
 from stages.rollouts.groups import Group
@@ -60,7 +60,7 @@ class Crediting:
     def __init__(self, stage, row: RLPreset, policy: PolicySampler, rewards, members: Members, reference=None, critic=None):
         self.stage, self.config, self.row, self.policy, self.rewards, self.members = stage, stage.config, row, policy, rewards, members
         self.reference, self.critic = reference, critic
-        self.baseline = MovingAverageBaseline(self.config.baseline_decay)
+        self.baseline, self.scale = MovingAverageBaseline(self.config.baseline_decay), RunningScale()
         self.controller = KLController(row.kl_loss_coef or row.kl_reward_coef, row.kl_controller, row.target_kl, self.config.kl_coef_min, self.config.kl_coef_max)
         self.table: dict[str, float] = {}  # baseline per prompt id
         self.last_kl = 0.0                 # to the reference, nats per sequence
@@ -113,6 +113,10 @@ class Crediting:
             metrics["kl/sequence_sum"] = self.last_kl = float(d.sum(1).mean())
         metrics |= trajectory_metrics(config, self.policy, samples)
         finite = np.isfinite(rewards)
+        if config.reward_norm != "none" or config.reward_clip is not None:
+            if finite.any():
+                metrics |= {"reward/norm_mean": float(rewards[finite].mean()), "reward/norm_std": float(rewards[finite].std())}
+            rewards = normalise_rewards(rewards, config.reward_norm, self.scale, config.reward_clip)
         in_loss = kept & (config.sft_in_loss | np.array([s.mode != "sft" for s in samples]))
         batch = Batch(rewards, group_of, mask, finite & in_loss, finite & (kept | config.truncated_in_stats), kl, self._baselines(group_at),
                       None if values is None else padded(values), bootstrap)
@@ -292,10 +296,11 @@ class Crediting:
         return found
 
     def state(self) -> dict:
-        return {"baseline": self.baseline.state_dict(), "controller": self.controller.state_dict(), "last_kl": self.last_kl, "table": self.table}
+        return {"baseline": self.baseline.state_dict(), "scale": self.scale.state_dict(), "controller": self.controller.state_dict(), "last_kl": self.last_kl, "table": self.table}
 
     def restore(self, state: dict) -> None:
         self.baseline.load_state_dict(state["baseline"])
+        self.scale.load_state_dict(state["scale"])
         self.controller.load_state_dict(state["controller"])
         self.last_kl, self.table = state["last_kl"], state["table"]
 

@@ -51,6 +51,7 @@ class PromptOrder:
 
     def __init__(self, config, prompts: Sequence[tuple[dict, list[int]]], rng, total_steps: int):
         self.config, self.rng, self.total_steps = config, rng, total_steps
+        self.cut = False                              # prompts were left out (difficulty_band, v_star)
         self.cursor = 0                               # prompts taken so far
         self.queue: list[int] = []                    # still to come in this pass (rerank, ADMITTING)
         self.scores: dict[str, float] = {}            # what each prompt's last group could teach, by row id (rerank)
@@ -150,13 +151,22 @@ class PromptOrder:
         self._keep(kept)
         return kept
 
+    def leave_out(self, row_ids: set[str]) -> None:
+        """Go on without these prompts; raises ValueError where none would be left."""
+        kept = {row["row_id"] for row, _ in self.prompts} - row_ids
+        if not kept:
+            raise ValueError("no prompt was answered right by the starting policy, so there is nothing to learn from; use easier prompts, more baseline_samples, or a "
+                             "better starting model")
+        self._keep(kept)
+
     def _keep(self, row_ids: set[str]) -> None:
-        if len(row_ids) < len(self.prompts):
+        if any(row["row_id"] not in row_ids for row, _ in self.prompts):
+            self.cut = True
             self._use([p for p in self.prompts if p[0]["row_id"] in row_ids])
 
     def state(self) -> dict:
         return {"cursor": self.cursor, "queue": list(self.queue), "solved": sorted(self.solved), "scores": dict(self.scores), "counts": dict(self.counts),
-                "kept": [row["row_id"] for row, _ in self.prompts] if self.config.difficulty_band else None}
+                "kept": [row["row_id"] for row, _ in self.prompts] if self.cut else None}
 
     def restore(self, state: dict) -> None:
         self.cursor, self.queue, self.scores, self.counts = state["cursor"], list(state["queue"]), dict(state["scores"]), dict(state["counts"])

@@ -1,5 +1,6 @@
 """Rules of the RL stage that formulas do not show: which coefficient a controller moves, what an empty step leaves alone, what settings refuse each other."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,12 +10,13 @@ import torch
 from stages.algorithms import rl_preset
 from stages.batching import make_item
 from stages.credit import Batch, assign
+from stages.estimators import RunningScale, normalise_rewards
 from stages.generation import Sample
 from stages.modeling import load_policy
 from stages.policy_update import PolicyGradient
 from stages.rl import Config, resolve_preset
 from stages.rollouts.metrics import rollout_metrics
-from stages.training import Trainer
+from stages.training import Trainer, TrainingError
 from tests.training.test_rl_parts import rl, rows_of  # noqa: F401
 
 MASK = np.array([[1, 1, 1], [1, 1, 0]], bool)
@@ -233,3 +235,73 @@ def test_signs_of_a_policy_that_comes_apart():
 
     assert scripts("Die Lösung: π = 3 und ∑") == {"LATIN"} and scripts("ответ 答案 ok") == {"CYRILLIC", "CJK", "LATIN"}
     assert special_character_rate("") == 0 and special_character_rate("x² ≤ 3\n") == 0 and special_character_rate("ab\ufffd\U0001F600") == 0.5
+
+
+# --- rewards before advantages (NORM) -----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kind", ["whiten", "whiten_without_shift", "minmax", "running"])
+def test_rewards_are_normalised_over_what_can_be_scored(kind):
+    first, second = np.array([1.0, np.nan, 3.0, 5.0]), np.array([7.0, 2.0])
+    running = RunningScale()
+    found = [normalise_rewards(r, kind, running) for r in (first, second)]
+    assert np.isnan(found[0][1])
+    for r, out, seen in ((first, found[0], first), (second, found[1], np.concatenate([first, second]))):
+        x, seen = r[np.isfinite(r)], seen[np.isfinite(seen)]
+        whole = x if kind != "running" else seen
+        expected = {"minmax": (x - x.min()) / (x.max() - x.min()), "whiten_without_shift": (x - x.mean()) / x.std() + x.mean()}.get(kind, (x - whole.mean()) / whole.std())
+        assert np.allclose(out[np.isfinite(r)], expected, atol=1e-6)
+    again = RunningScale()
+    again.load_state_dict(running.state_dict())
+    assert np.allclose(normalise_rewards(second, "running", again), normalise_rewards(second, "running", running))
+    same = normalise_rewards(np.array([0.1, 0.1, 0.1]), kind, RunningScale())
+    assert np.allclose(same, {"minmax": 0.5, "whiten_without_shift": 0.1}.get(kind, 0.0))
+    assert normalise_rewards(second, kind, RunningScale(), clip=0.25).max() <= 0.25
+
+
+def test_the_stage_normalises_and_logs_the_scale(rl):
+    result, metrics = rl("norm", {"preset": "reinforce", "baseline": "none", "reward_norm": "running", "reward_clip": 1.0})
+    rows = rows_of(result)
+    assert all(abs(r["reward"]) <= 1 for r in rows) and all(m["reward/norm_std"] > 0 for m in metrics)
+    first = [r for r in rows if r["iteration"] == 0]
+    assert {round(r["reward"], 6) for r in first} <= {-1.0, 0.0, 1.0} or len({round(r["reward"], 6) for r in first}) == 2  # random 0 and 1, shifted and scaled alike
+    with pytest.raises(ValueError, match="normalise=batch"):
+        resolve_preset(Config(preset="sppo", reward_norm="whiten"))
+
+
+# --- what moves and what does not ------------------------------------------------------------------------------------------------------
+
+def test_mirror_descent_forgets_the_optimizers_moments_at_every_round(rl, monkeypatch):
+    seen = []
+    step = Trainer.step
+
+    def watched(self, items):
+        seen.append(max([float(s["step"]) for s in self.optimizer.state.values() if s] or [0.0]))
+        return step(self, items)
+
+    monkeypatch.setattr(Trainer, "step", watched)
+    rl("rounds", {"preset": "mdpo", "max_steps": 4, "num_iterations": 2})
+    assert seen == [0, 1, 0, 1]
+
+
+def test_prompts_that_the_reference_never_solves_are_left_out(rl):
+    source = rl.source("hopeless", {"preset": "astar_po"})
+    everyone = [row["row_id"] for row, _ in source.order.prompts]
+    source.order.leave_out(set(everyone[1:]))
+    again = rl.source("hopeless-again", {"preset": "astar_po"}).order
+    again.restore(source.order.state())
+    assert [[row["row_id"] for row, _ in o.take(3, 0)] for o in (source.order, again)] == [[everyone[0]] * 3] * 2
+    with pytest.raises(ValueError, match="easier prompts"):
+        source.order.leave_out(set(everyone))
+    with pytest.raises(ValueError, match="easier prompts"):  # the tiny model never answers right
+        rl("never", {"preset": "astar_po", "reward_override": "none", "rewards": [{"kind": "verifier"}], "baseline_samples": 1, "num_generations": 1})
+
+
+def test_a_reward_model_that_moved_is_an_error_and_an_unread_reference_a_warning(tiny, rl):
+    source = rl.source("judge", {"preset": "dr_grpo", "rewards": [{"name": "rm", "kind": "model"}]}, reward_model=tiny["reward"])
+    source.items(0)
+    with torch.no_grad():
+        next(source.rewards.scorers["rm"].model.parameters()).add_(0.1)
+    with pytest.raises(TrainingError, match="scorer of rm changed"):
+        source.close()
+    result, _ = rl("unread", {"preset": "dr_grpo", "max_steps": 1}, reference=tiny["other"])
+    assert "reference_unused" in json.dumps(result["warnings"])
