@@ -343,7 +343,10 @@ def run(stage):
     from stages.trust_region import TrustRegionTrainer
 
     config = stage.config
-    row, warnings = resolve_preset(config)
+    try:
+        row, warnings = resolve_preset(config)
+    except ValueError as error:  # settings that do not fit together are the user's to change: no traceback, exit code 2
+        raise ConfigError(str(error)) from None
     if config.sharding == "full" and row.update == "trust_region":
         raise ConfigError("update=trust_region takes derivatives along a direction, for which weights must be whole; write sharding=none (several devices share the "
                           "micro-batches then too), lora_rank=16 where memory is short, or another preset.")

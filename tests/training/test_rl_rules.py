@@ -16,6 +16,7 @@ from stages.modeling import load_policy
 from stages.policy_update import PolicyGradient
 from stages.rl import Config, resolve_preset
 from stages.rollouts.metrics import rollout_metrics
+from stages.spec import ConfigError
 from stages.training import Trainer, TrainingError
 from tests.training.test_rl_parts import rl, rows_of  # noqa: F401
 
@@ -111,6 +112,11 @@ def test_groups_of_equal_rewards_are_counted_although_their_mean_rounds():
 def test_settings_that_would_do_something_else_are_refused(config, says):
     with pytest.raises(ValueError, match=says):
         resolve_preset(Config(**config))
+
+
+def test_the_stage_reports_refused_settings_as_settings(rl):
+    with pytest.raises(ConfigError, match="write kl_reward_mode=token_terminal"):
+        rl("refused", {"preset": "ppo", "kl_reward_mode": "token_broadcast"})
 
 
 @pytest.mark.parametrize("config, says", [({"preset": "gspo", "loss_agg_mode": "seq-mean-token-sum"}, "weights sequences"),
