@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 ADVANTAGES = ("reward_minus_baseline", "group_mean", "leave_one_out", "process", "win_rate", "turn_returns", "vine", "reward_to_go", "gae", "reward_minus_value")
 GROUP_ADVANTAGES = ("group_mean", "leave_one_out", "process", "win_rate", "turn_returns")   # compare the completions of one prompt
+BASELINE_ADVANTAGES = ("reward_minus_baseline", "reward_to_go")             # read `baseline`
 VALUE_ADVANTAGES = ("gae", "reward_minus_value")                            # need a critic
 SCALES = ("none", "group", "batch", "batch_centered")
 BASELINES = ("none", "constant", "moving_average", "batch_mean", "greedy", "table", "v_star")
@@ -24,7 +25,8 @@ class RLPreset:
     name: str
     advantage: str                       # ADVANTAGES
     scale: str = "none"                  # scale_rewards: SCALES, of group advantages
-    whiten: bool = False                 # over the trained tokens of the rollout batch, ddof 0 (NORM)
+    whiten: bool = False                 # over the trained tokens of the rollout batch (NORM)
+    adv_norm_ddof: int = 0               # of whiten
     baseline: str = "none"               # BASELINES, for reward_minus_baseline
     gamma: float = 1.0
     lam: float = 0.95                    # GAE
@@ -55,6 +57,7 @@ class RLPreset:
     needs_critic: bool = False
     critic_target: str = "lambda_return"  # CRITIC_TARGETS
     num_iterations: int = 1              # optimizer epochs over one rollout
+    reset_optimizer: bool = False        # Adam's moments start anew with every rollout batch
     update: str = "adamw"                # adamw, or trust_region (conjugate gradient and line search, one step per rollout)
     ptx_coef: float = 0.0                # pretraining mix (PPO-PTX)
     positive_nll_coef: float = 0.0       # NLL of correct completions (VAPO)
@@ -63,6 +66,7 @@ class RLPreset:
     truncation_policy: str = "score"     # estimators.TRUNCATION_POLICIES
     soft_punish_share: float = 0.0       # soft overlong penalty on the last share of max_completion_length (OVERLONG)
     min_generations: int = 1
+    opponent: str = "self"               # of win rates: self (the group), ema, mixture
     source: str = ""
     note: str = ""
 
@@ -151,7 +155,7 @@ _RL_ROWS = (
     RLPreset("copg", "reward_minus_baseline", objective=_REGRESSION + "contrastive", unit="pairs", options={"beta": 0.1}, reads_reference=True,
              off_policy_ok=True, min_generations=2, source="CoPG (Flet-Berliac et al. 2024)"),
     RLPreset("mdpo", "group_mean", objective=_REGRESSION + "mirror_descent", options={"tau": 0.1}, off_policy_ok=True, on_policy_logps=True,
-             num_iterations=2, min_generations=2, source="mirror descent policy optimisation (Kimi k1.5)",
+             reset_optimizer=True, num_iterations=2, min_generations=2, source="mirror descent policy optimisation (Kimi k1.5)",
              note="the iterate is the policy that started the round"),
     RLPreset("astar_po", "reward_minus_baseline", baseline="v_star", objective=_REGRESSION + "optimal_advantage", options={"beta": 1e-3},
              reads_reference=True, source="A*-PO (Brantley et al. 2025)", note="one generation per prompt; V* from baseline_samples of the reference"),
@@ -162,7 +166,7 @@ _RL_ROWS = (
     RLPreset("online_ipo", "reward_minus_baseline", objective=_REGRESSION + "on_policy_ipo", unit="pairs", options={"tau": 0.1}, reads_reference=True,
              min_generations=2, source="online IPO (Calandriello et al. 2024)"),
     RLPreset("nash_md", "win_rate", surrogate="logp", kl_reward_coef=0.1, aggregation="seq-mean-token-sum", min_generations=2,
-             source="Nash-MD-PG, Nash-EMA-PG (Munos et al. 2023)", note="kl_coef is tau; opponent=mixture, ema or self"),
+             source="Nash-MD-PG, Nash-EMA-PG (Munos et al. 2023)", opponent="mixture", note="kl_coef is tau; opponent=ema is Nash-EMA, self plain self-play"),
 )
 RL_PRESETS: dict[str, RLPreset] = {row.name: row for row in _RL_ROWS}
 
@@ -205,6 +209,14 @@ def validate_rl(row: RLPreset, num_generations: int, *, updates_per_generation: 
     if row.kl_reward_coef > 0 and row.kl_reward_mode.startswith("token") and row.advantage not in ("reward_to_go", *VALUE_ADVANTAGES):
         refuse(f"kl_reward_mode={row.kl_reward_mode} shapes token rewards, but advantage={row.advantage} reads one reward per completion; "
                "write kl_reward_mode=sequence_sum")
+    if row.kl_reward_coef > 0 and row.kl_reward_mode == "token_broadcast" and not (
+            row.advantage == "reward_minus_value" and row.critic_target in ("kl_adjusted_outcome", "terminal", "bandit")):
+        refuse(f"kl_reward_mode=token_broadcast puts the whole reward on every token, and advantage={row.advantage} with critic_target={row.critic_target} would "
+               "add these up; write kl_reward_mode=token_terminal, or advantage=reward_minus_value with critic_target=kl_adjusted_outcome")
+    if row.kl_reward_coef > 0 and row.advantage == "process":
+        refuse("advantage=process reads step rewards, which kl_coef does not lower; write beta=0.04 (the KL in the loss) and kl_coef=0")
+    if row.kl_controller != "fixed" and not (row.kl_loss_coef or row.kl_reward_coef):
+        refuse(f"kl_controller={row.kl_controller} multiplies a coefficient, and both are 0; write beta or kl_coef > 0 to start from, or kl_controller=fixed")
     if row.kl_controller != "fixed" and not (row.target_kl and row.target_kl > 0):
         refuse(f"kl_controller={row.kl_controller} needs target_kl > 0 (6.0 nats per sequence is a common start)")
     if row.advantage in VALUE_ADVANTAGES and not row.needs_critic:
@@ -212,15 +224,18 @@ def validate_rl(row: RLPreset, num_generations: int, *, updates_per_generation: 
     if row.strictly_on_policy and updates > 1:
         what = "update=trust_region" if row.update == "trust_region" else f"surrogate={row.surrogate}"
         refuse(f"{what} is strictly on-policy; write num_iterations=1 and one optimizer step per rollout, or surrogate=clip")
-    if row.strictly_on_policy and max_staleness > 0:
-        refuse("on-policy surrogates accept no stale rollouts; write max_staleness=0 or surrogate=clip")
+    if max_staleness > 0 and not row.off_policy_ok:
+        refuse("it is on-policy and accepts no stale rollouts; write max_staleness=0, or preset=topr, offline_is, copg, mdpo or oreo")
     if row.aggregation == "seq-mean-token-sum-norm" and loss_scale_factor is not None and loss_scale_factor <= 0:
         refuse("loss_scale_factor must be > 0; write the maximum completion length")
     if row.truncation_policy == "bootstrap" and not row.needs_critic:
         refuse("truncation_policy=bootstrap needs a critic's value of the cut state; write score, zero, penalty or mask")
+    if row.truncation_policy == "bootstrap" and row.advantage != "gae":
+        refuse(f"truncation_policy=bootstrap pays a cut completion by the value of its end, which advantage={row.advantage} does not read; write score, zero, "
+               "penalty or mask, or advantage=gae")
     warnings = []
-    if row.ratio_level != "token" and row.aggregation == "token-mean":
-        warnings.append(f"{row.name}: a sequence ratio with token-mean weights sequences by their length; seq-mean-token-mean gives one term each")
+    if row.ratio_level != "token" and row.aggregation != "seq-mean-token-mean" and not row.objective:
+        warnings.append(f"{row.name}: a sequence ratio with {row.aggregation} weights sequences by their length; seq-mean-token-mean gives one term each")
     if row.num_iterations > 4:
         warnings.append(f"{row.name}: {row.num_iterations} epochs on one rollout; more than 4 is rarely stable")
     if row.surrogate == "none" and not row.kl_loss_coef and updates > 4:

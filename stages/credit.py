@@ -59,7 +59,7 @@ class Credit:
     rewards_B: np.ndarray        # with a KL penalty taken off, if any
     token_rewards_BT: np.ndarray
     informative_B: np.ndarray
-    raw_std: float               # of the advantages before whitening, over trained tokens
+    raw_BT: np.ndarray           # advantages before whitening and clipping
 
 
 def shaped(row, batch: Batch, kl_coef: float):
@@ -82,8 +82,12 @@ def _per_row(values_B, batch: Batch):
     return np.where(batch.mask_BT, values_B[:, None], 0.0)
 
 
+def _baseline(batch, rewards):
+    return batch.baseline(rewards[batch.counted_B]) if callable(batch.baseline) else batch.baseline
+
+
 def _group(row, batch, rewards, tokens, outcome):
-    baseline = batch.baseline(rewards[batch.counted_B]) if callable(batch.baseline) else batch.baseline
+    baseline = _baseline(batch, rewards)
     rewards = np.where(np.isfinite(batch.rewards_B), rewards, np.nan)
     advantages, informative = group_advantage(rewards - baseline, batch.group_of_B, row.group_mode, row.std_ddof, row.std_eps, batch.counted_B)
     if row.advantage in ("group_mean", "leave_one_out"):
@@ -151,7 +155,11 @@ def _win_rate(row, batch, rewards, tokens, outcome):
 
 
 def _reward_to_go(row, batch, rewards, tokens, outcome):
-    return reward_to_go(tokens, batch.mask_BT, row.gamma), np.isfinite(batch.rewards_B)
+    """G_t less the completion's baseline (REINFORCE, BASELINE)."""
+    baseline = np.broadcast_to(_baseline(batch, rewards), rewards.shape)
+    ok = np.isfinite(batch.rewards_B) & np.isfinite(baseline)
+    returns = reward_to_go(tokens, batch.mask_BT, row.gamma)
+    return np.where(batch.mask_BT & ok[:, None], returns - np.where(ok, baseline, 0.0)[:, None], 0.0), ok
 
 
 def policy_lambda(row, batch: Batch):
@@ -180,17 +188,19 @@ ADVANTAGES = {"reward_minus_baseline": _group, "group_mean": _group, "leave_one_
 
 
 def critic_targets(row, batch: Batch, rewards, tokens, outcome):
-    """Regression targets of the critic ``[B, T]`` by ``row.critic_target`` (CRITIC-LOSS); ``bandit`` reads the first token only."""
+    """Regression targets of the critic ``[B, T]`` by ``row.critic_target`` (CRITIC-LOSS); ``bandit`` reads the first token only. A completion that was
+    cut under truncation_policy=bootstrap is worth the value of its end, not 0."""
     kind, mask = row.critic_target, batch.mask_BT
+    after = np.broadcast_to(batch.bootstrap_B, rewards.shape)
     if kind in ("lambda_return", "mc_return", "td0"):
         lam = {"lambda_return": row.lam if row.lam_critic is None else row.lam_critic, "mc_return": 1.0, "td0": 0.0}[kind]
         return gae(tokens, batch.values_BT, mask, batch.bootstrap_B, row.gamma, lam)[1]
     if kind == "kl_adjusted_outcome":
-        return outcome
+        return np.where(mask, outcome + after[:, None], 0.0)
     if kind == "soft_bellman":  # V regresses on what is still to come, less beta times the log-ratios to come (OREO)
         kl = np.where(mask, batch.kl_BT, 0.0)
         return np.where(mask, reward_to_go(tokens, mask, row.gamma) - row.options["beta"] * kl[:, ::-1].cumsum(1)[:, ::-1], 0.0)
-    return _per_row(np.where(np.isfinite(batch.rewards_B), batch.rewards_B, 0.0), batch)  # terminal, bandit
+    return _per_row(np.where(np.isfinite(batch.rewards_B), batch.rewards_B, 0.0) + after, batch)  # terminal, bandit
 
 
 def assign(row, batch: Batch, kl_coef: float, advantage_clip: float | None = None) -> Credit:
@@ -199,13 +209,13 @@ def assign(row, batch: Batch, kl_coef: float, advantage_clip: float | None = Non
     advantages, informative = ADVANTAGES[row.advantage](row, batch, rewards, tokens, outcome)
     trained = batch.mask_BT & batch.kept_B[:, None]
     advantages = np.where(trained, advantages, 0.0)
-    raw_std = float(advantages[trained].std()) if trained.any() else 0.0
+    raw = advantages
     returns = np.where(trained, critic_targets(row, batch, rewards, tokens, outcome), 0.0) if row.needs_critic else None
     if row.whiten:
-        advantages = whiten(advantages, trained)
+        advantages = whiten(advantages, trained, row.adv_norm_ddof)
     if advantage_clip is not None:
         advantages = advantages.clip(-advantage_clip, advantage_clip)
-    return Credit(advantages, returns, rewards, tokens, informative & batch.kept_B, raw_std)
+    return Credit(advantages, returns, rewards, tokens, informative & batch.kept_B, raw)
 
 
 def explained_variance(values_BT, returns_BT, mask_BT) -> float:

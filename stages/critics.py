@@ -16,6 +16,7 @@ from stages.batching import make_item, per_response
 from stages.losses import aggregate, denominator_of, masked, value_loss
 from stages.modeling import hidden_states, precise
 from stages.reward_heads import RewardCard, load_reward_model, new_reward_model, read_card, save_reward_model, score_head
+from stages.policy_update import counted_sequences
 from stages.sharding import asked
 from stages.training import Sums, Trainer
 
@@ -28,7 +29,7 @@ class ValueRegression:
         self.mode = row.aggregation if row.aggregation != "seq-mean-token-sum-norm" else "token-mean"
 
     def counts(self, items):
-        return {"tokens": float(sum(i.n_targets for i in items)), "sequences": float(sum(bool(m.any()) for i in items for m in i.masks))}
+        return {"tokens": float(sum(i.n_targets for i in items)), "sequences": counted_sequences(items, self.config.seq_denominator)}
 
     def __call__(self, model, batch):
         values_SL = batch.padded(values_of(score_head(model), hidden_states(model, batch, batch.src_N), self.bias))

@@ -273,6 +273,45 @@ def whiten(values, mask=None, ddof: int = 0, eps: float = 1e-8, shift_mean: bool
     return out
 
 
+REWARD_NORMS = ("none", "whiten", "whiten_without_shift", "minmax", "running")
+
+
+class RunningScale:
+    """(x - mean) / (std + eps) by the statistics of all values so far, these included; constant ones give 0 (NORM). Its state belongs in the checkpoint."""
+
+    def __init__(self, eps: float = 1e-8):
+        self.eps, self.count, self.mean, self.squares = eps, 0, 0.0, 0.0
+
+    def use(self, values):
+        x = _f64(values)
+        if x.size:
+            total, shift = self.count + x.size, float(x.mean()) - self.mean
+            self.squares += float(np.square(x - x.mean()).sum()) + shift * shift * self.count * x.size / total
+            self.mean, self.count = self.mean + shift * x.size / total, total
+        std = float(np.sqrt(self.squares / max(self.count, 1)))
+        return (x - self.mean) / (std + self.eps) if std > DEGENERATE * abs(self.mean) else np.zeros_like(x)
+
+    def state_dict(self) -> dict:
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
+
+
+def normalise_rewards(rewards_B, kind: str, running: RunningScale | None = None, clip: float | None = None):
+    """Rewards of a rollout batch by a rule of REWARD_NORMS, then clipped to +-clip; NaN ones stay and are in no statistic (NORM, reward side)."""
+    _choice("reward_norm", kind, REWARD_NORMS)
+    out = _f64(rewards_B).copy()
+    ok = np.isfinite(out)
+    if kind == "running":
+        out[ok] = running.use(out[ok])
+    elif kind == "minmax" and ok.any():
+        out[ok] = minmax(out[ok])
+    elif kind != "none":
+        out[ok] = whiten(out[ok], shift_mean=kind == "whiten")
+    return out if clip is None else out.clip(-clip, clip)
+
+
 def minmax(values):
     """To [0, 1]; a constant batch gives 0.5 (rm.calibrate)."""
     x = _f64(values)
@@ -358,15 +397,19 @@ KL_CONTROLLERS = {"fixed": fixed, "adaptive_ppo": adaptive_ppo, "adaptive_ziegle
 class KLController:
     """A KL coefficient and the rule that moves it after each update; its state belongs in the checkpoint."""
 
-    def __init__(self, coef: float, controller: str = "fixed", target_kl: float | None = None, **options):
+    def __init__(self, coef: float, controller: str = "fixed", target_kl: float | None = None, low: float | None = None, high: float | None = None, **options):
         _choice("kl_controller", controller, KL_CONTROLLERS)
         if controller != "fixed" and not (target_kl and target_kl > 0):
             raise ValueError(f"kl_controller={controller} needs target_kl > 0 (6.0 nats per sequence is a common start)")
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"kl_coef_min={low} is above kl_coef_max={high}; write the smaller one first")
         self.coef, self.controller, self.target_kl, self.options = coef, controller, target_kl, options
+        self.low, self.high = 0.0 if low is None else low, float("inf") if high is None else high
 
     def update(self, kl: float) -> float:
         """Move the coefficient by the measured KL (same unit as target_kl) and return it."""
-        self.coef = KL_CONTROLLERS[self.controller](self.coef, kl, self.target_kl, **self.options)
+        if self.controller != "fixed":
+            self.coef = min(max(KL_CONTROLLERS[self.controller](self.coef, kl, self.target_kl, **self.options), self.low), self.high)
         return self.coef
 
     def state_dict(self) -> dict:

@@ -248,7 +248,7 @@ def policy_loss(logps_BT, old_logps_BT, advantages, mask_BT, *, epsilon: float =
     `stopgrad_ratio` -A pi/sg(pi) (ONE-STEP); `cispo` -sg(min(rho, 1+epsilon_high)) A log pi.
     `weights_BT` are detached importance weights (TIS). epsilon_high defaults to epsilon.
     Metrics: {"tokens", "clip_low", "clip_high", "outside_range", "ratio", "ratio_sq", "k1", "k2", "k3", "log_ratio_clamped"},
-    sums over trained tokens, k* of KL(old||new); `policy_metrics` turns them into the usual names.
+    sums over trained tokens, k* of KL(old||new), and the maximum "ratio_max"; `policy_metrics` turns them into the usual names.
     """
     _choice("surrogate", surrogate, SURROGATES)
     high = epsilon if epsilon_high is None else epsilon_high
@@ -282,14 +282,14 @@ def policy_loss(logps_BT, old_logps_BT, advantages, mask_BT, *, epsilon: float =
     metrics = {"tokens": mask.sum(), "clip_low": low_hit.sum(), "clip_high": high_hit.sum(),
                "outside_range": outside.sum(), "ratio": masked(r, mask).sum(), "ratio_sq": masked(r * r, mask).sum(), "k1": masked(-d, mask).sum(),
                "k2": masked(d * d / 2, mask).sum(), "k3": masked(torch.expm1(d) - d, mask).sum(),
-               "log_ratio_clamped": clamped.sum()}
+               "log_ratio_clamped": clamped.sum(), "ratio_max": masked(r, mask).max() if r.numel() else r.sum()}
     return masked(-objective, mask), metrics
 
 
 def policy_metrics(sums: dict) -> dict[str, float]:
     """The sums of `policy_loss` as the quantities people look at (PPO-CLIP, Log); call on the sums of the step."""
     n = max(float(sums["tokens"]), 1.0)
-    share = {k: float(v) / n for k, v in sums.items() if k != "tokens"}
+    share = {k: float(v) / n for k, v in sums.items() if k not in ("tokens", "ratio_max")}
     return {"clip_fraction": share["clip_low"] + share["clip_high"], "clip_fraction_low": share["clip_low"],
             "clip_fraction_high": share["clip_high"], "outside_range_fraction": share["outside_range"],
             "approx_kl_k1": share["k1"], "approx_kl_k2": share["k2"], "approx_kl_k3": share["k3"],

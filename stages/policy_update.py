@@ -27,6 +27,11 @@ def pairs_of(items, trained_S) -> list[tuple[int, int]]:
     return pairs
 
 
+def counted_sequences(items, seq_denominator: str) -> float:
+    """Responses that means over sequences divide by: those with a trained token, or ``all`` (AGG)."""
+    return float(sum(seq_denominator == "all" or bool(m.any()) for i in items for m in i.masks))
+
+
 class PolicyGradient:
     """The policy's objective over prompt groups (and pretraining rows, which carry ``extra["ptx"]``).
 
@@ -49,7 +54,7 @@ class PolicyGradient:
     def counts(self, items):
         rl = [i for i in items if not i.extra.get("ptx")]
         ptx = [i for i in items if i.extra.get("ptx")]
-        return {"tokens": float(sum(i.n_targets for i in rl)), "sequences": float(sum(bool(m.any()) for i in rl for m in i.masks)),
+        return {"tokens": float(sum(i.n_targets for i in rl)), "sequences": counted_sequences(rl, self.config.seq_denominator),
                 "groups": float(sum(i.n_targets > 0 for i in rl)), "pairs": float(len(pairs_of(rl, [bool(m.any()) for i in rl for m in i.masks]))),
                 "forwarded": float(sum(i.n_targets for i in rl if not i.extra.get("skip_forward"))),
                 "correct_tokens": float(sum(m.sum() for i in rl for m, c in zip(i.masks, i.extra.get("correct", [])) if c)),
@@ -90,7 +95,7 @@ class PolicyGradient:
                                    weights_BT=column("weights") if any("weights" in i.extra for i in batch.items) else None)
         if self.objective:
             terms = self._responses(batch, mask, logps_SL, old_SL, ref_SL, advantages, per_response, column)
-            metrics = {f"policy/{k}": (sums[k].float(), "forwarded") for k in ("ratio", "k1", "k2", "k3")}
+            metrics = {f"policy/{k}": (sums[k].float(), "forwarded") for k in ("ratio", "ratio_max", "k1", "k2", "k3")}
         else:
             terms = {"policy": (self.aggregate(losses, mask, batch.items), self.count)}
             metrics = {f"policy/{k}": (v.float(), "forwarded") for k, v in sums.items() if k != "tokens"}

@@ -51,13 +51,13 @@ def shares(groups: Sequence[Sequence], cost: Callable[[Sequence], int]) -> list[
 
 
 def sum_numbers(values: dict[str, float]) -> dict[str, float]:
-    """Sum per name over ranks, in rank order; a name missing on a rank counts as 0."""
+    """Sum per name over ranks, in rank order, of names that end with ``_max`` the maximum; a name missing on a rank counts as 0."""
     if world_size() == 1:
         return values
     everyone: list[dict[str, float]] = [{}] * world_size()
     dist.all_gather_object(everyone, values)
     names = dict.fromkeys(name for one in everyone for name in one)
-    return {name: sum(one.get(name, 0.0) for one in everyone) for name in names}
+    return {name: (max if name.endswith("_max") else sum)(one.get(name, 0.0) for one in everyone) for name in names}
 
 
 def sum_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -55,10 +55,14 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
         None, title="Baseline", description="Baseline of reward_minus_baseline (BASELINE).")
     scale_rewards: Literal["none", "group", "batch", "batch_centered"] | None = Field(
         None, title="Scale rewards", description="Std division of group advantages.")
+    std_ddof: Literal[0, 1] | None = Field(None, title="Std ddof", description="Of a group's std: 1 sample (GRPO's code, TRL), 0 population.")
+    std_eps: float | None = Field(None, ge=0, title="Std eps", description="Added to a group's std (TRL 1e-4, verl 1e-6).")
     whiten: bool | None = Field(None, title="Whiten", description="Whiten advantages over the rollout batch's trained tokens (NORM).")
+    adv_norm_ddof: Literal[0, 1] | None = Field(None, title="Whitening ddof", description="Of whiten: 0 population (texts), 1 sample (TRL, verl).")
     advantage_clip: float | None = Field(None, gt=0, title="Advantage clip", description="Clip advantages to +- this, after whitening.")
     gamma: float | None = Field(None, ge=0, le=1, title="Gamma", description="Discount (LLM 1).")
     lam: float | None = Field(None, ge=0, le=1, title="Lambda", description="GAE lambda (.9 to .97).")
+    lam_critic: float | None = Field(None, ge=0, le=1, title="Critic's lambda", description="GAE lambda of the critic's target, where it differs (VAPO 1).")
     surrogate: Literal["clip", "none", "logp", "stopgrad_ratio", "cispo"] | None = Field(None, title="Surrogate", description="Policy loss per token.")
     ratio_level: Literal["token", "sequence", "sequence_mean"] | None = Field(
         None, title="Ratio level", description="Ratio per token, product or geometric mean per sequence.")
@@ -70,6 +74,8 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
     loss_scale_factor: float | None = Field(
         None, gt=0, title="Loss scale factor", description="Constant of seq-mean-token-sum-norm; default max_completion_length.")
     token_norm_scope: Literal["batch", "group"] = Field("batch", description="token-mean over the step's tokens, or per prompt group and then over groups.")
+    seq_denominator: Literal["nonempty", "all"] = Field(
+        "nonempty", description="Means over sequences count those with a trained token (verl), or all that were sampled (TRL's GRPO).")
     options: dict[str, float] = Field(
         default_factory=dict, description="Constants of a preset's own loss: tau (mdpo, online_ipo), beta (copg, astar_po, oreo), eta (sppo), epsilon (p3o).")
 
@@ -86,7 +92,9 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
         None, title="KL reward mode", description="How the KL enters the reward (KL-REWARD).")
     kl_reward_estimator: Literal["k1", "k2", "k3"] = Field("k1", description="Estimator of the KL in the reward; only k1 gives the reverse-KL gradient.")
     kl_controller: Literal["fixed", "adaptive_ppo", "adaptive_ziegler"] | None = Field(
-        None, title="KL controller", description="Rule that moves the KL coefficient.")
+        None, title="KL controller", description="Rule that moves the KL coefficient: that of the loss where there are two.")
+    kl_coef_min: float | None = Field(None, ge=0, title="Smallest KL coefficient", description="Bound of the controller; empty: none.")
+    kl_coef_max: float | None = Field(None, gt=0, title="Largest KL coefficient", description="Bound of the controller; empty: none.")
     target_kl: float | None = Field(
         None, gt=0, title="Target KL", description="Controller's target: nats per sequence to the reference, per token to the old policy.")
     monitor_kl: bool = Field(False, description="Log the KL to the reference although no coefficient needs it (one more forward of the samples).")
@@ -117,6 +125,10 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
         None, title="Truncation policy", description="What a completion without end token earns (TERM); bootstrap needs a critic.")
     missing_eos_penalty: float = Field(1.0, ge=0, description="Penalty of a cut completion (truncation_policy=penalty).")
     missing_eos_mode: Literal["replace", "subtract"] = Field("replace", description="The penalty replaces the reward, or lowers it.")
+    reward_norm: Literal["none", "whiten", "whiten_without_shift", "minmax", "running"] = Field(
+        "none", description="Rewards of a rollout batch before KL and advantages (NORM): as they are, mean 0 and std 1, std 1 (TRL whiten_rewards), [0, 1], or by the mean and "
+        "std of all so far. The scale changes what a KL coefficient means.")
+    reward_clip: float | None = Field(None, gt=0, title="Reward clip", description="Clip rewards to +- this, after reward_norm.")
     truncated_in_stats: bool = Field(True, description="Rewards of masked completions stay in the group's mean and std (OVERLONG).")
     soft_punish_cache: int | None = Field(
         None, ge=0, title="Soft punish cache", description="The last so many tokens before max_completion_length cost up to 1 (OVERLONG); 0 = off.")
@@ -127,7 +139,8 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
     gen_batch_size: int | None = Field(None, ge=1, title="Generation batch", description="Prompts per refill round; default prompts_per_step.")
     max_num_gen_batches: int = Field(10, ge=1, description="Refill rounds before the stage fails.")
     zero_advantage: Literal["keep", "mask"] = Field("keep", description="Groups without signal count in the denominators, or leave the step.")
-    reward_override: Literal["none", "random", "inverted"] = Field("none", description="Control experiments: random or inverted rewards.")
+    reward_override: Literal["none", "random", "inverted", "format_only"] = Field(
+        "none", description="Control experiments: random rewards, inverted ones, or the components of kind format alone.")
     step_separator: str = Field("\n\n", description="End of a reasoning step (advantage=process, vine).")
     baseline_value: float = Field(0.0, description="baseline=constant.")
     baseline_decay: float = Field(0.9, ge=0, lt=1, description="Moving-average baseline of reinforce.")
@@ -146,8 +159,8 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
     replay_window: int = Field(3, ge=1, description="Iterations, the current one included, whose rollouts may be replayed.")
     replay_fraction: float = Field(0.0, ge=0, lt=1, description="Share of each batch that is replayed (0.25 if on); off-policy presets only.")
     max_staleness: int = Field(0, ge=0, description="Optimizer steps a rollout may lag behind; older ones are dropped. 0 = no limit for off-policy presets.")
-    opponent: Literal["self", "ema", "mixture"] = Field(
-        "self", description="advantage=win_rate: compare with the group, with samples of the policy's moving average, or of policy x reference.")
+    opponent: Literal["self", "ema", "mixture"] | None = Field(
+        None, title="Opponent", description="advantage=win_rate: compare with the group, with samples of the policy's moving average, or of policy x reference.")
     opponent_decay: float = Field(0.99, ge=0, lt=1, description="Decay of opponent=ema.")
     mixture_coef: float = Field(0.25, ge=0, le=1, description="Weight of the reference in opponent=mixture (TRL 0.5).")
     ptx_coef: float | None = Field(None, ge=0, title="PTX coefficient", description="Weight of the pretraining loss (InstructGPT 27.8); needs the input ptx.")
@@ -177,6 +190,9 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
     difficulty_band: tuple[float, float] | None = Field(
         None, title="Difficulty band", description="Train only on prompts whose pass rate under the starting policy lies in [low, high] (DIFF-FILTER, texts 0.2 to 0.8 of 16 "
         "samples): of passk_samples completions, or of the input prompt_stats.")
+    no_resampling_pass_rate: float | None = Field(
+        None, ge=0, lt=1, title="No resampling above", description="A prompt is not sampled again once a group of its completions was right more often than this; when all are, "
+        "they come again.")
     vine_samples: int = Field(9, ge=1, description="advantage=vine: continuations from every step border (VinePPO 9); steps end at step_separator, in an environment with turns.")
 
     # Members of a group (GRAPE-GEN).
@@ -239,13 +255,13 @@ SPEC = StageSpec(
 
 def resolve_preset(config: Config):
     """The preset row with the config's overrides applied and checked; (row, warnings)."""
-    from stages.algorithms import rl_preset, validate_rl
+    from stages.algorithms import BASELINE_ADVANTAGES, rl_preset, validate_rl
 
     start = rl_preset(config.preset)
     changes = {"kl_loss_coef": config.beta, "kl_loss_estimator": config.kl_estimator, "kl_reward_coef": config.kl_coef,
                "scale": config.scale_rewards, "aggregation": config.loss_agg_mode}
     changes |= {name: getattr(config, name) for name in (
-        "advantage", "baseline", "whiten", "gamma", "lam", "surrogate", "ratio_level", "epsilon", "epsilon_high", "clip_ratio_c", "num_iterations",
+        "advantage", "baseline", "std_ddof", "std_eps", "whiten", "adv_norm_ddof", "gamma", "lam", "lam_critic", "opponent", "surrogate", "ratio_level", "epsilon", "epsilon_high", "clip_ratio_c", "num_iterations",
         "kl_reward_mode", "kl_direction", "kl_target", "kl_controller", "target_kl", "critic_target", "critic_warmup_steps", "truncation_policy",
         "dynamic_sampling", "ptx_coef")}
     if config.options:
@@ -260,6 +276,22 @@ def resolve_preset(config: Config):
     if config.num_minibatches > config.prompts_per_step:
         raise ValueError(f"num_minibatches={config.num_minibatches} cuts {config.prompts_per_step} prompts into empty steps; write "
                          f"num_minibatches <= prompts_per_step.")
+    if (config.reward_norm != "none" or config.reward_clip) and (config.environment or row.advantage in ("process", "win_rate", "vine")):
+        raise ValueError(f"reward_norm and reward_clip change the reward of whole completions, which {'turns' if config.environment else f'advantage={row.advantage}'} "
+                         "do not read; leave them out, or normalise the component (kind=model, normalise=batch).")
+    if config.baseline not in (None, "none") and row.advantage not in BASELINE_ADVANTAGES:
+        raise ValueError(f"baseline={config.baseline} is not read by advantage={row.advantage}; write advantage=reward_minus_baseline, or leave baseline out.")
+    if config.ref_mode == "previous" and row.kl_loss_coef and row.kl_loss_estimator == "full" and row.kl_target == "ref":
+        raise ValueError("ref_mode=previous keeps the log-probs of the sampled tokens, not whole distributions; for the exact KL to the policy that started the iteration "
+                         "write kl_target=old, or kl_estimator=k3.")
+    steps, lengths = [at for at, _ in config.context_schedule], [length for _, length in config.context_schedule]
+    if steps != sorted(set(steps)) or any(v < 0 for v in steps) or any(v < 1 for v in lengths):
+        raise ValueError(f"context_schedule={config.context_schedule} must list rising steps from 0 on with lengths of 1 or more; write for example [[0, 16384], [180, 32768]].")
+    shortest = min([*lengths, *([] if 0 in steps else [config.max_completion_length])])
+    if (config.soft_punish_cache or 0) > shortest:
+        raise ValueError(f"soft_punish_cache={config.soft_punish_cache} is over the completion limit of {shortest} tokens; write a smaller one (DAPO: a fifth of the limit).")
+    if config.reward_override == "format_only" and not any(c.kind == "format" for c in config.rewards):
+        raise ValueError("reward_override=format_only leaves only rewards of kind format, and there is none; add one, for example rewards=[..., {kind: format}].")
     if config.temperature == 0:
         raise ValueError("temperature=0 samples G equal completions, so no group carries a signal; write temperature=1.0.")
     if config.replay_fraction and not row.off_policy_ok:
@@ -285,6 +317,8 @@ def resolve_preset(config: Config):
         raise ValueError("forward=compiled has no forward-mode derivative, which TRPO needs; write forward=auto, or preset=ppo.")
     if config.engine_sleep and config.engine != "vllm":
         raise ValueError(f"engine_sleep=true puts vLLM to sleep, but engine={config.engine}; write engine=vllm, or leave engine_sleep out")
+    if config.reward_norm.startswith("whiten") and row.scale != "none":
+        warnings.append(f"reward_norm={config.reward_norm} on top of scale_rewards={row.scale}: the second cancels the first's scale, write reward_norm=none")
     if config.reward_override != "none":
         warnings.append(f"reward_override={config.reward_override}: a control experiment, the rewards are not those of the task")
     if config.kl_reward_estimator != "k1" and row.kl_reward_coef:
@@ -309,7 +343,10 @@ def run(stage):
     from stages.trust_region import TrustRegionTrainer
 
     config = stage.config
-    row, warnings = resolve_preset(config)
+    try:
+        row, warnings = resolve_preset(config)
+    except ValueError as error:  # settings that do not fit together are the user's to change: no traceback, exit code 2
+        raise ConfigError(str(error)) from None
     if config.sharding == "full" and row.update == "trust_region":
         raise ConfigError("update=trust_region takes derivatives along a direction, for which weights must be whole; write sharding=none (several devices share the "
                           "micro-batches then too), lora_rank=16 where memory is short, or another preset.")
@@ -329,15 +366,18 @@ def run(stage):
         return freeze(load_policy(path, stage.device, in_shards=in_shards))
 
     reference = old = critic = None
-    if row.needs_reference or config.opponent == "mixture" or config.monitor_kl:
+    if row.needs_reference or row.opponent == "mixture" or config.monitor_kl:
         if stage.has("reference"):
             _same_vocabulary(renderer, stage.path("reference"), "reference")
         follows = config.ref_mode in ("ema", "refresh")
         if config.lora_rank and not follows and not stage.has("reference"):
             reference = AdapterOff(model)
         else:
-            apart = sharding.asked(config) and not follows and row.kl_loss_estimator != "full" and config.opponent != "mixture"
+            apart = sharding.asked(config) and not follows and row.kl_loss_estimator != "full" and row.opponent != "mixture"
             reference = another(stage.path("reference" if stage.has("reference") else "model"), in_shards=apart)
+    elif stage.has("reference"):
+        stage.warn("reference_unused", f"The input reference is not read: {config.preset} has no KL to it. Write beta=0.04 or kl_coef=0.02, or monitor_kl=true to log "
+                   "the KL, or leave the input out.")
     if row.kl_loss_coef and row.kl_target == "old" and row.kl_loss_estimator == "full":
         old = another(stage.path("model"))
     if row.needs_critic:
@@ -362,6 +402,8 @@ def run(stage):
     objective = PolicyGradient(row, config, source.kl_loss_coef, anchor,
                                critic.head if critic is not None and config.critic_mode == "shared" else None)
     trainer = (TrustRegionTrainer if row.update == "trust_region" else Trainer)(model, objective, config, source.total_steps, stage.device)
+    if row.reset_optimizer:
+        source.on_new_batch = trainer.optimizer.state.clear
     rl_preflight(stage, trainer, source)
     evaluate = (lambda: source.evaluate(held_out, trainer.step_index)) if held_out else None
     fit(stage, trainer, source, evaluate=evaluate, eval_every=config.eval_every)
@@ -370,7 +412,7 @@ def run(stage):
         critic.save(stage, renderer)
     with stage.output_model("model", role="policy") as directory:
         save_policy(model, renderer.tokenizer, directory, base=stage.inputs["model"].ref)
-    summary = {"old_logps": "sampler" if source.policy.exact_logps else "trainer", "engine": source.policy.engine.name, "steps": trainer.step_index,
+    summary = {"updates_per_generation": source.steps_per_batch, "old_logps": "sampler" if source.policy.exact_logps else "trainer", "engine": source.policy.engine.name, "steps": trainer.step_index,
                "iterations": source.iteration + 1, "skipped_steps": trainer.skipped,
                **{f"last/{k}": v for k, v in source.metrics.items()}}
     stage.summary(summary)

@@ -42,7 +42,8 @@ class TrainingError(RuntimeError):
 class Sums:
     """What an objective returns for one micro-batch.
 
-    ``loss`` and ``metrics`` map a name to ``(sum, name of the count that divides it)``.
+    ``loss`` and ``metrics`` map a name to ``(sum, name of the count that divides it)``; a metric whose name ends with ``_max`` is a maximum
+    (0 or more), divided by nothing.
     """
 
     loss: dict[str, tuple[torch.Tensor, str]]
@@ -212,9 +213,9 @@ class Trainer:
         """Add a micro-batch's part of every loss term and metric to the step's totals."""
         parts = {name: float(total.detach()) / max(counts[by], 1e-12) for name, (total, by) in sums.loss.items()}
         totals["loss"] = totals.get("loss", 0.0) + sum(parts.values())
-        shown = {**(parts if len(parts) > 1 else {}), **{n: float(t.detach()) / max(counts[by], 1e-12) for n, (t, by) in sums.metrics.items()}}
+        shown = {**(parts if len(parts) > 1 else {}), **{n: float(t.detach()) / (1.0 if n.endswith("_max") else max(counts[by], 1e-12)) for n, (t, by) in sums.metrics.items()}}
         for name, value in shown.items():
-            totals[name] = totals.get(name, 0.0) + value
+            totals[name] = max(totals.get(name, 0.0), value) if name.endswith("_max") else totals.get(name, 0.0) + value
 
     def _skip(self, items: Sequence[Item]) -> None:
         self.skipped += 1

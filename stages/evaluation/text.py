@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Hashable, Iterable, Sequence
+from functools import lru_cache
 
 STOCK_PHRASES = (
     "As an AI language model", "As a large language model", "Certainly!", "I apologize", "I'm sorry", "I cannot",
@@ -45,6 +47,24 @@ def reflection_counts(texts: Sequence[str], words: Sequence[str] = REFLECTION_WO
     pattern = re.compile("|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in words), re.IGNORECASE)
     counts = [len(pattern.findall(text)) for text in texts]
     return {"count": counts, "share_with_any": sum(count > 0 for count in counts) / len(counts) if counts else 0.0}
+
+
+@lru_cache(maxsize=65536)
+def script_of(character: str) -> str:
+    """First word of a letter's Unicode name (LATIN, CYRILLIC, CJK ...); empty for everything else, and for GREEK and the letters of formulas."""
+    found = unicodedata.name(character, "").split(" ")[0] if character.isalpha() else ""
+    return "" if found in ("GREEK", "MATHEMATICAL", "DOUBLE-STRUCK", "SCRIPT", "BLACK-LETTER", "MICRO", "FEMININE", "MASCULINE", "MODIFIER") else found
+
+
+def scripts(text: str) -> set[str]:
+    """Scripts of the letters of a text."""
+    return {script_of(character) for character in set(text)} - {""}
+
+
+def special_character_rate(text: str) -> float:
+    """Share of characters that no keyboard writes: control, private, unassigned and replacement characters, emoji and other pictures; 0 for an empty text."""
+    odd = [c for c in set(text) if c not in "\n\t\r" and (unicodedata.category(c) in ("Cc", "Cf", "Co", "Cn", "Cs", "So"))]
+    return sum(map(text.count, odd)) / max(1, len(text))
 
 
 def levenshtein(a: str, b: str) -> int:

@@ -14,11 +14,11 @@ import numpy as np
 
 from stages import ranks, sharding
 from stages.agents import agent_metrics
-from stages.algorithms import RLPreset
+from stages.algorithms import BASELINE_ADVANTAGES, RLPreset
 from stages.batching import Item, make_item, per_response
 from stages.credit import Batch, Credit, assign
 from stages.debate import debate_metrics
-from stages.estimators import KLController, MovingAverageBaseline, apply_truncation, overlong_penalty, table_baseline, v_star
+from stages.estimators import KLController, MovingAverageBaseline, RunningScale, apply_truncation, normalise_rewards, overlong_penalty, table_baseline, v_star
 from stages.generation import Sample
 from stages.members import Members
 from stages.rollouts.groups import Group
@@ -60,9 +60,8 @@ class Crediting:
     def __init__(self, stage, row: RLPreset, policy: PolicySampler, rewards, members: Members, reference=None, critic=None):
         self.stage, self.config, self.row, self.policy, self.rewards, self.members = stage, stage.config, row, policy, rewards, members
         self.reference, self.critic = reference, critic
-        self.baseline = MovingAverageBaseline(self.config.baseline_decay)
-        coef = row.kl_loss_coef or row.kl_reward_coef
-        self.controller = KLController(coef, row.kl_controller if coef else "fixed", row.target_kl)
+        self.baseline, self.scale = MovingAverageBaseline(self.config.baseline_decay), RunningScale()
+        self.controller = KLController(row.kl_loss_coef or row.kl_reward_coef, row.kl_controller, row.target_kl, self.config.kl_coef_min, self.config.kl_coef_max)
         self.table: dict[str, float] = {}  # baseline per prompt id
         self.last_kl = 0.0                 # to the reference, nats per sequence
         self.frozen_logps: int | None = None
@@ -114,14 +113,26 @@ class Crediting:
             metrics["kl/sequence_sum"] = self.last_kl = float(d.sum(1).mean())
         metrics |= trajectory_metrics(config, self.policy, samples)
         finite = np.isfinite(rewards)
+        if config.reward_norm != "none" or config.reward_clip is not None:
+            if finite.any():
+                metrics |= {"reward/norm_mean": float(rewards[finite].mean()), "reward/norm_std": float(rewards[finite].std())}
+            rewards = normalise_rewards(rewards, config.reward_norm, self.scale, config.reward_clip)
         in_loss = kept & (config.sft_in_loss | np.array([s.mode != "sft" for s in samples]))
         batch = Batch(rewards, group_of, mask, finite & in_loss, finite & (kept | config.truncated_in_stats), kl, self._baselines(group_at),
                       None if values is None else padded(values), bootstrap)
         self._compare(batch, samples, group_at, iteration, version)
-        coef = self.controller.coef if row.kl_reward_coef else 0.0
+        if batch.preference_BO is not None and np.isfinite(batch.preference_BO).any():
+            metrics["preference/win_rate"] = float(np.nanmean(batch.preference_BO))
+        if batch.steps:
+            metrics["completions/without_steps"] = float(np.mean([not ends for ends, _ in batch.steps]))
+        if row.advantage in BASELINE_ADVANTAGES and row.baseline != "none":
+            known = self.baseline.value if row.baseline == "moving_average" else batch.baseline if not callable(batch.baseline) and row.baseline != "batch_mean" else None
+            if known is not None and np.isfinite(known).any():
+                metrics["reward/baseline"] = float(np.nanmean(known))
+        coef = row.kl_reward_coef if row.kl_loss_coef else self.controller.coef  # with two KLs the controller's is the loss's
         credit = assign(row, batch, coef, config.advantage_clip)
         trained = batch.kept_B & (credit.informative_B | (config.zero_advantage == "keep") | (not row.compares))
-        metrics |= credit_metrics(batch, credit, trained, coef, self.controller.coef if coef or row.kl_loss_coef else 0.0)
+        metrics |= credit_metrics(batch, credit, trained, coef, self.controller.coef if coef or row.kl_loss_coef else 0.0, row.gamma)
         if not all(g.fresh for g in groups):
             metrics |= off_policy_metrics([g.version for g in groups], version, sampled, old)
         elif old is not sampled and all(logps is not None for logps in sampled):
@@ -203,9 +214,11 @@ class Crediting:
         return np.where(np.isfinite(scores), rewards, np.nan), bootstrap, kept
 
     def _baselines(self, group_at):
-        kind = self.row.baseline if self.row.advantage == "reward_minus_baseline" else "none"
+        kind = self.row.baseline if self.row.advantage in BASELINE_ADVANTAGES else "none"
         if kind == "moving_average":
             return self.baseline.use
+        if kind == "batch_mean" and self.row.advantage == "reward_to_go":  # of whole rewards: group_advantage
+            return lambda rewards: float(rewards.mean()) if len(rewards) else 0.0
         if kind == "constant":
             return self.config.baseline_value
         if kind == "greedy":
@@ -256,10 +269,11 @@ class Crediting:
                 extra["rewards"] = [float(scored.credit.rewards_B[i]) for i in rows]
             if row.positive_nll_coef:
                 extra["correct"] = [bool(scored.samples[i].correct) for i in rows]
-            extra["skip_forward"] = bool(
-                not row.objective and not advantages[rows.start:rows.stop].any() and not row.kl_loss_coef and not config.entropy_coef
-                and not row.positive_nll_coef and not (self.critic is not None and self.critic.trainer is None))
             masks = [np.asarray(scored.samples[i].action_mask, int) * bool(scored.trained_B[i]) for i in rows]
+            extra["skip_forward"] = not any(m.any() for m in masks) or bool(
+                not row.objective and not advantages[rows.start:rows.stop].any() and not row.kl_loss_coef and not config.entropy_coef
+                and not row.positive_nll_coef and not (self.critic is not None and self.critic.trainer is None)
+                and row.update != "trust_region")  # whose KL is a mean over the same tokens as its surrogate
             final.append(make_item(item.row_id, item.prompt, item.responses, masks, **extra))
         return final
 
@@ -282,10 +296,11 @@ class Crediting:
         return found
 
     def state(self) -> dict:
-        return {"baseline": self.baseline.state_dict(), "controller": self.controller.state_dict(), "last_kl": self.last_kl, "table": self.table}
+        return {"baseline": self.baseline.state_dict(), "scale": self.scale.state_dict(), "controller": self.controller.state_dict(), "last_kl": self.last_kl, "table": self.table}
 
     def restore(self, state: dict) -> None:
         self.baseline.load_state_dict(state["baseline"])
+        self.scale.load_state_dict(state["scale"])
         self.controller.load_state_dict(state["controller"])
         self.last_kl, self.table = state["last_kl"], state["table"]
 

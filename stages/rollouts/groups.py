@@ -97,9 +97,9 @@ class GroupSampler:
         score(self.rewards, [s for g in groups for s in g.samples] + [g.greedy_sample for g in groups if g.greedy_sample] + [s for g in groups for s in g.opponents])
         for k, group in enumerate(groups):
             for g, sample in enumerate(group.samples):
-                sample.total = self._overridden(sample.total, iteration, group.prompt["row_id"], first + k, g)
+                self._override(sample, iteration, group.prompt["row_id"], first + k, g)
             if group.greedy_sample is not None:
-                group.greedy = float(np.nan_to_num(group.greedy_sample.total))
+                group.greedy = group.greedy_sample.total  # unscorable: the group has no baseline and teaches nothing
         if purpose == "rollout":
             self.members.remember(groups, iteration)
         return groups
@@ -126,10 +126,15 @@ class GroupSampler:
                 kept.append(group)
         return kept
 
-    def _overridden(self, total: float, *counters) -> float:
-        """Control experiments: rewards that have nothing to do with the task, or its opposite."""
-        if self.config.reward_override == "inverted":
-            return -total
-        if self.config.reward_override == "random":
-            return float(self.stage.rng("random-reward", *counters).integers(0, 2))
-        return total
+    def _override(self, sample: Sample, *counters) -> None:
+        """Control experiments: rewards that have nothing to do with the task, its opposite, or its format alone. A trajectory earns them at its end."""
+        kind = self.config.reward_override
+        if kind == "none":
+            return
+        sample.turn_rewards = None
+        if kind == "inverted":
+            sample.total = -sample.total
+        elif kind == "random":
+            sample.total = float(self.stage.rng("random-reward", *counters).integers(0, 2))
+        else:
+            sample.total = sum(c.weight * sample.parts[c.name] for c in self.config.rewards if c.kind == "format")

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from stages.credit import Batch, Credit, explained_variance
-from stages.evaluation.text import repetition_n
+from stages.estimators import is_constant, td_errors
+from stages.evaluation.text import reflection_counts, repetition_n, scripts, special_character_rate
 from stages.generation import Sample
 
 
@@ -18,13 +19,21 @@ def rollout_metrics(samples: Sequence[Sample], rewards, group_of) -> dict[str, f
     ok = np.isfinite(rewards)
     out = {"completions/mean_length": float(lengths.mean()), "completions/min_length": float(lengths.min()), "completions/max_length": float(lengths.max()),
            "completions/clipped_ratio": float((~ended).mean()), "completions/empty_fraction": float(np.mean([not s.text.strip() for s in samples])),
-           "completions/repetition": float(np.mean([repetition_n(s.ids, 3) or 0.0 for s in samples])), "reward/unscorable_fraction": float((~ok).mean())}
+           "completions/repetition": float(np.mean([repetition_n(s.ids, 3) or 0.0 for s in samples])), "reward/unscorable_fraction": float((~ok).mean()),
+           "completions/reflection": reflection_counts([s.text for s in samples])["share_with_any"], "completions/generated_tokens": float(sum(sum(s.action_mask) for s in samples)),
+           "completions/special_characters": float(np.mean([special_character_rate(s.text) for s in samples])),
+           "completions/language_switch": float(np.mean([bool(scripts(s.text) - scripts("".join(m["content"] or "" for m in s.prompt.get("prompt", ())))) for s in samples]))}
     if ended.any():
         out["completions/mean_terminated_length"] = float(lengths[ended].mean())
     if ok.any():
-        stds = [np.std(rewards[(group_of == g) & ok]) for g in np.unique(group_of) if ((group_of == g) & ok).any()]
-        out |= {"reward/mean": float(rewards[ok].mean()), "reward/group_std": float(np.mean(stds)),
-                "reward/frac_zero_std": float(np.mean([s == 0 for s in stds]))}
+        by_group = [r for g in np.unique(group_of) if len(r := rewards[(group_of == g) & ok])]
+        out |= {"reward/mean": float(rewards[ok].mean()), "reward/group_std": float(np.mean([np.std(r) for r in by_group])),
+                "reward/frac_zero_std": float(np.mean([is_constant(r) for r in by_group]))}
+    totals = [s.total for s in samples if np.isfinite(s.total)]
+    if totals:
+        out["reward/raw"] = float(np.mean(totals))
+    for tier in sorted({s.tier for s in samples if s.tier}):
+        out[f"reward/tier_{tier}"] = float(np.mean([s.tier == tier for s in samples]))
     for name in samples[0].parts:
         values = [s.parts[name] for s in samples if s.parts.get(name) is not None]
         if values:
@@ -32,6 +41,8 @@ def rollout_metrics(samples: Sequence[Sample], rewards, group_of) -> dict[str, f
     verdicts = [s.correct for s in samples if s.correct is not None]
     if verdicts:
         out["train/correct"] = float(np.mean(verdicts))
+        groups = [[s.correct for s, of in zip(samples, group_of) if of == g and s.correct is not None] for g in np.unique(group_of)]
+        out |= {f"groups/{name}_fraction": float(np.mean([len(v) > 1 and test(v) for v in groups])) for name, test in (("all_correct", all), ("all_wrong", lambda v: not any(v)))}
         for name, wanted in (("correct", True), ("incorrect", False)):
             chosen = [len(s.ids) for s in samples if s.correct is wanted]
             if chosen:
@@ -39,23 +50,29 @@ def rollout_metrics(samples: Sequence[Sample], rewards, group_of) -> dict[str, f
     return out
 
 
-def credit_metrics(batch: Batch, credit: Credit, trained_B, kl_reward_coef: float, kl_coef: float) -> dict[str, float]:
+def credit_metrics(batch: Batch, credit: Credit, trained_B, kl_reward_coef: float, kl_coef: float, gamma: float = 1.0) -> dict[str, float]:
     """Advantages over the trained tokens, groups with a signal, the KL coefficients, and how much of the returns the critic explains."""
     on = batch.mask_BT & trained_B[:, None]
     flat = credit.advantages_BT[on]
-    out = {"advantage/std": float(credit.advantages_BT[batch.mask_BT].std()) if batch.mask_BT.any() else 0.0, "advantage/std_raw": credit.raw_std,
+    out = {"advantage/std": float(credit.advantages_BT[batch.mask_BT].std()) if batch.mask_BT.any() else 0.0,
            "groups/informative_fraction": float(np.mean([credit.informative_B[batch.group_of_B == g].any() for g in np.unique(batch.group_of_B)])),
-           "groups/trained_sequences": float(trained_B.sum())}
+           "groups/trained_sequences": float(trained_B.sum()), "groups/trained_tokens": float(on.sum())}
     if flat.size:
-        out |= {"advantage/mean": float(flat.mean()), "advantage/positive_fraction": float((flat > 0).mean())}
+        raw = credit.raw_BT[on]
+        out |= {"advantage/mean": float(flat.mean()), "advantage/positive_fraction": float((flat > 0).mean()), "advantage/zero_fraction": float((flat == 0).mean()),
+                "advantage/min": float(flat.min()), "advantage/max": float(flat.max()), "advantage/mean_raw": float(raw.mean()), "advantage/std_raw": float(raw.std()),
+                "advantage/min_raw": float(raw.min()), "advantage/max_raw": float(raw.max())}
     if kl_reward_coef:
         out["reward/shaped"] = float(credit.rewards_B[batch.counted_B].mean()) if batch.counted_B.any() else 0.0
+    if kl_reward_coef:
+        out["kl/reward_coef"] = kl_reward_coef
     if kl_coef:
         out["kl/coef"] = kl_coef
     if batch.values_BT is not None:
         out |= {"critic/explained_variance": explained_variance(batch.values_BT, credit.returns_BT, on)}
         if on.any():
-            out |= {"critic/value_mean_old": float(batch.values_BT[on].mean()), "critic/return_mean_old": float(credit.returns_BT[on].mean())}
+            delta = td_errors(credit.token_rewards_BT, batch.values_BT, batch.mask_BT, batch.bootstrap_B, gamma)
+            out |= {"critic/td_error": float(np.abs(delta[on]).mean()), "critic/value_mean_old": float(batch.values_BT[on].mean()), "critic/return_mean_old": float(credit.returns_BT[on].mean())}
     return out
 
 

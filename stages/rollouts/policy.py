@@ -95,7 +95,7 @@ def agent_for(config, row: RLPreset, renderer, rewards, stage) -> Agent | Debate
                          (f"curriculum={config.curriculum}", config.curriculum in ADMITTING)):
             if on:
                 raise ValueError(f"{name} needs completions of one prompt, and a debate has two sides; write preset=dr_grpo or agent")
-    refused = {"opponent": config.opponent != "self", "prompt_template": config.prompt_template != "chat", "mode_mix": config.mode_mix != "fresh",
+    refused = {f"opponent={row.opponent} (write opponent=self)": row.opponent != "self", "prompt_template": config.prompt_template != "chat", "mode_mix": config.mode_mix != "fresh",
                "sft_member": config.sft_member != "none", "stored": stage.has("stored")}
     for name in (name for name, on in refused.items() if on):
         raise ValueError(f"{name} is not supported in an environment: it answers a prompt in one turn; leave it out, or write environment=''")
@@ -107,12 +107,12 @@ def agent_for(config, row: RLPreset, renderer, rewards, stage) -> Agent | Debate
 def opponent_for(stage, row: RLPreset, policy: PolicySampler, reference):
     """What win rates compare the policy with besides itself: its moving average, or the mixture of policy and reference; None where that is the group."""
     config = stage.config
-    if row.advantage != "win_rate" or config.opponent == "self":
+    if row.advantage != "win_rate" or row.opponent == "self":
         return None
     from stages.modeling import freeze, load_policy
     from stages.sampler import Sampler
 
-    if config.opponent == "mixture":
+    if row.opponent == "mixture":
         from stages.generation import MixtureSampler
 
         return MixtureSampler(policy.model, reference, policy.renderer.tokenizer, config.mixture_coef)

@@ -7,7 +7,8 @@
 ``pass_at_k``           shuffled passes over the prompts whose pass@k is high enough for this part of the run    (PASSK-CURR)
 ``self_paced``          the same over those whose share of wrong answers is below a threshold that grows        (SELF-PACED)
 
-``difficulty_band`` leaves out prompts by their pass rate under the starting policy, whatever their order (DIFF-FILTER).
+``difficulty_band`` leaves out prompts by their pass rate under the starting policy, ``no_resampling_pass_rate`` from the first group on that is
+right more often, whatever their order (DIFF-FILTER).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from stages.evaluation.sampling import pass_at_k
 from stages.schedules import ADMITTING, admitted_prompts, e2h_probabilities, learning_scores, rerank
 from stages.selection import difficulty_band, order_by_difficulty
 
@@ -49,10 +51,12 @@ class PromptOrder:
 
     def __init__(self, config, prompts: Sequence[tuple[dict, list[int]]], rng, total_steps: int):
         self.config, self.rng, self.total_steps = config, rng, total_steps
+        self.cut = False                              # prompts were left out (difficulty_band, v_star)
         self.cursor = 0                               # prompts taken so far
         self.queue: list[int] = []                    # still to come in this pass (rerank, ADMITTING)
         self.scores: dict[str, float] = {}            # what each prompt's last group could teach, by row id (rerank)
         self.counts: dict[str, tuple[int, int]] = {}  # samples and right ones of each prompt, by row id (ADMITTING, difficulty_band)
+        self.solved: set[str] = set()                 # prompts whose last group passed no_resampling_pass_rate
         self._use(prompts)
 
     def _use(self, prompts) -> None:
@@ -61,9 +65,15 @@ class PromptOrder:
         self.levels = [difficulty_of(row, self.config.curriculum) for row, _ in prompts] if by_level else []
 
     def take(self, n: int, version: int) -> list[tuple[dict, list[int]]]:
-        """The next ``n`` prompts at optimizer step ``version``."""
-        chosen = [self.prompts[self._index(k, version)] for k in range(self.cursor, self.cursor + n)]
-        self.cursor += n
+        """The next ``n`` prompts at optimizer step ``version``; solved ones are passed over, unless an order keeps on giving them."""
+        chosen, passed = [], 0
+        while len(chosen) < n:
+            prompt = self.prompts[self._index(self.cursor, version)]
+            self.cursor += 1
+            if prompt[0]["row_id"] in self.solved and passed < 4 * len(self.prompts):
+                passed += 1
+                continue
+            chosen.append(prompt)
         return chosen
 
     def _index(self, k: int, version: int) -> int:
@@ -99,6 +109,26 @@ class PromptOrder:
             self.scores |= learning_scores({g.prompt["row_id"]: [s.total for s in g.samples if np.isfinite(s.total)] or [0.0] for g in groups})
         if self.config.curriculum in ADMITTING:
             self.counts |= {g.prompt["row_id"]: verdicts_of(g.samples) for g in groups}
+        if self.config.no_resampling_pass_rate is not None:
+            rates = {g.prompt["row_id"]: verdicts_of(g.samples) for g in groups}
+            self.solved |= {row_id for row_id, (n, right) in rates.items() if right / n > self.config.no_resampling_pass_rate}
+
+    def metrics(self, groups: Sequence) -> dict[str, float]:
+        """The levels that these groups' prompts have (CURRICULUM, E2H), and what is known of the prompts' pass rates."""
+        found = {}
+        if self.levels:
+            drawn = [difficulty_of(g.prompt, self.config.curriculum) for g in groups]
+            found["curriculum/mean_level"] = float(np.mean(drawn))
+            levels = sorted(set(self.levels))
+            found |= {f"curriculum/level_{level:g}": drawn.count(level) / len(drawn) for level in levels if len(levels) <= 20}
+        if self.counts:
+            found["curriculum/pool_pass_rate"] = float(np.mean([right / n for n, right in self.counts.values()]))
+        if self.config.curriculum == "pass_at_k":
+            chances = [p for n, right in self.counts.values() if (p := pass_at_k(n, right, self.config.passk_k)) is not None]
+            found[f"curriculum/pool_pass_at_{self.config.passk_k}"] = float(np.mean(chances)) if chances else 0.0
+        if self.config.no_resampling_pass_rate is not None:
+            found["curriculum/solved_prompts"] = float(len(self.solved))
+        return found
 
     @property
     def wants_counts(self) -> bool:
@@ -121,16 +151,26 @@ class PromptOrder:
         self._keep(kept)
         return kept
 
+    def leave_out(self, row_ids: set[str]) -> None:
+        """Go on without these prompts; raises ValueError where none would be left."""
+        kept = {row["row_id"] for row, _ in self.prompts} - row_ids
+        if not kept:
+            raise ValueError("no prompt was answered right by the starting policy, so there is nothing to learn from; use easier prompts, more baseline_samples, or a "
+                             "better starting model")
+        self._keep(kept)
+
     def _keep(self, row_ids: set[str]) -> None:
-        if len(row_ids) < len(self.prompts):
+        if any(row["row_id"] not in row_ids for row, _ in self.prompts):
+            self.cut = True
             self._use([p for p in self.prompts if p[0]["row_id"] in row_ids])
 
     def state(self) -> dict:
-        return {"cursor": self.cursor, "queue": list(self.queue), "scores": dict(self.scores), "counts": dict(self.counts),
-                "kept": [row["row_id"] for row, _ in self.prompts] if self.config.difficulty_band else None}
+        return {"cursor": self.cursor, "queue": list(self.queue), "solved": sorted(self.solved), "scores": dict(self.scores), "counts": dict(self.counts),
+                "kept": [row["row_id"] for row, _ in self.prompts] if self.cut else None}
 
     def restore(self, state: dict) -> None:
         self.cursor, self.queue, self.scores, self.counts = state["cursor"], list(state["queue"]), dict(state["scores"]), dict(state["counts"])
+        self.solved = set(state["solved"])
         if state["kept"] is not None:
             self._keep(set(state["kept"]))
 
@@ -149,7 +189,7 @@ def verdicts_of(samples: Iterable) -> tuple[int, int]:
     """(samples with a verdict, right ones) of a prompt; raises ValueError where nothing says what is right."""
     verdicts = [s.correct for s in samples if s.correct is not None]
     if not verdicts:
-        raise ValueError("curriculum=pass_at_k, curriculum=self_paced and difficulty_band need to know which completions are right; add a reward of kind verifier, code or "
+        raise ValueError("curriculum=pass_at_k, curriculum=self_paced, difficulty_band and no_resampling_pass_rate need to know which completions are right; add a reward of kind verifier, code or "
                          "environment, or leave them out.")
     return len(verdicts), sum(verdicts)
 

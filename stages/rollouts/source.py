@@ -6,6 +6,7 @@ import json
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 
 from stages.alarms import WATCHED, alarms
 from stages.algorithms import RLPreset
@@ -53,6 +54,7 @@ class Rollouts:
         self.crediting = Crediting(stage, row, self.policy, rewards, members, reference, critic)
         self.records = Records(stage, members, self.policy.agent is not None)
         self.ptx = pretraining_items(stage.dataset("ptx"), renderer, config.ptx_max_length) if row.ptx_coef else []
+        self.on_new_batch = lambda: None   # called when an iteration's items are ready
         self.iteration, self.inner, self.version = -1, 0, 0  # version: optimizer steps of the policy that sampled
         self.batch: list[Item] = []        # items of the iteration in hand
         self.current: list[Item] = []      # of the optimizer step in hand
@@ -60,7 +62,9 @@ class Rollouts:
         self.step_tokens = 0
         self.warmed = not row.critic_warmup_steps or critic is None or critic.trainer is None
         self.history: list[dict] = []      # what alarms read of the steps so far
-        self.frozen = {"reference": weights_digest(reference)} if reference is not None and config.ref_mode in ("frozen", "previous") else {}
+        judges = {f"the scorer of {name}": scorer.model for name, scorer in rewards.scorers.items() if isinstance(getattr(scorer, "model", None), torch.nn.Module)}
+        self.frozen = {name: (part, weights_digest(part)) for name, part in {**({"reference": reference} if config.ref_mode in ("frozen", "previous") else {}), **judges}.items()
+                       if part is not None}
 
     def kl_loss_coef(self) -> float:
         """Current coefficient of the KL in the loss."""
@@ -98,7 +102,7 @@ class Rollouts:
         if self.critic is not None:
             extra |= self.critic.train(self.current)
         moves = self.reference is not None and reference_due(self.config.ref_mode, step, self.config.ref_sync_steps)
-        averaged = self.opponent is not None and self.config.opponent == "ema"
+        averaged = self.opponent is not None and self.row.opponent == "ema"
         if moves or averaged:
             self.policy.refresh()
         if moves:
@@ -106,6 +110,9 @@ class Rollouts:
             move_towards(self.reference, self.policy.model, keep)
         if averaged:
             move_towards(self.opponent.model, self.policy.model, self.config.opponent_decay)
+        if self.reference is not None:  # how often it moved (REF-POLICY)
+            mode, every = self.config.ref_mode, self.config.ref_sync_steps
+            extra["kl/reference_version"] = float({"ema": step, "refresh": step // every, "previous": self.iteration}.get(mode, 0))
         if metrics.get("policy/ratio_sq"):  # effective sample size over the tokens, (sum w)^2 / (n sum w^2) (ops.monitor)
             extra["policy/ess_fraction"] = metrics["policy/ratio"] ** 2 / metrics["policy/ratio_sq"]
         self.watch({"step": step, **metrics, **extra})
@@ -162,7 +169,7 @@ class Rollouts:
     def _moving(self) -> dict:
         """Models beside the policy whose weights change and belong in a checkpoint."""
         found = {"reference": self.reference if self.config.ref_mode in ("ema", "refresh") else None, "old": self.old,
-                 "opponent": self.opponent.model if self.opponent is not None and self.config.opponent == "ema" else None}
+                 "opponent": self.opponent.model if self.opponent is not None and self.row.opponent == "ema" else None}
         return {name: model for name, model in found.items() if model is not None}
 
     def close(self) -> None:
@@ -171,7 +178,7 @@ class Rollouts:
             self.crediting.finish(self.batch)
         self.policy.close()
         self.records.close(self.iteration + 1)
-        now = {name: (before, weights_digest(self.reference)) for name, before in self.frozen.items()}
+        now = {name: (before, weights_digest(part)) for name, (part, before) in self.frozen.items()}
         ok, changed = changed_roles(now, list(now))
         if not ok:
             raise TrainingError(f"The weights of {', '.join(changed)} changed during training, although they are frozen; report this with the config.")
@@ -192,6 +199,7 @@ class Rollouts:
         scored = self.crediting(groups, self.iteration, self.version)
         self.records.rollouts(scored, self.iteration, self.version)
         self.batch, self.metrics = scored.items, scored.metrics | metrics
+        self.on_new_batch()
 
     def _groups(self) -> tuple[list[Group], dict[str, float]]:
         """The groups of one iteration, stored ones or fresh ones and replayed ones, and metrics."""
@@ -205,7 +213,7 @@ class Rollouts:
         self.order.learn(fresh + [g for g, _ in dropped])
         if self.window is not None:
             self.window.add(self.iteration, fresh)
-        return fresh + replayed, metrics | more
+        return fresh + replayed, metrics | more | self.order.metrics(fresh)
 
     def _prepare(self) -> None:
         """Once, with the starting policy: measure the prompts' baselines and pass rates where something reads them, and train the critic."""
@@ -215,6 +223,10 @@ class Rollouts:
             else:
                 drawn = self.groups.of_every_prompt(self.order.prompts, "baseline", self.config.baseline_samples)
                 self.records.baselines(self.crediting.start_from(self.order.prompts, drawn))
+                if self.row.baseline == "v_star":  # a prompt that the starting policy never solves has no V* to speak of
+                    hopeless = {row["row_id"] for (row, _), group in zip(self.order.prompts, drawn) if [s.correct for s in group if s.correct is not None] == [False] * len(group)}
+                    self.order.leave_out(hopeless)
+                    self.stage.log(f"{len(hopeless)} prompts were never answered right by the starting policy and are left out")
         if self.order.wants_counts:
             prompts = self.order.prompts
             if self.stage.has("prompt_stats"):

@@ -143,8 +143,8 @@ def batch_of(**changes):
 def test_critic_targets_by_hand():
     """Row 2 was cut, so its value after the last token is part of every bootstrapped target."""
     batch = batch_of()
-    expected = {"mc_return": [[1, 1, 1], [.3, .3, 0]], "td0": [[.6, .7, 1], [.2, .3, 0]], "terminal": [[1, 1, 1], [0, 0, 0]],
-                "kl_adjusted_outcome": [[1, 1, 1], [0, 0, 0]]}
+    expected = {"mc_return": [[1, 1, 1], [.3, .3, 0]], "td0": [[.6, .7, 1], [.2, .3, 0]], "terminal": [[1, 1, 1], [.3, .3, 0]],
+                "kl_adjusted_outcome": [[1, 1, 1], [.3, .3, 0]]}
     for target, values in expected.items():
         row = rl_preset("ppo", critic_target=target, kl_reward_coef=0.0)
         assert np.allclose(critic_targets(row, batch, *shaped(row, batch, 0.0)), values), target

@@ -251,7 +251,7 @@ def test_the_update_follows_from_the_rollouts(tiny, data, spec, text, name):
     several steps per rollout are compared at the second one, away from ratio 1."""
     steps = 2 if name in SECOND_STEP else 1
     config = {**SMALL, "preset": name, **EXTRA.get(name, {}), "max_steps": steps, "num_iterations": steps, "learning_rate": {"gspo": 1e-6, "grape_alt": 1e-4}.get(name, 3e-3),
-              "ptx_coef": 0.0 if name == "ppo_ptx" else None}
+              "ptx_coef": 0.0 if name == "ppo_ptx" else None, "opponent": "self" if name == "nash_md" else None}
     config.pop("context_schedule", None)
     given = inputs_of(name, tiny, data)
     given["reference"] = tiny["other"]

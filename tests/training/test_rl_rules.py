@@ -1,0 +1,313 @@
+"""Rules of the RL stage that formulas do not show: which coefficient a controller moves, what an empty step leaves alone, what settings refuse each other."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from stages.algorithms import rl_preset
+from stages.batching import make_item
+from stages.credit import Batch, assign
+from stages.estimators import RunningScale, normalise_rewards
+from stages.generation import Sample
+from stages.modeling import load_policy
+from stages.policy_update import PolicyGradient
+from stages.rl import Config, resolve_preset
+from stages.rollouts.metrics import rollout_metrics
+from stages.spec import ConfigError
+from stages.training import Trainer, TrainingError
+from tests.training.test_rl_parts import rl, rows_of  # noqa: F401
+
+MASK = np.array([[1, 1, 1], [1, 1, 0]], bool)
+
+
+def batch(**changes):
+    return Batch(**{"rewards_B": np.array([1.0, 0.0]), "group_of_B": np.array([0, 0]), "mask_BT": MASK, "kept_B": np.ones(2, bool), "counted_B": np.ones(2, bool),
+                    "values_BT": np.where(MASK, 0.25, 0.0), **changes})
+
+
+# --- two KLs, two coefficients -------------------------------------------------------------------------------------------
+
+def test_the_kl_in_the_reward_and_the_kl_in_the_loss_keep_their_own_coefficients(rl):
+    """PPO-CLIPKL with an anchor: KL to the old policy in the loss (1.0), KL to the reference in the reward (0.02)."""
+    result, metrics = rl("two", {"preset": "ppo_clip_kl", "kl_coef": 0.02, "truncation_policy": "score", "max_steps": 5, "num_iterations": 1, "learning_rate": 1e-2})
+    assert metrics[-1]["kl/coef"] == 1.0 and metrics[-1]["kl/reward_coef"] == 0.02
+    seen = 0
+    for row in rows_of(result):
+        kl = sum(row["logp_old"]) - sum(row["logp_ref"])
+        assert row["shaped_reward"] == pytest.approx(row["reward"] - 0.02 * kl, abs=1e-5)
+        seen += abs(kl) > 1e-3
+    assert seen
+
+
+@pytest.mark.parametrize("moves", ["loss", "reward"])
+def test_a_controller_moves_one_of_the_two_coefficients(rl, moves):
+    preset = {"preset": "ppo_penalty_adaptive", "kl_coef": 0.02} if moves == "loss" else {"preset": "ppo", "kl_controller": "adaptive_ppo", "target_kl": 1e6}
+    _, metrics = rl("moves", {**preset, "num_iterations": 1, "max_steps": 3, "learning_rate": 1e-5})
+    seen = [(m.get("kl/coef"), m["kl/reward_coef"]) for m in metrics]
+    if moves == "loss":
+        assert seen == [(1.0, 0.02), (0.5, 0.02), (0.25, 0.02)]
+    else:
+        assert [r for _, r in seen] == [0.02, 0.01, 0.005]
+
+
+# --- steps without a trained token -----------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("preset", [{"preset": "grpo"}, {"preset": "topr"}, {"preset": "ppo", "critic_mode": "shared"}, {"preset": "grpo", "beta": 0.0, "entropy_coef": 0.1}])
+def test_a_step_without_trained_tokens_moves_no_weight(tiny, rl, preset):
+    """All completions are cut and masked: neither Adam's momentum nor weight decay may act, whatever else the loss has (rl.md 1.2)."""
+    result, metrics = rl("masked", {**preset, "truncation_policy": "mask", "min_tokens": 6, "weight_decay": 0.5, "num_iterations": 1})
+    assert all(r["truncated"] for r in rows_of(result)) and all(m["train/empty_step"] == 1 and m["train/grad_norm"] == 0 for m in metrics)
+    before, after = (load_policy(p).state_dict() for p in (tiny["policy"], result["outputs"]["model"]["path"]))
+    assert all(torch.equal(p, after[n]) for n, p in before.items())
+
+
+# --- what goes into an advantage --------------------------------------------------------------------------------------------
+
+def test_reward_to_go_is_lowered_by_the_baseline():
+    row = rl_preset("reinforce", advantage="reward_to_go", baseline="constant", gamma=0.5)
+    found = assign(row, batch(baseline=0.5), 0.0).advantages_BT
+    assert np.allclose(found, [[0.25 - 0.5, 0.5 - 0.5, 1 - 0.5], [-0.5, -0.5, 0.0]])
+
+
+def test_a_completion_whose_baseline_is_unknown_teaches_nothing():
+    row = rl_preset("remax")
+    found = assign(row, batch(baseline=np.array([np.nan, 0.25])), 0.0)
+    assert np.allclose(found.advantages_BT, [[0, 0, 0], [-0.25, -0.25, 0]]) and found.informative_B.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("target", ["terminal", "bandit", "mc_return"])
+def test_the_critics_target_of_a_cut_completion_is_the_value_of_its_end(target):
+    """bootstrap adds no terminal reward, so a target of 0 would teach that long answers are worth nothing."""
+    row = rl_preset("ppo", critic_target=target)
+    found = assign(row, batch(rewards_B=np.array([1.0, 0.0]), bootstrap_B=np.array([0.0, 0.75])), 0.0).returns_BT
+    assert np.allclose(found, [[1, 1, 1], [0.75, 0.75, 0]])
+
+
+def test_groups_of_equal_rewards_are_counted_although_their_mean_rounds():
+    samples = [Sample({}, [1], g, [2], [0.0], "eos", "x", 0.1, {}, {}) for g in range(3)]
+    assert np.std([0.1] * 3) > 0
+    found = rollout_metrics(samples, np.array([0.1] * 3), np.zeros(3, int))
+    assert found["reward/frac_zero_std"] == 1.0
+
+
+# --- settings that refuse each other ------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("config, says", [
+    ({"preset": "ppo", "kl_reward_mode": "token_broadcast"}, "token_broadcast"),
+    ({"preset": "ppo_outcome", "kl_reward_mode": "token_broadcast", "critic_target": "lambda_return"}, "token_broadcast"),
+    ({"preset": "ppo_outcome", "truncation_policy": "bootstrap"}, "truncation_policy=bootstrap"),
+    ({"preset": "oreo", "truncation_policy": "bootstrap"}, "truncation_policy=bootstrap"),
+    ({"preset": "grpo_process", "beta": 0.0, "kl_coef": 0.02}, "kl_coef"),
+    ({"preset": "dapo", "kl_controller": "adaptive_ziegler", "target_kl": 6.0}, "kl_controller"),
+    ({"preset": "grpo", "ref_mode": "previous", "kl_estimator": "full"}, "kl_target=old"),
+    ({"preset": "grpo", "max_staleness": 2}, "max_staleness"),
+    ({"preset": "grpo", "soft_punish_cache": 65}, "soft_punish_cache"),
+    ({"preset": "grpo", "context_schedule": [(0, 32), (2, 48)], "soft_punish_cache": 40}, "soft_punish_cache"),
+    ({"preset": "grpo", "context_schedule": [(180, 32), (0, 16)]}, "context_schedule"),
+    ({"preset": "grpo", "context_schedule": [(0, 0)]}, "context_schedule"),
+    ({"preset": "grpo", "reward_override": "format_only"}, "format")])
+def test_settings_that_would_do_something_else_are_refused(config, says):
+    with pytest.raises(ValueError, match=says):
+        resolve_preset(Config(**config))
+
+
+def test_the_stage_reports_refused_settings_as_settings(rl):
+    with pytest.raises(ConfigError, match="write kl_reward_mode=token_terminal"):
+        rl("refused", {"preset": "ppo", "kl_reward_mode": "token_broadcast"})
+
+
+@pytest.mark.parametrize("config, says", [({"preset": "gspo", "loss_agg_mode": "seq-mean-token-sum"}, "weights sequences"),
+                                          ({"preset": "rloo", "surrogate": "clip", "ratio_level": "sequence"}, "weights sequences")])
+def test_a_sequence_ratio_that_counts_once_per_token_warns(config, says):
+    assert any(says in text for text in resolve_preset(Config(**config))[1])
+
+
+# --- options that the catalogue names ---------------------------------------------------------------------------------------------
+
+def test_std_whitening_and_denominator_options_reach_the_numbers(tiny):
+    rewards = np.array([1.0, 0.0])
+    row = resolve_preset(Config(preset="grpo", std_ddof=0, std_eps=1e-8))[0]
+    assert np.allclose(assign(row, batch(rewards_B=rewards), 0.0).advantages_BT[:, 0], [1, -1], atol=1e-6)  # rl.md: ddof 1 gives +-.707
+    for ddof in (0, 1):
+        row = resolve_preset(Config(preset="reinforce", baseline="none", kl_coef=0.0, whiten=True, adv_norm_ddof=ddof))[0]
+        values = np.array([1.0, 1, 1, 0, 0])
+        assert np.allclose(assign(row, batch(rewards_B=rewards), 0.0).advantages_BT[MASK], (values - values.mean()) / (values.std(ddof=ddof) + 1e-8))
+    items = [make_item("a", [3], [[5, 6], [7]], [[1, 1], [0]])]
+    for name, count in (("nonempty", 1.0), ("all", 2.0)):
+        config = Config(preset="grpo", seq_denominator=name)
+        assert PolicyGradient(resolve_preset(config)[0], config).counts(items)["sequences"] == count
+
+
+def test_a_controller_stays_within_its_bounds(rl):
+    _, metrics = rl("bounds", {"preset": "grpo", "kl_controller": "adaptive_ppo", "target_kl": 1e6, "beta": 0.04, "kl_coef_min": 0.03, "max_steps": 3, "learning_rate": 1e-6})
+    assert [m["kl/coef"] for m in metrics] == [0.04, 0.03, 0.03]
+
+
+def test_nash_md_plays_the_mixture_unless_told_otherwise(rl):
+    assert resolve_preset(Config(preset="nash_md"))[0].opponent == "mixture" and resolve_preset(Config(preset="nash_md", opponent="self"))[0].opponent == "self"
+    assert resolve_preset(Config(preset="sppo"))[0].opponent == "self"
+    source = rl.source("nash", {"preset": "nash_md"})
+    assert type(source.opponent).__name__ == "MixtureSampler"
+    groups = source.groups.sample(source.order.take(1, 0), 0, 0)
+    assert len(groups[0].opponents) == 4
+
+
+def test_the_format_alone_is_rewarded(rl):
+    """reward_override=format_only: the control run of the catalogue; the task's own component is stored but does not count."""
+    source = rl.source("format", {"reward_override": "format_only", "rewards": [{"kind": "length"}, {"kind": "format", "weight": 2.0}]})
+    sample = Sample({}, [1], 0, [2], [0.0], "eos", "x", 5.0, {"length": 1.0, "format": 1.0}, {}, turn_rewards=[1.0, 4.0])
+    source.groups._override(sample, 0, "row", 0, 0)
+    assert sample.total == 2.0 and sample.turn_rewards is None
+
+
+def test_solved_prompts_are_not_sampled_again(rl):
+    """no_resampling_pass_rate leaves out a prompt from its first group above the cap on; when all are solved they come again; it survives a resume."""
+    source = rl.source("solved", {"no_resampling_pass_rate": 0.5})
+    order = source.order
+    everyone = [row["row_id"] for row, _ in order.prompts]
+    first = order.take(3, 0)
+
+    def group(prompt, verdicts):
+        return SimpleNamespace(prompt=prompt, samples=[SimpleNamespace(correct=v) for v in verdicts])
+
+    order.learn([group(first[0][0], [True, True, False]), group(first[1][0], [True, False]), group(first[2][0], [False, False])])
+    solved = first[0][0]["row_id"]
+    assert order.solved == {solved} and order.metrics([])["curriculum/solved_prompts"] == 1
+    again = rl.source("solved-again", {"no_resampling_pass_rate": 0.5}).order
+    again.restore(order.state())
+    taken = [[row["row_id"] for row, _ in o.take(2 * len(everyone), 0)] for o in (order, again)]
+    assert taken[0] == taken[1] and solved not in taken[0] and set(taken[0]) == set(everyone) - {solved}
+    order.learn([group(row, [True]) for row, _ in order.prompts])
+    assert len(order.take(3, 0)) == 3
+
+
+# --- what is logged (rl.md 7) ---------------------------------------------------------------------------------------------------------
+
+LOGGED = {
+    "reward": ["reward/mean", "reward/raw", "reward/length", "reward/group_std", "reward/unscorable_fraction", "reward/frac_zero_std"],
+    "groups": ["groups/informative_fraction", "groups/trained_sequences", "groups/trained_tokens"],
+    "advantage": [f"advantage/{name}" for name in ("mean", "std", "min", "max", "mean_raw", "std_raw", "min_raw", "max_raw", "zero_fraction", "positive_fraction")],
+    "update": ["train/loss", "train/grad_norm", "train/learning_rate", "train/skipped_steps", "train/entropy", "policy/ess_fraction",
+               *(f"policy/{name}" for name in ("clip_low", "clip_high", "outside_range", "ratio", "ratio_max", "log_ratio_clamped", "k1", "k2", "k3"))],
+    "anchor": ["kl/reference", "kl/sequence_sum", "kl/coef", "kl/reference_version"],
+    "critic": ["critic/loss", "critic/explained_variance", "critic/td_error", "critic/value_mean_old", "critic/return_mean_old"],
+    "completions": [f"completions/{name}" for name in ("mean_length", "min_length", "max_length", "clipped_ratio", "empty_fraction", "repetition", "reflection",
+                                                       "special_characters", "language_switch", "generated_tokens")]}
+
+
+@pytest.mark.parametrize("config, parts, more", [
+    ({"preset": "grpo", "ref_mode": "ema"}, set(LOGGED) - {"critic"}, []),
+    ({"preset": "ppo", "num_iterations": 2}, set(LOGGED), ["kl/reward_coef", "reward/shaped"]),
+    ({"preset": "reinforce", "max_steps": 2}, {"reward", "groups", "advantage", "completions"}, ["reward/baseline"]),
+    ({"preset": "sppo"}, {"reward", "completions"}, ["preference/win_rate"]),
+    ({"preset": "dapo", "filter_groups_metric": "reward_std", "soft_punish_cache": 2, "truncation_policy": "score"}, {"reward", "advantage"},
+     ["groups/filter_rate", "groups/generation_batches", "reward/overlong"]),
+    ({"preset": "grpo", "rewards": [{"kind": "verifier"}]}, {"reward"}, ["train/correct", "groups/all_correct_fraction", "groups/all_wrong_fraction",
+                                                                         "completions/mean_incorrect_length"])])
+def test_the_catalogues_metrics_are_logged(rl, config, parts, more):
+    _, metrics = rl("logged", config)
+    found = set().union(*metrics)
+    wanted = {name for part in parts for name in LOGGED[part]} | set(more)
+    if "rewards" in config:
+        wanted = wanted - {"reward/length"} | {"reward/verifier"}
+    assert not sorted(wanted - found)
+    assert all(np.isfinite(v) for m in metrics for v in m.values() if v is not None)
+    if "advantage/min" in found:
+        assert all(m["advantage/min"] <= m["advantage/mean"] <= m["advantage/max"] for m in metrics if "advantage/mean" in m)
+    if config.get("ref_mode") == "ema":
+        assert [m["kl/reference_version"] for m in metrics] == [1.0, 2.0]
+
+
+def test_the_largest_ratio_is_that_of_the_step_however_it_is_cut(tiny):
+    model = load_policy(tiny["policy"])
+    items = [make_item(str(k), [3, 4], [[5, 6, 7 + k]], [[1] * 3], old_logps=[[-5.0 - k] * 3], advantages=[1.0]) for k in range(3)]
+    found = []
+    for budget in (4096, 1):
+        config = Config(preset="dr_grpo", max_tokens_per_micro_batch=budget)
+        trainer = Trainer(model, PolicyGradient(resolve_preset(config)[0], config), config, 1)
+        found.append(trainer.evaluate(items))
+    with torch.no_grad():
+        logps = torch.log_softmax(model(input_ids=torch.tensor([[3, 4, 5, 6, 7 + k] for k in range(3)])).logits[:, 1:-1].double(), -1)
+    ratios = torch.stack([torch.exp(logps[k, [0, 1, 2], [5, 6, 7 + k]] + 5 + k) for k in range(3)])
+    assert found[0]["policy/ratio_max"] == pytest.approx(float(ratios.max()), rel=1e-4) and found[1]["policy/ratio_max"] == pytest.approx(found[0]["policy/ratio_max"], rel=1e-5)
+    assert found[0]["policy/ratio"] == pytest.approx(float(ratios.mean()), rel=1e-4)
+
+
+def test_signs_of_a_policy_that_comes_apart():
+    from stages.evaluation.text import scripts, special_character_rate
+
+    assert scripts("Die Lösung: π = 3 und ∑") == {"LATIN"} and scripts("ответ 答案 ok") == {"CYRILLIC", "CJK", "LATIN"}
+    assert special_character_rate("") == 0 and special_character_rate("x² ≤ 3\n") == 0 and special_character_rate("ab\ufffd\U0001F600") == 0.5
+
+
+# --- rewards before advantages (NORM) -----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kind", ["whiten", "whiten_without_shift", "minmax", "running"])
+def test_rewards_are_normalised_over_what_can_be_scored(kind):
+    first, second = np.array([1.0, np.nan, 3.0, 5.0]), np.array([7.0, 2.0])
+    running = RunningScale()
+    found = [normalise_rewards(r, kind, running) for r in (first, second)]
+    assert np.isnan(found[0][1])
+    for r, out, seen in ((first, found[0], first), (second, found[1], np.concatenate([first, second]))):
+        x, seen = r[np.isfinite(r)], seen[np.isfinite(seen)]
+        whole = x if kind != "running" else seen
+        expected = {"minmax": (x - x.min()) / (x.max() - x.min()), "whiten_without_shift": (x - x.mean()) / x.std() + x.mean()}.get(kind, (x - whole.mean()) / whole.std())
+        assert np.allclose(out[np.isfinite(r)], expected, atol=1e-6)
+    again = RunningScale()
+    again.load_state_dict(running.state_dict())
+    assert np.allclose(normalise_rewards(second, "running", again), normalise_rewards(second, "running", running))
+    same = normalise_rewards(np.array([0.1, 0.1, 0.1]), kind, RunningScale())
+    assert np.allclose(same, {"minmax": 0.5, "whiten_without_shift": 0.1}.get(kind, 0.0))
+    assert normalise_rewards(second, kind, RunningScale(), clip=0.25).max() <= 0.25
+
+
+def test_the_stage_normalises_and_logs_the_scale(rl):
+    result, metrics = rl("norm", {"preset": "reinforce", "baseline": "none", "reward_norm": "running", "reward_clip": 1.0})
+    rows = rows_of(result)
+    assert all(abs(r["reward"]) <= 1 for r in rows) and all(m["reward/norm_std"] > 0 for m in metrics)
+    first = [r for r in rows if r["iteration"] == 0]
+    assert {round(r["reward"], 6) for r in first} <= {-1.0, 0.0, 1.0} or len({round(r["reward"], 6) for r in first}) == 2  # random 0 and 1, shifted and scaled alike
+    with pytest.raises(ValueError, match="normalise=batch"):
+        resolve_preset(Config(preset="sppo", reward_norm="whiten"))
+
+
+# --- what moves and what does not ------------------------------------------------------------------------------------------------------
+
+def test_mirror_descent_forgets_the_optimizers_moments_at_every_round(rl, monkeypatch):
+    seen = []
+    step = Trainer.step
+
+    def watched(self, items):
+        seen.append(max([float(s["step"]) for s in self.optimizer.state.values() if s] or [0.0]))
+        return step(self, items)
+
+    monkeypatch.setattr(Trainer, "step", watched)
+    rl("rounds", {"preset": "mdpo", "max_steps": 4, "num_iterations": 2})
+    assert seen == [0, 1, 0, 1]
+
+
+def test_prompts_that_the_reference_never_solves_are_left_out(rl):
+    source = rl.source("hopeless", {"preset": "astar_po"})
+    everyone = [row["row_id"] for row, _ in source.order.prompts]
+    source.order.leave_out(set(everyone[1:]))
+    again = rl.source("hopeless-again", {"preset": "astar_po"}).order
+    again.restore(source.order.state())
+    assert [[row["row_id"] for row, _ in o.take(3, 0)] for o in (source.order, again)] == [[everyone[0]] * 3] * 2
+    with pytest.raises(ValueError, match="easier prompts"):
+        source.order.leave_out(set(everyone))
+    with pytest.raises(ValueError, match="easier prompts"):  # the tiny model never answers right
+        rl("never", {"preset": "astar_po", "reward_override": "none", "rewards": [{"kind": "verifier"}], "baseline_samples": 1, "num_generations": 1})
+
+
+def test_a_reward_model_that_moved_is_an_error_and_an_unread_reference_a_warning(tiny, rl):
+    source = rl.source("judge", {"preset": "dr_grpo", "rewards": [{"name": "rm", "kind": "model"}]}, reward_model=tiny["reward"])
+    source.items(0)
+    with torch.no_grad():
+        next(source.rewards.scorers["rm"].model.parameters()).add_(0.1)
+    with pytest.raises(TrainingError, match="scorer of rm changed"):
+        source.close()
+    result, _ = rl("unread", {"preset": "dr_grpo", "max_steps": 1}, reference=tiny["other"])
+    assert "reference_unused" in json.dumps(result["warnings"])
