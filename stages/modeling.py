@@ -201,7 +201,7 @@ class _ChunkedLogps(torch.autograd.Function):
             logp = torch.log_softmax(z if temperature == 1.0 else z / temperature, dim=-1)
             logps[rows] = logp.gather(1, targets[rows, None])[:, 0]
             if hits is not None:
-                hits[rows] = logp.argmax(-1) == targets[rows]
+                hits[rows] = logps[rows] >= logp.amax(-1)
             if want_entropy:
                 entropies[rows] = -logp.exp().mul_(logp).sum(-1)
             if rows.stop <= keep:

@@ -313,6 +313,8 @@ def resolve_preset(config: Config):
         raise ValueError(f"difficulty_band={list(config.difficulty_band)}: write two pass rates between 0 and 1, the lower one first, for example [0.2, 0.8].")
     if row.update == "trust_region" and row.needs_critic and config.critic_mode == "shared":
         raise ValueError("critic_mode=shared would move the value head by the policy's trust region; write critic_mode=separate, or preset=ppo.")
+    if row.update == "trust_region" and config.compute_dtype != "float32":
+        raise ValueError(f"update=trust_region measures KL far below the rounding of {config.compute_dtype}; write compute_dtype=float32.")
     if row.update == "trust_region" and config.forward == "compiled":
         raise ValueError("forward=compiled has no forward-mode derivative, which TRPO needs; write forward=auto, or preset=ppo.")
     if config.engine_sleep and config.engine != "vllm":

@@ -6,7 +6,7 @@ Fisher-vector products, full step, backtracking line search, over whatever is tr
 At new = old the Hessian of the mean KL is the Fisher matrix J' M J (J: logits by parameters; M: diag(p) - p p' of every token's
 distribution, over T^2 and the count of tokens). A product with it is one forward-mode derivative of the hidden states, M on a chunk of
 logits at a time, and one backward: exact, without second derivatives, in the memory of an ordinary step whatever the vocabulary.
-All of it is computed in the weights' own type, whatever ``compute_dtype``.
+All of it is computed in the weights' own type.
 """
 
 from __future__ import annotations

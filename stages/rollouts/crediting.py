@@ -144,13 +144,15 @@ class Crediting:
 
     # -- log-probs ----------------------------------------------------------------------------------------------------
     def logps(self, model, items: list[Item]) -> list[list[float]]:
-        """Log-probs of every response token under ``model`` at the sampling temperature, in sample order."""
+        """Log-probs of every response token under ``model`` at the sampling temperature, in sample order, in the precision of the training forward."""
         from stages.modeling import target_logps
+        from stages.training import products
 
         config, device = self.config, self.stage.device
 
         def compute(batch):
-            padded = batch.padded(target_logps(model, batch, config.temperature)[0]).cpu().numpy()
+            with products(config, device):
+                padded = batch.padded(target_logps(model, batch, config.temperature)[0]).cpu().numpy()
             lengths = [len(response) for item in batch.items for response in item.responses]
             return [row[:length].tolist() for row, length in zip(padded, lengths)]
 

@@ -311,3 +311,15 @@ def test_a_reward_model_that_moved_is_an_error_and_an_unread_reference_a_warning
         source.close()
     result, _ = rl("unread", {"preset": "dr_grpo", "max_steps": 1}, reference=tiny["other"])
     assert "reference_unused" in json.dumps(result["warnings"])
+
+
+def test_in_bfloat16_ratios_start_from_log_probs_of_the_same_products(rl):
+    """PPO-CLIP: the ratio is 1 on the first minibatch. The sampler reads float32 weights, whose log-probs are not those of bfloat16 products."""
+    result, metrics = rl("half", {"preset": "grpo", "beta": 0.04, "compute_dtype": "bfloat16", "max_steps": 2, "learning_rate": 1e-12})
+    assert result["summary"]["old_logps"] == "trainer"
+    assert [m["policy/ratio"] for m in metrics] == pytest.approx([1.0, 1.0], abs=1e-3)
+    for row in rows_of(result):  # the policy is its own reference
+        assert row["logp_old"] == pytest.approx(row["logp_ref"], abs=5e-3)
+        assert row["logp_old"] != row["logp_rollout"]
+    with pytest.raises(ConfigError, match="compute_dtype=float32"):
+        rl("trust", {"preset": "trpo", "compute_dtype": "bfloat16"})
