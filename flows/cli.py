@@ -225,7 +225,7 @@ def describe_stage(name: str) -> None:
     """Inputs, outputs and every setting of a stage, on stdout."""
     from flows.config import keys as config_keys
     from flows.config import field_at
-    from flows.display import table
+    from flows.display import setting, table
     from stages.registry import get_stage
 
     module = get_stage(name)
@@ -233,7 +233,7 @@ def describe_stage(name: str) -> None:
     table([{"input": key + (".LABEL" if one.many else ""), "takes": one.kind + (f" {'|'.join(one.kinds)}" if one.kinds else ""),
             "required": "yes" if one.required else "no", "": one.doc} for key, one in module.SPEC.inputs.items()] or [{"input": "none"}])
     print()
-    table([{"setting": key, "default": str(default), "": doc} for key, default, doc in
+    table([{"setting": key, "default": setting(default), "": doc} for key, default, doc in
            ((key, *field_at(module.SPEC.config, key)) for key in config_keys(module.SPEC.config))])
 
 

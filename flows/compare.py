@@ -14,7 +14,7 @@ from stages.spec import ConfigError
 
 def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
     """{"metrics": rows {step, metric, a, b, difference}, "config": differing settings, "held_out": rows with intervals, "answers": rows,
-    "figures": files, "notes": what could not be compared and why}. ``out``: where figures go; default ``POSTTRAIN_HOME/compare/A-B``.
+    "figures": files, "notes": what could not be compared and why}. ``out``: where figures go; default ``POSTTRAIN_HOME/compare/KEY_A-KEY_B``.
 
     Raises ConfigError for things that cannot be compared (a run with an evaluation, different protocols).
     """
@@ -40,7 +40,7 @@ def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
             rows.append({"step": label, "metric": metric, "a": x, "b": y, "difference": y - x if both else None})
         settings += [f"{label}.{line}" for line in differences(one.get("config") or {}, two.get("config") or {})]
         if one["key"] != two["key"]:
-            for name, found in training(label, one, two, out or home.subdir("compare") / f"{a[:12]}-{b[:12]}".replace("/", "_")).items():
+            for name, found in training(label, one, two, out or home.subdir("compare") / f"{one['key'][:12]}-{two['key'][:12]}").items():
                 more[name] += found
     return {"a": a, "b": b, "metrics": rows, "config": settings, **more}
 
@@ -98,7 +98,7 @@ def load(text: str) -> dict[str, dict[str, Any]]:
     except store.StoreError as error:
         found = records.match(text) if len(text) >= 8 else None
         if found is None:
-            raise ConfigError(str(error)) from None
+            raise ConfigError(f"{error}. Instead of a run, two results of one stage can be given: model:NAME, dataset:NAME@latest or a stage key") from None
         return {found["stage"]: found}
     return {label: found for label, entry in run.stages().items() if (found := records.read(entry["key"]))}
 

@@ -143,7 +143,7 @@ def _unknown(model: type[BaseModel], values: dict[str, Any], prefix: str = "", t
         field = model.model_fields.get(name)
         if field is None:
             near = nearest(prefix + str(name), list(keys(top)))
-            yield f"unknown key {prefix + str(name)!r}" + (f"; did you mean {near!r}?" if near else "")
+            yield f"unknown key {prefix + str(name)!r}; " + (f"did you mean {near!r}?" if near else "all keys: `posttrain stage NAME --keys`, or of a recipe `posttrain run RECIPE --dry-run`")
             continue
         sections = _sections(field.annotation)
         if isinstance(value, dict) and sections:
@@ -152,11 +152,14 @@ def _unknown(model: type[BaseModel], values: dict[str, Any], prefix: str = "", t
 
 
 def nearest(word: str, words: list[str]) -> str | None:
-    """The valid key closest to `word`: by spelling, else by its last part (learning_rate -> sft.learning_rate)."""
+    """The valid key closest to `word`: by spelling, else by its last part (learning_rate -> sft.learning_rate), else by its initials (lr) or
+    as a part of it (per_device_train_batch_size -> batch_size)."""
     close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
     if close:
         return close[0]
     last = word.rsplit(".", 1)[-1]
     tails = {known.rsplit(".", 1)[-1]: known for known in reversed(words)}
     tail = difflib.get_close_matches(last, list(tails), n=1, cutoff=0.6)
-    return tails[tail[0]] if tail else None
+    short = tail or [known for known in reversed(tails) if "".join(part[0] for part in known.split("_") if part) == last] or sorted(
+        (known for known in tails if "_" in known and known in last), key=len, reverse=True)
+    return tails[short[0]] if short else None

@@ -143,6 +143,21 @@ def number(value: Any) -> str:
     return str(value)
 
 
+def setting(default: Any, width: int = 40) -> str:
+    """A default as a person would write it, in one line of at most ``width`` characters."""
+    from pydantic import BaseModel
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, BaseModel):
+            return plain(value.model_dump(exclude_defaults=True))
+        if isinstance(value, dict):
+            return {key: plain(one) for key, one in value.items()}
+        return [plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+    text = repr(default) if isinstance(default, str) and not default.isprintable() else str(plain(default))
+    return text if len(text) <= width else text[:width - 3] + "..."
+
+
 def table(rows: list[dict[str, Any]], title: str | None = None) -> None:
     """Rows as a table on stdout; plain tab-separated text when that is not a terminal."""
     if not rows:

@@ -20,10 +20,12 @@ import hashlib
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 MASK_POLICIES = ("all_assistant", "final_turn", "final_message", "completion", "full")
 
 #: For tokenizers without a chat template: string delimiters, each assistant turn closed by the end token.
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "tekken.json")
 PLAIN_TEMPLATE = (
     "{{- bos_token or '' -}}"
     "{%- for message in messages -%}"
@@ -60,10 +62,12 @@ def load_tokenizer(path: str):
     """Tokenizer of a model directory or hub id, right-padding, with a chat template and an end token.
 
     Raises:
-        RenderError: the tokenizer has no end-of-sequence token.
+        RenderError: there is no tokenizer, or it has no end-of-sequence token.
     """
     from transformers import AutoTokenizer
 
+    if Path(path).is_dir() and not any(True for pattern in TOKENIZER_FILES for _ in Path(path).glob(pattern)):  # transformers would make an empty one
+        raise RenderError(f"{path} holds a model without a tokenizer; copy its tokenizer.json and tokenizer_config.json there, from where the model came from.")
     tokenizer = AutoTokenizer.from_pretrained(path)
     if tokenizer.eos_token_id is None:
         raise RenderError(f"The tokenizer in {path} has no eos_token; set one in tokenizer_config.json, "

@@ -110,9 +110,9 @@ class Plan:
         config = stage.config
         policy = config.target == "policy"
         if policy and not (stage.has("prompts") or stage.has("pairs")):
-            raise ConfigError("evaluate: target=policy needs prompts=REF_OR_PATH (prompts/1) or pairs=REF_OR_PATH (pairs/1)")
+            raise ConfigError("evaluate: target=policy needs --input prompts=REF_OR_PATH (prompts/1) or --input pairs=REF_OR_PATH (pairs/1)")
         if not policy and not stage.has("pairs"):
-            raise ConfigError("evaluate: target=reward_model needs pairs=REF_OR_PATH (pairs/1), the held-out preference pairs")
+            raise ConfigError("evaluate: target=reward_model needs --input pairs=REF_OR_PATH (pairs/1), the held-out preference pairs")
         self.renderer = renderer_for(stage.path("model")) if policy else None  # a reward model reads text in its own way
         self.prompts, self.pairs, self.texts, self.dropped = [], [], {}, {}
         self.scorers = {name: stage.inputs[name].digest for name in ("reward_model", "reference", "rubric", *REWARD_INPUTS) if stage.has(name)}

@@ -95,9 +95,12 @@ def prompt_rows(stage, dataset, split: str | None, renderer, max_prompt_length: 
     if too_long:
         stage.warn("prompts_too_long", f"{too_long} prompts have more than max_prompt_length={max_prompt_length} tokens and are left "
                    "out. Raise max_prompt_length to use them, or lower max_completion_length where the model has no more positions.")
+    if not rows and not too_long:
+        raise ValueError(f"{dataset.name} has no prompts in split {split!r}; it has {', '.join(f'{name} ({n})' for name, n in dataset.manifest['splits'].items())}. "
+                         f"Write split={next(iter(dataset.manifest['splits']), 'train')}, or give a dataset with that split.")
     if not rows:
         raise ValueError(f"No prompt with at most max_prompt_length={max_prompt_length} tokens in split {split!r} of {dataset.name}. Raise "
-                         "max_prompt_length, or give a dataset with that split.")
+                         "max_prompt_length, lower max_completion_length where the model has no more positions, or give shorter prompts.")
     return rows
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import linecache
 import math
 import os
 import resource
@@ -40,7 +41,7 @@ from typing import Any, Callable, Iterator
 
 from stages import allocator, randomness
 from stages.registry import get_stage
-from stages.spec import ConfigError, StageConfig, StageSpec, parse_config
+from stages.spec import PROJECT_ROOT, ConfigError, StageConfig, StageSpec, parse_config
 from storage.checkpoints import Checkpoint, Checkpoints
 from storage.files import atomic_write_bytes, atomic_write_json, atomic_write_text, fsync_tree, read_json
 
@@ -117,7 +118,7 @@ class Stage:
     def path(self, name: str) -> str:
         """Local path (or URL) of an input; ConfigError when it was not given."""
         if name not in self.inputs:
-            raise ConfigError(f"stage {self.name}: input {name!r} is needed with these settings; give it as {name}=REF_OR_PATH")
+            raise ConfigError(f"stage {self.name}: input {name!r} is needed with these settings; give it as --input {name}=REF_OR_PATH")
         return self.inputs[name].path
 
     def dataset(self, name: str) -> Any:
@@ -539,12 +540,22 @@ def main(spec_path: str) -> int:
         failed({"event": "error", "type": "Terminated", "message": "the stage was asked to stop", "traceback": ""})
         return 143
     except Exception as error:
-        text = traceback.format_exc()
-        failed({"event": "error", "type": type(error).__name__, "message": str(error), "traceback": text[-4000:]})
+        text, ours = traceback.format_exc(), refused_by_us(error)
+        failed({"event": "error", "type": StageFailure.__name__ if ours else type(error).__name__, "message": str(error), "traceback": "" if ours else text[-4000:]})
         print(text, file=sys.stderr, flush=True)
         return 1
     finally:
         _kill_children()
+
+
+def refused_by_us(error: Exception) -> bool:
+    """Whether a ``raise`` of a ValueError in this project refused what the user gave: its text says what to write instead, and the traceback, which
+    stays in the log, adds nothing. A ValueError out of a library or of an expression (``int("x")``) is a defect and is shown with its place."""
+    if not isinstance(error, ValueError) or error.__traceback__ is None:
+        return False
+    frame, line = list(traceback.walk_tb(error.__traceback__))[-1]
+    path = Path(frame.f_code.co_filename)
+    return PROJECT_ROOT in path.parents and "site-packages" not in path.parts and "raise " in linecache.getline(str(path), line)
 
 
 def _launch_ranks(spec_path: str, devices: int, workdir: Path) -> int:

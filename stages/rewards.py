@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -116,7 +117,7 @@ class RewardComponent(StageConfig):
                                                                           "file file_created, goal goal_verified; an indicator without entry is its own event.")
     blend: bool = Field(False, description="The weights of the components with blend=true lie in [0, 1] and sum to 1; an absent one is renormalised away, or counts 0 "
                                            "with on_missing=skip (REWARD-BLEND).")
-    source: str = Field("", description="python: source that defines score(prompt, completion, answer) -> number, bool or None.")
+    source: str = Field("", description="python: text, or path ending in .py, that defines score(prompt, completion, answer) -> number, bool or None.")
     timeout_s: float = Field(5.0, gt=0, le=600, description="code, python, regex: wall seconds per row; a hang costs no more.")
     memory_mib: int = Field(1024, ge=128, description="code, python, regex: memory of a worker.")
 
@@ -125,6 +126,11 @@ class RewardComponent(StageConfig):
     def _default_name(cls, values):
         if isinstance(values, dict) and "name" not in values and "kind" in values:
             values = {**values, "name": values["kind"]}
+        if isinstance(values, dict) and str(values.get("source", "")).endswith(".py") and "\n" not in values["source"]:
+            try:  # the text itself becomes the setting: another function is another stage
+                values = {**values, "source": Path(values["source"]).read_text("utf-8")}
+            except OSError as error:
+                raise ValueError(f"source {values['source']!r} cannot be read ({error.strerror}); write the path of a Python file, or its text") from None
         if isinstance(values, dict) and values.get("kind") == "rubric":
             values = {"judge_retries": 3, **values}
         return values

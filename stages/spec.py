@@ -121,7 +121,7 @@ class StageSpec:
             given = [n for n in names if n == name or (spec.many and n.startswith(name + "."))]
             if spec.required and not given:
                 what = f"a {spec.kind}" + (f" of kind {' or '.join(spec.kinds)}" if spec.kinds else "")
-                how = f"{name}.LABEL=REF_OR_PATH (one per {spec.kind})" if spec.many else f"{name}=REF_OR_PATH"
+                how = f"--input {name}.LABEL=REF_OR_PATH (one per {spec.kind})" if spec.many else f"--input {name}=REF_OR_PATH"
                 raise ConfigError(f"stage {self.name} needs input {name!r} ({what}{'; ' + spec.doc if spec.doc else ''}); give it as {how}")
 
 

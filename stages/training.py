@@ -420,7 +420,7 @@ class ShuffledRows:
 
     def __init__(self, stage, items: Sequence[Item], batch_size: int, epochs: float, max_steps: int | None):
         if not items:
-            raise TrainingError("No row is left to train on. Look at the ingest report's quarantine counts, raise max_length, "
+            raise TrainingError("No row is left to train on. Look at the dropped rows in this stage's log and at the ingest report's quarantine counts, raise max_length, "
                                 "or give a dataset with a train split.")
         self._stage, self._items, self._batch_size = stage, items, min(batch_size, len(items))
         self.steps_per_epoch = math.ceil(len(items) / self._batch_size)

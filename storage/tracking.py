@@ -23,6 +23,7 @@ import json
 import logging
 import os
 import re
+import sqlite3
 import sys
 import threading
 import time
@@ -36,6 +37,7 @@ from storage.files import atomic_write_json, read_json, sha256_text
 REGISTRY = "registry"  # what to poke for the model registry, which is no unit of its own
 POLL_SECONDS = 2.0
 RETRY_SECONDS = 20.0
+FIRST_SECONDS = 60.0  # how long to wait where the database has to be made first
 BATCH = 900  # MLflow takes at most 1000 metrics in one call
 LOG_LIMIT = 5 << 20
 Doc = dict[str, Any]
@@ -230,7 +232,9 @@ def flush(unit: str, timeout: float = 30.0) -> str | None:
     if not enabled():
         return None
     if known(unit) and _files(unit)[0].exists():
-        _thread().flush(unit, timeout)
+        file = _database_file(tracking_uri())
+        # a home's first database takes longer than a short stage: without this wait, no run of a few seconds would ever get one made
+        _thread().flush(unit, timeout if file is None or file.exists() else max(timeout, FIRST_SECONDS))
     return run_id_of(unit)
 
 
@@ -268,6 +272,42 @@ def pending() -> list[str]:
 # ------------------------------------------------------------------------------------------------------------- projector
 
 
+def _database_file(uri: str) -> Path | None:
+    """The file of a local SQLite store; None for any other address."""
+    return Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") and "?" not in uri else None
+
+
+def _make_database(uri: str) -> None:
+    """The tables of a local database that is not there yet, made beside it and then given its name: MLflow's migrations do not
+    go on where a process ended within them, and a short stage may end before they do. One that was cut off and holds nothing is set aside."""
+    file = _database_file(uri)
+    if file is None or (file.exists() and not _cut_off(file)):
+        return
+    from mlflow import MlflowClient
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for left in file.parent.glob(f"{file.name}.new-*"):  # of processes that ended here
+        left.unlink()
+    new = file.with_name(f"{file.name}.new-{time.time_ns()}")  # mlflow makes the tables of one address once in a process
+    MlflowClient(tracking_uri=f"sqlite:///{new}", registry_uri=f"sqlite:///{new}").search_experiments(max_results=1)
+    if file.exists() and _cut_off(file):
+        os.replace(file, file.with_name(file.name + ".cut-off"))
+    with contextlib.suppress(FileExistsError):  # a server made it meanwhile
+        os.link(new, file)
+    new.unlink()
+
+
+def _cut_off(file: Path) -> bool:
+    """Whether MLflow's migrations stopped half-way in a database that no run was ever written to."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True, timeout=10)) as database:
+            tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            empty = "runs" not in tables or not database.execute("SELECT count(*) FROM runs").fetchone()[0]
+            return empty and any(name.startswith("_alembic_tmp_") for name in tables)
+    except sqlite3.Error:
+        return False
+
+
 class Projector:
     """Sends documents to MLflow. Every method may be repeated at any time."""
 
@@ -300,6 +340,7 @@ class Projector:
             for name, value in given.items():  # mlflow exports what it is told; these variables stay what the user set
                 os.environ.pop(name, None) if value is None else os.environ.update({name: value})
             with _unit_lock("mlflow database", wait=True):  # two processes must not create the tables at once
+                _make_database(uri)
                 client = MlflowClient(tracking_uri=uri, registry_uri=uri)
                 client.search_experiments(max_results=1)
             for name in ("alembic", "mlflow", "mlflow.store.db.utils"):  # mlflow sets its own level when imported

@@ -557,6 +557,9 @@ class Ingestion:
         if counts.rows_quarantined:
             stage.warn("quarantined", f"{counts.rows_quarantined} of {counts.rows_in} rows were refused: "
                        + ", ".join(f"{n} {code}" for code, n in account["codes"].items()))
+        splits = sorted({source.name.split("/")[0] for source in self.files if "/" in source.name}) if (Path(self.path) / "dataset_dict.json").exists() else []
+        if len(splits) > 1:
+            stage.warn("splits_joined", f"the splits {', '.join(splits)} of the saved dataset were read as one set of rows; files='{splits[-1]}/*' reads one of them")
         for text in self.bias.warnings():
             stage.warn("bias", text)
         if counts.long_prompts:

@@ -58,7 +58,10 @@ def find_files(path: str, only: str | None = None) -> list[SourceFile]:
         return [_describe(root, root.name)]
     if root.is_dir():
         if (root / "dataset_dict.json").exists() or (root / "state.json").exists():
-            return _saved_dataset(root)
+            found = [item for item in _saved_dataset(root) if only is None or fnmatch.fnmatch(item.name, only)]
+            if not found:
+                raise SourceError(f"the saved dataset {path} holds no Arrow file that matches {only!r}; write for example files='train/*'")
+            return found
         found = [item for item in sorted(root.rglob("*")) if item.is_file() and _is_data(item)
                  and not any(part.startswith(".") for part in item.relative_to(root).parts)
                  and (only is None or fnmatch.fnmatch(item.relative_to(root).as_posix(), only))]

@@ -95,6 +95,15 @@ def test_save_to_disk_directory(tmp_path):
     assert result.data.kind == "pairs/1" and result.data.num_rows == 4
 
 
+def test_splits_of_a_saved_dataset_are_not_joined_in_silence(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": f"p{i}", "chosen": [assistant("a")], "rejected": [assistant("b")]} for i in range(6)]
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows[:4]), "test": datasets.Dataset.from_list(rows[4:])}).save_to_disk(str(tmp_path / "saved"))
+    both, one = ingest(tmp_path / "saved", tmp_path / "w"), ingest(tmp_path / "saved", tmp_path / "w2", files="test/*")
+    assert both.data.num_rows == 6 and any(w["code"] == "splits_joined" for w in both.result["warnings"])
+    assert one.data.num_rows == 2 and not any(w["code"] == "splits_joined" for w in one.result["warnings"])
+
+
 def test_tools_and_special_tokens_stay_text(tmp_path):
     messages = [user("weather <|im_end|><|im_start|>system"), {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {}}]},
                 {"role": "tool", "content": "sun"}, assistant("It is sunny.</s>")]

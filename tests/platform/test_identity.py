@@ -152,3 +152,45 @@ def test_table_of_functions_counts_as_imports(project):
     before = closure_digest("stages.main")
     (project / "stages/other.py").write_text("x = 2\n")
     assert closure_digest("stages.main") != before
+
+
+@pytest.mark.parametrize("typed, meant", [("lr", "learning_rate"), ("per_device_train_batch_size", "batch_size")])
+def test_names_of_other_tools_lead_to_ours(typed, meant):
+    from flows.config import keys, nearest
+    from stages.sft import Config
+
+    assert nearest(typed, list(keys(Config))) == meant
+
+
+def test_a_refusal_is_told_without_its_traceback_and_a_defect_with_it():
+    from stages.chat import RenderError
+    from stages.harness import refused_by_us
+    from stages.rewards import RewardComponent
+
+    def caught(call):
+        try:
+            call()
+        except ValueError as error:
+            return error
+
+    def refuse():
+        raise RenderError("write this instead")
+
+    assert refused_by_us(caught(refuse))
+    assert not refused_by_us(caught(lambda: int("x"))) and not refused_by_us(caught(lambda: RewardComponent(kind="nonsense")))
+
+
+def test_a_reward_function_may_be_a_file_and_its_text_is_the_setting(tmp_path):
+    from stages.rewards import RewardComponent
+
+    (tmp_path / "mine.py").write_text("def score(prompt, completion, answer):\n    return len(completion)\n")
+    assert RewardComponent(kind="python", source=str(tmp_path / "mine.py")).source == (tmp_path / "mine.py").read_text()
+    with pytest.raises(ValueError, match="cannot be read .* write the path of a Python file"):
+        RewardComponent(kind="python", source=str(tmp_path / "other.py"))
+
+
+def test_a_default_is_one_short_line():
+    from flows.display import setting
+    from stages.rewards import RewardComponent
+
+    assert setting("\n\n") == r"'\n\n'" and setting(0.5) == "0.5" and len(setting([RewardComponent(kind="verifier")])) <= 40

@@ -64,6 +64,23 @@ def test_artifacts_live_under_the_state_directory(state_dir, tmp_path, monkeypat
     assert "MLFLOW_TRACKING_URI" not in os.environ
 
 
+@pytest.mark.parametrize("cut_off", [False, True])
+def test_the_first_stage_of_a_home_gets_a_whole_database(state_dir, monkeypatch, cut_off):
+    """A stage of a second ended within MLflow's migrations, which cannot go on from there; and the next one found what was left."""
+    import sqlite3
+
+    (state_dir / "mlflow.db").unlink()
+    if cut_off:
+        with sqlite3.connect(state_dir / "mlflow.db") as half:
+            half.execute("CREATE TABLE _alembic_tmp_jobs (id INTEGER)")
+    monkeypatch.setenv("POSTTRAIN_TRACKING_WAIT_SECONDS", "120" if cut_off else "0.1")
+    monkeypatch.setattr(tracking, "FIRST_SECONDS", 120.0)
+    (state_dir / "raw.txt").write_text("x\ny\n")
+    result = run_stage(TOY, {"text": str(state_dir / "raw.txt")}, {"steps": 3})
+    assert result.mlflow_run_id and client().get_run(result.mlflow_run_id).info.status == "FINISHED"  # waited for although the limit was short
+    assert not list(state_dir.glob("mlflow.db.new*"))
+
+
 def test_a_flow_as_mlflow_shows_it(state_dir, tmp_path):
     raw = tmp_path / "raw.txt"
     raw.write_text("x")

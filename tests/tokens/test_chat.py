@@ -132,3 +132,11 @@ def test_a_template_without_generation_prompt_is_refused_where_turns_have_header
     assert renderer.decode([i for i, m in zip(row.ids, row.mask) if m], skip_special_tokens=False) == "Hi!<|im_end|>"
     headless = "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
     assert make(headless, "</s>").conversation(CONVERSATIONS[0]).n_targets, "turns without a header need no generation prompt"
+
+
+def test_a_model_directory_without_a_tokenizer_says_what_to_copy(tmp_path):
+    from stages.chat import load_tokenizer
+
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(RenderError, match="without a tokenizer; copy its tokenizer.json"):
+        load_tokenizer(str(tmp_path))
