@@ -292,9 +292,13 @@ def _make_database(uri: str) -> None:
     MlflowClient(tracking_uri=f"sqlite:///{new}", registry_uri=f"sqlite:///{new}").search_experiments(max_results=1)
     if file.exists() and _cut_off(file):
         os.replace(file, file.with_name(file.name + ".cut-off"))
-    with contextlib.suppress(FileExistsError):  # a server made it meanwhile
+    try:
         os.link(new, file)
-    new.unlink()
+    except FileExistsError:  # a server made it meanwhile
+        pass
+    except OSError:  # a file system without hard links
+        os.replace(new, file)
+    new.unlink(missing_ok=True)
 
 
 def _cut_off(file: Path) -> bool:
