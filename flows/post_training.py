@@ -57,7 +57,8 @@ def post_training(run: Run, config: Config) -> dict:
         base = small_base_model(run, source, config, demonstrations)
 
     instructed = run("sft", model=base, data=demonstrations, config=config.sft, name_as="sft")["model"]
-    judge = run("reward_model", model=instructed, data=pairs, config=config.reward_model, name_as="reward")["model"]
+    anchored = config.reward_model.anchor in ("auto", "demonstrations")  # a score of 0 is that of an average demonstration
+    judge = run("reward_model", model=instructed, data=pairs, anchor=demonstrations if anchored else None, config=config.reward_model, name_as="reward")["model"]
 
     answers = run("rejection", model=instructed, prompts=prompts, reward_model=judge, config=config.rejection,
                   **reward_inputs(source, config, config.rejection.rewards, instructed))

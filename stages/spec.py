@@ -279,9 +279,19 @@ def _hint(model: type[BaseModel], loc: list[str], item: dict[str, Any]) -> str:
         return f"; write a value {' and '.join(bounds)}"
     for m in _descend(model, loc[:-1]) if loc else []:
         info = m.model_fields.get(loc[-1])
+        if info is not None and item["type"] == "list_type":
+            for element in _models_in(info.annotation):
+                return f"; write the whole list, for example {loc[-1]}='[{_example(element)}]'"
         if info is not None and info.default is not None and not info.is_required() and "Undefined" not in repr(info.default):
             return f"; write for example {loc[-1]}={info.get_default(call_default_factory=True)!r}" if info.default_factory is None else ""
     return ""
+
+
+def _example(model: type[BaseModel]) -> str:
+    """One element of a list of settings as YAML: its required fields, or else the first."""
+    names = [name for name, field in model.model_fields.items() if field.is_required()] or list(model.model_fields)[:1]
+    choices = {name: get_args(model.model_fields[name].annotation) for name in names}
+    return "{" + ", ".join(f"{name}: {next((one for one in choices[name] if isinstance(one, str)), name.upper())}" for name in names) + "}"
 
 
 # ------------------------------------------------------------------------------------------------------------------ keys

@@ -188,7 +188,8 @@ def get_run(run_id: str) -> RunRecord:
         return RunRecord(read_json(found[0]))
     if found:
         raise store.StoreError(f"run {run_id} is ambiguous; write more of it: {', '.join(p.stem for p in found[:5])}")
-    raise store.StoreError(f"there is no run {run_id!r}; the newest are: {', '.join(p.stem for p in reversed(paths[-5:])) or 'none yet'}")
+    none = "none yet (stages run by themselves are no runs: see one with `posttrain show KEY`, repeat it with `posttrain stage`)"
+    raise store.StoreError(f"there is no run {run_id!r}; the newest are: {', '.join(p.stem for p in reversed(paths[-5:])) or none}")
 
 
 def all_runs() -> list[RunRecord]:

@@ -130,6 +130,14 @@ def test_config_errors_say_what_to_write(given, parts):
         assert part in str(caught.value)
 
 
+def test_a_list_of_settings_is_shown_whole():
+    from stages.registry import get_stage
+
+    for given in ("verifier", "[{kind: verifier}", {"0": {"weight": 2}}):
+        with pytest.raises(ConfigError, match=r"rewards: .* write the whole list, for example rewards='\[\{kind: verifier\}\]'"):
+            parse_config(get_stage("rl").SPEC, {"rewards": given})
+
+
 def test_input_errors_say_what_to_write():
     with pytest.raises(ConfigError, match="model=REF_OR_PATH"):
         SPEC.check_inputs([])
