@@ -19,6 +19,7 @@ from pathlib import Path
 
 from flows import env
 from storage.files import atomic_write_json, read_json
+from storage.tracking import make_database
 
 POOL = "posttrain"
 PORTS = {"prefect": 4200, "mlflow": 5000}
@@ -102,9 +103,11 @@ def up(state: Path, *, prefect_port: int | None = None, mlflow_port: int | None 
         port = _port(host, mlflow_port, PORTS["mlflow"])
         base = f"http://{_reachable(host)}:{port}"
         say(f"starting MLflow on {base}")
+        store = f"sqlite:///{state / 'mlflow.db'}"
+        make_database(store)  # while Prefect starts
         process = _detach(
             [env.python(), "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1",
-             "--backend-store-uri", f"sqlite:///{state / 'mlflow.db'}",
+             "--backend-store-uri", store,
              "--serve-artifacts", "--artifacts-destination", (state / "mlartifacts").as_uri()],
             logs / "mlflow.log", _without(env.child(state), "MLFLOW_TRACKING_URI"), state)
         started["mlflow"] = process, base + "/health"

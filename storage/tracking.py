@@ -277,28 +277,49 @@ def _database_file(uri: str) -> Path | None:
     return Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") and "?" not in uri else None
 
 
-def _make_database(uri: str) -> None:
+def make_database(uri: str) -> None:
     """The tables of a local database that is not there yet, made beside it and then given its name: MLflow's migrations do not
-    go on where a process ended within them, and a short stage may end before they do. One that was cut off and holds nothing is set aside."""
+    go on where a process ended within them, and a short stage may end before they do. One that was cut off and holds nothing is set aside.
+    Whoever opens a home's database comes through here first, so that one that looks cut off is not merely being made."""
     file = _database_file(uri)
-    if file is None or (file.exists() and not _cut_off(file)):
+    if file is None:
         return
-    from mlflow import MlflowClient
+    with _unit_lock("mlflow database", wait=True):
+        if file.exists() and not _cut_off(file):
+            return
+        _prepare_mlflow()
+        from mlflow import MlflowClient
 
-    file.parent.mkdir(parents=True, exist_ok=True)
-    for left in file.parent.glob(f"{file.name}.new-*"):  # of processes that ended here
-        left.unlink()
-    new = file.with_name(f"{file.name}.new-{time.time_ns()}")  # mlflow makes the tables of one address once in a process
-    MlflowClient(tracking_uri=f"sqlite:///{new}", registry_uri=f"sqlite:///{new}").search_experiments(max_results=1)
-    if file.exists() and _cut_off(file):
-        os.replace(file, file.with_name(file.name + ".cut-off"))
-    try:
-        os.link(new, file)
-    except FileExistsError:  # a server made it meanwhile
-        pass
-    except OSError:  # a file system without hard links
-        os.replace(new, file)
-    new.unlink(missing_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        for left in file.parent.glob(f"{file.name}.new-*"):  # of processes that ended here
+            left.unlink()
+        new = file.with_name(f"{file.name}.new-{time.time_ns()}")  # mlflow makes the tables of one address once in a process
+        MlflowClient(tracking_uri=f"sqlite:///{new}", registry_uri=f"sqlite:///{new}").search_experiments(max_results=1)
+        if file.exists() and _cut_off(file):
+            os.replace(file, file.with_name(file.name + ".cut-off"))
+        try:
+            os.link(new, file)
+        except FileExistsError:  # a server of the user's own made it meanwhile
+            pass
+        except OSError:  # a file system without hard links
+            os.replace(new, file)
+        new.unlink(missing_ok=True)
+
+
+def _prepare_mlflow() -> None:
+    """Switches and log levels; before mlflow is imported."""
+    for name, value in {
+        "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_ENABLE_ASYNC_LOGGING": "false", "GIT_PYTHON_REFRESH": "quiet",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    }.items():  # fmt: skip
+        os.environ.setdefault(name, value)
+    _hush()
+
+
+def _hush() -> None:
+    for name in ("alembic", "mlflow", "mlflow.store.db.utils"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def _cut_off(file: Path) -> bool:
@@ -327,14 +348,7 @@ class Projector:
         """An MlflowClient for the present tracking URI."""
         uri = tracking_uri()
         if self._client is None or uri != self._uri:
-            for name, value in {
-                "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-                "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_ENABLE_ASYNC_LOGGING": "false", "GIT_PYTHON_REFRESH": "quiet",
-                "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-            }.items():  # fmt: skip
-                os.environ.setdefault(name, value)
-            for name in ("alembic", "mlflow", "mlflow.store.db.utils"):
-                logging.getLogger(name).setLevel(logging.WARNING)
+            _prepare_mlflow()
             import mlflow
             from mlflow import MlflowClient
 
@@ -343,12 +357,11 @@ class Projector:
             mlflow.set_registry_uri(uri)
             for name, value in given.items():  # mlflow exports what it is told; these variables stay what the user set
                 os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+            make_database(uri)
             with _unit_lock("mlflow database", wait=True):  # two processes must not create the tables at once
-                _make_database(uri)
                 client = MlflowClient(tracking_uri=uri, registry_uri=uri)
                 client.search_experiments(max_results=1)
-            for name in ("alembic", "mlflow", "mlflow.store.db.utils"):  # mlflow sets its own level when imported
-                logging.getLogger(name).setLevel(logging.WARNING)
+            _hush()  # mlflow sets its own level when imported
             self._client, self._uri, self._experiments = client, uri, {}
         return self._client
 
