@@ -60,7 +60,8 @@ def refreshed(run: Run, source: Source, config: GoldConfig, k: int, policy: str,
     fresh = run("preferences", f"gold_pairs_{k}", candidates=known, config=config.gold_pairs, seed=run.seed + k)["data"]
     goes_on = judge is not None and config.discriminator == "continue"
     learned = run("reward_model", f"discriminator_{k}", model=judge if goes_on else start, data=fresh, previous=judge, seed=run.seed + k,
-                  replay=labels.pairs if config.gold_memory == "replay" else None, name_as=f"discriminator-{k}", config=config.train_reward_model.model_copy(update={"init_head": "keep"} if goes_on else {}))
+                  replay=labels.pairs if config.gold_memory == "replay" else None, name_as=f"discriminator-{k}",
+                  config=config.train_reward_model.model_copy(update={"init_head": "keep"} if goes_on else {}))
     labels.pairs[name] = fresh
     return learned["model"], {"round": k, "gold_labels": labelled.metrics.get("completions"), "accuracy_before": learned.metrics.get("previous/accuracy"),
                                       "accuracy": learned.metrics.get("validation/accuracy")}

@@ -24,8 +24,9 @@ from pathlib import Path
 
 MASK_POLICIES = ("all_assistant", "final_turn", "final_message", "completion", "full")
 
-#: For tokenizers without a chat template: string delimiters, each assistant turn closed by the end token.
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "tekken.json")
+
+#: For tokenizers without a chat template: string delimiters, each assistant turn closed by the end token.
 PLAIN_TEMPLATE = (
     "{{- bos_token or '' -}}"
     "{%- for message in messages -%}"

@@ -15,8 +15,8 @@ from torch import nn
 from stages.batching import make_item, per_response
 from stages.losses import aggregate, denominator_of, masked, value_loss
 from stages.modeling import hidden_states, precise
-from stages.reward_heads import RewardCard, load_reward_model, new_reward_model, read_card, save_reward_model, score_head
 from stages.policy_update import counted_sequences
+from stages.reward_heads import RewardCard, load_reward_model, new_reward_model, read_card, save_reward_model, score_head
 from stages.sharding import asked
 from stages.training import Sums, Trainer
 

@@ -24,8 +24,8 @@ def encode_pairs(dataset, split: str, renderer, max_length: int, limit: int | No
         _, rejected, rejected_mask = renderer.completion_ids(row["prompt"], row["rejected"])
         prompt, ((chosen, chosen_mask), (rejected, rejected_mask)), was_cut = cut(prompt, [(chosen, chosen_mask), (rejected, rejected_mask)], max_length)
         dropped["truncated"] += was_cut
-        if chosen == rejected:
-            dropped[identical(was_cut)] = dropped.get(identical(was_cut), 0) + 1
+        if same := identical([chosen, rejected], was_cut):
+            dropped[same] = dropped.get(same, 0) + 1
             continue
         chosen, chosen_mask = trim(chosen, chosen_mask)
         rejected, rejected_mask = trim(rejected, rejected_mask)
@@ -57,8 +57,11 @@ def cut(prompt: list[int], responses: list[tuple[list[int], list[int]]], max_len
     return prompt[len(prompt) - keep:], responses, True
 
 
-def identical(was_cut: bool) -> str:
-    """Why a pair whose sides have the same ids is dropped: the cut, or a template or tokenizer that writes both texts alike."""
+def identical(responses, was_cut: bool) -> str | None:
+    """Why responses of which some have the same ids are dropped: the cut, or (of a pair) a template or tokenizer that writes both texts alike. None
+    where they differ; longer lists may hold a text twice."""
+    if len(set(map(tuple, responses))) == len(responses) or not (was_cut or len(responses) == 2):
+        return None
     return "identical_after_truncation" if was_cut else "identical_after_tokenisation"
 
 

@@ -91,8 +91,8 @@ class Encoder:
         prompt, responses, was_cut = cut(encoded[0][0], [(ids, mask) for _, ids, mask in encoded], self.config.max_length)
         self.dropped["truncated"] += was_cut
         compared = responses[:2] if self.method.data == "pairs" else responses  # a target answer may well be the chosen one
-        if (was_cut or len(compared) == 2) and len({tuple(ids) for ids, _ in compared}) < len(compared):
-            return self._drop(identical(was_cut))
+        if same := identical([ids for ids, _ in compared], was_cut):
+            return self._drop(same)
         responses = [trim(ids, mask) for ids, mask in responses]
         if not all(sum(mask) for _, mask in responses):
             return self._drop("no_target")

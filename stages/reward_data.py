@@ -83,8 +83,8 @@ def build(reader, row: dict, prompt, completions, dropped: Counter, *, counts: d
     if any(not sum(mask) for _, mask in responses):
         raise Drop("no_target")
     ids, responses, was_cut = cut(ids, responses, reader.room)
-    if distinct and (was_cut or len(responses) == 2) and len({tuple(r) for r, _ in responses}) < len(responses):
-        raise Drop(identical(was_cut))
+    if distinct and (same := identical([r for r, _ in responses], was_cut)):
+        raise Drop(same)
     if was_cut:
         dropped["truncated"] += 1
         if any(not sum(mask) for _, mask in responses):

@@ -414,7 +414,8 @@ def run(stage):
         critic.save(stage, renderer)
     with stage.output_model("model", role="policy") as directory:
         save_policy(model, renderer.tokenizer, directory, base=stage.inputs["model"].ref)
-    summary = {"updates_per_generation": source.steps_per_batch, "old_logps": "sampler" if source.policy.exact_logps else "trainer", "engine": source.policy.engine.name, "steps": trainer.step_index,
+    summary = {"updates_per_generation": source.steps_per_batch, "old_logps": "sampler" if source.policy.exact_logps else "trainer",
+               "engine": source.policy.engine.name, "steps": trainer.step_index,
                "iterations": source.iteration + 1, "skipped_steps": trainer.skipped,
                **{f"last/{k}": v for k, v in source.metrics.items()}}
     stage.summary(summary)

@@ -132,7 +132,7 @@ class Crediting:
         coef = row.kl_reward_coef if row.kl_loss_coef else self.controller.coef  # with two KLs the controller's is the loss's
         credit = assign(row, batch, coef, config.advantage_clip)
         trained = batch.kept_B & (credit.informative_B | (config.zero_advantage == "keep") | (not row.compares))
-        metrics |= credit_metrics(batch, credit, trained, coef, self.controller.coef if coef or row.kl_loss_coef else 0.0, row.gamma)
+        metrics |= credit_metrics(batch, credit, trained, coef, self.controller.coef, row.gamma)
         if not all(g.fresh for g in groups):
             metrics |= off_policy_metrics([g.version for g in groups], version, sampled, old)
         elif old is not sampled and all(logps is not None for logps in sampled):

@@ -63,9 +63,7 @@ def credit_metrics(batch: Batch, credit: Credit, trained_B, kl_reward_coef: floa
                 "advantage/min": float(flat.min()), "advantage/max": float(flat.max()), "advantage/mean_raw": float(raw.mean()), "advantage/std_raw": float(raw.std()),
                 "advantage/min_raw": float(raw.min()), "advantage/max_raw": float(raw.max())}
     if kl_reward_coef:
-        out["reward/shaped"] = float(credit.rewards_B[batch.counted_B].mean()) if batch.counted_B.any() else 0.0
-    if kl_reward_coef:
-        out["kl/reward_coef"] = kl_reward_coef
+        out |= {"kl/reward_coef": kl_reward_coef, "reward/shaped": float(credit.rewards_B[batch.counted_B].mean()) if batch.counted_B.any() else 0.0}
     if kl_coef:
         out["kl/coef"] = kl_coef
     if batch.values_BT is not None:

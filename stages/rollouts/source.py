@@ -62,9 +62,10 @@ class Rollouts:
         self.step_tokens = 0
         self.warmed = not row.critic_warmup_steps or critic is None or critic.trainer is None
         self.history: list[dict] = []      # what alarms read of the steps so far
-        judges = {f"the scorer of {name}": scorer.model for name, scorer in rewards.scorers.items() if isinstance(getattr(scorer, "model", None), torch.nn.Module)}
-        self.frozen = {name: (part, weights_digest(part)) for name, part in {**({"reference": reference} if config.ref_mode in ("frozen", "previous") else {}), **judges}.items()
-                       if part is not None}
+        fixed = {f"the scorer of {name}": scorer.model for name, scorer in rewards.scorers.items() if isinstance(getattr(scorer, "model", None), torch.nn.Module)}
+        if reference is not None and config.ref_mode in ("frozen", "previous"):
+            fixed["reference"] = reference
+        self.frozen = {name: (part, weights_digest(part)) for name, part in fixed.items()}
 
     def kl_loss_coef(self) -> float:
         """Current coefficient of the KL in the loss."""

@@ -4,16 +4,9 @@ import json
 
 import pytest
 
+from tests.common import assistant, user
 from tests.evaluation.conftest import tiny  # noqa: F401
 from tests.training.conftest import data  # noqa: F401
-
-
-def user(text):
-    return [{"role": "user", "content": text}]
-
-
-def assistant(text):
-    return [{"role": "assistant", "content": text}]
 
 
 def better(i):

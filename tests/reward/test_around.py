@@ -11,7 +11,7 @@ from stages.spec import ConfigError
 from stages.training import StagedRows
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
-from tests.reward.conftest import assistant, user
+from tests.common import assistant, user
 
 
 class Orders:

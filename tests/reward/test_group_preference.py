@@ -12,13 +12,10 @@ from stages.preference_module import ContextLikelihood, GroupPreferenceScorer, P
 from stages.reward_scorers import Response, load_scorer
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
+from tests.common import silent
 from tests.evaluation.conftest import tiny  # noqa: F401
 from tests.training.conftest import spec  # noqa: F401
 from tests.training.test_invariance import gradient
-
-
-def silent(event):
-    pass
 
 
 def module(seed=0, **settings):

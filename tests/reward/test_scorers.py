@@ -15,7 +15,8 @@ from stages.reward_scorers import (ComparingScorer, Response, aggregate_steps, c
 from stages.rewards import RewardComponent, build_rewards
 from stages.selection import convincing_wrong, uncertain
 from tests.chat_server import chat_server
-from tests.reward.conftest import assistant, better, user, worse
+from tests.common import assistant, user
+from tests.reward.conftest import better, worse
 
 ASKED = [Response(user(f"which, number {i}?"), assistant(text)) for i in (3, 50) for text in (better(i), worse(i))]
 

@@ -8,7 +8,8 @@ import pytest
 
 from stages.reward_scorers import Response, load_scorer
 from stages.spec import PROJECT_ROOT
-from tests.reward.conftest import assistant, better, user, worse
+from tests.common import assistant, user
+from tests.reward.conftest import better, worse
 
 COMMON = {"learning_rate": 3e-3, "batch_size": 8, "max_length": 96, "probe_pairs": 2, "num_train_epochs": 2}
 CASES = {

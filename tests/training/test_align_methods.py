@@ -11,14 +11,7 @@ from stages.algorithms import DIRECT_METHODS
 from stages.align import Config
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
-
-
-def user(text):
-    return [{"role": "user", "content": text}]
-
-
-def assistant(text):
-    return [{"role": "assistant", "content": text}]
+from tests.common import assistant, user
 
 
 @pytest.fixture(scope="module")

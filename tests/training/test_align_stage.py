@@ -12,12 +12,9 @@ from stages.direct_alignment import DirectAlignment
 from stages.harness import execute
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
-from tests.training.test_align_methods import World, assistant, preferences, user  # noqa: F401
+from tests.common import assistant, silent, user
+from tests.training.test_align_methods import World, preferences  # noqa: F401
 from tests.training.test_resume import outputs
-
-
-def silent(event):
-    pass
 
 
 def steps_of(made):

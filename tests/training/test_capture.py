@@ -20,7 +20,8 @@ from stages.registry import get_stage
 from stages.spec import PROJECT_ROOT, ConfigError
 from storage.datasets import open_dataset
 from storage.files import tree_digest
-from tests.training.test_distill import BASE, silent, teacher  # noqa: F401
+from tests.common import silent
+from tests.training.test_distill import BASE, teacher  # noqa: F401
 from tests.training.test_invariance import gradient
 
 

@@ -11,20 +11,9 @@ import torch
 from stages.harness import execute
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
+from tests.common import assistant, silent, user
 
 BASE = {"batch_size": 4, "max_steps": 2, "max_length": 96, "learning_rate": 1e-3}
-
-
-def silent(event):
-    pass
-
-
-def user(text):
-    return [{"role": "user", "content": text}]
-
-
-def assistant(text):
-    return [{"role": "assistant", "content": text}]
 
 
 def write(path, kind, rows):

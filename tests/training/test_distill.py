@@ -10,12 +10,9 @@ from stages import modeling
 from stages.divergence import divergence
 from stages.harness import execute
 from stages.modeling import Head
+from tests.common import silent
 
 BASE = {"learning_rate": 1e-2, "batch_size": 8, "num_train_epochs": 2, "max_length": 64}
-
-
-def silent(event):
-    pass
 
 
 @pytest.mark.parametrize("direction", ("forward", "reverse", "jsd"))

@@ -16,19 +16,12 @@ from stages.spec import PROJECT_ROOT, ConfigError
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
 from tests.chat_server import chat_server
+from tests.common import silent, user
 
 LETTERS = {"id": "vowel", "kind": "verifiable", "criterion": "Has a vowel.", "weight": 0.7, "scorer": {"kind": "regex", "pattern": "[aeiou]"}}
 RUBRIC = {"version": 1, "categories": {
     "add": {"improvement_prompt": "Fix it.", "items": [LETTERS, {"id": "liked", "kind": "rm", "criterion": "Liked.", "weight": 0.3}]},
     "double": {"improvement_prompt": "Fix it.", "items": [{**LETTERS, "id": "short", "criterion": "Short.", "weight": 1.0, "scorer": {"kind": "regex", "pattern": "^.{0,12}$"}}]}}}
-
-
-def silent(event):
-    pass
-
-
-def user(text):
-    return [{"role": "user", "content": text}]
 
 
 def rows_of(result, name):

@@ -13,12 +13,9 @@ from stages.in_context import InContextScorer, TfIdf, nearest, with_demonstratio
 from stages.modeling import freeze, load_policy
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
+from tests.common import silent
 
 RS = {"num_generations": 4, "max_completion_length": 10, "block": 16, "max_prompts": 12}
-
-
-def silent(event):
-    pass
 
 
 def sampled(spec, tiny, data, config, name, **inputs):

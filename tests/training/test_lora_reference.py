@@ -15,14 +15,11 @@ from stages.settings import OptimizerConfig
 from stages.sft import NextToken
 from stages.training import Trainer
 from storage.datasets import open_dataset
+from tests.common import silent
 from tests.training.test_invariance import text_items
 
 RL = {"preset": "grpo", "beta": 0.1, "lora_rank": 4, "learning_rate": 1e-2, "max_steps": 4, "prompts_per_step": 4, "num_generations": 4, "num_iterations": 2,
       "max_completion_length": 10, "rewards": [{"name": "length", "kind": "length", "max_length": 10, "cache_length": 10}]}
-
-
-def silent(event):
-    pass
 
 
 def adapted(path, forward="auto"):

@@ -12,7 +12,7 @@ from stages.objective_code import ObjectiveError, Program, failures
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
 from tests.chat_server import chat_server
-from tests.training.test_align_stage import silent
+from tests.common import silent
 
 H = "((pc - pr) - (rc - rr))"
 GATED = """

@@ -19,13 +19,10 @@ from stages.settings import OptimizerConfig
 from stages.sft import NextToken
 from stages.spec import ConfigError
 from stages.training import Trainer, TrainingError, learning_rate_at
+from tests.common import silent
 from tests.training.test_invariance import text_items
 
 SFT = {"learning_rate": 1e-2, "batch_size": 8, "num_train_epochs": 2, "max_length": 64}
-
-
-def silent(event):
-    pass
 
 
 def scores(model, items) -> list[float]:

@@ -9,18 +9,7 @@ from stages.harness import execute
 from stages.preferences import Config
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
-
-
-def silent(event):
-    pass
-
-
-def user(text):
-    return [{"role": "user", "content": text}]
-
-
-def assistant(text):
-    return [{"role": "assistant", "content": text}]
+from tests.common import assistant, silent, user
 
 
 @pytest.fixture()

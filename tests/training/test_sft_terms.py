@@ -13,13 +13,10 @@ from stages.direct_losses import unlikelihood_loss
 from stages.harness import execute
 from stages.modeling import Head, column_logps, load_policy
 from stages.sft import Config, NextToken, recent_tokens
+from tests.common import silent
 from tests.training.test_invariance import gradient, text_items
 
 SFT = {"learning_rate": 1e-2, "batch_size": 8, "num_train_epochs": 2, "max_length": 64}
-
-
-def silent(event):
-    pass
 
 
 @pytest.mark.parametrize("softcap,scale,temperature", [(None, 1.0, 1.0), (4.0, 0.7, 1.3)])

@@ -8,10 +8,7 @@ import pytest
 
 from stages.harness import execute
 from storage.datasets import open_dataset
-
-
-def silent(event):
-    pass
+from tests.common import silent
 
 
 def test_a_reference_cache_is_reused_only_where_it_belongs(tiny, data, spec):
