@@ -63,6 +63,59 @@ def run(
 
 
 @app.command(rich_help_panel="Pipelines", epilog=EXIT_CODES)
+def sweep(
+    what: Annotated[str, typer.Argument(help="A recipe or a stage (stage:NAME where both exist).")],
+    over: Annotated[list[str], typer.Option("--over", "-o", metavar="KEY=VALUE,VALUE", help="A setting (or inputs.NAME of a stage) and its values. Repeatable; every combination is a trial.")],
+    metric: Annotated[str, typer.Option(help="What ranks the trials: a metric of the stage; of a recipe STEP.METRIC.")],
+    given: Given = None,
+    input_: Annotated[Optional[list[str]], typer.Option("--input", "-i", metavar="NAME=REF_OR_PATH", help="An input of the stage. Repeatable.")] = None,
+    set_: Sets = None,
+    config: Files = None,
+    preset: Annotated[Optional[str], typer.Option(help="Preset of the recipe that all trials start from.")] = None,
+    goal: Annotated[str, typer.Option(help="max or min.")] = "max",
+    seeds: Annotated[Optional[str], typer.Option(help="Seeds of every trial, for example 0,1,2.")] = None,
+    trials: Annotated[Optional[int], typer.Option(min=1, help="That many combinations, drawn at random; default all.")] = None,
+    seed: Seed = None,
+    devices: Devices = None,
+    json_: Json = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and which steps would run.")] = False,
+) -> None:
+    """Run a recipe or a stage over a grid of settings and several seeds, and rank the trials by a metric.
+
+    What trials share is computed once, and a killed sweep continues when the same command is given again.
+
+    Example: posttrain sweep sft --input model=DIR --input data=FILE --over learning_rate=1e-5,1e-4 --seeds 0,1 --metric validation/nll --goal min
+    """
+    from flows import env
+    from flows.config import load_yaml, merge, parse_sets
+    from flows.recipe import load_config
+    from flows.sweep import parse_over, planned
+
+    env.prepare(quiet=True)
+    settings: dict[str, Any] = {}
+    for path in config or []:
+        settings = merge(settings, load_yaml(path))
+    settings = merge(settings, parse_sets([*(set_ or []), *(given or [])]))
+    values = {"what": what, "preset": preset, "inputs": parse_inputs(input_, "a stage: posttrain stage NAME --keys"), "settings": settings, "over": parse_over(over), "metric": metric, "goal": goal,
+              "trials": trials, "seeds": parse_over([f"seeds={seeds}"])["seeds"] if seeds else [], "seed": seed or 0}
+    planned(load_config("sweep", values))  # what is wrong with a trial is said before a server is asked for
+    execute("sweep", values, [], json_, dry_run)
+
+
+def parse_inputs(pairs: list[str] | None, whose: str) -> dict[str, str]:
+    """['model=DIR'] -> {'model': 'DIR'}; `whose` ends the message about one that is none."""
+    from flows.config import ConfigError
+
+    inputs = {}
+    for pair in pairs or []:
+        key, sign, ref = pair.partition("=")
+        if not sign or not ref:
+            raise ConfigError(f"--input {pair!r}: write NAME=REF_OR_PATH; the inputs of {whose}")
+        inputs[key] = ref
+    return inputs
+
+
+@app.command(rich_help_panel="Pipelines", epilog=EXIT_CODES)
 def rerun(
     run_id: Annotated[str, typer.Argument(metavar="RUN", help="Run id, the beginning of one, or `latest`.")],
     more: Given = None,
@@ -184,19 +237,14 @@ def stage(
     Example: posttrain stage sft --input model=path/to/model --input data=demos.jsonl --set num_train_epochs=2 --json
     """
     from flows import display, env, services
-    from flows.config import ConfigError, build, load_yaml, merge, parse_sets
+    from flows.config import build, load_yaml, merge, parse_sets
     from stages.registry import get_stage
 
     state = env.prepare(quiet=True)
     spec = get_stage(name).SPEC
     if keys:
         return describe_stage(name)
-    inputs = {}
-    for pair in input_ or []:
-        key, sign, ref = pair.partition("=")
-        if not sign or not ref:
-            raise ConfigError(f"--input {pair!r}: write NAME=REF_OR_PATH; the inputs of {name} are: {', '.join(spec.inputs) or 'none'}")
-        inputs[key] = ref
+    inputs = parse_inputs(input_, f"{name} are: {', '.join(spec.inputs) or 'none'}")
     spec.check_inputs(inputs)
     values: dict[str, Any] = {}
     for path in config or []:

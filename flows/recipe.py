@@ -33,6 +33,7 @@ RECIPES = {
     "rl_benchmark": "flows.rl_benchmark",
     "overoptimisation": "flows.overoptimisation",
     "objective_discovery": "flows.objective_discovery",
+    "sweep": "flows.sweep",
 }
 
 

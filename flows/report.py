@@ -202,6 +202,12 @@ def print_result(result: dict[str, Any], state: Path) -> None:
     if result.get("scores"):
         table(result["scores"], "held-out prompts")
         print()
+    if result.get("trials"):
+        table(result["trials"], "trials, best first")
+        for line in result["failures"]:
+            print(f"failed  {line}")
+        for seed, outputs in (result.get("best") or {}).get("outputs", {}).items():
+            print("\n".join(f"best, seed {seed}: {name} {ref}" for name, ref in outputs.items()))
     for name, ref in (result.get("models") or {}).items():
         print(f"{name:<14} {ref}")
     if result.get("decision"):

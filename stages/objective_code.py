@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from stages import syntax
+
 #: Names of the four inputs, each a tensor [B] of sequence log-probs (sums over tokens), in the order of the losses' arguments.
 INPUTS = {"pc": "policy_chosen_logps", "pr": "policy_rejected_logps", "rc": "reference_chosen_logps", "rr": "reference_rejected_logps"}
 MAX_CHARACTERS, MAX_NODES = 4000, 400
@@ -92,7 +94,7 @@ class Program:
 def _read(text: str) -> tuple[dict[str, float], list[tuple[str, ast.expr]], ast.expr]:
     """(constants among the arguments, assignments in order, the returned expression)."""
     try:
-        tree = ast.parse(text)
+        tree = syntax.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ObjectiveError(f"The loss is not readable as Python: {error}") from None
     body = [node for node in tree.body if not isinstance(node, (ast.Import, ast.ImportFrom))]

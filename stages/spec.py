@@ -22,6 +22,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from stages import syntax
 from storage.files import canonical_json, sha256_file, sha256_text
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
@@ -377,13 +378,13 @@ def import_closure(module: str) -> tuple[dict[str, Path], set[str]]:
 
 @functools.lru_cache(maxsize=4096)
 def _imports_of_file(name: str, file: Path, mtime: int) -> frozenset[str]:
-    return frozenset(imports_of(name, ast.parse(file.read_text(encoding="utf-8")), file.name == "__init__.py"))
+    return frozenset(imports_of(name, syntax.parse(file.read_text(encoding="utf-8")), file.name == "__init__.py"))
 
 
 @functools.lru_cache(maxsize=4096)
 def _source_digest(file: Path, mtime: int) -> str:
     """Digest of what a source file means: its syntax tree without docstrings, so that comments and layout do not count."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree = syntax.parse(file.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.body:
             first = node.body[0]

@@ -24,6 +24,7 @@ import signal
 import time
 from collections.abc import Callable
 
+from stages import syntax
 from stages.sandbox import end_with_parent
 
 SYNTAXES = ("python", "json")
@@ -46,7 +47,7 @@ class BadCall(ValueError):
 def parse_call(line: str) -> dict:
     """``{"name", "args"}`` of one python call with literal keyword arguments; raises BadCall."""
     try:
-        node = ast.parse(line.strip(), mode="eval").body
+        node = syntax.parse(line.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise BadCall("syntax", f"error: cannot read the call {line.strip()[:80]!r}") from None
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
@@ -130,7 +131,7 @@ def calculate(expression: str) -> str:
         return out
 
     try:
-        result = value(ast.parse(str(expression).strip(), mode="eval").body)
+        result = value(syntax.parse(str(expression).strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError, ZeroDivisionError, OverflowError, TypeError) as error:
         if isinstance(error, BadCall):
             raise

@@ -202,3 +202,40 @@ def test_a_default_is_one_short_line():
     from stages.rewards import RewardComponent
 
     assert setting("\n\n") == r"'\n\n'" and setting(0.5) == "0.5" and len(setting([RewardComponent(kind="verifier")])) <= 40
+
+
+def test_parsing_sources_survives_other_threads():
+    """CPython 3.11 shares the depth of the tree under construction between threads: SystemError when a collection lets another one parse."""
+    import ast
+    import gc
+    import threading
+    import time
+
+    from stages import syntax
+
+    source, before, problems = Path(closure_digest.__code__.co_filename).read_text(), gc.get_threshold(), []
+    wanted = ast.dump(ast.parse(source))
+
+    def pause(*_):
+        time.sleep(0.0002)
+
+    def work():
+        try:
+            for _ in range(6):
+                if ast.dump(syntax.parse(source)) != wanted:
+                    problems.append("another tree")
+        except BaseException as error:
+            problems.append(repr(error))
+
+    gc.callbacks.append(pause)
+    gc.set_threshold(400, 2, 2)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(pause)
+    assert not problems
+    with pytest.raises(SyntaxError):
+        syntax.parse("a b")
