@@ -28,6 +28,7 @@ import torch
 
 from stages import lean, ranks, sharding
 from stages.batching import Batch, Item, collate, plan, size
+from stages.curves import logged_metrics
 from stages.modeling import head_of
 from stages.settings import OptimizerConfig
 from stages.tensor_files import TensorFiles, writer_of
@@ -396,6 +397,10 @@ def fit(stage, trainer: Trainer, source: Source, *, evaluate: Callable[[], dict[
         if final:
             stage.metric(trainer.step_index, {f"validation/{k}": v for k, v in final.items()})
     trainer.settle()
+    losses = [loss for row in logged_metrics(stage) if isinstance(loss := row.get(f"{label}/loss"), (int, float))]  # others are texts: "nan"
+    if losses:  # the last tenth of the steps; read from what was logged, so a resumed run says the same
+        late = losses[-max(1, len(losses) // 10):]
+        stage.summary({f"{label}/loss": math.fsum(late) / len(late)})
     if trainer.best:
         stage.summary({"selected_step": trainer.best["step"]})
     if evaluate is not None and trainer.best and trainer.best["step"] != trainer.step_index:
