@@ -191,6 +191,18 @@ def score(rewards, samples: list[Sample]) -> None:
         sample.tier, sample.turn_rewards = result.tier, result.turn_rewards
 
 
+def regrade(rewards, samples: list[Sample]) -> None:
+    """Rubric rewards anew, in place, for samples that were scored in several calls: a category's confidence is a mean over all of them (GRAPE-REWARD)."""
+    component = next((c for c in rewards.components if c.kind == "rubric"), None)
+    graded = [s for s in samples if s.items] if component else []
+    for sample, value in zip(graded, rewards.scorers[component.name].aggregate([s.items for s in graded]) if graded else []):
+        sample.parts[component.name] = value
+        found = rewards.total_of(sample.parts)
+        if sample.turn_rewards and found.total is not None:
+            sample.turn_rewards[-1] += found.total - sample.total
+        sample.total = float("nan") if found.total is None or sample.failure else found.total
+
+
 def gen_record(stage, config, renderer, seed: int, version: int = 0, engine: str = "built-in") -> dict:
     """The ``gen`` struct of a generated row."""
     return {"model_id": stage.inputs["model"].ref, "checkpoint_id": stage.inputs["model"].digest, "policy_version": version,

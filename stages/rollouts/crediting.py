@@ -101,7 +101,7 @@ class Crediting:
         rewards, bootstrap, kept = self._truncated(samples, overlong, after)
         metrics = rollout_metrics(samples, rewards, group_of)
         if self.members.component:
-            metrics |= rubric_metrics([s.items for s in samples], [s.parts.get(self.members.component.name) for s in samples])
+            metrics |= rubric_metrics([s.items for s in samples], [s.parts.get(self.members.component.name) for s in samples], self.members.component.flag_below)
         if self.members.active:
             metrics |= self.members.metrics(samples, old)
         if cache:
