@@ -215,7 +215,8 @@ def test_verdicts_are_asked_in_both_orders_and_again_when_unreadable():
     judge = judging.Judge(Scripted(), "verdict")
     pairs = [(ASKED[0], ASKED[1]), (ASKED[2], ASKED[3])]
     judge.asked.said = ["[[A]]", "hm", "[[B]]", "[[A]]", "[[B]] and so [[B]]"]
-    assert judge.verdicts(pairs) == [1.0, 0.0] and [a for a, _ in judge.asked.asked] == [0, 1] and len(judge.asked.asked[1][1]) == 1
+    assert judge.verdicts(pairs) == [1.0, 0.0] and [a for a, _ in judge.asked.asked] == [0, 0] and len(judge.asked.asked[1][1]) == 1
+    assert judge.asked.asked[1][1][0] == judge.asked.asked[0][1][1] + judging.AGAIN, "asked again with what was wrong, at temperature 0"
     assert judge.verdicts(pairs) == [1.0, 0.0] and len(judge.asked.asked) == 2, "what was asked is kept"
     silent = judging.Judge(Scripted(["?"] * 6), "verdict", retries=2)
     assert silent.verdicts(pairs[:1]) == [None] and silent.unparsed == 2
