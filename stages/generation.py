@@ -40,6 +40,7 @@ class Sample:
     mode: str = "fresh"
     parent: str | None = None
     context: str | None = None
+    context_ids: list[int] | None = None  # of the context, where it is trained behind that (conditioning=sampling)
     tier: str | None = None
     tool_mask: list[int] | None = None
     turns: list[dict] | None = None
@@ -57,8 +58,8 @@ class Sample:
 
     @property
     def off_policy(self) -> bool:
-        """Whether ``logps`` are not log-probs of this completion after ``prompt``."""
-        return self.mode == "sft" or self.context is not None
+        """Whether ``logps`` are not log-probs of this completion behind what it is trained behind."""
+        return self.mode == "sft" or (self.context is not None and self.context_ids is None)
 
     @property
     def terminated(self) -> bool:

@@ -18,11 +18,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from stages.spec import ConfigError
+
 NORMALIZERS = ("paper", "weighted", "plain")
 INVALID_POLICIES = ("drop_sample", "drop_item", "zero_score", "error")
 
 
-class RubricError(ValueError):
+class RubricError(ConfigError):
     """A rubric, or what a judge made of it, cannot be used; the text says what to write instead."""
 
 

@@ -88,10 +88,12 @@ class LocalJudge(LabelScorer):
     def load(self) -> None:
         from transformers import AutoConfig
 
+        from stages.modeling import ModelError
+
         made = AutoConfig.from_pretrained(self.path).architectures or []
         if made and not any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in made):
             # transformers would load it with a random head over the vocabulary
-            raise JudgeError(f"{self.path} is a {made[0]}, which writes nothing, so it cannot judge; give a language model (judge=MODEL_REF), or an endpoint.")
+            raise ModelError(f"{self.path} is a {made[0]}, which writes nothing, so it cannot judge; give a language model (judge=MODEL_REF), or an endpoint.")
         super().load()
         self._sampler = None
 

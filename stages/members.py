@@ -5,7 +5,8 @@
 ``sft``      the answer of a demonstration, which nobody sampled
 
 Whatever an answer was sampled from, it is trained as an answer to the plain question (``conditioning=plain``, prompt distillation): its old
-log-probs are computed under the policy that sampled, for ratio and KL alike; those of the sampler are kept beside them.
+log-probs are computed under the policy that sampled, for ratio and KL alike; those of the sampler are kept beside them. With
+``conditioning=sampling`` ratio and KL are those behind what it was sampled from, and the log-probs behind the plain question are kept.
 """
 
 from __future__ import annotations
@@ -113,10 +114,11 @@ class Members:
                 requests.append((prompt, ids_improve))
                 owners.append((k, "improve", prompt_id(messages)))
                 seeds_of.append(seeds[k][count - wanted: count])
-        for (k, mode, context), group in zip(owners, sample_groups(sampler, requests, params, seeds_of) if requests else []):
+        for (k, mode, context), (_, asked), group in zip(owners, requests, sample_groups(sampler, requests, params, seeds_of) if requests else []):
             prompt, ids = chosen[k]
+            behind = list(asked) if context is not None and config.conditioning == "sampling" else None
             parent = self.prior[prompt["row_id"]]["sample_id"] if mode == "improve" else None
-            made[k] += [replace(s, prompt_ids=ids, index=len(made[k]) + j, mode=mode, context=context, parent=parent) for j, s in enumerate(group)]
+            made[k] += [replace(s, prompt_ids=ids, index=len(made[k]) + j, mode=mode, context=context, context_ids=behind, parent=parent) for j, s in enumerate(group)]
         for k, (prompt, ids) in enumerate(chosen):
             if prompt["prompt_id"] in self.answers:
                 answer, text = self.answers[prompt["prompt_id"]]
@@ -189,10 +191,10 @@ class Members:
                 lines.append(f"- {criteria[item['category'], item['item_id']]} Score {item['score']:.2f}. {said}".rstrip())
         return "\n".join(lines)
 
-    def metrics(self, samples: list[Sample], old) -> dict[str, float]:
+    def metrics(self, samples: list[Sample], plain) -> dict[str, float]:
         """Shares of the members, and how far their text's log-probs under the plain question are from the sampler's (nats per token)."""
         n = len(samples)
-        apart = [float(np.mean(np.abs(np.subtract(o, s.logps)))) for s, o in zip(samples, old) if s.context is not None and s.ids and s.logps is not None]
+        apart = [float(np.mean(np.abs(np.subtract(o, s.logps)))) for s, o in zip(samples, plain) if s.context is not None and s.ids and s.logps is not None]
         out = {f"members/{mode}_share": sum(s.mode == mode for s in samples) / n for mode in ("fresh", "improve", "sft")}
         out |= {"members/off_policy_share": sum(s.off_policy for s in samples) / n, "members/improve_too_long": float(self.too_long)}
         self.too_long = 0  # per iteration: a run that was killed and goes on reports the same numbers

@@ -211,6 +211,15 @@ def test_a_local_model_rates_and_compares(tiny):
     assert all(s.total is None and s.reasons["judge"] for s in scored), "a model that knows nothing gives no verdict, and no verdict is no reward"
 
 
+def test_an_answer_that_was_never_reached_is_scored_as_cut(tiny):
+    """view=answer_only of a thought without end is empty (reward.view): the reward model does not see it."""
+    renderer = renderer_for(tiny["policy"])
+    component = RewardComponent(kind="model", view="answer_only", no_eos_reward=-7.0, empty_reward=-9.0)
+    rows = [sampled(renderer, ASKED[0].prompt, text) for text in ("<think>and so on", "<think>so</think>4", " ")]
+    found = [s.total for s in build_rewards([component], {"reward_model": tiny["reward"]}, renderer=renderer).score(rows)]
+    assert found[0] == -7.0 and found[1] not in (-7.0, -9.0) and found[2] == -9.0
+
+
 def test_verdicts_are_asked_in_both_orders_and_again_when_unreadable():
     judge = judging.Judge(Scripted(), "verdict")
     pairs = [(ASKED[0], ASKED[1]), (ASKED[2], ASKED[3])]

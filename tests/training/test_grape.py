@@ -109,7 +109,7 @@ def test_atomised_items_share_their_parents_weight_and_versions_follow_the_conte
 def test_an_unknown_category_is_an_error(tmp_path):
     rewards = scorer_of(tmp_path, [{**LETTERS, "weight": 1}])
     rewards.check([{"prompt_id": "p", "category": "c"}])
-    with pytest.raises(grape.RubricError, match="category 'poetry', for which there is no rubric; the rubric's categories are c"):
+    with pytest.raises(ConfigError, match="category 'poetry', for which there is no rubric; the rubric's categories are c"):
         rewards.check([{"prompt_id": "p", "category": "poetry"}])
     named = scorer_of(tmp_path, [{**LETTERS, "weight": 1}], {"category": "c"})
     named.check([{"prompt_id": "p", "category": None}])
@@ -215,12 +215,12 @@ def test_an_items_view_decides_what_its_judge_sees(tmp_path, judge):
 
 def test_a_reward_model_is_no_judge(tiny, tmp_path):
     """transformers would give it a random head; its opinions would be noise."""
-    from stages.judge import JudgeError
+    from stages.modeling import ModelError
 
     item = {"id": "deep", "kind": "verifiable", "criterion": "Deep.", "weight": 1.0, "scorer": "judge"}
-    with pytest.raises(JudgeError, match="ForSequenceClassification, which writes nothing, so it cannot judge; give a language model .judge=MODEL_REF."):
+    with pytest.raises(ModelError, match="ForSequenceClassification, which writes nothing, so it cannot judge; give a language model .judge=MODEL_REF."):
         scorer_of(tmp_path, [item], inputs={"reward_model": tiny["reward"]})
-    with pytest.raises(JudgeError, match="cannot judge"):
+    with pytest.raises(ModelError, match="cannot judge"):
         build_rewards([RewardComponent(kind="judge")], {"reward_model": tiny["reward"]})
 
 
@@ -295,6 +295,56 @@ def test_the_monitors_count_what_is_invalid_unsure_and_flagged():
     assert found["rubric/c/a/invalid_fraction"] == 0.0 and found["rubric/c/b/invalid_fraction"] == 0.5 and found["rubric/c/invalid_fraction"] == 0.5
     assert found["rubric/flagged_items"] == 2.0 and found["rubric/zero_confidence"] == 1.0 and found["rubric/c/max"] == 0.3
     assert rubric_metrics(rows, [None, 0.3], flag_below=0.4)["rubric/flagged_items"] == 0.0 and rubric_metrics([], []) == {}
+
+
+def test_the_share_of_improved_answers_is_one_of_the_whole_group():
+    """An SFT answer in a sample's place does not make it smaller; at most what is sampled is improved."""
+    from types import SimpleNamespace
+
+    from stages.members import Members
+
+    members = Members.__new__(Members)
+    members.rubric, members.component, members.prior = rubrics.Rubric({"c": []}), SimpleNamespace(category="c"), {"r": {"text": "a", "feedback": "f"}}
+    members.renderer = SimpleNamespace(prompt_ids=lambda messages: [1])
+    for share, count, expected in ((0.25, 8, 2), (0.25, 7, 2), (1.0, 7, 7)):
+        members.config = SimpleNamespace(mode_mix="share", improve_share=share, num_generations=8, max_prompt_length=9)
+        assert members._improve({"row_id": "r", "prompt": user("q"), "category": None}, count, 1, 0)[0] == expected
+
+
+def test_an_evaluation_averages_confidences_over_all_its_answers_whatever_the_chunk():
+    from types import SimpleNamespace
+
+    from stages.evaluate import Plan
+
+    plan = Plan.__new__(Plan)
+    plan.prompts, plan.pairs = [1, 2, 3, 4, 5], [1, 2, 3]
+    for settings, expected in (({}, [5, 2, 1]), ({"rubric_normalizer": "plain"}, [2, 2, 1, 2, 1]), ({"rubric_normalizer": "plain", "rm_squash": "minmax"}, [5, 2, 1])):
+        plan.config = SimpleNamespace(chunk=2, rewards=[RewardComponent(kind="rubric", **settings)])
+        assert [len(part) for _, part in plan.units()] == expected
+
+
+def test_rewards_of_different_rubrics_are_not_compared(monkeypatch):
+    """By the stage compare, by `posttrain compare`, and among held-out scores of two runs; what does not come from the rubric is."""
+    from flows import compare as command
+    from stages.compare import require_same_scorers
+    from stages.run_comparison import HELD_OUT_SETTINGS, held_out
+
+    graders = [{"name": "rubric", "kind": "rubric"}, {"name": "rule", "kind": "verifier"}]
+    metas = {name: {"protocol": {"graders": graders}, "scorers": {"rubric": name}} for name in "ab"}
+    with pytest.raises(ConfigError, match="reward/rubric was measured with different inputs rubric"):
+        require_same_scorers("reward/rubric", metas)
+    for metric, own in (("reward/rule", metas), ("accuracy", metas), (None, metas), ("reward/rubric", {"a": metas["a"], "c": metas["a"]})):
+        require_same_scorers(metric, own)
+    config = dict.fromkeys(HELD_OUT_SETTINGS, 1)
+    given = tuple({"rubric": {"digest": name}} for name in "ab")
+    assert held_out([], [], (config, config), given)[1].endswith("with different input rubric")
+    records = {name: {"rl": {"stage": "rl", "key": "k", "config": {}, "inputs": own, "metrics": {"last/reward/mean": 1.0, "last/rubric/c/mean": 1.0, "last/kl/sequence_sum": 2.0}}}
+               for name, own in zip("ab", given)}
+    monkeypatch.setattr(command, "load", records.get)
+    found = command.compare("a", "b")
+    assert [row["metric"] for row in found["metrics"]] == ["last/kl/sequence_sum"] and "stage rescore" in found["notes"][0]
+    records["b"]["rl"]["inputs"] = given[0]
+    assert len(command.compare("a", "b")["metrics"]) == 3
 
 
 def test_degenerate_rewards():
@@ -404,6 +454,39 @@ def test_improved_and_sft_answers_join_the_groups(tiny, prompts, rubric, spec, t
         execute(spec("rl", {**config, "rewards": [{"kind": "length"}]}, {"model": tiny["policy"], "data": prompts, "sft": answers}, "norubric"), silent)
 
 
+def test_answers_can_be_trained_behind_what_they_were_sampled_from(tiny, prompts, rubric, spec):
+    """conditioning=sampling: old log-probs are those behind the context, those behind the plain question are kept; the first ratios are 1 (the stage checks)."""
+    import torch
+
+    from stages.modeling import load_policy
+
+    document = json.loads(json.dumps(RUBRIC))
+    document["categories"]["double"]["generation_prompt"] = "Be brief."
+    config = {**GRAPE, "mode_mix": "share", "improve_share": 0.5, "conditioning": "sampling", "max_steps": 2}
+    inputs = {"model": tiny["policy"], "data": prompts, "rubric": rubric(document), "reward_model": tiny["reward"]}
+    made = spec("rl", config, inputs, "behind")
+    rollouts = [{**r, **json.loads(r["extra_json"])} for r in rows_of(execute(made, silent), "rollouts")]
+    plain = {r["prompt_id"]: list(r["prompt_ids"]) for r in rollouts if r["sampling_prompt_id"] is None}
+    assert {r["mode"] for r in rollouts} == {"fresh", "improve"} and not any(r["off_policy"] for r in rollouts)
+    assert all((list(r["prompt_ids"]) == plain.get(r["prompt_id"])) == (r["sampling_prompt_id"] is None) for r in rollouts)
+    model = load_policy(tiny["policy"], "cpu").eval().requires_grad_(False)
+
+    def logps(prompt, ids):
+        logp = torch.log_softmax(model(torch.tensor([prompt + ids])).logits[0].float(), -1)
+        return [float(logp[len(prompt) + t - 1, token]) for t, token in enumerate(ids)]
+
+    behind = [r for r in rollouts if r["iteration"] == 0 and r["sampling_prompt_id"]]
+    assert behind and len({tuple(r["prompt_ids"]) for r in behind}) == 2, "the two questions of the category with a generation prompt"
+    for r in behind:
+        ids = list(r["completion_ids"])
+        assert r["logp_old"] == pytest.approx(logps(list(r["prompt_ids"]), ids), abs=1e-4)
+        assert list(r["logp_plain_prompt"]) != pytest.approx(list(r["logp_old"]), abs=1e-4)
+    whole = [json.loads(line)["metrics"] for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()]
+    assert any(m.get("members/logp_difference", 0) > 0 for m in whole) and all(m["members/off_policy_share"] == 0 for m in whole if "members/off_policy_share" in m)
+    with pytest.raises(ConfigError, match="write conditioning=plain"):
+        execute(spec("rl", {**config, "token_norm_scope": "group", "loss_agg_mode": "token-mean"}, inputs, "by-group"), silent)
+
+
 def test_a_killed_run_with_improved_answers_ends_with_the_same_bytes(tiny, prompts, rubric, spec, forks):
     config = {**GRAPE, "mode_mix": "probability", "improve_share": 0.5, "max_steps": 10}
     inputs = {"model": tiny["policy"], "data": prompts, "rubric": rubric(), "reward_model": tiny["reward"]}
@@ -477,6 +560,13 @@ def test_rollouts_are_scored_again_and_trained_on(tiny, prompts, rubric, spec):
     assert execute(stored, silent)["summary"]["steps"] == 1
 
 
+def test_the_sequence_level_variant_is_marked_as_an_experiment():
+    from stages.rl import Config, resolve_preset
+
+    assert any("grape_alt is experimental" in text for text in resolve_preset(Config(preset="grape_alt"))[1])
+    assert not any("experimental" in text for text in resolve_preset(Config(preset="grape"))[1])
+
+
 # -- REWARD-ROUTER ---------------------------------------------------------------------------------------------------------
 
 def test_the_router_takes_the_rule_then_a_sure_reward_model_then_the_judge():
@@ -492,6 +582,12 @@ def test_the_router_takes_the_rule_then_a_sure_reward_model_then_the_judge():
     assert [f.parts["rm/confidence"] for f in found] == [None, pytest.approx(1 / (1 + np.exp(-3.0))), pytest.approx(1 / (1 + np.exp(-0.1)))], "how sure it was is kept"
     again = build_rewards(components, {}).total_of(found[2].parts)
     assert (again.total, again.tier) == (pytest.approx(0.75), "judge"), "from what is stored"
+    from stages.generation import Sample
+    from stages.rollouts.metrics import rollout_metrics
+
+    samples = [Sample({}, [1], k, [2], [0.0], "eos", "x", total=f.total, parts=f.parts, tier=f.tier) for k, f in enumerate(found)]
+    logged = rollout_metrics(samples, np.array([s.total for s in samples]), np.zeros(3, int))
+    assert [logged[f"reward/tier_{tier}_mean"] for tier in ("rule", "learned", "judge")] == pytest.approx([1.0, 3.25, 0.75]) and logged["reward/tier_judge"] == pytest.approx(1 / 3)
     with pytest.raises(ValueError, match="at least two of rule, learned and judge"):
         build_rewards([components[0]], {})
     none = build_rewards(components[:2], {}).score(rows[2:])
