@@ -32,7 +32,12 @@ def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
     for label in shared:
         one, two = left[label], right[label]
         same_protocol(label, one, two)
+        rubrics = len({record["inputs"]["rubric"]["digest"] for record in (one, two) if "rubric" in (record.get("inputs") or {})}) > 1
+        if rubrics:
+            more["notes"].append(f"{label}: rewards are left out, because different rubrics gave them; score the answers of one with the other's rubric (stage rescore)")
         for metric in dict.fromkeys([*one["metrics"], *two["metrics"]]):
+            if rubrics and metric.removeprefix("last/").startswith(("reward", "rubric/")):
+                continue
             x, y = one["metrics"].get(metric), two["metrics"].get(metric)
             if not any(isinstance(value, (int, float)) for value in (x, y)):
                 continue
@@ -60,7 +65,7 @@ def training(label: str, one: dict[str, Any], two: dict[str, Any], out: Path) ->
         found["figures"].append(str(out / f"{label}-curves.png"))
     records = [samples_of(record) for record in (one, two)]
     if all(held for held, _ in records):
-        scores, note = run_comparison.held_out(records[0][0], records[1][0], (one["config"], two["config"]))
+        scores, note = run_comparison.held_out(records[0][0], records[1][0], (one["config"], two["config"]), (one.get("inputs") or {}, two.get("inputs") or {}))
         found["held_out"] = [{"step": label, **row} for row in scores]
         found["notes"] += [f"{label}: {note}"] if note else []
     elif any(held or sampled for held, sampled in records):

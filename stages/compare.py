@@ -47,6 +47,8 @@ def run(stage):
     if missing:
         raise ConfigError(f"compare: {inputs[missing[0]]} was not written by the evaluate stage; give its samples output")
     require_same({name: metas[name]["protocol"] for name in names})
+    for metric in (config.metric, config.select_by):
+        require_same_scorers(metric, metas)
     records, metrics = {}, {}
     for index, name in enumerate(names):
         records[name] = scores.records_of(stage.dataset(inputs[name]).iter_rows())
@@ -91,6 +93,18 @@ def comparable(column: str, metas: dict) -> bool:
     """Reward and KL columns need one scorer for all models."""
     scorer = "reward_model" if "reward" in column else "reference" if column.startswith("kl_") else None
     return scorer is None or len({(meta.get("scorers") or {}).get(scorer) for meta in metas.values()}) == 1
+
+
+def require_same_scorers(metric: str | None, metas: dict) -> None:
+    """Refuse a reward component that another rubric (GRAPE-OPS), judge or model scored in some evaluations. Raises ConfigError."""
+    from stages.spec import ConfigError
+
+    name, found = (metric or "").removeprefix("reward/"), [meta.get("scorers") or {} for meta in metas.values()]
+    kinds = {grader["name"]: grader["kind"] for meta in metas.values() for grader in meta["protocol"].get("graders") or ()}
+    apart = sorted({key for own in found for key in own if key != "reference" and len({f.get(key) for f in found}) > 1})
+    if (metric or "").startswith("reward/") and kinds.get(name) in ("rubric", "judge", "model") and apart:
+        raise ConfigError(f"compare: {metric} was measured with different inputs {', '.join(apart)}, whose scores do not compare; evaluate all models with the same ones, "
+                          "or write another metric")
 
 
 def paired_differences(names: list[str], records: dict, columns: list[str], config: Config) -> dict[tuple[str, str], dict]:

@@ -115,7 +115,7 @@ class Plan:
             raise ConfigError("evaluate: target=reward_model needs --input pairs=REF_OR_PATH (pairs/1), the held-out preference pairs")
         self.renderer = renderer_for(stage.path("model")) if policy else None  # a reward model reads text in its own way
         self.prompts, self.pairs, self.texts, self.dropped = [], [], {}, {}
-        self.scorers = {name: stage.inputs[name].digest for name in ("reward_model", "reference", "rubric", *REWARD_INPUTS) if stage.has(name)}
+        self.scorers = {name: stage.inputs[name].digest for name in ("reward_model", "reference", "rubric", "judge", *REWARD_INPUTS) if stage.has(name)}
         if policy and stage.has("prompts"):
             self._read_prompts()
         if stage.has("pairs"):
@@ -194,8 +194,10 @@ class Plan:
 
     def units(self) -> list[tuple[str, list]]:
         """Chunks of work in order; each one's rows depend on nothing but itself."""
-        size = self.config.chunk
-        return [(kind, rows[i : i + size]) for kind, rows in (("prompts", self.prompts), ("pairs", self.pairs)) for i in range(0, len(rows), size)]
+        size = {"prompts": self.config.chunk, "pairs": self.config.chunk}
+        if any(c.kind == "rubric" and (c.rubric_normalizer != "plain" or c.rm_squash == "minmax") for c in self.config.rewards):
+            size["prompts"] = max(len(self.prompts), 1)  # the confidence of a rubric's items is a mean over all answers, whatever the chunk (GRAPE-REWARD)
+        return [(kind, rows[i : i + size[kind]]) for kind, rows in (("prompts", self.prompts), ("pairs", self.pairs)) for i in range(0, len(rows), size[kind])]
 
     def _once(self, name: str, load):
         if name not in self._loaded:
@@ -240,6 +242,7 @@ class Plan:
         stage, config = self.stage, self.config
         sampler = self._once("sampler", lambda: make_engine(stage, self.renderer, self.policy))
         rewards = self._once("rewards", lambda: build_rewards(config.rewards, stage.inputs, renderer=self.renderer, device=stage.device))
+        rewards.check([row for row, _ in rows])
         params = sampling_params(config, self.renderer)
         started = time.monotonic()
         groups = {}

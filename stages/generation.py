@@ -40,6 +40,7 @@ class Sample:
     mode: str = "fresh"
     parent: str | None = None
     context: str | None = None
+    context_ids: list[int] | None = None  # of the context, where it is trained behind that (conditioning=sampling)
     tier: str | None = None
     tool_mask: list[int] | None = None
     turns: list[dict] | None = None
@@ -57,8 +58,8 @@ class Sample:
 
     @property
     def off_policy(self) -> bool:
-        """Whether ``logps`` are not log-probs of this completion after ``prompt``."""
-        return self.mode == "sft" or self.context is not None
+        """Whether ``logps`` are not log-probs of this completion behind what it is trained behind."""
+        return self.mode == "sft" or (self.context is not None and self.context_ids is None)
 
     @property
     def terminated(self) -> bool:
@@ -189,6 +190,18 @@ def score(rewards, samples: list[Sample]) -> None:
         sample.total = float("nan") if result.total is None or sample.failure else float(result.total)
         sample.parts, sample.reasons, sample.correct, sample.items = result.parts, result.reasons, result.correct, result.items
         sample.tier, sample.turn_rewards = result.tier, result.turn_rewards
+
+
+def regrade(rewards, samples: list[Sample]) -> None:
+    """Rubric rewards anew, in place, for samples that were scored in several calls: a category's confidence is a mean over all of them (GRAPE-REWARD)."""
+    component = next((c for c in rewards.components if c.kind == "rubric"), None)
+    graded = [s for s in samples if s.items] if component else []
+    for sample, value in zip(graded, rewards.scorers[component.name].aggregate([s.items for s in graded]) if graded else []):
+        sample.parts[component.name] = value
+        found = rewards.total_of(sample.parts)
+        if sample.turn_rewards and found.total is not None:
+            sample.turn_rewards[-1] += found.total - sample.total
+        sample.total = float("nan") if found.total is None or sample.failure else found.total
 
 
 def gen_record(stage, config, renderer, seed: int, version: int = 0, engine: str = "built-in") -> dict:

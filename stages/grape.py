@@ -18,11 +18,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from stages.spec import ConfigError
+
 NORMALIZERS = ("paper", "weighted", "plain")
 INVALID_POLICIES = ("drop_sample", "drop_item", "zero_score", "error")
 
 
-class RubricError(ValueError):
+class RubricError(ConfigError):
     """A rubric, or what a judge made of it, cannot be used; the text says what to write instead."""
 
 
@@ -49,15 +51,15 @@ def check_weights(weights: Sequence[float]) -> str | None:
 
 # -- what a judge says (GRAPE-SCORE) ---------------------------------------------------------------------------------------
 
-_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)"
-_LINES = re.compile(rf"\s*reasoning:\s*(.*?)\s*^\s*score:\s*({_NUMBER})\s*^\s*confidence:\s*({_NUMBER})\s*", re.IGNORECASE | re.DOTALL | re.MULTILINE)
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)")
+_FIELD = re.compile(r"^[ \t]*(reasoning|score|confidence):", re.IGNORECASE | re.MULTILINE)
 
 
 def parse_item(text: str) -> tuple[dict | None, str | None]:
     """({"reasoning", "score", "confidence"}, None), or (None, why not).
 
     Reads ``Reasoning: .. Score: .. Confidence: ..`` on lines of their own, or a JSON object with these keys in this order: reasoning that
-    comes after the score did not lead to it. Score and confidence outside [0, 1] are refused, never clipped.
+    comes after the score did not lead to it, and a second score contradicts the first. Score and confidence outside [0, 1] are refused, never clipped.
     """
     text = text.strip()
     fenced = re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", text, re.DOTALL)
@@ -74,12 +76,17 @@ def parse_item(text: str) -> tuple[dict | None, str | None]:
         numbers = found["score"], found["confidence"]
         if any(isinstance(v, bool) or not isinstance(v, (int, float)) for v in numbers):
             return None, "score and confidence must be numbers"
-        reasoning = str(found["reasoning"])
+        if not isinstance(found["reasoning"], str):
+            return None, "reasoning must be a text"
+        reasoning = found["reasoning"]
     else:
-        match = _LINES.fullmatch(text)
-        if not match:
-            return None, "it must consist of Reasoning:, Score: and Confidence:, each on its own line, in this order"
-        reasoning, numbers = match[1], (float(match[2]), float(match[3]))
+        marks = list(_FIELD.finditer(text))
+        if [m[1].lower() for m in marks] != ["reasoning", "score", "confidence"] or marks[0].start():
+            return None, "it must consist of Reasoning:, Score: and Confidence:, each once and on its own line, in this order"
+        reasoning, *values = [text[m.end(): end].strip() for m, end in zip(marks, [m.start() for m in marks[1:]] + [len(text)])]
+        if not all(map(_NUMBER.fullmatch, values)):
+            return None, "score and confidence must be numbers, with nothing behind them"
+        numbers = [float(v) for v in values]
     for name, value in zip(("score", "confidence"), numbers):
         if not 0.0 <= value <= 1.0:
             return None, f"{name} {value} is outside [0, 1]"

@@ -86,6 +86,14 @@ class LocalJudge(LabelScorer):
     """A causal LM in this process. A request that exceeds its positions gets no answer: cutting it would change the question."""
 
     def load(self) -> None:
+        from transformers import AutoConfig
+
+        from stages.modeling import ModelError
+
+        made = AutoConfig.from_pretrained(self.path).architectures or []
+        if made and not any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in made):
+            # transformers would load it with a random head over the vocabulary
+            raise ModelError(f"{self.path} is a {made[0]}, which writes nothing, so it cannot judge; give a language model (judge=MODEL_REF), or an endpoint.")
         super().load()
         self._sampler = None
 
@@ -99,16 +107,18 @@ class LocalJudge(LabelScorer):
         return table
 
     def answers(self, texts: Sequence[str], max_tokens: int, attempt: int) -> list[str]:
-        """One answer per request: greedy at the first attempt, temperature 0.7 in later ones."""
+        """One answer per request, of ``max_tokens`` or what there are positions for: greedy at attempt 0, temperature 0.7 in later ones."""
+        from stages.generation import sample_with_room
         from stages.sampler import Sampler
         from stages.sampling import SamplingParams
 
         self._sampler = self._sampler or Sampler(self.model, self.reader.tokenizer)
         params = SamplingParams(temperature=0.7 if attempt else 0.0, max_new_tokens=max_tokens, stop_ids=frozenset(self.reader.renderer.stop_ids))
         ids = [self.reader.instruction(t) for t in texts]
-        fits = [i for i, row in enumerate(ids) if len(row) + max_tokens <= self.reader.room]
+        rooms = [min(max_tokens, self.reader.room - len(row)) for row in ids]
+        fits = [i for i, room in enumerate(rooms) if room >= min(max_tokens, SHORTEST_ANSWER)]
         said = [""] * len(texts)
-        for i, group in zip(fits, self._sampler.generate([ids[i] for i in fits], params, [[attempt] for _ in fits]) if fits else []):
+        for i, group in zip(fits, sample_with_room(self._sampler, [ids[i] for i in fits], params, [[attempt] for _ in fits], [rooms[i] for i in fits]) if fits else []):
             said[i] = group[0].text
         return said
 
@@ -151,6 +161,11 @@ class ServerJudge:
         return [(self._ask(t, max_tokens=max_tokens, temperature=0.7 if attempt else 0.0, seed=attempt).get("message") or {}).get("content") or "" for t in texts]
 
 
+#: Tokens that a local judge must have positions for behind a request: less holds no explanation, and is not asked.
+SHORTEST_ANSWER = 32
+#: What an unreadable verdict is asked for again with (``synth.judge``).
+AGAIN = ("\n\nYour last reply could not be read: it held no verdict, or two different ones. Reply again, and end strictly with one of [[A]] (A is better), [[B]] (B is better) "
+         "or [[C]] (a tie).")
 #: Answers that a judge keeps; the one that was unused for the longest is forgotten first. Enough for what comes again in a run (validation answers, debates without
 #: the debaters), and a few MiB.
 KEPT_ANSWERS = 20_000
@@ -162,7 +177,7 @@ class Judge(ComparingScorer):
 
     why_not = "the judge gave no readable answer, or the request is longer than it can read"
 
-    def __init__(self, asked, mode: str, *, prompt: str = "", max_tokens: int = 256, retries: int = 2):
+    def __init__(self, asked, mode: str, *, prompt: str = "", max_tokens: int = 2048, retries: int = 3):
         if mode not in MODES:
             raise JudgeError(f"judge_mode={mode!r} is unknown; write one of: {', '.join(MODES)}")
         self.asked, self.mode, self.limit, self.retries = asked, mode, max_tokens, retries
@@ -247,12 +262,12 @@ class Judge(ComparingScorer):
         return np.array([found[t] for t in texts]).reshape(len(texts), len(words))
 
     def _texts(self, texts) -> list[str | None]:
-        """Verdict of each request; unreadable answers are asked for again ``retries`` times."""
+        """Verdict of each request at temperature 0; unreadable answers are asked for again ``retries`` times, with what was wrong."""
         found = self._known(texts)
         for attempt in range(self.retries + 1):
             fresh = [t for t in dict.fromkeys(texts) if found.get(t) is None]
             if fresh:
-                found |= ((t, parse_verdict(said)) for t, said in zip(fresh, self.asked.answers(fresh, self.limit, attempt)))
+                found |= ((t, parse_verdict(said)) for t, said in zip(fresh, self.asked.answers([t + AGAIN * attempt for t in fresh], self.limit, 0)))
         self._keep(found)
         self.unparsed += sum(found[t] is None for t in texts)
         return [found[t] for t in texts]

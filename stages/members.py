@@ -5,7 +5,8 @@
 ``sft``      the answer of a demonstration, which nobody sampled
 
 Whatever an answer was sampled from, it is trained as an answer to the plain question (``conditioning=plain``, prompt distillation): its old
-log-probs are computed under the policy that sampled, for ratio and KL alike; those of the sampler are kept beside them.
+log-probs are computed under the policy that sampled, for ratio and KL alike; those of the sampler are kept beside them. With
+``conditioning=sampling`` ratio and KL are those behind what it was sampled from, and the log-probs behind the plain question are kept.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ class Members:
         self.active = config.mode_mix != "fresh" or config.sft_member != "none" or bool(self.rubric.generation_prompt)
         refused = {"importance_correction": config.importance_correction != "none", "replay_fraction": config.replay_fraction > 0,
                    "stored": stage.has("stored")}
+        if self.rubric.generation_prompt and (config.environment or config.prompt_template != "chat"):
+            raise ValueError(f"the rubric's generation_prompt is the system message of a chat, which {'an environment' if config.environment else 'prompt_template=' + config.prompt_template}"
+                             f" has no place for; leave generation_prompt out of the rubric, or write {'environment=' + repr('') if config.environment else 'prompt_template=chat'}")
         for name in (name for name, on in refused.items() if on and self.active):
             raise ValueError(f"{name} cannot be combined with improved answers, SFT members or generation prompts, whose old log-probs are computed anew; "
                              f"leave it out, or write mode_mix=fresh, sft_member=none and a rubric without generation_prompt")
@@ -78,6 +82,17 @@ class Members:
                              "sft_member=none")
         return found
 
+    def check(self, prompts) -> None:
+        """Refuse questions that are too long behind their category's generation prompt, before anything is sampled. Raises ValueError."""
+        long = [n for row, _ in prompts if self._system(row) and (n := len(self.renderer.prompt_ids(with_system(row["prompt"], self._system(row))))) > self.config.max_prompt_length]
+        if long:
+            raise ValueError(f"with the rubric's generation_prompt {len(long)} of {len(prompts)} prompts have more than max_prompt_length={self.config.max_prompt_length} tokens; "
+                             f"write a shorter generation_prompt, or max_prompt_length={max(long)} (lower max_completion_length where the model has no more positions)")
+
+    def _system(self, prompt: dict) -> str:
+        """The generation prompt of a prompt's category, "" without one."""
+        return self.rubric.generation_prompt.get(self.rubric.category_of(prompt, self.component.category), "") if self.component else ""
+
     # -- one batch of groups ------------------------------------------------------------------------------------------------
     def sample(self, sampler, chosen, params, seeds, iteration: int, first: int) -> list[list[Sample]]:
         """The members of the group of every chosen (prompt row, ids); ``seeds[k]``: G seeds. Indices count within a group."""
@@ -89,8 +104,7 @@ class Members:
             sft = self.answers.get(prompt["prompt_id"])
             count = len(seeds[k]) - (sft is not None and config.sft_member == "replace")
             wanted, ids_improve, messages = self._improve(prompt, count, iteration, first + k)
-            category = self.rubric.category_of(prompt, self.component.category) if self.component else ""
-            system = self.rubric.generation_prompt.get(category, "")
+            system = self._system(prompt)
             fresh = with_system(prompt["prompt"], system)
             if count - wanted:
                 requests.append((prompt, self.renderer.prompt_ids(fresh) if system else ids))
@@ -100,10 +114,11 @@ class Members:
                 requests.append((prompt, ids_improve))
                 owners.append((k, "improve", prompt_id(messages)))
                 seeds_of.append(seeds[k][count - wanted: count])
-        for (k, mode, context), group in zip(owners, sample_groups(sampler, requests, params, seeds_of) if requests else []):
+        for (k, mode, context), (_, asked), group in zip(owners, requests, sample_groups(sampler, requests, params, seeds_of) if requests else []):
             prompt, ids = chosen[k]
+            behind = list(asked) if context is not None and config.conditioning == "sampling" else None
             parent = self.prior[prompt["row_id"]]["sample_id"] if mode == "improve" else None
-            made[k] += [replace(s, prompt_ids=ids, index=len(made[k]) + j, mode=mode, context=context, parent=parent) for j, s in enumerate(group)]
+            made[k] += [replace(s, prompt_ids=ids, index=len(made[k]) + j, mode=mode, context=context, context_ids=behind, parent=parent) for j, s in enumerate(group)]
         for k, (prompt, ids) in enumerate(chosen):
             if prompt["prompt_id"] in self.answers:
                 answer, text = self.answers[prompt["prompt_id"]]
@@ -116,7 +131,8 @@ class Members:
         if config.mode_mix == "fresh":
             return 0, [], []
         draws = self.stage.rng("improve", iteration, counter, prompt["row_id"]).random(count) if config.mode_mix == "probability" else None
-        wanted = grape.num_improve(count, config.improve_share, max(iteration, 0), prior is not None, draws)
+        size = config.num_generations if draws is None else count  # the share is one of all G, an SFT answer in a sample's place included
+        wanted = min(count, grape.num_improve(size, config.improve_share, max(iteration, 0), prior is not None, draws))
         if not wanted:
             return 0, [], []
         category = self.rubric.category_of(prompt, self.component.category)
@@ -175,10 +191,10 @@ class Members:
                 lines.append(f"- {criteria[item['category'], item['item_id']]} Score {item['score']:.2f}. {said}".rstrip())
         return "\n".join(lines)
 
-    def metrics(self, samples: list[Sample], old) -> dict[str, float]:
+    def metrics(self, samples: list[Sample], plain) -> dict[str, float]:
         """Shares of the members, and how far their text's log-probs under the plain question are from the sampler's (nats per token)."""
         n = len(samples)
-        apart = [float(np.mean(np.abs(np.subtract(o, s.logps)))) for s, o in zip(samples, old) if s.context is not None and s.ids and s.logps is not None]
+        apart = [float(np.mean(np.abs(np.subtract(o, s.logps)))) for s, o in zip(samples, plain) if s.context is not None and s.ids and s.logps is not None]
         out = {f"members/{mode}_share": sum(s.mode == mode for s in samples) / n for mode in ("fresh", "improve", "sft")}
         out |= {"members/off_policy_share": sum(s.off_policy for s in samples) / n, "members/improve_too_long": float(self.too_long)}
         self.too_long = 0  # per iteration: a run that was killed and goes on reports the same numbers

@@ -20,7 +20,6 @@ class Config(StageConfig):
     rewards: list[RewardComponent] = Field(default_factory=lambda: [RewardComponent(kind="rubric")],
                                            description="As in the run that made the data: one component of kind rubric, scored anew, and others, whose "
                                                        "stored values count.")
-    flag_below: float = Field(0.6, ge=0, le=1, description="Items with a mean confidence below this are flagged for review (0.6 is ours).")
     block: int = Field(256, ge=1, description="Answers scored as one resumable unit.")
 
 
@@ -39,8 +38,8 @@ SPEC = StageSpec(
 
 def run(stage):
     from stages.reports import document, facts
-    from stages.rewards import combine
-    from stages.rubric_reward import RubricScorer, score_rows, write_review
+    from stages.rewards import Rewards
+    from stages.rubric_reward import RubricScorer, rubric_metrics, score_rows, write_review
     from stages.rubrics import load
     from stages.spec import ConfigError
     from storage.datasets import open_dataset
@@ -61,19 +60,20 @@ def run(stage):
     asked = _asked(stage, data.kind, rows, renderer)
     scorer = RubricScorer(component, load(stage), stage.inputs, renderer, stage.device, known)
     writer = stage.writer("rubric_scores", "rubric_scores/1")
-    for start in range(len(writer.parts) * config.block, len(rows), config.block):
-        block = rows[start:start + config.block]
-        found = scorer.items(asked[start:start + config.block])
+    size = scorer.rows_at_once(len(rows), config.block)
+    for start in range(len(writer.parts) * size, len(rows), size):
+        block = rows[start:start + size]
+        found = scorer.items(asked[start:start + size])
         writer.write([one for row, items in zip(block, found) for one in score_rows(row, items, row.get("iteration"))])
         writer.flush()
-        stage.save_checkpoint(start // config.block + 1, {}, {})
-        stage.progress(min(start + config.block, len(rows)), len(rows), "answers")
+        stage.save_checkpoint(start // size + 1, {}, {})
+        stage.progress(min(start + size, len(rows)), len(rows), "answers")
     writer.close({"answers": len(rows)})
     items_of: dict[str, list[dict]] = {row["row_id"]: [] for row in rows}
     for one in open_dataset(str(stage.workdir / "out" / "rubric_scores")).iter_rows():
         items_of[one["sample_row_id"]].append(one)
     values = scorer.aggregate([items_of[row["row_id"]] for row in rows])
-    weights, policies = {c.name: c.weight for c in config.rewards}, {c.name: c.missing_policy for c in config.rewards}
+    weights, rewards = {c.name: c.weight for c in config.rewards}, Rewards(list(config.rewards), {}, None)
     made, before, after = [], [], []
     for row, value in zip(rows, values):
         stored = {c["name"]: c["value"] for c in row["reward_components"]} if data.kind == "rollouts/1" else {c["source"]: c["value"] for c in row["scores"]}
@@ -83,14 +83,16 @@ def run(stage):
                 raise ConfigError(f"rescore: the data has no values of the component {other.name!r} (it has {', '.join(stored) or 'none'}); leave it out of "
                                   f"rewards")
             parts[other.name] = value if other is component else stored[other.name]
-        total = combine(parts, weights, policies)
-        made.append(_rewarded(data.kind, row, parts, total, weights))
+        total = rewards.total_of(parts)
+        # a router's other tiers do not count
+        counts = {c.name: weights[c.name] if c.tier in ("", total.tier) else 0.0 for c in config.rewards}
+        made.append(_rewarded(data.kind, row, parts, total.total, counts, total.tier))
         before.append(None if row.get("reward_tier") == "unscorable" else row["reward"])
         after.append(None if made[-1].get("reward_tier") == "unscorable" else made[-1]["reward"])
     out = stage.writer("data", data.kind)
     out.write(made)
     out.close({"answers": len(made)})
-    review = write_review(stage, threshold=config.flag_below)
+    review = write_review(stage)
     pairs = [(b, a) for b, a in zip(before, after) if b is not None and a is not None]
     summary = {"answers": len(rows), "unscorable": sum(v is None for v in values), "items": len(review), "items_flagged": sum(r["flagged"] for r in review),
                "items_without_discrimination": sum(not r["discriminates"] for r in review), "items_reused": sum(
@@ -99,6 +101,7 @@ def run(stage):
     if pairs:
         summary |= {"reward/mean_before": sum(b for b, _ in pairs) / len(pairs), "reward/mean": sum(a for _, a in pairs) / len(pairs),
                     "reward/changed": sum(abs(a - b) > 1e-12 for b, a in pairs) / len(pairs)}
+    summary |= rubric_metrics([items_of[row["row_id"]] for row in rows], values, component.flag_below)
     stage.summary(summary)
     stage.report("summary", markdown=document("Answers scored under another rubric", facts(summary)))
 
@@ -133,7 +136,7 @@ def _asked(stage, kind: str, rows, renderer) -> list[dict]:
     return out
 
 
-def _rewarded(kind: str, row: dict, parts: dict, total: float | None, weights: dict) -> dict:
+def _rewarded(kind: str, row: dict, parts: dict, total: float | None, weights: dict, tier: str | None) -> dict:
     """The row with another reward; what was computed from the old one (advantages, returns) is taken out."""
     if kind == "candidates/1":
         reason = row["drop_reason"] if row["drop_reason"] not in (None, "unscorable") else "unscorable" if total is None else None
@@ -141,5 +144,5 @@ def _rewarded(kind: str, row: dict, parts: dict, total: float | None, weights: d
     kept = [c for c in row["reward_components"] if c["name"] == "overlong"]
     components = [{"name": k, "value": v, "weight": weights[k]} for k, v in parts.items()] + kept
     return {**row, "reward_components": components, "reward": 0.0 if total is None else total + sum(c["value"] for c in kept),
-            "reward_tier": "unscorable" if total is None else None,
+            "reward_tier": "unscorable" if total is None else tier,
             **dict.fromkeys(("token_rewards", "advantages", "returns", "values", "bootstrap_value", "shaped_reward", "step_rewards"))}

@@ -73,13 +73,15 @@ class RewardComponent(StageConfig):
     endpoint: str = Field("", description="judge: base URL of a server with the OpenAI chat interface; empty: the local model of `input`.")
     endpoint_model: str = Field("", description="judge: name of the model on the server.")
     key_variable: str = Field("", description="judge: environment variable with the server's key.")
-    judge_tokens: int = Field(256, ge=1, description="judge, verdict and rubric: tokens of an answer (explanation and verdict, or critique) at most.")
-    judge_retries: int = Field(2, ge=0, description="judge, verdict and rubric: times an unreadable answer is asked for again (rubric: 3).")
+    judge_tokens: int = Field(2048, ge=1, description="judge, verdict and rubric: tokens of an answer (explanation and verdict, or critique) at most, and what a local "
+                                                      "judge has positions for (MT-Bench 2048).")
+    judge_retries: int = Field(3, ge=0, description="judge, verdict and rubric: times an unreadable answer is asked for again, with what is wrong with it (3 is ours).")
     rubric_normalizer: Literal["paper", "weighted", "plain"] = Field(
         "paper", description="rubric: rho sum(w tau phi)/sum(phi), which unequal weights can push above 1; "
         "sum(w tau phi)/sum(w phi); or sum(w tau), confidence ignored.")
     invalid_policy: Literal["drop_sample", "drop_item", "zero_score", "error"] = Field(
         "drop_sample", description="rubric, an item without a score: the answer gets no reward and is not trained on; its other items decide; the item counts 0; fail.")
+    flag_below: float = Field(0.6, ge=0, le=1, description="rubric: items with a mean confidence below this are flagged for review; rewards do not change (0.6 is ours).")
     rm_squash: Literal["auto", "raw", "sigmoid", "minmax"] = Field(
         "auto", description="rubric: scores of reward-model items; auto is raw where the item is the category's only one, else sigmoid.")
     category: str = Field("", description="rubric: category of prompts that have none; an unknown category is always an error.")
@@ -131,8 +133,6 @@ class RewardComponent(StageConfig):
                 values = {**values, "source": Path(values["source"]).read_text("utf-8")}
             except OSError as error:
                 raise ValueError(f"source {values['source']!r} cannot be read ({error.strerror}); write the path of a Python file, or its text") from None
-        if isinstance(values, dict) and values.get("kind") == "rubric":
-            values = {"judge_retries": 3, **values}
         return values
 
     @model_validator(mode="after")
@@ -362,6 +362,9 @@ class Rewards:
             if any(isinstance(v, Verdict) and v.spread is not None for v in column):
                 for one, verdict in zip(scored, column):
                     one.parts[f"{name}/disagreement"] = getattr(verdict, "spread", None)
+        for component in (c for c in self.components if c.tier == "learned"):
+            for one, verdict in zip(scored, results[component.name]):
+                one.parts[f"{component.name}/confidence"] = confidence(component, verdict) if isinstance(verdict, Verdict) else None
         return scored
 
     def _routed(self, rows) -> dict[str, list]:
@@ -373,6 +376,10 @@ class Rewards:
                 column[i] = verdict
             waiting = [i for i in waiting if not settles(component, column[i])]
         return columns
+
+    def total_of(self, parts: dict[str, float | None]) -> Scored:
+        """total and tier of component values that are known already (None = unscorable)."""
+        return self._combine({c.name: Unscorable("no value") if parts.get(c.name) is None else Verdict(parts[c.name]) for c in self.components})
 
     def check(self, prompt_rows: Sequence[dict]) -> None:
         """Refuse prompts that a component can never score, before anything is sampled. Raises ValueError."""
@@ -425,8 +432,13 @@ def settles(component: RewardComponent, verdict) -> bool:
         return False
     if component.tier != "learned":
         return True
+    return confidence(component, verdict) >= component.min_confidence
+
+
+def confidence(component: RewardComponent, verdict: Verdict) -> float:
+    """How sure a reward model is: the probability of its own opinion, max(p, 1 - p) with p = sigmoid(score)."""
     p = verdict.value if component.squash == "sigmoid" else 1.0 / (1.0 + math.exp(-max(-700.0, min(700.0, verdict.value))))
-    return max(p, 1.0 - p) >= component.min_confidence
+    return max(p, 1.0 - p)
 
 
 def combine(parts: dict[str, float | None], weights: dict[str, float], policies: dict[str, str] | str = "skip") -> float | None:
@@ -491,6 +503,8 @@ def _model(rewards: Rewards, component: RewardComponent, rows) -> list:
             out[i] = Verdict(component.no_eos_reward)
         elif not row["completion_text"].strip():
             out[i] = Verdict(component.empty_reward)
+        elif not _text(component, row).strip():  # a thought that never ends has no answer: scored as cut (reward.view)
+            out[i] = Verdict(component.no_eos_reward)
         else:
             positions.append(i)
             ids = list(_prompt_ids(rewards, row)) + list(row["completion_ids"]) if as_ids else None

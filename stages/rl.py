@@ -202,6 +202,9 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
     improve_share: float = Field(0.25, ge=0, le=1, description="That share or probability (0.25 is ours).")
     prior_choice: Literal["best", "random", "worst"] = Field(
         "best", description="Which earlier answer is improved: the best-scored so far, the worst, or any of the last visit.")
+    conditioning: Literal["plain", "sampling"] = Field(
+        "plain", description="What log-probs of ratio and KL are conditioned on where an answer was sampled behind a generation prompt or from an earlier answer: the plain question "
+        "(prompt distillation), or what it was sampled from. Both log-probs are stored.")
     sft_member: Literal["none", "replace", "append"] = Field(
         "none", description="The SFT answer to the prompt (input sft) takes a sample's place in the group, or joins it.")
     sft_in_loss: bool = Field(True, description="SFT members are trained on; false: they only enter the group's mean.")
@@ -299,6 +302,9 @@ def resolve_preset(config: Config):
                          "replay_fraction=0, or preset=topr, offline_is, copg, mdpo or oreo.")
     if config.sft_member == "replace" and config.num_generations < 2:
         raise ValueError("sft_member=replace leaves no sample in groups of one; write sft_member=append or num_generations >= 2")
+    if config.conditioning == "sampling" and (row.objective or row.advantage == "vine" or config.token_norm_scope == "group"):
+        raise ValueError(f"conditioning=sampling trains the answers of a group behind different contexts, which {'token_norm_scope=group' if config.token_norm_scope == 'group' else config.preset} "
+                         "does not allow; write conditioning=plain, or preset=grape")
     if row.advantage == "turn_returns" and not config.environment:
         raise ValueError("advantage=turn_returns credits the turns of trajectories; write environment=tools (or module:Class of your own), or advantage=group_mean.")
     falling = sorted(config.passk_bands, reverse=True) == config.passk_bands and all(0 <= b <= 1 for b in config.passk_bands)
@@ -321,6 +327,9 @@ def resolve_preset(config: Config):
         raise ValueError(f"engine_sleep=true puts vLLM to sleep, but engine={config.engine}; write engine=vllm, or leave engine_sleep out")
     if config.reward_norm.startswith("whiten") and row.scale != "none":
         warnings.append(f"reward_norm={config.reward_norm} on top of scale_rewards={row.scale}: the second cancels the first's scale, write reward_norm=none")
+    if config.preset == "grape_alt":
+        warnings.append("grape_alt is experimental: one unnormalised ratio and clip per sequence is a looser constraint than the token level's and collapses more easily; "
+                        "write preset=grape, or gspo for ratios that do not grow with length")
     if config.reward_override != "none":
         warnings.append(f"reward_override={config.reward_override}: a control experiment, the rewards are not those of the task")
     if config.kl_reward_estimator != "k1" and row.kl_reward_coef:

@@ -46,11 +46,12 @@ class RubricScorer:
         self.settings, self.scorer_ids, scorers = {}, {}, {}
         for item in (item for items in rubric.items.values() for item in items):
             key = f"{item.category}/{item.item_id}"
-            inherited = {k: getattr(component, k) for k in JUDGE_SETTINGS} if item.scorer["kind"] == "judge" else {"view": component.view}
+            inherited = {"view": component.view} | ({k: getattr(component, k) for k in JUDGE_SETTINGS} if item.scorer["kind"] == "judge" else {})
             own = RewardComponent.model_validate({**inherited, **item.scorer, "name": key})
             self.settings[key] = own
             criticised = own.kind == "judge" and item.kind != "verifiable"
-            self.scorer_ids[key] = self._name(own) + (f" after {self._name(self._critic(item, own))}" if criticised else "")
+            self.scorer_ids[key] = self._name(own) + (f" after {self._name(self._critic(item, own))}" if criticised else "") + \
+                (f" on {own.view}" if own.view != "full" else "")
             if own.kind == "model":
                 scorers[key] = self._load(own)
             elif own.kind == "judge":
@@ -82,6 +83,10 @@ class RubricScorer:
             self._loaded[key] = (load_asked if component.kind == "judge" else load_model)(component, self.inputs, self.device)
         return self._loaded[key]
 
+    def rows_at_once(self, total: int, block: int) -> int:
+        """How many of ``total`` rows must be scored in one call: a block, or all of them where a score depends on the others (minmax)."""
+        return max(total, 1) if self.component.rm_squash == "minmax" and any(c.kind == "model" for c in self.settings.values()) else block
+
     # -- items -------------------------------------------------------------------------------------------------------------
     def items(self, rows: Sequence[dict]) -> list[list[dict]]:
         """One record per item of each row's category: category, item_id, item_version, omega, scorer_id, critique, reasoning, score, confidence,
@@ -97,29 +102,30 @@ class RubricScorer:
                 kept = {i: self.known.get((rows[i].get("row_id"), category, item.item_id, item.content, scorer_id)) for i in mine}
                 fresh = [i for i in mine if kept[i] is None]
                 new = [rows[i] for i in fresh]
-                found = self._judged(item, new) if item.scorer["kind"] == "judge" else self._ruled(item, new, len(items) == 1)
+                found = self._judged(item, new) if item.scorer["kind"] == "judge" else self._ruled(item, new)
                 kept |= dict(zip(fresh, found))
+                if item.scorer["kind"] == "model":  # what is kept was squashed among other items and answers
+                    scored = [i for i in mine if kept[i].get("score") is not None]
+                    values = grape.squash([json.loads(kept[i]["raw"])["value"] for i in scored], self.component.rm_squash, len(items) == 1)
+                    kept |= {i: {**kept[i], "score": float(value)} for i, value in zip(scored, values)}
                 for i in mine:
                     out[i].append({**start, **{k: kept[i][k] for k in kept[i] if k in start and k not in ("category", "item_id", "item_version", "omega")}})
         return out
 
-    def _ruled(self, item: Item, rows, alone: bool) -> list[dict]:
-        """Items that a rule or a reward model scores: sure of what it says."""
+    def _ruled(self, item: Item, rows) -> list[dict]:
+        """Items that a rule or a reward model scores: sure of what it says. Scores of a reward model are raw."""
         from stages.rewards import RULES, Unscorable
 
         if not rows:
             return []
         own = self.settings[f"{item.category}/{item.item_id}"]
         found = RULES[own.kind](self.rules, own, rows)
-        model = own.kind == "model"
-        scored = [v.value for v in found if not isinstance(v, Unscorable)]
-        values = iter(grape.squash(scored, self.component.rm_squash, alone) if model else scored)
-        out = []
+        model, out = own.kind == "model", []
         for verdict in found:
             if isinstance(verdict, Unscorable):
                 out.append({"error": verdict.reason})
                 continue
-            value = next(values)
+            value = verdict.value
             raw = json.dumps({"value": verdict.value, "correct": verdict.correct, "extracted": verdict.extracted})
             if not model and not 0.0 <= value <= 1.0:
                 out.append({"error": f"{own.kind} gave {value}, an item's score lies in [0, 1]; use a component with values in that range", "raw": raw})
@@ -135,7 +141,7 @@ class RubricScorer:
 
         own = self.settings[f"{item.category}/{item.item_id}"]
         out: list[dict] = [{} for _ in rows]
-        fields = [{"context": transcript(row["prompt_row"].get("prompt") or []), "response": view(row["completion_text"], self.component.view),
+        fields = [{"context": transcript(row["prompt_row"].get("prompt") or []), "response": view(row["completion_text"], own.view),
                    "criterion": item.criterion, "reference": row["prompt_row"].get("answer")} for row in rows]
         if item.kind == "verifiable":
             for record, values in zip(out, fields):
@@ -151,12 +157,13 @@ class RubricScorer:
                 if not critique.strip():
                     record["error"] = "the critic wrote nothing, or the request is longer than it can read"
             requests = [SCORE_WITH_CRITIQUE.format(critique=c, **values) for values, c in zip(fields, critiques)]
-        waiting = {i: requests[i] for i, record in enumerate(out) if "error" not in record}
+        waiting, replies = {i: requests[i] for i, record in enumerate(out) if "error" not in record}, [[] for _ in out]
         for attempt in range(own.judge_retries + 1):
             said = dict(zip(waiting, self._ask(own, list(waiting.values()))))
             for i, text in said.items():
                 parsed, error = grape.parse_item(text)
-                out[i].update(parsed or {}, raw=text, attempt=attempt, error=error)
+                replies[i].append(text)
+                out[i].update(parsed or {}, raw=json.dumps(replies[i], ensure_ascii=False), attempt=attempt, error=error)
             waiting = {i: request + AGAIN.format(error=out[i]["error"]) for i, request in waiting.items() if out[i]["error"]}
             if not waiting:
                 break
@@ -209,9 +216,11 @@ def score_rows(sample_row: dict, items: Sequence[dict], batch: int | None = None
                          source=sample_row["source"], origin="ai") for item in items]
 
 
-def rubric_metrics(items_of: Sequence[Sequence[dict]], values: Sequence[float | None]) -> dict[str, float]:
-    """Per category: mean, std and maximum of R, share of samples with an item that could not be scored, mean score and phibar of every item."""
+def rubric_metrics(items_of: Sequence[Sequence[dict]], values: Sequence[float | None], flag_below: float = 0.6) -> dict[str, float]:
+    """Per category: mean, std and maximum of R, share of samples with an item that could not be scored, mean score, phibar and unscored share of every
+    item; over all: categories without any confidence, items below ``flag_below``."""
     out: dict[str, float] = {}
+    flagged = []
     for category in dict.fromkeys(items[0]["category"] for items in items_of if items):
         own = [(items, v) for items, v in zip(items_of, values) if items and items[0]["category"] == category]
         got = [v for _, v in own if v is not None and math.isfinite(v)]
@@ -223,20 +232,25 @@ def rubric_metrics(items_of: Sequence[Sequence[dict]], values: Sequence[float | 
         phi = 0.0
         for k, item in enumerate(own[0][0]):
             scored = [items[k] for items, _ in own if items[k]["score"] is not None]
+            out[f"{head}/{item['item_id']}/invalid_fraction"] = 1.0 - len(scored) / len(own)
+            flagged.append(not scored or math.fsum(i["confidence"] for i in scored) / len(scored) < flag_below)
             if scored:
                 out[f"{head}/{item['item_id']}/score"] = math.fsum(i["score"] for i in scored) / len(scored)
                 out[f"{head}/{item['item_id']}/confidence"] = math.fsum(i["confidence"] for i in scored) / len(scored)
                 phi += out[f"{head}/{item['item_id']}/confidence"]
         out[f"{head}/zero_confidence"] = float(phi == 0.0)
+    if flagged:
+        out |= {"rubric/flagged_items": float(sum(flagged)), "rubric/zero_confidence": sum(v for name, v in out.items() if name.endswith("/zero_confidence"))}
     return out
 
 
-def write_review(stage, scores: str = "rubric_scores", threshold: float = 0.6) -> list[dict]:
+def write_review(stage, scores: str = "rubric_scores") -> list[dict]:
     """The item review of a finished ``rubric_scores/1`` output: dataset ``rubric_confidence``, report ``rubric items`` and warnings."""
     from stages.reports import document, markdown_table, sample_table
     from storage.datasets import open_dataset
     from storage.schema import complete_row
 
+    threshold = next(c.flag_below for c in stage.config.rewards if c.kind == "rubric")
     rows = list(open_dataset(str(stage.workdir / "out" / scores)).iter_rows())
     found = grape.review([{**row, "sample": row["sample_row_id"], "question": (row["prompt_id"], row["batch_id"])} for row in rows], threshold)
     writer = stage.writer("rubric_confidence", "rubric_confidence/1")

@@ -10,9 +10,9 @@ A rubric file is YAML or JSON::
           - {id: right, kind: verifiable, criterion: The final answer is right., weight: 0.6, scorer: verifier}
           - {id: clear, kind: non_verifiable, criterion: The steps can be followed., weight: 0.4, scorer: {kind: judge, endpoint: ...}}
 
-or JSON Lines with one item (and its category) per line. A scorer is a reward component (``stages.rewards``) of any kind but rubric: rules
-and verifiers, a reward model, or a judge. ``sub_items`` split an item (atomisation): they and the rest of the item share its weight.
-An item's version ends in a digest of all that its scores depend on, so an edited item never passes for the old one.
+or JSON Lines with one item (and its category) per line. A scorer is a reward component (``stages.rewards``) that scores one answer by itself: a
+rule or verifier, a reward model, or a judge. ``sub_items`` split an item (atomisation): they and the rest of the item share its weight, equally
+or by weights of their own. An item's version ends in a digest of all that its scores depend on, so an edited item never passes for the old one.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ CRITICS = {
                   "closed). Write a short overall summary; then for each of the five the quoted line, the problem and a corrected example in code; then a "
                   "closing recommendation. No condescension; where code is exemplary, praise it and name the conventions it follows.",
 }
+NO_SCORERS = ("rubric", "majority", "debate", "group_preference", "icdpo")  # compare answers, or need more than the answer and its prompt
+NOT_OF_ITEMS = ("weight", "tier", "blend", "on_missing", "judge_mode", "judge_prompt")  # settings of whole rewards
 _KEYS = ("id", "item_id", "kind", "criterion", "weight", "omega", "scorer", "critic", "critique_prompt", "critique_prompt_id", "version", "sub_items",
          "residual", "category", "generation_prompt", "improvement_prompt", "parent_item_id")
 
@@ -227,6 +229,16 @@ def _atomised(item: dict, where: str, version: str, problems: list[str]) -> list
         problems.append(f"{where}: sub_items is no list; write sub_items: [{{id: ..., criterion: ..., scorer: ...}}]")
         return []
     shares, rest = atomise_weights(float(item["weight"]), len(item["sub_items"]), item.get("residual", True))
+    own = [sub.get("weight", sub.get("omega")) if isinstance(sub, dict) else None for sub in item["sub_items"]]
+    if any(w is not None for w in own):
+        if any(isinstance(w, bool) or not isinstance(w, (int, float)) or not w >= 0 for w in own):
+            problems.append(f"{where}: some sub_items have a weight >= 0 and some have not; write one for each, or none and they share {item['weight']:g} equally")
+            return []
+        shares, rest = own, item["weight"] - sum(own)
+        if rest < -1e-9 or (rest > 1e-9 and not item.get("residual", True)):
+            problems.append(f"{where}: the weights of sub_items sum to {sum(own):g} and share the item's {item['weight']:g}; write at most that, and all of it with residual: false")
+            return []
+        rest = rest if rest > 1e-9 else 0.0
     rows = []
     for number, (sub, share) in enumerate(zip(item["sub_items"], shares), 1):
         rows += _item_rows(sub, f"{where}, sub-item {number}", version, problems, share, item)
@@ -248,15 +260,20 @@ def _component(given, where: str, problems: list[str]) -> dict:
     if not isinstance(given, dict):
         problems.append(f"{where}: write the kind of a reward component, such as verifier, or its settings")
         return {}
-    if given.get("kind") == "rubric":
-        problems.append(f"{where}: a rubric cannot score an item of a rubric; write verifier, judge, model, regex, constraints, code or python")
+    if given.get("kind") in NO_SCORERS:
+        problems.append(f"{where}: kind {given['kind']} cannot score an item of a rubric; write verifier, judge, model, regex, constraints, code or python")
+        return {}
+    unread = [name for name in NOT_OF_ITEMS if name in given]
+    if unread:
+        problems.append(f"{where}: {', '.join(unread)} would not be read; the item has the weight, its criterion is what a judge is asked about, and the reward component "
+                        f"of kind rubric has tier, blend and on_missing")
         return {}
     try:
-        RewardComponent.model_validate(given)
+        checked = RewardComponent.model_validate(given)
     except ValidationError as error:
         problems += [f"{where}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         return {}
-    return dict(given)
+    return {**given, **({"source": checked.source} if checked.source else {})}  # the text of a function, not where it lies: another text is another version
 
 
 # -- ingestion -------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ PANELS = ("reward/mean", "validation/reward/mean", "train/correct", "kl/sequence
           "validation/accuracy",
           "rewards/margins", "train/grad_norm")
 #: Settings that change what a held-out score measures.
+SCORERS = ("rubric", "judge", "reward_model", "gold")  # inputs that do too
 HELD_OUT_SETTINGS = ("rewards", "eval_prompts", "max_completion_length", "max_prompt_length", "temperature", "top_p", "top_k", "min_p", "stop_strings")
 
 
@@ -34,14 +35,16 @@ def last_pass(records: Sequence[dict]) -> list[dict]:
     return [r for r in records if r["step"] == newest]
 
 
-def held_out(a: Sequence[dict], b: Sequence[dict], configs: tuple[dict, dict]) -> tuple[list[dict], str | None]:
+def held_out(a: Sequence[dict], b: Sequence[dict], configs: tuple[dict, dict], inputs: tuple[dict, dict] = ({}, {})) -> tuple[list[dict], str | None]:
     """(rows {metric, a, b, difference b - a, low, high, p, prompts}, note) over the last validation pass of both runs, paired per prompt.
 
-    The note says why there are no rows: settings that differ in what is measured, or no shared prompts.
+    inputs: what both runs were given, {name: {"digest"}}. The note says why there are no rows: settings or scorers that differ in what is measured
+    (another version of a rubric: GRAPE-OPS), or no shared prompts.
     """
     from stages.evaluation.scores import paired
 
     changed = [name for name in HELD_OUT_SETTINGS if configs[0].get(name) != configs[1].get(name)]
+    changed += [f"input {name}" for name in SCORERS if (inputs[0].get(name) or {}).get("digest") != (inputs[1].get(name) or {}).get("digest")]
     if changed:
         return [], f"held-out scores are not set side by side: the runs measured them with different {', '.join(changed)}"
     found = []

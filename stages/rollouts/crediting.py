@@ -8,6 +8,7 @@ Legend: B completions, group after group; T token columns.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,6 +45,7 @@ class Scored:
     batch: Batch
     credit: Credit
     trained_B: np.ndarray
+    plain: list[list[float]]                  # log-probs of the policy behind the plain question; ``old`` unless conditioning=sampling
     items: list[Item] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -87,9 +89,11 @@ class Crediting:
                 out[i, : len(r)] = r
             return out
 
-        items = [make_item(g.prompt["row_id"], g.ids, [s.ids for s in g.samples], [s.action_mask for s in g.samples]) for g in groups]
+        items = [make_item(g.prompt["row_id"], ids, [s.ids for s in own], [s.action_mask for s in own]) for g in groups for ids, own in contexts_of(g)]
         sampled = [s.logps for s in samples]
-        old = self._old_logps(groups, samples, sampled, items)
+        old = plain = self._old_logps(groups, samples, sampled, items)
+        if any(s.context_ids is not None for s in samples):
+            plain = self.logps(self.policy.model, [make_item(g.prompt["row_id"], g.ids, [s.ids for s in g.samples], [s.action_mask for s in g.samples]) for g in groups])
         weights = self._importance_weights(padded(old), padded(sampled), mask) if config.importance_correction != "none" else None
         ref = None
         if row.needs_reference or config.monitor_kl:
@@ -101,9 +105,9 @@ class Crediting:
         rewards, bootstrap, kept = self._truncated(samples, overlong, after)
         metrics = rollout_metrics(samples, rewards, group_of)
         if self.members.component:
-            metrics |= rubric_metrics([s.items for s in samples], [s.parts.get(self.members.component.name) for s in samples])
+            metrics |= rubric_metrics([s.items for s in samples], [s.parts.get(self.members.component.name) for s in samples], self.members.component.flag_below)
         if self.members.active:
-            metrics |= self.members.metrics(samples, old)
+            metrics |= self.members.metrics(samples, plain)
         if cache:
             metrics["reward/overlong"] = float(overlong.mean())
         kl = None
@@ -137,7 +141,7 @@ class Crediting:
             metrics |= off_policy_metrics([g.version for g in groups], version, sampled, old)
         elif old is not sampled and all(logps is not None for logps in sampled):
             metrics |= self._mismatch(samples, old)
-        scored = Scored(samples, group_at, sampled, old, ref, values, weights, overlong, batch, credit, trained, metrics=metrics)
+        scored = Scored(samples, group_at, sampled, old, ref, values, weights, overlong, batch, credit, trained, plain, metrics=metrics)
         scored.items = self._items(scored, items)
         self.frozen_logps = _digest(scored.items)
         return scored
@@ -309,6 +313,11 @@ class Crediting:
 
 def _digest(items: list[Item]) -> int:
     return hash(tuple(v for i in items for row in i.extra["old_logps"] for v in row))
+
+
+def contexts_of(group: Group) -> list[tuple[list[int], list[Sample]]]:
+    """The group's completions in order, those together that are trained behind the same ids."""
+    return [(ids, list(own)) for ids, own in itertools.groupby(group.samples, lambda s: s.context_ids if s.context_ids is not None else group.ids)]
 
 
 def trajectory_metrics(config, policy: PolicySampler, samples: list[Sample]) -> dict[str, float]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from stages.algorithms import RLPreset
 from stages.estimators import fill_informative, informative_groups, is_constant
-from stages.generation import Sample, sample_groups, score, warn_of_failures
+from stages.generation import Sample, regrade, sample_groups, score, warn_of_failures
 from stages.members import Members
 from stages.rollouts.policy import PolicySampler
 
@@ -57,6 +57,8 @@ class GroupSampler:
         found = fill_informative(lambda seen: self.sample(take(n), iteration, version, seen // seats), self.no_signal if dynamic else lambda group: None,
                                  wanted * seats, self.config.max_num_gen_batches)
         dropped = found["dropped"] + [(group, "surplus") for group in found["surplus"]]
+        if found["batches"] > 1 and self.config.reward_override == "none":
+            regrade(self.rewards, [s for group in [*found["kept"], *(g for g, _ in dropped)] for s in group.samples])
         metrics = {"rollout/failed_rows": float(self.failed_rows)} if self.failed_rows else {}
         if dynamic:
             metrics |= {"groups/generation_batches": float(found["batches"]), "groups/filter_rate": found["filter_rate"],

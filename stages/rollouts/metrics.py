@@ -33,7 +33,8 @@ def rollout_metrics(samples: Sequence[Sample], rewards, group_of) -> dict[str, f
     if totals:
         out["reward/raw"] = float(np.mean(totals))
     for tier in sorted({s.tier for s in samples if s.tier}):
-        out[f"reward/tier_{tier}"] = float(np.mean([s.tier == tier for s in samples]))
+        own = [s.total for s in samples if s.tier == tier and np.isfinite(s.total)]
+        out |= {f"reward/tier_{tier}": float(np.mean([s.tier == tier for s in samples])), **({f"reward/tier_{tier}_mean": float(np.mean(own))} if own else {})}
     for name in samples[0].parts:
         values = [s.parts[name] for s in samples if s.parts.get(name) is not None]
         if values:

@@ -43,6 +43,7 @@ class Rollouts:
         self.steps_per_batch = row.num_iterations * config.num_minibatches
         self.total_steps = config.max_steps
         members = self.members = Members(stage, renderer, rewards)
+        members.check(prompts)
         self.opponent = opponent_for(stage, row, self.policy, reference)
         self.order = PromptOrder(config, prompts, stage.rng, self.total_steps)
         self.groups = GroupSampler(stage, row, self.policy, rewards, members, self.opponent)

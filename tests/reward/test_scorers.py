@@ -211,11 +211,21 @@ def test_a_local_model_rates_and_compares(tiny):
     assert all(s.total is None and s.reasons["judge"] for s in scored), "a model that knows nothing gives no verdict, and no verdict is no reward"
 
 
+def test_an_answer_that_was_never_reached_is_scored_as_cut(tiny):
+    """view=answer_only of a thought without end is empty (reward.view): the reward model does not see it."""
+    renderer = renderer_for(tiny["policy"])
+    component = RewardComponent(kind="model", view="answer_only", no_eos_reward=-7.0, empty_reward=-9.0)
+    rows = [sampled(renderer, ASKED[0].prompt, text) for text in ("<think>and so on", "<think>so</think>4", " ")]
+    found = [s.total for s in build_rewards([component], {"reward_model": tiny["reward"]}, renderer=renderer).score(rows)]
+    assert found[0] == -7.0 and found[1] not in (-7.0, -9.0) and found[2] == -9.0
+
+
 def test_verdicts_are_asked_in_both_orders_and_again_when_unreadable():
     judge = judging.Judge(Scripted(), "verdict")
     pairs = [(ASKED[0], ASKED[1]), (ASKED[2], ASKED[3])]
     judge.asked.said = ["[[A]]", "hm", "[[B]]", "[[A]]", "[[B]] and so [[B]]"]
-    assert judge.verdicts(pairs) == [1.0, 0.0] and [a for a, _ in judge.asked.asked] == [0, 1] and len(judge.asked.asked[1][1]) == 1
+    assert judge.verdicts(pairs) == [1.0, 0.0] and [a for a, _ in judge.asked.asked] == [0, 0] and len(judge.asked.asked[1][1]) == 1
+    assert judge.asked.asked[1][1][0] == judge.asked.asked[0][1][1] + judging.AGAIN, "asked again with what was wrong, at temperature 0"
     assert judge.verdicts(pairs) == [1.0, 0.0] and len(judge.asked.asked) == 2, "what was asked is kept"
     silent = judging.Judge(Scripted(["?"] * 6), "verdict", retries=2)
     assert silent.verdicts(pairs[:1]) == [None] and silent.unparsed == 2

@@ -109,7 +109,7 @@ def test_atomised_items_share_their_parents_weight_and_versions_follow_the_conte
 def test_an_unknown_category_is_an_error(tmp_path):
     rewards = scorer_of(tmp_path, [{**LETTERS, "weight": 1}])
     rewards.check([{"prompt_id": "p", "category": "c"}])
-    with pytest.raises(grape.RubricError, match="category 'poetry', for which there is no rubric; the rubric's categories are c"):
+    with pytest.raises(ConfigError, match="category 'poetry', for which there is no rubric; the rubric's categories are c"):
         rewards.check([{"prompt_id": "p", "category": "poetry"}])
     named = scorer_of(tmp_path, [{**LETTERS, "weight": 1}], {"category": "c"})
     named.check([{"prompt_id": "p", "category": None}])
@@ -123,6 +123,34 @@ def test_a_code_critic_is_built_in(tmp_path, judge):
     assert all(word in judge.seen[0]["messages"][0]["content"] for word in ("readability", "naming", "comments", "modularity", "robustness", "quoted line", "x = 1", "PEP 8"))
     with pytest.raises(grape.RubricError, match="no built-in critique prompt 'style'; write one of general, code_style"):
         scorer_of(tmp_path, [{**item, "critique_prompt_id": "style"}])
+
+
+def test_scorers_and_sub_items_are_read_as_written_or_refused(tmp_path):
+    """A function's text is part of an item's version; sub-items may weigh differently; what an item cannot use is refused before anything is scored."""
+    file, source = tmp_path / "r.json", tmp_path / "score.py"
+
+    def read(*items):
+        file.write_text(json.dumps({"categories": {"c": {"items": items}}}))
+        return rubrics.read_rubric(str(file))
+
+    own, versions = {"id": "own", "kind": "verifiable", "criterion": "Own.", "weight": 1.0, "scorer": {"kind": "python", "source": str(source)}}, []
+    for value in (1.0, 0.0):
+        source.write_text(f"def score(prompt, completion, answer):\n    return {value}\n")
+        (row,) = read(own)
+        versions.append(row["version"])
+        assert "return" in row["settings_json"] and str(source) not in row["settings_json"]
+    assert versions[0] != versions[1]
+    parts = [{"id": "a", "criterion": "A.", "weight": 0.5, "scorer": "code"}, {"id": "b", "criterion": "B.", "weight": 0.2, "scorer": "code"}]
+    parent = {"id": "edge", "kind": "non_verifiable", "criterion": "Edges.", "weight": 1.0, "sub_items": parts}
+    assert [(r["item_id"], r["omega"]) for r in read(parent)] == [("a", 0.5), ("b", 0.2), ("edge.rest", pytest.approx(0.3))]
+    for items, why in (([{**parent, "sub_items": [parts[0], {**parts[1], "weight": 0.7}]}], "sum to 1.2 and share the item's 1; write at most that"),
+                       ([{**parent, "residual": False}], "all of it with residual: false"),
+                       ([{**parent, "sub_items": [parts[0], {k: v for k, v in parts[1].items() if k != "weight"}]}], "write one for each, or none"),
+                       ([{**own, "scorer": "majority"}], "kind majority cannot score an item"), ([{**own, "scorer": {"kind": "icdpo"}}], "kind icdpo cannot score an item"),
+                       ([{**own, "scorer": {"kind": "verifier", "weight": 3.0}}], "weight would not be read"),
+                       ([{**own, "scorer": {"kind": "judge", "judge_prompt": "{a}?"}}], "judge_prompt would not be read")):
+        with pytest.raises(grape.RubricError, match=why):
+            read(*items)
 
 
 # -- scoring ---------------------------------------------------------------------------------------------------------------
@@ -149,7 +177,8 @@ def test_judged_items_get_a_critique_and_unreadable_scores_are_asked_for_again(t
     phi = np.array([(0.8 + 0.4) / 2, (0.7 + 0.5) / 2])
     assert good.total == pytest.approx(2 * 0.5 * float(phi @ [1, 0.75]) / phi.sum()) and bad.total == pytest.approx(float(phi @ [0, 0.25]) / phi.sum())
     assert {b["model"] for b in judge.seen if b["messages"][0]["content"].startswith("Be a critic.")} == {"critic"} and all(b["temperature"] == 0 for b in judge.seen)
-    assert "42" in judge.seen[0]["messages"][0]["content"] and len(judge.seen) == 2 + 2 + 2 + 1
+    assert "42" in judge.seen[0]["messages"][0]["content"] and len(judge.seen) == 2 + 2 + 2 + 1 and {b["max_tokens"] for b in judge.seen} == {2048}
+    assert json.loads(bad.items[1]["raw"]) == ["Reasoning: hm\nScore: 2\nConfidence: 0.5", "Reasoning: better\nScore: 0.25\nConfidence: 0.5"], "every reply is kept"
     rewards.score([asked("good", answer="42")])
     assert len(judge.seen) == 7, "what was asked is kept"
     missing = rewards.score([asked("good", answer=None)])[0]
@@ -169,6 +198,155 @@ def test_what_cannot_be_scored_follows_the_policy(tmp_path, judge):
         scorer_of(tmp_path, items, {"endpoint": judge.url, "endpoint_model": "m", "invalid_policy": "error"}).score([asked("xa", answer="1")])
 
 
+def test_an_items_view_decides_what_its_judge_sees(tmp_path, judge):
+    """The item's own view, else the reward component's; another view is another scorer, so that scores under the old one are not kept."""
+    judge.reply = lambda text: "Reasoning: r\nScore: 1\nConfidence: 0.5"
+    item = {"id": "safe", "kind": "verifiable", "criterion": "Safe.", "weight": 1.0, "scorer": {"kind": "judge", "view": "answer_only"}}
+    server = {"endpoint": judge.url, "endpoint_model": "m"}
+    names = []
+    for scorer, view, hidden in ((item["scorer"], "full", True), ("judge", "answer_only", True), ("judge", "full", False)):
+        judge.seen.clear()
+        (scored,) = scorer_of(tmp_path, [{**item, "scorer": scorer}], {**server, "view": view}).score([asked("<think>secret</think>shown", answer="1")])
+        text = judge.seen[0]["messages"][0]["content"]
+        assert "shown" in text and ("secret" not in text) == hidden
+        names.append(scored.items[0]["scorer_id"])
+    assert names == ["judge/m on answer_only", "judge/m on answer_only", "judge/m"]
+
+
+def test_a_reward_model_is_no_judge(tiny, tmp_path):
+    """transformers would give it a random head; its opinions would be noise."""
+    from stages.modeling import ModelError
+
+    item = {"id": "deep", "kind": "verifiable", "criterion": "Deep.", "weight": 1.0, "scorer": "judge"}
+    with pytest.raises(ModelError, match="ForSequenceClassification, which writes nothing, so it cannot judge; give a language model .judge=MODEL_REF."):
+        scorer_of(tmp_path, [item], inputs={"reward_model": tiny["reward"]})
+    with pytest.raises(ModelError, match="cannot judge"):
+        build_rewards([RewardComponent(kind="judge")], {"reward_model": tiny["reward"]})
+
+
+def test_a_local_judge_writes_as_much_as_it_has_positions_for(tiny, monkeypatch):
+    from stages import judge as module
+    from stages.reward_heads import RewardCard
+
+    local = module.LocalJudge(tiny["policy"], RewardCard())
+    room = local.reader.room - len(local.reader.instruction("Rate it."))
+    assert room < 2048
+    (said,) = local.answers(["Rate it."], 2048, 0)
+    (short,) = local.answers(["Rate it."], 8, 0)
+    assert said and said.startswith(short), "more tokens than the model has positions for are not asked for"
+    monkeypatch.setattr(module, "SHORTEST_ANSWER", room + 1)
+    assert local.answers(["Rate it."], 2048, 0) == [""], "no place for an answer"
+
+
+def test_kept_scores_of_a_reward_model_are_squashed_anew():
+    """An only item is raw; beside others, and by minmax over other answers, the same raw value is another score."""
+    from types import SimpleNamespace
+
+    from stages.rubric_reward import RubricScorer
+
+    item = rubrics.Item("c", "liked", "v-1", "rm", "Liked.", 0.5, {"kind": "model"})
+    kept = {("r0", "c", "liked", "1", "model"): {"score": 3.0, "confidence": 1.0, "raw": json.dumps({"value": 3.0})},
+            ("r1", "c", "liked", "1", "model"): {"score": -1.0, "confidence": 1.0, "raw": json.dumps({"value": -1.0})}}
+    scorer = RubricScorer.__new__(RubricScorer)
+    scorer.known, scorer.scorer_ids, scorer._ruled = kept, {"c/liked": "model", "c/rule": "regex"}, lambda item, rows: [{"score": 1.0, "confidence": 1.0}] * len(rows)
+    rows = [{"row_id": f"r{k}", "prompt_row": {"category": "c"}} for k in range(2)]
+    rule = rubrics.Item("c", "rule", "v-2", "verifiable", "Rule.", 0.5, {"kind": "regex"})
+    for items, mode, expected in (([item], "auto", [3.0, -1.0]), ([item, rule], "auto", [1 / (1 + np.exp(-3.0)), 1 / (1 + np.exp(1.0))]), ([item, rule], "minmax", [1.0, 0.0])):
+        scorer.rubric, scorer.component = rubrics.Rubric({"c": items}), SimpleNamespace(category="", rm_squash=mode)
+        assert [found[0]["score"] for found in scorer.items(rows)] == pytest.approx(expected), mode
+
+
+def test_confidences_of_several_calls_are_averaged_over_all_their_samples(tmp_path, judge):
+    """Batches of dynamic sampling: the rewards are those of one call with everything (GRAPE-REWARD)."""
+    from stages.generation import Sample, regrade, score
+
+    items = [{"id": k, "kind": "verifiable", "criterion": f"Is {k}.", "weight": w, "scorer": "judge"} for k, w in (("one", 0.7), ("two", 0.3))]
+
+    def reply(text):  # sure of the first answers' item one, and of the last ones' item two
+        early, one = "[Response]\na" in text, "Is one." in text
+        return f"Reasoning: r\nScore: {0.9 if one else 0.2}\nConfidence: {0.9 if early == one else 0.3}"
+
+    judge.reply = reply
+    rewards = scorer_of(tmp_path, items, {"endpoint": judge.url, "endpoint_model": "m"})
+    rewards.components.append(RewardComponent(kind="regex", pattern="b", weight=0.5))
+    prompt = {"row_id": "q", "prompt_id": "q", "prompt": user("why?"), "category": "c", "answer": "1"}
+
+    def samples(texts):
+        return [Sample(prompt, [1], k, [2], [0.0], "eos", text) for k, text in enumerate(texts)]
+
+    together, apart = samples(["a1", "a2", "b1"]), samples(["a1", "a2", "b1"])
+    score(rewards, together)
+    score(rewards, apart[:2])
+    score(rewards, apart[2:])
+    before = [s.total for s in apart]
+    regrade(rewards, apart)
+    assert [s.total for s in apart] == pytest.approx([s.total for s in together]) and before != pytest.approx([s.total for s in together])
+    assert [s.parts["rubric"] for s in apart] == pytest.approx([s.parts["rubric"] for s in together])
+
+
+def test_the_monitors_count_what_is_invalid_unsure_and_flagged():
+    from stages.rubric_reward import rubric_metrics
+
+    def scored(name, score, confidence):
+        return {"category": "c", "item_id": name, "score": score, "confidence": confidence}
+
+    rows = [[scored("a", 1.0, 0.9), scored("b", None, None)], [scored("a", 0.0, 0.9), scored("b", 0.5, 0.5)]]
+    found = rubric_metrics([*rows, [{**scored("z", 1.0, 0.0), "category": "d"}]], [None, 0.3, 1.0])
+    assert found["rubric/c/a/invalid_fraction"] == 0.0 and found["rubric/c/b/invalid_fraction"] == 0.5 and found["rubric/c/invalid_fraction"] == 0.5
+    assert found["rubric/flagged_items"] == 2.0 and found["rubric/zero_confidence"] == 1.0 and found["rubric/c/max"] == 0.3
+    assert rubric_metrics(rows, [None, 0.3], flag_below=0.4)["rubric/flagged_items"] == 0.0 and rubric_metrics([], []) == {}
+
+
+def test_the_share_of_improved_answers_is_one_of_the_whole_group():
+    """An SFT answer in a sample's place does not make it smaller; at most what is sampled is improved."""
+    from types import SimpleNamespace
+
+    from stages.members import Members
+
+    members = Members.__new__(Members)
+    members.rubric, members.component, members.prior = rubrics.Rubric({"c": []}), SimpleNamespace(category="c"), {"r": {"text": "a", "feedback": "f"}}
+    members.renderer = SimpleNamespace(prompt_ids=lambda messages: [1])
+    for share, count, expected in ((0.25, 8, 2), (0.25, 7, 2), (1.0, 7, 7)):
+        members.config = SimpleNamespace(mode_mix="share", improve_share=share, num_generations=8, max_prompt_length=9)
+        assert members._improve({"row_id": "r", "prompt": user("q"), "category": None}, count, 1, 0)[0] == expected
+
+
+def test_an_evaluation_averages_confidences_over_all_its_answers_whatever_the_chunk():
+    from types import SimpleNamespace
+
+    from stages.evaluate import Plan
+
+    plan = Plan.__new__(Plan)
+    plan.prompts, plan.pairs = [1, 2, 3, 4, 5], [1, 2, 3]
+    for settings, expected in (({}, [5, 2, 1]), ({"rubric_normalizer": "plain"}, [2, 2, 1, 2, 1]), ({"rubric_normalizer": "plain", "rm_squash": "minmax"}, [5, 2, 1])):
+        plan.config = SimpleNamespace(chunk=2, rewards=[RewardComponent(kind="rubric", **settings)])
+        assert [len(part) for _, part in plan.units()] == expected
+
+
+def test_rewards_of_different_rubrics_are_not_compared(monkeypatch):
+    """By the stage compare, by `posttrain compare`, and among held-out scores of two runs; what does not come from the rubric is."""
+    from flows import compare as command
+    from stages.compare import require_same_scorers
+    from stages.run_comparison import HELD_OUT_SETTINGS, held_out
+
+    graders = [{"name": "rubric", "kind": "rubric"}, {"name": "rule", "kind": "verifier"}]
+    metas = {name: {"protocol": {"graders": graders}, "scorers": {"rubric": name}} for name in "ab"}
+    with pytest.raises(ConfigError, match="reward/rubric was measured with different inputs rubric"):
+        require_same_scorers("reward/rubric", metas)
+    for metric, own in (("reward/rule", metas), ("accuracy", metas), (None, metas), ("reward/rubric", {"a": metas["a"], "c": metas["a"]})):
+        require_same_scorers(metric, own)
+    config = dict.fromkeys(HELD_OUT_SETTINGS, 1)
+    given = tuple({"rubric": {"digest": name}} for name in "ab")
+    assert held_out([], [], (config, config), given)[1].endswith("with different input rubric")
+    records = {name: {"rl": {"stage": "rl", "key": "k", "config": {}, "inputs": own, "metrics": {"last/reward/mean": 1.0, "last/rubric/c/mean": 1.0, "last/kl/sequence_sum": 2.0}}}
+               for name, own in zip("ab", given)}
+    monkeypatch.setattr(command, "load", records.get)
+    found = command.compare("a", "b")
+    assert [row["metric"] for row in found["metrics"]] == ["last/kl/sequence_sum"] and "stage rescore" in found["notes"][0]
+    records["b"]["rl"]["inputs"] = given[0]
+    assert len(command.compare("a", "b")["metrics"]) == 3
+
+
 def test_degenerate_rewards():
     weights = {"c": [0.5, 0.5], "d": [1.0]}
     reward, phibar, zero = grape.rewards([[None, None], [None, None], [1.0]], [[None, None], [None, None], [0.5]], ["c", "c", "d"], weights)
@@ -180,7 +358,9 @@ def test_degenerate_rewards():
     assert grape.squash([2.0, 4.0], "auto", True) == [2.0, 4.0] and grape.squash([0.0], "auto", False) == [0.5] and grape.squash([3.0, 3.0], "minmax", False) == [0.5, 0.5]
     assert grape.num_improve(8, 0.25, 3, True, [0.1, 0.3, 0.2, 0.9, 0.9, 0.9, 0.9, 0.9]) == 2 and grape.num_improve(3, 0.25, 1, True) == 0
     for text, why in (("", "empty"), ('{"score": 1, "reasoning": "x", "confidence": 1}', "order"), ('{"reasoning": "x", "score": true, "confidence": 1}', "numbers"),
-                      ("Reasoning: Score: 1\nConfidence: 1", "own line"), ('{"reasoning"', "JSON")):
+                      ("Reasoning: Score: 1\nConfidence: 1", "own line"), ('{"reasoning"', "JSON"), ('{"reasoning": null, "score": 1, "confidence": 1}', "text"),
+                      ("Reasoning: a\nScore: 1\nConfidence: 1\nScore: 0\nConfidence: 1", "once"), ("Reasoning: a\nScore: 1\nConfidence: 0.5, I think", "nothing behind"),
+                      ("Reasoning: a" + "\n" * 20_000 + "x", "each once")):  # a judge that goes on for ever costs no more than its tokens
         assert grape.parse_item(text)[0] is None and why in grape.parse_item(text)[1]
     assert grape.parse_item('```json\n{"reasoning": "x", "score": 1, "confidence": 0.5}\n```')[0] == {"reasoning": "x", "score": 1.0, "confidence": 0.5}
 
@@ -264,8 +444,47 @@ def test_improved_and_sft_answers_join_the_groups(tiny, prompts, rubric, spec, t
         if r["off_policy"]:
             assert list(r["logp_plain_prompt"]) == list(r["logp_old"])
             assert r["logp_rollout"] is None or list(r["logp_rollout"]) != pytest.approx(plain, abs=1e-4)
+    for more, document_of, why in (({}, "be brief and kind " * 60, "write a shorter generation_prompt, or max_prompt_length="), ({"prompt_template": "none"}, "Be brief.", "prompt_template=chat"),
+                                   ({"environment": "tools"}, "Be brief.", "leave generation_prompt out of the rubric")):
+        document["categories"]["double"]["generation_prompt"] = document_of
+        with pytest.raises(ValueError, match=why):
+            execute(spec("rl", {**GRAPE, **more}, {"model": tiny["policy"], "data": prompts, "rubric": rubric(document, f"gen-{len(more)}{len(document_of)}{len(why)}"),
+                                                   "reward_model": tiny["reward"]}, f"refused-{len(why)}"), silent)
     with pytest.raises(ValueError, match="mode_mix=fresh"):
         execute(spec("rl", {**config, "rewards": [{"kind": "length"}]}, {"model": tiny["policy"], "data": prompts, "sft": answers}, "norubric"), silent)
+
+
+def test_answers_can_be_trained_behind_what_they_were_sampled_from(tiny, prompts, rubric, spec):
+    """conditioning=sampling: old log-probs are those behind the context, those behind the plain question are kept; the first ratios are 1 (the stage checks)."""
+    import torch
+
+    from stages.modeling import load_policy
+
+    document = json.loads(json.dumps(RUBRIC))
+    document["categories"]["double"]["generation_prompt"] = "Be brief."
+    config = {**GRAPE, "mode_mix": "share", "improve_share": 0.5, "conditioning": "sampling", "max_steps": 2}
+    inputs = {"model": tiny["policy"], "data": prompts, "rubric": rubric(document), "reward_model": tiny["reward"]}
+    made = spec("rl", config, inputs, "behind")
+    rollouts = [{**r, **json.loads(r["extra_json"])} for r in rows_of(execute(made, silent), "rollouts")]
+    plain = {r["prompt_id"]: list(r["prompt_ids"]) for r in rollouts if r["sampling_prompt_id"] is None}
+    assert {r["mode"] for r in rollouts} == {"fresh", "improve"} and not any(r["off_policy"] for r in rollouts)
+    assert all((list(r["prompt_ids"]) == plain.get(r["prompt_id"])) == (r["sampling_prompt_id"] is None) for r in rollouts)
+    model = load_policy(tiny["policy"], "cpu").eval().requires_grad_(False)
+
+    def logps(prompt, ids):
+        logp = torch.log_softmax(model(torch.tensor([prompt + ids])).logits[0].float(), -1)
+        return [float(logp[len(prompt) + t - 1, token]) for t, token in enumerate(ids)]
+
+    behind = [r for r in rollouts if r["iteration"] == 0 and r["sampling_prompt_id"]]
+    assert behind and len({tuple(r["prompt_ids"]) for r in behind}) == 2, "the two questions of the category with a generation prompt"
+    for r in behind:
+        ids = list(r["completion_ids"])
+        assert r["logp_old"] == pytest.approx(logps(list(r["prompt_ids"]), ids), abs=1e-4)
+        assert list(r["logp_plain_prompt"]) != pytest.approx(list(r["logp_old"]), abs=1e-4)
+    whole = [json.loads(line)["metrics"] for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()]
+    assert any(m.get("members/logp_difference", 0) > 0 for m in whole) and all(m["members/off_policy_share"] == 0 for m in whole if "members/off_policy_share" in m)
+    with pytest.raises(ConfigError, match="write conditioning=plain"):
+        execute(spec("rl", {**config, "token_norm_scope": "group", "loss_agg_mode": "token-mean"}, inputs, "by-group"), silent)
 
 
 def test_a_killed_run_with_improved_answers_ends_with_the_same_bytes(tiny, prompts, rubric, spec, forks):
@@ -341,6 +560,13 @@ def test_rollouts_are_scored_again_and_trained_on(tiny, prompts, rubric, spec):
     assert execute(stored, silent)["summary"]["steps"] == 1
 
 
+def test_the_sequence_level_variant_is_marked_as_an_experiment():
+    from stages.rl import Config, resolve_preset
+
+    assert any("grape_alt is experimental" in text for text in resolve_preset(Config(preset="grape_alt"))[1])
+    assert not any("experimental" in text for text in resolve_preset(Config(preset="grape"))[1])
+
+
 # -- REWARD-ROUTER ---------------------------------------------------------------------------------------------------------
 
 def test_the_router_takes_the_rule_then_a_sure_reward_model_then_the_judge():
@@ -353,6 +579,15 @@ def test_the_router_takes_the_rule_then_a_sure_reward_model_then_the_judge():
     assert [f.tier for f in found] == ["rule", "learned", "judge"]
     assert [f.total for f in found] == pytest.approx([1.0, 3.25, 0.75])
     assert [f.parts["rm"] for f in found] == [None, 3.0, 0.1] and [f.parts["ask"] for f in found] == [None, None, 0.5] and "earlier tier" in found[0].reasons["ask"]
+    assert [f.parts["rm/confidence"] for f in found] == [None, pytest.approx(1 / (1 + np.exp(-3.0))), pytest.approx(1 / (1 + np.exp(-0.1)))], "how sure it was is kept"
+    again = build_rewards(components, {}).total_of(found[2].parts)
+    assert (again.total, again.tier) == (pytest.approx(0.75), "judge"), "from what is stored"
+    from stages.generation import Sample
+    from stages.rollouts.metrics import rollout_metrics
+
+    samples = [Sample({}, [1], k, [2], [0.0], "eos", "x", total=f.total, parts=f.parts, tier=f.tier) for k, f in enumerate(found)]
+    logged = rollout_metrics(samples, np.array([s.total for s in samples]), np.zeros(3, int))
+    assert [logged[f"reward/tier_{tier}_mean"] for tier in ("rule", "learned", "judge")] == pytest.approx([1.0, 3.25, 0.75]) and logged["reward/tier_judge"] == pytest.approx(1 / 3)
     with pytest.raises(ValueError, match="at least two of rule, learned and judge"):
         build_rewards([components[0]], {})
     none = build_rewards(components[:2], {}).score(rows[2:])
