@@ -15,7 +15,7 @@ class Sample:
 
     ``total`` is the weighted sum of the scored components (NaN when unscorable), ``parts`` their raw values (None =
     unscorable), ``reasons`` why; ``correct`` is the verifier's verdict where there is one; ``items`` are a rubric's item scores.
-    ``mode``: ``fresh``, ``improve`` (of the response ``parent``) or ``sft`` (not sampled). ``context``: prompt id of the messages it was
+    ``weights``: the factor of each counted part in ``total``. ``mode``: ``fresh``, ``improve`` (of the response ``parent``) or ``sft`` (not sampled). ``context``: prompt id of the messages it was
     sampled from, where these are not ``prompt``; its log-probs are then not those of the text after ``prompt``. ``tier``: the router's.
 
     Of a trajectory (``stages.agents``), ``tool_mask`` is 1 on tokens that the policy did not choose, ``turns`` are its turns (token span,
@@ -49,6 +49,7 @@ class Sample:
     reencoded: bool = False
     error: str | None = None
     debate: dict | None = None  # of a debater: answers, its seat, what both sides said
+    weights: dict[str, float] | None = None
 
     @property
     def action_mask(self) -> list[int]:
@@ -127,19 +128,24 @@ def sample_groups(sampler, rows, params, seeds) -> list[list[Sample]]:
             for i, (row, ids) in enumerate(rows)]
 
 
+def room_after(sampler, prompt, tokens: int) -> int:
+    """How many of so many tokens the sampler's model has positions for behind a prompt's ids."""
+    from stages.decoders import max_positions
+
+    model = getattr(sampler, "model", None)
+    positions = max_positions(model) if model is not None else None
+    return tokens if positions is None else min(tokens, positions - len(prompt))
+
+
 def sample_with_room(sampler, prompts, params, seeds, rooms) -> list[list]:
     """Completions of every prompt with at most ``rooms[i]`` new tokens, together where the model has positions for the widest room.
 
     A completion is a function of (weights, prompt, seed), so one that is cut afterwards is the one that a lower limit gives.
     """
-    from stages.decoders import max_positions
-
-    model = getattr(sampler, "model", None)
-    positions = max_positions(model) if model is not None else None
     widest = max(rooms, default=0)
     calls: dict[int, list[int]] = {}
     for i, (prompt, room) in enumerate(zip(prompts, rooms)):
-        calls.setdefault(widest if positions is None or len(prompt) + widest <= positions else room, []).append(i)
+        calls.setdefault(widest if room_after(sampler, prompt, widest) == widest else room, []).append(i)
     out: list = [None] * len(prompts)
     for limit, rows in sorted(calls.items(), reverse=True):
         for i, found in zip(rows, sampler.generate([prompts[i] for i in rows], replace(params, max_new_tokens=limit), [seeds[i] for i in rows])):
@@ -188,7 +194,7 @@ def score(rewards, samples: list[Sample]) -> None:
     for sample, result in zip(samples, ranks.gather(scored)[0]):
         sample.total = float("nan") if result.total is None or sample.failure else float(result.total)
         sample.parts, sample.reasons, sample.correct, sample.items = result.parts, result.reasons, result.correct, result.items
-        sample.tier, sample.turn_rewards = result.tier, result.turn_rewards
+        sample.tier, sample.weights, sample.turn_rewards = result.tier, result.weights, result.turn_rewards
 
 
 def gen_record(stage, config, renderer, seed: int, version: int = 0, engine: str = "built-in") -> dict:

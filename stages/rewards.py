@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from stages.spec import InputSpec, StageConfig
 
 PRIMARY = ("verifier", "code", "python", "model", "judge", "rubric", "group_preference", "icdpo", "majority", "environment", "debate")
 ON_TURNS = ("environment", "milestones", "step_weighted")  # score trajectories, a number per turn
+READ_OTHERS = ("majority", "length_group", "length_target")  # scored last: they read what the other components said
 TIERS = ("rule", "learned", "judge")
 #: Inputs of every stage that scores with reward components; each is needed by the kinds it names.
 REWARD_INPUTS = {
@@ -155,6 +157,11 @@ class RewardComponent(StageConfig):
             raise ValueError(f"reward {self.name!r}: kind regex needs pattern: write the pattern that a good response contains")
         if self.kind == "python" and "def score" not in self.source:
             raise ValueError(f"reward {self.name!r}: kind python needs source with a function score(prompt, completion, answer)")
+        for name in self.milestones:
+            try:
+                re.compile(name)
+            except re.error as error:
+                raise ValueError(f"reward {self.name!r}: milestone {name!r} is no regular expression ({error}); write {re.escape(name)!r} for an event of that name") from None
         if self.step_weights:
             from stages.agent_rewards import check_step_weights
 
@@ -181,7 +188,8 @@ class Scored:
     """Reward of one row. total: weighted sum, None if unscorable. parts: raw value of each component, None if unscorable.
     reasons: why, by component. correct: the verdict of the first verifier or code component, None without a verdict.
     extracted: the answer that verdict was about. items: the rubric's items, where there is one. tier: of the router, the one that decided.
-    turn_rewards: of a trajectory, what each turn earned of the total."""
+    weights: the factor of each counted component in the total, what absent ones left to it included. turn_rewards: of a trajectory, what each
+    turn earned of the total."""
 
     total: float | None
     parts: dict[str, float | None] = field(default_factory=dict)
@@ -190,6 +198,7 @@ class Scored:
     extracted: str | None = None
     items: list[dict] = field(default_factory=list)
     tier: str | None = None
+    weights: dict[str, float] = field(default_factory=dict)
     turn_rewards: list[float] | None = None
 
 
@@ -352,8 +361,11 @@ class Rewards:
 
     def score(self, rows: Sequence[dict]) -> list[Scored]:
         """One `Scored` per row, in order; an error inside a component becomes an unscorable part with the error's text."""
-        results = {c.name: RULES[c.kind](self, c, rows) for c in self.components if not c.tier and c.kind != "majority"} | self._routed(rows)
-        results |= {c.name: vote(c, rows, results.get(c.votes_of)) for c in self.components if c.kind == "majority"}
+        results = {c.name: RULES[c.kind](self, c, rows) for c in self.components if not c.tier and c.kind not in READ_OTHERS} | self._routed(rows)
+        known = [next((v.correct for c in self.components if isinstance(v := results.get(c.name, [None] * len(rows))[i], Verdict) and v.correct is not None), None)
+                 for i in range(len(rows))]
+        results |= {c.name: vote(c, rows, results.get(c.votes_of)) if c.kind == "majority" else RULES[c.kind](self, c, rows, known)
+                    for c in self.components if c.kind in READ_OTHERS and c.name not in results}
         scored = [self._combine({name: column[i] for name, column in results.items()}, rows[i].get("turns")) for i in range(len(rows))]
         for name, column in results.items():  # every row of a batch has the same parts
             if any(isinstance(v, Verdict) and v.without is not None for v in column):
@@ -376,10 +388,14 @@ class Rewards:
 
     def check(self, prompt_rows: Sequence[dict]) -> None:
         """Refuse prompts that a component can never score, before anything is sampled. Raises ValueError."""
+        from stages.debate import answers_of
+
         for component in self.components:
-            if component.kind == "rubric":
-                for row in prompt_rows:
+            for row in prompt_rows if component.kind in ("rubric", "debate") else ():
+                if component.kind == "rubric":
                     self.scorers[component.name].rubric.category_of(row, component.category)
+                else:
+                    answers_of(row)
 
     def _combine(self, verdicts: dict, turns: list | None = None) -> Scored:
         scored = Scored(None)
@@ -400,23 +416,26 @@ class Rewards:
             if component is not decided:  # its value is stored, and does not count
                 parts[component.name], policies[component.name] = None, "skip"
         scored.tier = decided.tier if decided else None
-        weights = {c.name: c.weight for c in self.components}
-        scored.total = None if router and not decided else self._total(parts, weights, policies)
-        if turns is not None and scored.total is not None:
+        weights = None if router and not decided else self._weights(parts, policies)
+        if weights is None:
+            return scored
+        scored.weights, scored.total = weights, float(sum(w * parts[name] for name, w in weights.items()))
+        if turns is not None:
             from stages.agent_rewards import per_turn
 
-            own = {name: verdicts[name].turns for name, value in parts.items() if value is not None and verdicts[name].turns is not None}
+            own = {name: verdicts[name].turns for name in weights if verdicts[name].turns is not None}
             scored.turn_rewards = per_turn(scored.total, own, weights, len(turns))
         return scored
 
-    def _total(self, parts, weights, policies) -> float | None:
-        """The weighted sum; components of a blend are one term of it."""
-        blended = [c.name for c in self.components if c.blend]
+    def _weights(self, parts, policies) -> dict[str, float] | None:
+        """The factor of each present component in the total; those of a blend are one term of it. None without a total."""
+        weights, blended = {c.name: c.weight for c in self.components}, [c.name for c in self.components if c.blend]
         if not blended:
-            return combine(parts, weights, policies)
-        rest = {name: value for name, value in parts.items() if name not in blended}
-        one = combine({name: parts[name] for name in blended}, weights, policies)
-        return combine({"blend": one, **rest}, {"blend": 1.0, **weights}, {"blend": "invalidate", **policies})
+            return present_weights(parts, weights, policies)
+        inside = present_weights({name: parts[name] for name in blended}, weights, policies)
+        whole = present_weights({"": inside, **{name: value for name, value in parts.items() if name not in blended}}, {"": 1.0, **weights},
+                                {"": "invalidate", **policies})  # no component has an empty name
+        return None if whole is None else {**{name: w * whole[""] for name, w in inside.items()}, **{name: w for name, w in whole.items() if name}}
 
 
 def settles(component: RewardComponent, verdict) -> bool:
@@ -430,21 +449,24 @@ def settles(component: RewardComponent, verdict) -> bool:
 
 
 def combine(parts: dict[str, float | None], weights: dict[str, float], policies: dict[str, str] | str = "skip") -> float | None:
-    """R = sum_k w_k r_k over the present parts (reward.composite); None when nothing is left or a missing part invalidates.
+    """R = sum_k w_k r_k over the present parts (reward.composite), by :func:`present_weights`; None where those are."""
+    found = present_weights(parts, weights, policies)
+    return None if found is None else float(sum(w * parts[name] for name, w in found.items()))
+
+
+def present_weights(parts: dict, weights: dict[str, float], policies: dict[str, str] | str = "skip") -> dict[str, float] | None:
+    """Weights of the parts that are present (not None); None when nothing is left, a missing part invalidates, or its weight has nothing to go to.
 
     policies: per part, or one for all: `skip`, `renormalise` (times sum of all weights / sum of present weights), `invalidate`.
     """
     policy = policies if isinstance(policies, dict) else {name: policies for name in parts}
     present = [name for name, value in parts.items() if value is not None]
     missing = [name for name in parts if name not in present]
-    if not present or any(policy[name] == "invalidate" for name in missing):
+    dropped, kept = sum(weights[name] for name in missing if policy[name] == "renormalise"), sum(weights[name] for name in present)
+    if not present or any(policy[name] == "invalidate" for name in missing) or (dropped and not kept):
         return None
-    total = sum(weights[name] * parts[name] for name in present)
-    dropped = [name for name in missing if policy[name] == "renormalise"]
-    kept = sum(weights[name] for name in present)
-    if dropped and kept:
-        total *= (kept + sum(weights[name] for name in dropped)) / kept
-    return float(total)
+    scale = (kept + dropped) / kept if dropped else 1.0
+    return {name: weights[name] * scale for name in present}
 
 
 # -------------------------------------------------------------------------------------------------- components
@@ -497,9 +519,9 @@ def _model(rewards: Rewards, component: RewardComponent, rows) -> list:
             responses.append(Response(row["prompt_row"].get("prompt") or [], [{"role": "assistant", "content": _text(component, row)}], ids, row["prompt_row"]))
     scores = scorer.score(responses) if responses else []
     if component.normalise == "batch":
-        from stages.estimators import whiten
+        from stages.estimators import normalise_rewards
 
-        scores = whiten(scores).tolist() if len(scores) else scores
+        scores = normalise_rewards(scores, "whiten").tolist()  # one that could not be read is in no statistic
     spread = scorer.disagreement if responses else None
     for k, (i, score) in enumerate(zip(positions, scores)):
         if math.isfinite(score):
@@ -554,8 +576,8 @@ def _prompt_ids(rewards: Rewards, row: dict):
 
 
 def ended(row: dict) -> bool:
-    """Whether the policy ended the response itself (an end token or a stop string)."""
-    return row.get("finish_reason") in ("eos", "stop")
+    """Whether the response is finished: an end token, a stop string, or the goal of an environment; not cut."""
+    return row.get("finish_reason") in ("eos", "stop", "goal")
 
 
 def _format(rewards, component, rows) -> list:
@@ -571,38 +593,39 @@ def _length(rewards, component, rows) -> list:
     return [Verdict(soft_overlong(len(row["completion_ids"]), component.max_length, component.cache_length)) for row in rows]
 
 
-def _is_right(rewards, component, rows) -> list[bool]:
-    """Whether each answer is right, for length rewards: the environment's word, or the verifier's; an answer without verdict counts as wrong."""
-    verdicts = _verify(rewards, component, rows)
-    return [bool(getattr(v, "correct", False)) if row.get("turns") is None else any(GOAL in t["events"] for t in row["turns"])
-            for row, v in zip(rows, verdicts)]
+def _is_right(rewards, component, rows, known) -> list[bool]:
+    """Whether each answer is right, for length rewards: what the other components say (``known``, None = nothing), else the environment, else a verifier of
+    its own; an answer without any verdict counts as wrong."""
+    verdicts = _verify(rewards, component, rows) if known is None or None in known else known
+    return [k if k is not None else any(GOAL in t["events"] for t in row["turns"]) if row.get("turns") is not None else bool(getattr(v, "correct", False))
+            for row, v, k in zip(rows, verdicts, known or [None] * len(rows))]
 
 
-def _length_group(rewards, component, rows) -> list:
+def _length_group(rewards, component, rows, known=None) -> list:
     """Kimi's length reward inside each prompt's group, before any normalisation (LENGTH-CTRL)."""
     from stages.verifiers import kimi_length
 
     groups: dict = {}
     for i, row in enumerate(rows):
         groups.setdefault((row["prompt_row"].get("prompt_id"), tuple(row.get("prompt_ids") or ())), []).append(i)
-    out, right = [None] * len(rows), _is_right(rewards, component, rows)
+    out, right = [None] * len(rows), _is_right(rewards, component, rows, known)
     for members in groups.values():
         for i, value in zip(members, kimi_length([len(rows[i]["completion_ids"]) for i in members], [right[i] for i in members])):
             out[i] = Verdict(value)
     return out
 
 
-def _length_target(rewards, component, rows) -> list:
+def _length_target(rewards, component, rows, known=None) -> list:
     """L1's reward for the length that a prompt row asks for (LENGTH-CTRL)."""
     from stages.verifiers import target_length
 
     def one(row, right):
         target = json.loads(row["prompt_row"].get("extra_json") or "{}").get("target_length")
-        if target is None:
+        if not isinstance(target, (int, float)):
             return Unscorable('the prompt row asks for no length; write extra_json={"target_length": 200}')
         return Verdict(target_length(len(row["completion_ids"]), int(target), right, component.length_mode, component.length_alpha, component.length_delta))
 
-    return [one(row, right) for row, right in zip(rows, _is_right(rewards, component, rows))]
+    return [one(row, right) for row, right in zip(rows, _is_right(rewards, component, rows, known))]
 
 
 def _truncation(rewards, component, rows) -> list:
@@ -647,8 +670,6 @@ def _python(rewards, component, rows) -> list:
 
 def extract_program(text: str) -> str | None:
     """Content of the last fenced Python block; None without one (reward.code: badly formatted)."""
-    import re
-
     blocks = re.findall(r"```(?:python|py)?[ \t]*\n(.*?)```", text, re.DOTALL)
     return blocks[-1] if blocks else None
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from stages.estimators import is_constant
+
 
 class StaleRollouts(RuntimeError):
     """Rollouts of another policy version reached an update that may not use them."""
@@ -111,7 +113,7 @@ def admitted_prompts(config, counts: dict[str, tuple[int, int]], progress: float
 
 def learning_scores(rewards_by_prompt: dict[str, Sequence[float]]) -> dict[str, float]:
     """mean |r - mean r| of each prompt's last group: 0 where nothing can be learned (PROMPT-RERANK)."""
-    return {p: float(np.abs(np.asarray(r, float) - np.mean(r)).mean()) for p, r in rewards_by_prompt.items()}
+    return {p: 0.0 if is_constant(r) else float(np.abs(np.asarray(r, float) - np.mean(r)).mean()) for p, r in rewards_by_prompt.items()}
 
 
 def rerank(scores: dict[str, float]) -> tuple[list[str], list[str]]:

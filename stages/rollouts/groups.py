@@ -129,7 +129,7 @@ class GroupSampler:
     def _override(self, sample: Sample, *counters) -> None:
         """Control experiments: rewards that have nothing to do with the task, its opposite, or its format alone. A trajectory earns them at its end."""
         kind = self.config.reward_override
-        if kind == "none":
+        if kind == "none" or sample.failure:  # what an environment lost earns nothing, whatever the control
             return
         sample.turn_rewards = None
         if kind == "inverted":

@@ -200,6 +200,8 @@ class Rollouts:
         scored = self.crediting(groups, self.iteration, self.version)
         self.records.rollouts(scored, self.iteration, self.version)
         self.batch, self.metrics = scored.items, scored.metrics | metrics
+        if self.policy.agent and (measured := self.policy.agent.latency()):
+            self.stage.perf(step, measured)
         self.on_new_batch()
 
     def _groups(self) -> tuple[list[Group], dict[str, float]]:
@@ -234,7 +236,11 @@ class Rollouts:
                 counts = counts_of(prompts, self.stage.dataset("prompt_stats").iter_rows())
             else:
                 drawn = self.groups.of_every_prompt(prompts, "pass-at-k", self.config.passk_samples)
-                counts = {row["row_id"]: verdicts_of(group) for (row, _), group in zip(prompts, drawn)}
+                counts = verdicts_of((row["row_id"], group) for (row, _), group in zip(prompts, drawn))
+            counts = self.order.enough(counts)
+            if 0 < len(counts) < len(prompts):
+                self.stage.warn("pass_rates_unknown", f"{len(prompts) - len(counts)} of {len(prompts)} prompts have too few completions that could be scored to have a pass rate, "
+                                "and are left out.")
             kept = self.order.start_from(counts)
             if self.config.difficulty_band:
                 self.records.pass_rates(prompts, counts, kept)
