@@ -25,6 +25,7 @@ from stages.spec import InputSpec, StageConfig
 
 PRIMARY = ("verifier", "code", "python", "model", "judge", "rubric", "group_preference", "icdpo", "majority", "environment", "debate")
 ON_TURNS = ("environment", "milestones", "step_weighted")  # score trajectories, a number per turn
+LENGTH_KINDS = ("length", "length_group", "length_target", "length_penalty", "truncation")
 READ_OTHERS = ("majority", "length_group", "length_target")  # scored last: they read what the other components said
 TIERS = ("rule", "learned", "judge")
 #: Inputs of every stage that scores with reward components; each is needed by the kinds it names.
@@ -41,16 +42,18 @@ class RewardComponent(StageConfig):
 
     name: str = Field("reward", min_length=1, description="Name under which its values are stored and plotted.")
     kind: Literal["verifier", "model", "judge", "format", "length", "truncation", "regex", "constraints", "code", "python", "rubric", "group_preference",
-                  "icdpo", "majority", "length_group", "length_target", "environment", "milestones", "step_weighted", "debate"] = Field(
+                  "icdpo", "majority", "length_group", "length_target", "length_penalty", "environment", "milestones", "step_weighted", "debate"] = Field(
         description="verifier: gold answer; model: a reward model; judge: a language model's opinion; format: tags; length: DAPO soft overlong; truncation: no end token; "
                     "regex: a pattern; constraints: IFEval checkers; code: unit tests; python: your own function; rubric: the items of the input rubric (GRAPE); "
                     "group_preference: the rating that a group would give, from its ratings in the input context (rm.gpo); "
                     "icdpo: how much retrieved demonstrations raise the answer's likelihood (rs.icdpo); "
                     "majority: 1 for the answer that most of the prompt's samples give, 0 for others, without a gold answer (rs.majority); "
-                    "length_group: short right answers of a prompt earn more (Kimi k1.5); length_target: the length that the prompt row asks for (L1). "
+                    "length_group: short right answers of a prompt earn more (Kimi k1.5); length_target: the length that the prompt row asks for (L1); "
+                    "length_penalty: every token costs the same (INTELLECT-2). "
                     "Of trajectories: environment: what it paid, right where it verified the goal; milestones: events that pay once; step_weighted: indicators per turn; "
                     "debate: a judge's verdict, zero-sum.")
     weight: float = Field(1.0, description="Factor in the total.")
+    from_step: int = Field(0, ge=0, description="rl: optimizer step from which on the component counts; before, it is scored and stored only (Kimi k1.5 adds its length reward late).")
     on_missing: Literal["invalidate", "skip", "renormalise"] | None = Field(
         None, title="On missing", description="When unscorable: drop the row from training, drop the term, or rescale the other terms. "
         "Unset: invalidate for verifier, code, python, model, judge and rubric, skip for the others.")
@@ -104,7 +107,8 @@ class RewardComponent(StageConfig):
     pattern: str = Field("", description="regex: pattern that must be found; dots match line ends.")
     max_length: int = Field(64, ge=1, description="length: cap L_max in tokens, end token included.")
     cache_length: int = Field(16, ge=0, description="length: the last L_cache tokens before the cap are punished linearly.")
-    length_alpha: float = Field(3e-4, ge=0, description="length_target: reward per token away from extra_json.target_length (L1 0.0003).")
+    length_alpha: float = Field(3e-4, ge=0, description="length_target: reward per token away from extra_json.target_length (L1 0.0003); length_penalty: cost of "
+                                "a token (0.0003 is ours).")
     length_delta: float = Field(0.5, description="length_target, length_mode=max: reward of a right answer of exactly the target length (L1 0.5).")
     length_mode: Literal["exact", "max"] = Field("exact", description="length_target: the target is to be met, or not to be exceeded.")
     missing_eos_penalty: float = Field(1.0, ge=0, description="truncation: a response without end token gets minus this, others 0.")
@@ -244,6 +248,8 @@ def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, render
         from stages.agent_rewards import check_blend
 
         check_blend({c.name: c.weight for c in components if c.blend})
+        if any(c.blend and c.from_step for c in components):
+            raise ValueError("the weights of a blend sum to 1 at every step; leave from_step out of its components, or write blend=false")
     tiers = [c.tier for c in components if c.tier]
     if tiers and (len(tiers) < 2 or len(set(tiers)) < len(tiers)):
         raise ValueError(f"rewards has the tiers {', '.join(tiers)}; a router needs at least two of rule, learned and judge, each of them once, or leave tier out")
@@ -358,6 +364,7 @@ class Rewards:
 
     def __init__(self, components: list[RewardComponent], scorers: dict, renderer):
         self.components, self.scorers, self.renderer = components, scorers, renderer
+        self.step: int | None = None  # optimizer step that ``from_step`` is compared with; None: every component counts
 
     def score(self, rows: Sequence[dict]) -> list[Scored]:
         """One `Scored` per row, in order; an error inside a component becomes an unscorable part with the error's text."""
@@ -429,7 +436,8 @@ class Rewards:
 
     def _weights(self, parts, policies) -> dict[str, float] | None:
         """The factor of each present component in the total; those of a blend are one term of it. None without a total."""
-        weights, blended = {c.name: c.weight for c in self.components}, [c.name for c in self.components if c.blend]
+        weights = {c.name: c.weight if self.step is None or self.step >= c.from_step else 0.0 for c in self.components}
+        blended = [c.name for c in self.components if c.blend]
         if not blended:
             return present_weights(parts, weights, policies)
         inside = present_weights({name: parts[name] for name in blended}, weights, policies)
@@ -628,6 +636,11 @@ def _length_target(rewards, component, rows, known=None) -> list:
     return [one(row, right) for row, right in zip(rows, _is_right(rewards, component, rows, known))]
 
 
+def _length_penalty(rewards, component, rows) -> list:
+    """A constant price of every token (LENGTH-CTRL)."""
+    return [Verdict(-component.length_alpha * len(row["completion_ids"])) for row in rows]
+
+
 def _truncation(rewards, component, rows) -> list:
     return [Verdict(0.0 if ended(row) else -component.missing_eos_penalty) for row in rows]
 
@@ -749,7 +762,7 @@ def _debate(rewards, component, rows) -> list:
     return [Unscorable(judge.why_not) if math.isnan(p) else Verdict(p - 0.5, without=None if math.isnan(q) else q - 0.5) for p, q in zip(*verdicts(judge, rows))]
 
 
-RULES = {"length_group": _length_group, "length_target": _length_target,
+RULES = {"length_group": _length_group, "length_target": _length_target, "length_penalty": _length_penalty,
          "verifier": _verify, "model": _model, "judge": _model, "format": _format, "length": _length, "truncation": _truncation, "regex": _regex,
          "constraints": _constraints, "code": _code, "python": _python, "rubric": _rubric,
          "group_preference": _model, "icdpo": _icdpo, **dict.fromkeys(ON_TURNS, _on_turns), "debate": _debate}

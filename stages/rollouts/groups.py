@@ -11,6 +11,7 @@ from stages.algorithms import RLPreset
 from stages.estimators import fill_informative, informative_groups, is_constant
 from stages.generation import Sample, sample_groups, score, warn_of_failures
 from stages.members import Members
+from stages.rewards import LENGTH_KINDS
 from stages.rollouts.policy import PolicySampler
 
 
@@ -69,8 +70,15 @@ class GroupSampler:
         if self.config.filter_groups_metric == "acc" and all(v is not None for v in verdicts):
             right = sum(verdicts)
             return None if informative_groups([right], len(verdicts))[0] else "all_correct" if right else "all_wrong"
-        totals = [s.total for s in group.samples if np.isfinite(s.total)]
+        totals = [self._unshaped(s) for s in group.samples if np.isfinite(s.total)]
         return "equal_rewards" if len(totals) < 2 or is_constant(totals) else None
+
+    def _unshaped(self, sample: Sample) -> float:
+        """The reward without what a completion's length earns: answers that differ in nothing else teach nothing about the task."""
+        counted = [c.name for c in self.config.rewards if c.kind not in LENGTH_KINDS]
+        if self.config.reward_override != "none" or not counted:
+            return sample.total
+        return sum(sample.weights[name] * sample.parts[name] for name in counted if name in sample.weights)
 
     def sample(self, prompts, iteration: int, version: int, first: int = 0, purpose: str = "rollout") -> list[Group]:
         """One fresh group of every ``(row, prompt ids)``; ``first`` counts the prompts this iteration has drawn already, ``purpose`` names the seeds."""

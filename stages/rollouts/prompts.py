@@ -84,7 +84,10 @@ class PromptOrder:
         if config.curriculum == "none":
             return self.passes[k]
         if config.curriculum == "easy_to_hard":
-            return order_by_difficulty(self.levels)[0][k % len(self.prompts)]
+            at, rng = k % len(self.prompts), self.rng("curriculum", k)
+            if at and rng.random() < config.curriculum_mix:
+                at = int(rng.integers(0, at))
+            return order_by_difficulty(self.levels)[0][at]
         steps = sorted(set(self.levels))
         chances = e2h_probabilities(config.curriculum, version, self.total_steps, len(steps), config.curriculum_beta, config.curriculum_sigma)
         rng = self.rng("curriculum", k)
@@ -110,7 +113,11 @@ class PromptOrder:
         """Take note of new groups, dropped ones included; one that nothing could be scored of changes nothing that is known."""
         groups = list(groups)
         if self.config.curriculum == "rerank":
-            self.scores |= learning_scores({g.prompt["row_id"]: totals for g in groups if (totals := [s.total for s in g.samples if np.isfinite(s.total)])})
+            known = {g.prompt["row_id"]: ([s.total for s in g.samples if np.isfinite(s.total)], [v for s in g.samples for v, own in zip(s.logps or (), s.action_mask) if own])
+                     for g in groups}
+            known = {row_id: (totals, logps) for row_id, (totals, logps) in known.items() if totals and (logps or self.config.rerank_score != "confidence")}
+            self.scores |= learning_scores({row_id: totals for row_id, (totals, _) in known.items()}, self.config.rerank_score,
+                                           {row_id: logps for row_id, (_, logps) in known.items()})
         if self.config.curriculum in ADMITTING:
             self.counts |= self.enough(verdicts_of((g.prompt["row_id"], g.samples) for g in groups))
         if self.config.no_resampling_pass_rate is not None:

@@ -189,6 +189,7 @@ class Rollouts:
         if self.iteration >= 0:
             self.crediting.finish(self.batch)
         self.policy.refresh()
+        self.rewards.step = step
         self._prepare()
         self.iteration, self.inner, self.version = self.iteration + 1, 0, step
         if self.old is not None:
@@ -268,6 +269,7 @@ class Rollouts:
         samples = [s for s in drawn if s.error is None]
         if self.config.engine_sleep:
             self.policy.engine.sleep(keep_weights=False)
+        self.rewards.step = None  # answers of all passes are compared, so every component counts in all of them
         score(self.rewards, samples)
         self.records.validation(samples, step)
         found = rollout_metrics(samples, np.array([s.total for s in samples]), np.arange(len(samples))) if samples else {}

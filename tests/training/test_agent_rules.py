@@ -90,6 +90,18 @@ def test_no_tool_call_costs_a_trajectory():
         assert messages[0]["content"].startswith("error: ") and events[0].startswith("error:") and (reward, done) == (0.0, False)
 
 
+def test_a_length_reward_may_come_late_and_every_token_may_cost():
+    """LENGTH-CTRL: before from_step a component is scored and stored, and counts nothing; where runs are compared it always counts."""
+    rewards = build_rewards([RewardComponent(kind="verifier"), RewardComponent(kind="length_penalty", length_alpha=0.01, weight=2.0, from_step=3)], {})
+    rows = [row("Answer: 4.", n=10)]
+    for step, total in ((0, 1.0), (2, 1.0), (3, 0.8), (None, 0.8)):
+        rewards.step = step
+        found = rewards.score(rows)[0]
+        assert found.total == pytest.approx(total) and found.parts["length_penalty"] == pytest.approx(-0.1) and found.weights["length_penalty"] == (2.0 if total < 1 else 0.0)
+    with pytest.raises(ValueError, match="leave from_step out"):
+        build_rewards([RewardComponent(kind="verifier", weight=0.5, blend=True), RewardComponent(kind="format", weight=0.5, blend=True, from_step=1)], {})
+
+
 # --- debates ---------------------------------------------------------------------------------------------------------------
 
 def test_judge_accuracy_is_over_what_the_judge_answered():
@@ -120,6 +132,29 @@ def test_an_average_member_of_a_group_with_a_signal_is_one_of_its_members(preset
     batch = Batch(totals, group, np.ones((5, 2), bool), np.ones(5, bool), np.ones(5, bool), turns=steps if preset == "agent" else [], steps=steps)
     credit = assign(rl_preset(preset), batch, 0.0)
     assert credit.advantages_BT[1].tolist() == [0.0, 0.0] and credit.informative_B.tolist() == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize("override", ["none", "random"])
+def test_a_signal_of_length_alone_is_none(override):
+    """DYN-SAMPLING on rewards reads the unshaped ones: right answers that differ in length only teach nothing about the task."""
+    from types import SimpleNamespace
+
+    from stages.rollouts.groups import GroupSampler
+
+    config = Config(rewards=[{"kind": "python", "source": "def score(p, c, a): return 0.1"}, {"kind": "length_penalty"}], filter_groups_metric="reward_std", reward_override=override)
+    sampler = GroupSampler(SimpleNamespace(config=config), None, None, None, None)
+    prompt = ({"row_id": "1"}, [1])
+
+    def no_signal(values, lengths):
+        group = group_of(prompt, [None] * len(values), [v - n for v, n in zip(values, lengths)])
+        for sample, value, n in zip(group.samples, values, lengths):
+            sample.parts, sample.weights = {"python": value, "length_penalty": -n}, {"python": 1.0, "length_penalty": 1.0}
+        return sampler.no_signal(group)
+
+    assert no_signal([0.1, 0.1, 0.1], [0.3, 0.2, 0.7]) == (None if override == "random" else "equal_rewards")
+    assert no_signal([0.1, 0.5, 0.1], [0.3, 0.2, 0.7]) is None
+    config.rewards = config.rewards[1:]
+    assert no_signal([0.1, 0.1], [0.3, 0.2]) is None, "where length is all there is, it is the task"
 
 
 def test_tool_tokens_are_in_no_statistic_of_log_probs():
@@ -175,6 +210,41 @@ def test_reranking_drops_equal_rewards_and_keeps_what_it_knows_nothing_about():
     assert [row["row_id"] for row, _ in found.take(3, 0)] == ["2", "1", "0"]
     found.learn([group_of(prompts[2], [None] * 2, [math.nan] * 2)])
     assert found.scores["2"] == 0.5
+
+
+def test_prompts_are_ranked_by_what_one_asks_for():
+    from stages.schedules import learning_scores
+
+    rewards, logps = {"a": [0.0, 0.0, 0.0, 1.0], "b": [0.4, 0.6], "c": [0.2, 0.2]}, {"a": [-0.1, -0.3], "b": [-1.0], "c": [-9.0]}
+    assert learning_scores(rewards) == pytest.approx({"a": 0.375, "b": 0.1, "c": 0.0})
+    assert learning_scores(rewards, "std") == pytest.approx({"a": math.sqrt(3) / 4, "b": 0.1, "c": 0.0})
+    assert learning_scores(rewards, "confidence", logps) == pytest.approx({"a": math.exp(0.2), "b": math.e, "c": 0.0})
+    prompts, found = order(n=2, curriculum="rerank", rerank_score="confidence")
+    found.take(2, 0)
+    groups = [group_of(prompts[i], [None] * 2, totals) for i, totals in enumerate(([0.0, 1.0], [0.0, 0.1]))]
+    for group, logp in zip(groups, (-0.1, -2.0)):
+        for sample in group.samples:
+            sample.ids, sample.logps, sample.tool_mask = [5, 6], [logp, 0.0], [0, 1]
+    found.learn(groups)
+    assert found.scores == pytest.approx({"0": math.exp(0.1), "1": math.exp(2.0)}), "tool tokens are nobody's choice"
+    assert [row["row_id"] for row, _ in found.take(2, 0)] == ["1", "0"]
+
+
+def test_easier_prompts_come_again_in_a_static_order():
+    """CURRICULUM, a fraction of earlier stages: places in the order that an easier prompt takes."""
+    n = 200
+    prompts = [({"row_id": str(i), "prompt_id": str(i), "extra_json": json.dumps({"pass_rate": 1 - i / n})}, [i]) for i in range(n)]
+
+    def taken(mix):
+        found = PromptOrder(Config(curriculum="easy_to_hard", curriculum_mix=mix), prompts, lambda *purpose: randomness.rng(3, "rl", *purpose), 100)
+        first = [int(row["row_id"]) for row, _ in found.take(n // 2, 0)]
+        again = PromptOrder(Config(curriculum="easy_to_hard", curriculum_mix=mix), prompts, lambda *purpose: randomness.rng(3, "rl", *purpose), 100)
+        again.restore(found.state())
+        return first + [int(row["row_id"]) for row, _ in again.take(n // 2, 0)]
+
+    assert taken(0.0) == list(range(n))
+    mixed = taken(0.25)
+    assert all(i <= k for k, i in enumerate(mixed)) and 0.15 < np.mean([i < k for k, i in enumerate(mixed)]) < 0.35
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------------
