@@ -247,6 +247,15 @@ def transcript(sample: Sample) -> list[dict]:
     return out
 
 
+def turn_components(sample: Sample, turn: int) -> list[dict]:
+    """What components say of one turn: those that score turns, and at the last turn all others; weight times value sums to the turn's reward."""
+    if sample.turn_parts is None or sample.turn_rewards is None:
+        return []
+    last = turn == len(sample.turns) - 1
+    return [{"name": name, "value": float(sample.turn_parts[name][turn] if name in sample.turn_parts else sample.parts[name]), "weight": weight}
+            for name, weight in sample.weights.items() if last or name in sample.turn_parts]
+
+
 def trajectory_rows(sample: Sample, episode_id: str) -> list[dict]:
     """``trajectories/1`` rows (without common columns): one per turn, observation and next observation as JSON messages."""
     rows, before = [], json.dumps(sample.prompt["prompt"], ensure_ascii=False, default=str)
@@ -256,6 +265,6 @@ def trajectory_rows(sample: Sample, episode_id: str) -> list[dict]:
         said = json.dumps({"role": "assistant", "content": turn["text"]}, ensure_ascii=False)
         rows.append({"episode_id": episode_id, "t": t, "observation_json": before, "action_json": said,
                      "next_observation_json": after, "reward": float((sample.turn_rewards or [0.0] * len(sample.turns))[t]), "events": list(turn["events"]),
-                     "reward_tier": sample.tier or "unrouted", "logp_behaviour": float(sum(own))})
+                     "reward_tier": sample.tier or "unrouted", "reward_components": turn_components(sample, t), "logp_behaviour": float(sum(own))})
         before = after
     return rows

@@ -19,8 +19,8 @@ class Sample:
     sampled from, where these are not ``prompt``; its log-probs are then not those of the text after ``prompt``. ``tier``: the router's.
 
     Of a trajectory (``stages.agents``), ``tool_mask`` is 1 on tokens that the policy did not choose, ``turns`` are its turns (token span,
-    text, environment's reward, events), ``text`` is the last one, ``failure`` says why the environment ended it, and ``turn_rewards`` are what
-    each turn earned of ``total``. ``finish_reason`` is then goal, stop, turn_limit, length or failure.
+    text, environment's reward, events), ``text`` is the last one, ``failure`` says why the environment ended it, ``turn_rewards`` are what
+    each turn earned of ``total`` and ``turn_parts`` the values that components give single turns. ``finish_reason`` is then goal, stop, turn_limit, length or failure.
     ``logps`` is None where the engine gives none; ``reencoded``: ids are the encoding of a text that a server returned; ``error``: why
     the engine has no completion (finish reason "error", no ids).
     """
@@ -50,6 +50,7 @@ class Sample:
     error: str | None = None
     debate: dict | None = None  # of a debater: answers, its seat, what both sides said
     weights: dict[str, float] | None = None
+    turn_parts: dict[str, list[float]] | None = None
 
     @property
     def action_mask(self) -> list[int]:
@@ -194,7 +195,7 @@ def score(rewards, samples: list[Sample]) -> None:
     for sample, result in zip(samples, ranks.gather(scored)[0]):
         sample.total = float("nan") if result.total is None or sample.failure else float(result.total)
         sample.parts, sample.reasons, sample.correct, sample.items = result.parts, result.reasons, result.correct, result.items
-        sample.tier, sample.weights, sample.turn_rewards = result.tier, result.weights, result.turn_rewards
+        sample.tier, sample.weights, sample.turn_rewards, sample.turn_parts = result.tier, result.weights, result.turn_rewards, result.turn_parts
 
 
 def gen_record(stage, config, renderer, seed: int, version: int = 0, engine: str = "built-in") -> dict:

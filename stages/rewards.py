@@ -193,7 +193,7 @@ class Scored:
     reasons: why, by component. correct: the verdict of the first verifier or code component, None without a verdict.
     extracted: the answer that verdict was about. items: the rubric's items, where there is one. tier: of the router, the one that decided.
     weights: the factor of each counted component in the total, what absent ones left to it included. turn_rewards: of a trajectory, what each
-    turn earned of the total."""
+    turn earned of the total, and turn_parts the values that components give its turns."""
 
     total: float | None
     parts: dict[str, float | None] = field(default_factory=dict)
@@ -204,6 +204,7 @@ class Scored:
     tier: str | None = None
     weights: dict[str, float] = field(default_factory=dict)
     turn_rewards: list[float] | None = None
+    turn_parts: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -430,8 +431,8 @@ class Rewards:
         if turns is not None:
             from stages.agent_rewards import per_turn
 
-            own = {name: verdicts[name].turns for name in weights if verdicts[name].turns is not None}
-            scored.turn_rewards = per_turn(scored.total, own, weights, len(turns))
+            scored.turn_parts = {name: list(verdicts[name].turns) for name in weights if verdicts[name].turns is not None}
+            scored.turn_rewards = per_turn(scored.total, scored.turn_parts, weights, len(turns))
         return scored
 
     def _weights(self, parts, policies) -> dict[str, float] | None:

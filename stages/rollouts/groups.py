@@ -93,7 +93,7 @@ class GroupSampler:
         drawn = self.members.sample(self.policy.engine, prompts, params, own, iteration, first) if self.members.active else self.policy.draw(prompts, own, params)
         greedy = opponents = [None] * len(prompts)
         if self.row.baseline == "greedy":
-            greedy = [g[0] for g in self.policy.draw(prompts, seeds("greedy", 1), replace(params, temperature=0.0))]
+            greedy = [g[0] for g in self.policy.draw(prompts, [s[:1] for s in own], replace(params, temperature=0.0))]  # in the same world as its group
         if self.opponent is not None:
             opponents = sample_groups(self.opponent, prompts, params, seeds("opponent", config.num_generations))
         groups = []
@@ -139,7 +139,7 @@ class GroupSampler:
         kind = self.config.reward_override
         if kind == "none" or sample.failure:  # what an environment lost earns nothing, whatever the control
             return
-        sample.turn_rewards = None
+        sample.turn_rewards, sample.turn_parts = None, None
         if kind == "inverted":
             sample.total = -sample.total
         elif kind == "random":

@@ -259,6 +259,8 @@ def test_stored_trajectories_are_trained_on_their_own_tokens(tiny, data, spec):
         parts = {c["name"]: c for c in r["reward_components"]}
         assert parts["absent"]["value"] is None and parts["environment"]["weight"] == 1.0
         assert r["reward"] == pytest.approx(parts["environment"]["value"] + parts["milestones"]["value"])
+    for act in rows_of(first, "trajectories"):
+        assert act["reward"] == pytest.approx(sum(c["weight"] * c["value"] for c in act["reward_components"])) and {c["name"] for c in act["reward_components"]} >= {"environment", "milestones"}
     turns = [t for r in before.values() for t in r["turns"]]
     assert metrics[0]["agent/reward_per_turn"] == pytest.approx(np.mean([t["reward"] for t in turns]))
     reached = [sum(any(e.startswith(f"turn{k}") for t in r["turns"] for e in t["events"]) for k in (1, 2)) for r in before.values()]
@@ -298,6 +300,13 @@ def test_the_models_positions_end_a_trajectory(tiny, data):
     lost = [s for group in agent.sample(Sampler(model, renderer.tokenizer), rows, params, [[1, 2], [3, 4]]) for s in group if s.failure]
     agent.close()
     assert lost and all("the model has positions for" in s.failure and not s.ids and s.finish_reason == "failure" for s in lost)
+
+
+def test_the_greedy_baseline_is_of_the_same_world(tiny, data, spec):
+    """REMAX in an environment: the greedy trajectory starts from the seed of the group that it is compared with."""
+    result, _ = train(spec, tiny, data, "greedy", {"environment": "tests.training.environments:Seeded", "preset": "remax", "kl_coef": 0.0, "max_steps": 1})
+    rows = rows_of(result)
+    assert len({r["reward"] for r in rows}) == 2 and all(r["advantages"] == [0.0] * r["length"] for r in rows)
 
 
 def test_a_control_with_random_rewards_pays_no_trajectory_that_its_environment_lost(tiny, data, spec, tmp_path):
