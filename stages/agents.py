@@ -113,7 +113,8 @@ class Agent:
         for trajectory in everyone:
             trajectory.limit = room_after(sampler, trajectory.prompt_ids, params.max_new_tokens)
             if trajectory.limit < 1 and trajectory.failure is None:
-                trajectory.finish, trajectory.failure = "failure", f"the first messages have {len(trajectory.prompt_ids)} tokens, all that the model has positions for"
+                trajectory.finish = "failure"
+                trajectory.failure = f"the first messages have {len(trajectory.prompt_ids)} tokens, all that the model has positions for"
                 trajectory.prompt_ids = self.renderer.prompt_ids(trajectory.task["prompt"])
         for turn in range(self.config.max_turns):
             live = [t for t in everyone if t.finish is None and len(t.turns) == turn]

@@ -91,9 +91,10 @@ class Debaters:
             starts = [self.renderer.prompt_ids(self.prompt(task, seat)) for seat in (0, 1)]
             room = min(room_after(sampler, start, params.max_new_tokens) for start in starts)
             if room < 1:
-                raise ValueError(f"the prompt of a debater about task {task['row_id'][:12]} has {max(map(len, starts))} tokens, all that the model has positions for; write a smaller "
-                                 "max_prompt_length, which leaves it out")
-            debates += [(task, [Trajectory(task, k, seed_for(seed, "debate", seat), seed, list(starts[seat]), limit=room) for seat in (0, 1)]) for k, seed in enumerate(own)]
+                raise ValueError(f"the prompt of a debater about task {task['row_id'][:12]} has {max(map(len, starts))} tokens, all that the model has "
+                                 "positions for; write a smaller max_prompt_length, which leaves it out")
+            debates += [(task, [Trajectory(task, k, seed_for(seed, "debate", seat), seed, list(starts[seat]), limit=room) for seat in (0, 1)])
+                        for k, seed in enumerate(own)]
         share = params.max_new_tokens // (2 * self.rounds)
         limit = max(1, min(self.config.max_turn_length or share, share))  # both sides' statements of all rounds fit into one transcript
         for number in range(self.rounds):

@@ -53,7 +53,8 @@ class RewardComponent(StageConfig):
                     "Of trajectories: environment: what it paid, right where it verified the goal; milestones: events that pay once; step_weighted: indicators per turn; "
                     "debate: a judge's verdict, zero-sum.")
     weight: float = Field(1.0, description="Factor in the total.")
-    from_step: int = Field(0, ge=0, description="rl: optimizer step from which on the component counts; before, it is scored and stored only (Kimi k1.5 adds its length reward late).")
+    from_step: int = Field(0, ge=0, description="rl: optimizer step from which on the component counts; before, it is scored and stored only (Kimi k1.5 "
+                                                "adds its length reward late).")
     on_missing: Literal["invalidate", "skip", "renormalise"] | None = Field(
         None, title="On missing", description="When unscorable: drop the row from training, drop the term, or rescale the other terms. "
         "Unset: invalidate for verifier, code, python, model, judge and rubric, skip for the others.")
@@ -165,7 +166,8 @@ class RewardComponent(StageConfig):
             try:
                 re.compile(name)
             except re.error as error:
-                raise ValueError(f"reward {self.name!r}: milestone {name!r} is no regular expression ({error}); write {re.escape(name)!r} for an event of that name") from None
+                raise ValueError(f"reward {self.name!r}: milestone {name!r} is no regular expression ({error}); write {re.escape(name)!r} for an event of "
+                                 "that name") from None
         if self.step_weights:
             from stages.agent_rewards import check_step_weights
 
@@ -370,8 +372,8 @@ class Rewards:
     def score(self, rows: Sequence[dict]) -> list[Scored]:
         """One `Scored` per row, in order; an error inside a component becomes an unscorable part with the error's text."""
         results = {c.name: RULES[c.kind](self, c, rows) for c in self.components if not c.tier and c.kind not in READ_OTHERS} | self._routed(rows)
-        known = [next((v.correct for c in self.components if isinstance(v := results.get(c.name, [None] * len(rows))[i], Verdict) and v.correct is not None), None)
-                 for i in range(len(rows))]
+        said = [results[c.name] for c in self.components if c.name in results]
+        known = [next((column[i].correct for column in said if getattr(column[i], "correct", None) is not None), None) for i in range(len(rows))]
         results |= {c.name: vote(c, rows, results.get(c.votes_of)) if c.kind == "majority" else RULES[c.kind](self, c, rows, known)
                     for c in self.components if c.kind in READ_OTHERS and c.name not in results}
         scored = [self._combine({name: column[i] for name, column in results.items()}, rows[i].get("turns")) for i in range(len(rows))]

@@ -111,7 +111,8 @@ def admitted_prompts(config, counts: dict[str, tuple[int, int]], progress: float
     return pass_at_k_band(counts, config.passk_k, config.passk_bands, progress)
 
 
-def learning_scores(rewards_by_prompt: dict[str, Sequence[float]], kind: str = "mean_deviation", logps: dict[str, Sequence[float]] | None = None) -> dict[str, float]:
+def learning_scores(rewards_by_prompt: dict[str, Sequence[float]], kind: str = "mean_deviation",
+                    logps: dict[str, Sequence[float]] | None = None) -> dict[str, float]:
     """What each prompt's last group could teach: mean |r - mean r|, the ``std`` of its rewards, or (``confidence``) the perplexity of its tokens' ``logps``, the
     least confident answers most; 0 where rewards are equal and nothing can be learned (PROMPT-RERANK)."""
     def one(prompt, rewards):

@@ -99,7 +99,8 @@ class PromptOrder:
         if not self.scores.keys() & at.keys():
             return self.rng("prompts", self.cursor).permutation(len(self.prompts)).tolist()
         unknown = [i for row_id, i in at.items() if row_id not in self.scores]  # nothing of them could be scored so far
-        return [at[row_id] for row_id in rerank(self.scores)[0] if row_id in at] + unknown or self.rng("prompts", self.cursor).permutation(len(self.prompts)).tolist()
+        known = [at[row_id] for row_id in rerank(self.scores)[0] if row_id in at]
+        return known + unknown or self.rng("prompts", self.cursor).permutation(len(self.prompts)).tolist()
 
     def _admitted(self, version: int) -> list[int]:
         config = self.config
@@ -113,8 +114,8 @@ class PromptOrder:
         """Take note of new groups, dropped ones included; one that nothing could be scored of changes nothing that is known."""
         groups = list(groups)
         if self.config.curriculum == "rerank":
-            known = {g.prompt["row_id"]: ([s.total for s in g.samples if np.isfinite(s.total)], [v for s in g.samples for v, own in zip(s.logps or (), s.action_mask) if own])
-                     for g in groups}
+            known = {g.prompt["row_id"]: ([s.total for s in g.samples if np.isfinite(s.total)],
+                                          [v for s in g.samples for v, own in zip(s.logps or (), s.action_mask) if own]) for g in groups}
             known = {row_id: (totals, logps) for row_id, (totals, logps) in known.items() if totals and (logps or self.config.rerank_score != "confidence")}
             self.scores |= learning_scores({row_id: totals for row_id, (totals, _) in known.items()}, self.config.rerank_score,
                                            {row_id: logps for row_id, (_, logps) in known.items()})
@@ -159,8 +160,8 @@ class PromptOrder:
             ValueError: no prompt lies in ``difficulty_band``, or none has enough samples with a verdict.
         """
         if not counts:
-            raise ValueError(f"no prompt has {self.config.passk_k} samples with a verdict, so pass rates are unknown; write a larger passk_samples, or look at why completions "
-                             "cannot be scored")
+            raise ValueError(f"no prompt has {self.config.passk_k} samples with a verdict, so pass rates are unknown; write a larger passk_samples, or look "
+                             "at why completions cannot be scored")
         kept = set(counts)
         if self.config.difficulty_band:
             low, high = self.config.difficulty_band

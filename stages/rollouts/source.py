@@ -240,8 +240,8 @@ class Rollouts:
                 counts = verdicts_of((row["row_id"], group) for (row, _), group in zip(prompts, drawn))
             counts = self.order.enough(counts)
             if 0 < len(counts) < len(prompts):
-                self.stage.warn("pass_rates_unknown", f"{len(prompts) - len(counts)} of {len(prompts)} prompts have too few completions that could be scored to have a pass rate, "
-                                "and are left out.")
+                self.stage.warn("pass_rates_unknown", f"{len(prompts) - len(counts)} of {len(prompts)} prompts have too few completions that could be scored to "
+                                "have a pass rate, and are left out.")
             kept = self.order.start_from(counts)
             if self.config.difficulty_band:
                 self.records.pass_rates(prompts, counts, kept)
