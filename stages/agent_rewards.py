@@ -7,7 +7,7 @@ again. An event is a string; ``NAME:2/4`` says that two of four were done.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 #: Milestones of computer use: category -> reward of each, in the order of the catalogue's table (``reward.milestone``).
 CATALOGUE = {"web": (0.25, 0.25, 0.5), "form": (0.2, 0.3, 0.5), "file": (1.0, 0.5, 0.25), "email": (0.25, 0.5, 1.0), "settings": (0.25, 0.25, 0.5),
@@ -30,19 +30,23 @@ def milestones_of(catalogue: Mapping[str, Sequence[float]] = CATALOGUE, normalis
             for category, rewards in catalogue.items() for k, reward in enumerate(rewards)}
 
 
-def milestone_rewards(turns: Sequence[Sequence[str]], milestones: Mapping[str, float], once: bool = True) -> list[float]:
-    """Reward of each turn: the milestones that its events reach, each paid once per episode (MILESTONE).
+def milestones_by_turn(turns: Sequence[Sequence[str]], milestones: Iterable[str], once: bool = True) -> list[list[str]]:
+    """The milestones that each turn's events reach, each at most ``once`` per episode (MILESTONE).
 
     A milestone is an event's name, or a regular expression that has to match the whole event.
     """
     reached: set[str] = set()
-    rewards = []
+    found = []
     for events in turns:
-        now = [m for m in milestones if m not in reached and any(e == m or re.fullmatch(m, e) for e in events)]
-        rewards.append(float(sum(milestones[m] for m in now)))
+        found.append([m for m in milestones if m not in reached and any(e == m or re.fullmatch(m, e) for e in events)])
         if once:
-            reached.update(now)
-    return rewards
+            reached.update(found[-1])
+    return found
+
+
+def milestone_rewards(turns: Sequence[Sequence[str]], milestones: Mapping[str, float], once: bool = True) -> list[float]:
+    """Reward of each turn: the milestones that it reaches, each paid once per episode (MILESTONE)."""
+    return [float(sum(milestones[m] for m in now)) for now in milestones_by_turn(turns, milestones, once)]
 
 
 def check_step_weights(weights: Mapping[str, float]) -> list[str]:

@@ -15,12 +15,14 @@ go turn by turn together, and each ends for one of these reasons:
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from stages import ranks
+from stages.agent_rewards import milestones_by_turn, milestones_of
 from stages.environments import GOAL, EnvironmentLimits, EnvironmentPool
-from stages.generation import Sample, sample_with_room
+from stages.generation import Sample, room_after, sample_with_room
 from stages.randomness import seed_for
 
 
@@ -39,6 +41,7 @@ class Trajectory:
     turns: list[dict] = field(default_factory=list)
     finish: str | None = None
     failure: str | None = None
+    limit: int = 0  # tokens after the prompt at most: max_completion_length, or fewer where the model has no positions for them
 
     def say(self, completion, room: int) -> None:
         """A turn of the policy, ``stages.sampler.Completion``, with ``room`` tokens left. One that was cut short of them (max_turn_length) is
@@ -69,6 +72,12 @@ class Agent:
         self.config, self.renderer = config, renderer
         self.pool = EnvironmentPool(config.environment, config.environment_options, EnvironmentLimits(
             config.environment_timeout_s, config.environment_memory_mib, config.environment_workers, config.environment_network))
+        self.seconds: list[float] = []  # of every step of an environment since the last latency()
+
+    def latency(self) -> dict[str, float]:
+        """Mean and longest wall seconds of the environments' answers since the last call; a measurement, no metric that repeats."""
+        found, self.seconds = self.seconds, []
+        return {"environment_step_seconds": sum(found) / len(found), "environment_step_seconds_max": max(found)} if found else {}
 
     def close(self) -> None:
         self.pool.close()
@@ -101,13 +110,19 @@ class Agent:
             same_start(group)
         if prefixes is not None:
             self._replay(groups, prefixes, episode_of)
+        for trajectory in everyone:
+            trajectory.limit = room_after(sampler, trajectory.prompt_ids, params.max_new_tokens)
+            if trajectory.limit < 1 and trajectory.failure is None:
+                trajectory.finish = "failure"
+                trajectory.failure = f"the first messages have {len(trajectory.prompt_ids)} tokens, all that the model has positions for"
+                trajectory.prompt_ids = self.renderer.prompt_ids(trajectory.task["prompt"])
         for turn in range(self.config.max_turns):
             live = [t for t in everyone if t.finish is None and len(t.turns) == turn]
             self._turn(sampler, live, params)
             acting = [t for t in live if t.finish is None]
             for trajectory, seen in zip(acting, self.pool.step([episode_of[id(t)] for t in acting], [t.turns[-1]["text"] for t in acting])):
-                self._observe(trajectory, seen, params.max_new_tokens)
-        self.pool.end([episode_of[id(t)] for t in everyone if t.failure is None])
+                self._observe(trajectory, seen)
+        self.pool.end(episodes)
         return groups
 
     def _turn(self, sampler, live: list[Trajectory], params) -> None:
@@ -118,14 +133,15 @@ class Agent:
             requests.setdefault((*trajectory.prompt_ids, -1, *trajectory.ids), []).append(trajectory)
         prompts = [own[0].prompt_ids + own[0].ids for own in requests.values()]
         seeds = [[seed_for(t.seed, "agent", "turn", len(t.turns)) for t in own] for own in requests.values()]
-        rooms = [min(limit, params.max_new_tokens - len(own[0].ids)) for own in requests.values()]
+        rooms = [min(limit, own[0].limit - len(own[0].ids)) for own in requests.values()]
         for own, completions in zip(requests.values(), sample_with_room(sampler, prompts, params, seeds, rooms) if prompts else []):
             for trajectory, completion in zip(own, completions):
-                trajectory.say(completion, params.max_new_tokens - len(trajectory.ids))
+                trajectory.say(completion, trajectory.limit - len(trajectory.ids))
 
-    def _observe(self, trajectory: Trajectory, seen, room: int) -> None:
+    def _observe(self, trajectory: Trajectory, seen) -> None:
         """What a turn led to: its reward and events, and either the end or the next observation."""
         turn = trajectory.turns[-1]
+        self.seconds.append(seen.seconds)
         if seen.error:
             trajectory.finish, trajectory.failure = "failure", seen.error
             return
@@ -138,7 +154,7 @@ class Agent:
             messages = self._shown(seen.messages)
             turn["observation"] = json.dumps(messages, ensure_ascii=False)
             ids = self.renderer.observation_ids(messages, bool(trajectory.ids) and trajectory.ids[-1] == self.renderer.turn_end_id)
-            if len(trajectory.ids) + len(ids) >= room:  # nothing could be said after it
+            if len(trajectory.ids) + len(ids) >= trajectory.limit:  # nothing could be said after it
                 trajectory.finish = "length"
             else:
                 trajectory.hear(ids)
@@ -192,12 +208,21 @@ def plain_task(row: dict) -> dict:
     return json.loads(json.dumps(row, default=str))
 
 
-def agent_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """What people who debug agents look at: success, turns, tool errors, why trajectories ended."""
+def agent_metrics(samples: Sequence[Sample], components: Sequence = ()) -> dict[str, float]:
+    """What people who debug agents look at: success, turns, reward per turn, tool errors, why trajectories ended, and of the reward ``components`` of kind
+    milestones how many milestones a trajectory reached, and which share of the trajectories reached each."""
     turns = [t for s in samples for t in s.turns or []]
     calls = [e for t in turns for e in t["events"] if e.startswith(("tool:", "error:"))]
     n = max(len(samples), 1)
     out = {f"agent/finish_{reason}": sum(s.finish_reason == reason for s in samples) / n for reason in ("goal", "stop", "turn_limit", "length", "failure")}
+    paid = [r for s in samples for r in s.turn_rewards or ()]
+    if paid:
+        out["agent/reward_per_turn"] = sum(paid) / len(paid)
+    for component in (c for c in components if c.kind == "milestones"):
+        milestones = component.milestones or milestones_of()
+        reached = [name for s in samples for now in milestones_by_turn([t["events"] for t in s.turns or []], milestones) for name in now]
+        out[f"agent/{component.name}"] = len(reached) / n
+        out |= {f"agent/{component.name}/{re.sub(r'[^0-9A-Za-z_./ -]', '_', name)}": reached.count(name) / n for name in milestones}
     return out | {"agent/success": sum(succeeded(s) for s in samples) / n, "agent/turns": len(turns) / n,
                   "agent/calls": sum(e.startswith("tool:") for e in calls) / n, "agent/errors": sum(e.startswith("error:") for e in calls) / n,
                   "agent/tool_token_share": sum(sum(s.tool_mask) for s in samples) / max(sum(len(s.ids) for s in samples), 1)}
@@ -223,6 +248,15 @@ def transcript(sample: Sample) -> list[dict]:
     return out
 
 
+def turn_components(sample: Sample, turn: int) -> list[dict]:
+    """What components say of one turn: those that score turns, and at the last turn all others; weight times value sums to the turn's reward."""
+    if sample.turn_parts is None or sample.turn_rewards is None:
+        return []
+    last = turn == len(sample.turns) - 1
+    return [{"name": name, "value": float(sample.turn_parts[name][turn] if name in sample.turn_parts else sample.parts[name]), "weight": weight}
+            for name, weight in sample.weights.items() if last or name in sample.turn_parts]
+
+
 def trajectory_rows(sample: Sample, episode_id: str) -> list[dict]:
     """``trajectories/1`` rows (without common columns): one per turn, observation and next observation as JSON messages."""
     rows, before = [], json.dumps(sample.prompt["prompt"], ensure_ascii=False, default=str)
@@ -232,6 +266,6 @@ def trajectory_rows(sample: Sample, episode_id: str) -> list[dict]:
         said = json.dumps({"role": "assistant", "content": turn["text"]}, ensure_ascii=False)
         rows.append({"episode_id": episode_id, "t": t, "observation_json": before, "action_json": said,
                      "next_observation_json": after, "reward": float((sample.turn_rewards or [0.0] * len(sample.turns))[t]), "events": list(turn["events"]),
-                     "reward_tier": sample.tier or "unrouted", "logp_behaviour": float(sum(own))})
+                     "reward_tier": sample.tier or "unrouted", "reward_components": turn_components(sample, t), "logp_behaviour": float(sum(own))})
         before = after
     return rows

@@ -100,13 +100,14 @@ def _group(row, batch, rewards, tokens, outcome):
 
 def _process(row, batch, rewards, tokens, outcome):
     """GRPO-PROCESS: normalised over all step rewards of a group, summed over the steps that end at or after a token."""
-    out, lengths = np.zeros(batch.mask_BT.shape), batch.mask_BT.shape[1]
+    out, lengths, informative = np.zeros(batch.mask_BT.shape), batch.mask_BT.shape[1], np.zeros(len(rewards), bool)
     for group in np.unique(batch.group_of_B):
         rows = [i for i in np.flatnonzero(batch.group_of_B == group) if batch.counted_B[i]]
         found = process_advantage([batch.steps[i][1] for i in rows], [batch.steps[i][0] for i in rows], [lengths] * len(rows), row.std_ddof, row.std_eps)
         for i, advantage in zip(rows, found):
             out[i] = np.where(batch.mask_BT[i], advantage, 0.0)
-    return out, out.any(1)
+        informative[rows] = out[rows].any()
+    return out, informative
 
 
 def _turn_returns(row, batch, rewards, tokens, outcome):
@@ -130,7 +131,7 @@ def _turn_returns(row, batch, rewards, tokens, outcome):
                 out[i, start:batch.turns[i][0][k] + 1] = value
         for i in rows:
             out[i] = np.where(batch.mask_BT[i] & (np.abs(out[i]) > DEGENERATE * max(1.0, np.abs(flat).max())), out[i], 0.0)
-            informative[i] = out[i].any()
+        informative[rows] = out[rows].any()  # of the group: a trajectory as good as its mean is one of those that are compared
     return out, informative
 
 

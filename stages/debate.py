@@ -17,7 +17,7 @@ import numpy as np
 
 from stages import ranks
 from stages.agents import Trajectory
-from stages.generation import Sample, sample_with_room
+from stages.generation import Sample, room_after, sample_with_room
 from stages.randomness import seed_for
 
 SEAT = "Argue that the right answer is: {answer}. Another debater argues for: {other}. A judge decides from what both of you say."
@@ -69,6 +69,10 @@ class Debaters:
     def close(self) -> None:
         """Nothing to end: debates need no process."""
 
+    def latency(self) -> dict[str, float]:
+        """Nothing to wait for."""
+        return {}
+
     def sample(self, sampler, rows, params, seeds) -> list[list[Sample]]:
         """2 G debaters of each task: ``seeds[i]`` lists one seed per debate; the k-th of seat A debates with the k-th of seat B."""
         mine = range(ranks.rank(), len(rows), ranks.world_size())
@@ -85,17 +89,22 @@ class Debaters:
         debates = []  # (task, [debater of A, debater of B]) of every debate
         for task, own in zip(tasks, seeds):
             starts = [self.renderer.prompt_ids(self.prompt(task, seat)) for seat in (0, 1)]
-            debates += [(task, [Trajectory(task, k, seed_for(seed, "debate", seat), seed, list(starts[seat])) for seat in (0, 1)]) for k, seed in enumerate(own)]
+            room = min(room_after(sampler, start, params.max_new_tokens) for start in starts)
+            if room < 1:
+                raise ValueError(f"the prompt of a debater about task {task['row_id'][:12]} has {max(map(len, starts))} tokens, all that the model has "
+                                 "positions for; write a smaller max_prompt_length, which leaves it out")
+            debates += [(task, [Trajectory(task, k, seed_for(seed, "debate", seat), seed, list(starts[seat]), limit=room) for seat in (0, 1)])
+                        for k, seed in enumerate(own)]
         share = params.max_new_tokens // (2 * self.rounds)
         limit = max(1, min(self.config.max_turn_length or share, share))  # both sides' statements of all rounds fit into one transcript
         for number in range(self.rounds):
             live = [t for _, pair in debates for t in pair if t.finish is None]
             found = sample_with_room(sampler, [t.prompt_ids + t.ids for t in live], params, [[seed_for(t.seed, "turn", number)] for t in live],
-                                     [min(limit, params.max_new_tokens - len(t.ids)) for t in live]) if live else []
+                                     [min(limit, t.limit - len(t.ids)) for t in live]) if live else []
             for trajectory, completions in zip(live, found):
-                trajectory.say(completions[0], params.max_new_tokens - len(trajectory.ids))
+                trajectory.say(completions[0], trajectory.limit - len(trajectory.ids))
             for _, pair in debates:
-                self._listen(pair, number, params.max_new_tokens)
+                self._listen(pair, number)
         out, at = [], 0
         for task, own in zip(tasks, seeds):
             pairs = [pair for _, pair in debates[at: at + len(own)]]
@@ -103,7 +112,7 @@ class Debaters:
             out.append([self._debater(task, pair, seat) for seat in (0, 1) for pair in pairs])
         return out
 
-    def _listen(self, pair: list[Trajectory], number: int, room: int) -> None:
+    def _listen(self, pair: list[Trajectory], number: int) -> None:
         """Each side hears what the other said in this round; a debate in which one side has no room left ends for both."""
         if any(len(t.turns) <= number for t in pair):
             return
@@ -116,7 +125,7 @@ class Debaters:
             messages = [{"role": "user", "content": other.turns[-1]["text"]}]
             own.turns[-1]["observation"] = json.dumps(messages, ensure_ascii=False)
             heard.append(self.renderer.observation_ids(messages, own.ids[-1] == self.renderer.turn_end_id))
-        if any(t.finish or len(t.ids) + len(ids) >= room for t, ids in zip(pair, heard)):
+        if any(t.finish or len(t.ids) + len(ids) >= t.limit for t, ids in zip(pair, heard)):
             for t in pair:
                 t.finish = "length"
             return
@@ -164,10 +173,11 @@ def outcome(sample: Sample, name: str) -> dict:
 
 def debate_metrics(samples: Sequence[Sample], name: str) -> dict[str, float]:
     """Judge accuracy with and without the debate, over the debaters whose answer is the right one (``eval.debate``). ``name``: of the component."""
-    right = [s for s in samples if s.debate and s.prompt.get("answer") == s.debate["answers"][s.debate["seat"]] and np.isfinite(s.total)]
+    right = [s for s in samples if s.debate and s.prompt.get("answer") == s.debate["answers"][s.debate["seat"]]]
     turns = [len(s.turns) for s in samples if s.turns is not None]
     out = {"debate/rounds": float(np.mean(turns)) if turns else 0.0}
-    if right:
-        out |= {"debate/judge_accuracy": judge_accuracy([s.parts[name] + 0.5 for s in right], [True] * len(right)),
-                "debate/judge_accuracy_without": judge_accuracy([s.parts[f"{name}/without"] + 0.5 for s in right], [True] * len(right))}
+    for metric, part in (("debate/judge_accuracy", name), ("debate/judge_accuracy_without", f"{name}/without")):
+        read = [value + 0.5 for s in right if (value := s.parts.get(part)) is not None]  # the judge may have answered one of the two questions only
+        if read:
+            out[metric] = judge_accuracy(read, [True] * len(read))
     return out

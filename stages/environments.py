@@ -59,13 +59,15 @@ class EnvironmentLimits:
 
 @dataclass(frozen=True)
 class Observation:
-    """Answer of an environment to a reset or a step; ``error`` is set when the episode's process failed, and nothing else counts then."""
+    """Answer of an environment to a reset or a step, after so many wall ``seconds``; ``error`` is set when the episode's process failed, and nothing else
+    counts then."""
 
     messages: tuple = ()
     reward: float = 0.0
     done: bool = False
     events: tuple[str, ...] = ()
     error: str | None = None
+    seconds: float = 0.0
 
 
 def path_of(name: str) -> str:
@@ -169,8 +171,9 @@ class EnvironmentPool:
             if not line.endswith("\n"):
                 raise EnvironmentFailure(f"the host of environment {self.path} ended{self._log()}")
             reply = json.loads(line)
-            found[reply["id"]] = Observation(error=reply["error"]) if reply.get("error") else Observation(
-                tuple(reply["messages"]), reply["reward"], reply["done"], tuple(reply["events"]))
+            seconds = reply.get("seconds", 0.0)
+            found[reply["id"]] = Observation(error=reply["error"], seconds=seconds) if reply.get("error") else Observation(
+                tuple(reply["messages"]), reply["reward"], reply["done"], tuple(reply["events"]), seconds=seconds)
         writer.join()
         return [found[r["id"]] for r in requests]
 
@@ -262,7 +265,7 @@ class _Host:
             now = time.monotonic()
             for episode in [e for e, deadline in self.running.items() if deadline <= now]:
                 self.kill(episode)
-                self.reply(episode, error=f"time-out after {self.about['timeout_s']:g} s")
+                self.reply(episode, error=f"time-out after {self.about['timeout_s']:g} s", seconds=self.about["timeout_s"])
 
     def dispatch(self, request: dict) -> None:
         episode = request["id"]
@@ -306,11 +309,11 @@ class _Host:
             self.gone(episode, "more than 8 MiB of observation" if chunk else None)
         elif self.buffers[episode].endswith(b"\n"):
             line, self.buffers[episode] = self.buffers[episode], b""
-            del self.running[episode]
+            seconds = time.monotonic() - (self.running.pop(episode) - self.about["timeout_s"])
             reply = json.loads(line)
             if "error" in reply:
                 self.kill(episode)
-            self.reply(episode, **reply)
+            self.reply(episode, **reply, seconds=seconds)
 
     def gone(self, episode: int, reason: str | None = None) -> None:
         status = self.kill(episode, grace=0.0 if reason else 0.5)

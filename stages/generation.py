@@ -15,12 +15,12 @@ class Sample:
 
     ``total`` is the weighted sum of the scored components (NaN when unscorable), ``parts`` their raw values (None =
     unscorable), ``reasons`` why; ``correct`` is the verifier's verdict where there is one; ``items`` are a rubric's item scores.
-    ``mode``: ``fresh``, ``improve`` (of the response ``parent``) or ``sft`` (not sampled). ``context``: prompt id of the messages it was
+    ``weights``: the factor of each counted part in ``total``. ``mode``: ``fresh``, ``improve`` (of the response ``parent``) or ``sft`` (not sampled). ``context``: prompt id of the messages it was
     sampled from, where these are not ``prompt``; its log-probs are then not those of the text after ``prompt``. ``tier``: the router's.
 
     Of a trajectory (``stages.agents``), ``tool_mask`` is 1 on tokens that the policy did not choose, ``turns`` are its turns (token span,
-    text, environment's reward, events), ``text`` is the last one, ``failure`` says why the environment ended it, and ``turn_rewards`` are what
-    each turn earned of ``total``. ``finish_reason`` is then goal, stop, turn_limit, length or failure.
+    text, environment's reward, events), ``text`` is the last one, ``failure`` says why the environment ended it, ``turn_rewards`` are what
+    each turn earned of ``total`` and ``turn_parts`` the values that components give single turns. ``finish_reason`` is then goal, stop, turn_limit, length or failure.
     ``logps`` is None where the engine gives none; ``reencoded``: ids are the encoding of a text that a server returned; ``error``: why
     the engine has no completion (finish reason "error", no ids).
     """
@@ -50,6 +50,8 @@ class Sample:
     reencoded: bool = False
     error: str | None = None
     debate: dict | None = None  # of a debater: answers, its seat, what both sides said
+    weights: dict[str, float] | None = None
+    turn_parts: dict[str, list[float]] | None = None
 
     @property
     def action_mask(self) -> list[int]:
@@ -128,19 +130,24 @@ def sample_groups(sampler, rows, params, seeds) -> list[list[Sample]]:
             for i, (row, ids) in enumerate(rows)]
 
 
+def room_after(sampler, prompt, tokens: int) -> int:
+    """How many of so many tokens the sampler's model has positions for behind a prompt's ids."""
+    from stages.decoders import max_positions
+
+    model = getattr(sampler, "model", None)
+    positions = max_positions(model) if model is not None else None
+    return tokens if positions is None else min(tokens, positions - len(prompt))
+
+
 def sample_with_room(sampler, prompts, params, seeds, rooms) -> list[list]:
     """Completions of every prompt with at most ``rooms[i]`` new tokens, together where the model has positions for the widest room.
 
     A completion is a function of (weights, prompt, seed), so one that is cut afterwards is the one that a lower limit gives.
     """
-    from stages.decoders import max_positions
-
-    model = getattr(sampler, "model", None)
-    positions = max_positions(model) if model is not None else None
     widest = max(rooms, default=0)
     calls: dict[int, list[int]] = {}
     for i, (prompt, room) in enumerate(zip(prompts, rooms)):
-        calls.setdefault(widest if positions is None or len(prompt) + widest <= positions else room, []).append(i)
+        calls.setdefault(widest if room_after(sampler, prompt, widest) == widest else room, []).append(i)
     out: list = [None] * len(prompts)
     for limit, rows in sorted(calls.items(), reverse=True):
         for i, found in zip(rows, sampler.generate([prompts[i] for i in rows], replace(params, max_new_tokens=limit), [seeds[i] for i in rows])):
@@ -189,7 +196,7 @@ def score(rewards, samples: list[Sample]) -> None:
     for sample, result in zip(samples, ranks.gather(scored)[0]):
         sample.total = float("nan") if result.total is None or sample.failure else float(result.total)
         sample.parts, sample.reasons, sample.correct, sample.items = result.parts, result.reasons, result.correct, result.items
-        sample.tier, sample.turn_rewards = result.tier, result.turn_rewards
+        sample.tier, sample.weights, sample.turn_rewards, sample.turn_parts = result.tier, result.weights, result.turn_rewards, result.turn_parts
 
 
 def regrade(rewards, samples: list[Sample]) -> None:

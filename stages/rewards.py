@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,8 @@ from stages.spec import InputSpec, StageConfig
 
 PRIMARY = ("verifier", "code", "python", "model", "judge", "rubric", "group_preference", "icdpo", "majority", "environment", "debate")
 ON_TURNS = ("environment", "milestones", "step_weighted")  # score trajectories, a number per turn
+LENGTH_KINDS = ("length", "length_group", "length_target", "length_penalty", "truncation")
+READ_OTHERS = ("majority", "length_group", "length_target")  # scored last: they read what the other components said
 TIERS = ("rule", "learned", "judge")
 #: Inputs of every stage that scores with reward components; each is needed by the kinds it names.
 REWARD_INPUTS = {
@@ -39,16 +42,19 @@ class RewardComponent(StageConfig):
 
     name: str = Field("reward", min_length=1, description="Name under which its values are stored and plotted.")
     kind: Literal["verifier", "model", "judge", "format", "length", "truncation", "regex", "constraints", "code", "python", "rubric", "group_preference",
-                  "icdpo", "majority", "length_group", "length_target", "environment", "milestones", "step_weighted", "debate"] = Field(
+                  "icdpo", "majority", "length_group", "length_target", "length_penalty", "environment", "milestones", "step_weighted", "debate"] = Field(
         description="verifier: gold answer; model: a reward model; judge: a language model's opinion; format: tags; length: DAPO soft overlong; truncation: no end token; "
                     "regex: a pattern; constraints: IFEval checkers; code: unit tests; python: your own function; rubric: the items of the input rubric (GRAPE); "
                     "group_preference: the rating that a group would give, from its ratings in the input context (rm.gpo); "
                     "icdpo: how much retrieved demonstrations raise the answer's likelihood (rs.icdpo); "
                     "majority: 1 for the answer that most of the prompt's samples give, 0 for others, without a gold answer (rs.majority); "
-                    "length_group: short right answers of a prompt earn more (Kimi k1.5); length_target: the length that the prompt row asks for (L1). "
+                    "length_group: short right answers of a prompt earn more (Kimi k1.5); length_target: the length that the prompt row asks for (L1); "
+                    "length_penalty: every token costs the same (INTELLECT-2). "
                     "Of trajectories: environment: what it paid, right where it verified the goal; milestones: events that pay once; step_weighted: indicators per turn; "
                     "debate: a judge's verdict, zero-sum.")
     weight: float = Field(1.0, description="Factor in the total.")
+    from_step: int = Field(0, ge=0, description="rl: optimizer step from which on the component counts; before, it is scored and stored only (Kimi k1.5 "
+                                                "adds its length reward late).")
     on_missing: Literal["invalidate", "skip", "renormalise"] | None = Field(
         None, title="On missing", description="When unscorable: drop the row from training, drop the term, or rescale the other terms. "
         "Unset: invalidate for verifier, code, python, model, judge and rubric, skip for the others.")
@@ -104,7 +110,8 @@ class RewardComponent(StageConfig):
     pattern: str = Field("", description="regex: pattern that must be found; dots match line ends.")
     max_length: int = Field(64, ge=1, description="length: cap L_max in tokens, end token included.")
     cache_length: int = Field(16, ge=0, description="length: the last L_cache tokens before the cap are punished linearly.")
-    length_alpha: float = Field(3e-4, ge=0, description="length_target: reward per token away from extra_json.target_length (L1 0.0003).")
+    length_alpha: float = Field(3e-4, ge=0, description="length_target: reward per token away from extra_json.target_length (L1 0.0003); length_penalty: cost of "
+                                "a token (0.0003 is ours).")
     length_delta: float = Field(0.5, description="length_target, length_mode=max: reward of a right answer of exactly the target length (L1 0.5).")
     length_mode: Literal["exact", "max"] = Field("exact", description="length_target: the target is to be met, or not to be exceeded.")
     missing_eos_penalty: float = Field(1.0, ge=0, description="truncation: a response without end token gets minus this, others 0.")
@@ -155,6 +162,12 @@ class RewardComponent(StageConfig):
             raise ValueError(f"reward {self.name!r}: kind regex needs pattern: write the pattern that a good response contains")
         if self.kind == "python" and "def score" not in self.source:
             raise ValueError(f"reward {self.name!r}: kind python needs source with a function score(prompt, completion, answer)")
+        for name in self.milestones:
+            try:
+                re.compile(name)
+            except re.error as error:
+                raise ValueError(f"reward {self.name!r}: milestone {name!r} is no regular expression ({error}); write {re.escape(name)!r} for an event of "
+                                 "that name") from None
         if self.step_weights:
             from stages.agent_rewards import check_step_weights
 
@@ -181,7 +194,8 @@ class Scored:
     """Reward of one row. total: weighted sum, None if unscorable. parts: raw value of each component, None if unscorable.
     reasons: why, by component. correct: the verdict of the first verifier or code component, None without a verdict.
     extracted: the answer that verdict was about. items: the rubric's items, where there is one. tier: of the router, the one that decided.
-    turn_rewards: of a trajectory, what each turn earned of the total."""
+    weights: the factor of each counted component in the total, what absent ones left to it included. turn_rewards: of a trajectory, what each
+    turn earned of the total, and turn_parts the values that components give its turns."""
 
     total: float | None
     parts: dict[str, float | None] = field(default_factory=dict)
@@ -190,7 +204,9 @@ class Scored:
     extracted: str | None = None
     items: list[dict] = field(default_factory=list)
     tier: str | None = None
+    weights: dict[str, float] = field(default_factory=dict)
     turn_rewards: list[float] | None = None
+    turn_parts: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -235,6 +251,8 @@ def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, render
         from stages.agent_rewards import check_blend
 
         check_blend({c.name: c.weight for c in components if c.blend})
+        if any(c.blend and c.from_step for c in components):
+            raise ValueError("the weights of a blend sum to 1 at every step; leave from_step out of its components, or write blend=false")
     tiers = [c.tier for c in components if c.tier]
     if tiers and (len(tiers) < 2 or len(set(tiers)) < len(tiers)):
         raise ValueError(f"rewards has the tiers {', '.join(tiers)}; a router needs at least two of rule, learned and judge, each of them once, or leave tier out")
@@ -349,11 +367,15 @@ class Rewards:
 
     def __init__(self, components: list[RewardComponent], scorers: dict, renderer):
         self.components, self.scorers, self.renderer = components, scorers, renderer
+        self.step: int | None = None  # optimizer step that ``from_step`` is compared with; None: every component counts
 
     def score(self, rows: Sequence[dict]) -> list[Scored]:
         """One `Scored` per row, in order; an error inside a component becomes an unscorable part with the error's text."""
-        results = {c.name: RULES[c.kind](self, c, rows) for c in self.components if not c.tier and c.kind != "majority"} | self._routed(rows)
-        results |= {c.name: vote(c, rows, results.get(c.votes_of)) for c in self.components if c.kind == "majority"}
+        results = {c.name: RULES[c.kind](self, c, rows) for c in self.components if not c.tier and c.kind not in READ_OTHERS} | self._routed(rows)
+        said = [results[c.name] for c in self.components if c.name in results]
+        known = [next((column[i].correct for column in said if getattr(column[i], "correct", None) is not None), None) for i in range(len(rows))]
+        results |= {c.name: vote(c, rows, results.get(c.votes_of)) if c.kind == "majority" else RULES[c.kind](self, c, rows, known)
+                    for c in self.components if c.kind in READ_OTHERS and c.name not in results}
         scored = [self._combine({name: column[i] for name, column in results.items()}, rows[i].get("turns")) for i in range(len(rows))]
         for name, column in results.items():  # every row of a batch has the same parts
             if any(isinstance(v, Verdict) and v.without is not None for v in column):
@@ -383,10 +405,14 @@ class Rewards:
 
     def check(self, prompt_rows: Sequence[dict]) -> None:
         """Refuse prompts that a component can never score, before anything is sampled. Raises ValueError."""
+        from stages.debate import answers_of
+
         for component in self.components:
-            if component.kind == "rubric":
-                for row in prompt_rows:
+            for row in prompt_rows if component.kind in ("rubric", "debate") else ():
+                if component.kind == "rubric":
                     self.scorers[component.name].rubric.category_of(row, component.category)
+                else:
+                    answers_of(row)
 
     def _combine(self, verdicts: dict, turns: list | None = None) -> Scored:
         scored = Scored(None)
@@ -407,23 +433,27 @@ class Rewards:
             if component is not decided:  # its value is stored, and does not count
                 parts[component.name], policies[component.name] = None, "skip"
         scored.tier = decided.tier if decided else None
-        weights = {c.name: c.weight for c in self.components}
-        scored.total = None if router and not decided else self._total(parts, weights, policies)
-        if turns is not None and scored.total is not None:
+        weights = None if router and not decided else self._weights(parts, policies)
+        if weights is None:
+            return scored
+        scored.weights, scored.total = weights, float(sum(w * parts[name] for name, w in weights.items()))
+        if turns is not None:
             from stages.agent_rewards import per_turn
 
-            own = {name: verdicts[name].turns for name, value in parts.items() if value is not None and verdicts[name].turns is not None}
-            scored.turn_rewards = per_turn(scored.total, own, weights, len(turns))
+            scored.turn_parts = {name: list(verdicts[name].turns) for name in weights if verdicts[name].turns is not None}
+            scored.turn_rewards = per_turn(scored.total, scored.turn_parts, weights, len(turns))
         return scored
 
-    def _total(self, parts, weights, policies) -> float | None:
-        """The weighted sum; components of a blend are one term of it."""
+    def _weights(self, parts, policies) -> dict[str, float] | None:
+        """The factor of each present component in the total; those of a blend are one term of it. None without a total."""
+        weights = {c.name: c.weight if self.step is None or self.step >= c.from_step else 0.0 for c in self.components}
         blended = [c.name for c in self.components if c.blend]
         if not blended:
-            return combine(parts, weights, policies)
-        rest = {name: value for name, value in parts.items() if name not in blended}
-        one = combine({name: parts[name] for name in blended}, weights, policies)
-        return combine({"blend": one, **rest}, {"blend": 1.0, **weights}, {"blend": "invalidate", **policies})
+            return present_weights(parts, weights, policies)
+        inside = present_weights({name: parts[name] for name in blended}, weights, policies)
+        whole = present_weights({"": inside, **{name: value for name, value in parts.items() if name not in blended}}, {"": 1.0, **weights},
+                                {"": "invalidate", **policies})  # no component has an empty name
+        return None if whole is None else {**{name: w * whole[""] for name, w in inside.items()}, **{name: w for name, w in whole.items() if name}}
 
 
 def settles(component: RewardComponent, verdict) -> bool:
@@ -442,21 +472,24 @@ def confidence(component: RewardComponent, verdict: Verdict) -> float:
 
 
 def combine(parts: dict[str, float | None], weights: dict[str, float], policies: dict[str, str] | str = "skip") -> float | None:
-    """R = sum_k w_k r_k over the present parts (reward.composite); None when nothing is left or a missing part invalidates.
+    """R = sum_k w_k r_k over the present parts (reward.composite), by :func:`present_weights`; None where those are."""
+    found = present_weights(parts, weights, policies)
+    return None if found is None else float(sum(w * parts[name] for name, w in found.items()))
+
+
+def present_weights(parts: dict, weights: dict[str, float], policies: dict[str, str] | str = "skip") -> dict[str, float] | None:
+    """Weights of the parts that are present (not None); None when nothing is left, a missing part invalidates, or its weight has nothing to go to.
 
     policies: per part, or one for all: `skip`, `renormalise` (times sum of all weights / sum of present weights), `invalidate`.
     """
     policy = policies if isinstance(policies, dict) else {name: policies for name in parts}
     present = [name for name, value in parts.items() if value is not None]
     missing = [name for name in parts if name not in present]
-    if not present or any(policy[name] == "invalidate" for name in missing):
+    dropped, kept = sum(weights[name] for name in missing if policy[name] == "renormalise"), sum(weights[name] for name in present)
+    if not present or any(policy[name] == "invalidate" for name in missing) or (dropped and not kept):
         return None
-    total = sum(weights[name] * parts[name] for name in present)
-    dropped = [name for name in missing if policy[name] == "renormalise"]
-    kept = sum(weights[name] for name in present)
-    if dropped and kept:
-        total *= (kept + sum(weights[name] for name in dropped)) / kept
-    return float(total)
+    scale = (kept + dropped) / kept if dropped else 1.0
+    return {name: weights[name] * scale for name in present}
 
 
 # -------------------------------------------------------------------------------------------------- components
@@ -511,9 +544,9 @@ def _model(rewards: Rewards, component: RewardComponent, rows) -> list:
             responses.append(Response(row["prompt_row"].get("prompt") or [], [{"role": "assistant", "content": _text(component, row)}], ids, row["prompt_row"]))
     scores = scorer.score(responses) if responses else []
     if component.normalise == "batch":
-        from stages.estimators import whiten
+        from stages.estimators import normalise_rewards
 
-        scores = whiten(scores).tolist() if len(scores) else scores
+        scores = normalise_rewards(scores, "whiten").tolist()  # one that could not be read is in no statistic
     spread = scorer.disagreement if responses else None
     for k, (i, score) in enumerate(zip(positions, scores)):
         if math.isfinite(score):
@@ -568,8 +601,8 @@ def _prompt_ids(rewards: Rewards, row: dict):
 
 
 def ended(row: dict) -> bool:
-    """Whether the policy ended the response itself (an end token or a stop string)."""
-    return row.get("finish_reason") in ("eos", "stop")
+    """Whether the response is finished: an end token, a stop string, or the goal of an environment; not cut."""
+    return row.get("finish_reason") in ("eos", "stop", "goal")
 
 
 def _format(rewards, component, rows) -> list:
@@ -585,38 +618,44 @@ def _length(rewards, component, rows) -> list:
     return [Verdict(soft_overlong(len(row["completion_ids"]), component.max_length, component.cache_length)) for row in rows]
 
 
-def _is_right(rewards, component, rows) -> list[bool]:
-    """Whether each answer is right, for length rewards: the environment's word, or the verifier's; an answer without verdict counts as wrong."""
-    verdicts = _verify(rewards, component, rows)
-    return [bool(getattr(v, "correct", False)) if row.get("turns") is None else any(GOAL in t["events"] for t in row["turns"])
-            for row, v in zip(rows, verdicts)]
+def _is_right(rewards, component, rows, known) -> list[bool]:
+    """Whether each answer is right, for length rewards: what the other components say (``known``, None = nothing), else the environment, else a verifier of
+    its own; an answer without any verdict counts as wrong."""
+    verdicts = _verify(rewards, component, rows) if known is None or None in known else known
+    return [k if k is not None else any(GOAL in t["events"] for t in row["turns"]) if row.get("turns") is not None else bool(getattr(v, "correct", False))
+            for row, v, k in zip(rows, verdicts, known or [None] * len(rows))]
 
 
-def _length_group(rewards, component, rows) -> list:
+def _length_group(rewards, component, rows, known=None) -> list:
     """Kimi's length reward inside each prompt's group, before any normalisation (LENGTH-CTRL)."""
     from stages.verifiers import kimi_length
 
     groups: dict = {}
     for i, row in enumerate(rows):
         groups.setdefault((row["prompt_row"].get("prompt_id"), tuple(row.get("prompt_ids") or ())), []).append(i)
-    out, right = [None] * len(rows), _is_right(rewards, component, rows)
+    out, right = [None] * len(rows), _is_right(rewards, component, rows, known)
     for members in groups.values():
         for i, value in zip(members, kimi_length([len(rows[i]["completion_ids"]) for i in members], [right[i] for i in members])):
             out[i] = Verdict(value)
     return out
 
 
-def _length_target(rewards, component, rows) -> list:
+def _length_target(rewards, component, rows, known=None) -> list:
     """L1's reward for the length that a prompt row asks for (LENGTH-CTRL)."""
     from stages.verifiers import target_length
 
     def one(row, right):
         target = json.loads(row["prompt_row"].get("extra_json") or "{}").get("target_length")
-        if target is None:
+        if not isinstance(target, (int, float)):
             return Unscorable('the prompt row asks for no length; write extra_json={"target_length": 200}')
         return Verdict(target_length(len(row["completion_ids"]), int(target), right, component.length_mode, component.length_alpha, component.length_delta))
 
-    return [one(row, right) for row, right in zip(rows, _is_right(rewards, component, rows))]
+    return [one(row, right) for row, right in zip(rows, _is_right(rewards, component, rows, known))]
+
+
+def _length_penalty(rewards, component, rows) -> list:
+    """A constant price of every token (LENGTH-CTRL)."""
+    return [Verdict(-component.length_alpha * len(row["completion_ids"])) for row in rows]
 
 
 def _truncation(rewards, component, rows) -> list:
@@ -661,8 +700,6 @@ def _python(rewards, component, rows) -> list:
 
 def extract_program(text: str) -> str | None:
     """Content of the last fenced Python block; None without one (reward.code: badly formatted)."""
-    import re
-
     blocks = re.findall(r"```(?:python|py)?[ \t]*\n(.*?)```", text, re.DOTALL)
     return blocks[-1] if blocks else None
 
@@ -742,7 +779,7 @@ def _debate(rewards, component, rows) -> list:
     return [Unscorable(judge.why_not) if math.isnan(p) else Verdict(p - 0.5, without=None if math.isnan(q) else q - 0.5) for p, q in zip(*verdicts(judge, rows))]
 
 
-RULES = {"length_group": _length_group, "length_target": _length_target,
+RULES = {"length_group": _length_group, "length_target": _length_target, "length_penalty": _length_penalty,
          "verifier": _verify, "model": _model, "judge": _model, "format": _format, "length": _length, "truncation": _truncation, "regex": _regex,
          "constraints": _constraints, "code": _code, "python": _python, "rubric": _rubric,
          "group_preference": _model, "icdpo": _icdpo, **dict.fromkeys(ON_TURNS, _on_turns), "debate": _debate}

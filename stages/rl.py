@@ -176,6 +176,11 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
     curriculum: Literal["none", "easy_to_hard", "cosine", "gaussian", "rerank", "pass_at_k", "self_paced"] = Field(
         "none", description="Prompt order: shuffled; by the rows' difficulty (extra_json.difficulty) sorted or drawn by E2H; "
         "by what the last group could teach; or those admitted whose pass@k is high enough by now (passk_bands), or whose loss is low enough (self_paced_thresholds).")
+    curriculum_mix: float = Field(0.0, ge=0, le=1, description="curriculum=easy_to_hard: share of the places in the order that a random easier prompt takes, "
+                                                               "one that had its turn (CURRICULUM).")
+    rerank_score: Literal["mean_deviation", "std", "confidence"] = Field(
+        "mean_deviation", description="curriculum=rerank: what orders the prompts whose rewards differ: mean |r - mean r|, the std of the rewards, or how "
+                                      "little confident the policy's answers are (perplexity).")
     curriculum_beta: float = Field(1.0, gt=0, description="Speed of curriculum=gaussian.")
     curriculum_sigma: float = Field(0.75, gt=0, description="Width of curriculum=gaussian, in levels.")
 

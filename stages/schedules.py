@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from stages.estimators import is_constant
+
 
 class StaleRollouts(RuntimeError):
     """Rollouts of another policy version reached an update that may not use them."""
@@ -109,9 +111,18 @@ def admitted_prompts(config, counts: dict[str, tuple[int, int]], progress: float
     return pass_at_k_band(counts, config.passk_k, config.passk_bands, progress)
 
 
-def learning_scores(rewards_by_prompt: dict[str, Sequence[float]]) -> dict[str, float]:
-    """mean |r - mean r| of each prompt's last group: 0 where nothing can be learned (PROMPT-RERANK)."""
-    return {p: float(np.abs(np.asarray(r, float) - np.mean(r)).mean()) for p, r in rewards_by_prompt.items()}
+def learning_scores(rewards_by_prompt: dict[str, Sequence[float]], kind: str = "mean_deviation",
+                    logps: dict[str, Sequence[float]] | None = None) -> dict[str, float]:
+    """What each prompt's last group could teach: mean |r - mean r|, the ``std`` of its rewards, or (``confidence``) the perplexity of its tokens' ``logps``, the
+    least confident answers most; 0 where rewards are equal and nothing can be learned (PROMPT-RERANK)."""
+    def one(prompt, rewards):
+        if is_constant(rewards):
+            return 0.0
+        if kind == "confidence":
+            return float(np.exp(-np.mean(logps[prompt])))
+        return float(np.std(rewards) if kind == "std" else np.abs(np.asarray(rewards, float) - np.mean(rewards)).mean())
+
+    return {prompt: one(prompt, rewards) for prompt, rewards in rewards_by_prompt.items()}
 
 
 def rerank(scores: dict[str, float]) -> tuple[list[str], list[str]]:

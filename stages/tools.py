@@ -68,7 +68,10 @@ def parse_calls(text: str, syntax: str = "python") -> list[dict | BadCall]:
         for body in _TAGGED.findall(text):
             try:
                 call = json.loads(body)
-                found.append({"name": str(call["name"]), "args": dict(call.get("arguments") or {})})
+                given = call.get("arguments") or {}
+                if not isinstance(given, dict):
+                    raise ValueError("arguments have no names")
+                found.append({"name": str(call["name"]), "args": given})
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 found.append(BadCall("syntax", 'error: write calls as <tool_call>{"name": "NAME", "arguments": {}}</tool_call>'))
         return found
@@ -261,6 +264,9 @@ class ToolEnvironment:
             except BadCall as error:
                 said = str(error)
                 events.append(f"error:{error.kind}")
+            except Exception as error:  # whatever the policy wrote, a tool that cannot answer it costs the call and not the trajectory
+                said = f"error: {type(error).__name__}: {str(error)[:200]}"
+                events.append("error:failed")
             messages.append({"role": "tool", "name": name, "content": said[:_OUTPUT]})
         return messages, 0.0, False, events
 

@@ -324,4 +324,4 @@ def trajectory_metrics(config, policy: PolicySampler, samples: list[Sample]) -> 
     """Metrics of agents or debates; none without an environment."""
     if policy.seats == 2:
         return debate_metrics(samples, next(c.name for c in config.rewards if c.kind == "debate"))
-    return agent_metrics(samples) if policy.agent else {}
+    return agent_metrics(samples, config.rewards) if policy.agent else {}

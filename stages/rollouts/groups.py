@@ -11,6 +11,7 @@ from stages.algorithms import RLPreset
 from stages.estimators import fill_informative, informative_groups, is_constant
 from stages.generation import Sample, regrade, sample_groups, score, warn_of_failures
 from stages.members import Members
+from stages.rewards import LENGTH_KINDS
 from stages.rollouts.policy import PolicySampler
 
 
@@ -71,8 +72,15 @@ class GroupSampler:
         if self.config.filter_groups_metric == "acc" and all(v is not None for v in verdicts):
             right = sum(verdicts)
             return None if informative_groups([right], len(verdicts))[0] else "all_correct" if right else "all_wrong"
-        totals = [s.total for s in group.samples if np.isfinite(s.total)]
+        totals = [self._unshaped(s) for s in group.samples if np.isfinite(s.total)]
         return "equal_rewards" if len(totals) < 2 or is_constant(totals) else None
+
+    def _unshaped(self, sample: Sample) -> float:
+        """The reward without what a completion's length earns: answers that differ in nothing else teach nothing about the task."""
+        counted = [c.name for c in self.config.rewards if c.kind not in LENGTH_KINDS]
+        if self.config.reward_override != "none" or not counted:
+            return sample.total
+        return sum(sample.weights[name] * sample.parts[name] for name in counted if name in sample.weights)
 
     def sample(self, prompts, iteration: int, version: int, first: int = 0, purpose: str = "rollout") -> list[Group]:
         """One fresh group of every ``(row, prompt ids)``; ``first`` counts the prompts this iteration has drawn already, ``purpose`` names the seeds."""
@@ -87,7 +95,7 @@ class GroupSampler:
         drawn = self.members.sample(self.policy.engine, prompts, params, own, iteration, first) if self.members.active else self.policy.draw(prompts, own, params)
         greedy = opponents = [None] * len(prompts)
         if self.row.baseline == "greedy":
-            greedy = [g[0] for g in self.policy.draw(prompts, seeds("greedy", 1), replace(params, temperature=0.0))]
+            greedy = [g[0] for g in self.policy.draw(prompts, [s[:1] for s in own], replace(params, temperature=0.0))]  # in the same world as its group
         if self.opponent is not None:
             opponents = sample_groups(self.opponent, prompts, params, seeds("opponent", config.num_generations))
         groups = []
@@ -131,9 +139,9 @@ class GroupSampler:
     def _override(self, sample: Sample, *counters) -> None:
         """Control experiments: rewards that have nothing to do with the task, its opposite, or its format alone. A trajectory earns them at its end."""
         kind = self.config.reward_override
-        if kind == "none":
+        if kind == "none" or sample.failure:  # what an environment lost earns nothing, whatever the control
             return
-        sample.turn_rewards = None
+        sample.turn_rewards, sample.turn_parts = None, None
         if kind == "inverted":
             sample.total = -sample.total
         elif kind == "random":

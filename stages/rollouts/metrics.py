@@ -19,7 +19,7 @@ def rollout_metrics(samples: Sequence[Sample], rewards, group_of) -> dict[str, f
     ok = np.isfinite(rewards)
     out = {"completions/mean_length": float(lengths.mean()), "completions/min_length": float(lengths.min()), "completions/max_length": float(lengths.max()),
            "completions/clipped_ratio": float((~ended).mean()), "completions/empty_fraction": float(np.mean([not s.text.strip() for s in samples])),
-           "completions/repetition": float(np.mean([repetition_n(s.ids, 3) or 0.0 for s in samples])), "reward/unscorable_fraction": float((~ok).mean()),
+           "completions/repetition": float(np.mean([repetition_n([t for t, own in zip(s.ids, s.action_mask) if own], 3) or 0.0 for s in samples])), "reward/unscorable_fraction": float((~ok).mean()),
            "completions/reflection": reflection_counts([s.text for s in samples])["share_with_any"], "completions/generated_tokens": float(sum(sum(s.action_mask) for s in samples)),
            "completions/special_characters": float(np.mean([special_character_rate(s.text) for s in samples])),
            "completions/language_switch": float(np.mean([bool(scripts(s.text) - scripts("".join(m["content"] or "" for m in s.prompt.get("prompt", ())))) for s in samples]))}
@@ -86,7 +86,7 @@ def off_policy_metrics(versions: Sequence[int], version: int, sampled, old) -> d
 
 def mismatch_metrics(samples: Sequence[Sample], old) -> dict[str, float]:
     """How far the engine's log-probs are from the trainer's on the tokens just sampled (TIS): differences, ratios, KL(engine || trainer)."""
-    apart = [np.subtract(o, s.logps) for s, o in zip(samples, old) if s.ids and not s.off_policy]
+    apart = [np.subtract(o, s.logps)[np.array(s.action_mask, bool)] for s, o in zip(samples, old) if any(s.action_mask) and not s.off_policy]
     if not apart:
         return {}
     d = np.concatenate(apart).clip(-20, 20)

@@ -84,6 +84,9 @@ class PolicySampler:
 
 def agent_for(config, row: RLPreset, renderer, rewards, stage) -> Agent | Debaters | None:
     """What samples trajectories, where an environment is set; refuses settings that have no meaning there."""
+    judged = [c.name for c in rewards.components if c.kind == "debate"]
+    if judged and config.environment != "debate":
+        raise ValueError(f"reward {judged[0]!r} judges debates; write environment=debate, or take it out of rewards")
     if not config.environment:
         on_turns = [c.name for c in rewards.components if c.kind in ON_TURNS]
         if on_turns:
@@ -91,7 +94,7 @@ def agent_for(config, row: RLPreset, renderer, rewards, stage) -> Agent | Debate
                              "or take it out of rewards")
         return None
     if config.environment == "debate":
-        if not any(c.kind == "debate" for c in rewards.components):
+        if not judged:
             raise ValueError("environment=debate is decided by a judge; add a reward of kind debate and the input judge (or an endpoint)")
         for name, on in ((f"baseline={row.baseline}", row.baseline in ("greedy", "table", "v_star")), ("advantage=vine", row.advantage == "vine"),
                          (f"curriculum={config.curriculum}", config.curriculum in ADMITTING)):

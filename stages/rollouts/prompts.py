@@ -84,7 +84,10 @@ class PromptOrder:
         if config.curriculum == "none":
             return self.passes[k]
         if config.curriculum == "easy_to_hard":
-            return order_by_difficulty(self.levels)[0][k % len(self.prompts)]
+            at, rng = k % len(self.prompts), self.rng("curriculum", k)
+            if at and rng.random() < config.curriculum_mix:
+                at = int(rng.integers(0, at))
+            return order_by_difficulty(self.levels)[0][at]
         steps = sorted(set(self.levels))
         chances = e2h_probabilities(config.curriculum, version, self.total_steps, len(steps), config.curriculum_beta, config.curriculum_sigma)
         rng = self.rng("curriculum", k)
@@ -93,7 +96,11 @@ class PromptOrder:
 
     def _reranked(self) -> list[int]:
         at = {row["row_id"]: i for i, (row, _) in enumerate(self.prompts)}
-        return [at[row_id] for row_id in rerank(self.scores)[0]] or self.rng("prompts", self.cursor).permutation(len(self.prompts)).tolist()
+        if not self.scores.keys() & at.keys():
+            return self.rng("prompts", self.cursor).permutation(len(self.prompts)).tolist()
+        unknown = [i for row_id, i in at.items() if row_id not in self.scores]  # nothing of them could be scored so far
+        known = [at[row_id] for row_id in rerank(self.scores)[0] if row_id in at]
+        return known + unknown or self.rng("prompts", self.cursor).permutation(len(self.prompts)).tolist()
 
     def _admitted(self, version: int) -> list[int]:
         config = self.config
@@ -104,14 +111,24 @@ class PromptOrder:
 
     # -- what is learned about prompts ------------------------------------------------------------------------------
     def learn(self, groups: Iterable) -> None:
-        """Take note of new groups, dropped ones included."""
+        """Take note of new groups, dropped ones included; one that nothing could be scored of changes nothing that is known."""
+        groups = list(groups)
         if self.config.curriculum == "rerank":
-            self.scores |= learning_scores({g.prompt["row_id"]: [s.total for s in g.samples if np.isfinite(s.total)] or [0.0] for g in groups})
+            known = {g.prompt["row_id"]: ([s.total for s in g.samples if np.isfinite(s.total)],
+                                          [v for s in g.samples for v, own in zip(s.logps or (), s.action_mask) if own]) for g in groups}
+            known = {row_id: (totals, logps) for row_id, (totals, logps) in known.items() if totals and (logps or self.config.rerank_score != "confidence")}
+            self.scores |= learning_scores({row_id: totals for row_id, (totals, _) in known.items()}, self.config.rerank_score,
+                                           {row_id: logps for row_id, (_, logps) in known.items()})
         if self.config.curriculum in ADMITTING:
-            self.counts |= {g.prompt["row_id"]: verdicts_of(g.samples) for g in groups}
+            self.counts |= self.enough(verdicts_of((g.prompt["row_id"], g.samples) for g in groups))
         if self.config.no_resampling_pass_rate is not None:
-            rates = {g.prompt["row_id"]: verdicts_of(g.samples) for g in groups}
+            rates = verdicts_of((g.prompt["row_id"], g.samples) for g in groups)
             self.solved |= {row_id for row_id, (n, right) in rates.items() if right / n > self.config.no_resampling_pass_rate}
+
+    def enough(self, counts: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+        """The counts that say enough: pass@k needs k samples."""
+        needed = self.config.passk_k if self.config.curriculum == "pass_at_k" else 1
+        return {row_id: (n, right) for row_id, (n, right) in counts.items() if n >= needed}
 
     def metrics(self, groups: Sequence) -> dict[str, float]:
         """The levels that these groups' prompts have (CURRICULUM, E2H), and what is known of the prompts' pass rates."""
@@ -136,11 +153,15 @@ class PromptOrder:
         return not self.counts and (self.config.curriculum in ADMITTING or self.config.difficulty_band is not None)
 
     def start_from(self, counts: dict[str, tuple[int, int]]) -> set[str]:
-        """Pass rates of the starting policy, ``{row id: (samples, right ones)}``: the row ids of the prompts that are trained on.
+        """Pass rates of the starting policy, ``{row id: (samples, right ones)}``: the row ids of the prompts that are trained on. Prompts without a pass rate
+        are left out.
 
         Raises:
-            ValueError: no prompt lies in ``difficulty_band``.
+            ValueError: no prompt lies in ``difficulty_band``, or none has enough samples with a verdict.
         """
+        if not counts:
+            raise ValueError(f"no prompt has {self.config.passk_k} samples with a verdict, so pass rates are unknown; write a larger passk_samples, or look "
+                             "at why completions cannot be scored")
         kept = set(counts)
         if self.config.difficulty_band:
             low, high = self.config.difficulty_band
@@ -185,13 +206,15 @@ def difficulty_of(row: dict, curriculum: str) -> float:
     return float(value)
 
 
-def verdicts_of(samples: Iterable) -> tuple[int, int]:
-    """(samples with a verdict, right ones) of a prompt; raises ValueError where nothing says what is right."""
-    verdicts = [s.correct for s in samples if s.correct is not None]
-    if not verdicts:
+def verdicts_of(groups: Iterable[tuple[str, Sequence]]) -> dict[str, tuple[int, int]]:
+    """{row id: (samples with a verdict, right ones)} of the ``(row id, samples)`` where there is any; raises ValueError where rewards say of no sample
+    whether it is right, although they could score some."""
+    groups = list(groups)
+    found = {row_id: (len(verdicts), sum(verdicts)) for row_id, samples in groups if (verdicts := [s.correct for s in samples if s.correct is not None])}
+    if not found and any(np.isfinite(s.total) for _, samples in groups for s in samples):
         raise ValueError("curriculum=pass_at_k, curriculum=self_paced, difficulty_band and no_resampling_pass_rate need to know which completions are right; add a reward of kind verifier, code or "
                          "environment, or leave them out.")
-    return len(verdicts), sum(verdicts)
+    return found
 
 
 def counts_of(prompts, stats: Iterable[dict]) -> dict[str, tuple[int, int]]:

@@ -70,8 +70,8 @@ class Records:
             "terminated": s.terminated, "length": n}
 
     def _components(self, s: Sample, overlong: float) -> list[dict]:
-        weights, tiers = {c.name: c.weight for c in self.config.rewards}, {c.name: c.tier for c in self.config.rewards if c.tier}
-        found = [{"name": k, "value": v, "weight": weights.get(k, 0.0) if tiers.get(k, s.tier) == s.tier else 0.0} for k, v in s.parts.items()]
+        weights = s.weights or {c.name: c.weight for c in self.config.rewards if not c.tier}  # of one without a total, as configured
+        found = [{"name": k, "value": v, "weight": weights.get(k, 0.0)} for k, v in s.parts.items()]
         return found + ([{"name": "overlong", "value": float(overlong), "weight": 1.0}] if overlong else [])
 
     def groups(self, groups: Iterable[tuple[Group, str | None]], iteration: int) -> None:
@@ -80,7 +80,7 @@ class Records:
         for group, reason in groups:
             totals = [s.total for s in group.samples if np.isfinite(s.total)]
             verdicts = [s.correct for s in group.samples if s.correct is not None]
-            logps = [v for s in group.samples for v in s.logps or ()]
+            logps = [v for s in group.samples for v, own in zip(s.logps or (), s.action_mask) if own]
             rows.append(complete(group.prompt, "prompt_stats/1", {
                 "iteration": iteration, "n": len(group.samples), "mean_reward": float(np.mean(totals)) if totals else 0.0,
                 "reward_std": float(np.std(totals)) if totals else 0.0, "pass_at_1": float(np.mean(verdicts)) if verdicts else 0.0,
@@ -88,9 +88,9 @@ class Records:
         self._write("prompt_stats", rows)
 
     def pass_rates(self, prompts, counts: dict[str, tuple[int, int]], kept: set[str]) -> None:
-        """``prompt_stats/1`` of iteration -1: (samples, right ones) of every prompt before training, and whether it is trained on (DIFF-FILTER)."""
+        """``prompt_stats/1`` of iteration -1: (samples, right ones) of the prompts that have any before training, and whether it is trained on (DIFF-FILTER)."""
         rows = []
-        for prompt, _ in prompts:
+        for prompt, _ in (p for p in prompts if p[0]["row_id"] in counts):
             (n, c), ok = counts[prompt["row_id"]], prompt["row_id"] in kept
             rows.append(complete(prompt, "prompt_stats/1", {
                 "iteration": -1, "n": n, "mean_reward": c / n, "reward_std": (c / n * (1 - c / n)) ** 0.5, "pass_at_1": c / n, "mean_logprob": 0.0, "kept": ok,

@@ -190,6 +190,7 @@ class Rollouts:
         if self.iteration >= 0:
             self.crediting.finish(self.batch)
         self.policy.refresh()
+        self.rewards.step = step
         self._prepare()
         self.iteration, self.inner, self.version = self.iteration + 1, 0, step
         if self.old is not None:
@@ -201,6 +202,8 @@ class Rollouts:
         scored = self.crediting(groups, self.iteration, self.version)
         self.records.rollouts(scored, self.iteration, self.version)
         self.batch, self.metrics = scored.items, scored.metrics | metrics
+        if self.policy.agent and (measured := self.policy.agent.latency()):
+            self.stage.perf(step, measured)
         self.on_new_batch()
 
     def _groups(self) -> tuple[list[Group], dict[str, float]]:
@@ -235,7 +238,11 @@ class Rollouts:
                 counts = counts_of(prompts, self.stage.dataset("prompt_stats").iter_rows())
             else:
                 drawn = self.groups.of_every_prompt(prompts, "pass-at-k", self.config.passk_samples)
-                counts = {row["row_id"]: verdicts_of(group) for (row, _), group in zip(prompts, drawn)}
+                counts = verdicts_of((row["row_id"], group) for (row, _), group in zip(prompts, drawn))
+            counts = self.order.enough(counts)
+            if 0 < len(counts) < len(prompts):
+                self.stage.warn("pass_rates_unknown", f"{len(prompts) - len(counts)} of {len(prompts)} prompts have too few completions that could be scored to "
+                                "have a pass rate, and are left out.")
             kept = self.order.start_from(counts)
             if self.config.difficulty_band:
                 self.records.pass_rates(prompts, counts, kept)
@@ -263,6 +270,7 @@ class Rollouts:
         samples = [s for s in drawn if s.error is None]
         if self.config.engine_sleep:
             self.policy.engine.sleep(keep_weights=False)
+        self.rewards.step = None  # answers of all passes are compared, so every component counts in all of them
         score(self.rewards, samples)
         self.records.validation(samples, step)
         found = rollout_metrics(samples, np.array([s.total for s in samples]), np.arange(len(samples))) if samples else {}

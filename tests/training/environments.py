@@ -33,6 +33,17 @@ class Countdown:
         return [{"role": "tool", "content": f"{self.left} left after {len(action)} <|im_end|> letters"}], reward, self.left == 0, events
 
 
+class Seeded:
+    """Pays what its seed says, whatever is done."""
+
+    def reset(self, task, seed):
+        self.paid = seed % 1009
+        return [{"role": "user", "content": "go"}]
+
+    def step(self, action):
+        return [], self.paid, True, []
+
+
 class Moody:
     """Starts every episode differently, which a group cannot compare."""
 

@@ -194,7 +194,7 @@ def test_a_pool_says_what_went_wrong_and_leaves_no_process():
         EnvironmentPool("tool")
 
 
-def test_what_an_environment_refuses(tiny, data, spec):
+def test_what_an_environment_refuses(tiny, data, spec, tmp_path):
     with pytest.raises(Exception, match="there is no environment 'tool'; write one of tools"):
         Config(environment="tool")
     with pytest.raises(Exception, match="PYTHONPATH"):
@@ -211,8 +211,16 @@ def test_what_an_environment_refuses(tiny, data, spec):
     for config in (Config, Evaluation):
         with pytest.raises(Exception, match="write engine=builtin"):
             config(environment=COUNTDOWN, engine="server", engine_url="http://localhost:1/v1")
+    asked = [{"kind": "debate", "endpoint": "http://localhost:1/v1", "endpoint_model": "m"}]
+    with pytest.raises(Exception, match="argues about two answers, and prompt"):
+        train(spec, tiny, data, "debate-answers", {"environment": "debate", "rewards": asked})
+    write_dataset(str(tmp_path / "tasks"), "tasks", "prompts/1", [complete_row("prompts/1", {"prompt": [{"role": "user", "content": "q"}], "extra_json": '{"answers": ["a", "b"]}'},
+                                                                               dataset="d", source="s", origin="human")])
+    disputed = {"prompts": str(tmp_path / "tasks")}
     with pytest.raises(Exception, match="baseline=v_star needs completions of one prompt"):
-        train(spec, tiny, data, "debate-table", {"environment": "debate", "preset": "astar_po", "rewards": [{"kind": "debate", "endpoint": "http://localhost:1/v1", "endpoint_model": "m"}]})
+        train(spec, tiny, disputed, "debate-table", {"environment": "debate", "preset": "astar_po", "rewards": asked})
+    with pytest.raises(Exception, match="judges debates; write environment=debate"):
+        train(spec, tiny, disputed, "no-debate", {"rewards": asked})
     with pytest.raises(Exception, match="not the one that this run was started with"):
         Config(environment=COUNTDOWN, environment_digest="another")
 

@@ -431,7 +431,7 @@ def test_prompt_orders(rl):
     rerank = ordered(curriculum="rerank")
     assert sorted(rows(rerank, n)) == list(range(n))
     sample = Sample(prompts[0][0], [], 0, [], [], "eos", "")
-    rerank.learn([Group(prompts[i][0], [], [replace(sample, total=t) for t in (spread, 0.0)], 0) for i, spread in ((0, 0.2), (1, 0.0), (2, 1.0))])
+    rerank.learn([Group(prompts[i][0], [], [replace(sample, total=t) for t in (spread, 0.0)], 0) for i, spread in ((0, 0.2), (2, 1.0), *((i, 0.0) for i in range(n) if i not in (0, 2)))])
     assert rows(rerank, 1) == [2]
     later = ordered(curriculum="rerank")
     later.restore(json.loads(json.dumps(rerank.state())))
