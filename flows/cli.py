@@ -520,20 +520,23 @@ def emit(value: Any) -> None:
 
 def main() -> None:
     """Entry point: runs the command and turns errors into messages and exit codes."""
+    import shlex
     import signal
 
     signal.signal(signal.SIGTERM, terminate)
     try:
         app()
-    except KeyboardInterrupt:
-        fail("interrupted; the same command continues where it stopped", 130)
     except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code == 130):  # typer keeps the interrupt to itself and exits
+            fail(f"interrupted; this goes on where it stopped: {shlex.join(['posttrain', *sys.argv[1:]])}", 130)
         if isinstance(error, SystemExit):
             raise
-        code = classify(error)
-        if code is None:
+        from storage.files import refusal
+
+        code, refused = classify(error), refusal(error)
+        if code is None and refused is None:
             raise
-        fail(str(error) or type(error).__name__, code)
+        fail(refused if code is None else str(error) or type(error).__name__, code or 1)
 
 
 class TerminationSignal(BaseException):

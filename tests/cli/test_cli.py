@@ -125,6 +125,7 @@ def test_interrupt_takes_the_stage_process_down(posttrain, number, code):
     _, error = running.communicate(timeout=60)
     assert running.returncode == code, error
     assert not any(child.is_running() for child in children)
+    assert ("goes on where it stopped: posttrain stage tests.flows.slow_stage --set seconds=120" if number == signal.SIGINT else "same command continues") in error
 
 
 def test_dry_run_prints_the_plan_and_runs_nothing(posttrain):
@@ -159,3 +160,36 @@ def test_presets_are_valid_configurations():
             values = load_preset(recipe, preset)
             if recipe not in ("preference", "verifiable"):  # those need the user's data
                 load_config(recipe, values)
+
+
+def test_show_says_why_rows_were_quarantined(posttrain, tmp_path):
+    good = [{"prompt": f"q{i}", "chosen": "a", "rejected": "b"} for i in range(8)]
+    (tmp_path / "x.jsonl").write_text("\n".join([*map(json.dumps, good), '{"prompt": "cut off', json.dumps({"prompt": "p", "chosen": "same", "rejected": "same"})]) + "\n")
+    made = last_line(posttrain("stage", "ingest", "--input", f"data={tmp_path / 'x.jsonl'}", "--json"))
+    shown = posttrain("show", made["outputs"]["quarantine"]).stdout
+    assert 'x.jsonl:9  {"prompt": "cut off' in shown and "refused parse_error: 1 rows" in shown and "refused chosen_equals_rejected: 1 rows" in shown and "x.jsonl:10" in shown
+    reasons = last_line(posttrain("show", made["outputs"]["quarantine"], "--json"))["quarantined"]
+    assert {one["code"]: one["rows"] for one in reasons} == {"parse_error": 1, "chosen_equals_rejected": 1} and reasons[0]["samples"][0]["source_file"] == "x.jsonl"
+
+
+def test_a_dataset_of_the_wrong_kind_is_refused_with_a_conversion_that_exists(tmp_path, monkeypatch):
+    from stages.spec import ConfigError
+    from storage.datasets import write_dataset
+    from storage.schema import complete_row
+    from tasks.run import prepare
+
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "home"))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama"}')
+
+    def dataset(kind, **row):
+        path = tmp_path / kind.split("/")[0]
+        write_dataset(path, "made", kind, [complete_row(kind, row, dataset="made", source="s", origin="human")])
+        return str(path)
+
+    with pytest.raises(ConfigError, match="text/1 cannot be converted to that, so give another dataset"):
+        prepare("align", {"model": str(model), "data": dataset("text/1", text="only text")})
+    thumbs = dataset("unpaired/1", prompt=[{"role": "user", "content": "q"}], completion=[{"role": "assistant", "content": "a"}], label=True, label_kind="thumbs")
+    with pytest.raises(ConfigError, match=f"posttrain stage ingest --input data={thumbs} --set kind=prompts/1"):
+        prepare("rl", {"model": str(model), "data": thumbs})
