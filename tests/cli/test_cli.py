@@ -193,3 +193,33 @@ def test_a_dataset_of_the_wrong_kind_is_refused_with_a_conversion_that_exists(tm
     thumbs = dataset("unpaired/1", prompt=[{"role": "user", "content": "q"}], completion=[{"role": "assistant", "content": "a"}], label=True, label_kind="thumbs")
     with pytest.raises(ConfigError, match=f"posttrain stage ingest --input data={thumbs} --set kind=prompts/1"):
         prepare("rl", {"model": str(model), "data": thumbs})
+
+
+def test_a_step_is_repeated_by_its_name_or_that_of_the_section_it_takes_its_settings_from(tmp_path, monkeypatch):
+    from flows.cli import steps_of
+    from flows.preference import Config
+    from flows.recipe import check_force
+    from stages.spec import ConfigError
+    from storage import records
+
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "home"))
+    run = records.start_run("preference", {})
+    for label in ("ingest_pairs", "dpo.ingest-data", "dpo", "evaluate_reward", "evaluate_start", "evaluate_dpo", "compare"):
+        records.append_stage(run.run_id, {"label": label, "stage": label.split("_")[0], "cached": False})
+    unfinished = records.get_run(run.run_id)
+    records.finish_run(run.run_id, "FINISHED")
+    run = records.get_run(run.run_id)
+    assert steps_of(run, Config, "evaluate") == ["evaluate_start", "evaluate_dpo"]  # evaluate_reward is a section of its own
+    assert steps_of(run, Config, "compare") == ["compare"] and steps_of(run, Config, "evaluate_dpo") == ["evaluate_dpo"] and steps_of(run, Config, "dpo") == ["dpo"]
+    assert steps_of(unfinished, Config, "reward_model") == []  # it never came to it, and will run it now
+    for finished, name in ((run, "sft"), (unfinished, "nosuch")):
+        with pytest.raises(ConfigError, match="its steps are: ingest_pairs, dpo, evaluate_reward, evaluate_start"):
+            steps_of(finished, Config, name)
+    check_force(["dpo"], ["sft", "dpo"])
+    with pytest.raises(ConfigError, match="force names no step of this run: rl; its steps are: sft, dpo"):
+        check_force(["rl"], ["sft", "dpo"])
+
+
+def test_a_forced_step_that_the_plan_has_not_is_refused_before_anything_runs(posttrain):
+    done = posttrain("run", "post_training", "--preset", "demo", "--force", "nosuch", "--dry-run", code=2)
+    assert "force names no step of this run: nosuch" in done.stderr

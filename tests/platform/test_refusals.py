@@ -22,7 +22,7 @@ TOY = "tests.toy_stage"
 def command(tmp_path):
     """``command(home, *arguments, limit=bytes)``: the command line on a home, with a largest file size."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "POSTTRAIN_"))}
-    env |= {"PYTHONPATH": str(PROJECT_ROOT), "POSTTRAIN_TRACKING": "off"}
+    env |= {"PYTHONPATH": str(PROJECT_ROOT), "POSTTRAIN_TRACKING": "off", "PYTHONDONTWRITEBYTECODE": "1"}  # a limit would cut .pyc files short, and Python believes them
 
     def call(home, *arguments, limit=None):
         def hold():
