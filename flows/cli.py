@@ -119,7 +119,7 @@ def parse_inputs(pairs: list[str] | None, whose: str) -> dict[str, str]:
 def rerun(
     run_id: Annotated[str, typer.Argument(metavar="RUN", help="Run id, the beginning of one, or `latest`.")],
     more: Given = None,
-    stage: Annotated[Optional[str], typer.Option(help="The step to change or repeat (a section of the recipe, e.g. rl).")] = None,
+    stage: Annotated[Optional[str], typer.Option(help="The step to repeat, or with --set the section of the recipe to change (e.g. rl).")] = None,
     set_: Sets = None,
     seed: Seed = None,
     json_: Json = False,
@@ -144,15 +144,31 @@ def rerun(
         raise ConfigError(f"run {run_id} ran one stage; repeat it with: posttrain stage {recipe[6:]} --input … --set …")
     recipe_flow = get_recipe(recipe)
     given = parse_sets([*(set_ or []), *(more or [])])
-    if stage is not None:
+    again: list[str] = []
+    if stage is not None and given:
         section(recipe_flow.config_type, stage)
-        given = {stage: given} if given else {}
+        given = {stage: given}
+    elif stage is not None:
+        again = steps_of(run, recipe_flow.config_type, stage)
     elif not given and seed is None and run.status == "FINISHED":
         raise ConfigError("that run finished, so say what to change: --stage NAME (repeat it), --stage NAME --set key=value, or --seed N")
     values = merge(record["config"], given)
     if seed is not None:
         values["seed"] = seed
-    execute(recipe, values, [stage] if stage and not given else [], json_, dry_run)
+    execute(recipe, values, again, json_, dry_run)
+
+
+def steps_of(run: Any, config_type: Any, name: str) -> list[str]:
+    """The steps of a run that a name means: a step, or a section of the recipe that several steps take their settings from (`evaluate`:
+    `evaluate_start`, `evaluate_dpo`). Empty where an unfinished run had not come to any, since it will run anyway."""
+    from flows.config import ConfigError
+    from flows.report import sections
+
+    steps, others = [label for label in run.stages() if "." not in label], set(sections(config_type)) - {name}
+    found = [step for step in steps if step == name] or [step for step in steps if step.startswith(f"{name}_") and step not in others]
+    if not found and (run.status == "FINISHED" or name not in sections(config_type)):
+        raise ConfigError(f"run {run.run_id} has no step {name!r} to repeat; its steps are: {', '.join(steps) or 'none'}")
+    return found
 
 
 def recipe_name(name: str) -> str:
@@ -202,10 +218,11 @@ def print_plan(recipe: str, config: Any, force: list[str], as_json: bool) -> Non
     import yaml
 
     from flows import display
-    from flows.recipe import Plan, get_recipe
+    from flows.recipe import Plan, check_force, get_recipe
 
     plan = Plan(recipe, config.seed, force)
     get_recipe(recipe).method(plan, config)
+    check_force(force, [row["step"] for row in plan.table])
     resolved = config.model_dump(mode="json")
     if as_json:
         return emit({"recipe": recipe, "config": resolved, "plan": plan.table})
@@ -520,20 +537,23 @@ def emit(value: Any) -> None:
 
 def main() -> None:
     """Entry point: runs the command and turns errors into messages and exit codes."""
+    import shlex
     import signal
 
     signal.signal(signal.SIGTERM, terminate)
     try:
         app()
-    except KeyboardInterrupt:
-        fail("interrupted; the same command continues where it stopped", 130)
     except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code == 130):  # typer keeps the interrupt to itself and exits
+            fail(f"interrupted; this goes on where it stopped: {shlex.join(['posttrain', *sys.argv[1:]])}", 130)
         if isinstance(error, SystemExit):
             raise
-        code = classify(error)
-        if code is None:
+        from storage.files import refusal
+
+        code, refused = classify(error), refusal(error)
+        if code is None and refused is None:
             raise
-        fail(str(error) or type(error).__name__, code)
+        fail(refused if code is None else str(error) or type(error).__name__, code or 1)
 
 
 class TerminationSignal(BaseException):

@@ -26,6 +26,8 @@ def examine(state: Path, *, fix: bool, clean_after: float | None = None) -> list
 
     fix: repair what can be repaired; clean_after: also remove what unfinished stages left that many days ago.
     """
+    from storage.files import refusal
+
     findings = []
     if clean_after is not None:
         from storage import work
@@ -36,7 +38,7 @@ def examine(state: Path, *, fix: bool, clean_after: float | None = None) -> list
         try:
             findings += [{"check": check.__name__.replace("_", " "), "ok": ok, "text": text} for ok, text in check(state, fix)]
         except Exception as error:  # a doctor that dies of the illness is no use
-            findings.append({"check": check.__name__.replace("_", " "), "ok": False, "text": f"{type(error).__name__}: {error}"})
+            findings.append({"check": check.__name__.replace("_", " "), "ok": False, "text": refusal(error) or f"{type(error).__name__}: {error}"})
     return findings
 
 

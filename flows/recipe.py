@@ -194,13 +194,17 @@ def conduct(name: str, method: Callable, config: RecipeConfig, force: list[str])
     """Run a recipe inside its Prefect flow run; returns the method's small JSON result with the steps."""
     with recorded(name, config, config.seed, force) as run:
         result = method(run, config)
-        unmet = sorted(set(force) - {step.label for step in run.steps})
-        if unmet:
-            raise ConfigError(f"force names no step of this run: {', '.join(unmet)}; the steps were: "
-                              f"{', '.join(step.label for step in run.steps)}")
+        check_force(force, [step.label for step in run.steps])
     steps = [{"step": step.label, "stage": step.stage, "cached": step.cached, "seconds": round(step.seconds, 2),
               "outputs": step.refs} for step in run.steps]
     return {"run": run.record.run_id, "recipe": name, **(result or {}), "steps": steps}
+
+
+def check_force(force: list[str], steps: list[str]) -> None:
+    """ConfigError where a step that was to be executed again is none of the run's."""
+    unmet = sorted(set(force) - set(steps))
+    if unmet:
+        raise ConfigError(f"force names no step of this run: {', '.join(unmet)}; its steps are: {', '.join(steps)}")
 
 
 @contextlib.contextmanager

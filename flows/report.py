@@ -115,11 +115,28 @@ def describe(text: str) -> dict[str, Any]:
     value = {"what": found.kind, **found.to_dict(), "manifest": found.manifest,
              "made_by": maker(makers[0]) if makers else None,
              "used_by": [{"stage": one["stage"], "key": one["key"], "label": one.get("label")} for one in records.users_of(found.digest)]}
+    if found.manifest.get("kind") == "quarantine/1":
+        value["quarantined"] = quarantined(found.path)
     if found.kind == "model":
         value["names"] = [{"name": name, "version": version, "aliases": aliases} for name, version, aliases in registry.names_of(found.digest)]
         value["judged_by"] = [{"stage": one["stage"], "key": one["key"], "metrics": one["metrics"]}
                               for one in records.users_of(found.digest) if one["stage"] == "evaluate"]
     return value
+
+
+def quarantined(path: str, samples: int = 3) -> list[dict[str, Any]]:
+    """Why rows were refused, most frequent reason first: {code, rows, samples: [{source_file, line_no, codes, raw_json}]}. A row that was refused
+    for several reasons counts under each."""
+    from storage.datasets import open_dataset
+
+    found: dict[str, dict[str, Any]] = {}
+    for row in open_dataset(path).iter_rows(columns=["source_file", "line_no", "codes", "raw_json"]):
+        for code in row["codes"]:
+            entry = found.setdefault(code, {"code": code, "rows": 0, "samples": []})
+            entry["rows"] += 1
+            if len(entry["samples"]) < samples:
+                entry["samples"].append(dict(row))
+    return sorted(found.values(), key=lambda entry: -entry["rows"])
 
 
 def maker(record: dict[str, Any]) -> dict[str, Any]:
@@ -148,6 +165,11 @@ def print_description(value: dict[str, Any]) -> None:
         for key, count in (manifest.get("counts") or {}).items():
             if isinstance(count, (int, float)):
                 print(f"  count   {key}: {number(count)}")
+    for reason in value.get("quarantined") or []:
+        print(f"  refused {reason['code']}: {reason['rows']:,} rows, for example")
+        for row in reason["samples"]:
+            raw = row["raw_json"] if len(row["raw_json"]) <= 120 else row["raw_json"][:117] + "..."
+            print(f"          {row['source_file']}:{row['line_no']}  {raw}")
     if value["made_by"]:
         print(f"made by stage {value['made_by']['stage']} ({value['made_by']['key'][:12]})")
         _print_maker(value["made_by"])

@@ -7,7 +7,10 @@ and its start time both match, so a reused pid is never mistaken for a server (n
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,8 +21,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from flows import env
-from storage.files import atomic_write_json, read_json
-from storage.tracking import make_database
+from storage.files import atomic_write_json, read_json, refusal
+from storage.tracking import follow_home, make_database
 
 POOL = "posttrain"
 PORTS = {"prefect": 4200, "mlflow": 5000}
@@ -105,6 +108,7 @@ def up(state: Path, *, prefect_port: int | None = None, mlflow_port: int | None 
         say(f"starting MLflow on {base}")
         store = f"sqlite:///{state / 'mlflow.db'}"
         make_database(store)  # while Prefect starts
+        follow_home(store)
         process = _detach(
             [env.python(), "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1",
              "--backend-store-uri", store,
@@ -151,6 +155,8 @@ def embedded(state: Path) -> Iterator[Callable[[], None]]:
     environment = env.child(state, PREFECT_UI_ENABLED="0", PREFECT_API_URL=api, PREFECT__SERVER_FINAL="1",
                             PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED="false",
                             PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED="false")
+    starting = (logs / ".prefect-starting").open("a")
+    fcntl.flock(starting, fcntl.LOCK_EX)  # two servers that make the tables of one database at once fail; until this one answers, another waits
     log = (logs / "prefect-embedded.log").open("ab")
     process = subprocess.Popen(
         [env.python(), "-m", "uvicorn", "--app-dir", str(site), "--factory",
@@ -162,9 +168,15 @@ def embedded(state: Path) -> Iterator[Callable[[], None]]:
     previous = os.environ.get("PREFECT_API_URL")
     os.environ["PREFECT_API_URL"] = api
     _refresh()
+
+    def wait() -> None:
+        _wait("the embedded Prefect server", process, api + "/health", str(logs / "prefect-embedded.log"))
+        starting.close()
+
     try:
-        yield lambda: _wait("the embedded Prefect server", process, api + "/health", str(logs / "prefect-embedded.log"))
+        yield wait
     finally:
+        starting.close()
         _drain()
         _stop([process.pid], grace=10)
         if previous is None:
@@ -224,6 +236,8 @@ def _wait(name: str, process: subprocess.Popen, health: str, log: str) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
+            if shutil.disk_usage(Path(log).parent).free < 2**20:
+                raise ServiceError(f"{name} did not start: {refusal(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), log))}")
             raise ServiceError(f"{name} ended with status {process.returncode} while starting. Its log: {log}\n{_tail(log)}")
         if answers(health):
             return

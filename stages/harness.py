@@ -43,7 +43,7 @@ from stages import allocator, randomness
 from stages.registry import get_stage
 from stages.spec import PROJECT_ROOT, ConfigError, StageConfig, StageSpec, parse_config
 from storage.checkpoints import Checkpoint, Checkpoints
-from storage.files import atomic_write_bytes, atomic_write_json, atomic_write_text, fsync_tree, read_json
+from storage.files import atomic_write_bytes, atomic_write_json, atomic_write_text, fsync_tree, read_json, refusal
 
 PROGRESS_SECONDS = 0.5
 
@@ -540,9 +540,10 @@ def main(spec_path: str) -> int:
         failed({"event": "error", "type": "Terminated", "message": "the stage was asked to stop", "traceback": ""})
         return 143
     except Exception as error:
-        text, ours = traceback.format_exc(), refused_by_us(error)
-        failed({"event": "error", "type": StageFailure.__name__ if ours else type(error).__name__, "message": str(error), "traceback": "" if ours else text[-4000:]})
-        print(text, file=sys.stderr, flush=True)
+        text, ours = traceback.format_exc(), refusal(error) or (str(error) if refused_by_us(error) else None)
+        failed({"event": "error", "type": StageFailure.__name__ if ours else type(error).__name__, "message": ours or str(error), "traceback": "" if ours else text[-4000:]})
+        with contextlib.suppress(OSError):  # the log may lie on the disk that is full
+            print(text, file=sys.stderr, flush=True)
         return 1
     finally:
         _kill_children()

@@ -282,7 +282,7 @@ def _hint(model: type[BaseModel], loc: list[str], item: dict[str, Any]) -> str:
         info = m.model_fields.get(loc[-1])
         if info is not None and item["type"] == "list_type":
             for element in _models_in(info.annotation):
-                return f"; write the whole list, for example {loc[-1]}='[{_example(element)}]'"
+                return f"; its elements cannot be set one by one: write the whole list, for example {loc[-1]}='[{_example(element)}]'"
         if info is not None and info.default is not None and not info.is_required() and "Undefined" not in repr(info.default):
             return f"; write for example {loc[-1]}={info.get_default(call_default_factory=True)!r}" if info.default_factory is None else ""
     return ""

@@ -7,14 +7,61 @@ reader sees the old content or the new content and never a part of it.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import math
 import os
+import resource
+import shutil
 import uuid
 from pathlib import Path
 from typing import Any, Iterator
 
 CHUNK = 1 << 20
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL_TEXTS = ("no space left on device", "disk quota exceeded", "database or disk is full", "pytorchstreamwriter failed writing")  # of libraries with errors of their own
+
+
+def refusal(error: BaseException) -> str | None:
+    """What the file system refused (a full disk or quota, a file size limit, a read-only place, missing rights), as one sentence with what to
+    do; None where neither ``error`` nor what it was raised from is such a refusal."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        if (found := _refusal(error)) is not None:
+            return found
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _refusal(error: BaseException) -> str | None:
+    number = error.errno if isinstance(error, OSError) else None
+    free, place = _free(error)
+    text = str(error).lower()
+    if number in FULL or any(one in text for one in FULL_TEXTS) or ("disk i/o error" in text and free < 2**20):  # SQLite says the latter of its shared files
+        return f"the disk is full ({free / 2**20:.1f} MiB free at {place}); make room (`posttrain doctor` says what takes it), then give the same command again: it goes on where it stopped"
+    if number == errno.EFBIG or ("disk i/o error" in text and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY):
+        return "a file grew beyond the size that this process may write; raise the limit (`ulimit -f unlimited`), then give the same command again: it goes on where it stopped"
+    where = f"{error.filename} " if isinstance(error, OSError) and error.filename else "a file "
+    if number == errno.EROFS:
+        return f"{where}lies on a read-only file system; make it writable, or set POSTTRAIN_HOME to a directory that is"
+    if number in (errno.EACCES, errno.EPERM):
+        return f"{where}may not be read or written by this user; change its owner or mode (`chmod -R u+rwX`), or set POSTTRAIN_HOME to a directory of your own"
+    return None
+
+
+def _free(error: BaseException) -> tuple[float, Path]:
+    """Free bytes where the error came from, and that directory: of the file that it names, else the state directory."""
+    path = Path(getattr(error, "filename", None) or os.environ.get("POSTTRAIN_HOME") or ".posttrain").absolute()
+    while not path.is_dir() and path != path.parent:
+        path = path.parent
+    try:
+        return shutil.disk_usage(path).free, path
+    except OSError:
+        return math.inf, path
 
 
 def _refuse(value: Any) -> Any:

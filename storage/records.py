@@ -176,9 +176,13 @@ def finish_run(run_id: str, status: str, error: str | None = None) -> None:
             atomic_write_json(path, data)
 
 
+def _run_files() -> list[Path]:
+    return list((home.home() / "runs").glob("*.json"))  # not made by who only looks: the home may be read-only
+
+
 def get_run(run_id: str) -> RunRecord:
     """A flow run by its id or that of a Prefect run that worked on it, a unique beginning of one, or ``latest``."""
-    paths = sorted(home.runs_dir().glob("*.json"), key=lambda p: (read_json(p, {}) or {}).get("started", 0))
+    paths = sorted(_run_files(), key=lambda p: (read_json(p, {}) or {}).get("started", 0))
     if run_id == "latest" and paths:
         return RunRecord(read_json(paths[-1]))
     found = [p for p in paths if p.stem.startswith(run_id) or any(one.startswith(run_id) for one in read_json(p, {}).get("flow_runs", []))] if run_id else []
@@ -194,7 +198,7 @@ def get_run(run_id: str) -> RunRecord:
 
 def all_runs() -> list[RunRecord]:
     """Every flow run, newest first."""
-    found = [read_json(p, None) for p in home.runs_dir().glob("*.json")]
+    found = [read_json(p, None) for p in _run_files()]
     return [RunRecord(d) for d in sorted((d for d in found if d), key=lambda d: -d.get("started", 0))]
 
 

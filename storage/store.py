@@ -13,6 +13,8 @@ pinned to a commit and fetched first. Digests may be shortened to 8 or more digi
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import shutil
@@ -98,6 +100,32 @@ def is_dataset_dir(path: str) -> bool:
 def is_model_dir(path: str) -> bool:
     """Whether a local directory holds a Hugging Face model (or adapter)."""
     return any((Path(path) / name).is_file() for name in ("config.json", "adapter_config.json"))
+
+
+def damaged_model(path: Path) -> str | None:
+    """What a model directory lacks at first sight, before a stage starts on it: a readable config.json, the shards that its index names, the end
+    of a safetensors file (None: nothing)."""
+    for name in ("config.json", "adapter_config.json", "model.safetensors.index.json"):
+        if (path / name).is_file() and not isinstance(read_json(path / name, None), dict):
+            return f"{name} is not readable JSON"
+    shards = sorted(set((read_json(path / "model.safetensors.index.json", {}).get("weight_map") or {}).values()))
+    missing = [name for name in shards if not (path / name).is_file()]
+    if missing:
+        return f"model.safetensors.index.json names {', '.join(missing[:3])}, which {'are' if len(missing) > 1 else 'is'} not there ({len(missing)} of {len(shards)} files)"
+    for file in sorted(path.glob("*.safetensors")):
+        with open(file, "rb") as handle:
+            head = handle.read(8)
+            length = int.from_bytes(head, "little")
+            try:
+                header = json.loads(handle.read(length)) if len(head) == 8 and length < file.stat().st_size else None
+            except ValueError:
+                header = None
+        if not isinstance(header, dict):
+            return f"{file.name} does not start as a safetensors file does (a Git LFS pointer, or cut off?)"
+        full = 8 + length + max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        if file.stat().st_size != full:
+            return f"{file.name} has {file.stat().st_size:,} of {full:,} bytes"
+    return None
 
 
 # ---------------------------------------------------------------------------------------------------------- resolve
@@ -223,6 +251,8 @@ def _path(text: str, kind: str | None) -> ResolvedInput:
         if path.is_dir() and (kind in (None, "dataset", "file")) and is_dataset_dir(str(path)):
             return _dataset_dir(str(path))
         if path.is_dir() and kind in (None, "model") and is_model_dir(str(path)):
+            if (wrong := damaged_model(path)) is not None:
+                raise StoreError(f"{path} is no complete model: {wrong}; copy or download it again")
             return ResolvedInput("model", str(path), str(path), cached_digest(path))
         if kind == "model":
             raise StoreError(f"{path} is not a model directory (no config.json in it); {_example('model')}")
@@ -298,7 +328,8 @@ def _once(path: Path, what: str, compute: Any) -> str:
     digest = compute()
     newest = max((p.stat().st_mtime for p in ([path] if path.is_file() else path.rglob("*")) if p.exists()), default=0.0)
     if stat_signature(path) == before and time.time() - newest > 2.0:  # a younger file could change within its timestamp
-        atomic_write_json(slot, {"path": str(path), "stat": before, "digest": digest})
+        with contextlib.suppress(OSError):  # a full disk, or a home that may only be read: it is computed again next time
+            atomic_write_json(slot, {"path": str(path), "stat": before, "digest": digest})
     return digest
 
 

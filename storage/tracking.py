@@ -23,6 +23,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import sqlite3
 import sys
 import threading
@@ -32,7 +33,7 @@ from typing import Any, Iterator
 from urllib.parse import unquote, urlparse
 
 from storage import home, leases, registry
-from storage.files import atomic_write_json, read_json, sha256_text
+from storage.files import atomic_write_json, read_json, refusal, sha256_text
 
 REGISTRY = "registry"  # what to poke for the model registry, which is no unit of its own
 POLL_SECONDS = 2.0
@@ -99,9 +100,9 @@ def put(document: Doc) -> None:
     poke(document["unit"])
 
 
-def known(unit: str) -> bool:
-    """Whether this unit has been put before."""
-    return _files(unit)[0].exists() or _done_files(unit)[0].exists()
+def status(unit: str) -> str | None:
+    """How the unit of a stage stood when it was put last; None if it never was."""
+    return next((found["status"] for path in (_files(unit)[0], _done_files(unit)[0]) if (found := read_json(path, None)) and "status" in found), None)
 
 
 def cursor_of(unit: str) -> dict[str, Any]:
@@ -231,7 +232,7 @@ def flush(unit: str, timeout: float = 30.0) -> str | None:
     """Wait until MLflow knows what there is of a unit (at most ``timeout`` seconds); its MLflow run id, None if there is none yet."""
     if not enabled():
         return None
-    if known(unit) and _files(unit)[0].exists():
+    if _files(unit)[0].exists():
         file = _database_file(tracking_uri())
         # a home's first database takes longer than a short stage: without this wait, no run of a few seconds would ever get one made
         _thread().flush(unit, timeout if file is None or file.exists() else max(timeout, FIRST_SECONDS))
@@ -306,6 +307,26 @@ def make_database(uri: str) -> None:
         new.unlink(missing_ok=True)
 
 
+ARTIFACT_COLUMNS = (("experiments", "artifact_location"), ("runs", "artifact_uri"), ("logged_models", "artifact_location"), ("model_versions", "storage_location"))
+
+
+def follow_home(uri: str) -> None:
+    """MLflow keeps absolute places of artifacts in its database. Where the home was moved or copied, those below its ``mlartifacts`` are made to
+    name the present one: else new artifacts would go to the old place, and old ones be lost to the UI."""
+    file = _database_file(uri)
+    if file is None or os.environ.get("MLFLOW_TRACKING_URI") or not file.exists():
+        return
+    new = home.subdir("mlartifacts")
+    with _unit_lock("mlflow database", wait=True), contextlib.closing(sqlite3.connect(file, timeout=30)) as database, database:
+        places = [_local_path(location or "") for (location,) in database.execute("SELECT artifact_location FROM experiments WHERE name LIKE 'posttrain/%'")]
+        for old in {place.parent for place in places if place is not None and place.parent.name == new.name}:
+            if old == new or (old.exists() and os.path.samefile(old, new)):
+                continue
+            prefix = old.as_uri() + "/"
+            for table, column in ARTIFACT_COLUMNS:
+                database.execute(f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?", (new.as_uri() + "/", len(prefix) + 1, len(prefix), prefix))
+
+
 def _prepare_mlflow() -> None:
     """Switches and log levels; before mlflow is imported."""
     for name, value in {
@@ -358,6 +379,7 @@ class Projector:
             for name, value in given.items():  # mlflow exports what it is told; these variables stay what the user set
                 os.environ.pop(name, None) if value is None else os.environ.update({name: value})
             make_database(uri)
+            follow_home(uri)
             with _unit_lock("mlflow database", wait=True):  # two processes must not create the tables at once
                 client = MlflowClient(tracking_uri=uri, registry_uri=uri)
                 client.search_experiments(max_results=1)
@@ -386,6 +408,13 @@ class Projector:
 
     def project(self, unit: str) -> tuple[bool, str | None]:
         """(whether MLflow now knows all of a finished unit, an error text). Never raises."""
+        try:
+            return self._project(unit)
+        except OSError as error:  # the outbox itself cannot be written: a full disk
+            self.unreachable = True
+            return False, _brief(error)
+
+    def _project(self, unit: str) -> tuple[bool, str | None]:
         if unit == REGISTRY:
             error = self.registry()
             return error is None, error
@@ -689,7 +718,12 @@ class Projector:
                 if not target.exists() or not any(target.iterdir()):
                     if target.exists():
                         target.rmdir()
-                    link_tree(Path(output["path"]), target)
+                    part = target.with_name(f".{target.name}.{time.time_ns()}.tmp")  # a copy that was cut off must not count as one
+                    try:
+                        link_tree(Path(output["path"]), part)
+                        os.rename(part, target)
+                    finally:
+                        shutil.rmtree(part, ignore_errors=True)
             else:
                 client.log_model_artifacts(model.model_id, output["path"])
             client.finalize_logged_model(model.model_id, "READY")
@@ -919,6 +953,8 @@ def _ms(seconds: float) -> int:
 
 
 def _brief(error: Exception) -> str:
+    if told := refusal(error):
+        return told.partition(";")[0]
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:300] if text else ''}"
 

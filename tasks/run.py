@@ -30,7 +30,7 @@ from typing import Any, Callable, Iterator
 from stages.registry import get_stage, stage_module_name
 from stages.spec import PROJECT_ROOT, ConfigError, StageConfig, StageSpec, closure_digest, parse_config, stage_key
 from storage import home, leases, records, registry, store, tracking, work
-from storage.files import atomic_write_json, read_json
+from storage.files import atomic_write_json, read_json, refusal
 
 GRACE_SECONDS = 10.0
 DELIBERATE = ("StageFailure", "TrainingError")  # a stage refused what it was given: its message says all, and trying again changes nothing
@@ -129,7 +129,7 @@ def run_stage(
     Raises ConfigError (settings or inputs), StoreError (a reference), StageError (the stage itself), LeaseBusy.
     """
     tell = _teller(on_event)
-    with _sigterm_raises():
+    with _sigterm_raises(), _refusals_told(name):
         prepared = prepare(name, inputs, config, seed=seed, flow_run=flow_run, on_event=on_event)
         label = (flow_run or {}).get("label") or prepared.spec.name
         tell({"event": "prepared", "stage": prepared.spec.name, "label": label, "key": prepared.key, "config": prepared.resolved})
@@ -170,15 +170,22 @@ def prepare(
             found = _ingest(spec, input_name, text, declared.kinds, seed, flow_run, on_event)
         kind = found.manifest.get("kind")
         if declared.kind == "dataset" and declared.kinds and kind not in declared.kinds:
-            raise ConfigError(
-                f"input {input_name} of stage {spec.name}: {text} holds rows of kind {kind}, but {' or '.join(declared.kinds)} is needed; "
-                f"run stage ingest with kind={declared.kinds[0]} on it, or give another dataset"
-            )
+            raise ConfigError(f"input {input_name} of stage {spec.name}: {text} holds rows of kind {kind}, but {' or '.join(declared.kinds)} is needed; {_way(text, kind, declared.kinds)}")
         resolved_inputs[input_name] = found
     module_name = stage_module_name(name)
     code = closure_digest(module_name, spec.resources)
     key = stage_key(spec.name, code, parsed, {n: i.digest for n, i in resolved_inputs.items()}, seed)
     return Prepared(spec, module_name, key, parsed, parsed.resolved(), resolved_inputs, given, code, int(seed))
+
+
+def _way(text: str, have: str | None, kinds: tuple[str, ...]) -> str:
+    """How rows of kind ``have`` become one of ``kinds``, if they can."""
+    from stages.ingestion.conversions import route
+
+    want = next((kind for kind in kinds if route(have, kind)), None)
+    if want is None:
+        return f"{have} cannot be converted to that, so give another dataset (`posttrain ls datasets` shows the kind of each) or raw data"
+    return f"convert it first: posttrain stage ingest --input data={text} --set kind={want}"
 
 
 def run_directory(key: str) -> Path:
@@ -223,7 +230,7 @@ def _ingest(spec: StageSpec, name: str, text: str, kinds: tuple[str, ...], seed:
     suffix = f"-{chosen.split('/')[0]}" if chosen else ""
     result = run_stage("ingest", {"data": text}, settings, seed=seed, name_as=f"{stem}{suffix}", flow_run=flow, on_event=on_event)
     if "data" not in result.outputs:
-        raise ConfigError(f"input {name} of stage {spec.name}: {text} held no row of kind {' or '.join(kinds) or 'any'}; see {result.record_path} for what was quarantined and why")
+        raise ConfigError(f"input {name} of stage {spec.name}: {text} held no row of kind {' or '.join(kinds) or 'any'}; what was quarantined and why: posttrain show {result.outputs.get('quarantine') or result.key}")
     return store.resolve(result.outputs["data"], "dataset")
 
 
@@ -269,7 +276,8 @@ def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_
         record = _publish(p, workdir, result, label, name_as, started, attempt, flow_run)
     except BaseException as error:
         status = "FAILED" if isinstance(error, Exception) else "KILLED"
-        tracking.put({**document, "status": status, "ended": time.time(), "error": str(error)[:4000] or type(error).__name__})
+        with contextlib.suppress(OSError):  # on a full disk the error itself is what must be told
+            tracking.put({**document, "status": status, "ended": time.time(), "error": str(error)[:4000] or type(error).__name__})
         tell({"event": "ended", "status": status, "label": label, "key": p.key})
         raise
     finally:
@@ -388,7 +396,8 @@ def _process(p: Prepared, workdir: Path, lock: leases.Lease, device: str, device
         finally:
             if child is not None:
                 kill_tree(child)
-                lock.set_child(None)
+                with contextlib.suppress(OSError):
+                    lock.set_child(None)
     result = read_json(workdir / "result.json", None)
     if code == 0 and done and result:
         return result
@@ -562,11 +571,12 @@ def _conclude(p: Prepared, record: dict[str, Any], cached: bool, unit: str, labe
             refs[name], paths[name] = again.ref, again.path
         elif cached:
             store.set_latest(names[name], output["digest"])
-    if cached and not (tracking.known(unit) and not flow_run):
+    told = tracking.status(unit)
+    if cached and (flow_run or told != "FINISHED"):
         entry = {
             "unit": unit, "type": "stage", "label": label, "stage": p.spec.name, "key": p.key, "seed": p.seed, "config": p.resolved, "code": p.code,
             "git": record.get("git", ""), "judges": p.spec.judges, "inputs": {n: _input_entry(i) for n, i in p.inputs.items()}, "workdir": record["workdir"],
-            "status": "FINISHED", "started": time.time(), "ended": time.time(), "cached": True, "owner": leases.this_process(), "flow": tracking.flow_part(flow_run),
+            "status": "FINISHED", "started": time.time(), "ended": time.time(), "cached": told in (None, "FINISHED"), "owner": leases.this_process(), "flow": tracking.flow_part(flow_run),
             **_projected(record),
         }  # fmt: skip
         tracking.put(entry)
@@ -602,6 +612,20 @@ def _teller(on_event: Callable[[Event], Any] | None) -> Callable[[Event], None]:
                 print(f"a listener of stage events failed ({type(error).__name__}: {error}); the stage goes on", file=sys.stderr)
 
     return tell
+
+
+@contextlib.contextmanager
+def _refusals_told(stage: str) -> Iterator[None]:
+    """A full disk or missing rights are no defect of the stage: one sentence that says what to do, in place of a traceback."""
+    try:
+        yield
+    except (StageError, ConfigError):
+        raise
+    except Exception as error:
+        told = refusal(error)
+        if told is None:
+            raise
+        raise StageError(stage, told, kind="StageFailure") from error
 
 
 @contextlib.contextmanager

@@ -221,7 +221,7 @@ class Ingestion:
         if name == "auto":
             name = detect([rename(row, self.config.columns()) for row in head_rows(source)])
         if name is None:
-            if source.size:
+            if any(head_rows(source)):  # else nothing in it could be read, which is told of the rows
                 self.stage.warn("unknown_format", f"{source.name} fits no known format. {self._columns_hint()}")
             return None
         self.counts.formats[source.name] = name
@@ -541,11 +541,13 @@ class Ingestion:
         if counts.rows_in and counts.rows_damaged / counts.rows_in > config.max_quarantine_fraction:
             worst = sorted(account["codes"].items(), key=lambda item: (-item[1], item[0]))[:5]
             hint = " " + self._columns_hint() if "missing_column" in account["codes"] and self.files else ""
+            if worst[0][0] == "invalid_utf8":
+                hint += " A file in another encoding can be rewritten: iconv -f latin1 -t utf-8 FILE > NEW (or -f utf-16)."
             raise StageFailure(
                 f"{counts.rows_damaged} of {counts.rows_in} rows ({counts.rows_damaged / counts.rows_in:.1%}) were refused, more than "
                 f"max_quarantine_fraction={config.max_quarantine_fraction}: "
                 + ", ".join(f"{n} {code} (first at {_places(counts.samples[code][:1])})" for code, n in worst)
-                + f". The refused rows are in {self.quarantine.path}. Repair the data, choose another format or column_map, or raise "
+                + f". See them: posttrain show {self.quarantine.path}. Repair the data, choose another format or column_map, or raise "
                 f"max_quarantine_fraction.{hint}")
 
     def _warnings(self, account: dict) -> None:

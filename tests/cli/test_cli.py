@@ -125,6 +125,7 @@ def test_interrupt_takes_the_stage_process_down(posttrain, number, code):
     _, error = running.communicate(timeout=60)
     assert running.returncode == code, error
     assert not any(child.is_running() for child in children)
+    assert ("goes on where it stopped: posttrain stage tests.flows.slow_stage --set seconds=120" if number == signal.SIGINT else "same command continues") in error
 
 
 def test_dry_run_prints_the_plan_and_runs_nothing(posttrain):
@@ -159,3 +160,75 @@ def test_presets_are_valid_configurations():
             values = load_preset(recipe, preset)
             if recipe not in ("preference", "verifiable"):  # those need the user's data
                 load_config(recipe, values)
+
+
+def test_show_says_why_rows_were_quarantined(posttrain, tmp_path):
+    good = [{"prompt": f"q{i}", "chosen": "a", "rejected": "b"} for i in range(8)]
+    (tmp_path / "x.jsonl").write_text("\n".join([*map(json.dumps, good), '{"prompt": "cut off', json.dumps({"prompt": "p", "chosen": "same", "rejected": "same"})]) + "\n")
+    made = last_line(posttrain("stage", "ingest", "--input", f"data={tmp_path / 'x.jsonl'}", "--json"))
+    shown = posttrain("show", made["outputs"]["quarantine"]).stdout
+    assert 'x.jsonl:9  {"prompt": "cut off' in shown and "refused parse_error: 1 rows" in shown and "refused chosen_equals_rejected: 1 rows" in shown and "x.jsonl:10" in shown
+    reasons = last_line(posttrain("show", made["outputs"]["quarantine"], "--json"))["quarantined"]
+    assert {one["code"]: one["rows"] for one in reasons} == {"parse_error": 1, "chosen_equals_rejected": 1} and reasons[0]["samples"][0]["source_file"] == "x.jsonl"
+
+
+def test_a_dataset_of_the_wrong_kind_is_refused_with_a_conversion_that_exists(tmp_path, monkeypatch):
+    from stages.spec import ConfigError
+    from storage.datasets import write_dataset
+    from storage.schema import complete_row
+    from tasks.run import prepare
+
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "home"))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama"}')
+
+    def dataset(kind, **row):
+        path = tmp_path / kind.split("/")[0]
+        write_dataset(path, "made", kind, [complete_row(kind, row, dataset="made", source="s", origin="human")])
+        return str(path)
+
+    with pytest.raises(ConfigError, match="text/1 cannot be converted to that, so give another dataset"):
+        prepare("align", {"model": str(model), "data": dataset("text/1", text="only text")})
+    thumbs = dataset("unpaired/1", prompt=[{"role": "user", "content": "q"}], completion=[{"role": "assistant", "content": "a"}], label=True, label_kind="thumbs")
+    with pytest.raises(ConfigError, match=f"posttrain stage ingest --input data={thumbs} --set kind=prompts/1"):
+        prepare("rl", {"model": str(model), "data": thumbs})
+
+
+def test_a_step_is_repeated_by_its_name_or_that_of_the_section_it_takes_its_settings_from(tmp_path, monkeypatch):
+    from flows.cli import steps_of
+    from flows.preference import Config
+    from flows.recipe import check_force
+    from stages.spec import ConfigError
+    from storage import records
+
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "home"))
+    run = records.start_run("preference", {})
+    for label in ("ingest_pairs", "dpo.ingest-data", "dpo", "evaluate_reward", "evaluate_start", "evaluate_dpo", "compare"):
+        records.append_stage(run.run_id, {"label": label, "stage": label.split("_")[0], "cached": False})
+    unfinished = records.get_run(run.run_id)
+    records.finish_run(run.run_id, "FINISHED")
+    run = records.get_run(run.run_id)
+    assert steps_of(run, Config, "evaluate") == ["evaluate_start", "evaluate_dpo"]  # evaluate_reward is a section of its own
+    assert steps_of(run, Config, "compare") == ["compare"] and steps_of(run, Config, "evaluate_dpo") == ["evaluate_dpo"] and steps_of(run, Config, "dpo") == ["dpo"]
+    assert steps_of(unfinished, Config, "reward_model") == []  # it never came to it, and will run it now
+    for finished, name in ((run, "sft"), (unfinished, "nosuch")):
+        with pytest.raises(ConfigError, match="its steps are: ingest_pairs, dpo, evaluate_reward, evaluate_start"):
+            steps_of(finished, Config, name)
+    check_force(["dpo"], ["sft", "dpo"])
+    with pytest.raises(ConfigError, match="force names no step of this run: rl; its steps are: sft, dpo"):
+        check_force(["rl"], ["sft", "dpo"])
+
+
+def test_a_forced_step_that_the_plan_has_not_is_refused_before_anything_runs(posttrain):
+    done = posttrain("run", "post_training", "--preset", "demo", "--force", "nosuch", "--dry-run", code=2)
+    assert "force names no step of this run: nosuch" in done.stderr
+
+
+def test_runs_that_start_at_the_same_time_on_a_new_home_all_start(posttrain, tmp_path):
+    """Each makes a Prefect server on one database; two that made its tables at once failed."""
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps({"prompt": f"question {i}", "chosen": "yes", "rejected": "no"}) + "\n" for i in range(40)))
+    running = [posttrain("run", "preference", "model=/nowhere", f"data.path={tmp_path / 'pairs.jsonl'}", f"seed={seed}", start=True) for seed in range(3)]
+    for one in running:
+        _, error = one.communicate(timeout=280)
+        assert one.returncode == 2 and "/nowhere does not exist" in error and "+ ingest_pairs" in error, error

@@ -178,3 +178,12 @@ def test_too_much_damage_fails_after_writing_the_account(tmp_path):
     quarantine = open_dataset(tmp_path / "w" / "out" / "quarantine")
     assert quarantine.num_rows == 3 and open_dataset(tmp_path / "w" / "out" / "data").manifest["counts"]["codes"] == {"parse_error": 3}
     assert (tmp_path / "w" / "reports" / "ingest.md").exists()
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_a_file_in_another_encoding_is_refused_with_how_to_rewrite_it(tmp_path, encoding):
+    (tmp_path / "x.csv").write_bytes(("prompt,chosen,rejected\n" + "".join(f"où {i},très bien {i},mal {i}\n" for i in range(9))).encode(encoding))
+    with pytest.raises(StageFailure, match="invalid_utf8.*posttrain show .*quarantine.*iconv -f latin1 -t utf-8"):
+        ingest(tmp_path / "x.csv", tmp_path / "w")
+    (tmp_path / "x.csv").write_bytes((tmp_path / "x.csv").read_bytes().decode(encoding).encode("utf-8-sig"))  # and with a byte order mark
+    assert [row["prompt"][0]["content"] for row in ingest(tmp_path / "x.csv", tmp_path / "w2").rows][:2] == ["où 0", "où 1"]

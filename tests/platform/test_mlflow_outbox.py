@@ -298,3 +298,20 @@ def test_a_model_that_a_store_has_not_got_holds_up_its_own_name_only(state_dir, 
     run_stage(TOY, {}, {"steps": 4}, name_as="unseen", force=True)
     tracking.flush_registry(120)
     assert "unseen" in aliases()
+
+
+def test_a_moved_home_keeps_its_artifacts_and_leaves_the_old_place_alone(state_dir, tmp_path, monkeypatch):
+    first = run_stage(TOY, {}, {"steps": 3})
+    assert first.mlflow_run_id
+    moved = tmp_path / "elsewhere" / "home"
+    moved.parent.mkdir()
+    os.rename(state_dir, moved)
+    monkeypatch.setenv("POSTTRAIN_HOME", str(moved))
+    second = run_stage(TOY, {}, {"steps": 4})
+    assert second.mlflow_run_id and not state_dir.exists()
+    for run in (first.mlflow_run_id, second.mlflow_run_id):
+        assert client().get_run(run).info.artifact_uri.startswith((moved / "mlartifacts").as_uri() + "/")
+        assert "record.json" in [entry.path for entry in client().list_artifacts(run)]
+    assert run_stage(TOY, {}, {"steps": 3}).cached  # outputs are found at the new place too
+    models = client().search_logged_models([client().get_run(first.mlflow_run_id).info.experiment_id])
+    assert len(models) == 2 and all(model.artifact_location.startswith(moved.as_uri()) for model in models)

@@ -140,3 +140,26 @@ def test_registry_survives_a_torn_line(state_dir):
         handle.write('{"event": "ver')
     assert registry.register("m", "c" * 64) == 2
     assert all(json.dumps(e) for e in registry.log()) and registry.lookup("m").aliases == {"candidate": 2}
+
+
+def test_a_damaged_model_directory_is_refused_before_a_stage_starts(state_dir, tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    def directory(name):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+        save_file({"a": torch.zeros(50), "b": torch.ones(3, 4)}, folder / "model.safetensors")
+        return folder
+
+    good = directory("good")
+    assert store.resolve(str(good), "model").kind == "model"
+    cut, index, pointer, config = map(directory, ("cut", "index", "pointer", "config"))
+    os.truncate(cut / "model.safetensors", 200)
+    (index / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}')
+    (pointer / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n")
+    (config / "config.json").write_text('{"model_type": ')
+    for folder, said in ((cut, r"has 200 of [\d,]+ bytes"), (index, r"names model-00002-of-00002.safetensors, which is not there \(1 of 2"), (pointer, "Git LFS pointer"), (config, "config.json is not readable JSON")):
+        with pytest.raises(store.StoreError, match=said):
+            store.resolve(str(folder), "model")

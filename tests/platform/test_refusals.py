@@ -1,0 +1,138 @@
+"""A full disk, a limit on file sizes, a home that may only be read: one sentence, nothing half-published, and the same command goes on."""
+
+import json
+import os
+import resource
+import shutil
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+
+from stages.spec import PROJECT_ROOT
+from storage import records, tracking
+from storage.files import refusal
+from tasks.run import StageError, prepare, run_stage
+
+TOY = "tests.toy_stage"
+
+
+@pytest.fixture
+def command(tmp_path):
+    """``command(home, *arguments, limit=bytes)``: the command line on a home, with a largest file size."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "POSTTRAIN_"))}
+    env |= {"PYTHONPATH": str(PROJECT_ROOT), "POSTTRAIN_TRACKING": "off", "PYTHONDONTWRITEBYTECODE": "1"}  # a limit would cut .pyc files short, and Python believes them
+
+    def call(home, *arguments, limit=None):
+        def hold():
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+        return subprocess.run([sys.executable, "-m", "flows.cli", *map(str, arguments)], env=env | {"POSTTRAIN_HOME": str(home)}, cwd=PROJECT_ROOT,
+                              capture_output=True, text=True, timeout=300, preexec_fn=hold if limit else None)
+
+    return call
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"question {i} " + "why " * (i % 30), "chosen": f"good {i}", "rejected": f"bad {i} " + "x" * (i % 50)}) + "\n" for i in range(3000)))
+    return path
+
+
+@pytest.fixture
+def reference(pairs):
+    """The outputs of ingesting the pairs where nothing is in the way."""
+    return run_stage("ingest", {"data": str(pairs)}).outputs
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk of 4 MiB; ``disk(free)`` fills it but for so many bytes, ``disk(None)`` makes room again."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True).returncode:
+        pytest.skip("this user may not mount a small disk")
+
+    def fill(free):
+        (place / "ballast").unlink(missing_ok=True)
+        if free is not None:
+            (place / "ballast").write_bytes(b"0" * (shutil.disk_usage(place).free - free))
+        return place / "home"
+
+    yield fill
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def published(home):
+    """Directories of datasets and models that somebody could take for finished ones, and the records."""
+    return sorted(p.name for p in [*home.glob("datasets/*/*/"), *home.glob("models/*/"), *home.glob("records/*.json")] if not p.name.startswith("."))
+
+
+def test_what_the_system_refused_is_said_with_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path))
+    with pytest.raises(OSError) as full, open("/dev/full", "wb", buffering=0) as handle:
+        handle.write(b"x")
+    said = refusal(full.value)
+    assert "the disk is full" in said and "MiB free" in said and "posttrain doctor" in said and "same command" in said
+    assert "may not be read or written" in refusal(PermissionError(13, "Permission denied", "/x/y")) and "/x/y" in refusal(PermissionError(13, "Permission denied", "/x/y"))
+    assert "read-only" in refusal(OSError(30, "Read-only file system", "/x/y"))
+    assert "disk is full" in refusal(RuntimeError("I/O error: No space left on device (os error 28)"))  # safetensors, tokenizers
+    wrapped = ValueError("could not save")
+    wrapped.__cause__ = full.value
+    assert "disk is full" in refusal(wrapped)
+    for other in (ValueError("bad row"), FileNotFoundError(2, "No such file", "/x"), sqlite3.OperationalError("disk I/O error"), KeyError("x")):
+        assert refusal(other) is None
+
+
+def test_a_file_size_limit_is_one_sentence_and_the_next_call_goes_on(command, pairs, tmp_path, reference):
+    arguments = ("stage", "ingest", "--input", f"data={pairs}", "--json")
+    for limit in (1, 3000):  # the first small file, the database of the running stage
+        failed = command(tmp_path / "limited", *arguments, limit=limit)
+        assert failed.returncode == 1 and "ulimit -f" in failed.stderr and "Traceback" not in failed.stderr, failed.stderr
+        assert not published(tmp_path / "limited")
+    done = command(tmp_path / "limited", *arguments)
+    assert json.loads(done.stdout.splitlines()[-1])["outputs"] == reference
+
+
+@pytest.mark.parametrize("free", [0, 16_000, 40_000, 70_000, 130_000])
+def test_a_full_disk_is_one_sentence_and_with_room_the_same_command_goes_on(disk, pairs, reference, free, monkeypatch):
+    monkeypatch.setenv("POSTTRAIN_HOME", str(disk(free)))
+    with pytest.raises(StageError) as failed:
+        run_stage("ingest", {"data": str(pairs)})
+    assert "the disk is full" in failed.value.message and "Traceback" not in str(failed.value)
+    assert not published(disk(None))
+    assert run_stage("ingest", {"data": str(pairs)}).outputs == reference
+
+
+def test_a_result_that_could_not_be_told_any_more_is_told_as_finished_by_the_next_call(state_dir, monkeypatch):
+    """The disk filled, or the process was killed, between the record and the last word to MLflow: the run is not shown as killed for ever."""
+    monkeypatch.setenv("POSTTRAIN_TRACKING", "on")
+    monkeypatch.setenv("POSTTRAIN_TRACKING_WAIT_SECONDS", "0")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # the outbox is what this is about
+    first = run_stage(TOY, {}, {"steps": 3})
+    unit = tracking.unit_of(None, "toy", first.key)
+    assert tracking.status(unit) == "FINISHED"
+    dead = {**json.loads(tracking._files(unit)[0].read_text()), "status": "RUNNING", "owner": {"pid": 2**22 - 1, "host": "h"}}
+    tracking.put(dead)
+    again = run_stage(TOY, {}, {"steps": 3})
+    assert again.cached and tracking.status(unit) == "FINISHED"
+    assert prepare(TOY, {}, {"steps": 3}).key == first.key and records.find(first.key)
+
+
+def test_a_home_that_may_only_be_read_can_be_looked_at(command, tmp_path):
+    home = tmp_path / "home"
+    tiny = [part for kind in ("text", "demonstrations", "comparisons", "prompts") for part in ("--set", f"{kind}={{train: 8, validation: 2, test: 2}}")]
+    assert command(home, "stage", "world", *tiny).returncode == 0
+    if subprocess.run(["mount", "--bind", str(home), str(home)], capture_output=True).returncode:
+        pytest.skip("this user may not mount")
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(home)], check=True)
+        for arguments in (("ls", "runs"), ("ls", "datasets"), ("status",), ("show", "dataset:world-pairs@latest"), ("lineage", "dataset:world-pairs@latest")):
+            looked = command(home, *arguments)
+            assert looked.returncode == 0, looked.stderr
+        refused = command(home, "stage", "world", *tiny, "--seed", "7")
+        assert refused.returncode == 1 and "read-only file system" in refused.stderr and "POSTTRAIN_HOME" in refused.stderr and "Traceback" not in refused.stderr
+    finally:
+        subprocess.run(["umount", "-l", str(home)], check=True)
