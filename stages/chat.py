@@ -63,13 +63,17 @@ def load_tokenizer(path: str):
     """Tokenizer of a model directory or hub id, right-padding, with a chat template and an end token.
 
     Raises:
-        RenderError: there is no tokenizer, or it has no end-of-sequence token.
+        RenderError: there is no tokenizer, it does not load, or it has no end-of-sequence token.
     """
     from transformers import AutoTokenizer
 
     if Path(path).is_dir() and not any(True for pattern in TOKENIZER_FILES for _ in Path(path).glob(pattern)):  # transformers would make an empty one
         raise RenderError(f"{path} holds a model without a tokenizer; copy its tokenizer.json and tokenizer_config.json there, from where the model came from.")
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # of many kinds: transformers, tokenizers and json raise their own
+        raise RenderError(f"The tokenizer of {path} does not load ({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}). A model needs its tokenizer.json (or "
+                          "tokenizer.model, and `pip install sentencepiece`) beside tokenizer_config.json; copy them from where the model came from.") from error
     if tokenizer.eos_token_id is None:
         raise RenderError(f"The tokenizer in {path} has no eos_token; set one in tokenizer_config.json, "
                           'for example "eos_token": "<|endoftext|>".')
