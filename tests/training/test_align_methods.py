@@ -265,6 +265,20 @@ def test_one_step_equals_an_independent_computation(tiny, preferences, method):
     assert torch.allclose(ours, gradient, rtol=0, atol=2e-6 * float(gradient.abs().max()))
 
 
+@pytest.mark.parametrize("method", list(DIRECT_METHODS))
+def test_a_step_is_the_same_however_it_is_cut(tiny, preferences, method):
+    """One micro-batch, one per item, and the items backwards: value and gradient to 1e-12, for every row of the table."""
+    from tests.training.test_invariance import gradient
+
+    world = World(tiny, preferences, method=method)
+    world.objective.prepare(world.policy, world.items, "cpu")
+    value, whole = gradient(world.policy, world.objective, world.items, 10**6)
+    for max_tokens, order in ((1, world.items), (150, world.items[::-1])):
+        other_value, other = gradient(world.policy, world.objective, order, max_tokens)
+        assert other_value == pytest.approx(value, rel=1e-12)
+        assert torch.allclose(other, whole, rtol=0, atol=1e-12 * float(whole.abs().max()))
+
+
 def test_orpos_nll_may_count_the_prompt(tiny, preferences):
     """da.orpo, nll_on_prompt: the reference code's NLL over prompt and chosen answer; the odds stay those of the answers."""
     world = World(tiny, preferences, method="orpo", options={"nll_on_prompt": True})
