@@ -7,7 +7,8 @@ How a conversation becomes ids
     1. The tokenizer's own chat template renders the text (a tokenizer without one gets :data:`PLAIN_TEMPLATE`).
     2. Special-token strings inside *message content* are encoded as ordinary text, never as control tokens.
     3. The text is cut at the borders of the trained spans and each piece is tokenised by itself, so a turn starts from
-       exactly the ids that generation starts from: what is trained is what is sampled.
+       exactly the ids that generation starts from: what is trained is what is sampled. A piece in the middle gets none of the space
+       that SentencePiece-like tokenizers write before a text, so the ids are those of the whole text wherever borders are token borders.
     4. The trained span of an assistant turn runs from the end of its generation prompt to the end of its stop
        token; that it holds the message's text is verified, row by row.
 
@@ -17,6 +18,7 @@ Masks mark *target* tokens: ``mask[j] = 1`` means that token ``j`` is predicted 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -108,6 +110,8 @@ class Renderer:
                           {str(t) for t in tokenizer.get_added_vocab()}, key=len, reverse=True)
         self._specials = specials
         self._special_pattern = re.compile("|".join(map(re.escape, specials))) if specials else None
+        self._trailing_special = re.compile(rf"(?:{self._special_pattern.pattern})\s*\Z") if specials else None
+        self._unprefixed = _without_leading_space(tokenizer)
         self.template_hash = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()[:16]
         turn_end = self.turn_end_id = self._turn_end_id()
         self.stop_ids = stop_ids_of(tokenizer, generation_config) | ({turn_end} if turn_end is not None else set())
@@ -162,7 +166,7 @@ class Renderer:
                 raise RenderError(f"The chat template closes an assistant turn that is followed by others with {tail[:20]!r} instead of {end!r}; use one that closes "
                                   "all turns alike.")
             tail = tail[len(end):]
-        return self._tokenise(tail, hidden)
+        return self._tokenise(tail, hidden, end if closed else stand_in)
 
     def conversation(self, messages, train: str = "all_assistant", n_prompt: int | None = None,
                      train_turns=None, max_length: int | None = None) -> Encoded:
@@ -218,20 +222,35 @@ class Renderer:
                         for m in map(clean_message, messages)]
         return self._render(messages, generation), hidden
 
-    def _plain_ids(self, text: str) -> list[int]:
+    def _plain_ids(self, text: str, inside: bool = False) -> list[int]:
+        """Ids of text in which nothing is a control token; ``inside``: it continues a text."""
+        if inside and self._unprefixed is not None:
+            return self._unprefixed(text, True)
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
-    def _tokenise(self, text: str, hidden: dict[str, str]) -> list[int]:
-        """Ids of rendered text: the template's own special tokens are control tokens, hidden ones are ordinary text."""
-        if not hidden:
-            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+    def _tokenise(self, text: str, hidden: dict[str, str], before: str = "") -> list[int]:
+        """Ids of rendered text that stands behind ``before``: the template's own special tokens are control tokens, hidden ones are ordinary text."""
         ids: list[int] = []
-        for piece in re.split("([" + "".join(map(re.escape, hidden)) + "])", text):
+        for piece in re.split("([" + "".join(map(re.escape, hidden)) + "])", text) if hidden else [text]:
             if piece in hidden:
-                ids += self._plain_ids(hidden[piece])
+                ids += self._plain_ids(hidden[piece], inside=bool(before))
             elif piece:
-                ids += self.tokenizer(piece, add_special_tokens=False)["input_ids"]
+                ids += self._piece_ids(piece, before)
+            before = piece or before
         return ids
+
+    def _piece_ids(self, text: str, before: str) -> list[int]:
+        """Ids of ``text`` as they are in ``before + text``, where its start is a border of tokens."""
+        special = self._trailing_special.search(before) if self._trailing_special is not None else None
+        if special:  # whether it swallows spaces, or a space is written behind it, is the tokenizer's own rule
+            lead, ids = (self.tokenizer(t, add_special_tokens=False)["input_ids"] for t in (special.group(), special.group() + text))
+            if ids[:len(lead)] == lead:
+                return ids[len(lead):]
+        if not before or self._unprefixed is None:
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        first = self._special_pattern.search(text) if self._special_pattern is not None else None
+        at = first.start() if first else len(text)
+        return (self._unprefixed(text[:at], False) if at else []) + (self.tokenizer(text[at:], add_special_tokens=False)["input_ids"] if first else [])
 
     def _turns(self, messages, train, n_prompt, train_turns) -> list[int]:
         assistant = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
@@ -255,17 +274,22 @@ class Renderer:
         cursor = 0
         for turn in turns:
             start_text, _ = self._render_safely(messages[:turn], generation=True)
-            closed = full if turn == len(messages) - 1 else self._render_safely(messages[: turn + 1], False)[0]
-            if not full.startswith(start_text) or not full.startswith(closed):
-                start_text, closed = self._locate(messages, turn, full, cursor)
+            last, content = turn == len(messages) - 1, self._hidden_content(messages[turn])
+            closed = full if last else self._render_safely(messages[: turn + 1], False)[0]
+            if not full.startswith(start_text) or not full.startswith(closed) or (last and content not in full[len(start_text):]):
+                full, content = self._composed(messages, turn, start_text, full[:cursor])
+                closed = full
             span = closed[len(start_text):]
-            stop = self._span_end(span, messages[turn])
-            self._check_header(span[:span.find(self._hidden_content(messages[turn]))], start_text, messages[:turn])
+            stop = self._span_end(span, content)
+            self._check_header(span[:span.find(content)], start_text, messages[:turn])
             pieces.append((full[cursor: len(start_text)], 0))
             pieces.append((span[:stop], 1))
             cursor = len(start_text) + stop
         pieces.append((full[cursor:], 0))
-        piece_ids = [self._tokenise(text, hidden) if text else [] for text, _ in pieces]
+        piece_ids, before = [], ""
+        for text, _ in pieces:
+            piece_ids.append(self._tokenise(text, hidden, before) if text else [])
+            before = text or before
         ids = [i for part in piece_ids for i in part]
         mask = [trained for part, (_, trained) in zip(piece_ids, pieces) for _ in part]
         return ids, mask
@@ -277,14 +301,25 @@ class Renderer:
             raise RenderError(f"The chat template has no generation prompt, so the header {header!r} of an assistant turn would be trained as part of the answer. End "
                               f"the template with {{%- if add_generation_prompt -%}}{{{{- {header!r} -}}}}{{%- endif -%}}")
 
-    def _locate(self, messages, turn: int, full: str, cursor: int):
-        """A template that is not prefix-preserving: only the last turn can be trained, found by its own generation prompt."""
-        content = self._hidden_content(messages[turn])
-        at = full.rfind(content) if turn == len(messages) - 1 else -1
-        if not content or at < cursor:
+    def _composed(self, messages, turn: int, start_text: str, done: str) -> tuple[str, str]:
+        """(conversation, text of its last turn) as generation would have written it, for a last turn that the template shows otherwise.
+
+        DeepSeek-R1's templates open the thinking in the generation prompt and strip it from every turn: the text continues ``start_text`` as it was given.
+        """
+        if turn < len(messages) - 1:
             raise RenderError("The chat template rewrites earlier turns, so one rendering cannot train all of them. "
                               "Unroll the conversations (ingest: multiturn=all_turns) and set train_on=final_turn.")
-        return full[:at], full
+        stand_in, content = chr(_SENTINEL_BASE + 0xFFF0), self._hidden_content(messages[turn])
+        head, found, closing = self._render_safely([*messages[:turn], {**messages[turn], "content": stand_in}], generation=False)[0].rpartition(stand_in)
+        opened = start_text[len(head):] if start_text.startswith(head) else ""
+        if not found or not content or not start_text.startswith(done) or not (opened or head.startswith(start_text)):
+            raise RenderError("The chat template shows the prompt differently once an answer follows it (some drop the system prompt then), so what is trained would not be what "
+                              "is sampled. Put the system prompt into the first user message, or use a template that renders earlier turns unchanged.")
+        if not content.startswith(opened.strip()):
+            raise RenderError(f"The chat template starts every answer with {opened!r}, which this one lacks: {content[:60]!r}. Write the thinking into message['content'] "
+                              f"({opened.strip()}...</think>answer), or take {opened!r} out of the template's generation prompt.")
+        content = content[len(opened.strip()):].lstrip("\n") if opened else content
+        return start_text + head[len(start_text):] + content + closing, content
 
     def _hidden_content(self, message) -> str:
         text = message.get("content") or ""
@@ -292,9 +327,8 @@ class Renderer:
             text = self._special_pattern.sub(lambda m: chr(_SENTINEL_BASE + self._specials.index(m.group())), text)
         return text.strip()
 
-    def _span_end(self, span: str, message) -> int:
+    def _span_end(self, span: str, content: str) -> int:
         """Offset just after the stop token that closes the turn; verifies that the span holds the content."""
-        content = self._hidden_content(message)
         at = span.find(content)
         if at < 0:
             raise RenderError(f"The rendered assistant turn does not contain its own text ({content[:60]!r}); the chat template "
@@ -313,6 +347,36 @@ class Renderer:
         last = [i for i, m in zip(row.ids, row.mask) if m][-1:]
         return last[0] if last and last[0] in set(self.tokenizer.all_special_ids) | set(
             self.tokenizer.get_added_vocab().values()) else None
+
+
+def _without_leading_space(tokenizer):
+    """``encode(text, plain) -> ids`` of the same tokenizer without the space it writes before a text (Llama 2, Mistral, Phi 3); None where it writes none.
+
+    ``plain``: special-token strings are text.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    parts = {name: getattr(backend, name) for name in ("normalizer", "pre_tokenizer")}
+    said = {name: part and json.loads(part.__getstate__()) for name, part in parts.items()}
+
+    def clean(part):
+        if isinstance(part, list):
+            return [clean(p) for p in part if not (isinstance(p, dict) and p.get("type") == "Prepend")]
+        if not isinstance(part, dict):
+            return part
+        changes = {"Metaspace": {"prepend_scheme": "never"}, "ByteLevel": {"add_prefix_space": False}}.get(part.get("type"), {})
+        return {name: clean(value) for name, value in part.items()} | changes
+
+    bare = {name: None if (part or {}).get("type") == "Prepend" else clean(part) for name, part in said.items()}
+    if bare == said:
+        return None
+    from tokenizers import Tokenizer
+
+    described = json.dumps(json.loads(backend.to_str()) | bare | {"truncation": None, "padding": None})
+    marked, plain = Tokenizer.from_str(described), Tokenizer.from_str(described)
+    plain.encode_special_tokens = True
+    return lambda text, as_text: (plain if as_text else marked).encode(text, add_special_tokens=False).ids
 
 
 def clean_message(message) -> dict:

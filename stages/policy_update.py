@@ -76,17 +76,17 @@ class PolicyGradient:
         logps_SL = batch.padded(logps)
         is_ptx = torch.tensor([bool(i.extra.get("ptx")) for i in batch.items for _ in i.responses], device=logps.device)
         mask = batch.mask_SL & ~is_ptx[:, None]
+        dtype = torch.promote_types(logps.dtype, torch.float32)
 
         def column(name):
-            return batch.pad_lists([v for i in batch.items for v in i.extra.get(name, [[]] * len(i.responses))])
+            return batch.pad_lists([v for i in batch.items for v in i.extra.get(name, [[]] * len(i.responses))], dtype)
 
         def per_response(name):
-            return torch.tensor([v for i in batch.items for v in i.extra.get(name, [0.0] * len(i.responses))], dtype=torch.float32, device=logps.device)
+            return torch.tensor([v for i in batch.items for v in i.extra.get(name, [0.0] * len(i.responses))], dtype=dtype, device=logps.device)
 
         flat = [a for i in batch.items for a in i.extra.get("advantages", [0.0] * len(i.responses))]
         by_token = any(isinstance(a, list) for a in flat)
-        advantages = torch.tensor(flat, dtype=torch.float32, device=logps.device) if not by_token else batch.pad_lists(
-            [a if isinstance(a, list) else [] for a in flat])
+        advantages = torch.tensor(flat, dtype=dtype, device=logps.device) if not by_token else batch.pad_lists([a if isinstance(a, list) else [] for a in flat], dtype)
         old_SL = column("old_logps")
         ref_SL = column("ref_logps") if row.needs_reference else None
         surrogate = "clip" if self.objective else row.surrogate

@@ -1,9 +1,15 @@
 """Untrusted code in killable processes: verifiers written by users, generated programs, and patterns that may never end.
 
 A worker is a child process in its own process group, with limits on memory, file size and open files, an empty environment, a
-temporary directory and no network (its own network namespace where the kernel allows it, blocked sockets everywhere). It
-dies with its parent. A job that exceeds its wall time is killed with everything it started and costs its own time-out
-only: the next job gets a new worker. Every job ends as a value or as an error with a reason.
+temporary directory that is all it can write to, and no network. It dies with its parent. What it must not do is refused three
+times over, so that each is a net under the others: by the kernel's system-call filter (no new processes, sockets, signals to or
+memory of others, privileges: :func:`forbid_calls`), by its file rules (Landlock: Python's own files to read, nothing else:
+:func:`forbid_files`) and by the interpreter's audit hook (:func:`forbid_events`), which is alone where a kernel has neither.
+A job that exceeds its wall time is killed and costs its own time-out only: the next job gets a new worker. Every job ends as a
+value or as an error with a reason.
+
+A ``tested`` program shares its interpreter with the test that judges it, as every harness of asserts does: a program written to cheat
+can. Tests of input and output cannot be cheated in this way; prefer them where a policy is trained against them.
 """
 
 from __future__ import annotations
@@ -63,9 +69,167 @@ def limit_resources(memory: int) -> None:
         resource.setrlimit(what, (value, value))
 
 
+def forbid_calls() -> bool:
+    """Have the kernel refuse what no verifier and no program under test needs, with EPERM, for good; whether it could (Linux on x86-64 or arm64).
+
+    Refused: new processes and programs (threads are fine), sockets, signals to and memory, limits or schedules of other processes, changes of
+    owners and modes, mounts, namespaces, keys, modules, io_uring. Signals to itself pass.
+    """
+    import ctypes
+    import os
+    import platform
+    import struct
+
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    if platform.system() != "Linux" or not (x86 or platform.machine() == "aarch64") or struct.calcsize("P") != 8:
+        return False
+    # number on x86-64, number on arm64 (None: not there)
+    always = {(41, 198), (42, 203), (53, 199), (49, 200), (288, 242), (43, 202), (57, None), (58, None), (59, 221), (322, 281), (101, 117), (310, 270), (311, 271), (312, 272),
+              (200, 130), (129, 138), (297, 240), (424, 424), (434, 434), (438, 438), (425, 425), (426, 426), (427, 427), (323, 282), (298, 241), (321, 280),
+              (165, 40), (166, 39), (155, 41), (161, 51), (272, 97), (308, 268), (428, 428), (429, 429), (430, 430), (431, 431), (432, 432), (442, 442),
+              (248, 217), (249, 218), (250, 219), (175, 105), (313, 273), (176, 106), (246, 104), (320, 294), (169, 142), (167, 224), (168, 225), (163, 89),
+              (90, None), (91, 52), (268, 53), (452, 452), (92, None), (93, 55), (94, None), (260, 54), (132, None), (235, None), (280, 88), (261, None),
+              (188, 5), (189, 6), (190, 7), (197, 14), (198, 15), (199, 16), (133, None), (259, 33), (29, 194), (64, 190), (68, 186), (240, 180),
+              (109, 154), (112, 157), (141, 140), (251, 30), (170, 161), (171, 162), (227, 112), (164, 170), (305, 266), (159, 171), (304, 265), (160, 164)}
+    own = ((62, 129), (234, 131), (302, 261), (203, 122), (144, 119), (142, 118), (314, 274))  # the first argument may be this process; 0 too, but for signals
+    me, which = os.getpid(), 0 if x86 else 1
+    code = []
+
+    def put(op, value, yes=0, no=0):
+        code.append(struct.pack("=HBBI", op, yes, no, value))
+
+    load, equal, answer = 0x20, 0x15, 0x06
+    refuse, allow, missing = 0x00050000 | 1, 0x7FFF0000, 0x00050000 | 38
+    put(load, 4)  # architecture
+    put(equal, 0xC000003E if x86 else 0xC00000B7, 1, 0)
+    put(answer, refuse)
+    put(load, 0)  # system call
+    if x86:
+        put(0x35, 0x40000000, 0, 1)  # the x32 interface has numbers of its own
+        put(answer, refuse)
+    put(equal, 435, 0, 1)  # clone3 passes a pointer, which cannot be looked into: the C library then uses clone
+    put(answer, missing)
+    put(equal, (56, 220)[which], 0, 4)
+    put(load, 16)
+    put(0x45, 0x10000, 1, 0)  # CLONE_THREAD
+    put(answer, refuse)
+    put(answer, allow)
+    for number in sorted(n[which] for n in always if n[which] is not None):
+        put(equal, number, 0, 1)
+        put(answer, refuse)
+    for pair in own:
+        put(equal, pair[which], 0, 5)
+        put(load, 16)
+        put(equal, me, 2, 0)
+        put(equal, 0 if pair[0] not in (62, 234) else me, 1, 0)
+        put(answer, refuse)
+        put(answer, allow)
+    put(answer, allow)
+
+    class Program(ctypes.Structure):
+        _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(38, 1, 0, 0, 0)
+    return libc.prctl(22, 2, ctypes.byref(Program(len(code), b"".join(code))), 0, 0) == 0
+
+
+def readable() -> list[str]:
+    """Folders that hold Python, its packages, the libraries they load and time zones."""
+    import sys
+    import sysconfig
+
+    found = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, *(p for p in sys.path if p), *sysconfig.get_paths().values()}
+    return [*sorted(found - {"/", "/usr"}), "/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo",
+            "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random"]
+
+
+def forbid_files(own: str) -> bool:
+    """Have the kernel (Landlock, Linux 5.13) refuse every file outside :func:`readable` and ``own``, the one folder that can be written; whether it could."""
+    import ctypes
+    import os
+    import struct
+    import sys
+
+    if sys.platform != "linux":
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    abi = libc.syscall(444, None, ctypes.c_size_t(0), 1)
+    if abi < 1:
+        return False
+    every = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
+    attributes = struct.pack("=QQQ", every, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
+    rules = libc.syscall(444, attributes, ctypes.c_size_t(len(attributes)), 0)
+    if rules < 0:
+        return False
+    for path, rights in [(p, 1 | 4 | 8) for p in readable()] + [("/dev/null", 2 | 4), (own, every & ~1)]:
+        try:
+            opened = os.open(path, getattr(os, "O_PATH", 0) | os.O_CLOEXEC)
+        except OSError:
+            continue
+        if not os.path.isdir(path):
+            rights &= 1 | 2 | 4
+        libc.syscall(445, rules, 1, struct.pack("=Qi", rights & every, opened), 0)
+        os.close(opened)
+    libc.prctl(38, 1, 0, 0, 0)
+    done = libc.syscall(446, rules, 0) == 0
+    os.close(rules)
+    return done
+
+
+def forbid_events(own: str, native: bool) -> None:
+    """Have the interpreter refuse, for good: processes, sockets, signals to others, files outside :func:`readable` and ``own``; ``native``: also ctypes."""
+    import os
+    import sys
+
+    folders, me, own = [os.path.realpath(p) for p in readable()], os.getpid(), os.path.realpath(own)
+    starts = (*(("ctypes.",) if native else ()), "socket.", "subprocess.", "os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "os.startfile", "pty.", "os.setxattr", "os.chmod", "os.chown", "os.lchown",
+              "os.chflags", "os.link", "os.symlink")
+    paths = ("os.listdir", "os.scandir", "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.utime", "os.chdir", "os.walk", "os.mkfifo", "shutil.rmtree")
+    real, inside = os.path.realpath, str.startswith
+
+    def allowed(path, write):
+        if isinstance(path, int) or path is None:
+            return True
+        path = real(os.fsdecode(path))
+        return path in (own, "/dev/null") or inside(path, own + "/") or not write and any(path == f or inside(path, f + "/") for f in folders)
+
+    busy = []
+
+    def hook(event, args):
+        if busy:
+            return
+        if event == "os.kill" or event == "os.killpg":
+            if args[0] != me or event == "os.killpg":
+                raise PermissionError("the sandbox refuses signals to other processes")
+        elif inside(event, starts):
+            raise PermissionError("the sandbox refuses " + event)
+        elif event == "open" or event in paths:
+            write = event != "open" and event not in ("os.listdir", "os.scandir", "os.chdir", "os.walk")
+            if event == "open":
+                mode, flags = args[1], args[2]
+                write = isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)) or isinstance(mode, str) and any(c in mode for c in "wax+")
+            busy.append(1)
+            try:
+                fine = all(allowed(a, write) for a in (args[:2] if event == "os.rename" else args[:1]))
+            finally:
+                busy.pop()
+            if not fine:
+                raise PermissionError("the sandbox refuses %s %r: it may read Python's own files and write into its working directory" % ("writing" if write else "reading", args[0]))
+
+    sys.addaudithook(hook)
+
+
+def lock_down(own: str) -> None:
+    """All three, for this process and for good. ``own``: the folder it may write to."""
+    kernel = forbid_files(own)
+    kernel = forbid_calls() and kernel
+    forbid_events(own, native=not kernel)
+
+
 #: The child side, an isolated interpreter that imports nothing of this package. It speaks JSON lines on two private descriptors; the standard
 #: streams belong to the untrusted code.
-_CHILD = "\n".join(map(inspect.getsource, (end_with_parent, no_network, limit_resources))) + r"""
+_CHILD = "\n".join(map(inspect.getsource, (end_with_parent, no_network, limit_resources, forbid_calls, readable, forbid_files, forbid_events, lock_down))) + r"""
 import json, os, sys
 read_fd, write_fd, memory = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 end_with_parent()
@@ -103,6 +267,7 @@ def tested(job):
 def pattern(job):
     return re.search(job["pattern"], job["text"], re.DOTALL) is not None
 handlers = {"call": call, "program": program, "tested": tested, "pattern": pattern}
+lock_down(os.getcwd())
 os.write(write_fd, b'{"token": "ready"}\n')
 for line in jobs:
     job = json.loads(line)

@@ -20,12 +20,14 @@ import operator
 import os
 import re
 import select
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 
 from stages import syntax
-from stages.sandbox import end_with_parent
+from stages.sandbox import end_with_parent, lock_down
 
 SYNTAXES = ("python", "json")
 _CALL_LINE = re.compile(r"^\s*[A-Za-z_]\w*\s*\(")
@@ -152,14 +154,20 @@ def search(query: str, table: dict[str, str], limit: int = 5) -> str:
 
 
 def run_python(code: str, timeout_s: float = 2.0) -> str:
-    """What a program prints, or its error, run in a process of its own that is killed when it takes too long."""
+    """What a program prints, or its error, run in a process of its own that is locked down as the sandbox's are and killed when it takes too long."""
     read, write = os.pipe()
+    folder = tempfile.mkdtemp(prefix="tool-")
     pid = os.fork()
     if pid == 0:
         try:
-            os.close(read)
             os.setpgid(0, 0)
             end_with_parent()
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for fd in map(int, os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else range(3, 256)):  # the episode's pipes are not the program's
+                with contextlib.suppress(OSError):
+                    os.dup2(nothing, fd) if fd <= 2 else os.close(fd) if fd not in (write, nothing) else None
+            os.chdir(folder)
+            lock_down(folder)
             out = io.StringIO()
             with contextlib.redirect_stdout(out):
                 try:
@@ -192,6 +200,7 @@ def run_python(code: str, timeout_s: float = 2.0) -> str:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 end(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+        shutil.rmtree(folder, ignore_errors=True)
     kind, _, said = data.decode("utf-8", "replace").partition("\n")
     if kind != "ok":
         raise BadCall("failed", said or "error: the program was ended")

@@ -140,3 +140,6 @@ def test_a_model_directory_without_a_tokenizer_says_what_to_copy(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(RenderError, match="without a tokenizer; copy its tokenizer.json"):
         load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(RenderError, match="does not load .*needs its tokenizer.json"):
+        load_tokenizer(str(tmp_path))

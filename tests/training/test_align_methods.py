@@ -265,6 +265,36 @@ def test_one_step_equals_an_independent_computation(tiny, preferences, method):
     assert torch.allclose(ours, gradient, rtol=0, atol=2e-6 * float(gradient.abs().max()))
 
 
+@pytest.mark.parametrize("method", list(DIRECT_METHODS))
+def test_a_step_is_the_same_however_it_is_cut(tiny, preferences, method):
+    """One micro-batch, one per item, and the items backwards: value and gradient to 1e-12, for every row of the table."""
+    from tests.training.test_invariance import gradient
+
+    world = World(tiny, preferences, method=method)
+    world.objective.prepare(world.policy, world.items, "cpu")
+    value, whole = gradient(world.policy, world.objective, world.items, 10**6)
+    for max_tokens, order in ((1, world.items), (150, world.items[::-1])):
+        other_value, other = gradient(world.policy, world.objective, order, max_tokens)
+        assert other_value == pytest.approx(value, rel=1e-12)
+        assert torch.allclose(other, whole, rtol=0, atol=1e-12 * float(whole.abs().max()))
+
+
+def test_pairs_that_truncation_makes_identical_are_dropped_and_counted(tiny, tmp_path):
+    """Answers that differ behind the cut only teach nothing; those that differ before it stay, cut."""
+    from stages.chat import renderer_for
+    from stages.preference_items import Encoder
+
+    same = "yes " * 40
+    answers = [("yes " * 3, "no"), (same + "good", same + "bad"), ("no " + same, same)]
+    rows = [complete_row("pairs/1", {"prompt": user(f"number {i}"), "chosen": assistant(a), "rejected": assistant(b)}, dataset="made", source="s", origin="human", split="train")
+            for i, (a, b) in enumerate(answers)]
+    write_dataset(str(tmp_path / "pairs"), "made", "pairs/1", rows)
+    encode = Encoder(renderer_for(tiny["policy"]), DIRECT_METHODS["dpo"], Config(max_length=48), lambda *purpose: randomness.rng(0, "align", *purpose))
+    items = encode(open_dataset(str(tmp_path / "pairs")), "train")
+    assert {i.row_id for i in items} == {rows[0]["row_id"], rows[2]["row_id"]}
+    assert encode.dropped["identical_after_truncation"] == 1 and encode.dropped["truncated"] == 2
+
+
 def test_orpos_nll_may_count_the_prompt(tiny, preferences):
     """da.orpo, nll_on_prompt: the reference code's NLL over prompt and chosen answer; the odds stay those of the answers."""
     world = World(tiny, preferences, method="orpo", options={"nll_on_prompt": True})

@@ -52,11 +52,34 @@ STATEFUL = {  # what each carries over a kill, beside weights and rollouts in ha
 }
 
 
-@pytest.mark.parametrize("case", [*STAGES, *STATEFUL])
-def test_kill9_equals_uninterrupted(tiny, data, spec, case, forks):
-    config, (_, rows) = STAGES.get(case) or ({**_RL, **STATEFUL[case]}, ("model", "prompts"))
-    stage = case.split("/")[0] if case in STAGES else "rl"
-    inputs = {"model": tiny["policy"], "data": data[rows]}
+KINDS = {  # the other stages that train: config, rows, further inputs
+    "distill from samples of its own": ({"method": "on_policy", "lmbda": 0.5, "direction": "jsd", "max_completion_length": 6, "learning_rate": 1e-3, "batch_size": 6, "max_length": 64,
+                                         "num_train_epochs": 2}, "demonstrations", {"teacher": "other"}),
+    "reward_model of steps": ({"objective": "prm", "learning_rate": 1e-3, "batch_size": 6, "num_train_epochs": 2, "max_length": 96}, "steps", {}),
+    "align with a moving reference": ({"reference_update": "tr_soft", "reference_interval": 3, "learning_rate": 1e-3, "batch_size": 6, "num_train_epochs": 2, "max_length": 96},
+                                      "pairs", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    """A dataset of labelled steps."""
+    from storage.datasets import write_dataset
+    from storage.schema import complete_row
+    from tests.reward.conftest import MAKE
+
+    kind, make = MAKE["steps"]
+    path = str(tmp_path_factory.mktemp("resume") / "steps")
+    write_dataset(path, "steps", kind, [complete_row(kind, make(i), dataset="made", source="s", origin="human", split="validation" if i % 8 == 0 else "train") for i in range(42)])
+    return path
+
+
+@pytest.mark.parametrize("case", [*STAGES, *STATEFUL, *KINDS])
+def test_kill9_equals_uninterrupted(tiny, data, steps, spec, case, forks):
+    config, rows, more = KINDS[case] if case in KINDS else (*STAGES[case], {}) if case in STAGES else ({**_RL, **STATEFUL[case]}, ("model", "prompts"), {})
+    stage = case.split("/")[0] if case not in STATEFUL else "rl"
+    rows = rows if case in KINDS else rows[1]
+    inputs = {"model": tiny["policy"], "data": steps if rows == "steps" else data[rows], **{name: tiny[which] for name, which in more.items()}}
     stage = stage.split()[0]
     spec(stage, config, inputs, "whole")
     if case in STAGES:  # an interpreter of its own, as users start it

@@ -507,3 +507,41 @@ def test_a_base_model_is_prompted_with_plain_text(tiny, data, spec):
     hashes = {t: execute(spec("evaluate", {"num_samples": 0, "limit": 2, "max_completion_length": 2, "prompt_template": t}, {"model": tiny["policy"], "prompts": tiny["prompts"]}, f"e-{t}"),
                          lambda event: None)["summary"]["protocol_hash"] for t in ("chat", "none")}
     assert hashes["chat"] != hashes["none"]
+
+
+@pytest.mark.parametrize("preset, reference", [("grpo", True), ("dapo", False)])
+def test_an_update_is_recomputed_from_the_rollouts_alone(tiny, rl, preset, reference):
+    """ops: advantages from the rows' rewards, loss and gradient norm of the step from the rows' ids, masks and log-probs, with the model's own forward."""
+    result, metrics = rl("audited", {"preset": preset, "max_steps": 1, "max_grad_norm": 1e9, "temperature": 0.8, "dynamic_sampling": False, "prompts_per_step": 3,
+                                           "truncation_policy": "score"})
+    rows = list(open_dataset(result["outputs"]["rollouts"]["path"]).iter_rows())
+    assert len(rows) == 12 and any(any(r["loss_mask"]) for r in rows)
+    preset = rl_preset(preset)
+    groups = {}
+    for r in rows:
+        groups.setdefault(r["prompt_id"], []).append(r["shaped_reward"])
+    model = load_policy(tiny["policy"])
+    terms, lengths = [], []
+    for r in rows:
+        rewards = groups[r["prompt_id"]]
+        std = np.std(rewards, ddof=preset.std_ddof) + preset.std_eps
+        assert r["advantages"] == pytest.approx([m * (r["shaped_reward"] - np.mean(rewards)) / std for m in r["loss_mask"]], abs=1e-5)
+        n, mask = len(r["completion_ids"]), torch.tensor(r["loss_mask"], dtype=torch.bool)
+        logits = model(input_ids=torch.tensor([[*r["prompt_ids"], *r["completion_ids"]]])).logits[0, -n - 1:-1] / 0.8
+        logp = logits.log_softmax(-1).gather(1, torch.tensor(r["completion_ids"])[:, None])[:, 0]
+        assert torch.allclose(logp.detach()[mask], torch.tensor(r["logp_old"])[mask], atol=1e-5)
+        ratio, advantage = torch.exp(logp - torch.tensor(r["logp_old"])), torch.tensor(r["advantages"])
+        token = -torch.minimum(ratio * advantage, ratio.clamp(1 - preset.epsilon, 1 + (preset.epsilon_high or preset.epsilon)) * advantage)
+        assert (r["logp_ref"] is not None) == reference
+        if reference:
+            log_ratio = torch.tensor(r["logp_ref"]) - logp
+            token = token + preset.kl_loss_coef * (torch.exp(log_ratio) - 1 - log_ratio)
+        if mask.any():
+            terms.append(token[mask])
+            lengths.append(int(mask.sum()))
+    loss = torch.stack([t.mean() for t in terms]).mean() if preset.aggregation == "seq-mean-token-mean" else torch.cat(terms).sum() / sum(lengths)
+    loss.backward()
+    norm = torch.sqrt(sum(p.grad.double().square().sum() for p in model.parameters() if p.grad is not None))
+    step = next(m for m in metrics if "train/loss" in m)
+    assert step["train/loss"] == pytest.approx(float(loss.detach()), abs=2e-6) and norm > 1e-3
+    assert step["train/grad_norm"] == pytest.approx(float(norm), rel=2e-3)

@@ -89,12 +89,88 @@ def test_a_hostile_verifier_costs_its_own_time_out_only():
     totals = dict(zip(names, scored))
     assert [s.total for s in (scored[0], scored[8], scored[9])] == [1.0, 1.0, 0.0]
     reasons = {n: totals[n].reasons.get("python", "") for n in names}
-    assert reasons["hang"] == reasons["children"] == "timeout"
+    assert reasons["hang"] == "timeout" and "refuses subprocess" in reasons["children"]
     assert "memory" in reasons["memory"] and "no idea" in reasons["raise"] and "crashed" in reasons["exit"]
     assert "network" in reasons["network"] and "finite" in reasons["nan"]
     assert all(totals[n].total is None for n in ("hang", "memory", "raise", "exit", "network", "children", "nan"))
     time.sleep(0.2)
     assert not [p for p in os.listdir("/proc") if p.isdigit() and "54321" in _command(p)]
+
+
+#: What generated code tries, each printing "done" if it could; PARENT is the stage's process.
+ATTACKS = {
+    "read a file": "open('{secret}').read()", "list a folder": "import os; os.listdir('{folder}')", "write a file": "open('{folder}/new', 'w')",
+    "remove a file": "import os; os.remove('{secret}')", "a symlink": "import os; os.symlink('{secret}', 'link'); open('link').read()", "a mode": "import os; os.chmod('{secret}', 0)",
+    "environment": "open('/proc/{parent}/environ').read()", "memory": "open('/proc/{parent}/mem', 'rb')", "arguments": "open('/proc/{parent}/cmdline').read()",
+    "signal": "import os; os.kill({parent}, 0)", "signal to the group": "import os; os.killpg(os.getpgid({parent}), 0)", "signal to all": "import os; os.kill(-1, 0)",
+    "fork": "import os\nif os.fork() == 0: os._exit(0)", "daemon": "import os\nif os.fork() == 0:\n    os.setsid(); os.execv('/bin/sleep', ['sleep', '65432'])",
+    "a program": "import subprocess; subprocess.run(['true'])", "exec": "import os; os.execv('/bin/true', ['true'])", "socket": "import _socket; _socket.socket()",
+    "unix socket": "import _socket; _socket.socket(_socket.AF_UNIX)", "the platform": "import sys; sys.path.insert(0, '{project}'); import stages",
+}
+NATIVE = {  # past the interpreter: only the kernel can refuse these
+    "native signal": "import ctypes; c = ctypes.CDLL(None, use_errno=True)\nif c.kill({parent}, 0) != 0: raise OSError('refused')",
+    "native fork": "import ctypes, os; c = ctypes.CDLL(None); pid = c.fork()\nif pid == 0: os._exit(0)\nif pid < 0: raise OSError('refused')",
+    "native socket": "import ctypes; c = ctypes.CDLL(None)\nif c.socket(2, 1, 0) < 0: raise OSError('refused')",
+    "native open": "import ctypes; c = ctypes.CDLL(None)\nif c.open(b'{secret}', 0) < 0: raise OSError('refused')",
+    "memory call": "import ctypes; c = ctypes.CDLL(None); c.ptrace.restype = ctypes.c_long\nif c.ptrace(16, {parent}, 0, 0) != 0: raise OSError('refused')",
+    "limits": "import resource; resource.prlimit({parent}, resource.RLIMIT_NOFILE, (8, 8))",
+}
+
+
+def has_kernel_rules() -> bool:
+    import ctypes
+
+    return os.uname().sysname == "Linux" and ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) >= 1
+
+
+@pytest.mark.parametrize("layer", ["all", "kernel", "interpreter"])
+def test_generated_code_reaches_nothing_outside(layer, tmp_path, monkeypatch):
+    """No files, processes, sockets or signals, and nothing of the parent: with every net, and with the kernel's or the interpreter's alone."""
+    from stages import sandbox
+
+    if layer != "interpreter" and not has_kernel_rules():
+        pytest.skip("this kernel has no Landlock")
+    without = {"all": {}, "kernel": {"    forbid_events(own, native=not kernel)": "    pass"},
+               "interpreter": {"kernel = forbid_files(own)": "kernel = False", "kernel = forbid_calls() and kernel": "pass"}}[layer]
+    for line, instead in without.items():
+        assert sandbox._CHILD.count(line) == 1
+        monkeypatch.setattr(sandbox, "_CHILD", sandbox._CHILD.replace(line, instead))
+    secret = tmp_path / "secret"
+    secret.write_text("gold")
+    where = {"secret": secret, "folder": tmp_path, "parent": os.getpid(), "project": os.getcwd()}
+    tried = ATTACKS | (NATIVE if layer != "interpreter" else {"ctypes": "import ctypes; ctypes.CDLL(None)"})
+    harmless = {"modules": "import math, json, random, datetime, decimal, numpy, tempfile; tempfile.TemporaryFile().write(b'x'); open('mine', 'w').write('x'); open('mine').read()",
+                "threads": "import threading; t = threading.Thread(target=print); t.start(); t.join()", "own signal": "import os, signal; os.kill(os.getpid(), signal.SIGCONT)"}
+    jobs = [{"kind": "program", "source": code.format(**where) + "\nprint('done')", "stdin": ""} for code in (*tried.values(), *harmless.values())]
+    outcomes = dict(zip((*tried, *harmless), run_jobs(jobs, Limits(timeout_s=20.0), fresh=True)))
+    assert [n for n in tried if outcomes[n].error is None] == [], "these got through"
+    assert [outcomes[n] for n in harmless if outcomes[n].error or "done" not in outcomes[n].value["stdout"]] == []
+    assert secret.read_text() == "gold" and secret.stat().st_mode & 0o600 and [p.name for p in tmp_path.iterdir()] == ["secret"]
+    assert not [p for p in os.listdir("/proc") if p.isdigit() and "65432" in _command(p)]
+
+
+def test_a_program_cannot_pass_by_writing_to_its_descriptors():
+    forged = "import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'{\"token\": \"ready\", \"value\": true}\\n')\n    except OSError: pass"
+    assert run_jobs([{"kind": "tested", "source": forged, "test": "assert False"}], Limits(timeout_s=5.0), fresh=True)[0].value is None
+
+
+def test_the_python_tool_is_locked_down_too(tmp_path):
+    """A policy's program in an episode: no files, no processes, no writing to the episode's pipes."""
+    from stages.tools import BadCall, run_python
+
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    (tmp_path / "secret").write_text("gold")
+    try:
+        assert run_python("import math\nprint(math.sqrt(49))") == "7.0"
+        for code in (f"print(open('{tmp_path}/secret').read())", "import os\nos.kill(os.getppid(), 0)", "import os\nos.fork()", f"import os\nos.write({write}, b'forged')"):
+            with pytest.raises(BadCall, match="error"):
+                run_python(code)
+        with pytest.raises(BlockingIOError):
+            os.read(read, 10)
+    finally:
+        os.close(read)
+        os.close(write)
 
 
 def _command(pid):
