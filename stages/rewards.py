@@ -127,6 +127,8 @@ class RewardComponent(StageConfig):
     blend: bool = Field(False, description="The weights of the components with blend=true lie in [0, 1] and sum to 1; an absent one is renormalised away, or counts 0 "
                                            "with on_missing=skip (REWARD-BLEND).")
     source: str = Field("", description="python: text, or path ending in .py, that defines score(prompt, completion, answer) -> number, bool or None.")
+    files: dict[str, str] = Field(default_factory=dict, description="python: files and folders that score() may read, beside Python's own; write a list of paths. Kept with the digests of "
+                                                                    "what they hold, so that other contents are another stage.")
     timeout_s: float = Field(5.0, gt=0, le=600, description="code, python, regex: wall seconds per row; a hang costs no more.")
     memory_mib: int = Field(1024, ge=128, description="code, python, regex: memory of a worker.")
 
@@ -140,6 +142,8 @@ class RewardComponent(StageConfig):
                 values = {**values, "source": Path(values["source"]).read_text("utf-8")}
             except OSError as error:
                 raise ValueError(f"source {values['source']!r} cannot be read ({error.strerror}); write the path of a Python file, or its text") from None
+        if isinstance(values, dict) and isinstance(values.get("files"), (list, str)):
+            values = {**values, "files": _digests([values["files"]] if isinstance(values["files"], str) else values["files"])}
         return values
 
     @model_validator(mode="after")
@@ -162,6 +166,8 @@ class RewardComponent(StageConfig):
             raise ValueError(f"reward {self.name!r}: kind regex needs pattern: write the pattern that a good response contains")
         if self.kind == "python" and "def score" not in self.source:
             raise ValueError(f"reward {self.name!r}: kind python needs source with a function score(prompt, completion, answer)")
+        if self.files and self.kind != "python":
+            raise ValueError(f"reward {self.name!r}: files is for kind python; {self.kind} reads none")
         for name in self.milestones:
             try:
                 re.compile(name)
@@ -677,10 +683,24 @@ def _constraints(rewards, component, rows) -> list:
     return [one(row) for row in rows]
 
 
+def _digests(paths: list) -> dict[str, str]:
+    """Absolute path -> digest of the file, or of all files of the folder."""
+    from storage.files import sha256_file, tree_digest
+
+    found = {}
+    for path in paths:
+        place = Path(path).resolve()
+        try:
+            found[str(place)] = tree_digest(place) if place.is_dir() else sha256_file(place)
+        except OSError as error:
+            raise ValueError(f"files: {str(path)!r} cannot be read ({error.strerror}); write paths of files or folders that are there") from None
+    return found
+
+
 def _limits(component: RewardComponent):
     from stages.sandbox import Limits
 
-    return Limits(timeout_s=component.timeout_s, memory_mib=component.memory_mib)
+    return Limits(timeout_s=component.timeout_s, memory_mib=component.memory_mib, files=tuple(component.files))
 
 
 def _regex(rewards, component, rows) -> list:

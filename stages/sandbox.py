@@ -144,8 +144,8 @@ def readable() -> list[str]:
             "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random"]
 
 
-def forbid_files(own: str) -> bool:
-    """Have the kernel (Landlock, Linux 5.13) refuse every file outside :func:`readable` and ``own``, the one folder that can be written; whether it could."""
+def forbid_files(own: str, more: list[str]) -> bool:
+    """Have the kernel (Landlock, Linux 5.13) refuse every file outside :func:`readable`, ``more`` and ``own``, the one folder that can be written; whether it could."""
     import ctypes
     import os
     import struct
@@ -162,7 +162,7 @@ def forbid_files(own: str) -> bool:
     rules = libc.syscall(444, attributes, ctypes.c_size_t(len(attributes)), 0)
     if rules < 0:
         return False
-    for path, rights in [(p, 1 | 4 | 8) for p in readable()] + [("/dev/null", 2 | 4), (own, every & ~1)]:
+    for path, rights in [(p, 1 | 4 | 8) for p in [*readable(), *more]] + [("/dev/null", 2 | 4), (own, every & ~1)]:
         try:
             opened = os.open(path, getattr(os, "O_PATH", 0) | os.O_CLOEXEC)
         except OSError:
@@ -177,12 +177,12 @@ def forbid_files(own: str) -> bool:
     return done
 
 
-def forbid_events(own: str, native: bool) -> None:
-    """Have the interpreter refuse, for good: processes, sockets, signals to others, files outside :func:`readable` and ``own``; ``native``: also ctypes."""
+def forbid_events(own: str, more: list[str], native: bool) -> None:
+    """Have the interpreter refuse, for good: processes, sockets, signals to others, files outside :func:`readable`, ``more`` and ``own``; ``native``: also ctypes."""
     import os
     import sys
 
-    folders, me, own = [os.path.realpath(p) for p in readable()], os.getpid(), os.path.realpath(own)
+    folders, me, own = [os.path.realpath(p) for p in [*readable(), *more]], os.getpid(), os.path.realpath(own)
     starts = (*(("ctypes.",) if native else ()), "socket.", "subprocess.", "os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "os.startfile", "pty.", "os.setxattr", "os.chmod", "os.chown", "os.lchown",
               "os.chflags", "os.link", "os.symlink")
     paths = ("os.listdir", "os.scandir", "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.utime", "os.chdir", "os.walk", "os.mkfifo", "shutil.rmtree")
@@ -215,16 +215,16 @@ def forbid_events(own: str, native: bool) -> None:
             finally:
                 busy.pop()
             if not fine:
-                raise PermissionError("the sandbox refuses %s %r: it may read Python's own files and write into its working directory" % ("writing" if write else "reading", args[0]))
+                raise PermissionError("the sandbox refuses %s %r: it may read Python's own files, those that a reward names in files=[...], and write into its working directory" % ("writing" if write else "reading", args[0]))
 
     sys.addaudithook(hook)
 
 
-def lock_down(own: str) -> None:
-    """All three, for this process and for good. ``own``: the folder it may write to."""
-    kernel = forbid_files(own)
+def lock_down(own: str, more: list[str] = ()) -> None:
+    """All three, for this process and for good. ``own``: the folder it may write to; ``more``: files and folders it may read beside Python's own."""
+    kernel = forbid_files(own, more)
     kernel = forbid_calls() and kernel
-    forbid_events(own, native=not kernel)
+    forbid_events(own, more, native=not kernel)
 
 
 #: The child side, an isolated interpreter that imports nothing of this package. It speaks JSON lines on two private descriptors; the standard
@@ -267,7 +267,7 @@ def tested(job):
 def pattern(job):
     return re.search(job["pattern"], job["text"], re.DOTALL) is not None
 handlers = {"call": call, "program": program, "tested": tested, "pattern": pattern}
-lock_down(os.getcwd())
+lock_down(os.getcwd(), json.loads(sys.argv[4]))
 os.write(write_fd, b'{"token": "ready"}\n')
 for line in jobs:
     job = json.loads(line)
@@ -285,11 +285,13 @@ for line in jobs:
 
 @dataclass(frozen=True)
 class Limits:
-    """timeout_s: wall seconds per job. memory_mib: address space of a worker. workers: processes at a time (0 = one per core)."""
+    """timeout_s: wall seconds per job. memory_mib: address space of a worker. workers: processes at a time (0 = one per core). files: what may be read
+    beside Python's own files."""
 
     timeout_s: float = 5.0
     memory_mib: int = 1024
     workers: int = 0
+    files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -313,7 +315,7 @@ class _Worker:
         self.buffer = b""
         environment = {"PATH": "/usr/bin:/bin", "HOME": self.directory, "TMPDIR": self.directory, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _CHILD, str(job_read), str(reply_write), str(self.limits.memory_mib << 20)],
+            [sys.executable, "-I", "-c", _CHILD, str(job_read), str(reply_write), str(self.limits.memory_mib << 20), json.dumps(self.limits.files)],
             pass_fds=(job_read, reply_write), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             cwd=self.directory, env=environment, start_new_session=True)
         os.close(job_read)

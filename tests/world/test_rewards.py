@@ -130,8 +130,8 @@ def test_generated_code_reaches_nothing_outside(layer, tmp_path, monkeypatch):
 
     if layer != "interpreter" and not has_kernel_rules():
         pytest.skip("this kernel has no Landlock")
-    without = {"all": {}, "kernel": {"    forbid_events(own, native=not kernel)": "    pass"},
-               "interpreter": {"kernel = forbid_files(own)": "kernel = False", "kernel = forbid_calls() and kernel": "pass"}}[layer]
+    without = {"all": {}, "kernel": {"    forbid_events(own, more, native=not kernel)": "    pass"},
+               "interpreter": {"kernel = forbid_files(own, more)": "kernel = False", "kernel = forbid_calls() and kernel": "pass"}}[layer]
     for line, instead in without.items():
         assert sandbox._CHILD.count(line) == 1
         monkeypatch.setattr(sandbox, "_CHILD", sandbox._CHILD.replace(line, instead))
@@ -147,6 +147,33 @@ def test_generated_code_reaches_nothing_outside(layer, tmp_path, monkeypatch):
     assert [outcomes[n] for n in harmless if outcomes[n].error or "done" not in outcomes[n].value["stdout"]] == []
     assert secret.read_text() == "gold" and secret.stat().st_mode & 0o600 and [p.name for p in tmp_path.iterdir()] == ["secret"]
     assert not [p for p in os.listdir("/proc") if p.isdigit() and "65432" in _command(p)]
+
+
+def test_a_reward_of_ones_own_reads_the_files_it_names(tmp_path):
+    """Named files and folders can be read and not written, others cannot be read; their contents are part of the setting."""
+    words, folder, other = tmp_path / "words.txt", tmp_path / "lists", tmp_path / "other.txt"
+    words.write_text("good\n")
+    folder.mkdir()
+    (folder / "more.txt").write_text("fine\n")
+    other.write_text("secret\n")
+
+    def scored(what, **settings):
+        component = RewardComponent(kind="python", source=f"def score(prompt, completion, answer):\n    {what}", **settings)
+        (found,) = Rewards([component], {}, None).score([row("good")])
+        return found
+
+    body = f"words = open({str(words)!r}).read() + open({str(folder / 'more.txt')!r}).read(); return float(completion in words)"
+    assert scored(body, files=[str(words), str(folder)]).total == 1.0
+    assert "files=[...]" in scored(body).reasons["python"]
+    assert "refuses" in scored(f"open({str(words)!r}, 'w').write('x'); return 1.0", files=[str(words)]).reasons["python"] and words.read_text() == "good\n"
+    assert "refuses" in scored(f"return float(len(open({str(other)!r}).read()))", files=[str(words), str(folder)]).reasons["python"]
+    before = RewardComponent(kind="python", source="def score(p, c, a): return 1", files=str(folder))
+    assert RewardComponent.model_validate(before.model_dump()) == before, "a resolved setting stays as it is"
+    (folder / "more.txt").write_text("other\n")
+    assert RewardComponent(kind="python", source="def score(p, c, a): return 1", files=str(folder)) != before
+    for wrong, text in (({"files": ["nowhere.txt"]}, "cannot be read"), ({"kind": "verifier", "files": [str(words)]}, "files is for kind python")):
+        with pytest.raises(ValueError, match=text):
+            RewardComponent(**{"kind": "python", "source": "def score(p, c, a): return 1", **wrong})
 
 
 def test_a_program_cannot_pass_by_writing_to_its_descriptors():
