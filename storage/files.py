@@ -45,11 +45,11 @@ def _refusal(error: BaseException) -> str | None:
         return f"the disk is full ({free / 2**20:.1f} MiB free at {place}); make room (`posttrain doctor` says what takes it), then give the same command again: it goes on where it stopped"
     if number == errno.EFBIG or ("disk i/o error" in text and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY):
         return "a file grew beyond the size that this process may write; raise the limit (`ulimit -f unlimited`), then give the same command again: it goes on where it stopped"
-    where = f"{error.filename} " if isinstance(error, OSError) and error.filename else "a file "
+    where = error.filename if isinstance(error, OSError) else None
     if number == errno.EROFS:
-        return f"{where}lies on a read-only file system; make it writable, or set POSTTRAIN_HOME to a directory that is"
-    if number in (errno.EACCES, errno.EPERM):
-        return f"{where}may not be read or written by this user; change its owner or mode (`chmod -R u+rwX`), or set POSTTRAIN_HOME to a directory of your own"
+        return f"{where or 'a file'} lies on a read-only file system; make it writable, or set POSTTRAIN_HOME to a directory that is"
+    if number in (errno.EACCES, errno.EPERM) and where:  # without a file it may be a signal or a socket that was refused
+        return f"{where} may not be read or written by this user; change its owner or mode (`chmod -R u+rwX`), or set POSTTRAIN_HOME to a directory of your own"
     return None
 
 
