@@ -21,6 +21,10 @@ def main(policy: str, out: str, sharding: str = "none") -> None:
 
         model = (new_reward_model(policy) if reward else load_policy(policy)).double()
         config = OptimizerConfig(max_tokens_per_micro_batch=64, max_grad_norm=1e9, sharding=sharding, forward="model" if sharding == "full" else "auto")
+        if getattr(getattr(objective, "row", None), "kl_loss_estimator", "") == "full":
+            objective.anchor = load_policy(policy).double()
+            for parameter in objective.anchor.parameters():
+                parameter.data.mul_(0.9)
         trainer = Trainer(model, objective, config, 3)
         items = make(np.random.default_rng(0))
         metrics = trainer.step(items)
