@@ -112,7 +112,7 @@ def test_values_on_the_command_line():
 
 
 def test_a_sweep_from_the_command_line_reuses_its_trials(tmp_path, monkeypatch):
-    """A real one: two learning rates; the second sweep of three has two of them already."""
+    """A real one: of two learning rates one was run before, by itself."""
     data = tmp_path / "demos.jsonl"
     data.write_text("".join(json.dumps({"messages": user(f"say {i}") + assistant(f"it is {i}")}) + "\n" for i in range(20)))
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "POSTTRAIN_"))} | {"POSTTRAIN_HOME": str(tmp_path / "home")}
@@ -124,9 +124,9 @@ def test_a_sweep_from_the_command_line_reuses_its_trials(tmp_path, monkeypatch):
 
     tiny_policy(str(tmp_path / "model"), 0)
     rows = command("stage", "ingest", "--input", f"data={data}", "validation_fraction=0.4")
-    sweep = ["sweep", "sft", "--input", f"model={tmp_path / 'model'}", "--input", f"data={rows['outputs']['data']}", "--metric", "validation/nll", "--goal", "min", "max_steps=3", "batch_size=4"]
-    first = command(*sweep, "--over", "learning_rate=1e-3,1e-5")
-    assert [row["learning_rate"] for row in first["trials"]] == [1e-3, 1e-5] and first["best"]["outputs"]["0"]["model"].startswith("model:")
-    second = command(*sweep, "--over", "learning_rate=1e-5,1e-3,1e-4")
-    assert [step["cached"] for step in second["steps"]] == [True, True, False] and [row["learning_rate"] for row in second["trials"]] == [1e-3, 1e-4, 1e-5]
-    assert [step["step"] for step in second["steps"]] == ["learning_rate-1e-05.sft", "learning_rate-0.001.sft", "learning_rate-0.0001.sft"]
+    given = ["--input", f"model={tmp_path / 'model'}", "--input", f"data={rows['outputs']['data']}", "max_steps=3", "batch_size=4"]
+    alone = command("stage", "sft", *given, "learning_rate=1e-3")
+    found = command("sweep", "sft", *given, "--metric", "validation/nll", "--goal", "min", "--over", "learning_rate=1e-5,1e-3")
+    assert [step["cached"] for step in found["steps"]] == [False, True] and [row["learning_rate"] for row in found["trials"]] == [1e-3, 1e-5]
+    assert found["best"]["outputs"]["0"] == alone["outputs"] and found["best"]["validation/nll"] == alone["metrics"]["validation/nll"]
+    assert [step["step"] for step in found["steps"]] == ["learning_rate-1e-05.sft", "learning_rate-0.001.sft"]

@@ -13,10 +13,16 @@ from stages.training import Trainer
 from tests.training.test_invariance import objectives
 
 
+#: One preset for each way a policy gradient is summed over ranks; the others differ in what is computed per token.
+PRESETS = ("rl/reinforce", "rl/rloo", "rl/grpo", "rl/dr_grpo", "rl/gspo", "rl/ppo_clip_kl", "rl/p3o", "rl/oreo", "rl/sppo")
+
+
 def main(policy: str, out: str, sharding: str = "none") -> None:
     torch.set_num_threads(1)
     found = {}
     for name, (objective, make, reward) in objectives().items():
+        if name.startswith("rl/") and name not in PRESETS:
+            continue
         from stages.settings import OptimizerConfig
 
         model = (new_reward_model(policy) if reward else load_policy(policy)).double()
