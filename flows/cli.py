@@ -164,7 +164,7 @@ def steps_of(run: Any, config_type: Any, name: str) -> list[str]:
     from flows.config import ConfigError
     from flows.report import sections
 
-    steps, others = [label for label in run.stages() if "." not in label], set(sections(config_type)) - {name}
+    steps, others = [label for label in run.stages() if ".ingest-" not in label], set(sections(config_type)) - {name}
     found = [step for step in steps if step == name] or [step for step in steps if step.startswith(f"{name}_") and step not in others]
     if not found and (run.status == "FINISHED" or name not in sections(config_type)):
         raise ConfigError(f"run {run.run_id} has no step {name!r} to repeat; its steps are: {', '.join(steps) or 'none'}")

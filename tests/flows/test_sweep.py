@@ -130,3 +130,5 @@ def test_a_sweep_from_the_command_line_reuses_its_trials(tmp_path, monkeypatch):
     assert [step["cached"] for step in found["steps"]] == [False, True] and [row["learning_rate"] for row in found["trials"]] == [1e-3, 1e-5]
     assert found["best"]["outputs"]["0"] == alone["outputs"] and found["best"]["validation/nll"] == alone["metrics"]["validation/nll"]
     assert [step["step"] for step in found["steps"]] == ["learning_rate-1e-05.sft", "learning_rate-0.001.sft"]
+    again = command("rerun", found["run"], "--stage", "learning_rate-1e-05.sft", "--dry-run")["plan"]
+    assert [step["plan"] for step in again] == ["run", "cached"]
