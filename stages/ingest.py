@@ -11,6 +11,7 @@ Order per row: parse -> adapt to our schema -> rules -> duplicates and contradic
 """
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -126,8 +127,21 @@ class Config(StageConfig):
                 "test": self.test_fraction}
 
 
+def behind(config: Config, paths: dict[str, Path]) -> str:
+    """The rows of a rubric, which hold the functions and files that it only names; a rubric that is wrong is refused by the stage."""
+    if config.kind != "rubric_items/1":
+        return ""
+    from stages.rubrics import read_rubric
+    from storage.files import canonical_json
+
+    try:
+        return canonical_json(read_rubric(str(paths["data"])))
+    except (ValueError, OSError):
+        return ""
+
+
 SPEC = StageSpec(
-    name="ingest", config=Config,
+    name="ingest", config=Config, behind=behind,
     inputs={"data": InputSpec("file", doc="file, directory, pattern or hub id with raw rows; a dataset is converted to `kind`"),
             "benchmarks": InputSpec("file", required=False, many=True, doc="evaluation sets for decontaminate")},
     outputs={"data": OutputSpec("dataset", doc="the rows kept"),

@@ -273,7 +273,8 @@ def _component(given, where: str, problems: list[str]) -> dict:
     except ValidationError as error:
         problems += [f"{where}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         return {}
-    return {**given, **({"source": checked.source} if checked.source else {})}  # the text of a function, not where it lies: another text is another version
+    kept = {name: value for name in ("source", "files") if (value := getattr(checked, name))}
+    return {**given, **kept}  # the text of a function and the digests of what it reads, not where they lie: other contents are another version
 
 
 # -- ingestion -------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ stage key = sha256 of canonical JSON {stage, code_version, config, inputs, seed}
   code_version  digest of the stage's import closure inside this project and of the libraries whose
                 versions change numbers (walked by AST, imports inside functions included),
   config        every field of the resolved config, defaults included,
-  inputs        input name -> content digest.
+  inputs        input name -> content digest, and of what an input names without holding it (StageSpec.behind).
 Hardware, paths and logging stay out. What cannot be hashed is refused, never skipped.
 """
 
@@ -16,6 +16,7 @@ import enum
 import functools
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -89,7 +90,8 @@ class OutputSpec:
 class StageSpec:
     """A stage as the platform sees it. ``resources``: project-relative data files that are part of the stage's code.
     ``judges``: name of the model input that the stage's summary metrics are about (evaluation stages). ``parallel``: the stage can
-    run as several ranks, one per device (``POSTTRAIN_DEVICES``)."""
+    run as several ranks, one per device (``POSTTRAIN_DEVICES``). ``behind``: (config, input name -> path) -> what these inputs name without
+    holding it, as text, so that it is part of the run's identity too ("": nothing)."""
 
     name: str
     config: type["StageConfig"]
@@ -100,6 +102,7 @@ class StageSpec:
     resources: tuple[str, ...] = ()
     judges: str = ""
     parallel: bool = False
+    behind: Callable[["StageConfig", dict[str, Path]], str] | None = None
 
     def input_spec(self, name: str) -> InputSpec:
         """The declaration behind an input name (``eval.a`` belongs to ``eval`` when that takes many)."""

@@ -30,7 +30,7 @@ from typing import Any, Callable, Iterator
 from stages.registry import get_stage, stage_module_name
 from stages.spec import PROJECT_ROOT, ConfigError, StageConfig, StageSpec, closure_digest, parse_config, stage_key
 from storage import home, leases, records, registry, store, tracking, work
-from storage.files import atomic_write_json, read_json, refusal
+from storage.files import atomic_write_json, read_json, refusal, sha256_text
 
 GRACE_SECONDS = 10.0
 DELIBERATE = ("StageFailure", "TrainingError")  # a stage refused what it was given: its message says all, and trying again changes nothing
@@ -174,7 +174,10 @@ def prepare(
         resolved_inputs[input_name] = found
     module_name = stage_module_name(name)
     code = closure_digest(module_name, spec.resources)
-    key = stage_key(spec.name, code, parsed, {n: i.digest for n, i in resolved_inputs.items()}, seed)
+    digests = {n: i.digest for n, i in resolved_inputs.items()}
+    if spec.behind is not None and (named := spec.behind(parsed, {n: i.path for n, i in resolved_inputs.items()})):
+        digests["behind"] = sha256_text(named)
+    key = stage_key(spec.name, code, parsed, digests, seed)
     return Prepared(spec, module_name, key, parsed, parsed.resolved(), resolved_inputs, given, code, int(seed))
 
 

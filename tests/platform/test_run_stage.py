@@ -249,3 +249,24 @@ def test_a_signal_while_a_process_is_started_waits_until_somebody_can_end_it():
         assert started == "known" and signal.getsignal(signal.SIGTERM) is end
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_what_a_rubric_names_is_part_of_its_identity(tmp_path):
+    """A function or a word list that changed behind an unchanged rubric file is another ingestion; a wrong rubric is left to the stage to refuse."""
+    rubric, source, words = tmp_path / "r.yaml", tmp_path / "score.py", tmp_path / "words.txt"
+    rubric.write_text("categories: {c: {items: [{id: own, kind: verifiable, criterion: Own., weight: 1.0, "
+                      f"scorer: {{kind: python, source: {source}, files: [{words}]}}}}]}}}}")
+
+    def key():
+        return prepare("ingest", {"data": str(rubric)}, {"kind": "rubric_items/1"}).key
+
+    source.write_text("def score(prompt, completion, answer):\n    return 1.0\n")
+    words.write_text("good\n")
+    first = key()
+    assert key() == first
+    source.write_text("def score(prompt, completion, answer):\n    return 0.0\n")
+    second = key()
+    words.write_text("fine\n")
+    assert len({first, second, key()}) == 3
+    words.unlink()
+    assert key()
