@@ -50,16 +50,23 @@ def run(
     Example: posttrain run preference --set data.path=pairs.jsonl --set model=path/to/model
     """
     from flows import env
-    from flows.config import load_preset, load_yaml, merge, parse_sets
+    from flows.config import load_preset
 
     env.prepare(quiet=True)
     values: dict[str, Any] = load_preset(recipe_name(recipe), preset) if preset else {}
-    for path in config or []:
-        values = merge(values, load_yaml(path))
-    values = merge(values, parse_sets([*(set_ or []), *(given or [])]))
+    values = with_settings(values, config, set_, given)
     if seed is not None:
         values["seed"] = seed
     execute(recipe, values, force or [], json_, dry_run)
+
+
+def with_settings(values: dict[str, Any], files: list[Path] | None, sets: list[str] | None, given: list[str] | None) -> dict[str, Any]:
+    """`values` with the files' settings laid over them, and the command line's over those."""
+    from flows.config import load_yaml, merge, parse_sets
+
+    for path in files or []:
+        values = merge(values, load_yaml(path))
+    return merge(values, parse_sets([*(sets or []), *(given or [])]))
 
 
 @app.command(rich_help_panel="Pipelines", epilog=EXIT_CODES)
@@ -87,17 +94,12 @@ def sweep(
     Example: posttrain sweep sft --input model=DIR --input data=FILE --over learning_rate=1e-5,1e-4 --seeds 0,1 --metric validation/nll --goal min
     """
     from flows import env
-    from flows.config import load_yaml, merge, parse_sets
     from flows.recipe import load_config
     from flows.sweep import parse_over, planned
 
     env.prepare(quiet=True)
-    settings: dict[str, Any] = {}
-    for path in config or []:
-        settings = merge(settings, load_yaml(path))
-    settings = merge(settings, parse_sets([*(set_ or []), *(given or [])]))
-    values = {"what": what, "preset": preset, "inputs": parse_inputs(input_, "a stage: posttrain stage NAME --keys"), "settings": settings, "over": parse_over(over), "metric": metric, "goal": goal,
-              "trials": trials, "seeds": parse_over([f"seeds={seeds}"])["seeds"] if seeds else [], "seed": seed or 0}
+    values = {"what": what, "preset": preset, "inputs": parse_inputs(input_, "a stage: posttrain stage NAME --keys"), "settings": with_settings({}, config, set_, given),
+              "over": parse_over(over), "metric": metric, "goal": goal, "trials": trials, "seeds": parse_over([f"seeds={seeds}"])["seeds"] if seeds else [], "seed": seed or 0}
     planned(load_config("sweep", values))  # what is wrong with a trial is said before a server is asked for
     execute("sweep", values, [], json_, dry_run)
 
@@ -254,7 +256,7 @@ def stage(
     Example: posttrain stage sft --input model=path/to/model --input data=demos.jsonl --set num_train_epochs=2 --json
     """
     from flows import display, env, services
-    from flows.config import build, load_yaml, merge, parse_sets
+    from flows.config import build
     from stages.registry import get_stage
 
     state = env.prepare(quiet=True)
@@ -263,10 +265,7 @@ def stage(
         return describe_stage(name)
     inputs = parse_inputs(input_, f"{name} are: {', '.join(spec.inputs) or 'none'}")
     spec.check_inputs(inputs)
-    values: dict[str, Any] = {}
-    for path in config or []:
-        values = merge(values, load_yaml(path))
-    settings = build(spec.config, merge(values, parse_sets([*(set_ or []), *(given or [])])))
+    settings = build(spec.config, with_settings({}, config, set_, given))
     connected = services.connect(state)
     from tasks.results import small
     from tasks.run import run_stage

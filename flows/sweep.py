@@ -20,7 +20,7 @@ from typing import Any, Literal, Optional
 
 from pydantic import Field, field_validator
 
-from flows.config import ConfigError, build, load_preset, merge, nearest, parse_sets
+from flows.config import ConfigError, build, load_preset, merge, nearest, scalar
 from flows.recipe import RECIPES, Outputs, RecipeConfig, Run, get_recipe, recipe
 from stages.registry import STAGES, get_stage
 
@@ -70,7 +70,7 @@ def sweep(run: Run, config: Config) -> dict:
     kind, name = target(config.what)
     rows, failures = [], []
     for title, values, seeds in planned(config):
-        row = {"values": values, "scores": [], "outputs": {}, "failed": 0}
+        row = {"values": values, "seeds": len(seeds), "scores": [], "outputs": {}, "failed": 0}
         rows.append(row)
         for seed, settings, inputs in seeds:
             trial = Trial(run, f"{title}.s{seed}" if len(seeds) > 1 else title, seed)
@@ -86,11 +86,12 @@ def sweep(run: Run, config: Config) -> dict:
                 row["outputs"][str(seed)] = outputs
     if failures and not any(row["scores"] for row in rows):
         raise ConfigError("every trial failed; the first: " + failures[0])
-    table = ranked(rows, config.metric, config.goal)
+    rows.sort(key=lambda row: order(row, config.goal))
+    table, best = shown(rows, config.metric), rows[0]
     if run.record is not None:
         report(config, table, failures)
-    best = next((row for row in sorted(rows, key=lambda row: order(row, config.goal)) if row["scores"]), None)
-    return {"trials": table, "failures": failures, **({"best": {"settings": best["values"], config.metric: statistics.fmean(best["scores"]), "outputs": best["outputs"]}} if best else {})}
+    return {"trials": table, "failures": failures,
+            **({"best": {"settings": best["values"], config.metric: table[0][config.metric], "outputs": best["outputs"]}} if best["scores"] else {})}
 
 
 def target(what: str) -> tuple[str, str]:
@@ -197,18 +198,18 @@ def order(row: dict[str, Any], goal: str) -> tuple:
     if not row["scores"]:
         return (2, 0.0)
     mean = statistics.fmean(row["scores"])
-    return (1 if row["failed"] else 0, -mean if goal == "max" else mean)
+    return (len(row["scores"]) < row["seeds"], -mean if goal == "max" else mean)
 
 
-def ranked(rows: list[dict[str, Any]], metric: str, goal: str) -> list[dict[str, Any]]:
-    """One row per trial, best first: its settings, mean of the metric over seeds, the lowest and the highest seed."""
-    table = []
-    for row in sorted(rows, key=lambda row: order(row, goal)):
+def shown(rows: list[dict[str, Any]], metric: str) -> list[dict[str, Any]]:
+    """The table's row of each trial: its settings, mean of the metric over seeds, the lowest and the highest seed."""
+    table, failed = [], any(row["failed"] for row in rows)
+    for row in rows:
         scores = row["scores"]
-        shown = {metric: statistics.fmean(scores) if scores else None}
+        found = {metric: statistics.fmean(scores) if scores else None}
         if len(scores) > 1:
-            shown |= {"seeds": f"{min(scores):.4g} to {max(scores):.4g}", "standard error": statistics.stdev(scores) / math.sqrt(len(scores))}
-        table.append({**row["values"], **shown, **({"failed": row["failed"]} if any(other["failed"] for other in rows) else {})})
+            found |= {"seeds": f"{min(scores):.4g} to {max(scores):.4g}", "standard error": statistics.stdev(scores) / math.sqrt(len(scores))}
+        table.append({**row["values"], **found, **({"failed": row["failed"]} if failed else {})})
     return table
 
 
@@ -235,7 +236,6 @@ def parse_over(pairs: list[str]) -> dict[str, list[Any]]:
             raise ConfigError(f"--over {pair!r}: write SETTING=VALUE,VALUE, for example --over learning_rate=1e-5,1e-4")
         if key in found:
             raise ConfigError(f"--over {key} is given twice; write all its values in one: --over {key}=VALUE,VALUE")
-        parts = [text] if text.startswith("[") else text.split(",")
-        values = [parse_sets([f"value={part.strip()}"])["value"] for part in parts]
-        found[key] = values[0] if text.startswith("[") and isinstance(values[0], list) else values
+        listed = scalar(text) if text.startswith("[") else None
+        found[key] = listed if isinstance(listed, list) else [scalar(part.strip()) for part in ([text] if text.startswith("[") else text.split(","))]
     return found

@@ -79,6 +79,9 @@ def test_failed_trials_stand_last_and_do_not_end_the_sweep():
     found = swept(metrics, **STAGE, over={"learning_rate": [2.0, 0.5, 1e-4, 1e-3]})[1]
     assert [row["learning_rate"] for row in found["trials"]][:2] == [1e-4, 1e-3] and [row["failed"] for row in found["trials"] if row["loss"] is None] == [1, 0]
     assert len(found["failures"]) == 1 and "not finite" in found["failures"][0]
+    half = swept(lambda stage, config, seed: {"loss": float("nan") if config.learning_rate == 1e-5 and seed == 1 else config.learning_rate}, **STAGE,
+                 over={"learning_rate": [1e-5, 1e-4]}, seeds=[0, 1])[1]
+    assert half["best"]["settings"] == {"learning_rate": 1e-4}, "a trial of which one seed diverged is no better than one that is whole"
     with pytest.raises(ConfigError, match="every trial failed.*not finite"):
         swept(metrics, **STAGE, over={"learning_rate": [2.0, 3.0]})
 
