@@ -34,7 +34,7 @@ def examine(state: Path, *, fix: bool, clean_after: float | None = None) -> list
 
         count, size = work.clean(clean_after)
         findings.append({"check": "clean", "ok": True, "text": f"removed {count} unfinished stage(s), {mib(size)}, untouched for {clean_after:g} days"})
-    for check in (python, pins, disk, sizes, work_directories, torch_device, server_app, services, outbox, stale_runs, leases):
+    for check in (python, pins, disk, sizes, work_directories, torch_device, sandbox, server_app, services, outbox, stale_runs, leases):
         try:
             findings += [{"check": check.__name__.replace("_", " "), "ok": ok, "text": text} for ok, text in check(state, fix)]
         except Exception as error:  # a doctor that dies of the illness is no use
@@ -105,6 +105,16 @@ def torch_device(state: Path, fix: bool) -> Finding:
         yield True, f"torch {torch.__version__} with {names}"
     else:
         yield True, f"torch {torch.__version__} on the CPU"
+
+
+def sandbox(state: Path, fix: bool) -> Finding:
+    """What holds generated code and rewards of one's own beside Python's audit hook."""
+    from stages.sandbox import nets
+
+    found = nets()
+    missing = [name for name, there in found.items() if not there]
+    yield len(missing) < len(found), "generated code is held by " + ", ".join([*(name for name, there in found.items() if there), "Python's audit hook"]) + (
+        f"; this kernel has no {' and no '.join(missing)}: train on generated code in a container, or with Linux 5.13 or newer with seccomp and Landlock" if missing else "")
 
 
 def server_app(state: Path, fix: bool) -> Finding:

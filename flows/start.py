@@ -27,6 +27,9 @@ class Data(StageConfig):
     text: Optional[str] = Field(None, title="Text", description="Ref, file or directory of plain text to pre-train on.")
 
 
+#: Shares of files that have no splits; a prompt is in the same split of all of them. Datasets, and the embedded world, keep theirs.
+HELD_OUT = {"validation_fraction": 0.05, "test_fraction": 0.1}
+
 #: Kind of reward component -> what a recipe must be given for it.
 GIVEN_TO = {"group_preference": ("group_preference", "context"), "rubric": ("rubric",)}
 
@@ -57,9 +60,9 @@ class WorldRecipeConfig(RecipeConfig):
     world: WorldConfig = Field(WorldConfig(), description="The embedded world.")
     base_model: BaseModelConfig = Field(BaseModelConfig(), description="Shape and tokenizer of the small base model.")
     pretraining: SFTConfig = Field(SFTConfig(train_on="full"), description="Pre-training of the small base model on plain text.")
-    ingest_demonstrations: IngestConfig = Field(IngestConfig(kind="demonstrations/1"), description="Checks and splits of the demonstrations.")
-    ingest_pairs: IngestConfig = Field(IngestConfig(kind="pairs/1"), description="Checks and splits of the preference pairs.")
-    ingest_prompts: IngestConfig = Field(IngestConfig(kind="prompts/1"), description="Checks and splits of the prompts.")
+    ingest_demonstrations: IngestConfig = Field(IngestConfig(kind="demonstrations/1", **HELD_OUT), description="Checks and splits of the demonstrations.")
+    ingest_pairs: IngestConfig = Field(IngestConfig(kind="pairs/1", **HELD_OUT), description="Checks and splits of the preference pairs.")
+    ingest_prompts: IngestConfig = Field(IngestConfig(kind="prompts/1", **HELD_OUT), description="Checks and splits of the prompts.")
 
 
 def small_base_model(run: Run, source: Source, config: Any, demonstrations: str) -> str:

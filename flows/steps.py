@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flows.config import ConfigError
 from flows.recipe import Outputs, Run
 from stages.compare import Config as CompareConfig
 
@@ -24,8 +25,18 @@ class Source:
 
 
 def ingest(run: Run, what: str, path: str, config: Any) -> str:
-    """Check, convert and split data; the section `ingest_WHAT` says how. Returns the dataset's ref."""
-    return run("ingest", f"ingest_{what}", data=path, config=getattr(config, f"ingest_{what}"), name_as=what)["data"]
+    """Check, convert and split data; the section `ingest_WHAT` says how. Returns the dataset's ref.
+
+    Raises:
+        ConfigError: the evaluation at the recipe's end would find no prompts; said here, before anything is trained.
+    """
+    outputs = run("ingest", f"ingest_{what}", data=path, config=getattr(config, f"ingest_{what}"), name_as=what)
+    judged = config.evaluate.split if what == "prompts" and hasattr(config, "evaluate") and getattr(config.data, "test", None) is None else None
+    if judged and "rows_out" in outputs.metrics and not outputs.metrics.get(f"split.{judged}"):
+        there = {name.removeprefix("split."): n for name, n in outputs.metrics.items() if name.startswith("split.")}
+        raise ConfigError(f"{path}: no prompt is in split {judged!r}, on which the models are to be evaluated; it has {', '.join(f'{name} ({n})' for name, n in there.items()) or 'no prompts'}. "
+                          f"Write ingest_prompts.{judged}_fraction=0.5 to hold out more of a file, give more prompts, or write evaluate.split={next(iter(there), 'train')}")
+    return outputs["data"]
 
 
 class Evaluations(dict):

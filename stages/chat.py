@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -46,6 +47,15 @@ _SENTINEL_BASE = 0xF0000
 
 class RenderError(ValueError):
     """A conversation cannot be rendered; the message says what to write instead."""
+
+
+@contextmanager
+def rendering(row):
+    """Names the dataset row in what is said of a conversation that cannot be rendered."""
+    try:
+        yield
+    except RenderError as error:
+        raise RenderError(f"row {row['row_id']}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -205,9 +215,11 @@ class Renderer:
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
         except Exception as error:
-            roles = ", ".join(m["role"] for m in messages)
-            raise RenderError(f"The chat template refused a conversation with roles [{roles}]: {error}. "
-                              "Validate the data with the ingest stage or use a template that knows these roles.") from error
+            roles = [m["role"] for m in messages]
+            advice = ("Ingest the data with system_prompts=merge, which writes system prompts into the first user message," if "system" in roles
+                      else "Validate the data with the ingest stage")
+            raise RenderError(f"The chat template refused a conversation with roles [{', '.join(roles)}]: {error}. "
+                              f"{advice} or use a template that knows these roles.") from error
 
     def _render_safely(self, messages, generation: bool):
         """(text, {sentinel: special string}): special-token strings in content are hidden from the template."""
@@ -314,7 +326,7 @@ class Renderer:
         opened = start_text[len(head):] if start_text.startswith(head) else ""
         if not found or not content or not start_text.startswith(done) or not (opened or head.startswith(start_text)):
             raise RenderError("The chat template shows the prompt differently once an answer follows it (some drop the system prompt then), so what is trained would not be what "
-                              "is sampled. Put the system prompt into the first user message, or use a template that renders earlier turns unchanged.")
+                              "is sampled. Put the system prompt into the first user message (ingest: system_prompts=merge), or use a template that renders earlier turns unchanged.")
         if not content.startswith(opened.strip()):
             raise RenderError(f"The chat template starts every answer with {opened!r}, which this one lacks: {content[:60]!r}. Write the thinking into message['content'] "
                               f"({opened.strip()}...</think>answer), or take {opened!r} out of the template's generation prompt.")

@@ -86,9 +86,12 @@ def prompt_ids(renderer, messages, template: str = "chat") -> list[int]:
 
 def prompt_rows(stage, dataset, split: str | None, renderer, max_prompt_length: int, limit: int | None = None, template: str = "chat"):
     """``[(row, prompt ids)]`` of a ``prompts/1`` split; prompts over the length limit are left out, counted and named."""
+    from stages.chat import rendering
+
     rows, too_long = [], 0
     for row in dataset.iter_rows(split=split):
-        ids = prompt_ids(renderer, row["prompt"], template)
+        with rendering(row):
+            ids = prompt_ids(renderer, row["prompt"], template)
         if len(ids) > max_prompt_length:
             too_long += 1
             continue

@@ -51,8 +51,8 @@ class Config(StageConfig):
         None, description="how reference answers are verified; default: integer or number where they look like it, else text")
     limit: int | None = Field(None, ge=1, description="read only so many rows [rows]")
 
-    validation_fraction: float = Field(0.0, ge=0, lt=1, description="share of groups in the validation split, in [0, 1)")
-    test_fraction: float = Field(0.0, ge=0, lt=1, description="share of groups in the test split, in [0, 1)")
+    validation_fraction: float = Field(0.0, ge=0, lt=1, description="share of groups in the validation split, in [0, 1); a dataset that has held-out rows keeps its splits")
+    test_fraction: float = Field(0.0, ge=0, lt=1, description="share of groups in the test split, in [0, 1); a dataset that has held-out rows keeps its splits")
     salt: str = Field("split-v1", description="salt of the split hash; the same salt never moves a row (data.split)")
     halves: bool = Field(False, description="split into rm_a and rm_b instead (train-RM / test-RM studies); validation and test rows of a dataset stay held out from both")
     group_by: Literal["auto", "prompt", "opening"] = Field(
@@ -96,6 +96,9 @@ class Config(StageConfig):
     on_conflict: Literal["drop", "majority"] = Field("drop", description="a completion that is both chosen and rejected (data.unpaired)")
     multiturn: Literal["keep", "all_turns", "final_turn"] = Field(
         "keep", description="conversations: one row with all assistant turns trained, one row per turn, or the last turn (data.multiturn)")
+    system_prompts: Literal["keep", "merge", "drop"] = Field(
+        "keep", description="system messages: kept; merge = written before the first user message, for chat templates without a system role (Gemma) or that lose it "
+        "(Mistral); drop = left out. Those with tool definitions are kept. Give all data of a model the same")
     balance: Literal["none", "per_conversation"] = Field("none", description="per_conversation: weight 1/samples (data.multiturn)")
 
     @model_validator(mode="after")

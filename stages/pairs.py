@@ -14,14 +14,16 @@ def encode_pairs(dataset, split: str, renderer, max_length: int, limit: int | No
     ``ended`` (did each response keep its stop token), ``strength``, ``source``, ``prompt_id``.
     """
     from stages.batching import make_item, row_weight
+    from stages.chat import rendering
 
     items = []
     dropped = {"truncated": 0, "identical_after_truncation": 0, "no_target": 0}
     for row in dataset.iter_rows(split=split):
         if limit is not None and len(items) >= limit:
             break
-        prompt, chosen, chosen_mask = renderer.completion_ids(row["prompt"], row["chosen"])
-        _, rejected, rejected_mask = renderer.completion_ids(row["prompt"], row["rejected"])
+        with rendering(row):
+            prompt, chosen, chosen_mask = renderer.completion_ids(row["prompt"], row["chosen"])
+            _, rejected, rejected_mask = renderer.completion_ids(row["prompt"], row["rejected"])
         prompt, ((chosen, chosen_mask), (rejected, rejected_mask)), was_cut = cut(prompt, [(chosen, chosen_mask), (rejected, rejected_mask)], max_length)
         dropped["truncated"] += was_cut
         if same := identical([chosen, rejected], was_cut):

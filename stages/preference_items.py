@@ -64,6 +64,7 @@ class Encoder:
 
     def __call__(self, dataset, split: str, limit: int | None = None) -> list:
         """Items of a split; counts of what was dropped or cut go to :attr:`dropped`."""
+        from stages.chat import rendering
         from stages.pairs import is_tie
 
         make = getattr(self, "_" + self.method.data)
@@ -73,7 +74,8 @@ class Encoder:
                 break
             if self.config.stage_index is not None and split == "train" and row.get("stage_index") != self.config.stage_index:
                 continue
-            item = self._drop("tie") if hard and is_tie(row) else make(row)
+            with rendering(row):
+                item = self._drop("tie") if hard and is_tie(row) else make(row)
             if item is not None:
                 items.append(item)
         if self.method.statistic == "z0":

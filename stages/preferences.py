@@ -7,6 +7,7 @@ all. Candidates that were cut by the length limit or could not be scored are in 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal
 
 from pydantic import Field
@@ -43,18 +44,19 @@ def run(stage):
 
     config = stage.config
     groups: dict[str, list[dict]] = {}
-    seen, unusable, everything = set(), 0, []
+    seen, unusable, everything = set(), Counter(), []
     for name in stage.many("candidates"):
         for row in stage.dataset(f"candidates.{name}" if name else "candidates").iter_rows():
             group = groups.setdefault(row["prompt_id"], [])
             key = row["prompt_id"], row["completion"][0]["content"]
-            if row["kept"] is False or row["reward"] is None or (config.dedupe and key in seen):
-                unusable += 1
+            repeated = config.dedupe and key in seen
+            if row["kept"] is False or row["reward"] is None or repeated:
+                unusable[row.get("drop_reason") or ("duplicate" if repeated else "no reward" if row["reward"] is None else "left out")] += 1
                 continue
             seen.add(key)
             group.append(row)
             everything.append(row["reward"])
-    counts = {"prompts": len(groups), "candidates": len(everything), "unusable": unusable, "rows": 0, "prompts_without": 0, "accepted": 0}
+    counts = {"prompts": len(groups), "candidates": len(everything), "unusable": unusable.total(), "rows": 0, "prompts_without": 0, "accepted": 0}
     gaps, taken, lengths = [], [], []
     writer = stage.writer("data", config.kind)
     fractions = {"train": 1.0 - config.validation_fraction, "validation": config.validation_fraction}
@@ -72,8 +74,11 @@ def run(stage):
                                    source=rows[0]["source"], origin="verifier" if config.select == "correct_vs_incorrect" else "ai",
                                    split=split_of(group_id, "split-v1", fractions)) for row in made])
     if not counts["rows"]:
-        raise ValueError(f"No prompt gave a row of {config.kind}: of {len(groups)} prompts all usable candidates have the same reward or miss what select="
-                         f"{config.select} asks for. Raise num_generations or temperature of the sampling, or take select=best_vs_worst or a lower eta.")
+        why = ", ".join(f"{n} {reason}" for reason, n in unusable.most_common())
+        advice = ["raise num_generations or temperature of the sampling", *(["its max_completion_length"] if unusable["truncated"] else []),
+                  *([] if config.select == "best_vs_worst" else ["or take select=best_vs_worst"]), *(["or a lower eta"] if config.select == "gap" else [])]
+        raise ValueError(f"No prompt gave a row of {config.kind}: of {len(groups)} prompts with {len(everything)} usable candidates ({why or 'none'} left aside) no two differ in reward "
+                         f"as select={config.select} asks for; {', '.join(advice)}.")
     writer.close(counts)
     summary = {**counts, "rows_per_prompt": counts["rows"] / len(groups), "reward/mean": sum(everything) / len(everything)}
     if config.select == "rso":

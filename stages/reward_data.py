@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 import numpy as np
 
 from stages.batching import Item, make_item, row_weight
+from stages.chat import rendering
 from stages.pairs import cut, identical, is_tie
 
 CONTEXT = "[CONTEXT]\n{context}"
@@ -79,7 +80,8 @@ def build(reader, row: dict, prompt, completions, dropped: Counter, *, counts: d
     Raises:
         Drop: a response without a scored token, or (``distinct``) responses that the template or the cut made equal; rankings may repeat a text.
     """
-    ids, responses = reader.parts(prompt, completions)
+    with rendering(row):
+        ids, responses = reader.parts(prompt, completions)
     if any(not sum(mask) for _, mask in responses):
         raise Drop("no_target")
     ids, responses, was_cut = cut(ids, responses, reader.room)

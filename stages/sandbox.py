@@ -227,6 +227,15 @@ def lock_down(own: str, more: list[str] = ()) -> None:
     forbid_events(own, more, native=not kernel)
 
 
+def nets() -> dict[str, bool]:
+    """Whether this machine's kernel has each net, tried in an interpreter of its own: {"system-call filter", "file rules"}."""
+    code = "\n".join(map(inspect.getsource, (forbid_calls, readable, forbid_files))) + "\nimport sys\nprint(int(forbid_files(sys.argv[1], [])), int(forbid_calls()))"
+    with tempfile.TemporaryDirectory() as folder:
+        tried = subprocess.run([sys.executable, "-I", "-c", code, folder], capture_output=True, text=True, timeout=_START_S)
+    files, calls = (tried.stdout.split() + ["0", "0"])[:2]
+    return {"system-call filter": calls == "1", "file rules": files == "1"}
+
+
 #: The child side, an isolated interpreter that imports nothing of this package. It speaks JSON lines on two private descriptors; the standard
 #: streams belong to the untrusted code.
 _CHILD = "\n".join(map(inspect.getsource, (end_with_parent, no_network, limit_resources, forbid_calls, readable, forbid_files, forbid_events, lock_down))) + r"""

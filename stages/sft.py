@@ -281,6 +281,7 @@ def encode_demonstrations(dataset, split: str, renderer, config, limit: int | No
     import json
 
     from stages.batching import make_item, row_weight
+    from stages.chat import rendering
 
     items, dropped = [], {"truncated": 0, "no_target": 0, "not_kept": 0}
     for row in dataset.iter_rows(split=split):
@@ -290,7 +291,8 @@ def encode_demonstrations(dataset, split: str, renderer, config, limit: int | No
             dropped["not_kept"] += 1
             continue
         turns = (row.get("train_turns") or None) if config.train_on == "all_assistant" else None
-        encoded = renderer.conversation(row["messages"], train=config.train_on, train_turns=turns, max_length=config.max_length)
+        with rendering(row):
+            encoded = renderer.conversation(row["messages"], train=config.train_on, train_turns=turns, max_length=config.max_length)
         dropped["truncated"] += encoded.truncated
         if not encoded.n_targets:
             dropped["no_target"] += 1

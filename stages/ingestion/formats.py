@@ -91,6 +91,26 @@ def to_prompt(value: Any, system: Any = None) -> list[dict]:
     return messages
 
 
+def fold_system(row: dict, how: str) -> None:
+    """Put the system message that opens a row's `messages` or `prompt` before the first user message (``merge``), or leave it out (``drop``), in place.
+
+    Where no user message follows, a merged one becomes a user message. One with tool definitions stays.
+    """
+    for column in ("messages", "prompt"):
+        messages = row.get(column)
+        if not messages or messages[0]["role"] != "system" or messages[0].get("functions"):
+            continue
+        told, rest = (messages[0].get("content") or "").strip(), messages[1:]
+        if how == "merge" and told:
+            if not rest or rest[0]["role"] != "user":
+                row[column] = [{**messages[0], "role": "user"}, *rest]
+                continue
+            rest = [{**rest[0], "content": f"{told}\n\n{rest[0].get('content') or ''}"}, *rest[1:]]
+        row[column] = rest
+        if column == "messages":
+            row["train_turns"] = [turn - 1 for turn in row["train_turns"]]
+
+
 def to_completion(value: Any) -> list[dict]:
     """A completion: a string becomes one assistant message."""
     if isinstance(value, str):

@@ -13,7 +13,7 @@ from typing import Any, Iterator
 
 from stages.harness import StageFailure
 from stages.ingestion import conversions, curation, rules
-from stages.ingestion.formats import ALIASES, Adapter, detect, known_columns, rename
+from stages.ingestion.formats import ALIASES, Adapter, detect, fold_system, known_columns, rename
 from stages.ingestion.rules import Bad
 from stages.ingestion.seen import SeenRows
 from stages.ingestion.sources import Reading, Record, SourceError, SourceFile, canonical_bytes, find_files, head_rows, parse_json
@@ -77,11 +77,14 @@ class Ingestion:
                 self.files = find_files(self.path, self.config.files)
             except SourceError as error:
                 raise ConfigError(f"stage ingest, input data: {error}") from None
+        if self.dataset is not None and self.config.system_prompts != "keep":
+            raise ConfigError("stage ingest: system_prompts changes rows as they are read from files, and the input is a dataset already; ingest its files with it")
         self.name = self.config.dataset or (self.dataset.name if self.dataset else _stem(self.path))
         self.kind = self._wanted_kind()
         self.benchmarks = self._benchmark_index()
         self._fractions = self.config.fractions()
-        self._split_all = None if self.config.halves or self._fractions["train"] < 1 else "train"
+        has_splits = self.dataset is not None and any(n for split, n in self.dataset.manifest["splits"].items() if split != "train")
+        self._split_all = None if self.config.halves or (self._fractions["train"] < 1 and not has_splits) else "train"
         self._raw_name: tuple[str, Record] | None = None
 
     # -- what to do -----------------------------------------------------------------------------------
@@ -256,6 +259,8 @@ class Ingestion:
                 raise Bad("missing_column")
             else:
                 kind, native, codes = adapter(row)
+                if self.config.system_prompts != "keep":
+                    fold_system(native, self.config.system_prompts)
             path = conversions.route(kind, self.kind)
             if path is None:
                 raise self._impossible(kind)
@@ -439,8 +444,7 @@ class Ingestion:
                     continue
             row.pop("_grade", None)
             if self.dataset is not None and self.dataset.kind == self.kind:
-                halved = self.config.halves and row["split"] not in HELD_OUT
-                done = {**row, "split": curation.half_of(row["group_id"])} if halved else row  # a dataset of ours keeps its other columns
+                done = row if self._settled(row["split"]) else {**row, "split": self._split(row)}  # a dataset of ours keeps its other columns
             else:
                 done = self._complete(row, source, identity)
             out.append(done)
@@ -462,14 +466,17 @@ class Ingestion:
                 row["group_id"] = row["prompt_id"] if self.config.group_by == "prompt" else _opening(messages, row["prompt_id"])
         assigned = row.get("split") if self.dataset is not None else None     # a dataset of ours has its splits already
         row = complete_row(self.kind, row, dataset=self.name, source=source, origin=origin, identity=identity)
-        if assigned is not None and (self._split_all is not None or (self.config.halves and assigned in HELD_OUT)):
-            row["split"] = assigned
-        elif self._split_all is None:
-            row["split"] = curation.half_of(row["group_id"]) if self.config.halves else curation.split_of(
-                row["group_id"], self.config.salt, self._fractions)
-        else:
-            row["split"] = self._split_all
+        row["split"] = assigned if assigned is not None and self._settled(assigned) else self._split(row)
         return row
+
+    def _settled(self, split: str) -> bool:
+        """Whether a row of a dataset of ours stays in its split: all do where it has held-out rows, and those do that halves leaves alone."""
+        return self._split_all is not None or (self.config.halves and split in HELD_OUT)
+
+    def _split(self, row: dict) -> str:
+        if self._split_all is not None:
+            return self._split_all
+        return curation.half_of(row["group_id"]) if self.config.halves else curation.split_of(row["group_id"], self.config.salt, self._fractions)
 
     def _refuse(self, codes) -> None:
         source, record = self._raw_name
@@ -525,10 +532,10 @@ class Ingestion:
             account["bias"] = bias
         if self.benchmarks is not None:
             account["decontamination"] = self.benchmarks.report()
-        self.data.close(account)
+        splits = self.data.close(account)["splits"]
         self.quarantine.close({"rows": counts.rows_quarantined, "codes": account["codes"]})
         stage.summary({"rows_in": counts.rows_in, "rows_kept": counts.rows_kept, "rows_quarantined": counts.rows_quarantined,
-                       "rows_out": counts.rows_out} | {f"quarantine.{code}": n for code, n in account["codes"].items()}
+                       "rows_out": counts.rows_out} | {f"split.{name}": n for name, n in splits.items()} | {f"quarantine.{code}": n for code, n in account["codes"].items()}
                       | {f"dropped.{reason}": n for reason, n in sorted(counts.dropped.items())}
                       | {f"bias.{name}": value for name, value in bias.items()}
                       | {f"decontamination.{name}": value for name, value in account.get("decontamination", {}).items()})

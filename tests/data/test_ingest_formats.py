@@ -196,6 +196,34 @@ def test_likert_soft_labels_ties_and_margins(tmp_path):
     assert soft.rows[0]["label_prob"] == 0.5 and soft.codes() == {2: ["bad_label"]}
 
 
+def test_a_dataset_with_held_out_rows_keeps_its_splits(tmp_path):
+    """One without is split like a file; of a kind of its own or converted, the same prompts are held out."""
+    source = write_lines(tmp_path / "x.jsonl", [{"prompt": f"prompt {i}", "chosen": "a", "rejected": "b"} for i in range(60)])
+    plain, split = ingest(source, tmp_path / "plain"), ingest(source, tmp_path / "split", test_fraction=0.3)
+    held = {r["prompt_id"] for r in split.rows if r["split"] == "test"}
+    assert 8 < len(held) < 30 and {r["split"] for r in plain.rows} == {"train"} and split.result["summary"]["split.test"] == len(held)
+    for number, (start, share, kind) in enumerate([(plain, 0.3, "pairs/1"), (plain, 0.3, "unpaired/1"), (split, 0.6, "pairs/1"), (split, 0.6, "prompts/1"), (split, 0.0, "unpaired/1")]):
+        rows = ingest(start.workdir / "out" / "data", tmp_path / f"again-{number}", test_fraction=share, kind=kind).rows
+        assert {r["prompt_id"] for r in rows if r["split"] == "test"} == held, (number, kind)
+
+
+def test_system_prompts_can_be_merged_or_left_out(tmp_path):
+    """For templates without a system role. What is trained stays what it was, and definitions of tools stay where they are."""
+    system, tools = {"role": "system", "content": " be brief "}, {"role": "system", "content": "", "functions": '[{"name": "f"}]'}
+    source = write_lines(tmp_path / "x.jsonl", [{"messages": [system, *CONVERSATION]}, {"messages": [tools, user("call"), assistant("3")]}, {"messages": [user("plain"), assistant("4")]}])
+    merged = ingest(source, tmp_path / "m", system_prompts="merge").rows
+    assert [[m["content"] for m in r["messages"]] for r in merged] == [["be brief\n\none", "1", "two", "2"], ["", "call", "3"], ["plain", "4"]]
+    assert [r["train_turns"] for r in merged] == [[1, 3], [2], [1]] and merged[0]["messages"][0]["role"] == "user"
+    dropped = ingest(source, tmp_path / "d", system_prompts="drop").rows
+    assert [m["content"] for m in dropped[0]["messages"]] == ["one", "1", "two", "2"] and dropped[0]["train_turns"] == [1, 3]
+    kept = ingest(source, tmp_path / "k")
+    assert kept.rows[0]["messages"][0]["role"] == "system" and kept.rows[0]["train_turns"] == [2, 4]
+    pairs = write_lines(tmp_path / "y.jsonl", [{"prompt": "p", "system": "s", "chosen": "a", "rejected": "b"}, {"prompt": [{"role": "system", "content": "only"}], "chosen": "a", "rejected": "b"}])
+    assert [r["prompt"] for r in ingest(pairs, tmp_path / "p", kind="pairs/1", system_prompts="merge").rows] == [[user("s\n\np")], [user("only")]]
+    with pytest.raises(ConfigError, match="ingest its files"):
+        ingest(tmp_path / "k" / "out" / "data", tmp_path / "again", system_prompts="merge")
+
+
 def test_multiturn_policies_keep_conversations_together(tmp_path):
     source = write_lines(tmp_path / "x.jsonl", [{"messages": [{"role": "system", "content": ""}, *CONVERSATION]}])
     rows = ingest(source, tmp_path / "w", multiturn="all_turns", balance="per_conversation").rows

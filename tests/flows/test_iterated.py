@@ -55,6 +55,18 @@ def test_the_iterated_recipes_plan_their_rounds(monkeypatch):
     assert "align_2" not in steps and all("reference" not in steps[f"align_{k}"][1] for k in (0, 1))
 
 
+def test_files_are_split_for_the_evaluation_at_the_end_and_its_lack_is_said_at_once(monkeypatch):
+    """A file has no splits; training for hours and then finding no test prompts would be late."""
+    for recipe in ("online_dpo", "rest", "sdpo", "post_training", "iterated_rlhf"):
+        config = planned(recipe, monkeypatch)["ingest_prompts"][2]
+        assert (config.validation_fraction, config.test_fraction) == (0.05, 0.1)
+    ready = {"ingest": {"rows_out": 3, "split.train": 2, "split.test": 1}}
+    assert "align_1" in planned("online_dpo", monkeypatch, metrics=ready, rounds=1)
+    for metrics, text in (({"rows_out": 3, "split.train": 3}, r"no prompt is in split 'test'.*train \(3\).*ingest_prompts.test_fraction=0.5.*evaluate.split=train"), ({"rows_out": 0}, "no prompts")):
+        with pytest.raises(Exception, match=text):
+            planned("online_dpo", monkeypatch, metrics={"ingest": metrics}, rounds=1)
+
+
 def test_objective_discovery_shows_each_proposal_all_scores_before_it(monkeypatch):
     """Proposal k reads every earlier loss and its validation score; refused ones are not trained; the test prompts are for the end."""
     steps = planned("objective_discovery", monkeypatch, proposals=2)

@@ -6,6 +6,7 @@ not eos and differs in earlier turns (gpt-oss), special tokens that swallow spac
 """
 
 import json
+from collections import Counter
 
 import pytest
 
@@ -178,15 +179,38 @@ def test_qwen3_trains_the_thinking_of_its_last_turn():
 
 def test_what_a_template_does_not_take_is_said_with_what_to_write():
     """Gemma refuses systems and repeated roles; Mistral's drops the system prompt once an answer follows, so that training and sampling would differ."""
-    with pytest.raises(RenderError, match=r"roles \[system, user.*System role not supported"):
+    with pytest.raises(RenderError, match=r"roles \[system, user.*System role not supported.*system_prompts=merge"):
         renderer_of("gemma").conversation(SYSTEM)
     with pytest.raises(RenderError, match="must alternate"):
         renderer_of("gemma").conversation([SHORT[0], SHORT[0], SHORT[1]])
-    with pytest.raises(RenderError, match="system prompt into the first user message"):
+    with pytest.raises(RenderError, match=r"system prompt into the first user message \(ingest: system_prompts=merge\)"):
         renderer_of("mistral").conversation([SYSTEM[0], *SHORT])
     tools = [SHORT[0], {"role": "assistant", "content": "<tool_call>\n{\"name\": \"find\"}\n</tool_call>"}, {"role": "tool", "content": "kind"}, SHORT[1]]
     row = renderer_of("qwen2.5").conversation(tools)
     assert [renderer_of("qwen2.5").decode(s, False) for s in spans(row)] == [tools[1]["content"] + "<|im_end|>", "Hi same!<|im_end|>"]
+
+
+def test_the_row_that_a_template_refuses_is_named():
+    """By every stage that renders a dataset: demonstrations, pairs, prompts, rows of reward models and of alignment."""
+    from types import SimpleNamespace
+
+    from stages.algorithms import DIRECT_METHODS
+    from stages.generation import prompt_rows
+    from stages.pairs import encode_pairs
+    from stages.preference_items import Encoder
+    from stages.reward_data import build
+    from stages.reward_heads import ChatReader
+    from stages.sft import encode_demonstrations
+
+    gemma = renderer_of("gemma")
+    row = {"row_id": "d-7", "messages": SYSTEM, "prompt": SYSTEM[:2], "chosen": SYSTEM[2:], "rejected": [{"role": "assistant", "content": "no"}], "train_turns": None}
+    rows = SimpleNamespace(iter_rows=lambda **_: iter([row]), kind="pairs/1", name="rows")
+    config = SimpleNamespace(train_on="final_turn", max_length=64, stage_index=None)
+    for encode in (lambda: encode_demonstrations(rows, "train", gemma, config), lambda: encode_pairs(rows, "train", gemma, 64), lambda: prompt_rows(None, rows, "train", gemma, 64),
+                   lambda: build(ChatReader(gemma, 64), row, row["prompt"], [row["chosen"]], Counter(), counts={}),
+                   lambda: Encoder(gemma, DIRECT_METHODS["dpo"], config, None)(rows, "train")):
+        with pytest.raises(RenderError, match="row d-7: The chat template refused"):
+            encode()
 
 
 def test_special_token_text_in_content_is_text_for_every_kind_of_tokenizer():

@@ -55,6 +55,15 @@ STATEFUL = {  # what each carries over a kill, beside weights and rollouts in ha
 KINDS = {  # the other stages that train: config, rows, further inputs
     "distill from samples of its own": ({"method": "on_policy", "lmbda": 0.5, "direction": "jsd", "max_completion_length": 6, "learning_rate": 1e-3, "batch_size": 6, "max_length": 64,
                                          "num_train_epochs": 2}, "demonstrations", {"teacher": "other"}),
+    "distill from a teacher in memory": ({"method": "logit", "direction": "forward", "learning_rate": 1e-3, "batch_size": 6, "max_length": 64, "num_train_epochs": 2,
+                                          "ema_decay": 0.7}, "demonstrations", {"teacher": "other"}),
+    "reward_model of rankings": ({"objective": "plackett_luce", "learning_rate": 1e-3, "batch_size": 6, "num_train_epochs": 2, "max_length": 96, "eval_every": 2,
+                                  "select_by": "loss"}, "rankings", {}),
+    "reward_model of aspects": ({"objective": "regression", "attributes": ["help", "truth"], "learning_rate": 1e-3, "batch_size": 6, "num_train_epochs": 2, "max_length": 96},
+                                "ratings", {}),
+    "reward_model that compares": ({"objective": "pairwise", "learning_rate": 1e-3, "batch_size": 6, "num_train_epochs": 2, "max_length": 96}, "labelled pairs", {}),
+    "group_preference": ({"max_steps": 10, "batch_size": 4, "hidden_size": 16, "num_heads": 2, "num_layers": 1, "eval_every": 3, "eval_repeats": 2,
+                          "eval_context_sizes": [1, 2]}, "groups", {}),
     "reward_model of steps": ({"objective": "prm", "learning_rate": 1e-3, "batch_size": 6, "num_train_epochs": 2, "max_length": 96}, "steps", {}),
     "align with a moving reference": ({"reference_update": "tr_soft", "reference_interval": 3, "learning_rate": 1e-3, "batch_size": 6, "num_train_epochs": 2, "max_length": 96},
                                       "pairs", {}),
@@ -62,24 +71,32 @@ KINDS = {  # the other stages that train: config, rows, further inputs
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory):
-    """A dataset of labelled steps."""
+def labelled(tmp_path_factory):
+    """{name: path} of datasets of labelled steps, rankings, ratings, pairs, and of what six groups think of random points."""
+    import numpy as np
+
     from storage.datasets import write_dataset
     from storage.schema import complete_row
     from tests.reward.conftest import MAKE
 
-    kind, make = MAKE["steps"]
-    path = str(tmp_path_factory.mktemp("resume") / "steps")
-    write_dataset(path, "steps", kind, [complete_row(kind, make(i), dataset="made", source="s", origin="human", split="validation" if i % 8 == 0 else "train") for i in range(42)])
-    return path
+    root, rng = tmp_path_factory.mktemp("resume"), np.random.default_rng(0)
+    points = [{"group": f"g{g}", "question": f"q{q}", "response": f"{g}.{q}.{a}", "embedding": rng.normal(size=4).tolist(), "y": float(rng.normal())}
+              for g in range(6) for q in range(4) for a in range(2)]
+    contents = {"groups": ("group_preferences/1", [complete_row("group_preferences/1", point, dataset="made", source="s", origin="human") for point in points])}
+    for name, made in {"steps": "steps", "rankings": "rankings", "ratings": "ratings", "labelled pairs": "pairs"}.items():
+        kind, make = MAKE[made]
+        contents[name] = kind, [complete_row(kind, make(i), dataset="made", source="s", origin="human", split="validation" if i % 8 == 0 else "train") for i in range(42)]
+    for name, (kind, rows) in contents.items():
+        write_dataset(str(root / name), name.replace(" ", "-"), kind, rows)
+    return {name: str(root / name) for name in contents}
 
 
 @pytest.mark.parametrize("case", [*STAGES, *STATEFUL, *KINDS])
-def test_kill9_equals_uninterrupted(tiny, data, steps, spec, case, forks):
+def test_kill9_equals_uninterrupted(tiny, data, labelled, spec, case, forks):
     config, rows, more = KINDS[case] if case in KINDS else (*STAGES[case], {}) if case in STAGES else ({**_RL, **STATEFUL[case]}, ("model", "prompts"), {})
     stage = case.split("/")[0] if case not in STATEFUL else "rl"
     rows = rows if case in KINDS else rows[1]
-    inputs = {"model": tiny["policy"], "data": steps if rows == "steps" else data[rows], **{name: tiny[which] for name, which in more.items()}}
+    inputs = {"model": tiny["policy"], "data": {**data, **labelled}[rows], **{name: tiny[which] for name, which in more.items()}}
     stage = stage.split()[0]
     spec(stage, config, inputs, "whole")
     if case in STAGES:  # an interpreter of its own, as users start it
@@ -96,8 +113,8 @@ def test_kill9_equals_uninterrupted(tiny, data, steps, spec, case, forks):
     result = json.loads(Path(killed["workdir"], "result.json").read_text())
     assert result["resumed_from"], "the last run did not continue from a checkpoint"
     assert outputs(Path(killed["workdir"])) == outputs(Path(killed["workdir"]).parent / "whole")
-    weights = Path(killed["workdir"], "out", "model", "model.safetensors").read_bytes()
-    assert weights != Path(tiny["policy"], "model.safetensors").read_bytes(), "nothing was learned, so nothing was compared"
+    weights = {p.read_bytes() for p in Path(killed["workdir"], "out", "model").rglob("*.safetensors")}
+    assert weights and Path(tiny["policy"], "model.safetensors").read_bytes() not in weights, "nothing was learned, so nothing was compared"
 
 
 def test_scores_survive_save_and_load(tiny, data, spec):

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 
 import pytest
@@ -121,6 +122,18 @@ def has_kernel_rules() -> bool:
     import ctypes
 
     return os.uname().sysname == "Linux" and ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) >= 1
+
+
+def test_the_doctor_says_what_holds_generated_code(tmp_path, monkeypatch):
+    from flows.doctor import sandbox as look
+    from stages import sandbox
+
+    assert sandbox.nets()["file rules"] == has_kernel_rules()
+    for calls, files, ok, text in ((True, True, True, "system-call filter, file rules, Python's audit hook"), (True, False, True, "no file rules: .* in a container"),
+                                   (False, False, False, "no system-call filter and no file rules")):
+        monkeypatch.setattr(sandbox, "nets", lambda: {"system-call filter": calls, "file rules": files})
+        (found, said), = look(tmp_path, False)
+        assert found is ok and re.search(text, said)
 
 
 @pytest.mark.parametrize("layer", ["all", "kernel", "interpreter"])
