@@ -51,7 +51,7 @@ def run(stage):
             key = row["prompt_id"], row["completion"][0]["content"]
             repeated = config.dedupe and key in seen
             if row["kept"] is False or row["reward"] is None or repeated:
-                unusable[row.get("drop_reason") or ("duplicate" if repeated else "no reward" if row["reward"] is None else "left out")] += 1
+                unusable[row.get("drop_reason") or ("repeated" if repeated else "without a reward" if row["reward"] is None else "not kept")] += 1
                 continue
             seen.add(key)
             group.append(row)

@@ -98,7 +98,7 @@ def test_correct_against_incorrect_rankings_labels_and_joined_sets(candidates, b
 def test_nothing_to_learn_from_says_what_to_change(candidates, build):
     with pytest.raises(ValueError, match=r"\(none left aside\).*raise num_generations or temperature of the sampling\.$"):
         build({}, candidates([[1.0, 1.0]]))
-    with pytest.raises(ValueError, match=r"with 1 usable candidates \(1 left out left aside\).*or take select=best_vs_worst, or a lower eta"):
+    with pytest.raises(ValueError, match=r"with 1 usable candidates \(1 not kept left aside\).*or take select=best_vs_worst, or a lower eta"):
         build({"select": "gap"}, candidates([[1.0, 9.0]], kept=[[True, False]], name="cut"))
     with pytest.raises(ValueError, match="threshold=VALUE"):
         build({"kind": "unpaired/1"}, candidates([[1.0, 2.0]], name="plain"))
