@@ -76,7 +76,7 @@ def run(stage):
     if not counts["rows"]:
         why = ", ".join(f"{n} {reason}" for reason, n in unusable.most_common())
         advice = ["raise num_generations or temperature of the sampling", *(["its max_completion_length"] if unusable["truncated"] else []),
-                  *([] if config.select == "best_vs_worst" else ["or take select=best_vs_worst"]), *(["or a lower eta"] if config.select == "gap" else [])]
+                  *([] if config.select in ("best_vs_worst", "all") else ["or take select=best_vs_worst"]), *(["or a lower eta"] if config.select == "gap" else [])]
         raise ValueError(f"No prompt gave a row of {config.kind}: of {len(groups)} prompts with {len(everything)} usable candidates ({why or 'none'} left aside) no two differ in reward "
                          f"as select={config.select} asks for; {', '.join(advice)}.")
     writer.close(counts)
