@@ -13,7 +13,7 @@ from typing import Optional
 from pydantic import Field
 
 from flows.recipe import RecipeConfig, Run, recipe
-from flows.steps import evaluate_all, ingest
+from flows.steps import HELD_OUT, evaluate_all, ingest
 from stages.align import Config as AlignConfig
 from stages.evaluate import Config as EvaluateConfig
 from stages.ingest import Config as IngestConfig
@@ -32,9 +32,9 @@ class Config(RecipeConfig):
     data: Data = Field(description="The preference data.")
     reward_backbone: Optional[str] = Field(None, title="Reward backbone", description="Model the reward model starts from; empty: the policy.")
     sft_first: bool = Field(False, description="Fine-tune on the chosen answers before DPO.")
-    ingest_pairs: IngestConfig = Field(IngestConfig(kind="pairs/1", validation_fraction=0.05, test_fraction=0.1), description="Checks and splits of the pairs.")
-    ingest_chosen: IngestConfig = Field(IngestConfig(kind="demonstrations/1", validation_fraction=0.05, test_fraction=0.1), description="The chosen answers as demonstrations (sft_first).")
-    ingest_prompts: IngestConfig = Field(IngestConfig(kind="prompts/1", validation_fraction=0.05, test_fraction=0.1), description="The prompts of the evaluation.")
+    ingest_pairs: IngestConfig = Field(IngestConfig(kind="pairs/1", **HELD_OUT), description="Checks and splits of the pairs.")
+    ingest_chosen: IngestConfig = Field(IngestConfig(kind="demonstrations/1", **HELD_OUT), description="The chosen answers as demonstrations (sft_first).")
+    ingest_prompts: IngestConfig = Field(IngestConfig(kind="prompts/1", **HELD_OUT), description="The prompts of the evaluation.")
     sft: SFTConfig = Field(SFTConfig(), description="Fine-tuning on the chosen answers (sft_first).")
     reward_model: RewardModelConfig = Field(RewardModelConfig(), description="Reward model from the pairs.")
     dpo: AlignConfig = Field(AlignConfig(), description="Direct preference optimisation.")

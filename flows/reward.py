@@ -14,6 +14,7 @@ from typing import Optional
 from pydantic import Field
 
 from flows.recipe import RecipeConfig, Run, recipe
+from flows.steps import HELD_OUT
 from stages.ingest import Config as IngestConfig
 from stages.reward_combine import Config as CombineConfig
 from stages.reward_model import Config as RewardModelConfig
@@ -29,7 +30,7 @@ class Config(RecipeConfig):
     model: str = Field(description="The backbone: a ref, a model directory or a hub id; a decoder or an encoder.")
     data: Data = Field(description="The labelled answers.")
     members: int = Field(1, ge=1, le=16, description="Reward models trained; more than one become an ensemble (rm.ensemble).")
-    ingest: IngestConfig = Field(IngestConfig(validation_fraction=0.05, test_fraction=0.1), description="Checks, conversion and splits of the data.")
+    ingest: IngestConfig = Field(IngestConfig(**HELD_OUT), description="Checks, conversion and splits of the data.")
     reward_model: RewardModelConfig = Field(RewardModelConfig(), description="Every member's training.")
     combine: CombineConfig = Field(CombineConfig(), description="How the members become one score.")
 

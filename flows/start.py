@@ -7,7 +7,7 @@ from typing import Any, Optional
 from pydantic import Field, model_validator
 
 from flows.recipe import RecipeConfig, Run
-from flows.steps import Source, evaluate_all, ingest, promote
+from flows.steps import HELD_OUT, Source, evaluate_all, ingest, promote
 from stages.base_model import Config as BaseModelConfig
 from stages.evaluate import Config as EvaluateConfig
 from stages.ingest import Config as IngestConfig
@@ -26,9 +26,6 @@ class Data(StageConfig):
     prompts: Optional[str] = Field(None, title="Prompts", description="Ref, file, directory or hub id of prompts, with answers where a verifier is to check them.")
     text: Optional[str] = Field(None, title="Text", description="Ref, file or directory of plain text to pre-train on.")
 
-
-#: Shares of files that have no splits; a prompt is in the same split of all of them. Datasets, and the embedded world, keep theirs.
-HELD_OUT = {"validation_fraction": 0.05, "test_fraction": 0.1}
 
 #: Kind of reward component -> what a recipe must be given for it.
 GIVEN_TO = {"group_preference": ("group_preference", "context"), "rubric": ("rubric",)}

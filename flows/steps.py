@@ -9,6 +9,10 @@ from flows.recipe import Outputs, Run
 from stages.compare import Config as CompareConfig
 
 
+#: Shares of files that have no splits; a prompt is in the same split of all of them. Datasets with held-out rows, the embedded world's too, keep theirs.
+HELD_OUT = {"validation_fraction": 0.05, "test_fraction": 0.1}
+
+
 class Source:
     """Where each kind of data comes from: the user's path, else the embedded world (generated once, on first need)."""
 

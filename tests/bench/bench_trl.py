@@ -29,7 +29,7 @@ the steps of sft before it took 32 rows each, twice what is written below. At 28
 of the new and of the old code, interleaved: 1.00 to 1.12 times as fast, which is within what this machine varies by. Matrix products take seven
 tenths of forward and backward, at 215 to 232 GFLOP/s, where a 2048 x 2048 product reaches 240 in the mean and 277 to 288 at best.
 
-Tried for sft at 28M, two processes taking turns step by step (14 to 24 pairs, medians of the ratio), and left out: huge pages for tensors (0.998) and for
+Tried for sft at 28M, two processes taking turns step by step (14 to 16 pairs, medians of the ratio), and left out: huge pages for tensors (0.998) and for
 all of malloc (1.02, quartiles 0.98 and 1.06), a head of twice as many rows at a time (0.98). Attention of one item through batched products instead of
 the flash kernel: forward 0.5 to 1.2 times as fast, backward 0.45 to 0.66. Attention is 10% of the step at 3% of its useful FLOP; joined products for q, k
 and v, and for gate and up, are 0 to 6% faster by themselves, before the copy that joins their weights; not built.
