@@ -16,6 +16,8 @@ from flows.recipe import RECIPES, get_recipe
 from flows.services import POOL
 from stages.registry import STAGES, get_stage
 
+# How many runs at a time, per queue. Not the worker's --limit: Prefect 3.8's worker dies where a limited one meets a run
+# that it still holds, as after a crash recovery (its issue 10632).
 QUEUES = {"gpu": {"priority": 1, "concurrency_limit": 1}, "cpu": {"priority": 2, "concurrency_limit": 4}}
 NIGHTLY = "0 3 * * *"
 LOST_AFTER = timedelta(minutes=5)  # more than nine heartbeats: also a server restart must not look like a crash

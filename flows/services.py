@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from flows import env
+from flows.keep import dies_with_parent
 from storage.files import atomic_write_json, read_json, refusal
 from storage.tracking import follow_home, make_database
 
@@ -97,7 +98,7 @@ def up(state: Path, *, prefect_port: int | None = None, mlflow_port: int | None 
         base = f"http://{_reachable(host)}:{port}"
         say(f"starting Prefect on {base}")
         process = _detach(
-            [env.python(), "-m", "prefect", "server", "start", "--host", host, "--port", str(port)],
+            "Prefect", [env.python(), "-m", "prefect", "server", "start", "--host", host, "--port", str(port)],
             logs / "prefect.log",
             env.child(state, PREFECT_API_URL=base + "/api", PREFECT_UI_API_URL=base + "/api"), state)
         started["prefect"] = process, base + "/api/health"
@@ -110,9 +111,9 @@ def up(state: Path, *, prefect_port: int | None = None, mlflow_port: int | None 
         make_database(store)  # while Prefect starts
         follow_home(store)
         process = _detach(
-            [env.python(), "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1",
-             "--backend-store-uri", store,
-             "--serve-artifacts", "--artifacts-destination", (state / "mlartifacts").as_uri()],
+            "MLflow", [env.python(), "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1",
+                       "--backend-store-uri", store,
+                       "--serve-artifacts", "--artifacts-destination", (state / "mlartifacts").as_uri()],
             logs / "mlflow.log", _without(env.child(state), "MLFLOW_TRACKING_URI"), state)
         started["mlflow"] = process, base + "/health"
         alive["mlflow"] = _entry(process, base, logs / "mlflow.log")
@@ -127,10 +128,11 @@ def up(state: Path, *, prefect_port: int | None = None, mlflow_port: int | None 
         deploy.install_pool(gpu_slots=gpu_slots)
         say("starting a worker")
         process = _detach(
-            [env.python(), "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process",
-             "--name", f"{socket.gethostname()}-{os.getpid()}", "--limit", "8"],
+            "the worker", [env.python(), "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process",
+                           "--name", f"{socket.gethostname()}-{os.getpid()}"],  # no --limit, see deploy.QUEUES
             logs / "worker.log",
-            env.child(state, PREFECT_API_URL=os.environ["PREFECT_API_URL"], PREFECT_WORKER_QUERY_SECONDS="2",
+            # safe path: Prefect runs hooks as a script in its runner/, where its storage.py would hide our storage
+            env.child(state, PREFECT_API_URL=os.environ["PREFECT_API_URL"], PREFECT_WORKER_QUERY_SECONDS="2", PYTHONSAFEPATH="1",
                       MLFLOW_TRACKING_URI=os.environ["MLFLOW_TRACKING_URI"]), state)
         alive["worker"] = _entry(process, None, logs / "worker.log")
         atomic_write_json(_file(state), alive)
@@ -163,7 +165,7 @@ def embedded(state: Path) -> Iterator[Callable[[], None]]:
          "prefect.server.api.server:create_app", "--host", "127.0.0.1", "--port", str(port),
          "--log-level", "error", "--lifespan", "on"],
         stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=state,
-        start_new_session=True, preexec_fn=_die_with_parent)
+        start_new_session=True, preexec_fn=dies_with_parent())
     log.close()
     previous = os.environ.get("PREFECT_API_URL")
     os.environ["PREFECT_API_URL"] = api
@@ -204,32 +206,18 @@ def _drain() -> None:
             sys.modules["prefect.events.worker"].EventsWorker.drain_all(timeout=5)
 
 
-def _detach(command: list[str], log: Path, environment: dict[str, str], cwd: Path) -> subprocess.Popen:
-    """Start a process that outlives this one, in its own session, with SIGINT as Prefect's shutdown expects it."""
+def _detach(name: str, command: list[str], log: Path, environment: dict[str, str], cwd: Path) -> subprocess.Popen:
+    """Start a service that outlives this process and is started again when it dies, in a session of its own."""
     with log.open("ab") as out:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                                env=environment, cwd=cwd, start_new_session=True, preexec_fn=_default_sigint)
-
-
-def _default_sigint() -> None:
-    # A shell's background job ignores SIGINT, its children inherit that, and the worker could not be stopped.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _die_with_parent() -> None:
-    _default_sigint()
-    if os.uname().sysname == "Linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        if os.getppid() == 1:
-            os._exit(1)
+        return subprocess.Popen([env.python(), "-m", "flows.keep", name, *command], stdin=subprocess.DEVNULL, stdout=out,
+                                stderr=subprocess.STDOUT, env=environment, cwd=cwd, start_new_session=True)
 
 
 def _entry(process: subprocess.Popen, base: str | None, log: Path) -> dict:
     import psutil
 
-    return {"url": base, "pid": process.pid, "started": psutil.Process(process.pid).create_time(), "log": str(log)}
+    return {"url": base, "pid": process.pid, "started": psutil.Process(process.pid).create_time(), "log": str(log),
+            "kept": True}
 
 
 def _wait(name: str, process: subprocess.Popen, health: str, log: str) -> None:
@@ -305,7 +293,7 @@ def down(state: Path, *, say=lambda text: None) -> list[str]:
     for name in ("worker", "mlflow", "prefect"):
         if name in alive:
             say(f"stopping {name}")
-            _stop([alive[name]["pid"]], grace=15)
+            _stop([alive[name]["pid"]], grace=15, kept=alive[name].get("kept", False))
     _file(state).unlink(missing_ok=True)
     return list(alive)
 
@@ -332,18 +320,24 @@ def _cancel_runs(wait: float) -> int:
     return len(runs)
 
 
-def _stop(pids: list[int], grace: float) -> None:
-    """SIGTERM the processes, then SIGKILL whatever of their trees is left after `grace` seconds."""
+def _stop(pids: list[int], grace: float, kept: bool = False) -> None:
+    """SIGTERM the processes, then SIGKILL whatever of their trees is left after `grace` seconds.
+
+    kept: the processes are those of flows.keep, which then start nothing again and end with their command.
+    """
     import psutil
 
     tree = []
     for pid in pids:
         with contextlib.suppress(psutil.Error):
             root = psutil.Process(pid)
+            if kept:
+                root.send_signal(signal.SIGUSR1)
             tree += [root, *root.children(recursive=True)]
     for process in tree:
-        with contextlib.suppress(psutil.Error):
-            process.terminate()
+        if not kept or process.pid not in pids:
+            with contextlib.suppress(psutil.Error):
+                process.terminate()
     _, left = psutil.wait_procs(tree, timeout=grace)
     for process in left:
         with contextlib.suppress(psutil.Error):

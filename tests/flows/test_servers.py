@@ -114,6 +114,37 @@ def test_cancel_kills_the_stage_and_frees_its_slot(servers):
     servers.wait(lambda: servers.api("/v2/concurrency_limits/gpu")["active_slots"] == 0, limit=90)
     assert servers.json("status")["gpu"] == []
     assert servers.json("show", run)["status"] == "KILLED"
+    servers.wait(lambda: (servers.home / f"cancelled-{run}").exists())  # the flow's own hook
+
+
+def test_run_declared_crashed_while_it_lives_ends_once_and_the_worker_goes_on(servers):
+    """A server that is busy for minutes loses heartbeats; the run is then started again beside its first process, waits
+    for that one's stage and takes what it made. Prefect's worker would die of it if it had a limit."""
+    servers.python("from flows.deploy import apply; from tests.flows.slow_recipe import slow_recipe\n"
+                   "apply(slow_recipe, 'test', {'queue': 'gpu'})")
+    worker = worker_processes(servers)
+    run = servers.start("slow_recipe/test", {"config": {"slow": {"seconds": 25}}})
+    servers.wait(lambda: servers.api("/v2/concurrency_limits/gpu")["active_slots"] == 1)
+    servers.api(f"/flow_runs/{run}/set_state", {"state": {"type": "CRASHED", "name": "Crashed"}, "force": True})
+    servers.wait(lambda: servers.state(run) == "Completed")
+    rows = {"flow_runs": {"id": {"any_": [run]}}}
+    servers.wait(lambda: sorted(row["state_name"] for row in servers.api("/task_runs/filter", rows)) == ["Cached", "Completed"])
+    assert worker_processes(servers) == worker
+
+
+def test_worker_that_dies_is_started_again(servers):
+    (worker,) = worker_processes(servers)
+    worker.kill()
+    (another,) = servers.wait(lambda: worker_processes(servers))
+    assert another != worker and servers.json("status")["servers"]["worker"]["running"]
+    run = servers.start("stage-world/stage", {"config": WORLD, "seed": 3})
+    assert servers.finished(run) == "Completed"
+
+
+def worker_processes(servers):
+    return [process for process in psutil.process_iter(["cmdline", "environ"])
+            if "worker" in (line := process.info["cmdline"] or []) and "start" in line and "flows.keep" not in line
+            and (process.info["environ"] or {}).get("POSTTRAIN_HOME") == str(servers.home)]
 
 
 def test_crash_recovery_is_installed(servers):

@@ -1,0 +1,75 @@
+"""Keeps one service running: `python -m flows.keep NAME COMMAND…` starts the command and starts it again when it ends.
+
+`posttrain up` starts its servers and its worker through this; where a process manager does the same (Kubernetes,
+compose, systemd), it is not needed. It gives up, with the command's status, after three ends in a row that each came
+within a minute of their start. SIGTERM and SIGINT are passed on, and their end is the end; SIGUSR1 means that the
+command is being stopped by someone else and is not to be started again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+SOON_SECONDS = 60.0
+TRIES = 3
+LONGEST_WAIT_SECONDS = 60.0
+
+
+def keep(name: str, command: list[str], *, soon: float = SOON_SECONDS) -> int:
+    """Run `command` until it is stopped or given up; returns its last exit status."""
+    stopping = False
+    process: subprocess.Popen | None = None
+
+    def stop(number: int, frame) -> None:
+        nonlocal stopping
+        stopping = True
+        if number != signal.SIGUSR1 and process is not None and process.poll() is None:
+            process.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, stop)
+    short = ends = status = 0
+    while not stopping:
+        started = time.monotonic()
+        process = subprocess.Popen(command, preexec_fn=dies_with_parent())
+        status = process.wait()
+        if stopping:
+            break
+        ends += 1
+        short = short + 1 if time.monotonic() - started < soon else 0
+        again = short < TRIES
+        print(f"posttrain: {name} ended with status {status} after {time.monotonic() - started:.0f} s and is "
+              f"{'started again' if again else 'given up'}", flush=True)
+        if not again:
+            break
+        wait = time.monotonic() + min(2.0 ** ends, LONGEST_WAIT_SECONDS)
+        while not stopping and time.monotonic() < wait:
+            time.sleep(0.2)
+    return status
+
+
+def dies_with_parent():
+    """What a child calls before its program starts: signals as usual, and (Linux) SIGTERM when this process is gone, even killed."""
+    parent = os.getpid()
+
+    def prepare() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)  # a shell's background job ignores SIGINT, its children inherit that
+        if os.uname().sysname == "Linux":
+            import ctypes
+
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+            if os.getppid() != parent:
+                os._exit(1)
+
+    return prepare
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit("usage: python -m flows.keep NAME COMMAND…")
+    sys.exit(keep(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,80 @@
+"""flows.keep: a service that dies is started again, one that cannot start is given up, and stopping it is the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flows import services
+
+ROOT = Path(__file__).resolve().parents[2]
+COUNT = "import sys, time; open(sys.argv[1], 'a').write('x'); time.sleep(float(sys.argv[2]))"
+
+
+def kept(folder: Path, seconds: float, soon: float = 60.0, program: str = COUNT) -> subprocess.Popen:
+    code = (f"import sys; from flows.keep import keep; "
+            f"sys.exit(keep('it', [sys.executable, '-c', {program!r}, {str(folder / 'starts')!r}, '{seconds}'], soon={soon}))")
+    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                            stdout=(folder / "log").open("w"))
+
+
+def starts(folder: Path) -> int:
+    return len((folder / "starts").read_text()) if (folder / "starts").exists() else 0
+
+
+def wait(what, limit: float = 30) -> None:
+    deadline = time.monotonic() + limit
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def child(process: subprocess.Popen) -> psutil.Process:
+    wait(lambda: psutil.Process(process.pid).children())
+    return psutil.Process(process.pid).children()[0]
+
+
+def test_what_dies_is_started_again_until_it_is_stopped(tmp_path):
+    process = kept(tmp_path, 600, soon=0)
+    wait(lambda: starts(tmp_path) == 1)
+    child(process).kill()
+    wait(lambda: starts(tmp_path) == 2)
+    last = child(process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) != 0
+    assert not last.is_running() and starts(tmp_path) == 2
+    assert "it ended with status -9" in (tmp_path / "log").read_text()
+
+
+def test_what_cannot_start_is_given_up_with_its_status(tmp_path):
+    process = kept(tmp_path, 0, program=COUNT + "; sys.exit(3)")
+    assert process.wait(60) == 3 and starts(tmp_path) == 3
+    assert (tmp_path / "log").read_text().splitlines()[-1].endswith("is given up")
+
+
+def test_command_dies_with_its_killed_keeper(tmp_path):
+    process = kept(tmp_path, 600)
+    wait(lambda: starts(tmp_path) == 1)
+    command = child(process)
+    process.kill()
+    process.wait()
+    if sys.platform.startswith("linux"):
+        wait(lambda: not command.is_running())
+    else:
+        command.kill()
+        pytest.skip("the parent's death is not announced here")
+
+
+def test_stop_ends_the_keeper_and_starts_nothing(tmp_path):
+    process = kept(tmp_path, 600)
+    wait(lambda: starts(tmp_path) == 1)
+    command = child(process)
+    services._stop([process.pid], grace=20, kept=True)
+    assert process.wait(5) is not None and not command.is_running() and starts(tmp_path) == 1
