@@ -76,9 +76,9 @@ def run(stage):
     if not counts["rows"]:
         why = ", ".join(f"{n} {reason}" for reason, n in unusable.most_common())
         advice = ["raise num_generations or temperature of the sampling", *(["its max_completion_length"] if unusable["truncated"] else []),
-                  *([] if config.select in ("best_vs_worst", "all") else ["or take select=best_vs_worst"]), *(["or a lower eta"] if config.select == "gap" else [])]
-        raise ValueError(f"No prompt gave a row of {config.kind}: of {len(groups)} prompts with {len(everything)} usable candidates ({why or 'none'} left aside) no two differ in reward "
-                         f"as select={config.select} asks for; {', '.join(advice)}.")
+                  *([] if config.kind != "pairs/1" or config.select in ("best_vs_worst", "all") else ["or take select=best_vs_worst"]), *(["or a lower eta"] if config.kind == "pairs/1" and config.select == "gap" else [])]
+        lack = ("none is left" if not everything else "no two differ in reward" + f" as select={config.select} asks for" * (config.kind == "pairs/1"))
+        raise ValueError(f"No prompt gave a row of {config.kind}: of {len(groups)} prompts with {len(everything)} usable candidates ({why or 'none'} left aside) {lack}; {', '.join(advice)}.")
     writer.close(counts)
     summary = {**counts, "rows_per_prompt": counts["rows"] / len(groups), "reward/mean": sum(everything) / len(everything)}
     if config.select == "rso":

@@ -293,11 +293,11 @@ def encode_demonstrations(dataset, split: str, renderer, config, limit: int | No
         turns = (row.get("train_turns") or None) if config.train_on == "all_assistant" else None
         with rendering(row):
             encoded = renderer.conversation(row["messages"], train=config.train_on, train_turns=turns, max_length=config.max_length)
+            extra = more(row, encoded, turns) if more is not None and encoded.n_targets else {}
         dropped["truncated"] += encoded.truncated
         if not encoded.n_targets:
             dropped["no_target"] += 1
             continue
-        extra = more(row, encoded, turns) if more is not None else {}
         if isinstance(extra, str):
             dropped[extra] = dropped.get(extra, 0) + 1
             continue

@@ -136,7 +136,7 @@ class StageConfig(BaseModel):
     ``json_schema_extra={"identity": False}`` and stays out of the stage key.
     """
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True, allow_inf_nan=False, coerce_numbers_to_str=True)
 
     def resolved(self) -> dict[str, Any]:
         """Every field with its value, as plain JSON values (tuples become lists, enums their values)."""

@@ -142,6 +142,15 @@ def test_set_reads_yaml_scalars():
         "a": {"b": 1e-5, "c": None}, "d": [1, "x"], "e": True, "f": None, "g": "a=b"}
 
 
+def test_a_text_may_look_like_a_number():
+    from stages.registry import get_stage
+
+    config = get_stage("rejection").SPEC.config
+    assert config.model_validate({"stop_strings": [1, "x"]}).stop_strings == ["1", "x"]
+    with pytest.raises(ValueError):
+        config.model_validate({"stop_strings": [None]})
+
+
 def test_a_section_given_in_part_keeps_the_recipes_settings_in_the_rest():
     from flows.recipe import load_config
 

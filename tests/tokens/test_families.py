@@ -195,6 +195,7 @@ def test_the_row_that_a_template_refuses_is_named():
     from types import SimpleNamespace
 
     from stages.algorithms import DIRECT_METHODS
+    from stages.distill import behind_context
     from stages.generation import prompt_rows
     from stages.pairs import encode_pairs
     from stages.preference_items import Encoder
@@ -205,8 +206,9 @@ def test_the_row_that_a_template_refuses_is_named():
     gemma = renderer_of("gemma")
     row = {"row_id": "d-7", "messages": SYSTEM, "prompt": SYSTEM[:2], "chosen": SYSTEM[2:], "rejected": [{"role": "assistant", "content": "no"}], "train_turns": None}
     rows = SimpleNamespace(iter_rows=lambda **_: iter([row]), kind="pairs/1", name="rows")
-    config = SimpleNamespace(train_on="final_turn", max_length=64, stage_index=None)
-    for encode in (lambda: encode_demonstrations(rows, "train", gemma, config), lambda: encode_pairs(rows, "train", gemma, 64), lambda: prompt_rows(None, rows, "train", gemma, 64),
+    config = SimpleNamespace(train_on="final_turn", max_length=64, stage_index=None, context="Be brief.")
+    fine = SimpleNamespace(iter_rows=lambda **_: iter([{**row, "messages": SHORT}]), kind="demonstrations/1", name="rows")
+    for encode in (lambda: encode_demonstrations(fine, "train", gemma, config, None, behind_context(gemma, config)), lambda: encode_demonstrations(rows, "train", gemma, config), lambda: encode_pairs(rows, "train", gemma, 64), lambda: prompt_rows(None, rows, "train", gemma, 64),
                    lambda: build(ChatReader(gemma, 64), row, row["prompt"], [row["chosen"]], Counter(), counts={}),
                    lambda: Encoder(gemma, DIRECT_METHODS["dpo"], config, None)(rows, "train")):
         with pytest.raises(RenderError, match="row d-7: The chat template refused"):

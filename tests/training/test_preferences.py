@@ -100,6 +100,8 @@ def test_nothing_to_learn_from_says_what_to_change(candidates, build):
         build({}, candidates([[1.0, 1.0]]))
     with pytest.raises(ValueError, match=r"with 1 usable candidates \(1 not kept left aside\).*or take select=best_vs_worst, or a lower eta"):
         build({"select": "gap"}, candidates([[1.0, 9.0]], kept=[[True, False]], name="cut"))
+    with pytest.raises(ValueError, match=r"0 usable candidates \(2 not kept left aside\) none is left; raise num_generations or temperature of the sampling\.$"):
+        build({"kind": "unpaired/1"}, candidates([[1.0, 9.0]], kept=[[False, False]], name="left"))
     with pytest.raises(ValueError, match="threshold=VALUE"):
         build({"kind": "unpaired/1"}, candidates([[1.0, 2.0]], name="plain"))
     assert Config().select == "best_vs_worst"
