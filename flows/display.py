@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,62 +20,68 @@ def console(stderr: bool = False):
 
 
 class Display:
-    """Called with (label, event) for every event of every stage; a context manager."""
+    """Called with (label, event) for every event of every stage, from any thread; a context manager."""
 
     def __init__(self):
         self.out = console(stderr=True)
         self.tty = self.out.is_terminal
-        self.bar = self.task = None
-        self.loss = ""
+        self.bar = None
+        self.tasks: dict[str, Any] = {}  # one line of the bar per running stage
+        self.loss: dict[str, str] = {}
         self.last_line: dict[str, float] = {}
+        self.turn = threading.RLock()
 
     def __enter__(self) -> Display:
         return self
 
     def __exit__(self, *error) -> None:
-        self._close()
+        for label in list(self.tasks):
+            self._close(label)
 
     def __call__(self, label: str, event: dict[str, Any]) -> None:
         handler = getattr(self, "_on_" + str(event.get("event")), None)
         if handler is not None:
-            handler(label, event)
+            with self.turn:
+                handler(label, event)
 
     def say(self, text: str, style: str | None = None) -> None:
         (self.bar.console if self.bar is not None else self.out).print(text, style=style, markup=False)
 
     def _on_started(self, label, event):
-        self._close()
-        self.loss = ""
+        self._close(label)
+        self.loss[label] = ""
         self.last_line[label] = time.monotonic()
         if not self.tty:
             self.say(f"{label}: started")
             return
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-        self.bar = Progress(TextColumn("[bold]{task.description}"), BarColumn(bar_width=30), MofNCompleteColumn(),
-                            TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
-                            console=self.out, transient=True)
-        self.bar.start()
-        self.task = self.bar.add_task(label, total=None, note="")
+        if self.bar is None:
+            self.bar = Progress(TextColumn("[bold]{task.description}"), BarColumn(bar_width=30), MofNCompleteColumn(),
+                                TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
+                                console=self.out, transient=True)
+            self.bar.start()
+        self.tasks[label] = self.bar.add_task(label, total=None, note="")
 
     def _on_progress(self, label, event):
         done, total, message = event.get("done"), event.get("total"), event.get("message") or ""
-        if self.bar is not None:
-            self.bar.update(self.task, completed=done or 0, total=total, note=message or self.loss)
+        note = message or self.loss.get(label, "")
+        if label in self.tasks:
+            self.bar.update(self.tasks[label], completed=done or 0, total=total, note=note)
             return
         now = time.monotonic()
         if total and now - self.last_line.get(label, 0) > SLOW_LINES:
             self.last_line[label] = now
-            self.say(f"{label}: {done}/{total} {message or self.loss}".rstrip())
+            self.say(f"{label}: {done}/{total} {note}".rstrip())
 
     def _on_metric(self, label, event):
         values = event.get("metrics") or {}
         shown = [f"{key.rpartition('/')[2]} {value:.4g}" for key, value in values.items()
                  if isinstance(value, (int, float)) and any(word in key for word in ("loss", "reward", "accuracy", "kl"))]
         if shown:
-            self.loss = "  ".join(shown[:3])
-            if self.bar is not None:
-                self.bar.update(self.task, note=self.loss)
+            self.loss[label] = "  ".join(shown[:3])
+            if label in self.tasks:
+                self.bar.update(self.tasks[label], note=self.loss[label])
 
     def _on_log(self, label, event):
         if self.bar is not None:
@@ -110,17 +117,20 @@ class Display:
         self._line("=", label, event, "cached", "dim")
 
     def _on_ended(self, label, event):
-        self._close()
-        self.out.print(f"x {event.get('label', label):<22} {event.get('status', 'FAILED').lower()}", style="bold red", markup=False)
+        self._close(label)
+        self.say(f"x {event.get('label', label):<22} {event.get('status', 'FAILED').lower()}", "bold red")
 
     def _line(self, mark, label, event, how, style=None):
-        self._close()
-        self.out.print(f"{mark} {event.get('label', label):<22} {how:>9}  {headline(event['metrics'])}", markup=False, style=style)
+        self._close(label)
+        self.say(f"{mark} {event.get('label', label):<22} {how:>9}  {headline(event['metrics'])}", style)
 
-    def _close(self):
-        if self.bar is not None:
+    def _close(self, label):
+        task = self.tasks.pop(label, None)
+        if task is not None:
+            self.bar.remove_task(task)
+        if self.bar is not None and not self.tasks:
             self.bar.stop()
-        self.bar = self.task = None
+            self.bar = None
 
 
 FIRST = ("test/accuracy", "validation/accuracy", "accuracy", "win_rate", "reward/mean", "validation/nll", "rows_kept", "rows_quarantined", "rows", "steps")

@@ -72,15 +72,20 @@ def overoptimisation(run: Run, config: Config) -> dict:
         return evaluate(run, name, model, config.evaluate, prompts=prompts, reward_model=proxy, gold=gold, reference=start,
                         **reward_inputs(source, config, config.evaluate.rewards, start))["samples"]
 
-    before, curves, evaluations, ends = judged("start", start), {}, {}, {}
-    for name, arm in arms.items():
+    def trained(name: str, arm: RLConfig) -> tuple[str, str, str]:
         done = run("rl", f"rl_{name}", model=start, data=prompts, reward_model=proxy, config=arm, name_as=f"overoptimised-{name.replace('_', '-')}",
                    **reward_inputs(source, config, arm.rewards, start))
         curve = run("overoptimisation", f"curve_{name}", rollouts=done["rollouts"], model=start, reward_model=proxy, gold=gold, config=config.curve)
-        curves[name], evaluations[name], ends[name] = curve["curve"], judged(name, done["model"]), done["model"]
-    sampled = run("rejection", "best_of_n", model=start, prompts=prompts, reward_model=proxy, config=config.best_of_n,
-                  **reward_inputs(source, config, config.best_of_n.rewards, start))
-    curves["best_of_n"] = run("overoptimisation", "curve_best_of_n", candidates=sampled["candidates"], reward_model=proxy, gold=gold, config=config.curve)["curve"]
+        return curve["curve"], judged(name, done["model"]), done["model"]
+
+    def best_of_n() -> str:
+        sampled = run("rejection", "best_of_n", model=start, prompts=prompts, reward_model=proxy, config=config.best_of_n,
+                      **reward_inputs(source, config, config.best_of_n.rewards, start))
+        return run("overoptimisation", "curve_best_of_n", candidates=sampled["candidates"], reward_model=proxy, gold=gold, config=config.curve)["curve"]
+
+    before, *found, selected = run.together([lambda: judged("start", start), *(lambda name=name, arm=arm: trained(name, arm) for name, arm in arms.items()), best_of_n])
+    curves, evaluations, ends = ({name: one[i] for name, one in zip(arms, found)} for i in range(3))
+    curves["best_of_n"] = selected
     outcome = run("overoptimisation_arms", "arms", curves=curves, evaluations=evaluations, start=before)
     scores = [{"arm": name, **{what: round(outcome.metrics[key], 4) for what in ("proxy", "gold", "accuracy", "kl", "length")
                                if (key := f"{name}/held_out/{what}") in outcome.metrics}} for name in ("start", *arms)]

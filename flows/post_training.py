@@ -57,17 +57,22 @@ def post_training(run: Run, config: Config) -> dict:
         base = small_base_model(run, source, config, demonstrations)
 
     instructed = run("sft", model=base, data=demonstrations, config=config.sft, name_as="sft")["model"]
-    anchored = config.reward_model.anchor in ("auto", "demonstrations")  # a score of 0 is that of an average demonstration
-    judge = run("reward_model", model=instructed, data=pairs, anchor=demonstrations if anchored else None, config=config.reward_model, name_as="reward")["model"]
 
-    answers = run("rejection", model=instructed, prompts=prompts, reward_model=judge, config=config.rejection,
-                  **reward_inputs(source, config, config.rejection.rewards, instructed))
-    start = instructed if config.rejection_sft_from == "sft" else base
-    selected = run("sft", "rejection_sft", model=start, data=answers["selected"], config=config.rejection_sft, name_as="rejection-sft")["model"]
+    def with_a_reward_model() -> tuple[str, str, str]:
+        anchored = config.reward_model.anchor in ("auto", "demonstrations")  # a score of 0 is that of an average demonstration
+        judge = run("reward_model", model=instructed, data=pairs, anchor=demonstrations if anchored else None, config=config.reward_model, name_as="reward")["model"]
+        answers = run("rejection", model=instructed, prompts=prompts, reward_model=judge, config=config.rejection,
+                      **reward_inputs(source, config, config.rejection.rewards, instructed))
+        start = instructed if config.rejection_sft_from == "sft" else base
+        selected = run("sft", "rejection_sft", model=start, data=answers["selected"], config=config.rejection_sft, name_as="rejection-sft")["model"]
+        reinforced = run("rl", model=selected, data=prompts, reward_model=judge, config=config.rl, name_as="rl",
+                         **reward_inputs(source, config, config.rl.rewards, selected))["model"]
+        return judge, selected, reinforced
 
-    reinforced = run("rl", model=selected, data=prompts, reward_model=judge, config=config.rl, name_as="rl",
-                     **reward_inputs(source, config, config.rl.rewards, selected))["model"]
-    aligned = run("align", "dpo", model=instructed, data=pairs, config=config.dpo, name_as="dpo")["model"]
+    def directly() -> str:
+        return run("align", "dpo", model=instructed, data=pairs, config=config.dpo, name_as="dpo")["model"]
+
+    (judge, selected, reinforced), aligned = run.together([with_a_reward_model, directly])
 
     models = {"base": base, "sft": instructed, "rejection_sft": selected, "rl": reinforced, "dpo": aligned}
     held_out = {"prompts": prompts, "reward_model": judge, **reward_inputs(source, config, config.evaluate.rewards, instructed)}

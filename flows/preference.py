@@ -12,7 +12,7 @@ from typing import Optional
 
 from pydantic import Field
 
-from flows.recipe import RecipeConfig, Run, recipe
+from flows.recipe import Outputs, RecipeConfig, Run, recipe
 from flows.steps import HELD_OUT, evaluate_all, ingest
 from stages.align import Config as AlignConfig
 from stages.evaluate import Config as EvaluateConfig
@@ -53,9 +53,14 @@ def preference(run: Run, config: Config) -> dict:
         chosen = ingest(run, "chosen", config.data.path, config)
         start = run("sft", model=config.model, data=chosen, config=config.sft, name_as="sft")["model"]
 
-    judge = run("reward_model", model=config.reward_backbone or start, data=pairs, config=config.reward_model, name_as="reward")["model"]
-    judged = run("evaluate", "evaluate_reward", model=judge, pairs=pairs, config=config.evaluate_reward)
-    aligned = run("align", "dpo", model=start, data=pairs, config=config.dpo, name_as="dpo")["model"]
+    def judge_model() -> tuple[str, Outputs]:
+        judge = run("reward_model", model=config.reward_backbone or start, data=pairs, config=config.reward_model, name_as="reward")["model"]
+        return judge, run("evaluate", "evaluate_reward", model=judge, pairs=pairs, config=config.evaluate_reward)
+
+    def policy() -> str:
+        return run("align", "dpo", model=start, data=pairs, config=config.dpo, name_as="dpo")["model"]
+
+    (judge, judged), aligned = run.together([judge_model, policy])
 
     policies = {"start": config.model, **({"sft": start} if config.sft_first else {}), "dpo": aligned}
     evaluations = evaluate_all(run, policies, config.evaluate, prompts=prompts, pairs=pairs, reward_model=judge, reference=start)

@@ -10,7 +10,8 @@ import contextlib
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from pydantic import BaseModel, Field, model_validator
@@ -76,6 +77,9 @@ class Outputs(Mapping):
         return len(self.refs)
 
 
+_part: ContextVar[list[Outputs] | None] = ContextVar("part", default=None)  # the steps of the part of a run that this context computes
+
+
 class Run:
     """Runs the steps of one recipe run as Prefect tasks."""
 
@@ -94,8 +98,31 @@ class Run:
         label = label or stage
         value = self.execute(stage, label, flatten(inputs), config, name_as, self.seed if seed is None else seed)
         outputs = Outputs(stage, label, value["outputs"], value["metrics"], value["cached"], value["seconds"])
-        self.steps.append(outputs)
+        part = _part.get()
+        (self.steps if part is None else part).append(outputs)
         return outputs
+
+    def together(self, parts: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Results of parts of the recipe that do not need each other, in their order; as many at a time as there are slots for GPU stages.
+
+        Raises the error of the first part that failed, once the others that run have ended; no further part starts then.
+        """
+        from tasks.together import together
+
+        steps: list[list[Outputs]] = [[] for _ in parts]
+
+        def of(i: int) -> Any:
+            token = _part.set(steps[i])
+            try:
+                return parts[i]()
+            finally:
+                _part.reset(token)
+
+        outer = _part.get()
+        try:
+            return together([lambda i=i: of(i) for i in range(len(parts))])
+        finally:
+            (self.steps if outer is None else outer).extend(step for one in steps for step in one)
 
     def execute(self, stage, label, inputs, config, name_as, seed) -> dict[str, Any]:
         from prefect.states import State
@@ -136,6 +163,9 @@ class Plan(Run):
             return {"outputs": {name: output["ref"] for name, output in found["outputs"].items()},
                     "metrics": found["metrics"], "cached": True, "seconds": 0.0}
         return {"outputs": {name: f"({label}.{name})" for name in spec.outputs}, "metrics": {}, "cached": False, "seconds": 0.0}
+
+    def together(self, parts: Sequence[Callable[[], Any]]) -> list[Any]:
+        return [part() for part in parts]
 
     def conclude(self, candidate: str, outputs: Outputs, name: str) -> dict[str, Any]:
         return {}

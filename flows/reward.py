@@ -13,7 +13,7 @@ from typing import Optional
 
 from pydantic import Field
 
-from flows.recipe import RecipeConfig, Run, recipe
+from flows.recipe import Outputs, RecipeConfig, Run, recipe
 from flows.steps import HELD_OUT
 from stages.ingest import Config as IngestConfig
 from stages.reward_combine import Config as CombineConfig
@@ -39,8 +39,11 @@ class Config(RecipeConfig):
 def reward(run: Run, config: Config) -> dict:
     """From labelled answers and a backbone to a judged reward model, or an ensemble of them."""
     data = run("ingest", data=config.data.path, config=config.ingest, name_as="labels")["data"]
-    found = {f"m{k}": run("reward_model", f"reward_{k}", model=config.model, data=data, config=config.reward_model, seed=config.seed + k, name_as=f"reward-{k}")
-             for k in range(config.members)}
+
+    def member(k: int) -> Outputs:
+        return run("reward_model", f"reward_{k}", model=config.model, data=data, config=config.reward_model, seed=config.seed + k, name_as=f"reward-{k}")
+
+    found = {f"m{k}": outputs for k, outputs in enumerate(run.together([lambda k=k: member(k) for k in range(config.members)]))}
     models = {label: outputs["model"] for label, outputs in found.items()}
     final, metrics = models["m0"], found["m0"].metrics
     if config.members > 1:

@@ -63,14 +63,16 @@ def rl_benchmark(run: Run, config: Config) -> dict:
     judge = scorer(run, source, config, components, start)
     held_out = {"prompts": prompts, "reward_model": judge, **reward_inputs(source, config, config.evaluate.rewards, start)}
     before = evaluate(run, "start", start, config.evaluate, **held_out)
-    rollouts, evaluations = {}, {}
-    for seed in config.seeds:
-        for name, arm in arms.items():
-            asks = name in steps or any(c.kind == "model" for c in arm.rewards)
-            done = run("rl", f"rl_{name}_{seed}", model=start, data=prompts, config=arm, seed=seed, reward_model=judge if asks else None,
-                       ptx=source("text") if arm.preset == "ppo_ptx" else None, name_as=f"{name}-{seed}", **reward_inputs(source, config, arm.rewards, start))
-            rollouts[f"{name}.{seed}"] = done["rollouts"]
-            evaluations[f"{name}.{seed}"] = evaluate(run, f"{name}_{seed}", done["model"], config.evaluate, **held_out)["samples"]
+
+    def trained(seed: int, name: str, arm: RLConfig) -> tuple[str, str]:
+        asks = name in steps or any(c.kind == "model" for c in arm.rewards)
+        done = run("rl", f"rl_{name}_{seed}", model=start, data=prompts, config=arm, seed=seed, reward_model=judge if asks else None,
+                   ptx=source("text") if arm.preset == "ppo_ptx" else None, name_as=f"{name}-{seed}", **reward_inputs(source, config, arm.rewards, start))
+        return done["rollouts"], evaluate(run, f"{name}_{seed}", done["model"], config.evaluate, **held_out)["samples"]
+
+    runs = [(seed, name) for seed in config.seeds for name in arms]
+    found = run.together([lambda seed=seed, name=name: trained(seed, name, arms[name]) for seed, name in runs])
+    rollouts, evaluations = ({f"{name}.{seed}": pair[i] for (seed, name), pair in zip(runs, found)} for i in (0, 1))
     outcome = run("learning", rollouts=rollouts, evaluations=evaluations, start=before["samples"], config=config.learning)
     metric, rows = config.learning.metric, []
     for name in arms if outcome.metrics else ():  # a plan has no numbers

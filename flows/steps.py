@@ -72,7 +72,8 @@ def evaluate_all(run: Run, models: dict[str, str], config: Any, select_by: str |
 
     select_by: metric by which the best one is chosen, on half of the prompts; the gate tests the choice on the other half.
     """
-    found = Evaluations({name: evaluate(run, name, model, config, **inputs) for name, model in models.items()})
+    outputs = run.together([lambda name=name, model=model: evaluate(run, name, model, config, **inputs) for name, model in models.items()])
+    found = Evaluations(zip(models, outputs))
     metric = select_by if select_by and has(found, select_by) else None
     compared = run("compare", evaluations={name: outputs["samples"] for name, outputs in found.items()},
                    config=CompareConfig(metric=shared_metric(found), order=list(found), select_by=metric))

@@ -6,7 +6,7 @@
 
 A trial is one combination of the settings, run once per seed; what trials share (ingestion, or a whole recipe above the setting that differs) is
 computed once, and a finished trial is reused by any later sweep, recipe or stage run that asks for the same. A trial whose stage fails is listed as
-failed and the others go on. Nothing is promoted by a sweep. The steps are called TRIAL.STEP, so Prefect and MLflow show what belongs together.
+failed and the others go on. Where there are several GPUs, trials run side by side, one per slot. Nothing is promoted by a sweep. The steps are called TRIAL.STEP, so Prefect and MLflow show what belongs together.
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ class Trial(Run):
         self.found[label] = self.whole(stage, f"{self.name}.{label}", config=config, name_as=name_as, seed=self.seed if seed is None else seed, **inputs)
         return self.found[label]
 
+    def together(self, parts):
+        return self.whole.together(parts)
+
     def conclude(self, candidate, outputs, name):
         return {}
 
@@ -68,22 +71,25 @@ def sweep(run: Run, config: Config) -> dict:
     from tasks.run import StageError
 
     kind, name = target(config.what)
-    rows, failures = [], []
+    rows, failures, tries = [], [], []
     for title, values, seeds in planned(config):
-        row = {"values": values, "seeds": len(seeds), "scores": [], "outputs": {}, "failed": 0}
-        rows.append(row)
-        for seed, settings, inputs in seeds:
-            trial = Trial(run, f"{title}.s{seed}" if len(seeds) > 1 else title, seed)
-            try:
-                outputs = attempt(kind, name, trial, settings, inputs)
-            except StageError as error:
-                row["failed"] += 1
-                failures.append(f"{trial.name}: {str(error).splitlines()[0]}")
-                continue
-            score = measured(kind, trial, config.metric)
-            if score is not None:
-                row["scores"].append(score)
-                row["outputs"][str(seed)] = outputs
+        rows.append({"values": values, "seeds": len(seeds), "scores": [], "outputs": {}, "failed": 0})
+        tries += [(rows[-1], Trial(run, f"{title}.s{seed}" if len(seeds) > 1 else title, seed), settings, inputs) for seed, settings, inputs in seeds]
+
+    def tried(trial: Trial, settings: Any, inputs: dict[str, str]) -> tuple[Any, float | None] | StageError:
+        try:
+            return attempt(kind, name, trial, settings, inputs), measured(kind, trial, config.metric)
+        except StageError as error:
+            return error
+
+    outcomes = run.together([lambda rest=rest: tried(*rest) for _, *rest in tries])
+    for (row, trial, *_), outcome in zip(tries, outcomes):
+        if isinstance(outcome, StageError):
+            row["failed"] += 1
+            failures.append(f"{trial.name}: {str(outcome).splitlines()[0]}")
+        elif outcome[1] is not None:
+            row["outputs"][str(trial.seed)], score = outcome
+            row["scores"].append(score)
     if failures and not any(row["scores"] for row in rows):
         raise ConfigError("every trial failed; the first: " + failures[0])
     rows.sort(key=lambda row: order(row, config.goal))

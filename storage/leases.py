@@ -154,21 +154,24 @@ def _describe(owner: dict[str, Any]) -> str:
     return f"process {owner.get('pid')} on {owner.get('host')}"
 
 
-def acquire(name: str, *, wait: bool = True, timeout: float | None = None, on_wait: Callable[[str], Any] | None = None) -> Lease:
-    """Take the lease ``name``. A living owner means waiting (``on_wait`` is told once), or LeaseBusy with ``wait=False`` or
-    after ``timeout`` seconds."""
-    return _acquire([home.leases_dir() / f"{name}.json"], 1, name, wait, timeout, on_wait)[0]
+def acquire(name: str, *, wait: bool = True, timeout: float | None = None, on_wait: Callable[[str], Any] | None = None,
+            on_poll: Callable[[], Any] | None = None) -> Lease:
+    """Take the lease ``name``. A living owner means waiting (``on_wait`` is told once; ``on_poll`` is called all the while and may raise), or
+    LeaseBusy with ``wait=False`` or after ``timeout`` seconds."""
+    return _acquire([home.leases_dir() / f"{name}.json"], 1, name, wait, timeout, on_wait, on_poll)[0]
 
 
-def acquire_slots(group: str, total: int, count: int = 1, *, wait: bool = True, timeout: float | None = None, on_wait: Callable[[str], Any] | None = None) -> list[Lease]:
+def acquire_slots(group: str, total: int, count: int = 1, *, wait: bool = True, timeout: float | None = None, on_wait: Callable[[str], Any] | None = None,
+                  on_poll: Callable[[], Any] | None = None) -> list[Lease]:
     """Take ``count`` of ``total`` slots of a group (``gpu``), all or none."""
     if count > total:
         raise ValueError(f"{count} {group} slots were asked for but there are {total}; ask for at most {total} or set POSTTRAIN_GPU_SLOTS={count}")
     paths = [home.leases_dir() / group / f"slot-{i}.json" for i in range(total)]
-    return _acquire(paths, count, f"{group} slot", wait, timeout, on_wait)
+    return _acquire(paths, count, f"{group} slot", wait, timeout, on_wait, on_poll)
 
 
-def _acquire(paths: list[Path], count: int, what: str, wait: bool, timeout: float | None, on_wait: Callable[[str], Any] | None) -> list[Lease]:
+def _acquire(paths: list[Path], count: int, what: str, wait: bool, timeout: float | None, on_wait: Callable[[str], Any] | None,
+             on_poll: Callable[[], Any] | None) -> list[Lease]:
     deadline = None if timeout is None else time.monotonic() + timeout
     told = False
     while True:
@@ -195,6 +198,8 @@ def _acquire(paths: list[Path], count: int, what: str, wait: bool, timeout: floa
         if on_wait and not told:
             on_wait(f"waiting for {what}, held by {_describe(owner)}")
             told = True
+        if on_poll:
+            on_poll()
         time.sleep(POLL_SECONDS)
 
 

@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 import uuid
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Iterator
@@ -58,7 +59,17 @@ def _rebuild_error(stage: str, message: str, kind: str, tail: str, log_path: str
 
 
 class Cancelled(BaseException):
-    """SIGTERM reached a process that runs a stage without Prefect."""
+    """SIGTERM reached a process that runs a stage without Prefect, or the run that a stage is a part of was ended."""
+
+
+#: Set by `tasks.together` for the parts it runs at the same time: once it is set, their stages end.
+STOPPED: ContextVar[threading.Event | None] = ContextVar("stopped", default=None)
+
+
+def _raise_if_stopped() -> None:
+    stop = STOPPED.get()
+    if stop is not None and stop.is_set():
+        raise Cancelled("the run was ended")
 
 
 @dataclass
@@ -129,14 +140,14 @@ def run_stage(
     Raises ConfigError (settings or inputs), StoreError (a reference), StageError (the stage itself), LeaseBusy.
     """
     tell = _teller(on_event)
-    with _sigterm_raises(), _refusals_told(name):
+    with sigterm_raises(), _refusals_told(name):
         prepared = prepare(name, inputs, config, seed=seed, flow_run=flow_run, on_event=on_event)
         label = (flow_run or {}).get("label") or prepared.spec.name
         tell({"event": "prepared", "stage": prepared.spec.name, "label": label, "key": prepared.key, "config": prepared.resolved})
         record = None if force else records.find(prepared.key)
         cached, unit = record is not None, tracking.unit_of(flow_run, label, prepared.key)
         if record is None:
-            with leases.acquire(f"stage-{prepared.key}", wait=wait, on_wait=lambda text: tell({"event": "waiting", "text": text})) as lock:
+            with leases.acquire(f"stage-{prepared.key}", wait=wait, on_wait=lambda text: tell({"event": "waiting", "text": text}), on_poll=_raise_if_stopped) as lock:
                 record = None if force else records.find(prepared.key)  # another process may just have finished it
                 cached = record is not None
                 if record is None:
@@ -273,7 +284,7 @@ def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_
     try:
         result = _finished_result(workdir, p)
         if result is None:
-            devices = _wanted_devices(p.spec, devices)
+            devices = _devices_of(p.spec, devices)
             slots, device, environment = _devices(p.spec, devices, wait, tell)
             result = _process(p, workdir, lock, device, devices, environment, unit, tell)
         record = _publish(p, workdir, result, label, name_as, started, attempt, flow_run)
@@ -320,13 +331,26 @@ def cuda_devices() -> list[str]:
     return [str(i) for i in range(len(found))]
 
 
-def _wanted_devices(spec: StageSpec, devices: int | None) -> int:
-    """How many devices a stage is to run on: the argument, else ``POSTTRAIN_DEVICES``, else 1."""
+def wanted_devices() -> int:
+    """Devices of a stage that can share its work: ``POSTTRAIN_DEVICES``, else 1."""
     given = os.environ.get("POSTTRAIN_DEVICES") or "1"
+    if not given.isdigit() or int(given) < 1:
+        raise ConfigError(f"POSTTRAIN_DEVICES={given!r}: write the number of devices a training stage is to use, 1 or more")
+    return int(given)
+
+
+def gpu_slots() -> int:
+    """GPU stages that may run at once here: ``POSTTRAIN_GPU_SLOTS``, else one per GPU (0 without any: not limited)."""
+    configured = os.environ.get("POSTTRAIN_GPU_SLOTS")
+    if configured is not None and not (configured.isdigit() and int(configured) > 0):
+        raise ConfigError(f"POSTTRAIN_GPU_SLOTS={configured!r}: write the number of GPU stages that may run at once, 1 or more")
+    return int(configured) if configured else len(cuda_devices())
+
+
+def _devices_of(spec: StageSpec, devices: int | None) -> int:
+    """How many devices a stage is to run on: the argument, else what is wanted of stages that can share their work."""
     if devices is None:
-        if not given.isdigit() or int(given) < 1:
-            raise ConfigError(f"POSTTRAIN_DEVICES={given!r}: write the number of devices a training stage is to use, 1 or more")
-        devices = int(given) if spec.parallel else 1
+        devices = wanted_devices() if spec.parallel else 1
     if devices > 1 and not spec.parallel:
         raise ConfigError(f"devices={devices}: stage {spec.name} runs on one device; write devices=1")
     return devices
@@ -337,10 +361,7 @@ def _devices(spec: StageSpec, devices: int, wait: bool, tell: Callable[[Event], 
     cards = cuda_devices()
     if not spec.gpu:
         return [], "cpu", {"CUDA_VISIBLE_DEVICES": ""}
-    configured = os.environ.get("POSTTRAIN_GPU_SLOTS")
-    if configured is not None and not (configured.isdigit() and int(configured) > 0):
-        raise ConfigError(f"POSTTRAIN_GPU_SLOTS={configured!r}: write the number of GPU stages that may run at once, 1 or more")
-    total = int(configured) if configured else len(cards)
+    total = gpu_slots()
     if cards and devices > max(total, 1):
         raise ConfigError(f"devices={devices}: this machine offers {len(cards)} GPU(s) and {total} slot(s); write devices={max(1, min(total, len(cards)))}")
     threads = {}
@@ -349,7 +370,7 @@ def _devices(spec: StageSpec, devices: int, wait: bool, tell: Callable[[Event], 
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // devices))}
     if not total:
         return [], "cpu", threads
-    slots = leases.acquire_slots("gpu", total, devices if cards else 1, wait=wait, on_wait=lambda text: tell({"event": "waiting", "text": text}))
+    slots = leases.acquire_slots("gpu", total, devices if cards else 1, wait=wait, on_wait=lambda text: tell({"event": "waiting", "text": text}), on_poll=_raise_if_stopped)
     if not cards:
         return slots, "cpu", threads
     chosen = [cards[slot.index % len(cards)] for slot in slots]
@@ -431,6 +452,7 @@ def _events(child: subprocess.Popen) -> Iterator[Event]:
 
     threading.Thread(target=read, name="stage-events", daemon=True).start()
     while True:
+        _raise_if_stopped()
         try:
             line = lines.get(timeout=1.0)
         except queue.Empty:
@@ -652,7 +674,7 @@ def _signals_held() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sigterm_raises() -> Iterator[None]:
+def sigterm_raises() -> Iterator[None]:
     """Turn SIGTERM into an exception while a stage runs, unless somebody (Prefect) already does."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

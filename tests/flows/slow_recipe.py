@@ -1,4 +1,4 @@
-"""A recipe of one slow stage, deployed by the tests of cancellation."""
+"""Recipes of slow stages: one alone (deployed by the tests of cancellation), and several that do not need each other."""
 
 from __future__ import annotations
 
@@ -20,6 +20,21 @@ def slow_recipe(run: Run, config: Config) -> dict:
     """Wait."""
     run("tests.flows.slow_stage", "slow", config=config.slow)
     return {}
+
+
+class SideBySideConfig(RecipeConfig):
+    seconds: list[float] = Field(description="One part per entry, of so many seconds.")
+    fails: list[int] = Field([], description="Parts that fail at their end.")
+
+
+@recipe(SideBySideConfig)
+def side_by_side(run: Run, config: SideBySideConfig) -> dict:
+    """Several waits that do not need each other, each with one that follows it."""
+    def part(i: int) -> str:
+        run("tests.flows.slow_stage", f"first_{i}", config=SlowConfig(seconds=config.seconds[i], fail=i in config.fails), seed=i)
+        return run("tests.flows.slow_stage", f"then_{i}", config=SlowConfig(seconds=0.1), seed=100 + i).label
+
+    return {"found": run.together([lambda i=i: part(i) for i in range(len(config.seconds))])}
 
 
 @slow_recipe.on_cancellation

@@ -1,0 +1,133 @@
+"""Parts of a run side by side: as many as there are slots, in one flow run, ended together, with the results of one after the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flows import env, services
+from tasks.together import at_once, together
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import json, sys
+from flows import env
+env.prepare(quiet=True)
+from tests.flows.slow_recipe import side_by_side, SideBySideConfig
+print(json.dumps(side_by_side(config=SideBySideConfig.model_validate_json(sys.argv[1]))), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def prefect(tmp_path_factory):
+    """A Prefect server for the tests of this file; its URL."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("POSTTRAIN_HOME", str(tmp_path_factory.mktemp("prefect")))
+        with services.embedded(env.state_dir()) as wait:
+            wait()
+            yield os.environ["PREFECT_API_URL"]
+
+
+def start(home: Path, url: str, **config) -> subprocess.Popen:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_", "POSTTRAIN_"))}
+    environment |= {"POSTTRAIN_HOME": str(home), "PYTHONPATH": str(ROOT), "POSTTRAIN_GPU_SLOTS": "2", "POSTTRAIN_GRACE_SECONDS": "2",
+                    "PREFECT_API_URL": url, "DO_NOT_TRACK": "true"}
+    return subprocess.Popen([sys.executable, "-c", PROGRAM, json.dumps(config)], env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def stages(home: Path) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter(["cmdline"]) if "stages" in (line := process.info["cmdline"] or []) and str(home) in " ".join(line)]
+
+
+def spans(home: Path) -> dict[str, tuple[float, float]]:
+    """label -> when its stage began and ended."""
+    records = [json.loads(path.read_text()) for path in (home / "records").rglob("*.json")]
+    return {record["label"]: (record["started"], record["finished"]) for record in records}
+
+
+def test_two_slots_run_two_parts_at_a_time_and_results_keep_their_order(prefect, tmp_path):
+    process = start(tmp_path, prefect, seconds=[4.0, 1.0, 1.0])
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    result = json.loads(out.splitlines()[-1])
+    assert result["found"] == ["then_0", "then_1", "then_2"]
+    assert [step["step"] for step in result["steps"]] == [f"{which}_{i}" for i in range(3) for which in ("first", "then")]
+    at = spans(tmp_path)
+    assert len(at) == 6
+    overlaps = [(a, b) for a in at for b in at if a < b and at[a][0] < at[b][1] and at[b][0] < at[a][1]]
+    assert ("first_0", "first_1") in overlaps and at["first_1"][1] <= at["then_1"][0]
+    moments = sorted([(begin, 1) for begin, _ in at.values()] + [(end, -1) for _, end in at.values()])
+    running = [sum(change for _, change in moments[:i + 1]) for i in range(len(moments))]
+    assert max(running) == 2
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+        parents = database.execute("select count(*), sum(status = 'FINISHED') from runs").fetchone()
+        children = database.execute("select count(*) from tags where key = 'mlflow.parentRunId'").fetchone()
+    assert parents == (7, 7) and children == (6,)
+
+
+def test_what_ends_the_run_ends_every_part(prefect, tmp_path):
+    process = start(tmp_path, prefect, seconds=[300.0, 300.0, 300.0])
+    deadline = time.monotonic() + 120
+    while len(ours := stages(tmp_path)) < 2:
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()[1]
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert not [one for one in ours if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] and not stages(tmp_path), err
+    assert not list((tmp_path / "leases").rglob("slot-*.json")), "slots are free again"
+
+
+def test_a_part_that_fails_lets_the_others_end_and_starts_no_further_one(prefect, tmp_path):
+    process = start(tmp_path, prefect, seconds=[1.0, 5.0, 0.1], fails=[0])
+    _, err = process.communicate(timeout=300)
+    assert process.returncode != 0 and "it was told to fail" in err
+    assert set(spans(tmp_path)) == {"first_1", "then_1"}
+
+
+def test_order_limit_errors_and_context():
+    seen, lock, peak = [], threading.Lock(), []
+
+    def part(i):
+        with lock:
+            seen.append(i)
+            peak.append(len(seen))
+        time.sleep(0.05 * (5 - i))
+        with lock:
+            seen.remove(i)
+        return i
+
+    assert together([lambda i=i: part(i) for i in range(5)], limit=3) == [0, 1, 2, 3, 4] and max(peak) == 3
+    assert together([lambda: together([threading.get_ident, threading.get_ident], limit=2) for _ in range(2)], limit=1)
+    inner = together([lambda: together([threading.get_ident] * 3) for _ in range(2)], limit=2)
+    assert all(len(set(one)) == 1 for one in inner), "inside a part one thing at a time"
+
+    def fail(i):
+        raise ValueError(f"part {i}")
+
+    with pytest.raises(ValueError, match="part 1"):
+        together([lambda: 0, lambda: fail(1), lambda: fail(2)], limit=3)
+    assert together([], limit=4) == []
+
+
+def test_as_many_as_there_are_slots_for_the_devices_of_a_stage(monkeypatch):
+    monkeypatch.delenv("POSTTRAIN_DEVICES", raising=False)
+    monkeypatch.setenv("POSTTRAIN_GPU_SLOTS", "8")
+    assert at_once() == 8
+    monkeypatch.setenv("POSTTRAIN_DEVICES", "4")
+    assert at_once() == 2
+    monkeypatch.setenv("POSTTRAIN_DEVICES", "16")
+    assert at_once() == 1
+    monkeypatch.delenv("POSTTRAIN_GPU_SLOTS")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert at_once() == 1
