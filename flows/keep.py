@@ -1,13 +1,15 @@
-"""Keeps one service running: `python -m flows.keep NAME COMMAND…` starts the command and starts it again when it ends.
+"""Keeps one service running: `python -m flows.keep [--whole] NAME COMMAND…` starts the command and starts it again when it ends.
 
 `posttrain up` starts its servers and its worker through this; where a process manager does the same (Kubernetes,
 compose, systemd), it is not needed. It gives up, with the command's status, after three ends in a row that each came
 within a minute of their start. SIGTERM and SIGINT are passed on, and their end is the end; SIGUSR1 means that the
-command is being stopped by someone else and is not to be started again.
+command is being stopped by someone else and is not to be started again. With `--whole` what the command has left behind is ended
+before it starts again (a server's processes that hold its port; a worker's are runs, which go on).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -19,7 +21,7 @@ TRIES = 3
 LONGEST_WAIT_SECONDS = 60.0
 
 
-def keep(name: str, command: list[str], *, soon: float = SOON_SECONDS) -> int:
+def keep(name: str, command: list[str], *, whole: bool = False, soon: float = SOON_SECONDS) -> int:
     """Run `command` until it is stopped or given up; returns its last exit status."""
     stopping = False
     process: subprocess.Popen | None = None
@@ -44,12 +46,26 @@ def keep(name: str, command: list[str], *, soon: float = SOON_SECONDS) -> int:
         again = short < TRIES
         print(f"posttrain: {name} ended with status {status} after {time.monotonic() - started:.0f} s and is "
               f"{'started again' if again else 'given up'}", flush=True)
+        if whole:
+            end_session()
         if not again:
             break
         wait = time.monotonic() + min(2.0 ** ends, LONGEST_WAIT_SECONDS)
         while not stopping and time.monotonic() < wait:
             time.sleep(0.2)
     return status
+
+
+def end_session() -> None:
+    """End all other processes of this process's session, of which it must be the leader."""
+    import psutil
+
+    if os.getsid(0) != os.getpid():
+        return
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and os.getsid(process.pid) == os.getpid():
+                process.kill()
 
 
 def dies_with_parent():
@@ -70,6 +86,7 @@ def dies_with_parent():
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 3:
-        sys.exit("usage: python -m flows.keep NAME COMMAND…")
-    sys.exit(keep(sys.argv[1], sys.argv[2:]))
+    whole, given = sys.argv[1:2] == ["--whole"], sys.argv[1:]
+    if len(given) < 2 + whole:
+        sys.exit("usage: python -m flows.keep [--whole] NAME COMMAND…")
+    sys.exit(keep(given[whole], given[whole + 1:], whole=whole))

@@ -133,7 +133,7 @@ def up(state: Path, *, prefect_port: int | None = None, mlflow_port: int | None 
             logs / "worker.log",
             # safe path: Prefect runs hooks as a script in its runner/, where its storage.py would hide our storage
             env.child(state, PREFECT_API_URL=os.environ["PREFECT_API_URL"], PREFECT_WORKER_QUERY_SECONDS="2", PYTHONSAFEPATH="1",
-                      MLFLOW_TRACKING_URI=os.environ["MLFLOW_TRACKING_URI"]), state)
+                      MLFLOW_TRACKING_URI=os.environ["MLFLOW_TRACKING_URI"]), state, whole=False)
         alive["worker"] = _entry(process, None, logs / "worker.log")
         atomic_write_json(_file(state), alive)
     return alive
@@ -206,11 +206,11 @@ def _drain() -> None:
             sys.modules["prefect.events.worker"].EventsWorker.drain_all(timeout=5)
 
 
-def _detach(name: str, command: list[str], log: Path, environment: dict[str, str], cwd: Path) -> subprocess.Popen:
-    """Start a service that outlives this process and is started again when it dies, in a session of its own."""
+def _detach(name: str, command: list[str], log: Path, environment: dict[str, str], cwd: Path, whole: bool = True) -> subprocess.Popen:
+    """Start a service that outlives this process and is started again when it dies, in a session of its own; see `flows.keep`."""
     with log.open("ab") as out:
-        return subprocess.Popen([env.python(), "-m", "flows.keep", name, *command], stdin=subprocess.DEVNULL, stdout=out,
-                                stderr=subprocess.STDOUT, env=environment, cwd=cwd, start_new_session=True)
+        return subprocess.Popen([env.python(), "-m", "flows.keep", *(["--whole"] if whole else []), name, *command], stdin=subprocess.DEVNULL,
+                                stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=cwd, start_new_session=True)
 
 
 def _entry(process: subprocess.Popen, base: str | None, log: Path) -> dict:

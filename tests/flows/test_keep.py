@@ -78,3 +78,19 @@ def test_stop_ends_the_keeper_and_starts_nothing(tmp_path):
     command = child(process)
     services._stop([process.pid], grace=20, kept=True)
     assert process.wait(5) is not None and not command.is_running() and starts(tmp_path) == 1
+
+
+def test_what_a_dead_server_left_behind_is_ended_before_it_starts_again(tmp_path):
+    """A server's children hold its port when it is killed alone."""
+    program = COUNT.replace("time.sleep", "import subprocess; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); time.sleep")
+    process = subprocess.Popen([sys.executable, "-m", "flows.keep", "--whole", "it", sys.executable, "-c", program, str(tmp_path / "starts"), "600"],
+                               cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        command = child(process)
+        wait(lambda: command.children())
+        (left,) = command.children()
+        command.kill()
+        wait(lambda: starts(tmp_path) == 2)
+        assert not left.is_running() or left.status() == psutil.STATUS_ZOMBIE
+    finally:
+        services._stop([process.pid], grace=20, kept=True)

@@ -8,6 +8,8 @@ import sys
 import jsonschema
 import psutil
 
+from flows.services import answers
+
 TINY = {"train": 8, "validation": 2, "test": 2}
 WORLD = {"text": TINY, "demonstrations": TINY, "comparisons": TINY, "prompts": TINY}
 
@@ -132,19 +134,29 @@ def test_run_declared_crashed_while_it_lives_ends_once_and_the_worker_goes_on(se
     assert worker_processes(servers) == worker
 
 
-def test_worker_that_dies_is_started_again(servers):
-    (worker,) = worker_processes(servers)
-    worker.kill()
-    (another,) = servers.wait(lambda: worker_processes(servers))
-    assert another != worker and servers.json("status")["servers"]["worker"]["running"]
-    run = servers.start("stage-world/stage", {"config": WORLD, "seed": 3})
+def test_servers_and_a_worker_that_are_killed_are_started_again_and_the_run_goes_on(servers):
+    run = servers.start("slow_recipe/test", {"config": {"slow": {"seconds": 20}}, "force": ["slow"]})
+    servers.wait(lambda: servers.api("/v2/concurrency_limits/gpu")["active_slots"] == 1)
+    old = [*worker_processes(servers), *service_processes(servers, "prefect", "server"), *service_processes(servers, "mlflow", "server")]
+    assert len(old) == 3
+    for process in old:
+        process.kill()
+    servers.wait(lambda: worker_processes(servers) and all(answers(servers.urls[name] + path) for name, path in (("prefect", "/api/health"), ("mlflow", "/health"))))
     assert servers.finished(run) == "Completed"
+    assert all(row["running"] for row in servers.json("status")["servers"].values())
+    another = servers.start("stage-world/stage", {"config": WORLD, "seed": 3})
+    assert servers.finished(another) == "Completed"
+
+
+def service_processes(servers, *words):
+    """The commands under flows.keep that hold these arguments in a row."""
+    return [process for process in psutil.process_iter(["cmdline", "environ"])
+            if "flows.keep" not in (line := process.info["cmdline"] or []) and any(line[i:i + len(words)] == [*words] for i in range(len(line)))
+            and (process.info["environ"] or {}).get("POSTTRAIN_HOME") == str(servers.home)]
 
 
 def worker_processes(servers):
-    return [process for process in psutil.process_iter(["cmdline", "environ"])
-            if "worker" in (line := process.info["cmdline"] or []) and "start" in line and "flows.keep" not in line
-            and (process.info["environ"] or {}).get("POSTTRAIN_HOME") == str(servers.home)]
+    return service_processes(servers, "worker", "start")
 
 
 def test_crash_recovery_is_installed(servers):
