@@ -126,9 +126,10 @@ def server_app(state: Path, fix: bool) -> Finding:
 
 def services(state: Path, fix: bool) -> Finding:
     from flows import services as servers
+    from flows.keep import last_end
 
-    alive = servers.running(state)
-    if not alive:
+    alive, known = servers.running(state), servers.recorded(state)
+    if not known:
         yield True, "no servers are running (runs bring their own; `posttrain up` starts them)"
     for name, health in (("prefect", "/api/health"), ("mlflow", "/health")):
         if name in alive:
@@ -138,6 +139,11 @@ def services(state: Path, fix: bool) -> Finding:
         servers.connect(state)
         yield from schedules()
         yield "worker" in alive, "worker is running" if "worker" in alive else "no worker is running; `posttrain up` starts one"
+    for name, entry in known.items():
+        if name not in alive:
+            yield False, f"{name} has died; see {entry['log']}; `posttrain up` starts it again"
+        elif (ended := last_end(entry["log"])) is not None:
+            yield True, f"{name}: {ended}; see {entry['log']}"
 
 
 def schedules() -> Finding:

@@ -19,6 +19,7 @@ import time
 SOON_SECONDS = 60.0
 TRIES = 3
 LONGEST_WAIT_SECONDS = 60.0
+MARK = "posttrain:"  # begins what is said of an end in the service's log
 
 
 def keep(name: str, command: list[str], *, whole: bool = False, soon: float = SOON_SECONDS) -> int:
@@ -44,8 +45,8 @@ def keep(name: str, command: list[str], *, whole: bool = False, soon: float = SO
         ends += 1
         short = short + 1 if time.monotonic() - started < soon else 0
         again = short < TRIES
-        print(f"posttrain: {name} ended with status {status} after {time.monotonic() - started:.0f} s and is "
-              f"{'started again' if again else 'given up'}", flush=True)
+        print(f"{MARK} {time.strftime('%Y-%m-%d %H:%M:%S')} {name} ended with status {status} after {time.monotonic() - started:.0f} s and "
+              f"{'was started again' if again else 'was given up'}", flush=True)
         if whole:
             end_session()
         if not again:
@@ -54,6 +55,16 @@ def keep(name: str, command: list[str], *, whole: bool = False, soon: float = SO
         while not stopping and time.monotonic() < wait:
             time.sleep(0.2)
     return status
+
+
+def last_end(log: str) -> str | None:
+    """What the log of a kept service says of its last end, None when it never ended."""
+    try:
+        with open(log, "rb") as handle:
+            lines = [line for line in handle if line.startswith(MARK.encode())]
+    except OSError:
+        return None
+    return lines[-1].decode(errors="replace").removeprefix(MARK).strip() if lines else None
 
 
 def end_session() -> None:

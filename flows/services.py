@@ -41,12 +41,14 @@ def _file(state: Path) -> Path:
     return state / "services.json"
 
 
+def recorded(state: Path) -> dict[str, dict]:
+    """The services of `state` that were started and not stopped since, alive or not."""
+    return read_json(_file(state), {})
+
+
 def running(state: Path) -> dict[str, dict]:
     """The services of `state` whose processes are alive, by name (empty when none)."""
-    path = _file(state)
-    if not path.exists():
-        return {}
-    return {name: entry for name, entry in read_json(path).items() if _process(entry) is not None}
+    return {name: entry for name, entry in recorded(state).items() if _process(entry) is not None}
 
 
 def url(state: Path, name: str) -> str | None:

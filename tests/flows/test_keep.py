@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from flows import services
+from flows.keep import last_end
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNT = "import sys, time; open(sys.argv[1], 'a').write('x'); time.sleep(float(sys.argv[2]))"
@@ -50,13 +52,13 @@ def test_what_dies_is_started_again_until_it_is_stopped(tmp_path):
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) != 0
     assert not last.is_running() and starts(tmp_path) == 2
-    assert "it ended with status -9" in (tmp_path / "log").read_text()
+    assert "it ended with status -9" in last_end(str(tmp_path / "log"))
 
 
 def test_what_cannot_start_is_given_up_with_its_status(tmp_path):
     process = kept(tmp_path, 0, program=COUNT + "; sys.exit(3)")
     assert process.wait(60) == 3 and starts(tmp_path) == 3
-    assert (tmp_path / "log").read_text().splitlines()[-1].endswith("is given up")
+    assert (tmp_path / "log").read_text().splitlines()[-1].endswith("was given up")
 
 
 def test_command_dies_with_its_killed_keeper(tmp_path):
@@ -94,3 +96,11 @@ def test_what_a_dead_server_left_behind_is_ended_before_it_starts_again(tmp_path
         assert not left.is_running() or left.status() == psutil.STATUS_ZOMBIE
     finally:
         services._stop([process.pid], grace=20, kept=True)
+
+
+def test_the_doctor_names_a_service_that_has_died(tmp_path):
+    from flows.doctor import services as look
+
+    assert list(look(tmp_path, False)) == [(True, "no servers are running (runs bring their own; `posttrain up` starts them)")]
+    (tmp_path / "services.json").write_text(json.dumps({"mlflow": {"url": "http://127.0.0.1:1", "pid": os.getpid(), "started": 1.0, "log": "mlflow.log", "kept": True}}))
+    assert list(look(tmp_path, False)) == [(False, "mlflow has died; see mlflow.log; `posttrain up` starts it again")]

@@ -144,6 +144,7 @@ def test_servers_and_a_worker_that_are_killed_are_started_again_and_the_run_goes
     servers.wait(lambda: worker_processes(servers) and all(answers(servers.urls[name] + path) for name, path in (("prefect", "/api/health"), ("mlflow", "/health"))))
     assert servers.finished(run) == "Completed"
     assert all(row["running"] for row in servers.json("status")["servers"].values())
+    assert servers.cli("doctor").stdout.count("ended with status -9") == 3
     another = servers.start("stage-world/stage", {"config": WORLD, "seed": 3})
     assert servers.finished(another) == "Completed"
 
