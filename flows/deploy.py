@@ -16,9 +16,9 @@ from flows.recipe import RECIPES, get_recipe
 from flows.services import POOL
 from stages.registry import STAGES, get_stage
 
-# How many runs at a time, per queue. Not the worker's --limit: Prefect 3.8's worker dies where a limited one meets a run
+# How many runs at a time, per queue (of runs of one GPU stage: as many as there are slots for them). Not the worker's --limit: Prefect 3.8's worker dies where a limited one meets a run
 # that it still holds, as after a crash recovery (its issue 10632).
-QUEUES = {"gpu": {"priority": 1, "concurrency_limit": 1}, "cpu": {"priority": 2, "concurrency_limit": 4}}
+QUEUES = {"gpu": {"priority": 1}, "cpu": {"priority": 2, "concurrency_limit": 4}}
 NIGHTLY = "0 3 * * *"
 LOST_AFTER = timedelta(minutes=5)  # more than nine heartbeats: also a server restart must not look like a crash
 RECOVER = "auto-recover"
@@ -170,9 +170,6 @@ def install_pool(*, gpu_slots: int | None = None) -> None:
                                                    base_job_template=process_template()))
         except ObjectAlreadyExists:
             pass
-        import asyncio
-
-        asyncio.run(_install_queues())
         try:
             existing = client.read_global_concurrency_limit_by_name("gpu")
         except ObjectNotFound:
@@ -180,6 +177,11 @@ def install_pool(*, gpu_slots: int | None = None) -> None:
         else:
             if gpu_slots is not None and existing.limit != slots:
                 client.update_global_concurrency_limit("gpu", GlobalConcurrencyLimitUpdate(limit=slots))
+            elif gpu_slots is None:
+                slots = existing.limit  # as given before
+    import asyncio
+
+    asyncio.run(_install_queues({"gpu": slots}))
 
 
 def process_template() -> dict[str, Any]:
@@ -188,12 +190,13 @@ def process_template() -> dict[str, Any]:
     return ProcessWorker.get_default_base_job_template()
 
 
-async def _install_queues() -> None:
+async def _install_queues(limits: dict[str, int]) -> None:
     from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
 
     async with get_client() as client:
         for name, options in QUEUES.items():
+            options = options | ({"concurrency_limit": limits[name]} if name in limits else {})
             try:
                 queue = await client.read_work_queue_by_name(name, work_pool_name=POOL)
             except ObjectNotFound:

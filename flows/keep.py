@@ -18,7 +18,6 @@ import time
 
 SOON_SECONDS = 60.0
 TRIES = 3
-LONGEST_WAIT_SECONDS = 60.0
 MARK = "posttrain:"  # begins what is said of an end in the service's log
 
 
@@ -35,14 +34,15 @@ def keep(name: str, command: list[str], *, whole: bool = False, soon: float = SO
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, stop)
-    short = ends = status = 0
+    short = status = 0
     while not stopping:
         started = time.monotonic()
         process = subprocess.Popen(command, preexec_fn=dies_with_parent())
+        if stopping:  # asked while it started
+            process.terminate()
         status = process.wait()
         if stopping:
             break
-        ends += 1
         short = short + 1 if time.monotonic() - started < soon else 0
         again = short < TRIES
         print(f"{MARK} {time.strftime('%Y-%m-%d %H:%M:%S')} {name} ended with status {status} after {time.monotonic() - started:.0f} s and "
@@ -51,7 +51,7 @@ def keep(name: str, command: list[str], *, whole: bool = False, soon: float = SO
             end_session()
         if not again:
             break
-        wait = time.monotonic() + min(2.0 ** ends, LONGEST_WAIT_SECONDS)
+        wait = time.monotonic() + 2.0 ** (1 + short)
         while not stopping and time.monotonic() < wait:
             time.sleep(0.2)
     return status

@@ -135,7 +135,8 @@ def up(state: Path, *, prefect_port: int | None = None, mlflow_port: int | None 
             logs / "worker.log",
             # safe path: Prefect runs hooks as a script in its runner/, where its storage.py would hide our storage
             env.child(state, PREFECT_API_URL=os.environ["PREFECT_API_URL"], PREFECT_WORKER_QUERY_SECONDS="2", PYTHONSAFEPATH="1",
-                      MLFLOW_TRACKING_URI=os.environ["MLFLOW_TRACKING_URI"]), state, whole=False)
+                      MLFLOW_TRACKING_URI=os.environ["MLFLOW_TRACKING_URI"], **({"POSTTRAIN_GPU_SLOTS": str(gpu_slots)} if gpu_slots else {})),
+            state, whole=False)
         alive["worker"] = _entry(process, None, logs / "worker.log")
         atomic_write_json(_file(state), alive)
     return alive

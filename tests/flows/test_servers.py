@@ -45,6 +45,20 @@ def test_deploy_is_idempotent(servers):
     assert registered() == before
 
 
+def test_the_gpu_queue_lets_as_many_runs_through_as_there_are_slots(servers):
+    def limits():
+        queues = {row["name"]: row["concurrency_limit"] for row in servers.api("/work_pools/posttrain/queues/filter", {})}
+        return queues["gpu"], servers.api("/v2/concurrency_limits/gpu")["limit"]
+
+    before = limits()
+    servers.python("from flows.deploy import install_pool; install_pool(gpu_slots=3)")
+    assert limits() == (3, 3)
+    servers.python("from flows.deploy import install_pool; install_pool()")
+    assert limits() == (3, 3)
+    servers.python(f"from flows.deploy import install_pool; install_pool(gpu_slots={before[1]})")
+    assert limits() == before == (before[1], before[1])
+
+
 def test_deploying_again_writes_what_differs_and_leaves_the_rest(servers):
     """A schedule that was paused and a text that was edited in the UI come back; what is as it should be is not written."""
     rows = {name: servers.deployment(name) for name in ("post_training/nightly", "stage-world/stage", "stage-mix/stage")}

@@ -16,6 +16,8 @@ import psutil
 import pytest
 
 from flows import env, services
+from flows.recipe import Run, get_recipe, load_config
+from stages.registry import get_stage
 from tasks.together import at_once, together
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,6 +120,27 @@ def test_order_limit_errors_and_context():
     with pytest.raises(ValueError, match="part 1"):
         together([lambda: 0, lambda: fail(1), lambda: fail(2)], limit=3)
     assert together([], limit=4) == []
+
+
+def test_trials_of_a_recipe_that_has_parts_of_its_own_keep_their_steps_in_order(monkeypatch):
+    """A sweep over a recipe with an ensemble: trials side by side, inside them one step after the other."""
+    threads = {}
+
+    class Quick(Run):
+        def execute(self, stage, label, inputs, config, name_as, seed):
+            threads[label] = threading.get_ident()
+            time.sleep(0.3 if "1e-05" in label else 0.05)
+            return {"outputs": {name: f"{label}.{name}" for name in get_stage(stage).SPEC.outputs}, "metrics": {"accuracy": config.learning_rate * 1e4 if stage == "reward_model" else 0.1},
+                    "cached": False, "seconds": 0.0}
+
+    monkeypatch.setenv("POSTTRAIN_GPU_SLOTS", "3")
+    run = Quick("sweep", 0, [])
+    found = get_recipe("sweep").method(run, load_config("sweep", {
+        "what": "reward", "metric": "reward_1.accuracy", "settings": {"model": "(given.model)", "data.path": "(given.pairs)", "members": 2},
+        "over": {"reward_model.learning_rate": [1e-5, 2e-5]}}))
+    assert [step.label for step in run.steps] == [f"learning_rate-{rate}.{step}" for rate in ("1e-05", "2e-05") for step in ("ingest", "reward_0", "reward_1", "reward_combine")]
+    assert len({*threads.values()}) == 2 and len({threads[label] for label in threads if "1e-05" in label}) == 1
+    assert found["best"]["settings"] == {"reward_model.learning_rate": 2e-5} and found["trials"][0]["reward_1.accuracy"] == 0.2
 
 
 def test_as_many_as_there_are_slots_for_the_devices_of_a_stage(monkeypatch):
