@@ -132,7 +132,7 @@ class Rollouts:
 
     def _check_ratio(self, first: bool, ratio: float) -> None:
         on_policy = first and self.stored is None and self.window is None
-        near = 1e-3 if self.config.compute_dtype == "float32" else 2e-2  # of bfloat16, which depends on the micro-batch
+        near = 2e-2 if self.config.compute_dtype != "float32" else 1e-3 if self.row.ratio_level == "sequence" else 1e-4  # bfloat16 rounds by the micro-batch, a product over tokens adds up
         if on_policy and ratio and (self.row.objective or self.row.surrogate not in ("logp", "stopgrad_ratio")) and abs(ratio - 1.0) > near:  # 0: no token was trained
             raise TrainingError(f"The policy ratio must be 1 on the first minibatch of a rollout, but its mean is {ratio:.6f}: sampler and "
                                 "trainer disagree about the log-probabilities. Report this with the model's architecture.")

@@ -350,6 +350,26 @@ def test_a_frozen_reference_that_moved_is_an_error(rl):
         source.close()
 
 
+@pytest.mark.parametrize("level, off, refused", (("token", 3e-4, True), ("token", 1e-5, False), ("sequence", 3e-3, True)))
+def test_a_sampler_that_disagrees_with_the_trainer_is_an_error(rl, monkeypatch, level, off, refused):
+    """The ratio of the first minibatch is 1 to 1e-4 (ops.invariants); a product over a sequence's tokens adds their rounding up."""
+    import stages.sampler
+
+    drawn = stages.sampler.sample_step
+
+    def shifted(*arguments):
+        token, logp = drawn(*arguments)
+        return token, logp - off
+
+    monkeypatch.setattr(stages.sampler, "sample_step", shifted)
+    settings = {"preset": "dr_grpo", "ratio_level": level, "max_steps": 1}
+    if refused:
+        with pytest.raises(RuntimeError, match="sampler and trainer disagree"):
+            rl(f"shifted {level} {off}", settings)
+    else:
+        assert rl(f"shifted {level} {off}", settings)[1][0]["policy/ratio"] == pytest.approx(1 + off, abs=3e-6)
+
+
 # --- off-policy data, opponents, order of prompts --------------------------------------------------------------------------------------
 
 def test_stored_rollouts_are_trained_on_without_sampling(rl):
