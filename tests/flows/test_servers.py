@@ -142,9 +142,14 @@ def test_run_declared_crashed_while_it_lives_ends_once_and_the_worker_goes_on(se
     run = servers.start("slow_recipe/test", {"config": {"slow": {"seconds": 25}}})
     servers.wait(lambda: servers.api("/v2/concurrency_limits/gpu")["active_slots"] == 1)
     servers.api(f"/flow_runs/{run}/set_state", {"state": {"type": "CRASHED", "name": "Crashed"}, "force": True})
-    servers.wait(lambda: servers.state(run) == "Completed")
+    servers.wait(lambda: servers.state(run) == "Completed", limit=400)  # a locked SQLite holds the server up for minutes
     rows = {"flow_runs": {"id": {"any_": [run]}}}
-    servers.wait(lambda: sorted(row["state_name"] for row in servers.api("/task_runs/filter", rows)) == ["Cached", "Completed"])
+
+    def states() -> list[str]:
+        return sorted(row["state_name"] for row in servers.api("/task_runs/filter", rows))
+
+    servers.wait(lambda: "Running" not in states())
+    assert states().count("Completed") == 1, "the work is done once; the second process finds it (Cached) or is told that the run has ended"
     assert worker_processes(servers) == worker
 
 
@@ -155,7 +160,8 @@ def test_servers_and_a_worker_that_are_killed_are_started_again_and_the_run_goes
     assert len(old) == 3
     for process in old:
         process.kill()
-    servers.wait(lambda: worker_processes(servers) and all(answers(servers.urls[name] + path) for name, path in (("prefect", "/api/health"), ("mlflow", "/health"))))
+    servers.wait(lambda: worker_processes(servers) and all(answers(servers.urls[name] + path) for name, path in (("prefect", "/api/health"), ("mlflow", "/health"))),
+                 limit=300)
     assert servers.finished(run) == "Completed"
     assert all(row["running"] for row in servers.json("status")["servers"].values())
     assert servers.cli("doctor").stdout.count("ended with status -9") == 3

@@ -44,7 +44,8 @@ def start(home: Path, url: str, **config) -> subprocess.Popen:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_", "POSTTRAIN_"))}
     environment |= {"POSTTRAIN_HOME": str(home), "PYTHONPATH": str(ROOT), "POSTTRAIN_GPU_SLOTS": "2", "POSTTRAIN_GRACE_SECONDS": "2",
                     "PREFECT_API_URL": url, "DO_NOT_TRACK": "true"}
-    return subprocess.Popen([sys.executable, "-c", PROGRAM, json.dumps(config)], env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, "-c", PROGRAM, json.dumps(config)], env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # ignored in what a shell has put in the background
 
 
 def stages(home: Path) -> list[psutil.Process]:
