@@ -7,6 +7,7 @@ are lost whenever it is paused and resumed.
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -16,9 +17,6 @@ from flows.recipe import RECIPES, get_recipe
 from flows.services import POOL
 from stages.registry import STAGES, get_stage
 
-# How many runs at a time, per queue (of runs of one GPU stage: as many as there are slots for them). Not the worker's --limit: Prefect 3.8's worker dies where a limited one meets a run
-# that it still holds, as after a crash recovery (its issue 10632).
-QUEUES = {"gpu": {"priority": 1}, "cpu": {"priority": 2, "concurrency_limit": 4}}
 NIGHTLY = "0 3 * * *"
 LOST_AFTER = timedelta(minutes=5)  # more than nine heartbeats: also a server restart must not look like a crash
 RECOVER = "auto-recover"
@@ -163,7 +161,9 @@ def install_pool(*, gpu_slots: int | None = None) -> None:
     from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate, GlobalConcurrencyLimitUpdate, WorkPoolCreate
     from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 
-    slots = gpu_slots or devices()
+    from tasks import run
+
+    slots = gpu_slots or max(1, run.gpu_slots())  # without a GPU the CPU is the single training slot
     with get_client(sync_client=True) as client:
         try:
             client.create_work_pool(WorkPoolCreate(name=POOL, type="process", description="post-training runs on this machine",
@@ -175,13 +175,20 @@ def install_pool(*, gpu_slots: int | None = None) -> None:
         except ObjectNotFound:
             client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name="gpu", limit=slots))
         else:
-            if gpu_slots is not None and existing.limit != slots:
-                client.update_global_concurrency_limit("gpu", GlobalConcurrencyLimitUpdate(limit=slots))
-            elif gpu_slots is None:
+            if gpu_slots is None:
                 slots = existing.limit  # as given before
-    import asyncio
+            elif existing.limit != slots:
+                client.update_global_concurrency_limit("gpu", GlobalConcurrencyLimitUpdate(limit=slots))
+    asyncio.run(_install_queues(queues(slots)))
 
-    asyncio.run(_install_queues({"gpu": slots}))
+
+def queues(slots: int) -> dict[str, dict[str, int]]:
+    """The pool's queues and how many of their runs go at a time: of single GPU stages as many as there are slots.
+
+    Not the worker's --limit: Prefect 3.8's worker dies where a limited one meets a run that it still holds, as after a crash
+    recovery (its issue 10632).
+    """
+    return {"gpu": {"priority": 1, "concurrency_limit": slots}, "cpu": {"priority": 2, "concurrency_limit": 4}}
 
 
 def process_template() -> dict[str, Any]:
@@ -190,30 +197,18 @@ def process_template() -> dict[str, Any]:
     return ProcessWorker.get_default_base_job_template()
 
 
-async def _install_queues(limits: dict[str, int]) -> None:
+async def _install_queues(wanted: dict[str, dict[str, int]]) -> None:
     from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
 
     async with get_client() as client:
-        for name, options in QUEUES.items():
-            options = options | ({"concurrency_limit": limits[name]} if name in limits else {})
+        for name, options in wanted.items():
             try:
                 queue = await client.read_work_queue_by_name(name, work_pool_name=POOL)
             except ObjectNotFound:
                 await client.create_work_queue(name=name, work_pool_name=POOL, **options)
             else:
                 await client.update_work_queue(queue.id, **options)
-
-
-def devices() -> int:
-    """Accelerators of this machine, at least 1: without one the CPU is the single training slot."""
-    import shutil
-    import subprocess
-
-    if not shutil.which("nvidia-smi"):
-        return 1
-    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
-    return max(1, listing.stdout.count("GPU "))
 
 
 # ---------------------------------------------------------------- automations

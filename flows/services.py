@@ -1,6 +1,7 @@
 """The servers of one state directory: Prefect, MLflow and a worker, started detached and stopped completely.
 
-HOME/services.json names what runs: {service: {url, pid, started, log}}. A process is ours only while its pid
+HOME/services.json names what runs: {service: {url, pid, started, log, kept}}. The process is that of `flows.keep` (`kept`), below which
+the service runs and is started again when it dies. A process is ours only while its pid
 and its start time both match, so a reused pid is never mistaken for a server (nor killed).
 """
 
@@ -86,7 +87,7 @@ def _process(entry: dict):
 
 def up(state: Path, *, prefect_port: int | None = None, mlflow_port: int | None = None, worker: bool = True,
        gpu_slots: int | None = None, host: str = "127.0.0.1", say=lambda text: None) -> dict[str, dict]:
-    """Start what is not running yet and return {service: {url, pid, started, log}}.
+    """Start what is not running yet and return {service: {url, pid, started, log, kept}}.
 
     Ports: the given one, else the usual one when free, else any free one.
     Raises ServiceError when a server does not answer within five minutes.
@@ -131,7 +132,7 @@ def up(state: Path, *, prefect_port: int | None = None, mlflow_port: int | None 
         say("starting a worker")
         process = _detach(
             "the worker", [env.python(), "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process",
-                           "--name", f"{socket.gethostname()}-{os.getpid()}"],  # no --limit, see deploy.QUEUES
+                           "--name", f"{socket.gethostname()}-{os.getpid()}"],  # no --limit, see deploy.queues
             logs / "worker.log",
             # safe path: Prefect runs hooks as a script in its runner/, where its storage.py would hide our storage
             env.child(state, PREFECT_API_URL=os.environ["PREFECT_API_URL"], PREFECT_WORKER_QUERY_SECONDS="2", PYTHONSAFEPATH="1",

@@ -35,8 +35,15 @@ def together(parts: Sequence[Callable[[], T]], limit: int | None = None) -> list
     results: list = [None] * len(parts)
     errors: list[BaseException | None] = [None] * len(parts)
     waiting = [(i, part, copy_context()) for i, part in enumerate(parts)]
+    ends = [threading.Event() for _ in range(min(limit, len(parts)))]  # not Thread.join: once interrupted it takes a running thread for ended
 
-    def work() -> None:
+    def work(end: threading.Event) -> None:
+        try:
+            take()
+        finally:
+            end.set()
+
+    def take() -> None:
         while True:
             with turn:
                 if not waiting or stop.is_set() or failed.is_set():
@@ -49,18 +56,19 @@ def together(parts: Sequence[Callable[[], T]], limit: int | None = None) -> list
                 errors[i] = error
                 failed.set()
 
-    threads = [threading.Thread(target=work, name=f"part-{i}", daemon=True) for i in range(min(limit, len(parts)))]
+    started = []
     try:
         with sigterm_raises():
-            for thread in threads:
-                thread.start()
-            while any(thread.is_alive() for thread in threads):
-                threads[0].join(0.1) if threads[0].is_alive() else time.sleep(0.1)
+            for end in ends:
+                threading.Thread(target=work, args=(end,), name="part", daemon=True).start()
+                started.append(end)
+            for end in ends:
+                end.wait()
     except BaseException:
         stop.set()
         deadline = time.monotonic() + float(os.environ.get("POSTTRAIN_GRACE_SECONDS", GRACE_SECONDS)) + 10.0
-        for thread in threads:  # a thread that waits for a slot of the server is left behind and ends with the process
-            thread.join(max(0.0, deadline - time.monotonic()))
+        for end in started:  # a thread that waits for a slot of the server is left behind and ends with the process
+            end.wait(max(0.0, deadline - time.monotonic()))
         raise
     for error in errors:
         if error is not None:

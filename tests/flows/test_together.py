@@ -123,6 +123,17 @@ def test_order_limit_errors_and_context():
     assert together([], limit=4) == []
 
 
+def test_an_interrupt_waits_until_every_part_has_cleaned_up():
+    """Also the one that was being waited for: an interrupted Thread.join takes its thread for ended."""
+    program = ("import signal, time\nfrom tasks.run import STOPPED\nfrom tasks.together import together\ncleaned = []\n"
+               "def interrupt(*_):\n    raise KeyboardInterrupt\n"
+               "def part():\n    STOPPED.get().wait(30)\n    time.sleep(1)\n    cleaned.append(True)\n"
+               "signal.signal(signal.SIGALRM, interrupt)\nsignal.setitimer(signal.ITIMER_REAL, 0.5)\n"
+               "try:\n    together([part] * 3, limit=2)\nexcept KeyboardInterrupt:\n    print(len(cleaned))\n")
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "2", done.stderr
+
+
 def test_trials_of_a_recipe_that_has_parts_of_its_own_keep_their_steps_in_order(monkeypatch):
     """A sweep over a recipe with an ensemble: trials side by side, inside them one step after the other."""
     threads = {}
