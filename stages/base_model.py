@@ -66,7 +66,7 @@ SPEC = StageSpec(
 
 def run(stage) -> None:
     config = stage.config
-    tokenizer = train_tokenizer(_texts(stage), config.vocab_size, config.max_position_embeddings)
+    tokenizer = train_tokenizer(_texts(stage), config.vocab_size, config.max_position_embeddings, config.architecture)
     stage.progress(1, 2, "tokenizer trained")
     model = new_model(config, len(tokenizer), tokenizer, stage.seed_for("weights"))
     with stage.output_model("model", role="policy") as directory:
@@ -93,10 +93,11 @@ def _texts(stage):
                 yield f"{message['role']}\n{message['content'] or ''}"
 
 
-def train_tokenizer(texts, vocab_size: int, max_length: int):
+def train_tokenizer(texts, vocab_size: int, max_length: int, architecture: str = "qwen3"):
     """Byte-level BPE over `texts` as a Transformers tokenizer: lossless on any UTF-8, pad distinct from eos.
 
-    The chat turn is closed by `<|im_end|>`, plain text by the eos `<|endoftext|>`.
+    The chat turn is closed by `<|im_end|>`, plain text by the eos `<|endoftext|>`. Transformers loads any tokenizer beside a Qwen2 model as Qwen2's,
+    which composes accents (NFC) and takes digits one by one, so for that architecture these rules are trained with.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -104,6 +105,11 @@ def train_tokenizer(texts, vocab_size: int, max_length: int):
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
+    if architecture == "qwen2":
+        from transformers import Qwen2Tokenizer
+
+        own = Qwen2Tokenizer().backend_tokenizer
+        core.normalizer, core.pre_tokenizer, core.decoder = own.normalizer, own.pre_tokenizer, own.decoder
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS), show_progress=False,
                                   initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
     core.train_from_iterator(texts, trainer)

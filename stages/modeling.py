@@ -8,6 +8,7 @@ vocabulary x length. Log-probabilities are always float32 (catalogue section 0, 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ import torch
 from torch import nn
 
 from stages import adapters, lean, pending, ranks, sharding
-from stages.batching import Batch, collate, make_item, pad
+from stages.batching import Batch, choose_form, collate, make_item, pad
+from stages.chat import Renderer
 from stages.tensor_files import TensorFiles, writer_of
 
 #: Elements of logits computed at a time by the head (a few MiB, so that they stay in a CPU's cache; 16 times as many on a GPU),
@@ -51,8 +53,16 @@ def load_policy(path: str, device: str = "cpu", dtype: torch.dtype = torch.float
     """
     from transformers import AutoModelForCausalLM
 
+    def load(attention: str):
+        return pending.load(AutoModelForCausalLM, path, device, in_shards, dtype=dtype, attn_implementation=attention)
+
     try:
-        model = pending.load(AutoModelForCausalLM, path, device, in_shards, dtype=dtype, attn_implementation="sdpa")
+        try:
+            model = load("sdpa")
+        except ValueError as error:
+            if "scaled_dot_product_attention" not in str(error):
+                raise
+            model = load("eager")  # Gemma2-class models have an attention of their own
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} is not a causal language model that transformers can load ({error}). Give a directory "
                          "with config.json, *.safetensors and tokenizer files, or a hub id that is reachable.") from error
@@ -79,7 +89,19 @@ def save_policy(model, tokenizer, directory: str | Path, generation_config=None,
     plain.config.use_cache = False
     if ranks.rank() == 0:
         tokenizer.save_pretrained(directory)
-        (generation_config or plain.generation_config).save_pretrained(directory)
+        stopping_where_turns_end(generation_config or plain.generation_config, tokenizer).save_pretrained(directory)
+
+
+def stopping_where_turns_end(generation_config, tokenizer):
+    """The generation config with every token that ends an assistant turn among its ``eos_token_id``, so that other tools stop there, too: a base model's
+    config names the end of a document only."""
+    if not tokenizer.chat_template:
+        return generation_config
+    stops, given = Renderer(tokenizer, generation_config).stop_ids, generation_config.eos_token_id
+    if stops > ({given} if isinstance(given, int) else set(given or ())):
+        generation_config = copy.deepcopy(generation_config)
+        generation_config.eos_token_id = sorted(stops)
+    return generation_config
 
 
 def save_weights(model, directory: str | Path) -> None:
@@ -121,10 +143,49 @@ def hidden_states(model, batch: Batch, at_N=None) -> torch.Tensor:
         with torch.autocast(kind, enabled=False):
             return lean.states(model, batch.ids_U, batch.positions_U, batch.segments, at_N, low,
                                recompute=model.training and getattr(lean.core_of(model).layers[0], "gradient_checkpointing", False))
-    rows = pad(batch)
+    rows = pad(batch, form_for(model, batch.segments))
     out = lean.core_of(model)(input_ids=rows.ids_BT, position_ids=rows.positions_BT, attention_mask=rows.attention_B1TT,
                            use_cache=False).last_hidden_state.flatten(0, 1)
     return out[rows.where_U if at_N is None else rows.where_U[at_N]]
+
+
+def form_for(model, segments) -> str:
+    """How a model's own forward is to compute items that share a prompt: ``tree`` (each prompt once, a mask between the answers) where that is
+    cheaper and exact, else ``rows``."""
+    longest = max((prompt + max(responses, default=0) for prompt, responses in segments), default=0)
+    return choose_form(segments) if shared_up_to(model) >= longest else "rows"
+
+
+def shared_up_to(model) -> float:
+    """The longest conversation that the model's own forward computes rightly behind a mask of one's own (``tree``), in tokens; 0: none.
+
+    A mask takes the place of a sliding or chunked one, so it holds within a window only; convolutions, state-space and linear attention
+    layers read what stands before a token whatever a mask says; ALiBi counts places, not positions. What a model does is tried once, at its first use.
+    """
+    known = getattr(model, "_posttrain_shared", None)
+    if known is None:
+        windows = [n for name, n in model.config.get_text_config().to_dict().items()
+                   if ("window" in name or "chunk" in name) and not name.endswith(("_layers", "_pattern")) and type(n) is int and n > 0]
+        known = model._posttrain_shared = (min(windows, default=float("inf")) if _reads_masks(model) else 0.0)
+    return known
+
+
+def _reads_masks(model) -> bool:
+    """Whether two answers to one prompt have the same hidden states side by side behind a mask as each by itself. Every rank must call."""
+    core, device = lean.core_of(model), next(model.parameters()).device
+    vocabulary = model.config.get_text_config().vocab_size
+    tokens = [[(7 * i + 3) % vocabulary for i in part] for part in (range(3), range(3, 5), range(5, 7))]  # shorter than any window
+    batch, found = collate([make_item("probe", tokens[0], tokens[1:], [[1] * 2] * 2)], str(device)), []
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        for form in ("rows", "tree"):
+            rows = pad(batch, form)
+            try:
+                out = core(input_ids=rows.ids_BT, position_ids=rows.positions_BT, attention_mask=rows.attention_B1TT, use_cache=False).last_hidden_state
+            except (TypeError, ValueError, RuntimeError, NotImplementedError):  # it takes no such mask
+                return False
+            found.append(out.flatten(0, 1)[rows.where_U].float())
+    error = (found[0] - found[1]).norm() / found[0].norm().clamp_min(1e-12)
+    return bool(error < (1e-3 if out.dtype in (torch.float32, torch.float64) else 3e-2))
 
 
 def precise(x: torch.Tensor) -> torch.Tensor:
@@ -170,7 +231,7 @@ def head_of(model) -> Head:
     head = Head(adapters.output_weight(output), getattr(output, "bias", None), scale, softcap)
     if cached is None:
         ids = torch.arange(4, device=head.weight.device).remainder(head.weight.shape[0])[None]
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):  # in bfloat16 the two round differently
             positions = torch.arange(4, device=ids.device)[None]
             ours = head.logits(hidden_states(model, collate([make_item("probe", [], [ids[0].tolist()], [[0] * 4])], ids.device))).float()
             theirs = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()

@@ -7,6 +7,7 @@ has no trained token and what lacks a value that the loss needs never reaches a 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 KIND = {"pairs": "pairs/1", "conditions": "pairs/1", "unpaired": "unpaired/1", "rankings": "rankings/1", "segments": "segments/1"}
@@ -60,30 +61,38 @@ class Encoder:
 
     def __init__(self, renderer, method, config, rng, targets: dict[str, list[dict]] | None = None):
         self.renderer, self.method, self.config, self.rng, self.targets = renderer, method, config, rng, targets
-        self.dropped: dict[str, int] = {"truncated": 0, "identical_after_truncation": 0, "no_target": 0}
+        self.dropped = Counter({"truncated": 0, "identical_after_truncation": 0, "no_target": 0})
 
     def __call__(self, dataset, split: str, limit: int | None = None) -> list:
         """Items of a split; counts of what was dropped or cut go to :attr:`dropped`."""
         from stages.chat import rendering
         from stages.pairs import is_tie
+        from stages.parallel import items_of
 
         make = getattr(self, "_" + self.method.data)
-        hard, items = KIND[self.method.data] == "pairs/1" and "label_prob" not in self.method.columns, []
-        for row in rows_as(dataset, split, KIND[self.method.data]):
-            if limit is not None and len(items) >= limit:
-                break
-            if self.config.stage_index is not None and split == "train" and row.get("stage_index") != self.config.stage_index:
-                continue
-            with rendering(row):
-                item = self._drop("tie") if hard and is_tie(row) else make(row)
-            if item is not None:
-                items.append(item)
+        hard = KIND[self.method.data] == "pairs/1" and "label_prob" not in self.method.columns
+
+        def of(rows):
+            items, self.dropped = [], Counter()
+            for row in rows:
+                if self.config.stage_index is not None and split == "train" and row.get("stage_index") != self.config.stage_index:
+                    continue
+                with rendering(row):
+                    item = self._drop("tie") if hard and is_tie(row) else make(row)
+                if item is not None:
+                    items.append(item)
+            return items, self.dropped
+
+        counted = self.dropped
+        items, dropped = items_of(rows_as(dataset, split, KIND[self.method.data]), of, expected=dataset.rows_of(split), limit=limit)
+        self.dropped = counted
+        self.dropped.update(dropped)
         if self.method.statistic == "z0":
             self._mismatch(items, split)
         return items
 
     def _drop(self, reason: str) -> None:
-        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        self.dropped[reason] += 1
 
     def _encode(self, prompt_messages, completions):
         """(prompt, [(ids, mask)]) cut to max_length and trimmed, or None when a response has no trained token."""
@@ -161,7 +170,7 @@ class Encoder:
         if self.config.segment_pairing == "top_chosen_vs_bottom_rejected":
             sides = [sorted(sides[0], key=lambda s: -s[2]), sorted(sides[1], key=lambda s: s[2])]
         paired = min(map(len, sides))
-        self.dropped["unpaired_segments"] = self.dropped.get("unpaired_segments", 0) + abs(len(sides[0]) - len(sides[1]))
+        self.dropped["unpaired_segments"] += abs(len(sides[0]) - len(sides[1]))
         if not paired:
             return self._drop("no_segment")
         return self._item(row, *encoded, segments=[[(a, b) for a, b, _ in side[:paired]] for side in sides],

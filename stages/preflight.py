@@ -236,7 +236,7 @@ def check_stop_tokens(stage, items: Sequence[Item], renderer) -> None:
 
 
 def try_dearest(trainer, items: Sequence[Item], batch_size: int, prepare=None, setting: str = "max_length") -> tuple[float, int, float]:
-    """Forward and backward of the largest micro-batch that a step could hold: (seconds, its tokens, peak MiB so far)."""
+    """Forward and backward of the largest micro-batch that a step could hold, with the optimizer's memory: (seconds, its tokens, peak MiB so far)."""
     import torch
 
     from stages.harness import peak_memory_mib
@@ -246,7 +246,9 @@ def try_dearest(trainer, items: Sequence[Item], batch_size: int, prepare=None, s
     group = max(plan(step, trainer.config.max_tokens_per_micro_batch), key=lambda g: sum(map(size, g)))
     tokens = sum(map(size, group))
     started = time.monotonic()
+    moments = []
     try:
+        moments = adam_moments(trainer)
         if prepare is not None:
             prepare(step)
         trainer.backward(group, trainer.objective.counts(step))
@@ -257,8 +259,18 @@ def try_dearest(trainer, items: Sequence[Item], batch_size: int, prepare=None, s
                             f"(now {trainer.config.max_tokens_per_micro_batch:,}) or {setting}, or write activation_checkpointing=true.") from error
     finally:
         trainer.optimizer.zero_grad(set_to_none=True)
+        del moments
     peak = torch.cuda.max_memory_allocated() / 2**20 if trainer.device.startswith("cuda") else peak_memory_mib()
     return time.monotonic() - started, tokens, peak
+
+
+def adam_moments(trainer) -> list:
+    """What AdamW will hold of every trained weight from the first step on, so that a trial before it needs the memory of one after it."""
+    import torch
+
+    if trainer.optimizer.state:  # of a run that goes on: they are there
+        return []
+    return [torch.full_like(p, 0.0, requires_grad=False) for group in trainer.optimizer.param_groups for p in group["params"] if p.requires_grad for _ in range(2)]
 
 
 def duration(seconds: float) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 from stages.batching import Item, make_item, row_weight
 from stages.chat import rendering
 from stages.pairs import cut, identical, is_tie
+from stages.parallel import items_of
 
 CONTEXT = "[CONTEXT]\n{context}"
 COMPARE = CONTEXT + "\n\n[RESPONSE A]\n{a}\n\n[RESPONSE B]\n{b}\n\n[PREFERRED RESPONSE]"
@@ -30,15 +31,19 @@ def encode(objective, dataset, split: str, reader, config, dropped: Counter | No
     from stages.algorithms import resolve
 
     make = resolve(objective.encode)
-    items: list[Item] = []
-    dropped = Counter() if dropped is None else dropped
-    for row in dataset.iter_rows(split=split):
-        if limit is not None and len(items) >= limit:
-            break
-        try:
-            items.extend(make(transition(row), reader, config, dropped))
-        except Drop as reason:
-            dropped[str(reason)] += 1
+
+    def of(rows):
+        items, lost = [], Counter()
+        for row in rows:
+            try:
+                items.extend(make(transition(row), reader, config, lost))
+            except Drop as reason:
+                lost[str(reason)] += 1
+        return items, lost
+
+    items, lost = items_of(dataset.iter_rows(split=split), of, expected=dataset.rows_of(split), limit=limit)
+    if dropped is not None:
+        dropped.update(lost)
     return items
 
 

@@ -7,6 +7,7 @@ sampling are this stage with other data. Rows whose targets were all cut off by 
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 from typing import ClassVar, Literal
 
@@ -282,43 +283,51 @@ def encode_demonstrations(dataset, split: str, renderer, config, limit: int | No
 
     from stages.batching import make_item, row_weight
     from stages.chat import rendering
+    from stages.parallel import items_of
 
-    items, dropped = [], {"truncated": 0, "no_target": 0, "not_kept": 0}
-    for row in dataset.iter_rows(split=split):
-        if limit is not None and len(items) >= limit:
-            break
-        if row.get("kept") is False:
-            dropped["not_kept"] += 1
-            continue
-        turns = (row.get("train_turns") or None) if config.train_on == "all_assistant" else None
-        with rendering(row):
-            encoded = renderer.conversation(row["messages"], train=config.train_on, train_turns=turns, max_length=config.max_length)
-            extra = more(row, encoded, turns) if more is not None and encoded.n_targets else {}
-        dropped["truncated"] += encoded.truncated
-        if not encoded.n_targets:
-            dropped["no_target"] += 1
-            continue
-        if isinstance(extra, str):
-            dropped[extra] = dropped.get(extra, 0) + 1
-            continue
-        items.append(make_item(row["row_id"], [], [encoded.ids], [encoded.mask], weight=row_weight(row), truncated=encoded.truncated,
-                               difficulty=json.loads(row.get("extra_json") or "{}").get("difficulty"), **extra))
-    return items, dropped
+    def of(rows):
+        items, dropped = [], Counter()
+        for row in rows:
+            if row.get("kept") is False:
+                dropped["not_kept"] += 1
+                continue
+            turns = (row.get("train_turns") or None) if config.train_on == "all_assistant" else None
+            with rendering(row):
+                encoded = renderer.conversation(row["messages"], train=config.train_on, train_turns=turns, max_length=config.max_length)
+                extra = more(row, encoded, turns) if more is not None and encoded.n_targets else {}
+            dropped["truncated"] += encoded.truncated
+            if not encoded.n_targets:
+                dropped["no_target"] += 1
+            elif isinstance(extra, str):
+                dropped[extra] += 1
+            else:
+                items.append(make_item(row["row_id"], [], [encoded.ids], [encoded.mask], weight=row_weight(row), truncated=encoded.truncated,
+                                       difficulty=json.loads(row.get("extra_json") or "{}").get("difficulty"), **extra))
+        return items, dropped
+
+    items, dropped = items_of(dataset.iter_rows(split=split), of, expected=dataset.rows_of(split), limit=limit)
+    return items, {"truncated": 0, "no_target": 0, "not_kept": 0, **dropped}
 
 
 def encode_text(dataset, split: str, renderer, config, limit: int | None = None):
     """Items of a ``text/1`` split: documents joined by the end token and cut into rows of ``max_length`` (``wrapped``).
     All tokens are trained but the one that begins a document (``sft.mask``: full)."""
-    from stages.batching import make_item
+    import numpy as np
 
+    from stages.batching import make_item
+    from stages.parallel import items_of
+
+    rows = dataset.iter_rows(columns=["text"], split=split)
+    documents = (renderer.text_ids(row["text"]) for row in rows)
+    if limit is None:
+        documents, _ = items_of(rows, lambda part: ([np.asarray(renderer.text_ids(row["text"]), np.int32) for row in part], {}), expected=dataset.rows_of(split))
     items, buffer, starts = [], [], int(renderer.tokenizer.bos_token_id is not None)
 
     def emit(tokens):
         ids, mask = zip(*tokens)
         items.append(make_item(f"{split}-{len(items)}", [], [ids], [mask], weight=1.0, difficulty=None))
 
-    for row in dataset.iter_rows(columns=["text"], split=split):
-        ids = renderer.text_ids(row["text"])
+    for ids in documents:
         buffer += zip(ids, [0] * starts + [1] * (len(ids) - starts))
         while len(buffer) >= config.max_length:
             emit(buffer[: config.max_length])

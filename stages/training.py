@@ -29,7 +29,7 @@ import torch
 from stages import lean, ranks, sharding
 from stages.batching import Batch, Item, collate, plan, size
 from stages.curves import logged_metrics
-from stages.modeling import head_of
+from stages.modeling import head_of, is_lean, shared_up_to
 from stages.settings import OptimizerConfig
 from stages.tensor_files import TensorFiles, writer_of
 from storage.checkpoints import Files
@@ -129,8 +129,10 @@ class Trainer:
         self.root = None
         if sharding.asked(config):
             self.root = sharding.shard(model, device)
-            if model.get_output_embeddings() is not None:
-                sharding.run(model, lambda: head_of(model))  # tries the head once, which must not happen later on some ranks only
+            if model.get_output_embeddings() is not None:  # both try something once, which must not happen later on some ranks only
+                sharding.run(model, lambda: head_of(model))
+            elif not getattr(model, "reads_both_ways", False) and not is_lean(model):
+                sharding.run(model, lambda: shared_up_to(model))
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.averages = {n: p.detach().clone() for n, p in self.parameters.items()} if config.ema_decay else {}
         self.best_weights: dict[str, torch.Tensor] = {}

@@ -359,6 +359,10 @@ class Dataset:
                 return pq.read_schema(source)
         return schema_of(self.kind)
 
+    def rows_of(self, split: str | None) -> int:
+        """Number of rows of one split, or of all."""
+        return self.num_rows if split is None else int(self.manifest.get("splits", {}).get(split, 0))
+
     def iter_batches(self, columns: list[str] | None = None, split: str | None = None,
                      batch_size: int = 1024) -> Iterator[pa.RecordBatch]:
         """Record batches in row order, optionally only some columns and one split."""

@@ -1,7 +1,7 @@
 """The body of every stage task, without Prefect: identity, cache, leases, the stage process, publishing.
 
     resolve references -> resolve config -> stage key -> a verified record exists? then it is the answer
-    -> lock of the key -> GPU slot (GPU stages only) -> `python -m stages SPEC.json` -> relay its events
+    -> lock of the key -> GPU slot (GPU stages only) -> its process (`tasks/processes.py`) -> relay its events
     -> verify and publish outputs -> stage record, written last and atomically -> release
 
 Killed at any instant (this process, the stage process, the machine), the next call with the same key continues in the same
@@ -18,7 +18,6 @@ import queue
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -32,8 +31,8 @@ from stages.registry import get_stage, stage_module_name
 from stages.spec import PROJECT_ROOT, ConfigError, StageConfig, StageSpec, closure_digest, parse_config, stage_key
 from storage import home, leases, records, registry, store, tracking, work
 from storage.files import atomic_write_json, read_json, refusal, sha256_text
+from tasks import processes
 
-GRACE_SECONDS = 10.0
 DELIBERATE = ("StageFailure", "TrainingError")  # a stage refused what it was given: its message says all, and trying again changes nothing
 Event = dict[str, Any]
 
@@ -281,6 +280,8 @@ def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_
     }  # fmt: skip
     tracking.put(document)
     slots: list[leases.Lease] = []
+    if flow_run and not str(flow_run.get("recipe", "")).startswith("stage:"):  # a recipe, whose next steps will run, too
+        processes.expect()
     try:
         result = _finished_result(workdir, p)
         if result is None:
@@ -292,6 +293,7 @@ def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_
         status = "FAILED" if isinstance(error, Exception) else "KILLED"
         with contextlib.suppress(OSError):  # on a full disk the error itself is what must be told
             tracking.put({**document, "status": status, "ended": time.time(), "error": str(error)[:4000] or type(error).__name__})
+            tracking.flush(unit, timeout=_tracking_wait())  # else MLflow shows it as running until the next command
         tell({"event": "ended", "status": status, "label": label, "key": p.key})
         raise
     finally:
@@ -379,7 +381,7 @@ def _devices(spec: StageSpec, devices: int, wait: bool, tell: Callable[[Event], 
 
 
 def _process(p: Prepared, workdir: Path, lock: leases.Lease, device: str, devices: int, environment: dict[str, str], unit: str, tell: Callable[[Event], None]) -> dict[str, Any]:
-    """Start ``python -m stages`` and listen until it ends. Whatever ends this function ends everything it started."""
+    """Start the stage's process and listen until it ends. Whatever ends this function ends everything it started."""
     (workdir / "publish.json").unlink(missing_ok=True)
     (workdir / "result.json").unlink(missing_ok=True)
     spec = {
@@ -388,20 +390,16 @@ def _process(p: Prepared, workdir: Path, lock: leases.Lease, device: str, device
     }  # fmt: skip
     atomic_write_json(workdir / "SPEC.json", spec)
     log_path = workdir / "stage.log"
-    paths = [str(PROJECT_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    env = {
-        **os.environ, "TOKENIZERS_PARALLELISM": "false", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1", "DO_NOT_TRACK": "true", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONUNBUFFERED": "1",
-        **environment, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(paths), "POSTTRAIN_PARENT_PID": str(os.getpid()),
-    }  # fmt: skip
+    given = processes.environment(**environment)
     error: Event | None = None
     done: Event | None = None
     with open(log_path, "ab") as log:
         begin = log.tell()
         child = None
         try:
+            parent = processes.loaded(given, wait=p.spec.gpu, on_poll=_raise_if_stopped)
             with _signals_held():
-                child = subprocess.Popen([sys.executable, "-m", "stages", str(workdir / "SPEC.json")], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=env, cwd=str(PROJECT_ROOT), start_new_session=True)  # fmt: skip
+                child = processes.start(str(workdir / "SPEC.json"), p.spec.name, given, log, parent)
             lock.set_child(child.pid)
             tell({"event": "started", "pid": child.pid, "workdir": str(workdir), "log": str(log_path), "key": p.key})
             for event in _events(child):
@@ -419,7 +417,7 @@ def _process(p: Prepared, workdir: Path, lock: leases.Lease, device: str, device
             code = child.wait()
         finally:
             if child is not None:
-                kill_tree(child)
+                processes.kill_tree(child)
                 with contextlib.suppress(OSError):
                     lock.set_child(None)
     result = read_json(workdir / "result.json", None)
@@ -441,7 +439,7 @@ def _how_it_ended(code: int) -> str:
     return f"its process ended with status {code} and no error message"
 
 
-def _events(child: subprocess.Popen) -> Iterator[Event]:
+def _events(child: processes.Child) -> Iterator[Event]:
     """Events of a stage process as they come; ends when the process has closed its channel."""
     lines: queue.Queue[bytes | None] = queue.Queue()
 
@@ -476,40 +474,6 @@ def _last_line(lines: queue.Queue) -> bytes | None:
     with contextlib.suppress(queue.Empty):
         return lines.get(timeout=2.0)
     return None
-
-
-def kill_tree(child: subprocess.Popen, grace: float | None = None) -> None:
-    """End a stage process and everything below it: SIGTERM, a grace period to save, then SIGKILL. Processes that moved to
-    another parent are found by their session."""
-    import psutil
-
-    grace = float(os.environ.get("POSTTRAIN_GRACE_SECONDS", GRACE_SECONDS)) if grace is None else grace
-    family = _family(child.pid)
-    if child.poll() is None:
-        for process in family:
-            with contextlib.suppress(psutil.Error):
-                process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(timeout=grace)
-    for process in {*family, *_family(child.pid)}:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(timeout=5)
-
-
-def _family(pid: int) -> set[Any]:
-    import psutil
-
-    found: set[Any] = set()
-    with contextlib.suppress(psutil.Error):
-        root = psutil.Process(pid)
-        found = {root, *root.children(recursive=True)}
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.pid != os.getpid() and os.getsid(process.pid) == pid:
-                found.add(process)
-    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------- publish
@@ -614,12 +578,17 @@ def _conclude(p: Prepared, record: dict[str, Any], cached: bool, unit: str, labe
             "label": label, "stage": p.spec.name, "module": p.module, "key": p.key, "cached": cached, "outputs": refs, "inputs": p.given,
             "config": p.resolved, "seed": p.seed, "name_as": name_as, "record": result.record_path, "metrics": record["metrics"], "seconds": result.seconds, "finished": time.time(),
         })  # fmt: skip
-    result.mlflow_run_id = tracking.flush(unit, timeout=float(os.environ.get("POSTTRAIN_TRACKING_WAIT_SECONDS", "5")))
+    result.mlflow_run_id = tracking.flush(unit, timeout=_tracking_wait())
     tell({"event": "cached" if cached else "finished", "stage": p.spec.name, "label": label, "key": p.key, "outputs": refs, "metrics": result.metrics, "seconds": result.seconds, "mlflow_run_id": result.mlflow_run_id})  # fmt: skip
     return result
 
 
 # ------------------------------------------------------------------------------------------------------------------ small
+
+
+def _tracking_wait() -> float:
+    """Seconds that a stage that has ended waits for MLflow to know; what is not sent by then is sent later."""
+    return float(os.environ.get("POSTTRAIN_TRACKING_WAIT_SECONDS", "5"))
 
 
 def _teller(on_event: Callable[[Event], Any] | None) -> Callable[[Event], None]:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from typing import TypeVar
 
-from tasks.run import GRACE_SECONDS, STOPPED, gpu_slots, sigterm_raises, wanted_devices
+from tasks.processes import GRACE_SECONDS
+from tasks.run import STOPPED, gpu_slots, sigterm_raises, wanted_devices
 
 T = TypeVar("T")
 

@@ -76,7 +76,7 @@ def test_a_run_is_started_changed_cancelled_and_continued_in_the_browser(servers
     servers.python("from flows.deploy import apply; from tests.flows.slow_recipe import slow_recipe\n"
                    "apply(slow_recipe, 'browser', {'queue': 'gpu'})")
     slots = lambda: servers.api("/v2/concurrency_limits/gpu")["active_slots"]
-    ours = lambda: [process for process in stage_processes() if str(servers.home) in " ".join(process.info["cmdline"])]
+    ours = lambda: stage_processes(servers.home)
     first = submit(servers, page, "slow_recipe/browser", {"Seed": 7, "Seconds": 601})
     assert servers.api(f"/flow_runs/{first}")["parameters"]["config"] == {"seed": 7, "slow": {"seconds": 601, "fail": False}}
     processes = servers.wait(ours)

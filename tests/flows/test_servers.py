@@ -9,6 +9,7 @@ import jsonschema
 import psutil
 
 from flows.services import answers
+from storage.files import read_json
 
 TINY = {"train": 8, "validation": 2, "test": 2}
 WORLD = {"text": TINY, "demonstrations": TINY, "comparisons": TINY, "prompts": TINY}
@@ -113,16 +114,17 @@ def test_run_against_the_servers_is_one_parent_with_children_in_mlflow(servers):
     assert [one.info.status for one in (parent, *children)] == ["FINISHED"] * 2
 
 
-def stage_processes():
-    return [process for process in psutil.process_iter(["cmdline"]) if "stages" in (process.info["cmdline"] or [])
-            and any("SPEC.json" in part for part in process.info["cmdline"])]
+def stage_processes(home):
+    """The processes of the stages that run now."""
+    found = [read_json(path, {}).get("child") for path in (home / "leases").glob("stage-*")]
+    return [psutil.Process(child["pid"]) for child in found if child and psutil.pid_exists(child["pid"])]
 
 
 def test_cancel_kills_the_stage_and_frees_its_slot(servers):
     servers.python("from flows.deploy import apply; from tests.flows.slow_recipe import slow_recipe\n"
                    "apply(slow_recipe, 'test', {'queue': 'gpu'})")
     run = servers.start("slow_recipe/test", {"config": {"slow": {"seconds": 600}}})
-    ours = servers.wait(lambda: [process for process in stage_processes() if str(servers.home) in " ".join(process.info["cmdline"])])
+    ours = servers.wait(lambda: stage_processes(servers.home))
     servers.wait(lambda: servers.api("/v2/concurrency_limits/gpu")["active_slots"] == 1)
     servers.api(f"/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}})
     assert servers.finished(run) == "Cancelled"

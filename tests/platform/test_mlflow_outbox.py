@@ -143,6 +143,14 @@ def test_kill_and_resume_is_one_run_with_each_point_once(state_dir):
     assert speed == list(range(20))  # the final one is the last step's
 
 
+def test_a_failed_stage_is_shown_as_failed_when_its_command_ends(state_dir):
+    """Without any later command, which would send what is left."""
+    with pytest.raises(StageError):
+        run_stage(TOY, {}, {"steps": 9, "fail_at": 7})
+    code = f"import sqlite3; print(sqlite3.connect({str(state_dir / 'mlflow.db')!r}).execute('select status from runs').fetchall())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[('FAILED',)]"
+
+
 def test_server_away_then_back(state_dir, monkeypatch, capsys):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("POSTTRAIN_TRACKING_WAIT_SECONDS", "1")

@@ -1,0 +1,153 @@
+"""How stage processes start: forked from a parent that has the libraries, or by themselves; the same work either way."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import psutil
+import pytest
+
+from stages.spec import PROJECT_ROOT
+from tasks import processes
+from tasks.run import StageError, run_stage
+from tests import toy_stage
+
+TOY = "tests.toy_stage"
+FORKS = pytest.mark.skipif(sys.platform != "linux", reason="stages are forked on Linux only")
+
+
+@pytest.fixture
+def trains(monkeypatch):
+    """The toy stage as one that trains: it waits for the libraries, and is forked."""
+    monkeypatch.setattr(toy_stage, "SPEC", dataclasses.replace(toy_stage.SPEC, gpu=True))
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """No parent of stages yet; the one a test starts ends with it."""
+    monkeypatch.setattr(processes, "_running", None)
+    yield
+    if processes._running is not None:
+        processes._running.close()
+
+
+def started(config, on_start=lambda process: None, seed=0):
+    """(result, command line of the stage's process)."""
+    seen = []
+
+    def listen(event):
+        if event["event"] == "started":
+            process = psutil.Process(event["pid"])
+            seen.append((" ".join(process.cmdline()), process.ppid(), os.getsid(process.pid) == process.pid))
+            on_start(process)
+
+    return run_stage(TOY, {}, config, seed=seed, on_event=listen), *seen
+
+
+@FORKS
+def test_a_forked_stage_does_what_a_started_one_does(state_dir, tmp_path, trains, fresh, monkeypatch):
+    forked, (command, parent, leads) = started({"steps": 9})
+    assert "stages.warm" in command and parent == processes._running.process.pid and leads
+    again, (_, same, _) = started({"steps": 9}, seed=1)
+    assert same == parent and again.outputs != forked.outputs
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "other"))
+    monkeypatch.setenv("POSTTRAIN_FORK", "0")
+    alone, (command, parent, leads) = started({"steps": 9})
+    assert "SPEC.json" in command and parent == os.getpid() and leads
+    assert alone.outputs == forked.outputs and alone.metrics == forked.metrics and alone.versions == forked.versions
+    assert (tmp_path / "other/work" / alone.key / "metrics.jsonl").read_bytes() == (state_dir / "work" / forked.key / "metrics.jsonl").read_bytes()
+
+
+@FORKS
+def test_who_does_not_need_the_libraries_does_not_wait_for_them(state_dir, trains, fresh, monkeypatch):
+    monkeypatch.setattr(toy_stage, "SPEC", dataclasses.replace(toy_stage.SPEC, gpu=False))
+    assert "SPEC.json" in started({"steps": 2})[1][0] and processes._running is None
+    processes.expect()  # as a recipe does
+    while not processes._running.ready(1):
+        pass
+    assert "stages.warm" in started({"steps": 3})[1][0]
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # read when torch is imported
+    assert "SPEC.json" in started({"steps": 4})[1][0]
+
+
+@FORKS
+def test_a_killed_stage_and_a_killed_parent_cost_that_stage(state_dir, trains, fresh):
+    with pytest.raises(StageError, match="ended by SIGKILL"):
+        started({"steps": 500, "sleep": 0.02}, lambda process: process.kill())
+    parent = processes._running.process.pid
+    stages = []
+
+    def kill_parent(process):
+        stages.append(process)
+        os.kill(parent, signal.SIGKILL)
+
+    with pytest.raises(StageError, match="ended by SIGKILL"):
+        started({"steps": 501, "sleep": 0.02}, kill_parent)
+    assert psutil.wait_procs(stages, timeout=10)[1] == []
+    found, (command, new, _) = started({"steps": 5})
+    assert "stages.warm" in command and new != parent and found.outputs
+
+
+@FORKS
+def test_side_by_side_they_end_each_for_itself(state_dir, trains, fresh):
+    found = {}
+
+    def one(seed):
+        try:
+            found[seed] = started({"steps": 40, "sleep": 0.02, "fail_at": 30 if seed == 2 else -1}, seed=seed)[0].outputs
+        except StageError as error:
+            found[seed] = str(error)
+
+    threads = [threading.Thread(target=one, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "asked to fail at step 30" in found[2] and len({str(found[s]) for s in range(4)}) == 4
+
+
+@FORKS
+def test_they_end_with_their_owner(tmp_path):
+    """SIGKILL of the process that runs the stages leaves neither the parent nor a stage."""
+    code = f"""
+        import dataclasses
+        from tasks.run import run_stage
+        from tests import toy_stage
+        toy_stage.SPEC = dataclasses.replace(toy_stage.SPEC, gpu=True)
+        run_stage({TOY!r}, {{}}, {{"steps": 5000, "sleep": 0.02}}, on_event=lambda e: e["event"] == "started" and print(e["pid"], flush=True))
+    """
+    environment = {**os.environ, "POSTTRAIN_HOME": str(tmp_path / "home"), "POSTTRAIN_TRACKING": "off"}
+    owner = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True, cwd=PROJECT_ROOT, env=environment)
+    stage = psutil.Process(int(owner.stdout.readline()))
+    parent = stage.parent()
+    assert parent.ppid() == owner.pid
+    owner.kill()
+    owner.communicate()
+    assert psutil.wait_procs([stage, parent], timeout=10)[1] == []
+
+
+def test_the_parent_holds_libraries_only_and_no_thread_that_a_fork_would_lose():
+    """None of the project's modules, so that a stage edited between two runs runs as edited."""
+    code = ("import importlib, os, sys\nfrom pathlib import Path\nfrom stages import warm\nfor name in warm.LIBRARIES:\n    importlib.import_module(name)\n"
+            "print(sorted(m for m in sys.modules if m.split('.')[0] in ('stages', 'storage', 'tasks', 'flows')),\n"
+            "      {p.read_text().strip() for p in Path('/proc/self/task').glob('*/comm') if p.parent.name != str(os.getpid())} - {'jemalloc_bg_thd'})")
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # its threads, and those of Arrow's allocator, are started again after a fork
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT_ROOT, env=environment, check=True)
+    assert done.stdout.strip() == "['stages', 'stages.warm'] set()"
+
+
+def test_a_fork_that_cannot_use_its_gpu_becomes_a_new_interpreter(monkeypatch):
+    import torch
+
+    from stages import warm
+
+    called = []
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(os, "execv", lambda path, arguments: called.append((path, arguments)) or (_ for _ in ()).throw(SystemExit))
+    with pytest.raises(SystemExit):
+        warm.run_stage({"spec": "/x/SPEC.json"})
+    assert called == [(sys.executable, [sys.executable, "-m", "stages", "/x/SPEC.json"])]
