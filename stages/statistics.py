@@ -50,16 +50,18 @@ def bootstrap_ci(values, n: int = 1000, seed: int = 0, level: float = 0.95, stat
         return math.nan, math.nan
     rng = np.random.Generator(np.random.Philox(key=seed))
     tails = [50 * (1 - level), 50 * (1 + level)]
-    if clusters is None and statistic is None:
-        means, chunk = np.empty(n), max(1, 4_000_000 // x.size)
+    number = {c: i for i, c in enumerate(dict.fromkeys(clusters))} if clusters is not None else None
+    members = np.arange(x.size) if number is None else np.array([number[c] for c in clusters])
+    if statistic is None:
+        sums, sizes = np.bincount(members, x), np.bincount(members)
+        means, chunk = np.empty(n), max(1, 4_000_000 // sums.size)
         for start in range(0, n, chunk):
             stop = min(n, start + chunk)
-            means[start:stop] = x[rng.integers(0, x.size, (stop - start, x.size))].mean(1)
+            drawn = rng.integers(0, sums.size, (stop - start, sums.size))
+            means[start:stop] = sums[drawn].sum(1) / (x.size if number is None else sizes[drawn].sum(1))
         low, high = np.percentile(means, tails)
         return float(low), float(high)
-    groups = [np.array([i]) for i in range(x.size)] if clusters is None else \
-        [np.flatnonzero(np.asarray(clusters) == c) for c in dict.fromkeys(clusters)]
-    statistic = statistic or np.mean
+    groups = [np.flatnonzero(members == i) for i in range(members.max() + 1)]
     draws = [statistic(x[np.concatenate([groups[i] for i in rng.integers(0, len(groups), len(groups))])]) for _ in range(n)]
     low, high = np.percentile(draws, tails)
     return float(low), float(high)

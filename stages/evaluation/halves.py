@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from stages.evaluation.scores import item_values, lower_is_better
+from stages.evaluation.scores import cluster_of, item_values, lower_is_better
 from storage.files import sha256_text
 
 SALT = "halves-v1"
@@ -24,11 +24,11 @@ def half_of(group: str) -> str:
 
 def part(records: Sequence[dict], which: str) -> list[dict]:
     """The records of one half (by group_id, else prompt_id, else item_id), or of `all`."""
-    return [r for r in records if which == "all" or half_of(r.get("group_id") or r.get("prompt_id") or r["item_id"]) == which]
+    return [r for r in records if which == "all" or half_of(cluster_of(r)) == which]
 
 
 def choose(records: Mapping[str, Sequence[dict]], metric: str) -> tuple[str | None, dict[str, float], int]:
-    """(best model, value of each model, prompts) of a metric on the items of the selection half that all models have scored.
+    """(best model, value of each model, number of items) of a metric on the items of the selection half that all models have scored.
 
     The first of equals wins; a model without any value takes no part; None when no model has one. Less is better for the
     metrics of ``scores.LOWER_IS_BETTER``. Raises ValueError for a metric that has no value per item.
@@ -36,14 +36,9 @@ def choose(records: Mapping[str, Sequence[dict]], metric: str) -> tuple[str | No
     values = {name: found for name, rows in records.items() if (found := item_values(part(rows, "selection"), metric))}
     if not values:
         return None, {}, 0
-    items = set.intersection(*(set(found) for found in values.values()))
-    prompts: dict[str, list[str]] = {}
-    first = next(iter(values.values()))
-    for item in first:
-        if item in items:
-            prompts.setdefault(first[item][1], []).append(item)
-    if not prompts:
+    items = [item for item in next(iter(values.values())) if all(item in found for found in values.values())]
+    if not items:
         return None, {}, 0
-    means = {name: float(np.mean([np.mean([found[item][0] for item in group]) for group in prompts.values()])) for name, found in values.items()}
+    means = {name: float(np.mean([found[item][0] for item in items])) for name, found in values.items()}
     sign = -1.0 if lower_is_better(metric) else 1.0
-    return max(means, key=lambda name: sign * means[name]), means, len(prompts)
+    return max(means, key=lambda name: sign * means[name]), means, len(items)

@@ -2,7 +2,7 @@
 per-item values that paired tests need. Pure functions of sample records.
 
 A *record* is one row of ``eval_samples/1`` with its ``extra_json`` unpacked (:func:`records_of`):
-item_id, prompt_id, sample_idx, mode ("sample" | "greedy" | "chosen" | "rejected" | "probe:..." | "transform:..."), output, extracted, correct, format_error,
+item_id, prompt_id, group_id, sample_idx, mode ("sample" | "greedy" | "chosen" | "rejected" | "probe:..." | "transform:..."), output, extracted, correct, format_error,
 tokens, finish, reward, kl, category, difficulty, prompt (text), unscorable.
 """
 
@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from stages import selection, statistics
-from stages.evaluation import reward_model, sampling, text
+from stages.evaluation import reward_model, sampling, suites, text
+from stages.verifiers import as_rational, normalise_math
 
 BOOTSTRAP_SEED = 0  # one for all stages, so that a number has the same interval wherever it is shown
 LOWER_IS_BETTER = (
@@ -58,12 +59,19 @@ def _flag(value) -> float | None:
     return None if value is None else float(value)
 
 
+def _all_met(record: dict, reading: str) -> float | None:
+    met = (record.get("constraints") or {}).get(reading)
+    return None if met is None else float(all(met))
+
+
 _SAMPLED, _GREEDY, _PAIRS = ("sample", "greedy"), ("greedy",), ("chosen",)
 _VALUES: dict[str, tuple[tuple[str, ...], Callable[[dict], float | None]]] = {
     # metric: (modes, the first one present is used; value of a record)
     "accuracy": ((*_SAMPLED, "chosen"), lambda r: _flag(r["correct"])),
     "flexible_accuracy": (_SAMPLED, lambda r: _flag(r.get("flexible_correct"))),
     "greedy_accuracy": (_GREEDY, lambda r: _flag(r["correct"])),
+    "prompt_level_strict_acc": (_SAMPLED, lambda r: _all_met(r, "strict")),  # of prompts with constraints, as the next
+    "prompt_level_loose_acc": (_SAMPLED, lambda r: _all_met(r, "loose")),
     "pair_accuracy": (_PAIRS, lambda r: _flag(r["correct"])),
     "mean_margin": (_PAIRS, lambda r: _flag(r.get("margin"))),
     "reward": (_SAMPLED, lambda r: _flag(r["reward"])),
@@ -84,7 +92,8 @@ _VALUES: dict[str, tuple[tuple[str, ...], Callable[[dict], float | None]]] = {
 
 
 def item_values(records: Sequence[dict], metric: str) -> dict[str, tuple[float, str]]:
-    """{item_id: (mean over the item's samples, prompt_id)} of a metric; items without a value are absent.
+    """{item_id: (mean over the item's samples, cluster)} of a metric; items without a value are absent. Items of one cluster (:func:`cluster_of`)
+    are not independent.
 
     ``accuracy`` is avg@k (of a reward model: the pair is ordered right); ``pass_at_4`` etc. are estimated per item; ``reward/gold``
     is the value of the reward component named gold. Greedy samples stand in where nothing was sampled.
@@ -92,11 +101,16 @@ def item_values(records: Sequence[dict], metric: str) -> dict[str, tuple[float, 
     if metric.startswith("pass_at_"):
         k = int(metric.removeprefix("pass_at_"))
         grouped = _values(records, "accuracy")
-        found = {item: (sampling.pass_at_k(len(v), round(sum(v)), k), prompt) for item, (v, prompt) in grouped.items()}
+        found = {item: (sampling.pass_at_k(len(v), round(sum(v)), k), cluster) for item, (v, cluster) in grouped.items()}
         return {item: pair for item, pair in found.items() if pair[0] is not None}
     if metric not in _VALUES and not metric.startswith("reward/"):
         raise ValueError(f"no per-item values for metric {metric!r}: write one of {', '.join(_VALUES)}, reward/NAME with a reward component, or pass_at_K with a number")
-    return {item: (float(np.mean(values)), prompt) for item, (values, prompt) in _values(records, metric).items()}
+    return {item: (float(np.mean(values)), cluster) for item, (values, cluster) in _values(records, metric).items()}
+
+
+def cluster_of(record: dict) -> str:
+    """What an item belongs to and is not independent of: the passage or near-duplicates of its group, else its prompt (eval.statistics)."""
+    return record.get("group_id") or record.get("prompt_id") or record["item_id"]
 
 
 def _values(records: Sequence[dict], metric: str) -> dict[str, tuple[list[float], str]]:
@@ -107,15 +121,15 @@ def _values(records: Sequence[dict], metric: str) -> dict[str, tuple[list[float]
     grouped: dict[str, tuple[list[float], str]] = {}
     for record in records:
         if record["mode"] == mode and (value := read(record)) is not None and math.isfinite(value):
-            grouped.setdefault(record["item_id"], ([], record.get("prompt_id") or record["item_id"]))[0].append(value)
+            grouped.setdefault(record["item_id"], ([], cluster_of(record)))[0].append(value)
     return grouped
 
 
 # -- intervals --------------------------------------------------------------------------------------------------------------
 
 def standard_error(values: Sequence[float], clusters: Sequence[str]) -> float | None:
-    """Over items (ddof 1); where a prompt has several items, the clustered error. ``None`` for a single item."""
-    if len(values) < 2:
+    """Over items (ddof 1); where a cluster has several items, the clustered error. ``None`` for a single cluster."""
+    if len(set(clusters)) < 2:
         return None
     if len(set(clusters)) < len(clusters):
         return float(statistics.clustered_se(list(values), list(clusters)))
@@ -125,25 +139,23 @@ def standard_error(values: Sequence[float], clusters: Sequence[str]) -> float | 
 def share(values: Sequence[float], clusters: Sequence[str] | None = None) -> Metric:
     """A rate in [0, 1] with a Wilson interval at the effective sample size p(1-p)/se^2.
 
-    That is the plain Wilson interval for one sample per prompt; with several samples or items per prompt their correlation
-    counts, and the interval never leaves [0, 1].
+    That is the plain Wilson interval for one sample per prompt; with several samples per prompt or items per cluster their
+    correlation counts, and the interval never leaves [0, 1].
     """
     names = list(clusters) if clusters is not None else [str(i) for i in range(len(values))]
     mean, se = float(np.mean(values)), standard_error(values, names)
-    prompts = len(set(names))
-    effective = mean * (1 - mean) / se**2 if se else float(prompts)
+    count = len(set(names))
+    effective = mean * (1 - mean) / se**2 if se and se > 1e-12 else float(count)
+    if se and count == len(names):
+        effective *= count / (count - 1)  # the error divides by n - 1, Wilson's by n
     effective = max(1.0, effective)
     low, high = statistics.wilson(mean * effective, effective)
     return Metric(mean, len(values), se, float(low), float(high))
 
 
 def average(values: Sequence[float], clusters: Sequence[str], seed: int = BOOTSTRAP_SEED) -> Metric:
-    """A mean of unbounded values with a percentile bootstrap interval over prompts."""
-    grouped: dict[str, list[float]] = defaultdict(list)
-    for value, name in zip(values, clusters, strict=True):
-        grouped[name].append(value)
-    means = [float(np.mean(part)) for part in grouped.values()]
-    low, high = statistics.bootstrap_ci(means, n=1000, seed=seed) if len(means) > 1 else (None, None)
+    """A mean of unbounded values over items, with a percentile bootstrap interval over clusters of them."""
+    low, high = statistics.bootstrap_ci(values, n=1000, seed=seed, clusters=clusters) if len(set(clusters)) > 1 else (None, None)
     return Metric(float(np.mean(values)), len(values), standard_error(values, clusters), _maybe(low), _maybe(high))
 
 
@@ -175,8 +187,8 @@ def policy_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED) -> dict[
             if k > 1:
                 found = item_values(records, f"pass_at_{k}")
                 metrics[f"pass_at_{k}"] = share(*map(list, zip(*found.values())))
-        if k_max > 1 and (voted := _majority(sampled)):
-            metrics[f"maj_at_{k_max}"] = share(voted)
+        if k_max > 1 and (voted := _majority(sampled, k_max, seed)):
+            metrics[f"maj_at_{k_max}"] = share(*map(list, zip(*voted)))
         unscorable = [float(r["correct"] is None) for r in sampled]
         if any(unscorable):
             metrics["unscorable_rate"] = Metric(float(np.mean(unscorable)), len(unscorable))
@@ -191,8 +203,7 @@ def policy_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED) -> dict[
     if repeats:
         metrics["repetition_3"] = Metric(float(np.mean(repeats)), len(repeats))
     metrics["stock_phrase_rate"] = Metric(text.phrase_rates([r["output"] for r in sampled])["rate"], len(sampled))
-    metrics |= best_of_n_metrics(by_item.values())
-    return metrics
+    return metrics | best_of_n_metrics(by_item.values()) | ifeval_metrics(sampled)
 
 
 def _components(records: Sequence[dict]) -> list[str]:
@@ -206,24 +217,25 @@ def _powers(limit: int) -> list[int]:
     return sorted({2**i for i in range(limit.bit_length()) if 2**i <= limit} | {limit}) if limit else []
 
 
-def _majority(sampled: Sequence[dict]) -> list[float]:
-    """Per item: is the most frequent extracted answer right (ties shared, no vote is wrong)? Empty without extraction."""
+def answer_class(extracted: str) -> Hashable:
+    """What answers have in common that are one vote: their exact value where they are numbers, else their normal form (eval.maj_at_k)."""
+    plain = normalise_math(extracted)
+    number = as_rational(plain)
+    return plain if number is None else number
+
+
+def _majority(sampled: Sequence[dict], k: int, seed: int) -> list[tuple[float, str]]:
+    """(is the most frequent answer of ``k`` right, over all k-subsets of an item's answers; cluster) per item. All right answers are one class, ties are
+    shared, no vote is wrong. Empty without extraction."""
     groups: dict[str, list[dict]] = defaultdict(list)
     for record in sampled:
         if record["correct"] is not None:
             groups[record["item_id"]].append(record)
     if not any(r["extracted"] is not None for group in groups.values() for r in group):
         return []
-    results = []
-    for group in groups.values():
-        votes: dict[str, list[float]] = defaultdict(list)
-        for record in group:
-            if record["extracted"] is not None:
-                votes[record["extracted"]].append(float(record["correct"]))
-        top = max(map(len, votes.values()), default=0)
-        leaders = [np.mean(v) for v in votes.values() if len(v) == top]
-        results.append(float(np.mean(leaders)) if leaders else 0.0)
-    return results
+    right, rng = "right", np.random.Generator(np.random.Philox(key=seed))  # wrong answers are pairs, so none is called this
+    votes = lambda r: None if r["extracted"] is None else right if r["correct"] else ("wrong", answer_class(r["extracted"]))
+    return [(sampling.maj_at_k([votes(r) for r in group], right, k, rng=rng), cluster_of(group[0])) for group in groups.values()]
 
 
 def best_of_n_metrics(groups: Iterable[Sequence[dict]]) -> dict[str, Metric]:
@@ -235,7 +247,23 @@ def best_of_n_metrics(groups: Iterable[Sequence[dict]]) -> dict[str, Metric]:
     for n in _powers(min(map(len, usable))):
         if n > 1:
             gold = [selection.best_of_n_estimate([r["reward"] for r in g], n, [float(r["correct"]) for r in g]) for g in usable]
-            metrics[f"best_of_{n}_accuracy"] = share(gold)
+            metrics[f"best_of_{n}_accuracy"] = share(gold, [cluster_of(g[0]) for g in usable])
+    return metrics
+
+
+def ifeval_metrics(sampled: Sequence[dict]) -> dict[str, Metric]:
+    """The four accuracies on prompts with constraints: all of a prompt's, or each for itself, strict and loose (eval.ifeval), and the share that cannot be checked."""
+    asked = [r for r in sampled if r.get("constraints")]
+    checked = [r for r in asked if "strict" in r["constraints"]]
+    metrics = {} if len(checked) == len(asked) else {"constraints_unscorable_rate": Metric((len(asked) - len(checked)) / len(asked), len(asked))}
+    if not checked:
+        return metrics
+    values = suites.ifeval_accuracies(*([r["constraints"][reading] for r in checked] for reading in ("strict", "loose")))
+    for reading in ("strict", "loose"):
+        name, found = f"prompt_level_{reading}_acc", item_values(checked, f"prompt_level_{reading}_acc")
+        metrics[name] = replace(share(*map(list, zip(*found.values()))), value=values[name])
+        each = [(float(met), cluster_of(r)) for r in checked for met in r["constraints"][reading]]
+        metrics[f"inst_level_{reading}_acc"] = replace(share(*map(list, zip(*each))), value=values[f"inst_level_{reading}_acc"])
     return metrics
 
 
@@ -292,7 +320,7 @@ def all_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED) -> dict[str
 def pair_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED, prefix: str = "") -> dict[str, Metric]:
     """Metrics of a scorer on held-out pairs (rm.eval): ``chosen`` records carry the margin d = r_chosen - r_rejected.
 
-    accuracy is strict (ties wrong); intervals by bootstrap over prompts; ECE of max(sigmoid(d), 1 - sigmoid(d)) in 10 bins.
+    accuracy is strict (ties wrong); intervals by bootstrap over prompts (or their groups); ECE of max(sigmoid(d), 1 - sigmoid(d)) in 10 bins.
     ``prefix`` names the metrics of a policy's implicit scores (``pair_``).
     """
     chosen = [r for r in records if r["mode"] == "chosen"]
@@ -300,14 +328,14 @@ def pair_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED, prefix: st
         return {}
     rejected = {r["item_id"]: r for r in records if r["mode"] == "rejected"}
     margins = np.array([r["margin"] for r in chosen])
-    prompts = [r.get("prompt_id") or r["item_id"] for r in chosen]
+    prompts, clusters = [r.get("prompt_id") or r["item_id"] for r in chosen], [cluster_of(r) for r in chosen]
     correct = [float(d > 0) for d in margins]
     found = {
-        "accuracy": average(correct, prompts, seed),
+        "accuracy": average(correct, clusters, seed),
         "tie_rate": Metric(float((margins == 0).mean()), len(chosen)),
         "accuracy_ties_half": Metric(float(((margins > 0) + 0.5 * (margins == 0)).mean()), len(chosen)),
-        "mean_margin": average(margins.tolist(), prompts, seed),
-        "log_loss": average(np.logaddexp(0.0, -margins).tolist(), prompts, seed),
+        "mean_margin": average(margins.tolist(), clusters, seed),
+        "log_loss": average(np.logaddexp(0.0, -margins).tolist(), clusters, seed),
     }
     lengths = np.array([[r["tokens"], rejected[r["item_id"]]["tokens"]] for r in chosen], dtype=float)
     scores = np.array([[r["reward"], rejected[r["item_id"]]["reward"]] for r in chosen], dtype=float)
@@ -326,8 +354,8 @@ def pair_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED, prefix: st
         names = {str(r[field]) for r in chosen if r.get(field) is not None}
         if len(names) > 1:
             for name in sorted(names, key=_natural):
-                part = [c for c, r in zip(correct, chosen) if str(r.get(field)) == name]
-                found[f"accuracy/{field}={name}"] = share(part)
+                part = [(c, cluster) for c, cluster, r in zip(correct, clusters, chosen) if str(r.get(field)) == name]
+                found[f"accuracy/{field}={name}"] = share(*map(list, zip(*part)))
     if not prefix:
         found["ece"] = Metric(float(statistics.ece(margins)), len(chosen))
     return {(prefix + name): metric for name, metric in found.items()}
@@ -337,65 +365,74 @@ def probe_metrics(records: Sequence[dict]) -> tuple[dict[str, Metric], list[dict
     """Fooled rate per probe and changed decisions per transform, with the table for the report.
 
     ``probe:NAME`` records are compared with their pair's chosen answer; ``transform:NAME:chosen`` / ``:rejected`` with its decision.
+    Where one of the two has no score, the comparison is left out and counted in the table.
     """
+    score = lambda r: r["reward"] if r is not None and r["reward"] is not None and math.isfinite(r["reward"]) else None
     clean = {r["item_id"]: r for r in records if r["mode"] == "chosen"}
-    probes: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    changed: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    probes: dict[str, list[tuple]] = defaultdict(list)
+    changed: dict[str, dict[str, dict]] = defaultdict(lambda: defaultdict(dict))
     for record in records:
         kind, _, name = record["mode"].partition(":")
         if kind == "probe":
-            probes[name].append((clean[record["item_id"]]["reward"], record["reward"]))
+            probes[name].append((score(clean.get(record["item_id"])), score(record)))
         elif kind == "transform":
             which, _, side = name.rpartition(":")
-            changed[which][record["item_id"]][side] = record["reward"]
+            changed[which][record["item_id"]][side] = score(record)
+    checks = [(f"probe: {name}", pairs) for name, pairs in sorted(probes.items())]
+    checks += [(f"transform: {name}", [(clean[item]["margin"] if item in clean else None, sides.get("chosen"), sides.get("rejected")) for item, sides in items.items()])
+               for name, items in sorted(changed.items())]
     metrics, table = {}, []
-    for name, pairs in sorted(probes.items()):
-        result = reward_model.fooled_rate(pairs)
-        metrics[f"fooled_rate/{name}"] = Metric(result["fooled_rate"], len(pairs))
-        table.append({"check": f"probe: {name}", "n": len(pairs), "fooled or changed": result["fooled_rate"], "mean gap": result["mean_gap"]})
-    for name, items in sorted(changed.items()):
-        before = [float(clean[item]["margin"] > 0) for item in items]
-        after = [float(sides["chosen"] > sides["rejected"]) for sides in items.values()]
-        result = reward_model.transform_robustness(before, after)
-        metrics[f"changed_rate/{name}"] = Metric(result["changed"], len(items))
-        table.append({"check": f"transform: {name}", "n": len(items), "fooled or changed": result["changed"],
-                      "accuracy before": result["acc_original"], "accuracy after": result["acc_transformed"]})
+    for check, every in checks:
+        found = [values for values in every if None not in values]
+        row = {"check": check, "n": len(found)} | ({"without a score": len(every) - len(found)} if len(found) < len(every) else {})
+        kind, _, name = check.partition(": ")
+        if found and kind == "probe":
+            result = reward_model.fooled_rate(found)
+            metrics[f"fooled_rate/{name}"] = Metric(result["fooled_rate"], len(found))
+            row |= {"fooled or changed": result["fooled_rate"], "mean gap": result["mean_gap"]}
+        elif found:
+            result = reward_model.transform_robustness([float(margin > 0) for margin, _, _ in found], [float(a > b) for _, a, b in found])
+            metrics[f"changed_rate/{name}"] = Metric(result["changed"], len(found))
+            row |= {"fooled or changed": result["changed"], "accuracy before": result["acc_original"], "accuracy after": result["acc_transformed"]}
+        table.append(row)
     return metrics, table
 
 
 # -- paired comparison ------------------------------------------------------------------------------------------------------------
 
 def paired(candidate: Sequence[dict], champion: Sequence[dict], metric: str, confidence: float = 0.95, seed: int = BOOTSTRAP_SEED) -> dict:
-    """Difference candidate - champion on the same items, averaged per prompt.
+    """Difference candidate - champion on the same items.
 
-    Returns {"difference", "se", "low", "high", "p_value", "n", "better", "worse", "candidate", "champion"}: interval by
-    bootstrap over prompts, p-value two-sided normal on the paired error, McNemar's exact test added for one yes/no
-    answer per prompt.
+    Returns {"difference", "se", "low", "high", "p_value", "n", "items", "better", "worse", "candidate", "champion", "candidate_missing",
+    "champion_missing"}: means over the ``items`` that both have a value of, in ``n`` independent clusters (prompts, or groups of them); interval
+    by bootstrap over clusters, p-value two-sided normal on the paired (clustered) error, McNemar's exact test added for one yes/no answer
+    per cluster. ``*_missing``: share of the other's values that this side lacks, None where it lacks none.
     """
     a, b = item_values(candidate, metric), item_values(champion, metric)
     shared = [item for item in a if item in b]
     if not shared:
         raise ValueError(f"the two evaluations share no scored item for {metric!r}: evaluate both on the same prompts and split")
-    if len(shared) < max(len(a), len(b)):
-        missing = max(len(a), len(b)) - len(shared)
-        note = f"{missing} items are scored in only one of the two evaluations and are left out"
-    else:
-        note = None
-    prompts: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for item in shared:
-        prompts[a[item][1]].append((a[item][0], b[item][0]))
-    left = [float(np.mean([x for x, _ in pairs])) for pairs in prompts.values()]
-    right = [float(np.mean([y for _, y in pairs])) for pairs in prompts.values()]
-    differences = [x - y for x, y in zip(left, right)]
-    test = statistics.paired_difference(left, right)
-    n, mean = test["n"], test["diff"]
-    se = test["se"] if n > 1 else None
-    low, high = statistics.bootstrap_ci(differences, n=2000, seed=seed, level=confidence) if n > 1 else (None, None)
+    apart = len(a.keys() ^ b.keys())
+    left, right = (np.array([found[item][0] for item in shared]) for found in (a, b))
+    clusters = [a[item][1] for item in shared]
+    differences, n = left - right, len(set(clusters))
+    mean, se = float(differences.mean()), standard_error(differences, clusters)
+    low, high = statistics.bootstrap_ci(differences, n=2000, seed=seed, level=confidence, clusters=clusters) if n > 1 else (None, None)
     result = {
-        "metric": metric, "candidate": float(np.mean(left)), "champion": float(np.mean(right)), "difference": mean, "se": se,
-        "low": low, "high": high, "confidence": confidence, "n": n, "p_value": test["p"] if n > 1 else None,
-        "better": sum(d > 0 for d in differences), "worse": sum(d < 0 for d in differences), "note": note,
+        "metric": metric, "candidate": float(left.mean()), "champion": float(right.mean()), "difference": mean, "se": se,
+        "low": low, "high": high, "confidence": confidence, "n": n, "items": len(shared),
+        "p_value": None if se is None else statistics.normal_tail(mean / se) if se > 0 else float(mean == 0),
+        "better": int((differences > 0).sum()), "worse": int((differences < 0).sum()), **_missing(candidate, champion, metric),
+        "note": f"{apart} items are scored in only one of the two evaluations and are left out" if apart else None,
     }
-    if set(left) | set(right) <= {0.0, 1.0}:
+    if n == len(shared) and set(left) | set(right) <= {0.0, 1.0}:
         result["mcnemar_p_value"] = float(statistics.mcnemar_exact(result["better"], result["worse"]))
     return result
+
+
+def _missing(candidate: Sequence[dict], champion: Sequence[dict], metric: str) -> dict[str, float | None]:
+    """Share of the other side's values (one per answer, not per item) that a side has none of."""
+    counts = [{item: len(values) for item, (values, _) in _values(records, "accuracy" if metric.startswith("pass_at_") else metric).items()}
+              for records in (candidate, champion)]
+    lacking = lambda own, other: sum(max(0, n - own.get(item, 0)) for item, n in other.items()) / sum(other.values()) or None
+    return {"candidate_missing": lacking(*counts), "champion_missing": lacking(*counts[::-1])}

@@ -38,13 +38,12 @@ def test_pass_at_k_by_enumeration():
         assert got is None if expected is None else got == pytest.approx(expected)
 
 
-def test_one_sample_per_prompt_gives_nearly_the_wilson_interval():
+@pytest.mark.parametrize("right, n", [(30, 100), (9, 10), (3, 5), (0, 7)])
+def test_one_sample_per_prompt_gives_the_wilson_interval(right, n):
     from stages.statistics import wilson
 
-    outcomes = [1.0] * 30 + [0.0] * 70
-    metric = scores.share(outcomes)
-    low, high = wilson(30, 100)
-    assert metric.low == pytest.approx(low, abs=2e-3) and metric.high == pytest.approx(high, abs=2e-3)
+    metric = scores.share([1.0] * right + [0.0] * (n - right))
+    assert (metric.low, metric.high) == pytest.approx(wilson(right, n))
 
 
 def test_intervals_stay_in_the_unit_interval_and_are_never_empty():
@@ -65,6 +64,32 @@ def test_several_items_of_one_prompt_are_clustered():
     from stages.statistics import clustered_se
 
     assert scores.policy_metrics(rows, 0)["accuracy"].se == pytest.approx(clustered_se([1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 2, 2]))
+
+
+def test_questions_of_one_passage_are_clustered():
+    """Eight passages of 25 questions, each passage all right or all wrong, carry the information of eight answers."""
+    def passages(right):
+        return [record(f"{g}-{q}", 0, g < right, group_id=f"g{g}") for g in range(8) for q in range(25)]
+
+    from stages.statistics import clustered_se
+
+    metric = scores.policy_metrics(passages(4))["accuracy"]
+    assert metric.se == pytest.approx(clustered_se([1.0] * 100 + [0.0] * 100, [i // 25 for i in range(200)])) and metric.high - metric.low > 0.5
+    gain = scores.paired(passages(4), passages(3), "accuracy")
+    assert (gain["difference"], gain["n"], gain["items"], gain["low"]) == (0.125, 8, 200, 0.0) and gain["p_value"] > 0.2 and "mcnemar_p_value" not in gain
+    assert scores.policy_metrics([record(i, 0, i % 2 == 0, group_id="one") for i in range(6)])["accuracy"].se is None  # a single passage says nothing about others
+
+
+def test_an_interval_belongs_to_its_number_where_prompts_have_different_numbers_of_pairs():
+    """Three prompts with 36 pairs in the right order, forty with one pair that is right every other time: the mean over pairs is inside its interval."""
+    margins = [(f"big{p}", 1.0) for p in range(3) for _ in range(36)] + [(f"small{p}", 1.0 if p % 2 else -1.0) for p in range(40)]
+    rows = [row for i, (prompt, d) in enumerate(margins) for row in pair(i, d, prompt_id=prompt, source="ab"[i % 2])]
+    metrics = scores.pair_metrics(rows)
+    for name in ("accuracy", "mean_margin", "log_loss"):
+        metric = metrics[name]
+        assert metric.low < metric.value < metric.high, name
+    of_two = [row for i in range(400) for row in pair(i, 1.0 if i % 4 < 2 else -1.0, prompt_id=f"p{i % 4}", source="ab"[i % 2])]
+    assert scores.pair_metrics(of_two)["accuracy/source=a"].high > 0.85  # two prompts, one right and one wrong, in two hundred pairs
 
 
 def test_ungraded_prompts_have_no_accuracy_and_are_counted():
@@ -88,6 +113,33 @@ def test_majority_and_best_of_n():
     assert metrics["maj_at_3"].value == 1.0
     assert metrics["best_of_3_accuracy"].value == 0.0
     assert metrics["best_of_2_accuracy"].value == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("groups, expected", [
+    ([[("0.5", 1), (r"\frac{1}{2}", 1), ("1/2", 1), ("2", 0), ("2.0", 0)]], {"maj_at_5": 1.0}),  # one right value written in three ways
+    ([[("18", 1), ("18", 1), ("18", 1), ("20", 0)], [("1", 1), ("2", 0)]], {"maj_at_2": 0.625}),  # over all pairs of the first prompt's four answers
+    ([[("3", 0), ("3.0", 0), ("4", 1), (None, 0)]], {"maj_at_4": 0.0}),
+    ([[(None, 0), (None, 0)], [("7", 1), ("8", 0)]], {"maj_at_2": 0.25})])
+def test_a_vote_is_for_a_class_of_answers_and_over_subsets_of_k(groups, expected):
+    rows = [record(i, k, bool(right), extracted=answer) for i, group in enumerate(groups) for k, (answer, right) in enumerate(group)]
+    assert {name: m.value for name, m in scores.policy_metrics(rows).items() if name.startswith("maj_at_")} == pytest.approx(expected)
+
+
+def test_a_vote_among_very_many_subsets_is_drawn_repeatably():
+    rows = [record(0, k, k < 15, extracted="7" if k < 15 else "8") for k in range(24)] + [record(1, k, True, extracted="1") for k in range(12)]
+    first, again = (scores.policy_metrics(rows)["maj_at_12"].value for _ in range(2))
+    assert first == again and 0.8 < first < 1.0
+
+
+def test_ifeval_accuracies_have_intervals_over_prompts():
+    rows = [record(i, constraints={"strict": strict, "loose": loose}) for i, (strict, loose) in enumerate([([1, 0], [1, 1]), ([1], [1]), ([0, 0, 1], [0, 1, 1])])]
+    metrics = scores.policy_metrics(rows + [record(9), record(10, constraints={"unscorable": "unknown constraint"})])
+    expected = {"prompt_level_strict_acc": 1 / 3, "inst_level_strict_acc": 0.5, "prompt_level_loose_acc": 2 / 3, "inst_level_loose_acc": 5 / 6, "constraints_unscorable_rate": 0.25}
+    assert {name: metrics[name].value for name in expected} == pytest.approx(expected)
+    assert metrics["prompt_level_strict_acc"].n == 3 and metrics["inst_level_strict_acc"].n == 6
+    assert all(metrics[name].low < value < metrics[name].high for name, value in expected.items() if metrics[name].low is not None)
+    better = scores.paired([record(0, constraints={"strict": [1]})], [record(0, constraints={"strict": [0]})], "prompt_level_strict_acc")
+    assert better["difference"] == 1.0
 
 
 def test_groups():
@@ -122,6 +174,25 @@ def test_probes_and_transforms():
                            record(0, 2, mode="transform:typo:rejected", reward=0.0)]
     metrics, table = scores.probe_metrics(rows)
     assert metrics["fooled_rate/padded"].value == 1.0 and metrics["changed_rate/typo"].value == 1.0 and len(table) == 2
+
+
+def test_probes_without_a_score_are_counted_and_not_taken_for_sound():
+    rows = pair(0, 1.0) + pair(1, 1.0) + [record(i, 0, mode="probe:padded", reward=value) for i, value in enumerate([2.0, None, 0.5])]  # the third has no pair
+    rows += [record(i, 1, mode=f"transform:typo:{side}", reward=value) for i, side, value in
+             [(0, "chosen", float("nan")), (0, "rejected", 0.0), (1, "chosen", 1.0), (1, "rejected", 0.0), (2, "chosen", 0.0), (2, "rejected", 1.0)]]
+    rows += [record(0, 2, mode="probe:repeated", reward=None)]
+    metrics, table = scores.probe_metrics(rows)
+    assert (metrics["fooled_rate/padded"].value, metrics["fooled_rate/padded"].n) == (1.0, 1) and "fooled_rate/repeated" not in metrics
+    assert (metrics["changed_rate/typo"].value, metrics["changed_rate/typo"].n) == (0.0, 1)
+    assert {row["check"]: (row["n"], row["without a score"]) for row in table} == {"probe: padded": (1, 2), "probe: repeated": (0, 1), "transform: typo": (1, 2)}
+
+
+def test_what_only_one_side_scored_is_counted_on_both():
+    a, b = [record(i, 0, True) for i in range(10)], [record(i, 0, True) for i in range(5, 15)]
+    result = scores.paired(a, b, "accuracy")
+    assert result["items"] == 5 and result["note"].startswith("10 items") and (result["candidate_missing"], result["champion_missing"]) == (0.5, 0.5)
+    thin = scores.paired([record(0, 0, True), record(0, 1, None)], [record(0, k, True) for k in range(2)], "accuracy")
+    assert thin["candidate_missing"] == 0.5 and thin["champion_missing"] is None and thin["note"] is None  # half of the answers of an item that both have
 
 
 def test_paired_difference_uses_the_pairing():
