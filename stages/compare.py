@@ -26,12 +26,12 @@ SPEC = StageSpec(
     inputs={"evaluations": InputSpec("dataset", kinds=("eval_samples/1",), many=True, doc="Samples of each model's evaluation, as evaluations.NAME.")},
     outputs={"comparison": OutputSpec("dataset", doc="eval_scores/1: metrics per model and paired differences.")})
 
-COLUMNS = ("accuracy", "greedy_accuracy", "reward", "kl_reference", "length_mean", "truncation_rate")
+COLUMNS = ("accuracy", "greedy_accuracy", "prompt_level_strict_acc", "reward", "kl_reference", "length_mean", "truncation_rate")
 
 
 def run(stage):
     from stages.evaluation import scores
-    from stages.evaluation.protocol import protocol_hash, require_same
+    from stages.evaluation.protocol import differing_inputs, protocol_hash, require_same, require_same_scorers
     from stages.spec import ConfigError, did_you_mean
 
     config = stage.config
@@ -54,7 +54,7 @@ def run(stage):
         records[name] = scores.records_of(stage.dataset(inputs[name]).iter_rows())
         metrics[name] = scores.all_metrics(records[name])
         stage.progress(index + 1, len(names), name)
-    columns = [column for column in COLUMNS if comparable(column, metas) and all(column in m for m in metrics.values())]
+    columns = [column for column in COLUMNS if not differing_inputs(column, metas) and all(column in m for m in metrics.values())]
     if len({(meta.get("scorers") or {}).get("reward_model") for meta in metas.values()}) > 1:
         stage.warn("different_reward_models", "The evaluations were scored by different reward models, so rewards are left out of the comparison. Evaluate all "
                    "models with the same reward_model.")
@@ -87,24 +87,6 @@ def select(stage, config: Config, records: dict) -> dict:
                    "Write another metric that the evaluations have, for example reward.")
         return {}
     return {"best": best, "best_by": config.select_by, "best_value": means[best], "best_prompts": prompts}
-
-
-def comparable(column: str, metas: dict) -> bool:
-    """Reward and KL columns need one scorer for all models."""
-    scorer = "reward_model" if "reward" in column else "reference" if column.startswith("kl_") else None
-    return scorer is None or len({(meta.get("scorers") or {}).get(scorer) for meta in metas.values()}) == 1
-
-
-def require_same_scorers(metric: str | None, metas: dict) -> None:
-    """Refuse a reward component that another rubric (GRAPE-OPS), judge or model scored in some evaluations. Raises ConfigError."""
-    from stages.spec import ConfigError
-
-    name, found = (metric or "").removeprefix("reward/"), [meta.get("scorers") or {} for meta in metas.values()]
-    kinds = {grader["name"]: grader["kind"] for meta in metas.values() for grader in meta["protocol"].get("graders") or ()}
-    apart = sorted({key for own in found for key in own if key != "reference" and len({f.get(key) for f in found}) > 1})
-    if (metric or "").startswith("reward/") and kinds.get(name) in ("rubric", "judge", "model") and apart:
-        raise ConfigError(f"compare: {metric} was measured with different inputs {', '.join(apart)}, whose scores do not compare; evaluate all models with the same ones, "
-                          "or write another metric")
 
 
 def paired_differences(names: list[str], records: dict, columns: list[str], config: Config) -> dict[tuple[str, str], dict]:

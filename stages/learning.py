@@ -34,14 +34,16 @@ SIGNALS = ("reward", "length", "length_right", "length_wrong", "dead_groups", "t
 
 def run(stage):
     from stages.evaluation import scores
-    from stages.evaluation.protocol import require_same
+    from stages.evaluation.protocol import require_same, require_same_scorers
     from stages.reports import document, markdown_table, with_interval
 
     config = stage.config
     runs = by_method(stage.many("rollouts"), "rollouts")
     judged = by_method(stage.many("evaluations"), "evaluations")
     names = [f"evaluations.{m}.{s}" for m, seeds in judged.items() for s in seeds] + (["start"] if stage.has("start") else [])
-    require_same({name: (stage.dataset(name).manifest.get("meta") or {}).get("protocol") for name in names})
+    metas = {name: stage.dataset(name).manifest.get("meta") or {} for name in names}
+    require_same({name: meta.get("protocol") for name, meta in metas.items()})
+    require_same_scorers(config.metric, metas)
     start = scores.item_values(scores.records_of(stage.dataset("start").iter_rows()), config.metric) if stage.has("start") else None
     table, curves = [], {}
     for method, seeds in judged.items():

@@ -5,7 +5,8 @@ The candidate is promoted only if all of these hold, each a row of the evidence 
 * same protocol: both were evaluated on the same prompts, template, sampling and graders (else the stage refuses to run);
 * improvement: the paired difference per prompt in ``metric`` is above ``min_improvement`` with the whole interval;
 * gates: every declared metric of the candidate is within its bounds;
-* non-regression: for every declared metric the interval of the paired difference stays above minus the tolerance.
+* non-regression: for every declared metric the interval of the paired difference stays above minus the tolerance;
+* both are scored on the same answers: at most ``max_missing`` of one side's have no value on the other.
 
 All of it on all prompts of the evaluations, or with ``prompts=confirmation`` on the half on which `compare` did not choose the candidate: the
 best of several models is partly the luckiest one, and must show its lead where it was not picked for it (``stages/evaluation/halves.py``).
@@ -63,7 +64,8 @@ class Config(StageConfig):
     metric: str = Field("accuracy", description="Metric of the improvement test, with a value per prompt.")
     min_improvement: float = Field(0.0, ge=0, description="The interval of the paired difference must lie above this.")
     confidence: float = Field(0.95, gt=0.5, lt=1, description="Level of the bootstrap intervals over prompts.")
-    min_prompts: int = Field(30, ge=2, description="Fewer paired prompts than this never promote.")
+    min_prompts: int = Field(30, ge=2, description="Fewer paired prompts (groups of prompts that belong together count once) than this never promote.")
+    max_missing: float = Field(0.02, ge=0, le=1, description="Share of the answers scored on one side that may lack a value on the other; above it nothing is promoted (0.02 is ours).")
     prompts: Literal["all", "confirmation"] = Field("all", description="Prompts that decide: all, or only the half on which `compare` does not choose the best model.")
     gates: list[Gate] = Field(default_factory=list, description="Bounds on the candidate's own metrics, for example [{metric: truncation_rate, max: 0.05}].")
     non_regression: list[NonRegression] = Field(default_factory=list, description="Metrics that must not fall behind the champion's.")
@@ -207,23 +209,25 @@ def decide(config: Config, candidate: Evaluation, *, champion: Evaluation | None
     return {"promote": not failed, "metric": config.metric, "prompts": config.prompts, "protocol_hash": protocol_hash(candidate.meta["protocol"]), "reasons": reasons, "evidence": evidence}
 
 
-def _require_same_scorer(metric: str, candidate: Evaluation, other: Evaluation) -> None:
-    from stages.evaluation.protocol import require_same
-
-    scorer = "reward_model" if "reward" in metric else "reference" if metric.startswith("kl_") else None
-    if scorer:
-        require_same({e.name: {scorer: (e.meta.get("scorers") or {}).get(scorer)} for e in (candidate, other)}, what=scorer.replace("_", " "))
-
-
 def _paired(metric: str, candidate: Evaluation, other: Evaluation, config: Config) -> dict:
+    from stages.evaluation.protocol import require_same_scorers
     from stages.evaluation.scores import paired
     from stages.spec import ConfigError
 
-    _require_same_scorer(metric, candidate, other)
+    require_same_scorers(metric, {e.name: e.meta for e in (candidate, other)})
     try:
         return paired(candidate.records, other.records, metric, config.confidence)
     except ValueError as error:
         raise ConfigError(f"promote: {error}") from None
+
+
+def _one_sided(result: dict, config: Config, other: Evaluation) -> str:
+    """Why a comparison is void: one side was not scored where the other was, and that part is seldom like the rest. Empty: it is not."""
+    for side, name in (("candidate", "candidate"), ("champion", other.name)):
+        if (result[f"{side}_missing"] or 0.0) > config.max_missing:
+            return (f"The {name} has no {result['metric']} for {result[f'{side}_missing']:.1%} of the answers that were scored on the other side, more than "
+                    f"max_missing={config.max_missing:g}; why is under unscorable in its samples.")
+    return ""
 
 
 def improvement_row(config: Config, candidate: Evaluation, other: Evaluation) -> dict:
@@ -234,13 +238,17 @@ def improvement_row(config: Config, candidate: Evaluation, other: Evaluation) ->
     sign = -1.0 if lower_is_better(config.metric) else 1.0
     enough = result["n"] >= config.min_prompts
     bound = None if result["low"] is None else min(sign * result["low"], sign * result["high"])
-    passed = enough and bound is not None and bound > config.min_improvement
+    void = _one_sided(result, config, other)
+    passed = enough and not void and bound is not None and bound > config.min_improvement
+    grouped = "" if result["n"] == result["items"] else f" (groups of the {result['items']} items that belong together count once)"
     if not enough:
         where = "" if config.prompts == "all" else " of the confirmation half"
-        reason = f"Only {result['n']} prompts{where} are scored in both evaluations; at least min_prompts={config.min_prompts} are needed."
+        reason = f"Only {result['n']} prompts{where} are scored in both evaluations{grouped}; at least min_prompts={config.min_prompts} are needed."
+    elif void:
+        reason = void
     else:
         reason = (f"{config.metric} {result['candidate']:.4f} against {result['champion']:.4f} of the {other.name}: difference {result['difference']:+.4f} "
-                  f"[{result['low']:+.4f}, {result['high']:+.4f}] on {result['n']} prompts{'' if config.prompts == 'all' else ' that took no part in choosing it'}, {'above' if passed else 'not clearly above'} "
+                  f"[{result['low']:+.4f}, {result['high']:+.4f}] on {result['n']} prompts{grouped}{'' if config.prompts == 'all' else ' that took no part in choosing it'}, {'above' if passed else 'not clearly above'} "
                   f"{config.min_improvement:g}{' (lower is better)' if sign < 0 else ''}.")
     return _row(f"improvement over {other.name}", config.metric, result, f"{config.confidence:.0%} interval of the gain above {config.min_improvement:g}", passed, reason)
 
@@ -252,14 +260,15 @@ def non_regression_row(item: NonRegression, config: Config, candidate: Evaluatio
     result = _paired(item.metric, candidate, champion, config)
     sign = -1.0 if lower_is_better(item.metric) else 1.0
     bound = None if result["low"] is None else min(sign * result["low"], sign * result["high"])
-    passed = bound is not None and bound >= -item.tolerance
-    reason = (f"{item.metric} {result['candidate']:.4f} against {result['champion']:.4f}: the interval of the difference "
+    void = _one_sided(result, config, champion)
+    passed = not void and bound is not None and bound >= -item.tolerance
+    reason = void or (f"{item.metric} {result['candidate']:.4f} against {result['champion']:.4f}: the interval of the difference "
               f"{'stays within' if passed else 'reaches beyond'} the tolerance of {item.tolerance:g}.")
     return _row("non-regression", item.metric, result, f"loss at most {item.tolerance:g}", passed, reason)
 
 
 def _row(check: str, metric: str, result: dict, required: str, passed: bool, reason: str) -> dict:
-    keys = ("difference", "low", "high", "se", "p_value", "mcnemar_p_value", "n", "better", "worse", "note")
+    keys = ("difference", "low", "high", "se", "p_value", "mcnemar_p_value", "n", "better", "worse", "candidate_missing", "champion_missing", "note")
     return {"check": check, "metric": metric, "candidate": result["candidate"], "compared_to": result["champion"],
             **{key: result[key] for key in keys if result.get(key) is not None}, "required": required, "passed": bool(passed), "reason": reason}
 

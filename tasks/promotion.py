@@ -47,8 +47,8 @@ def evaluations_of(digest: str) -> list[dict[str, Any]]:
 
 
 def evidence(candidate: str, *, name: str, alias: str, seed: int = 0, on_event=None) -> dict[str, str]:
-    """Inputs of the `promote` stage for a model: its newest evaluation, and the champion's under the same protocol
-    (made now if there is none).
+    """Inputs of the `promote` stage for a model: its newest evaluation, and the champion's under the same protocol and by the same
+    reward model, judge and reference (made now if there is none).
 
     Raises ConfigError when the candidate was never evaluated on prompts.
     """
@@ -64,13 +64,17 @@ def evidence(candidate: str, *, name: str, alias: str, seed: int = 0, on_event=N
     office = champion(name, alias)
     if office is None or store.resolve(office, "model").digest == found.digest:
         return inputs
-    protocol = mine["metrics"].get("protocol_hash")
-    same = [record for record in evaluations_of(store.resolve(office, "model").digest) if record["metrics"].get("protocol_hash") == protocol]
+    same = [record for record in evaluations_of(store.resolve(office, "model").digest) if _measured(record) == _measured(mine)]
     if same:
         return {**inputs, "champion": office, **outputs(same[0], "champion")}
     others = {key: given["ref"] for key, given in mine["inputs"].items() if key != "model"}
     result = run_stage("evaluate", {**others, "model": office}, mine["config"], seed=mine["seed"], on_event=on_event)
     return {**inputs, "champion": office, "champion_samples": result.outputs["samples"], "champion_scores": result.outputs["scores"]}
+
+
+def _measured(record: dict[str, Any]) -> tuple:
+    """What an evaluation's numbers depend on besides the model: its protocol, and the inputs that scored the answers."""
+    return record["metrics"].get("protocol_hash"), {name: given["digest"] for name, given in record["inputs"].items() if name != "model"}
 
 
 def outputs(record: dict[str, Any], role: str) -> dict[str, str]:

@@ -78,8 +78,65 @@ def test_different_protocols_and_scorers_are_refused():
     candidate = evaluation("candidate", 0.7)
     with pytest.raises(ProtocolError, match="run the evaluate stage again"):
         decide(Config(), candidate, champion=evaluation("champion", 0.5, protocol={**PROTOCOL, "temperature": 0.7}))
-    with pytest.raises(ProtocolError, match="reward model"):
+    with pytest.raises(ProtocolError, match="different inputs reward_model"):
         decide(Config(metric="reward"), candidate, champion=evaluation("champion", 0.5, scorer="another"))
+
+
+GRADERS = [{"name": "gold", "kind": "model", "input": "gold"}, {"name": "rm", "kind": "model"}, {"name": "judge", "kind": "judge"}, {"name": "remote", "kind": "judge", "endpoint": "http://x"},
+           {"name": "gp", "kind": "group_preference"}, {"name": "shown", "kind": "icdpo"}, {"name": "most", "kind": "majority", "votes_of": "gold"}, {"name": "rule", "kind": "verifier"},
+           {"name": "argued", "kind": "debate"}, {"name": "sure", "kind": "model", "tier": "learned"}, {"name": "last", "kind": "judge", "tier": "judge", "endpoint": "http://x"}]
+SCORERS = dict.fromkeys(("reward_model", "reference", "gold", "judge", "group_preference", "context", "rubric", "demonstrations"), "same")
+
+
+@pytest.mark.parametrize("metric, inputs", [
+    ("reward", "reward_model"), ("greedy_reward", "reward_model"), ("best_of_2_accuracy", "reward_model"), ("kl_reference", "reference"), ("pair_accuracy", "reference"),
+    ("reward/gold", "gold"), ("reward/gold/disagreement", "gold"), ("reward/rm", "reward_model"), ("reward/judge", "judge"), ("reward/gp", "group_preference context"),
+    ("reward/most", "gold"), ("judge_accuracy", "judge"), ("judge_accuracy_without", "judge"), ("first_side_win_rate", "judge"), ("reward/shown", "demonstrations model"),
+    ("reward/last", "reward_model"), ("reward/remote", ""), ("reward/rule", ""), ("accuracy", ""), ("length_mean", ""), ("pass_at_2", "")])
+def test_every_input_that_measured_a_metric_must_be_the_same(metric, inputs):
+    from stages.evaluation.protocol import require_same_scorers
+
+    protocol = {**PROTOCOL, "target": "policy", "graders": GRADERS}
+    for changed in [*SCORERS, "model"]:
+        metas = {name: {"protocol": protocol, "model": name if changed == "model" else "m", "scorers": {**SCORERS, changed: name}} for name in ("candidate", "champion")}
+        if changed not in inputs.split():
+            require_same_scorers(metric, metas)
+            continue
+        with pytest.raises(ProtocolError, match=f"{metric} was measured with different inputs {changed}"):
+            require_same_scorers(metric, metas)
+
+
+@pytest.mark.parametrize("component", ["gold", "judge", "gp"])
+def test_a_component_of_another_scorer_promotes_nothing(component):
+    sides = [evaluation(name, rate, parts={component: rate}, protocol={**PROTOCOL, "graders": GRADERS}) for name, rate in (("candidate", 0.9), ("champion", 0.1))]
+    for side in sides:
+        side.meta["scorers"] = {**SCORERS, **dict.fromkeys(("gold", "judge", "group_preference"), side.name)}
+    with pytest.raises(ProtocolError, match="different inputs"):
+        decide(Config(metric=f"reward/{component}"), sides[0], champion=sides[1])
+
+
+def test_answers_without_a_verdict_do_not_win():
+    """The candidate has no verdict on the half of the prompts that is hard: on the other half alone it would win."""
+    hard = {f"i{i}" for i in range(0, 120, 2)}
+    made = {}
+    for name in ("candidate", "champion"):
+        rows = [record(i, 0, None if name == "candidate" else True) if f"i{i}" in hard else record(i, 0, name == "candidate" or i % 3 == 0) for i in range(120)]
+        made[name] = Evaluation(name, rows, all_metrics(rows), {"protocol": PROTOCOL, "model": name})
+    decision = decide(Config(), made["candidate"], champion=made["champion"])
+    assert not decision["promote"] and "The candidate has no accuracy for 50.0% of the answers" in decision["reasons"][0] and decision["evidence"][0]["note"].startswith("60 items")
+    assert decide(Config(max_missing=0.5), made["candidate"], champion=made["champion"])["promote"]
+    kept = decide(Config(metric="length_mean", non_regression=[{"metric": "accuracy"}]), made["candidate"], champion=made["champion"])["evidence"][1]
+    assert not kept["passed"] and "max_missing=0.02" in kept["reason"]
+
+
+def test_a_gain_on_one_passage_is_not_a_gain():
+    def passages(name, right):
+        rows = [record(f"{g}-{q}", 0, g < right, group_id=f"g{g}") for g in range(40) for q in range(5)]
+        return Evaluation(name, rows, all_metrics(rows), {"protocol": PROTOCOL, "model": name})
+
+    decision = decide(Config(), passages("candidate", 21), champion=passages("champion", 20))
+    assert not decision["promote"] and "on 40 prompts (groups of the 200 items that belong together count once)" in decision["reasons"][0]
+    assert not decide(Config(min_prompts=41), passages("candidate", 40), champion=passages("champion", 0))["promote"]
 
 
 def test_mistakes_name_what_to_write():
@@ -90,3 +147,25 @@ def test_mistakes_name_what_to_write():
         decide(Config(metric="niceness"), candidate, champion=evaluation("champion", 0.5))
     with pytest.raises(ValueError, match="write min=NUMBER or max=NUMBER"):
         Config(gates=[{"metric": "accuracy"}])
+
+
+@pytest.mark.parametrize("scorer, anew", [("rm", False), ("another", True)])
+def test_the_champions_evaluation_by_another_reward_model_is_no_evidence(monkeypatch, scorer, anew):
+    """`posttrain promote` takes an evaluation of the champion that measured the same, or evaluates it with the candidate's inputs."""
+    from types import SimpleNamespace
+
+    import tasks.run
+    from tasks import promotion
+
+    def made(model, reward_model):
+        return {"inputs": {name: {"ref": digest, "digest": digest} for name, digest in (("model", model), ("prompts", "p"), ("reward_model", reward_model))}, "metrics": {"protocol_hash": "h"},
+                "outputs": {name: {"ref": f"{model} by {reward_model}: {name}"} for name in ("samples", "scores")}, "config": {}, "seed": 0}
+
+    asked = []
+    monkeypatch.setattr(promotion.store, "resolve", lambda ref, kind: SimpleNamespace(ref=ref, digest=ref))
+    monkeypatch.setattr(promotion, "evaluations_of", lambda digest: [made(digest, "rm" if digest == "new" else scorer)])
+    monkeypatch.setattr(promotion, "champion", lambda name, alias: "office")
+    monkeypatch.setattr(tasks.run, "run_stage", lambda stage, inputs, config, **more: asked.append(inputs) or SimpleNamespace(outputs={"samples": "anew", "scores": "anew"}))
+    found = promotion.evidence("new", name="policy", alias="champion")
+    assert found["champion_samples"] == ("anew" if anew else "office by rm: samples")
+    assert asked == ([{"prompts": "p", "reward_model": "rm", "model": "office"}] if anew else [])

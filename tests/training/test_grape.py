@@ -326,7 +326,7 @@ def test_an_evaluation_averages_confidences_over_all_its_answers_whatever_the_ch
 def test_rewards_of_different_rubrics_are_not_compared(monkeypatch):
     """By the stage compare, by `posttrain compare`, and among held-out scores of two runs; what does not come from the rubric is."""
     from flows import compare as command
-    from stages.compare import require_same_scorers
+    from stages.evaluation.protocol import require_same_scorers
     from stages.run_comparison import HELD_OUT_SETTINGS, held_out
 
     graders = [{"name": "rubric", "kind": "rubric"}, {"name": "rule", "kind": "verifier"}]
