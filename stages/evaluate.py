@@ -1,7 +1,8 @@
 """evaluate: what a model can do on held-out prompts or pairs, with confidence intervals.
 
 ``target=policy``        samples k answers per prompt (and one greedy answer), grades them with verifiers and, if given, a reward
-                         model; estimates KL to a reference; judges preference pairs by the policy's own likelihood.
+                         model; on prompts with constraints also reports the four IFEval accuracies (eval.ifeval); estimates KL to a
+                         reference; judges preference pairs by the policy's own likelihood.
                          With ``environment`` it acts in one over turns: success, turns, tool errors and truncations (eval.tool);
                          with ``environment=debate`` it argues for both answers before a judge: how often the judge is right, with and
                          without the debate, and how often the first side wins (eval.debate).
@@ -120,7 +121,7 @@ class Plan:
             self._read_prompts()
         if stage.has("pairs"):
             self._read_pairs()
-        self.verifier = next((component for component in config.rewards if component.kind == "verifier"), None)
+        self.verifier, self.constraints = (next((component for component in config.rewards if component.kind == kind), None) for kind in ("verifier", "constraints"))
         self.run_id = stage.key[:16]
         self.protocol = self._protocol()
         self._loaded = {}
@@ -141,20 +142,22 @@ class Plan:
         self.prompts = prompt_rows(self.stage, data, config.split, self.renderer, longest, config.limit, config.prompt_template)
 
     def _read_pairs(self) -> None:
-        from stages.pairs import encode_pairs
+        from stages.pairs import encode_pairs, is_tie
         from stages.spec import ConfigError
 
         config, data = self.config, self.stage.dataset("pairs")
         if config.target == "reward_model":
             from stages.reward_eval import rows_of
 
-            self.pairs = rows_of(data, config.split, config.limit)
+            read, dropped = rows_of(data, config.split, config.limit), {}
         else:
-            self.pairs, dropped = encode_pairs(data, config.split, self.renderer, config.max_length, config.limit)
-            self.dropped = {f"pairs_{name}": count for name, count in dropped.items()}
+            read, dropped = encode_pairs(data, config.split, self.renderer, config.max_length, config.limit)
+        self.pairs = [pair for pair in read if not is_tie(pair if isinstance(pair, dict) else pair.extra)]  # nobody can be right about a tie
+        self.dropped = {f"pairs_{name}": count for name, count in {**dropped, "ties": len(read) - len(self.pairs)}.items()}
         if not self.pairs:
             splits = ", ".join(data.manifest.get("splits") or {}) or "none"
-            raise ConfigError(f"evaluate: the pairs have no usable row in split {config.split!r} (splits: {splits}); write split=NAME")
+            ties = f"all {len(read)} rows are ties, which prefer neither side; " if read else ""
+            raise ConfigError(f"evaluate: the pairs have no usable row in split {config.split!r} ({ties}splits: {splits}); write split=NAME")
         if config.target == "reward_model":
             return
         wanted = {item.row_id for item in self.pairs}
@@ -190,6 +193,7 @@ class Plan:
                                                                       "observation_role")}
         if self.pairs:
             protocol |= {"pairs": stage.dataset("pairs").digest} | ({"max_length": config.max_length} if self.renderer else {})
+            protocol |= {"ties": "left out"} if self.dropped.get("pairs_ties") else {}
         return protocol
 
     def units(self) -> list[tuple[str, list]]:
@@ -289,6 +293,7 @@ class Plan:
             "mode": mode, "finish": sample.finish_reason, "reward": model_score, "kl": kl, "parts": sample.parts, "unscorable": sample.reasons or None,
             "category": source.get("category") or source.get("domain"), "difficulty": difficulty_of(source),
             "prompt": source["prompt"][-1]["content"], "answer": source.get("answer"), "flexible_correct": flexible,
+            "constraints": constraint_verdicts(source, sample.text, self.constraints) if sample.error is None else None,
             "reencoded": sample.reencoded or None, "error": sample.error,
         }
         if sample.turns is not None:
@@ -378,7 +383,7 @@ class Plan:
             asked += [(source, mode, index, text) for index, (mode, text) in enumerate(sorted(made.items()))]
         responses = [Response(source["prompt"], [*source["chosen"][:-1], {"role": "assistant", "content": text}], row=source) for source, _, _, text in asked]
         scorer = self.scorer("model")
-        return [self._row(source, mode, index, text, length, {"mode": mode, "reward": value})
+        return [self._row(source, mode, index, text, length, {"mode": mode, "reward": value if math.isfinite(value) else None})
                 for (source, mode, index, text), length, value in zip(asked, scorer.lengths(responses), scorer.score(responses))]
 
 
@@ -405,6 +410,25 @@ def parse(row: dict, text: str, component=None) -> tuple[bool | None, bool | Non
         return None, None, None
 
 
+def constraint_verdicts(row: dict, text: str, component=None) -> dict | None:
+    """Which instructions of a row with constraints an answer follows (eval.ifeval): {"strict": [...], "loose": [...]}, {"unscorable": why} where one cannot
+    be checked, None for other rows. ``component``: the configured component of kind constraints, whose view counts here too."""
+    import json
+
+    from stages.evaluation.suites import ifeval_loose_variants
+    from stages.verifiers import BadGold, check_constraint, view
+
+    if not row.get("constraints"):
+        return None
+    seen = text if component is None else view(text, component.view)
+    passes = lambda one, reading: check_constraint(*one, reading) and bool(reading.strip())  # an empty answer follows nothing
+    try:
+        asked = [(one["id"], json.loads(one["kwargs_json"] or "{}")) for one in row["constraints"]]
+        return {"strict": [passes(one, seen) for one in asked], "loose": [any(passes(one, reading) for reading in ifeval_loose_variants(seen)) for one in asked]}
+    except (BadGold, ValueError) as error:
+        return {"unscorable": str(error)}
+
+
 def difficulty_of(row: dict) -> str | None:
     """Difficulty of a prompt row: a column or an ``extra_json`` entry named difficulty or level."""
     import json
@@ -429,10 +453,11 @@ def conclude(stage, plan: Plan, meta: dict, records: list[dict]) -> None:
     probe_table = scores.probe_metrics(records)[1]
     tables = {field: scores.by_group([r for r in records if r["mode"] in ("sample", "greedy")], field) for field in ("category", "difficulty")} if plan.prompts else {}
     write_scores(stage, plan, meta, metrics, tables)
+    unscored = len(plan.pairs) - sum(r["mode"] == "chosen" for r in records)
     summary = {**scores.flatten(metrics), "prompts": len(plan.prompts), "pairs": len(plan.pairs), "protocol_hash": meta["protocol_hash"],
-               "benchmark": benchmark_name(stage), **plan.dropped}
+               "benchmark": benchmark_name(stage), **plan.dropped, **({"pairs_unscored": unscored} if unscored else {})}
     stage.summary(summary)
-    warnings(stage, metrics)
+    warnings(stage, metrics, records, unscored)
     publish(stage, plan, meta, metrics, tables, probe_table, records)
 
 
@@ -459,8 +484,16 @@ def write_scores(stage, plan: Plan, meta: dict, metrics: dict, tables: dict) -> 
     writer.close({"metrics": len(rows)})
 
 
-def warnings(stage, metrics: dict) -> None:
+def warnings(stage, metrics: dict, records: list[dict], unscored_pairs: int = 0) -> None:
     """Named warnings about results that should not be trusted as they are."""
+    checkable = [r for r in records if r["mode"] in ("sample", "greedy") and not r.get("error") and not r.get("transcript") and (r.get("answer") is not None or r.get("constraints"))]
+    reasons = [(r.get("constraints") or {}).get("unscorable") or "; ".join((r.get("unscorable") or {"": "the answer of the prompt cannot be read"}).values()) for r in checkable
+               if "unscorable" in (r.get("constraints") or {}) or (r.get("answer") is not None and r["correct"] is None)]
+    if reasons:
+        stage.warn("answers_unscorable", f"{len(reasons)} of {len(checkable)} answers to prompts with an answer or constraints have no verdict and are in no mean, for example: "
+                   f"{max(reasons, key=reasons.count)}. Repair these prompts, or leave them out.")
+    if unscored_pairs:
+        stage.warn("pairs_unscored", f"{unscored_pairs} pairs have no score and are in no mean. Look at their length, and at the reward model's own warnings.")
     truncated, chance = metrics.get("truncation_rate"), metrics.get("accuracy")
     if truncated and truncated.value > 0.1:
         stage.warn("answers_truncated", f"{truncated.value:.0%} of the answers hit max_completion_length={stage.config.max_completion_length} and count as they "
@@ -488,6 +521,9 @@ HEADLINES = {
     "first_side_win_rate": "debates won by the answer that the task names first", "environment_failure_rate": "trajectories whose environment failed", "format_error_rate": "answers whose format cannot be read",
     "unscorable_rate": "answers without a verdict", "distinct_1": "different words / words, per prompt", "distinct_2": "different word pairs / word pairs, per prompt",
     "repetition_3": "repeated word triples inside an answer", "stock_phrase_rate": "answers with a stock phrase",
+    "prompt_level_strict_acc": "prompts with constraints whose answer meets all of them (IFEval)", "inst_level_strict_acc": "constraints met (IFEval)",
+    "prompt_level_loose_acc": "prompts whose answer meets all of them with or without stars, first and last line", "inst_level_loose_acc": "constraints met with or without these",
+    "constraints_unscorable_rate": "answers to prompts with constraints that cannot be checked",
     "pair_accuracy": "pairs that the policy itself orders right", "tie_rate": "ties", "log_loss": "-log sigmoid(margin), nats", "mean_margin": "score difference chosen - rejected",
     "ece": "expected calibration error, 10 bins", "length_matched_accuracy": "accuracy on pairs of nearly equal length", "chosen_longer_share": "pairs whose chosen answer is longer",
     "accuracy_ties_half": "the same with ties as half", "length_difference": "tokens of chosen - rejected", "fooled_rate": "probes that score at least as high as the clean answer",

@@ -114,6 +114,63 @@ def test_reward_model_evaluation(tiny, tmp_path):
     assert "calibration" in {report["name"] for report in result["reports"]}
 
 
+@pytest.mark.parametrize("target", ["reward_model", "policy"])
+def test_ties_are_left_out_and_counted(tiny, tmp_path, target):
+    """Half of the pairs prefer neither side: the scores are those of the other half alone."""
+    from storage.datasets import write_dataset
+
+    rows = list(open_dataset(tiny["pairs"]).iter_rows())
+    found = {}
+    for name, kept in (("all", rows), ("decided", rows[::2]), ("ties", rows[1::2])):
+        write_dataset(str(tmp_path / name), "opinions", "pairs/1", [{**row, "label_prob": 0.5 if index % 2 and name != "decided" or name == "ties" else 1.0} for index, row in enumerate(kept)])
+        stage = spec("evaluate", tmp_path / f"run-{name}", {"model": tiny["reward" if target == "reward_model" else "policy"], "pairs": str(tmp_path / name)}, {"target": target, "probe_pairs": 2})
+        if name == "ties":
+            with pytest.raises(ConfigError, match="all 12 rows are ties"):
+                execute(stage)
+        else:
+            found[name] = execute(stage)["summary"]
+    assert found["all"]["pairs"] == 12 and found["all"]["pairs_ties"] == 12 and found["decided"]["pairs_ties"] == 0
+    assert [found["all"][key] == value for key, value in found["decided"].items() if key not in ("protocol_hash", "pairs_ties")].count(False) == 0
+
+
+def test_answers_that_a_reward_model_cannot_score_do_not_end_the_evaluation(tiny, tmp_path, monkeypatch):
+    """Flattery and the first pair have no score: the rest is evaluated, what is missing is null in the samples and counted."""
+    from stages.reward_scorers import ScalarScorer
+
+    plain = ScalarScorer.score
+    monkeypatch.setattr(ScalarScorer, "score", lambda self, responses: [
+        float("nan") if "wonderful" in r.text or r.text == "The answer is 0." else value for r, value in zip(responses, plain(self, responses))])
+    result = execute(spec("evaluate", tmp_path, {"model": tiny["reward"], "pairs": tiny["pairs"]}, {"target": "reward_model", "probe_pairs": 3}))
+    rows = [json.loads(row["extra_json"]) for row in open_dataset(tmp_path / "out" / "samples").iter_rows()]
+    assert [row.get("reward") for row in rows if row["mode"] == "probe:sycophantic"] == [None] * 3
+    assert result["summary"]["pairs_unscored"] == 1 and "fooled_rate/sycophantic" not in result["summary"] and 0 <= result["summary"]["fooled_rate/padded"] <= 1
+    assert "pairs_unscored" in {warning["code"] for warning in result["warnings"]}
+
+
+def test_instruction_following_is_reported_for_prompts_with_constraints(tiny, tmp_path, monkeypatch):
+    """The four IFEval numbers of eval.ifeval, from answers that are known, against the catalogue's rule; a constraint that no checker knows is counted."""
+    from stages.evaluation.suites import ifeval_accuracies
+    from stages.generation import Sample
+    from storage.datasets import write_dataset
+    from storage.schema import complete_row
+
+    def prompt(text, *constraints):
+        return complete_row("prompts/1", {"prompt": [{"role": "user", "content": text}], "constraints": [{"id": name, "kwargs_json": json.dumps(given)} for name, given in constraints] or None},
+                            dataset="ifeval", source="made", origin="human", split="test")
+
+    no_comma, words, quoted = ("punctuation:no_comma", {}), ("length_constraints:number_words", {"num_words": 3, "relation": "at least"}), ("startend:quotation", {})
+    prompts = {"a": prompt("a", no_comma, words), "b": prompt("b", quoted), "c": prompt("c", no_comma, words), "d": prompt("d", no_comma), "e": prompt("e", ("made:up", {})), "f": prompt("f")}
+    answers = {"a": "one two three", "b": 'Sure:\n"quoted"', "c": "short", "d": "", "e": "x", "f": "x"}
+    write_dataset(str(tmp_path / "ifeval"), "ifeval", "prompts/1", list(prompts.values()))
+    monkeypatch.setattr(Sample, "text", property(lambda self: answers[self.prompt["prompt"][-1]["content"]], lambda self, value: None), raising=False)
+    result = execute(spec("evaluate", tmp_path / "run", {"model": tiny["policy"], "prompts": str(tmp_path / "ifeval")}, {**POLICY, "num_samples": 0}))
+    expected = ifeval_accuracies([[1, 1], [0], [1, 0], [0]], [[1, 1], [1], [1, 0], [0]])
+    assert {name: result["summary"][name] for name in expected} == pytest.approx(expected)
+    assert result["summary"]["prompt_level_strict_acc_low"] < 0.25 < result["summary"]["prompt_level_strict_acc_high"] and result["summary"]["constraints_unscorable_rate"] == 0.2
+    assert "made:up" in next(warning["text"] for warning in result["warnings"] if warning["code"] == "answers_unscorable")
+    assert {row["metric"]: row["n"] for row in open_dataset(tmp_path / "run" / "out" / "scores").iter_rows()}["inst_level_loose_acc"] == 6
+
+
 def test_reward_scores_do_not_depend_on_the_chunk(tiny, tmp_path):
     margins = []
     for chunk in (3, 24):
@@ -139,6 +196,17 @@ def test_comparison_refuses_different_protocols(tiny, evaluations, tmp_path):
     inputs = {"evaluations.a": str(evaluations["policy"][1] / "samples"), "evaluations.b": str(tmp_path / "warm" / "out" / "samples")}
     with pytest.raises(ConfigError, match="temperature: 1.0 for a, 0.5 for b"):
         execute(spec("compare", tmp_path / "compare", inputs, {}))
+
+
+@pytest.mark.parametrize("config", [{"metric": "reward"}, {"select_by": "reward"}, {"select_by": "best_of_2_accuracy"}, {"metric": "kl_reference"}])
+def test_comparison_refuses_metrics_of_different_scorers(tiny, evaluations, tmp_path, config):
+    """The same prompts and settings, but another reward model (of another seed) and another reference."""
+    execute(spec("evaluate", tmp_path / "b", {"model": tiny["policy"], "prompts": tiny["prompts"], "pairs": tiny["pairs"], "reference": tiny["other"]}, POLICY))
+    inputs = {"evaluations.a": str(evaluations["policy"][1] / "samples"), "evaluations.b": str(tmp_path / "b" / "out" / "samples")}
+    with pytest.raises(ConfigError, match="was measured with different inputs re"):
+        execute(spec("compare", tmp_path / "compare", inputs, config))
+    result = execute(spec("compare", tmp_path / "allowed", inputs, {"select_by": "accuracy"}))["summary"]
+    assert "a/accuracy" in result and "a/reward" not in result and "a/kl_reference" not in result
 
 
 def promotion_inputs(tiny, evaluations, candidate="other", champion="policy"):
