@@ -5,6 +5,7 @@ Training stages also give their curves in one figure, held-out scores with paire
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,12 @@ def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
         rubrics = len({record["inputs"]["rubric"]["digest"] for record in (one, two) if "rubric" in (record.get("inputs") or {})}) > 1
         if rubrics:
             more["notes"].append(f"{label}: rewards are left out, because different rubrics gave them; score the answers of one with the other's rubric (stage rescore)")
+        apart = scored_apart(one, two)
+        if apart:
+            more["notes"].append(f"{label}: {', '.join(apart)} left out, because different {', '.join(sorted(set().union(*apart.values())))} measured them; evaluate both models with the same inputs")
         for metric in dict.fromkeys([*one["metrics"], *two["metrics"]]):
+            if re.sub("_(low|high|se)$", "", metric) in apart:
+                continue
             if rubrics and metric.removeprefix("last/").startswith(("reward", "rubric/")):
                 continue
             x, y = one["metrics"].get(metric), two["metrics"].get(metric)
@@ -48,6 +54,18 @@ def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
             for name, found in training(label, one, two, out or home.subdir("compare") / f"{one['key'][:12]}-{two['key'][:12]}").items():
                 more[name] += found
     return {"a": a, "b": b, "metrics": rows, "config": settings, **more}
+
+
+def scored_apart(one: dict[str, Any], two: dict[str, Any]) -> dict[str, list[str]]:
+    """{metric: inputs} of two evaluations' metrics that different reward models, judges or references measured; empty for other stages."""
+    from stages.evaluation.protocol import differing_inputs
+
+    if one["stage"] != "evaluate":
+        return {}
+    metas = {side: {"protocol": {"target": record["config"].get("target"), "graders": record["config"].get("rewards"), **({"prompts": 1} if "prompts" in record["inputs"] else {})},
+                    "model": record["inputs"]["model"]["digest"], "scorers": {name: given["digest"] for name, given in record["inputs"].items()}} for side, record in (("a", one), ("b", two))}
+    names = dict.fromkeys(re.sub("_(low|high|se)$", "", metric) for metric in [*one["metrics"], *two["metrics"]])
+    return {name: found for name in names if (found := differing_inputs(name, metas))}
 
 
 def training(label: str, one: dict[str, Any], two: dict[str, Any], out: Path) -> dict[str, list]:

@@ -169,3 +169,17 @@ def test_the_champions_evaluation_by_another_reward_model_is_no_evidence(monkeyp
     found = promotion.evidence("new", name="policy", alias="champion")
     assert found["champion_samples"] == ("anew" if anew else "office by rm: samples")
     assert asked == ([{"prompts": "p", "reward_model": "rm", "model": "office"}] if anew else [])
+
+
+def test_posttrain_compare_leaves_out_what_different_scorers_measured(monkeypatch):
+    from flows import compare as command
+
+    def made(reward_model):
+        metrics = {"accuracy": 0.5, "reward": 1.0, "reward_low": 0.5, "best_of_2_accuracy": 0.5, "reward/rule": 1.0, "protocol_hash": "h"}
+        inputs = {name: {"digest": digest} for name, digest in (("model", reward_model), ("prompts", "p"), ("reward_model", reward_model))}
+        return {"evaluate": {"stage": "evaluate", "key": "k", "config": {"target": "policy", "rewards": GRADERS}, "inputs": inputs, "metrics": metrics}}
+
+    monkeypatch.setattr(command, "load", made)
+    found = command.compare("a", "b")
+    assert [row["metric"] for row in found["metrics"]] == ["accuracy", "reward/rule"] and "reward, best_of_2_accuracy left out, because different reward_model" in found["notes"][0]
+    assert len(command.compare("a", "a")["metrics"]) == 5 and not command.compare("a", "a")["notes"]
