@@ -87,7 +87,8 @@ class Config(StageConfig):
         "none", description="margin column of pairs (data.margin)")
     pair_mode: Literal["all", "best_vs_rest", "best_worst", "adjacent", "best_vs_random", "rank_gap"] = Field(
         "all", description="which pairs a ranking gives (data.ranking)")
-    min_margin: float = Field(1.0, gt=0, description="smallest score gap of a pair made of ratings (data.ratings)")
+    min_margin: float | None = Field(None, gt=0, description="smallest score gap of a pair made of ratings; null: any difference, the smallest step of the scale "
+                                                              "(data.ratings)")
     threshold: float | None = Field(None, description="ratings at or above it are desirable / good enough for demonstrations")
     dead_band: float = Field(0.0, ge=0, description="ratings nearer to the threshold than this are dropped")
     scale_min: float | None = Field(None, description="lowest possible score; null: not checked")

@@ -7,6 +7,8 @@ of one prompt (staged on disk by the stage) and gives rows. Both keep prompt_id 
 from __future__ import annotations
 
 import hashlib
+import math
+from statistics import fmean
 from typing import Any, Callable
 
 from stages.ingestion import pairing
@@ -28,6 +30,7 @@ CHAINS = {("comparisons/1", "demonstrations/1"): "pairs/1", ("comparisons/1", "u
           ("comparisons/1", "rankings/1"): "pairs/1", ("rankings/1", "unpaired/1"): "pairs/1"}
 WITH_PROMPT = ("pairs/1", "comparisons/1", "rankings/1", "ratings/1", "unpaired/1", "stepwise/1", "demonstrations/1",
                "segments/1", "span_feedback/1", "candidates/1", "revisions/1")
+ANY_GAP = math.ulp(0.0)         # the smallest difference of two scores: whatever the scale, one of its steps is not below it
 _CARRIED = ("prompt_id", "group_id", "split", "source", "batch_id", "license", "weight")
 
 
@@ -89,14 +92,20 @@ def comparison_to_pair(row: dict, options) -> dict:
     return out
 
 
-def _ranking_to_pairs(row: dict, options, draw) -> list[dict]:
+def _ranking_to_pairs(row: dict, options, draw, gaps) -> list[dict]:
     ranks, scores = row["ranks"], row.get("scores")
     gens = row.get("gens") or [None] * len(ranks)
+    by_score = scores and options.margin_mode == "score_diff"
     if options.pair_mode == "rank_gap":
-        staged = [(i, j, stage, gap) for stage, (gap, pairs) in enumerate(pairing.rank_gap_stages(ranks)) for i, j in pairs]
+        stages = {gap: stage for stage, gap in enumerate(sorted(gaps or rank_gaps(ranks), reverse=True))}
+        staged = [(i, j, stages[gap], gap) for gap, pairs in pairing.rank_gap_stages(ranks) for i, j in pairs]
     else:
         staged = [(i, j, None, ranks[j] - ranks[i]) for i, j in pairing.ranking_pairs(ranks, options.pair_mode, draw)]
     staged = [item for item in staged if not same_completion(row["completions"][item[0]], row["completions"][item[1]])]
+    if by_score:
+        if any(scores[i] < scores[j] for i, j, _, _ in staged):
+            raise Bad("score_inconsistent")
+        staged = [(i, j, stage, gap) for i, j, stage, gap in staged if scores[i] > scores[j]]
     if not staged:
         raise Bad("all_tied" if len(set(ranks)) <= 1 and len(ranks) > 1 else "no_pair")
     out = []
@@ -106,10 +115,20 @@ def _ranking_to_pairs(row: dict, options, draw) -> list[dict]:
                "stage_index": stage, "ann": row.get("ann"), "chosen_gen": gens[i], "rejected_gen": gens[j]}
         if scores:
             new |= {"chosen_score": scores[i], "rejected_score": scores[j]}
-            if options.margin_mode == "score_diff":
+            if by_score:
                 new["margin"] = scores[i] - scores[j]
         out.append(new)
     return out
+
+
+def rank_gaps(ranks: list[int]) -> set[int]:
+    """Rank gaps between the items of a ranking. Those of all rankings give the stages of pair_mode rank_gap (`data.curriculum`)."""
+    return {gap for gap, _ in pairing.rank_gap_stages(ranks)}
+
+
+def is_tie(pair: dict) -> bool:
+    """Whether a pair prefers neither side (tie_policy soft): nothing for a kind without soft labels."""
+    return pair.get("label_prob") == 0.5
 
 
 def finish_pair(row: dict, options) -> dict:
@@ -139,7 +158,8 @@ def unroll_demonstration(row: dict, options) -> list[dict]:
              for index, message in enumerate(row["messages"])]
     balance = "per_conversation" if options.balance == "per_conversation" else "none"
     samples = pairing.unroll(roles, options.multiturn, balance)
-    return [{**row, "prompt_id": None, "messages": row["messages"][:target + 1], "train_turns": [target],
+    kept = {name: value for name, value in row.items() if name not in ("row_id", "prompt_id")}     # these are of the whole conversation
+    return [{**kept, "messages": row["messages"][:target + 1], "train_turns": [target],
              "weight": row.get("weight", 1.0) * weight} for target, weight in samples]
 
 
@@ -155,8 +175,11 @@ def prompt_row(kind: str, row: dict) -> dict:
     return out
 
 
-def rowwise(have: str, want: str, row: dict, options, draw=None) -> list[dict]:
-    """Rows of kind `want` made of one row of kind `have`. Raises Bad where nothing comes of it."""
+def rowwise(have: str, want: str, row: dict, options, draw=None, gaps: set[int] | None = None) -> list[dict]:
+    """Rows of kind `want` made of one row of kind `have`. Raises Bad where nothing comes of it.
+
+    gaps: rank gaps of all rankings, which number the stages of pair_mode rank_gap; default those of this row.
+    """
     if want == "prompts/1" and have != "prompts/1":
         return [_derived(have, {**row, "prompt_id": None}, prompt_row(have, row))]
     if have == want == "demonstrations/1":
@@ -168,8 +191,10 @@ def rowwise(have: str, want: str, row: dict, options, draw=None) -> list[dict]:
     if (have, want) == ("segments/1", "pairs/1"):
         return [_derived(have, row, {name: row[name] for name in ("prompt", "chosen", "rejected")})]
     if (have, want) == ("rankings/1", "pairs/1"):
-        return [_derived(have, row, new) for new in _ranking_to_pairs(row, options, draw)]
+        return [_derived(have, row, new) for new in _ranking_to_pairs(row, options, draw, gaps)]
     if (have, want) == ("pairs/1", "demonstrations/1"):
+        if is_tie(row):
+            raise Bad("all_tied")
         return [_derived(have, row, _as_demonstration(row["prompt"], row["chosen"]))]
     if (have, want) == ("rankings/1", "demonstrations/1"):
         best = min(range(len(row["ranks"])), key=lambda index: (row["ranks"][index], index))
@@ -199,45 +224,113 @@ def _key(messages: list[dict]) -> str:
     return prompt_id([{**message, "content": (message.get("content") or "").strip()} for message in messages])
 
 
-def grouped(have: str, want: str, rows: list[dict], options, draw=None) -> tuple[list[dict], dict[str, int], list[int]]:
-    """(rows out, dropped by reason, indices of input rows of which nothing came because of a tie).
+def grouped(have: str, want: str, rows: list[dict], options, draw=None) -> tuple[list[dict], dict[str, int], dict[int, str]]:
+    """(rows out, dropped by reason, code of each input row, by index, of which nothing came because of a tie).
 
     rows: all rows of kind `have` with one prompt, in input order.
     """
     return _GROUPED[have, want](have, rows, options, draw)
 
 
+def _weight(rows: list[dict]) -> float:
+    """Mean weight of the rows behind a new one."""
+    return fmean(row.get("weight", 1.0) for row in rows)
+
+
+def _by_rater(rows: list[dict]) -> list[dict[str, tuple[float, list[int]]]]:
+    """{completion: (score, indices of its rows)} of each rater, criterion and scale: scores of different ones are not comparable (`data.margin`).
+
+    A completion that one rater scored twice has the mean score.
+    """
+    raters: dict[tuple, dict[str, list[int]]] = {}
+    for index, row in enumerate(rows):
+        ann = row.get("ann") or {}
+        rater = (*(ann.get(name) for name in ("annotator_id", "judge_id", "criteria")), row.get("scale_min"), row.get("scale_max"))
+        raters.setdefault(rater, {}).setdefault(_key(row["completion"]), []).append(index)
+    return [{key: (fmean(rows[index]["score"] for index in found), found) for key, found in rated.items()} for rated in raters.values()]
+
+
+def _votes(raters: list[dict], a: str, b: str, least: float) -> tuple[float, list[tuple[float, dict]]]:
+    """(share that prefers completion a to b, [(how much, rater)] of who scored both): one vote per rater, a smaller gap than `least` is a tie."""
+    gaps = [(rated[a][0] - rated[b][0], rated) for rated in raters if a in rated and b in rated]
+    labels = ["A" if gap >= least else "B" if -gap >= least else "tie" for gap, _ in gaps]
+    return pairing.votes(labels)["p_a"] if gaps else 0.5, gaps
+
+
 def _ratings_to_ranking(have, rows, options, draw):
-    scores = [row["score"] for row in rows]
-    new = {"prompt": rows[0]["prompt"], "completions": [row["completion"] for row in rows],
-           "ranks": pairing.ranks_from_scores(scores), "scores": scores,
-           "gens": [row.get("gen") for row in rows] if any(row.get("gen") for row in rows) else None,
-           "ann": rows[0].get("ann")}
-    return [_derived(have, rows[0], new, [(have, row) for row in rows])], {}, []
+    """One ranking per rater; where that has no order, its rows are refused."""
+    out, lost = [], {}
+    for rated in _by_rater(rows):
+        scores, indices = [score for score, _ in rated.values()], [index for _, found in rated.values() for index in found]
+        if len(set(scores)) < 2:
+            lost |= dict.fromkeys(indices, "no_pair" if len(scores) < 2 else "all_tied")
+            continue
+        kept = [rows[found[0]] for _, found in rated.values()]
+        new = {"prompt": rows[0]["prompt"], "completions": [row["completion"] for row in kept], "ranks": pairing.ranks_from_scores(scores), "scores": scores,
+               "gens": [row.get("gen") for row in kept] if any(row.get("gen") for row in kept) else None,
+               "weight": _weight([rows[index] for index in indices]), "ann": kept[0].get("ann")}
+        out.append(_derived(have, kept[0], new, [(have, rows[index]) for index in indices]))
+    return out, {}, lost
 
 
 def _ratings_to_pairs(have, rows, options, draw):
-    scores = [row["score"] for row in rows]
-    if options.pair_mode == "all":
-        pairs = [(i, j, gap) for i, j, gap in pairing.ratings_pairs(scores, options.min_margin)]
-    else:
-        pairs = [(i, j, scores[i] - scores[j]) for i, j in pairing.ranking_pairs(
-            pairing.ranks_from_scores(scores), options.pair_mode, draw) if scores[i] - scores[j] >= options.min_margin]
-    pairs = [item for item in pairs if not same_completion(rows[item[0]]["completion"], rows[item[1]]["completion"])]
+    """Pairs inside the scores of one rater. Where several scored the same two completions, the majority decides (`data.aggregate`).
+
+    The scores are then those of one of the majority, the one with the median gap: scores of several people are never averaged.
+    """
+    least = options.min_margin or ANY_GAP
+    raters, asked = _by_rater(rows), {}
+    for rated in raters:
+        keys, scores = list(rated), [score for score, _ in rated.values()]
+        if options.pair_mode == "all":
+            made = [(i, j) for i, j, _ in pairing.ratings_pairs(scores, least)]
+        else:
+            made = [(i, j) for i, j in pairing.ranking_pairs(pairing.ranks_from_scores(scores), options.pair_mode, draw) if scores[i] - scores[j] >= least]
+        for i, j in made:
+            asked.setdefault(frozenset((keys[i], keys[j])), (keys[i], keys[j]))
+    pairs, tied = [], 0
+    for a, b in asked.values():
+        p_a, gaps = _votes(raters, a, b, least)
+        if p_a == 0.5:
+            tied += 1
+            continue
+        if p_a < 0.5:
+            a, b, p_a, gaps = b, a, 1.0 - p_a, [(-gap, rated) for gap, rated in gaps]
+        agreeing = sorted(gap for gap, _ in gaps if gap >= least)
+        middle = agreeing[(len(agreeing) - 1) // 2]
+        pairs.append((a, b, p_a, next(rated for gap, rated in gaps if gap == middle), [rated for _, rated in gaps]))
     pairs = pairs[:options.max_pairs_per_prompt]
-    out = [_derived(have, rows[i], {
-        "prompt": rows[i]["prompt"], "chosen": rows[i]["completion"], "rejected": rows[j]["completion"],
-        "chosen_score": scores[i], "rejected_score": scores[j], "margin": gap if options.margin_mode == "score_diff" else None,
-        "pairs_in_group": len(pairs), "weight": 1.0 / len(pairs), "chosen_gen": rows[i].get("gen"),
-        "rejected_gen": rows[j].get("gen")}, [(have, rows[i]), (have, rows[j])]) for i, j, gap in pairs]
-    return out, ({} if out else {"no_pair": 1}), ([] if out else list(range(len(rows))))
+    out = []
+    for a, b, p_a, rated, voters in pairs:
+        chosen, rejected = rows[rated[a][1][0]], rows[rated[b][1][0]]
+        behind = [rows[index] for voter in voters for key in (a, b) for index in voter[key][1]]
+        out.append(_derived(have, chosen, {
+            "prompt": chosen["prompt"], "chosen": chosen["completion"], "rejected": rejected["completion"],
+            "chosen_score": rated[a][0], "rejected_score": rated[b][0],
+            "margin": rated[a][0] - rated[b][0] if options.margin_mode == "score_diff" else None,
+            "label_prob": p_a if options.soft_label == "prob" and len(voters) > 1 else None,
+            "pairs_in_group": len(pairs), "weight": _weight(behind) / len(pairs), "chosen_gen": chosen.get("gen"), "rejected_gen": rejected.get("gen"),
+            "ann": chosen.get("ann") if len(voters) == 1 else None}, [(have, row) for row in behind]))
+    dropped = {"tied_votes": tied} if tied else {}
+    return out, dropped if out else {**dropped, "no_pair": 1}, {} if out else dict.fromkeys(range(len(rows)), "no_pair")
 
 
 def _ratings_to_demonstrations(have, rows, options, draw):
-    best = max(range(len(rows)), key=lambda index: (rows[index]["score"], -index))
-    if options.threshold is not None and rows[best]["score"] < options.threshold:
-        return [], {"below_threshold": 1}, []
-    return [_derived(have, rows[best], _as_demonstration(rows[best]["prompt"], rows[best]["completion"]))], {}, []
+    """The completion that wins most often against the others under the raters who scored both, then the one with the highest mean score."""
+    raters, scores, first = _by_rater(rows), {}, {}
+    for row in rows:
+        key = _key(row["completion"])
+        scores.setdefault(key, []).append(row["score"])
+        first.setdefault(key, row)
+    wins = dict.fromkeys(first, 0)
+    for a in first:
+        for b in first:
+            share, _ = _votes(raters, a, b, ANY_GAP)
+            wins[a] += (share > 0.5) - (share < 0.5)
+    best = max(first, key=lambda key: (wins[key], fmean(scores[key])))
+    if options.threshold is not None and fmean(scores[best]) < options.threshold:
+        return [], {"below_threshold": 1}, {}
+    return [_derived(have, first[best], _as_demonstration(first[best]["prompt"], first[best]["completion"]))], {}, {}
 
 
 def _unpaired_to_pairs(have, rows, options, draw):
@@ -248,18 +341,19 @@ def _unpaired_to_pairs(have, rows, options, draw):
     good, bad = [row for row in usable if row["label"]], [row for row in usable if not row["label"]]
     pairs = pairing.unpaired_to_pairs(good, bad, options.max_pairs_per_prompt)
     out = [_derived(have, a, {"prompt": a["prompt"], "chosen": a["completion"], "rejected": b["completion"],
-                              "pairs_in_group": len(pairs), "weight": 1.0 / len(pairs), "chosen_gen": a.get("gen"),
+                              "pairs_in_group": len(pairs), "weight": _weight([a, b]) / len(pairs), "chosen_gen": a.get("gen"),
                               "rejected_gen": b.get("gen")}, [(have, a), (have, b)]) for a, b in pairs]
     dropped = {"conflict": len(rows) - len(usable)} if len(usable) < len(rows) else {}
     if not out:
         dropped["no_pair"] = 1
-    return out, dropped, ([] if out else list(range(len(rows))))
+    return out, dropped, {} if out else dict.fromkeys(range(len(rows)), "no_pair")
 
 
 def _pairs_to_unpaired(have, rows, options, draw):
     texts: dict[str, tuple[list[dict], dict]] = {}
     triples = []
-    for row in rows:
+    lost = {index: "all_tied" for index, row in enumerate(rows) if is_tie(row)}
+    for row in (row for row in rows if not is_tie(row)):
         keys = []
         for side in ("chosen", "rejected"):
             key = _key(row[side])
@@ -269,30 +363,37 @@ def _pairs_to_unpaired(have, rows, options, draw):
     made, conflicts = pairing.pairs_to_unpaired(triples, options.on_conflict)
     out = [_derived(have, texts[key][1], {"prompt": rows[0]["prompt"], "completion": texts[key][0], "label": label,
                                           "label_kind": "converted"}) for _, key, label in made]
-    return out, ({"conflict": len(conflicts)} if conflicts else {}), []
+    return out, ({"conflict": len(conflicts)} if conflicts else {}), lost
 
 
 def _pairs_to_ranking(have, rows, options, draw):
-    """Topological order if the wins are acyclic (one level per depth), else Bradley-Terry scores, l2 0.1."""
+    """Topological order if the wins are acyclic (one level per depth), else Bradley-Terry scores, l2 0.1. Tied answers have one rank."""
     from stages.ingestion.curation import bradley_terry
 
     items: list[list[dict]] = []
     index: dict[str, int] = {}
-    wins = []
+    wins, ties = [], []
     for row in rows:
         for side in ("chosen", "rejected"):
             key = _key(row[side])
             if key not in index:
                 index[key] = len(items)
                 items.append(row[side])
-        wins.append((index[_key(row["chosen"])], index[_key(row["rejected"])]))
-    depth = _depths(len(items), wins)
+        (ties if is_tie(row) else wins).append((index[_key(row["chosen"])], index[_key(row["rejected"])]))
+    if not wins:
+        return [], {"all_tied": 1}, dict.fromkeys(range(len(rows)), "all_tied")
+    same = list(range(len(items)))      # the first of the answers that are tied with each
+    for a, b in ties:
+        same = [same[a] if other == same[b] else other for other in same]
+    depth = _depths(len(items), [(same[winner], same[loser]) for winner, loser in wins])
     dropped, scores = {}, None
-    if depth is None:
-        scores = bradley_terry(len(items), wins, l2=0.1)
+    if depth is not None:
+        depth = [depth[item] for item in same]
+    else:
+        scores = bradley_terry(len(items), wins + ties + [(b, a) for a, b in ties], l2=0.1)
         depth, dropped = pairing.ranks_from_scores([round(score, 9) for score in scores]), {"cycle": 1}
     new = {"prompt": rows[0]["prompt"], "completions": items, "ranks": depth, "scores": scores}
-    return [_derived(have, rows[0], new, [(have, row) for row in rows])], dropped, []
+    return [_derived(have, rows[0], new, [(have, row) for row in rows])], dropped, {}
 
 
 def _depths(n: int, wins: list[tuple[int, int]]) -> list[int] | None:

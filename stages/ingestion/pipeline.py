@@ -168,6 +168,7 @@ class Ingestion:
                 self._cluster()
         else:
             self.near = None
+        self.gaps = self._rank_gaps() if self.config.pair_mode == "rank_gap" and self.kind == "pairs/1" else None
         if state.get("phase") != "group":
             self._read(self.position)
             if self.counts.rows_staged:
@@ -355,7 +356,7 @@ class Ingestion:
             if (have, want) in conversions.GROUPED:
                 staged_to = hops[position:]
                 break
-            rows = [new for item in rows for new in conversions.rowwise(have, want, item, self.config, self._draw(seq))]
+            rows = [new for item in rows for new in conversions.rowwise(have, want, item, self.config, self._draw(seq), self.gaps)]
             have = want
         voting = self.config.contradictions in ("drop_both", "keep_as_votes") and have == "pairs/1" and \
             (kind == "pairs/1" or (kind == "comparisons/1" and not (row.get("ann") or {}).get("annotator_id")))
@@ -381,9 +382,9 @@ class Ingestion:
             return
         self.counts.rows_kept += 1
         # One row of the wanted kind that came as such: its key is its row id.
-        exact = key is not None and rows[0] is row and len(rows) == 1 and kind == self.kind and \
-            not (self.config.deduplicate == "auto" and kind in ("prompts/1", "demonstrations/1"))
-        self._write(rows, source, seq, key.hex() if exact else None)
+        plain = len(rows) == 1 and rows[0] is row
+        exact = key is not None and plain and kind == self.kind and not (self.config.deduplicate == "auto" and kind in ("prompts/1", "demonstrations/1"))
+        self._write(rows, source, None if plain else seq, key.hex() if exact else None)
 
     def _identity(self, kind: str, row: dict) -> bytes:
         """Key of a row for duplicates: exact content, or the normalised text of prompts and demonstrations."""
@@ -407,21 +408,20 @@ class Ingestion:
             if have == self.kind == "pairs/1":
                 rows_out, lost = conversions.settle_votes(rows) if self.config.contradictions == "keep_as_votes" else (
                     self._drop_both(rows))
-                reasons, code = {"merged_votes": len(rows) - len(rows_out) - len(lost)}, "contradicts_row"
+                reasons, lost = {"merged_votes": len(rows) - len(rows_out) - len(lost)}, dict.fromkeys(lost, "contradicts_row")
             else:
                 rows_out, reasons, lost = conversions.grouped(have, self.kind, rows, self.config, self._draw(gid))
-                code = "no_pair"
             self.counts.drop({reason: count for reason, count in reasons.items() if count})
             refused = {staged[index][1]["seq"] for index in lost}
             kept = {item["seq"] for _, item in staged} - refused
-            for index in lost:
+            for index, code in lost.items():
                 item = staged[index][1]
                 if item["seq"] in kept:
                     continue
                 self._raw_name = (item["source"], Record(item["line"], None, item["row"], None))
                 self._refuse((code,))
             self.counts.rows_kept += len(kept)
-            self._write(rows_out, staged[0][1]["source"], gid)
+            self._write(rows_out, staged[0][1]["source"], None)
             done += 1
             if done % 1_000 == 0:
                 self.stage.progress(done, total, f"{done:,} of {total:,} groups")
@@ -435,18 +435,25 @@ class Ingestion:
         return (rows, []) if same else ([], list(range(len(rows))))
 
     # -- writing --------------------------------------------------------------------------------------
-    def _write(self, rows: list[dict], source: str, seq: int, identity: str | None = None) -> None:
-        out = []
+    def _write(self, rows: list[dict], source: str, seq: int | None, identity: str | None = None) -> None:
+        """Complete rows and write them. seq: input position of converted rows, which another input row may become too; None for other rows and whole groups."""
+        out, made = [], set()
         for row in rows:
-            if self.kind == "prompts/1" and row.get("origin") == "conversion" and self.config.deduplicate != "off":
+            if self.kind == "prompts/1" and seq is not None and self.config.deduplicate != "off":
                 if not self.seen.add(self._identity("prompts/1", row), seq):
                     self.counts.drop({"duplicate_prompt": 1})
                     continue
             row.pop("_grade", None)
-            if self.dataset is not None and self.dataset.kind == self.kind:
+            if self.dataset is not None and self.dataset.kind == self.kind and "row_id" in row:
                 done = row if self._settled(row["split"]) else {**row, "split": self._split(row)}  # a dataset of ours keeps its other columns
             else:
                 done = self._complete(row, source, identity)
+            if identity is None and self.config.deduplicate != "off":
+                key = _tagged(done["row_id"], b"converted")
+                if key in made or (seq is not None and not self.seen.add(key, seq)):
+                    self.counts.drop({"duplicate_after_conversion": 1})
+                    continue
+                made.add(key)
             out.append(done)
             if self.kind == "pairs/1":
                 gens = [(row.get(f"{side}_gen") or {}).get("model_id") for side in ("chosen", "rejected")]
@@ -513,6 +520,25 @@ class Ingestion:
                 continue
         self.counts = counts
         self.near.finish()
+
+    def _rank_gaps(self) -> set[int]:
+        """A pass of its own that finds the rank gaps of all rankings: a gap is the same stage in every one of them (`data.curriculum`)."""
+        counts, gaps = self.counts, set()
+        self.counts = Counts()
+        for seq, (_, adapter, record) in enumerate(self._records()):
+            if self.config.limit is not None and seq >= self.config.limit:
+                break
+            row = record.row if record.row is not None or record.code else parse_json(record.raw)[0]
+            if row is None or (adapter is None and self.dataset is None):
+                continue
+            try:
+                kind, native = (self.dataset.kind, row) if self.dataset is not None else adapter(row)[:2]
+            except (Bad, RecursionError, OverflowError):
+                continue
+            if kind == "rankings/1":
+                gaps |= conversions.rank_gaps(native["ranks"])
+        self.counts = counts
+        return gaps
 
     # -- the account ----------------------------------------------------------------------------------
     def _account(self) -> None:
@@ -763,5 +789,5 @@ def _reversed_id(pair: dict) -> str:
     return row_id("pairs/1", {"prompt": pair["prompt"], "chosen": pair["rejected"], "rejected": pair["chosen"]})
 
 
-def _tagged(identity: str) -> bytes:
-    return hashlib.blake2b(b"pair\x1f" + bytes.fromhex(identity), digest_size=16).digest()
+def _tagged(identity: str, tag: bytes = b"pair") -> bytes:
+    return hashlib.blake2b(tag + b"\x1f" + bytes.fromhex(identity), digest_size=16).digest()

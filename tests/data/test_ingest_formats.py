@@ -139,8 +139,9 @@ def test_conversions_from_pairs(tmp_path):
     assert unpaired.counts["conversion"]["dropped"] == {"conflict": 1} and unpaired.counts["rows_kept"] == 4
     prompts = ingest(source, tmp_path / "p", kind="prompts/1")
     assert [r["prompt"][0]["content"] for r in prompts.rows] == ["p1", "p2"] and prompts.counts["conversion"]["dropped"] == {"duplicate_prompt": 2}
+    assert ingest(prompts.data.path, tmp_path / "p2", kind="prompts/1").rows == prompts.rows
     demos = ingest(source, tmp_path / "d", kind="demonstrations/1")
-    assert [r["messages"][-1]["content"] for r in demos.rows] == ["good", "good", "x", "y"]
+    assert [r["messages"][-1]["content"] for r in demos.rows] == ["good", "x", "y"] and demos.counts["conversion"]["dropped"] == {"duplicate_after_conversion": 1}
     assert all(r["origin"] == "conversion" and json.loads(r["extra_json"])["row_ids"] for r in demos.rows)
     ranking = ingest(source, tmp_path / "r", kind="rankings/1")
     assert [r["ranks"] for r in ranking.rows] == [[0, 1, 1], [0, 1, 2]]
@@ -166,12 +167,88 @@ def test_ratings_and_thumbs_become_pairs(tmp_path):
     assert all(r["pairs_in_group"] == 5 and r["weight"] == 0.2 for r in result.rows)
     assert result.counts["codes"] == {"no_pair": 2} and result.codes() == {2: ["no_pair"], 5: ["no_pair"]}
     ranking = ingest(ratings, tmp_path / "k", kind="rankings/1")
-    assert [r["ranks"] for r in ranking.rows] == [[0, 1, 0, 2], [0, 0]]
+    assert [r["ranks"] for r in ranking.rows] == [[0, 1, 0, 2]] and ranking.codes() == {2: ["all_tied"], 5: ["all_tied"]}
     thumbs = write_lines(tmp_path / "t.jsonl", [{"prompt": "p", "completion": c, "label": c[0] == "d"} for c in ("d0", "u0", "d1", "u1", "u2")])
     made = ingest(thumbs, tmp_path / "t", kind="pairs/1", max_pairs_per_prompt=4)
     assert [(r["chosen"][0]["content"], r["rejected"][0]["content"]) for r in made.rows] == [("d0", "u0"), ("d0", "u1"), ("d0", "u2"), ("d1", "u0")]
     labelled = ingest(ratings, tmp_path / "l", kind="unpaired/1", threshold=3)
     assert sum(r["label"] for r in labelled.rows) == 4
+
+
+def said(row: dict, *columns: str) -> tuple:
+    return tuple(row[name][0]["content"] for name in columns)
+
+
+def test_scores_of_different_people_are_not_compared(tmp_path):
+    """A strict and a lenient rater who agree give one pair, in one direction; who rated one answer only, none."""
+    rated = lambda who, **scores: [{"prompt": "p", "completion": text, "score": score, "annotator_id": who} for text, score in scores.items()]
+    path = write_lines(tmp_path / "r.jsonl", [*rated("strict", x=2, y=1, z=1), *rated("lenient", x=5, y=4), *rated("third", x=3, y=4), *rated("fourth", z=9)])
+    pairs = ingest(path, tmp_path / "p", kind="pairs/1", margin_mode="score_diff", soft_label="prob").rows
+    assert [(*said(r, "chosen", "rejected"), r["chosen_score"], r["rejected_score"], r["margin"], r["label_prob"]) for r in pairs] == [
+        ("x", "y", 2, 1, 1, pytest.approx(2 / 3)), ("x", "z", 2, 1, 1, None)]
+    assert pairs[0]["ann"] is None and pairs[1]["ann"]["annotator_id"] == "strict" and len(json.loads(pairs[0]["extra_json"])["row_ids"]) == 6
+    even = write_lines(tmp_path / "e.jsonl", [*rated("a", x=2, y=1), *rated("b", x=1, y=2)])
+    assert ingest(even, tmp_path / "t", kind="pairs/1", max_quarantine_fraction=1).codes() == {n: ["no_pair"] for n in range(1, 5)}
+    rankings = ingest(path, tmp_path / "k", kind="rankings/1", max_quarantine_fraction=1)
+    assert [(r["ann"]["annotator_id"], r["ranks"]) for r in rankings.rows] == [("strict", [0, 1, 1]), ("lenient", [0, 1]), ("third", [1, 0])] and rankings.codes() == {8: ["no_pair"]}
+    best = ingest(path, tmp_path / "d", kind="demonstrations/1").rows
+    assert [r["messages"][-1]["content"] for r in best] == ["x"], "z has the highest score, of one person"
+
+
+@pytest.mark.parametrize("scores, margin, pairs", [((0.95, 0.05), None, 1), ((90, 10), 1.0, 1), ((0.95, 0.05), 1.0, 0), ((1, 1), None, 0)])
+def test_ratings_on_any_scale_become_pairs(tmp_path, scores, margin, pairs):
+    path = write_lines(tmp_path / "r.jsonl", [{"prompt": "p", "completion": text, "score": score} for text, score in zip("xy", scores)])
+    assert len(ingest(path, tmp_path / "w", kind="pairs/1", min_margin=margin, max_quarantine_fraction=1).rows) == pairs
+
+
+def test_pairs_carry_the_weight_of_their_rows(tmp_path):
+    """A prompt counts as much as its rows do, however many pairs they give."""
+    ratings = write_lines(tmp_path / "r.jsonl", [{"prompt": "p", "completion": text, "score": score, "weight": 0.5} for text, score in zip("xyz", (3, 2, 1))])
+    thumbs = write_lines(tmp_path / "t.jsonl", [{"prompt": "p", "completion": text, "label": text == "x", "weight": 0.5} for text in "xyz"])
+    assert [r["weight"] for r in ingest(ratings, tmp_path / "a", kind="pairs/1").rows] == pytest.approx([0.5 / 3] * 3)
+    assert [r["weight"] for r in ingest(thumbs, tmp_path / "b", kind="pairs/1").rows] == [0.25, 0.25]
+
+
+TURNS = [user("one"), assistant("1"), user("two"), assistant("2")]
+
+
+@pytest.mark.parametrize("rows, kind, config, kept", [
+    ([{"prompt": "p", "chosen": "good", "rejected": f"bad {i}"} for i in range(4)], "demonstrations/1", {}, 1),
+    ([{"prompt": "p", "response_a": a, "response_b": b, "label": label} for a, b, label in (("x", "y", 1), ("y", "x", 5))], "pairs/1", {"n_points": 5}, 1),
+    ([{"messages": [*TURNS, user("three"), assistant("3")]}, {"messages": [*TURNS, user("four"), assistant("4")]}], "demonstrations/1", {"multiturn": "all_turns"}, 4)])
+def test_rows_that_conversions_repeat_are_written_once_and_counted(tmp_path, rows, kind, config, kept):
+    source = write_lines(tmp_path / "x.jsonl", rows)
+    result = ingest(source, tmp_path / "w", kind=kind, **config)
+    total = ingest(source, tmp_path / "v", kind=kind, deduplicate="off", **config).counts["rows_out"]
+    assert len({r["row_id"] for r in result.rows}) == len(result.rows) == kept and result.counts["conversion"]["dropped"] == {"duplicate_after_conversion": total - kept}
+    if "multiturn" in config:  # the same from a dataset of ours
+        again = ingest(ingest(source, tmp_path / "o").data.path, tmp_path / "u", kind=kind, **config).rows
+        assert {r["row_id"] for r in again} == {r["row_id"] for r in result.rows} and {r["prompt_id"] for r in again} == {r["prompt_id"] for r in result.rows}
+
+
+@pytest.mark.parametrize("kind, found", [
+    ("unpaired/1", [("x", True), ("z", False)]), ("demonstrations/1", ["x"]), ("rankings/1", [(["x", "y", "z"], [0, 0, 1])])])
+def test_ties_stay_ties_in_kinds_without_soft_labels(tmp_path, kind, found):
+    pairs = [{"prompt": "p", "chosen": "x", "rejected": "y", "label_prob": 0.5}, {"prompt": "p", "chosen": "x", "rejected": "z"}]
+    result = ingest(write_lines(tmp_path / "x.jsonl", pairs), tmp_path / "w", kind=kind, max_quarantine_fraction=1)
+    read = {"unpaired/1": lambda r: (*said(r, "completion"), r["label"]), "demonstrations/1": lambda r: r["messages"][-1]["content"],
+            "rankings/1": lambda r: ([c[0]["content"] for c in r["completions"]], r["ranks"])}[kind]
+    assert [read(r) for r in result.rows] == found and result.codes() == ({} if kind == "rankings/1" else {1: ["all_tied"]})
+    only = ingest(write_lines(tmp_path / "y.jsonl", [{"prompt": "p", "response_a": "x", "response_b": "y", "label": 3}]), tmp_path / "v", kind=kind, n_points=5, tie_policy="soft",
+                  max_quarantine_fraction=1)
+    assert only.rows == [] and only.codes() == {1: ["all_tied"]}
+
+
+def test_a_ranking_against_its_scores_is_refused(tmp_path):
+    source = write_lines(tmp_path / "x.jsonl", [{"prompt": f"p{i}", "completions": ["x", "y"], "ranks": [0, 1], "scores": scores} for i, scores in enumerate(([1, 5], [5, 1], [3, 3]))])
+    result = ingest(source, tmp_path / "w", kind="pairs/1", margin_mode="score_diff", max_quarantine_fraction=1)
+    assert [r["margin"] for r in result.rows] == [4] and result.codes() == {1: ["score_inconsistent"], 3: ["no_pair"]}
+
+
+def test_a_rank_gap_is_the_same_stage_in_every_ranking(tmp_path):
+    rows = [{"prompt": "p", "completions": ["x", "y"], "ranks": [0, 1]}, {"prompt": "q", "completions": list("abcd"), "ranks": [0, 1, 2, 3]}]
+    pairs = ingest(write_lines(tmp_path / "x.jsonl", rows), tmp_path / "w", kind="pairs/1", pair_mode="rank_gap").rows
+    assert [(r["rank_gap"], r["stage_index"]) for r in pairs] == [(1, 2), (3, 0), (2, 1), (2, 1), (1, 2), (1, 2), (1, 2)]
 
 
 @pytest.mark.parametrize("mode, count", [("all", 6), ("best_vs_rest", 3), ("best_worst", 1), ("adjacent", 3), ("best_vs_random", 1), ("rank_gap", 6)])
