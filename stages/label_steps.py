@@ -1,7 +1,8 @@
 """label_steps: step labels for process reward models without people (``rm.prm_rollout``, Math-Shepherd).
 
 From the end of every step of a solution, sample n completions and check their final answers. The soft label of the step is the
-share that ends right, the hard label whether any does. Solutions come from the candidates of a ``rejection`` run; with a process
+share that ends right, the hard label whether any does; rollouts that could not be checked are in neither, and a step with no other has no
+label: it is one with the step behind it, or left out at the end. Solutions come from the candidates of a ``rejection`` run; with a process
 reward model the ones worth labelling can be chosen (``rm.active``). Every block of solutions is a resumable unit.
 """
 
@@ -39,8 +40,22 @@ SPEC = StageSpec(
 
 
 def estimates(rollout_correct) -> tuple[list[float], list[int]]:
-    """(soft, hard) labels of each step from its rollouts' verdicts: share correct, and 1 if any is (``rm.prm_rollout``)."""
+    """(soft, hard) labels of each step from its rollouts' verdicts, at least one a step: share correct, and 1 if any is (``rm.prm_rollout``)."""
     return [sum(map(bool, row)) / len(row) for row in rollout_correct], [int(any(row)) for row in rollout_correct]
+
+
+def checked(parts: list[str], verdicts: list[list[bool | None]], separator: str) -> tuple[list[str], list[list[bool]]]:
+    """(steps, verdicts of each) without the verdicts None. A step that has no other cannot be labelled: its text begins the next one, and the
+    last ones are left out."""
+    steps, known, begun = [], [], []
+    for part, row in zip(parts, verdicts):
+        begun.append(part)
+        found = [verdict for verdict in row if verdict is not None]
+        if found:
+            steps.append(separator.join(begun))
+            known.append(found)
+            begun = []
+    return steps, known
 
 
 def solutions(stage) -> list[tuple[dict, dict]]:
@@ -69,6 +84,8 @@ def solutions(stage) -> list[tuple[dict, dict]]:
 
 
 def run(stage):
+    import json
+
     from stages.chat import renderer_for
     from stages.engines import make_engine
     from stages.generation import sampling_params
@@ -92,8 +109,16 @@ def run(stage):
         stage.progress(min(start + config.block, len(work)), len(work), "solutions")
     writer.close({"solutions": len(work)})
     rows = list(open_dataset(str(stage.workdir / "out" / "steps")).iter_rows())
+    if not rows:
+        raise ValueError("No step has a label: no rollout of any solution could be checked. Give rewards a component with a verdict (kind verifier, code or python) that "
+                         "can check these prompts, or raise its timeout.")
     soft = [s for r in rows for s in r["soft_labels"]]
-    summary = {"solutions": len(rows), "steps": len(soft), "rollouts": len(soft) * config.rollouts, "mean_soft_label": sum(soft) / max(1, len(soft)),
+    notes = [json.loads(r["extra_json"]) for r in rows]
+    lost = {"solutions_without_labels": len(work) - len(rows), **{name: sum(note[name] for note in notes) for name in ("steps_without_verdict", "unscorable_rollouts")}}
+    if any(lost.values()):
+        stage.warn("steps_not_labelled", f"Of {len(work)} solutions {lost['solutions_without_labels']} have no label, and of the rows {lost['steps_without_verdict']} steps: their "
+                   f"rollouts could not be checked (nor could {lost['unscorable_rollouts']} in all).")
+    summary = {"solutions": len(rows), "steps": len(soft), "rollouts": sum(note["rollouts"] for note in notes), **lost, "mean_soft_label": sum(soft) / max(1, len(soft)),
                "never_right": sum(s == 0 for s in soft) / max(1, len(soft)), "always_right": sum(s == 1 for s in soft) / max(1, len(soft)),
                "solutions_correct": sum(bool(r["solution_correct"]) for r in rows) / max(1, len(rows))}
     if len(set(soft)) < 2:
@@ -105,6 +130,8 @@ def run(stage):
 
 def label_block(stage, work, sampler, rewards, params, renderer) -> list[dict]:
     """Finished ``stepwise/1`` rows of one block: prefix ids are the prompt's and the steps' own, so a rollout continues in mid-solution."""
+    import json
+
     from stages.engines import EngineError
     from stages.reward_scorers import split_steps
     from storage.schema import complete_row
@@ -125,18 +152,21 @@ def label_block(stage, work, sampler, rewards, params, renderer) -> list[dict]:
     asked = [{"prompt_row": work[k][1], "prompt_ids": prefix, "completion_ids": c.ids, "finish_reason": c.finish_reason,
               "completion_text": config.separator.join(steps[k][:n]) + config.separator + c.text}
              for (k, n), prefix, group in zip(owners, prefixes, groups) for c in group]
-    verdicts = iter([bool(s.correct) for s in rewards.score(asked)])
-    table: list[list[list[bool]]] = [[] for _ in work]
+    verdicts = iter([s.correct for s in rewards.score(asked)])
+    table: list[list[list[bool | None]]] = [[] for _ in work]
     for k, _ in owners:
         table[k].append([next(verdicts) for _ in range(config.rollouts)])
     rows = []
-    for (candidate, prompt), parts, verdict in zip(work, steps, table):
-        if not parts:
+    for (candidate, prompt), parts, given in zip(work, steps, table):
+        labelled, known = checked(parts, given, config.separator)
+        if not labelled:
             continue
-        soft, hard = estimates(verdict)
+        soft, hard = estimates(known)
+        unknown = [verdict is None for row in given for verdict in row]
+        note = {"rollouts": len(unknown), "unscorable_rollouts": sum(unknown), "steps_without_verdict": len(parts) - len(labelled)}
         rows.append(complete_row("stepwise/1", {
-            "prompt": prompt["prompt"], "completions": parts, "labels": [1 if h else -1 for h in hard], "soft_labels": soft, "separator": config.separator,
+            "prompt": prompt["prompt"], "completions": labelled, "labels": [1 if h else -1 for h in hard], "soft_labels": soft, "separator": config.separator,
             "answer": prompt.get("answer"), "solution_correct": candidate["correct"], "is_quality_control": False,
-            "prompt_id": prompt["prompt_id"], "group_id": prompt["group_id"]},
+            "prompt_id": prompt["prompt_id"], "group_id": prompt["group_id"], "extra_json": json.dumps(note, sort_keys=True)},
             dataset="steps", source=candidate["source"], origin="verifier", split=prompt["split"]))
     return rows

@@ -71,6 +71,14 @@ def test_facts_are_part_of_what_the_model_reads(tiny, rows, train):
     assert plain == none != told and "none" in with_facts({}, user("q"), True)[-1]["content"]
 
 
+def test_a_rollout_that_could_not_be_checked_is_no_wrong_answer():
+    from stages.label_steps import checked, estimates
+
+    parts, verdicts = checked(["a", "b", "c", "d"], [[True, None, None, None], [None] * 4, [None, False, True, None], [None] * 4], "\n")
+    assert parts == ["a", "b\nc"] and estimates(verdicts) == ([1.0, 0.5], [1, 1])
+    assert checked(["a"], [[None]], "\n") == ([], [])
+
+
 @pytest.fixture(scope="module")
 def sums(tiny, tmp_path_factory):
     """Prompts whose answers are checkable, and hand-made candidates with two steps each."""
@@ -95,6 +103,11 @@ def test_steps_are_labelled_by_rollouts(tiny, sums, train):
     assert len(rows) == 16 and all(len(r["completions"]) == len(r["soft_labels"]) == len(r["labels"]) == 2 for r in rows)
     assert all((s > 0) == (label == 1) and s in (0.0, 1 / 3, 2 / 3, 1.0) for r in rows for s, label in zip(r["soft_labels"], r["labels"]))
     assert {r["solution_correct"] for r in rows} == {True, False} and 0 < result["summary"]["mean_soft_label"] < 1
+    some = {"kind": "python", "source": "def score(prompt, completion, answer):\n    return None if len(completion) % 2 else True"}
+    known = train("label_steps", {**config, "rewards": [some]}, {"model": tiny["policy"], **sums}, "some")
+    assert {s for r in open_dataset(known["outputs"]["steps"]["path"]).iter_rows() for s in r["soft_labels"]} == {1.0} and known["summary"]["unscorable_rollouts"] > 0
+    with pytest.raises(Exception, match="could be checked"):
+        train("label_steps", {**config, "rewards": [{**some, "source": "def score(prompt, completion, answer):\n    return None"}]}, {"model": tiny["policy"], **sums}, "none")
     again = train("label_steps", {**config, "block": 16}, {"model": tiny["policy"], **sums}, "other-blocks")
     assert [r["soft_labels"] for r in open_dataset(again["outputs"]["steps"]["path"]).iter_rows()] == [r["soft_labels"] for r in rows]
     model = train("reward_model", {"learning_rate": 1e-3, "max_length": 96, "batch_size": 4}, {"model": tiny["policy"], "data": result["outputs"]["steps"]["path"]}, "prm")
