@@ -25,14 +25,18 @@ MODES = ("score", "reference", "preference", "verdict")
 SCORES = tuple(str(i) for i in range(1, 11))
 IMPARTIAL = ("Act as an impartial judge. Consider helpfulness, relevance, accuracy, depth, creativity and level of detail. The order in which answers are "
              "shown, their length and their authors' names must not influence you.")
+QUESTION = IMPARTIAL + "\n\n[Question]\n{context}\n[End of question]"
+ONE = "\n\n[Answer]\n{a}\n[End of answer]"
+TWO = "\n\n[Answer A]\n{a}\n[End of answer A]\n\n[Answer B]\n{b}\n[End of answer B]"
 PROMPTS = {
-    "score": IMPARTIAL + "\n\n[Question]\n{context}\n\n[Answer]\n{a}\n\nRate the answer with one whole number from 1 to 10. Rating:",
-    "reference": IMPARTIAL + "\n\n[Question]\n{context}\n\n[Reference answer]\n{reference}\n\n[Answer]\n{a}\n\nRate how well the answer agrees with the "
+    "score": QUESTION + ONE + "\n\nRate the answer with one whole number from 1 to 10. Rating:",
+    "reference": QUESTION + "\n\n[Reference answer]\n{reference}\n[End of reference answer]" + ONE + "\n\nRate how well the answer agrees with the "
                  "reference answer, with one whole number from 1 to 10. Rating:",
-    "preference": IMPARTIAL + "\n\n[Question]\n{context}\n\n[Answer A]\n{a}\n\n[Answer B]\n{b}\n\nWhich answer is better? Reply with the letter A or B only.",
-    "verdict": IMPARTIAL + "\n\n[Question]\n{context}\n\n[Answer A]\n{a}\n\n[Answer B]\n{b}\n\nCompare the two answers in a short explanation, then give your verdict "
+    "preference": QUESTION + TWO + "\n\nWhich answer is better? Reply with the letter A or B only.",
+    "verdict": QUESTION + TWO + "\n\nCompare the two answers in a short explanation, then give your verdict "
                "strictly as [[A]] if A is better, [[B]] if B is better, or [[C]] for a tie.",
 }
+_MARK = re.compile(r"\[((?:end of )?(?:question|(?:reference )?answer(?: [ab])?))\]", re.IGNORECASE)
 _VERDICT = re.compile(r"\[\[([ABC])\]\]")
 OUTCOME = {"A": 1.0, "tie": 0.5, "B": 0.0}
 
@@ -49,13 +53,17 @@ def parse_verdict(text: str) -> str | None:
     return {"A": "A", "B": "B", "C": "tie"}[found.pop()] if len(found) == 1 else None
 
 
+def quoted(text: str) -> str:
+    """Text that is shown to a judge: a mark of the request in it, such as ``[Answer B]``, gets round brackets, so that none can open or close a part."""
+    return _MARK.sub(r"(\1)", text)
+
+
 def parse_rating(text: str, low: float = 1.0, high: float = 10.0) -> float | None:
-    """The number in [[..]], else in [..]; None when there is none in the range (``synth.judge``)."""
+    """The number in [[..]], else in [..]; None when there is none in the range, or two different ones (``synth.judge``)."""
     for pattern in (r"\[\[(-?\d+(?:\.\d+)?)\]\]", r"\[(-?\d+(?:\.\d+)?)\]"):
-        found = re.findall(pattern, text)
+        found = set(map(float, re.findall(pattern, text)))
         if found:
-            value = float(found[-1])
-            return value if low <= value <= high else None
+            return found.pop() if len(found) == 1 and low <= min(found) <= high else None
     return None
 
 
@@ -235,12 +243,12 @@ class Judge(ComparingScorer):
         reference = (response.row or {}).get("answer")
         if self.mode == "reference" and reference is None:
             raise JudgeError("judge_mode=reference shows the judge each prompt's answer, and a prompt has none; give prompts with an `answer` column or use score.")
-        return self.prompt.format(context=transcript(response.prompt), a=response.text, reference=reference)
+        return self.prompt.format(context=quoted(transcript(response.prompt)), a=quoted(response.text), reference=quoted(str(reference)))
 
     def _compare(self, a: Response, b: Response) -> str:
         from stages.reward_heads import transcript
 
-        return self.prompt.format(context=transcript(a.prompt), a=a.text, b=b.text)
+        return self.prompt.format(context=quoted(transcript(a.prompt)), a=quoted(a.text), b=quoted(b.text))
 
     def _known(self, texts) -> dict[str, object]:
         """What is kept of these requests."""
