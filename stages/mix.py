@@ -4,7 +4,8 @@
 
 Quotas are by largest remainder, ties to the first source in the order of the labels; rows are drawn once each with the stage's seed and keep their
 order. Every row says in ``extra_json.mixed_from`` which source it is from. Rows of the held-out categories are in the split ``test``, whatever their
-source, so that instruction tuning is judged on tasks it never saw. Validation and test rows pass through as they are.
+source, so that instruction tuning is judged on tasks it never saw. Validation and test rows pass through as they are; a training row whose prompt or group is
+held out in any source, and a row that an earlier source has, are left out and counted.
 """
 
 from __future__ import annotations
@@ -51,19 +52,25 @@ def run(stage):
     if set(weights) != set(labels):
         raise ConfigError(f"mix: weights name {', '.join(sorted(weights))} and the inputs are {', '.join(f'data.{name}' for name in labels)}; give one weight "
                           f"per input")
-    sources, dropped, aside = {name: [] for name in labels}, {}, []
+    sources, dropped, aside, seen = {name: [] for name in labels}, {}, [], set()
+    datasets = {name: stage.dataset(f"data.{name}" if name else "data") for name in labels}
+    columns = ["prompt_id", "group_id", "split", "category"]
+    held_out = {row[key] for dataset in datasets.values() for row in dataset.iter_rows(columns=columns) if row["split"] != "train" or
+                row["category"] in config.held_out_categories for key in ("prompt_id", "group_id")} - {None}
     for name in labels:
-        for row in stage.dataset(f"data.{name}" if name else "data").iter_rows():
+        for row in datasets[name].iter_rows():
             row = {**row, "extra_json": json.dumps(json.loads(row["extra_json"] or "{}") | {"mixed_from": name}, sort_keys=True)}
+            split = "test" if row["category"] in config.held_out_categories else row["split"]
             reason = "not_kept" if row["kept"] is False else unreadable(row, config)
+            if reason is None and split == "train" and {row["prompt_id"], row["group_id"]} & held_out:
+                reason = "held_out_elsewhere"
+            if reason is None and row["row_id"] in seen:
+                reason = "duplicate_row"
             if reason:
                 dropped[reason] = dropped.get(reason, 0) + 1
-            elif row["category"] in config.held_out_categories:
-                aside.append({**row, "split": "test"})
-            elif row["split"] != "train":
-                aside.append(row)
-            else:
-                sources[name].append(row)
+                continue
+            seen.add(row["row_id"])
+            (sources[name] if split == "train" else aside).append({**row, "split": split})
     missing = sorted(set(config.held_out_categories) - {row["category"] for row in aside})
     if missing:
         raise ConfigError(f"mix: held_out_categories names {', '.join(missing)}, which no row has; the categories are: "

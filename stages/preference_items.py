@@ -14,8 +14,9 @@ KIND = {"pairs": "pairs/1", "conditions": "pairs/1", "unpaired": "unpaired/1", "
 CORRUPTIONS = ("drop", "shuffle", "truncate")
 
 
-def rows_as(dataset, split: str, kind: str) -> Iterator[dict]:
-    """Rows of a split as rows of ``kind``, converted by the rules of ingestion where the dataset is of another kind.
+def rows_as(dataset, split: str, kind: str, dropped: dict[str, int] | None = None) -> Iterator[dict]:
+    """Rows of a split as rows of ``kind``, converted by the rules of ingestion where the dataset is of another kind; what gives no row is counted
+    into ``dropped``, by reason.
 
     Raises:
         ValueError: there is no such conversion.
@@ -30,22 +31,27 @@ def rows_as(dataset, split: str, kind: str) -> Iterator[dict]:
     if path is None:
         raise ValueError(f"this method trains on {kind}, and {have} cannot become that; give data of kind {kind}"
                          + (", or choose a method for pairs, such as dpo" if kind == "segments/1" else " (stage ingest makes it from raw files)"))
-    rows = dataset.iter_rows(split=split)
+    rows, lost = dataset.iter_rows(split=split), Counter()
     for a, b in zip(path, path[1:]):
         made = []
         if (a, b) in conversions.ROWWISE:
             for row in rows:
                 try:
                     made += conversions.rowwise(a, b, row, options)
-                except Bad:  # a tie says nothing about the order
-                    pass
+                except Bad as bad:
+                    lost.update(bad.codes)
         else:
             groups: dict[str, list[dict]] = {}
             for row in rows:
                 groups.setdefault(row["prompt_id"], []).append(row)
             for group in groups.values():
-                made += conversions.grouped(a, b, group, options)[0]
+                found, reasons, refused = conversions.grouped(a, b, group, options)
+                made += found
+                lost.update(Counter(refused.values()) | Counter(reasons))
         rows = [complete_row(b, row, dataset=dataset.name, source=row.get("source") or dataset.name, origin="conversion", split=split) for row in made]
+    if dropped is not None:
+        for reason, n in lost.items():
+            dropped[reason] = dropped.get(reason, 0) + n
     yield from rows
 
 
@@ -84,7 +90,7 @@ class Encoder:
             return items, self.dropped
 
         counted = self.dropped
-        items, dropped = items_of(rows_as(dataset, split, KIND[self.method.data]), of, expected=dataset.rows_of(split), limit=limit)
+        items, dropped = items_of(rows_as(dataset, split, KIND[self.method.data], counted), of, expected=dataset.rows_of(split), limit=limit)
         self.dropped = counted
         self.dropped.update(dropped)
         if self.method.statistic == "z0":
@@ -264,11 +270,11 @@ def corrupt(messages: list[dict], mode: str, share: float, rng) -> list[dict] | 
 
 
 def token_spans(renderer, ids, segments) -> list[tuple[int, int]]:
-    """Half-open token spans of half-open character spans of a response: a token belongs where its last character is."""
+    """Half-open token spans of half-open character spans of a response: a token belongs where its first character is (``data.segments``)."""
     ends = [len(renderer.decode(ids[: i + 1])) for i in range(len(ids))]
     starts = [0, *ends[:-1]]
     spans = []
     for segment in segments:
-        inside = [i for i, (a, b) in enumerate(zip(starts, ends)) if b > a and segment["start"] < b <= segment["end"]]
+        inside = [i for i, (a, b) in enumerate(zip(starts, ends)) if b > a and segment["start"] <= a < segment["end"]]
         spans.append((inside[0], inside[-1] + 1) if inside else (0, 0))
     return spans

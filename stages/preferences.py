@@ -2,7 +2,8 @@
 
 Pair building is a selector on each prompt's rewards: best against worst (catalogue ``da.online_dpo``, ``rs.triplet``), every pair with a
 large enough gap (``rs.rs_dpo``), pairs of statistically accepted candidates (``rs.rso``), correct against incorrect (``da.dpo_nll``), or
-all. Candidates that were cut by the length limit or could not be scored are in no pair; prompts that give none are counted.
+all. Candidates that were cut by the length limit or could not be scored are in no pair; prompts that give none are counted. Rows stay in the
+split of their prompt; a validation split is cut from the training prompts where the candidates have none.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
@@ -28,7 +29,13 @@ class Config(StageConfig):
     soft_labels: bool = Field(False, description="pairs: write label_prob = sigma((r_w - r_l)/tau) (da.soft_dpo).")
     threshold: float | None = Field(None, title="Threshold", description="unpaired: label = reward above this; empty = the verifier's verdict.")
     dedupe: bool = Field(True, description="Identical texts of one prompt count once (the first).")
-    validation_fraction: float = Field(0.05, ge=0, lt=1, description="Share of prompts in the validation split.")
+    validation_fraction: float = Field(0.05, ge=0, lt=1, description="Share of the training prompts in the validation split, where no candidate is in it.")
+
+    @model_validator(mode="after")
+    def _possible(self):
+        if self.soft_labels and self.select == "correct_vs_incorrect":
+            raise ValueError("soft_labels are made of rewards, and select=correct_vs_incorrect goes by the verdicts; write soft_labels=false, or another select")
+        return self
 
 
 SPEC = StageSpec(
@@ -38,7 +45,7 @@ SPEC = StageSpec(
 
 
 def run(stage):
-    from stages.ingestion.curation import split_of
+    from stages.ingestion import curation
     from stages.reports import document, facts, histogram
     from storage.schema import complete_row
 
@@ -59,20 +66,19 @@ def run(stage):
     counts = {"prompts": len(groups), "candidates": len(everything), "unusable": unusable.total(), "rows": 0, "prompts_without": 0, "accepted": 0}
     gaps, taken, lengths = [], [], []
     writer = stage.writer("data", config.kind)
-    fractions = {"train": 1.0 - config.validation_fraction, "validation": config.validation_fraction}
+    splits = curation.generated_splits((row for rows in groups.values() for row in rows), config.validation_fraction)
     for prompt_id, rows in groups.items():
         made = {"pairs/1": pairs_of, "rankings/1": ranking_of, "unpaired/1": labelled_of}[config.kind](stage, rows, counts) if rows else []
         counts["prompts_without"] += not made
         counts["rows"] += len(made)
         for row in made:
             if config.kind == "pairs/1":
-                gaps.append(row["margin"])
+                gaps.append(row["chosen_score"] - row["rejected_score"])
                 taken += [row["chosen_score"], row["rejected_score"]]
                 lengths.append(len(row["chosen"][0]["content"]) - len(row["rejected"][0]["content"]))
-        group_id = rows[0]["group_id"] if rows else prompt_id
-        writer.write([complete_row(config.kind, {"prompt": rows[0]["prompt"], "prompt_id": prompt_id, "group_id": group_id, **row}, dataset="preferences",
+        writer.write([complete_row(config.kind, {"prompt": rows[0]["prompt"], "prompt_id": prompt_id, "group_id": rows[0]["group_id"], **row}, dataset="preferences",
                                    source=rows[0]["source"], origin="verifier" if config.select == "correct_vs_incorrect" else "ai",
-                                   split=split_of(group_id, "split-v1", fractions)) for row in made])
+                                   split=splits[prompt_id]) for row in made])
     if not counts["rows"]:
         why = ", ".join(f"{n} {reason}" for reason, n in unusable.most_common())
         advice = ["raise num_generations or temperature of the sampling", *(["its max_completion_length"] if unusable["truncated"] else []),
@@ -91,7 +97,8 @@ def run(stage):
 
 
 def pairs_of(stage, rows, counts) -> list[dict]:
-    """Pairs of one prompt."""
+    """Pairs of one prompt, which together weigh as much as one candidate. Pairs by verdicts have scores, but neither margin nor label_prob: a mixed
+    reward may well be higher for the wrong answer."""
     import math
 
     from stages import selection
@@ -108,9 +115,10 @@ def pairs_of(stage, rows, counts) -> list[dict]:
         found = [(i, j) for i, a in enumerate(rows) for j, b in enumerate(rows) if a["correct"] is True and b["correct"] is False]
     else:
         found = [(i, j) for i in range(len(rows)) for j in range(len(rows)) if rewards[i] > rewards[j]]
-    found = found[:config.max_pairs_per_prompt]
+    found, by_reward = found[:config.max_pairs_per_prompt], config.select != "correct_vs_incorrect"
     return [{"chosen": rows[i]["completion"], "rejected": rows[j]["completion"], "chosen_score": rewards[i], "rejected_score": rewards[j],
-             "margin": rewards[i] - rewards[j], "pairs_in_group": len(found), "chosen_gen": rows[i]["gen"], "rejected_gen": rows[j]["gen"],
+             "margin": rewards[i] - rewards[j] if by_reward else None, "pairs_in_group": len(found),
+             "weight": (rows[i]["weight"] + rows[j]["weight"]) / 2 / len(found), "chosen_gen": rows[i]["gen"], "rejected_gen": rows[j]["gen"],
              "label_prob": 0.5 * (1.0 + math.tanh((rewards[i] - rewards[j]) / (2.0 * config.tau))) if config.soft_labels else None} for i, j in found]
 
 

@@ -42,7 +42,8 @@ class Config(SamplingConfig):
     hint: str = Field("{question}\n\nHint: the answer is {answer}. Explain how to get there, as if you did not know it, and end with it.",
                       description="rationalise: what the last message says then, with {question} and {answer}. Training rows do not have it.")
     in_context: bool = Field(False, description="Sample with the demonstrations of the component kind=icdpo in the prompt (rs.icdpo).")
-    split: str = Field("train", description="Prompt split to sample from.")
+    split: str = Field("train", description="Prompt split to sample from; candidates and selected rows stay in it.")
+    validation_fraction: float = Field(0.0, ge=0, lt=1, description="Share of the selected training prompts whose rows become the validation split, for sft to judge itself by.")
     max_prompts: int | None = Field(None, ge=1, title="Max prompts", description="Prompts used at most.")
     prompt_offset: int = Field(0, ge=0, description="Prompts passed over before the first one used, in a circle: other prompts in each round.")
     max_prompt_length: int = Field(1024, ge=1, description="Prompt tokens at most; longer prompts are left out and counted.")
@@ -107,7 +108,7 @@ def run(stage):
             correct[cell] = bool(row["correct"])
     duplicates = drop_duplicates(matrix if config.dedupe else matrix.copy(), where)
     chosen = select(matrix, correct, config, stage)
-    write_selected(stage, [where[divmod(int(i), width)] for i in chosen], config.allow_empty)
+    write_selected(stage, [where[divmod(int(i), width)] for i in chosen])
     if config.difficulty_band is not None:
         write_banded(stage, rows)
     report(stage, rows, matrix, correct, chosen, duplicates)
@@ -348,16 +349,20 @@ def level(matrix, config) -> float:
     return float(np.nanquantile(matrix, config.threshold)) if (~np.isnan(matrix)).any() else 0.0
 
 
-def write_selected(stage, rows, allow_empty: bool = False) -> None:
+def write_selected(stage, rows) -> None:
+    """The selected rows as demonstrations, in the split of their prompt."""
+    from stages.ingestion.curation import generated_splits
     from storage.schema import complete_row
 
+    splits = generated_splits(rows, stage.config.validation_fraction)
     writer = stage.writer("selected", "demonstrations/1")
     writer.write([complete_row("demonstrations/1", {
         "messages": row["prompt"] + row["completion"], "train_turns": [len(row["prompt"])], "kept": True, "gen": row["gen"],
-        "prompt_id": row["prompt_id"], "group_id": row["group_id"]}, dataset="selected", source=row["source"], origin="ai", split="train")
+        "prompt_id": row["prompt_id"], "group_id": row["group_id"]}, dataset="selected", source=row["source"], origin="ai",
+        split=splits[row["prompt_id"]])
         for row in rows])
     writer.close({"selected": len(rows)})
-    if not rows and not allow_empty:
+    if not rows and not stage.config.allow_empty:
         raise ValueError("Nothing was selected: no completion ended by itself and could be scored above the threshold. Raise "
                          "max_completion_length or num_generations, or lower threshold; the candidates dataset shows each row's drop_reason.")
 

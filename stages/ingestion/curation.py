@@ -16,7 +16,7 @@ from typing import Hashable, Iterable, Sequence
 from storage.schema import normalise_text
 
 # -- splits -----------------------------------------------------------------------------------------
-HALVES_SALT = "rm-halves"
+HALVES_SALT, GENERATED_SALT = "rm-halves", "generated-validation"
 
 
 def split_position(group_id: str, salt: str) -> float:
@@ -37,6 +37,23 @@ def split_of(group_id: str, salt: str, fractions: dict[str, float]) -> str:
 def half_of(group_id: str, salt: str = HALVES_SALT) -> str:
     """`rm_a` or `rm_b`: halves for train-RM / test-RM studies."""
     return "rm_a" if split_position(group_id, salt) < 0.5 else "rm_b"
+
+
+def generated_splits(rows: Iterable[dict], validation_fraction: float) -> dict[str, str]:
+    """Split of each prompt that rows were generated for: that of its rows, the held-out one where they disagree.
+
+    A share of the training groups becomes the validation split where nothing is in it, by a salt of its own: under that of the ingest stage all
+    training groups have low positions, which leaves none for it.
+    """
+    splits, groups = {}, {}
+    for row in rows:
+        groups[row["prompt_id"]] = row["group_id"]
+        if splits.get(row["prompt_id"], "train") == "train":
+            splits[row["prompt_id"]] = row["split"]
+    if "validation" in splits.values():
+        return splits
+    fractions = {"train": 1.0 - validation_fraction, "validation": validation_fraction}
+    return {name: split_of(groups[name], GENERATED_SALT, fractions) if split == "train" else split for name, split in splits.items()}
 
 
 # -- near duplicates --------------------------------------------------------------------------------

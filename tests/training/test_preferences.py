@@ -14,13 +14,13 @@ from tests.common import assistant, silent, user
 
 @pytest.fixture()
 def candidates(tmp_path):
-    """candidates(rewards per prompt, correct=..., kept=..., texts=...) -> path."""
+    """candidates(rewards per prompt, correct=..., kept=..., texts=..., splits=..., weight=...) -> path."""
 
-    def make(rewards, correct=None, kept=None, texts=None, name="candidates"):
+    def make(rewards, correct=None, kept=None, texts=None, name="candidates", splits=None, weight=1.0):
         rows = [complete_row("candidates/1", {
             "prompt": user(f"prompt {i}"), "prompt_idx": i, "completion_idx": j, "completion": assistant(texts[i][j] if texts else f"answer {j}"),
             "scores": [], "reward": r, "correct": None if correct is None else correct[i][j], "kept": True if kept is None else kept[i][j],
-            "extra_json": "{}"}, dataset="made", source="s", origin="ai") for i, row in enumerate(rewards) for j, r in enumerate(row)]
+            "extra_json": "{}", "weight": weight, "split": splits[i] if splits else "train"}, dataset="made", source="s", origin="ai") for i, row in enumerate(rewards) for j, r in enumerate(row)]
         path = str(tmp_path / name)
         write_dataset(path, name, "candidates/1", rows)
         return path
@@ -93,6 +93,80 @@ def test_correct_against_incorrect_rankings_labels_and_joined_sets(candidates, b
     teacher = candidates([[5.0], [0.5]], correct=[[True], [False]], texts=[["teacher a"], ["teacher b"]], name="teacher")
     _, rows = build({}, {"policy": path, "teacher": teacher})
     assert [answers(r, "chosen", "rejected") for r in rows] == [("teacher a", "answer 0"), ("answer 0", "teacher b")]
+
+
+def test_generated_rows_stay_in_the_split_of_their_prompt(tiny, data, spec, candidates, build):
+    """A validation part comes out of the training prompts, those that ingest left in train too; rows of held-out prompts never become training rows."""
+    from stages.ingestion.curation import split_of
+    from storage.schema import prompt_id
+
+    fractions = {"train": 0.85, "validation": 0.05, "test": 0.1}
+    given = [split_of(prompt_id(user(f"prompt {i}")), "split-v1", fractions) for i in range(300)]
+
+    def selected(path, **config):
+        made = spec("rejection", config, {"model": tiny["policy"], "prompts": data["prompts"]}, f"r{len(config)}")
+        made["inputs"]["candidates"] = {"kind": "dataset", "path": path, "ref": "c", "digest": "c"}
+        return list(open_dataset(execute(made, silent)["outputs"]["selected"]["path"]).iter_rows())
+
+    split = lambda rows: [r["split"] for r in rows]
+    mixed = candidates([[0.0, 1.0]] * 300, splits=given)
+    assert split(build({"validation_fraction": 0.05}, mixed)[1]) == split(selected(mixed)) == split(selected(mixed, validation_fraction=0.05)) == given
+    only = candidates([[0.0, 1.0] if s == "train" else [0.0] for s in given], kept=[[True, s == "train"][: 1 + (s == "train")] for s in given], name="train")
+    pairs, chosen = split(build({"validation_fraction": 0.05}, only)[1]), split(selected(only, validation_fraction=0.05, max_per_prompt=1))
+    assert len(pairs) == given.count("train") and 3 <= pairs.count("validation") <= 30 and set(pairs) == {"train", "validation"} and "validation" in chosen
+    tests = candidates([[0.0, 1.0]] * 40, splits=["test"] * 40, name="test")
+    assert set(split(build({"validation_fraction": 0.05}, tests)[1])) == set(split(selected(tests))) == {"test"}
+    joined = build({}, {"a": candidates([[0.0]], name="a"), "b": candidates([[1.0]], texts=[["other"]], splits=["test"], name="b")})[1]
+    assert split(joined) == ["test"]
+
+
+def test_a_prompt_weighs_the_same_whatever_its_pairs_and_verdicts_have_no_margin(candidates, build):
+    path = candidates([[0.0, 1.0, 3.0], [0.0, 1.0, 1.0]], correct=[[True, False, False], [False, True, True]], weight=0.5)
+    _, rows = build({"select": "all"}, path)
+    assert [r["weight"] for r in rows] == pytest.approx([0.5 / 3] * 3 + [0.25] * 2)
+    result, rows = build({"select": "correct_vs_incorrect"}, path)
+    assert [(r["chosen_score"] - r["rejected_score"], r["margin"], r["label_prob"], r["weight"]) for r in rows] == [
+        (-1.0, None, None, 0.25), (-3.0, None, None, 0.25), (1.0, None, None, 0.25), (1.0, None, None, 0.25)]
+    assert result["summary"]["reward_gap/mean"] == pytest.approx(-0.5)
+    with pytest.raises(ValueError, match="write soft_labels=false"):
+        Config(select="correct_vs_incorrect", soft_labels=True)
+
+
+def test_a_mixture_trains_on_nothing_that_a_source_holds_out(tmp_path, build):
+    rows = {"a": [("p", "x", "train"), ("p", "x", "train"), ("q", "x", "train"), ("r", "x", "test")], "b": [("p", "x", "train"), ("q", "y", "validation"), ("r", "y", "train"), ("s", "x", "train")]}
+    for name, made in rows.items():
+        write_dataset(str(tmp_path / name), name, "demonstrations/1", [complete_row("demonstrations/1", {"messages": user(p) + assistant(x), "train_turns": [1]}, dataset=name, source=name,
+                                                                                    origin="human", split=split) for p, x, split in made])
+    result, mixed = build({}, {name: str(tmp_path / name) for name in rows}, "mix")
+    assert [(r["messages"][0]["content"], r["messages"][1]["content"], r["split"]) for r in mixed] == [
+        ("p", "x", "train"), ("s", "x", "train"), ("r", "x", "test"), ("q", "y", "validation")]
+    assert (result["summary"]["dropped/held_out_elsewhere"], result["summary"]["dropped/duplicate_row"]) == (2, 2)
+
+
+def test_what_no_conversion_can_use_is_counted(tmp_path):
+    from stages.preference_items import rows_as
+
+    def dropped(kind, want, rows):
+        write_dataset(str(tmp_path / kind[:-2]), "d", kind, [complete_row(kind, row, dataset="d", source="s", origin="human") for row in rows])
+        counts = {"truncated": 0}
+        return len(list(rows_as(open_dataset(str(tmp_path / kind[:-2])), "train", want, counts))), counts
+
+    pair = {"prompt": user("p"), "chosen": assistant("x"), "rejected": assistant("y")}
+    assert dropped("pairs/1", "unpaired/1", [{**pair, "label_prob": 0.5}, {**pair, "rejected": assistant("z")}]) == (2, {"truncated": 0, "all_tied": 1})
+    rated = [{"prompt": user(p), "completion": assistant(text), "score": score, "scale_min": 0.0, "scale_max": 1.0} for p, text, score in (
+        ("p", "x", 0.95), ("p", "y", 0.05), ("q", "x", 0.5), ("q", "y", 0.5))]
+    assert dropped("ratings/1", "pairs/1", rated) == (1, {"truncated": 0, "no_pair": 2})
+    ranked = [{"prompt": user(p), "completions": [assistant("x"), assistant("y")], "ranks": ranks} for p, ranks in (("p", [0, 0]), ("q", [0, 1]))]
+    assert dropped("rankings/1", "pairs/1", ranked) == (1, {"truncated": 0, "all_tied": 1})
+
+
+def test_a_token_belongs_to_the_segment_of_its_first_character():
+    from types import SimpleNamespace
+
+    from stages.preference_items import token_spans
+
+    renderer = SimpleNamespace(decode=lambda ids: "".join(["one", ". t", "wo", "."][i] for i in ids))
+    assert token_spans(renderer, [0, 1, 2, 3], [{"start": 0, "end": 4}, {"start": 4, "end": 9}]) == [(0, 2), (2, 4)]
 
 
 def test_nothing_to_learn_from_says_what_to_change(candidates, build):
