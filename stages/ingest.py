@@ -14,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
@@ -48,21 +48,30 @@ class Config(StageConfig):
     text_column: str | None = Field(None, description="source column of the text")
     answer_column: str | None = Field(None, description="source column of the reference answer")
     answer_type: Literal["integer", "number", "latex", "text", "mc"] | None = Field(
-        None, description="how reference answers are verified; default: integer or number where they look like it, else text")
+        None, description="how reference answers are verified; default: integer or number where they look like it, else text. An answer that its own "
+        "verifier does not mark right is refused (data.prompts)")
+    step_labels: Literal["auto", "zero_one", "minus_one"] = Field(
+        "auto", description="what numbers as step labels say: minus_one = -1 wrong, 0 neutral, 1 good; zero_one = 0 wrong, 1 good; auto is minus_one, and refuses a "
+        "file that holds 0 and no -1. true and false need no saying (data.stepwise)")
+    label_map: dict[str, Literal["A", "B", "tie"]] = Field(
+        default_factory=dict, description="what the labels of A/B comparisons say where they are neither A, B, tie nor points of a scale: {label: A, B or tie}, "
+        "such as {1: A, 2: B}")
     limit: int | None = Field(None, ge=1, description="read only so many rows [rows]")
 
-    validation_fraction: float = Field(0.0, ge=0, lt=1, description="share of groups in the validation split, in [0, 1); a dataset that has held-out rows keeps its splits")
-    test_fraction: float = Field(0.0, ge=0, lt=1, description="share of groups in the test split, in [0, 1); a dataset that has held-out rows keeps its splits")
+    validation_fraction: float = Field(0.0, ge=0, lt=1, description="share of groups in the validation split, in [0, 1); data with held-out rows (a column split, files or folders called "
+                                       "train, validation, test) keeps its splits")
+    test_fraction: float = Field(0.0, ge=0, lt=1, description="share of groups in the test split, in [0, 1); data with held-out rows keeps its splits")
     salt: str = Field("split-v1", description="salt of the split hash; the same salt never moves a row (data.split)")
     halves: bool = Field(False, description="split into rm_a and rm_b instead (train-RM / test-RM studies); validation and test rows of a dataset stay held out from both")
     group_by: Literal["auto", "prompt", "opening"] = Field(
-        "auto", description="what a split never cuts: prompt, or opening = all conversations with the same first user turn; auto is "
-        "opening (a column group_id wins). Source: data.split")
+        "auto", description="what a split never cuts: prompt, or opening = all conversations with the same first user turn, both up to case and white space and "
+        "whatever the system message; auto is the column group_id where there is one, else opening. Source: data.split")
 
     deduplicate: Literal["auto", "exact", "off"] = Field(
         "auto", description="exact: equal content; auto: prompts and demonstrations also up to case and whitespace (data.dedup)")
     contradictions: Literal["flag_second", "drop_both", "keep_as_votes", "off"] = Field(
-        "flag_second", description="pairs whose reverse was already seen (data.validate)")
+        "flag_second", description="pairs whose reverse was already seen (data.validate); keep_as_votes makes one pair of all, with the majority's share as "
+        "label_prob. Several annotators of one comparison always are votes, except with drop_both (they must agree) and off (a pair each) (data.aggregate)")
     near_duplicates: Literal["off", "keep_first", "group"] = Field(
         "off", description="prompts with Jaccard >= near_threshold: keep the first, or keep all in one split group (data.dedup)")
     near_threshold: float = Field(0.8, gt=0, le=1, description="Jaccard of 5-word shingles that makes a near duplicate (data.dedup)")
@@ -81,7 +90,8 @@ class Config(StageConfig):
         "auto", description="label_prob of pairs: auto = where the source has a probability, prob = also vote shares, linear = from "
         "the Likert label, none = hard labels (data.binarise)")
     soft_label_eps: float = Field(0.05, gt=0, lt=0.5, description="clip of linear soft labels (data.binarise)")
-    n_points: int = Field(5, ge=2, le=127, description="points of a Likert scale without an n_points column (data.likert)")
+    n_points: int | None = Field(None, ge=2, le=127, description="points of the scale of A/B labels that are numbers, without an n_points column: 5 for 1 = A much "
+                                 "better to 5 = B much better (data.likert); such labels are refused without it or label_map")
     orientation: Literal["low_is_a", "high_is_a"] = Field("low_is_a", description="low_is_a: label 1 = A much better (data.likert)")
     margin_mode: Literal["none", "score_diff", "llama2_small", "llama2_large"] = Field(
         "none", description="margin column of pairs (data.margin)")
@@ -94,13 +104,19 @@ class Config(StageConfig):
     scale_min: float | None = Field(None, description="lowest possible score; null: not checked")
     scale_max: float | None = Field(None, description="highest possible score; null: not checked")
     max_pairs_per_prompt: int | None = Field(None, ge=1, description="cap for pairs made of thumbs or ratings; null: all")
-    on_conflict: Literal["drop", "majority"] = Field("drop", description="a completion that is both chosen and rejected (data.unpaired)")
+    on_conflict: Literal["drop", "majority"] = Field(
+        "drop", description="a completion that is both chosen and rejected, or labelled both ways: drop it, or let the majority decide (data.unpaired)")
     multiturn: Literal["keep", "all_turns", "final_turn"] = Field(
         "keep", description="conversations: one row with all assistant turns trained, one row per turn, or the last turn (data.multiturn)")
     system_prompts: Literal["keep", "merge", "drop"] = Field(
         "keep", description="system messages: kept; merge = written before the first user message, for chat templates without a system role (Gemma) or that lose it "
         "(Mistral); drop = left out. Those with tool definitions are kept. Give all data of a model the same")
     balance: Literal["none", "per_conversation"] = Field("none", description="per_conversation: weight 1/samples (data.multiturn)")
+
+    @field_validator("label_map", mode="before")
+    @classmethod
+    def _texts(cls, value):
+        return {str(label): meaning for label, meaning in value.items()} if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _possible(self):
@@ -155,7 +171,7 @@ SPEC = StageSpec(
 
 def native_kind(path: str, config: Config | None = None) -> str | None:
     """Kind of the rows behind a path, from its first readable rows; None if no format fits."""
-    from stages.ingestion.formats import ALIASES, Adapter, detect
+    from stages.ingestion.formats import ALIASES, Adapter, detect, kind_of, rename
     from stages.ingestion.rules import Bad
     from stages.ingestion.sources import SourceError, find_files, head_rows
     from storage.datasets import DatasetError, open_dataset
@@ -169,8 +185,7 @@ def native_kind(path: str, config: Config | None = None) -> str | None:
         files = find_files(path, config.files)
     except SourceError:
         return None
-    from stages.ingestion.formats import rename
-
+    found = None
     for source in files:
         rows = [rename(row, config.columns()) for row in head_rows(source)]
         name = ALIASES.get(config.format, config.format)
@@ -183,7 +198,8 @@ def native_kind(path: str, config: Config | None = None) -> str | None:
                 return adapter(row)[0]
             except Bad:
                 continue
-    return None
+        found = found or kind_of(name, config.kind)     # nothing of it can be read: the quarantine will say why
+    return found
 
 
 def matching_kind(path: str, kinds: tuple[str, ...]) -> str | None:

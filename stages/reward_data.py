@@ -271,6 +271,8 @@ def step_item(reader, row: dict, prompt, steps: list[str], separator: str, targe
 
 def step_items(row, reader, config, dropped) -> list[Item]:
     """One item per solution; ``targets`` hold one distribution over classes per step, up to and including the first wrong step."""
+    if row.get("is_quality_control"):       # for screening annotators (data.stepwise)
+        raise Drop("quality_control")
     labels, soft = list(row["labels"]), row.get("soft_labels")
     if config.after_first_error == "drop" and -1 in labels:
         labels = labels[: labels.index(-1) + 1]

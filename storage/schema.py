@@ -299,6 +299,8 @@ def row_id(kind: str, row: dict) -> str:
             content[name] = (row.get("ann") or {}).get("annotator_id")
         else:
             content[name] = _clean(row.get(name))
+    if full == "comparisons/1" and row.get("criteria"):         # one annotator, two criteria: two rows
+        content["criteria"] = row["criteria"]
     if full in _TEXT_ONLY:
         try:
             return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()[:32]

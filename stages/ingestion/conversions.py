@@ -6,7 +6,6 @@ of one prompt (staged on disk by the stage) and gives rows. Both keep prompt_id 
 """
 from __future__ import annotations
 
-import hashlib
 import math
 from statistics import fmean
 from typing import Any, Callable
@@ -31,7 +30,7 @@ CHAINS = {("comparisons/1", "demonstrations/1"): "pairs/1", ("comparisons/1", "u
 WITH_PROMPT = ("pairs/1", "comparisons/1", "rankings/1", "ratings/1", "unpaired/1", "stepwise/1", "demonstrations/1",
                "segments/1", "span_feedback/1", "candidates/1", "revisions/1")
 ANY_GAP = math.ulp(0.0)         # the smallest difference of two scores: whatever the scale, one of its steps is not below it
-_CARRIED = ("prompt_id", "group_id", "split", "source", "batch_id", "license", "weight")
+_CARRIED = ("prompt_id", "group_id", "split", "source", "batch_id", "license", "weight", "collected_at")
 
 
 def route(have: str, want: str) -> list[str] | None:
@@ -410,27 +409,6 @@ def _depths(n: int, wins: list[tuple[int, int]]) -> list[int] | None:
             depth[item] = max((depth[winner] + 1 for winner in beaten_by[item]), default=0)
         done.update(ready)
     return depth
-
-
-def contradiction_key(row: dict) -> bytes:
-    """Key of a pair whatever the order of its answers."""
-    sides = sorted((prompt_id(row["chosen"]), prompt_id(row["rejected"])))
-    return hashlib.sha256("|".join([prompt_id(row["prompt"]), *sides]).encode()).digest()[:16]
-
-
-def settle_votes(rows: list[dict]) -> tuple[list[dict], list[int]]:
-    """Pairs with the same two answers as votes (`contradictions: keep_as_votes`).
-
-    (rows out, indices of the input rows lost to an even vote). label_prob = share of the majority.
-    """
-    first = rows[0]
-    forward = sum(same_completion(row["chosen"], first["chosen"]) for row in rows)
-    if forward == len(rows):
-        return [first], []
-    if 2 * forward == len(rows):
-        return [], list(range(len(rows)))
-    keep = first if 2 * forward > len(rows) else next(row for row in rows if not same_completion(row["chosen"], first["chosen"]))
-    return [{**keep, "label_prob": max(forward, len(rows) - forward) / len(rows)}], []
 
 
 _GROUPED: dict[tuple[str, str], Callable[..., Any]] = {

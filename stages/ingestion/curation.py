@@ -134,6 +134,7 @@ class DecontaminationIndex:
         self._lengths: list[int] = []
         self._where: dict[Hashable, list[tuple[int, int]]] = {}
         self._short: dict[Hashable, list[int]] = {}
+        self._short_later: dict[Hashable, list[int]] = {}
         self.any_hit: set[int] = set()
         self.best: dict[int, Fraction] = {}
 
@@ -141,31 +142,33 @@ class DecontaminationIndex:
         """Tokens of a text in the index's unit."""
         return word_tokens(text) if self.unit == "word" else list(normalise_text(text))
 
-    def add(self, text: str) -> None:
-        """Index one evaluation text."""
+    def add(self, text: str, later: bool = False) -> None:
+        """Index one evaluation text. A short `later` turn of a conversation ("Why?") only meets training prompts that are nothing else."""
         tokens, item = self.tokens(text), len(self._lengths)
         self._lengths.append(len(tokens))
         if len(tokens) < self.n:
-            self._short.setdefault(tuple(tokens), []).append(item)
+            (self._short_later if later else self._short).setdefault(tuple(tokens), []).append(item)
         for start, gram in enumerate(ngrams(tokens, self.n)):
             self._where.setdefault(gram, []).append((item, start))
 
     def __len__(self) -> int:
         return len(self._lengths)
 
-    def check(self, text: str) -> bool:
-        """True if the training text is contaminated; remembers each evaluation item's best coverage."""
-        tokens = self.tokens(text)
+    def check(self, text: str | Sequence[str]) -> bool:
+        """True if the training text, or the user turns of one conversation, are contaminated; remembers each evaluation item's best coverage."""
         spots: dict[int, set[int]] = {}
-        for gram in set(ngrams(tokens, self.n)):
-            for item, start in self._where.get(gram, ()):
-                spots.setdefault(item, set()).update(range(start, start + self.n))
         hit = False
-        if len(tokens) < self.n:
-            for item in self._short.get(tuple(tokens), ()) if tokens else ():
-                self.any_hit.add(item)
-                self.best[item] = Fraction(1)
-                hit = True
+        turns = [text] if isinstance(text, str) else text
+        for tokens in map(self.tokens, turns):
+            for gram in set(ngrams(tokens, self.n)):
+                for item, start in self._where.get(gram, ()):
+                    spots.setdefault(item, set()).update(range(start, start + self.n))
+            if len(tokens) < self.n:
+                found = (*self._short.get(tuple(tokens), ()), *(self._short_later.get(tuple(tokens), ()) if len(turns) == 1 else ())) if tokens else ()
+                for item in found:
+                    self.any_hit.add(item)
+                    self.best[item] = Fraction(1)
+                    hit = True
         for item, covered in spots.items():
             self.any_hit.add(item)
             score = Fraction(len(covered), self._lengths[item])

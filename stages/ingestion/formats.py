@@ -9,10 +9,14 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from datetime import date, datetime, timezone
+from decimal import Decimal
 from typing import Any, Callable
 
+import orjson
+
 from stages.ingestion.rules import Bad, role_codes, segment_codes
-from stages.ingestion.sources import canonical_bytes
+from stages.ingestion.sources import canonical_bytes, split_named
 
 # How the names of other tools are read. Keys: our names; values: synonyms, first match wins.
 SYNONYMS = {
@@ -26,7 +30,14 @@ SYNONYMS = {
 _SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
              "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "system": "system",
              "tool": "tool", "function_response": "tool", "observation": "tool"}
-_COMMON = ("batch_id", "license", "group_id", "weight")
+# Columns that ask the question in data of answers that names none `prompt`; the first that is there counts.
+_ASKED = ("instruction", "question", "query", "problem", "input")
+_COMMON = ("batch_id", "license", "group_id", "weight", "split", "collected_at")
+# Columns that hold lists, written as JSON in CSV files.
+_LISTS = frozenset(("labels", "ranks", "scores", "completions", "votes", "turns", "train_turns", "tests", "constraints", "instruction_id_list", "kwargs", "facts",
+                    "reward_route", "chosen_segments", "rejected_segments", "aspects", "models", "soft_labels", "constraint_ids"))
+_MESSAGES = ("messages", "prompt", "completion", "chosen", "rejected", "response_a", "response_b")
+_MESSAGE_KEYS = frozenset(("role", "content", "from", "value", "name", "tool_call_id", "functions", "tools", "function_calls", "tool_calls", "function_call"))
 _HH_TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
@@ -45,6 +56,8 @@ def to_message(item: Any) -> dict:
     calls = item.get("function_calls")
     if calls is None and item.get("tool_calls"):
         calls = "\n".join(canonical_bytes(call).decode() for call in _listed(item["tool_calls"]))
+    if calls is None and item.get("function_call"):         # the older form of one call
+        calls = canonical_bytes(item["function_call"]).decode()
     if isinstance(content, list):           # parts of multimodal APIs: only text can be kept
         parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
                  for part in content]
@@ -182,7 +195,7 @@ def implicit_messages(chosen: list[dict], rejected: list[dict]) -> tuple[list, l
 # -- numbers ----------------------------------------------------------------------------------------
 def to_number(value: Any, code: str = "bad_label") -> float:
     """A finite number, also from text such as a CSV cell; Bad(code) else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, str, Decimal)):
         raise Bad("wrong_type" if value is not None else "missing_column")
     try:
         number = float(value)
@@ -195,6 +208,47 @@ def to_number(value: Any, code: str = "bad_label") -> float:
 
 def _optional_number(value: Any) -> float | None:
     return None if value is None or value == "" else to_number(value)
+
+
+def _whole(value: Any) -> int | None:
+    """A count or index of 0 or more; None where there is none."""
+    number = _optional_number(value)
+    if number is None:
+        return None
+    if number != int(number) or not 0 <= number < 2 ** 31:
+        raise Bad("bad_label")
+    return int(number)
+
+
+def plain(value: Any) -> str:
+    """A number in plain decimals, as a verifier reads it (1e-05 is 0.00001); all else as text."""
+    if isinstance(value, (float, Decimal)) and math.isfinite(value):
+        text = format(value if isinstance(value, Decimal) else Decimal(repr(value)), "f")
+        return text if len(text) <= 400 else str(value)
+    return str(value)
+
+
+def to_time(value: Any) -> str | None:
+    """A point in time as ISO text with its zone (UTC where none is given); None where it cannot be read as one."""
+    if isinstance(value, str):
+        try:
+            value = datetime.fromisoformat(value.strip())
+        except ValueError:
+            return None
+    elif isinstance(value, date) and not isinstance(value, datetime):
+        value = datetime(value.year, value.month, value.day)
+    if not isinstance(value, datetime):
+        return None
+    return (value if value.tzinfo else value.replace(tzinfo=timezone.utc)).isoformat()
+
+
+def _annotated(row: dict) -> dict:
+    """`ann` of a row that names its annotator or criteria, else nothing."""
+    name = next((row[column] for column in ("annotator_id", "annotator") if isinstance(row.get(column), (str, int)) and row[column] != ""), None)
+    criteria = row.get("criteria") if isinstance(row.get("criteria"), str) and row["criteria"] else None
+    if name is None and criteria is None:
+        return {}
+    return {"ann": {"annotator_type": "human"} | ({} if name is None else {"annotator_id": str(name)}) | ({} if criteria is None else {"criteria": criteria})}
 
 
 def to_label(value: Any) -> bool:
@@ -238,6 +292,8 @@ def _pair(row: dict, options) -> tuple[str, dict, set]:
     prompt, chosen, rejected = row.get("prompt"), row.get("chosen"), row.get("rejected")
     if chosen is None or rejected is None:
         raise Bad("missing_column")
+    if prompt is None and isinstance(chosen, str) and not _HH_TURN.match(chosen) and ("prompt" in row or "prompt" in options.columns()):
+        raise Bad("missing_column")         # it has a prompt, only not in this row: nothing to cut out of the answers
     codes: set[str] = set()
     if type(prompt) is str and type(chosen) is str and type(rejected) is str:      # the common case
         out = {"prompt": to_prompt(prompt, row.get("system")),
@@ -281,12 +337,15 @@ def _pair(row: dict, options) -> tuple[str, dict, set]:
     for name in ("chosen_score", "rejected_score", "margin", "label_prob"):
         if row.get(name) is not None:
             out[name] = _optional_number(row[name])
-    if row.get("strength") is not None:
-        out["strength"] = int(to_number(row["strength"]))
-        if not 0 <= out["strength"] <= 127:
-            raise Bad("bad_label")
-    if out.get("label_prob") is not None and not 0 <= out["label_prob"] <= 1:
+    for name in ("strength", "pairs_in_group", "rank_gap", "stage_index", "turn_index"):
+        if (value := _whole(row.get(name))) is not None:
+            out[name] = value
+    if not 0 <= out.get("strength", 0) <= 127 or out.get("pairs_in_group") == 0:
         raise Bad("bad_label")
+    if out.get("label_prob") is not None and not 0.5 <= out["label_prob"] <= 1:     # P(chosen preferred)
+        raise Bad("bad_label")
+    if row.get("constraint_ids") is not None:
+        out["constraint_ids"] = _strings(row["constraint_ids"])
     if isinstance(row.get("grade"), str):
         out["_grade"] = row["grade"]
     for side in ("chosen", "rejected"):
@@ -315,8 +374,25 @@ def _messages(row: dict, options) -> tuple[str, dict, set]:
     elif tools and messages:
         messages = [{"role": "system", "content": "", "functions": tools if isinstance(tools, str)
                      else canonical_bytes(tools).decode()}, *messages]
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    added = len(messages) - len(row["messages"])        # a system message put before those that train_turns counts
+    trained = row.get("train_turns")
+    if trained is not None and (not isinstance(trained, list) or not trained or any(type(turn) is not int for turn in trained)):
+        raise Bad("wrong_type")
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"
+             and (trained is None or index - added in trained) and (index < added or _trained(row["messages"][index - added]))]
+    if trained is not None and len(turns) < len(set(trained)) or not turns and any(message["role"] == "assistant" for message in messages):
+        raise Bad("bad_label")
     return "demonstrations/1", {"messages": messages, "train_turns": turns, **_texts(row, "category")}, set()
+
+
+def _trained(message: dict) -> bool:
+    """False for a turn that OpenAI's fine-tuning format leaves out of the loss, `weight: 0`."""
+    weight = message.get("weight")
+    if weight is None:
+        return True
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise Bad("wrong_type")
+    return weight == 1
 
 
 def _prompts(row: dict, options) -> tuple[str, dict, set]:
@@ -325,7 +401,9 @@ def _prompts(row: dict, options) -> tuple[str, dict, set]:
     if answer is not None:
         if isinstance(answer, (list, dict)):
             raise Bad("wrong_type")
-        out["answer"] = answer if isinstance(answer, str) else str(answer)
+        if isinstance(answer, float) and not math.isfinite(answer):
+            raise Bad("verifier_spec_invalid")
+        out["answer"] = answer if isinstance(answer, str) else plain(answer)
         kind = row.get("answer_type") or options.answer_type
         if not isinstance(kind, (str, type(None))):
             raise Bad("wrong_type")
@@ -347,19 +425,25 @@ def _prompts(row: dict, options) -> tuple[str, dict, set]:
     if isinstance(row.get("test"), str) and isinstance(row.get("entry_point"), str):    # HumanEval
         out["tests"] = [{"kind": "python", "code": f"{row['test']}\ncheck({row['entry_point']})\n"}]
     elif row.get("tests") is not None:
-        out["tests"] = [{key: value if value is None or key == "timeout_s" else str(value) for key, value in item.items()
+        out["tests"] = [{key: value if value is None or key == "timeout_s" else _json_text(value) for key, value in item.items()
                          if key in ("kind", "input", "expected", "code", "timeout_s")} for item in _structs(row["tests"])]
         for test in out["tests"]:
             if test.get("timeout_s") is not None:
                 test["timeout_s"] = to_number(test["timeout_s"], "verifier_spec_invalid")
+                if test["timeout_s"] <= 0:
+                    raise Bad("verifier_spec_invalid")
     if out.get("tests") == [] or out.get("constraints") == []:
         raise Bad("verifier_spec_invalid")
     for name in ("facts", "reward_route"):
         if row.get(name) is not None:
-            if not isinstance(row[name], list) or not all(isinstance(item, str) for item in row[name]):
-                raise Bad("wrong_type")
-            out[name] = row[name]
+            out[name] = _strings(row[name])
     return "prompts/1", out, set()
+
+
+def _strings(value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise Bad("wrong_type")
+    return value
 
 
 def _structs(value: Any) -> list[dict]:
@@ -379,7 +463,8 @@ def _json_text(value: Any) -> str:
 
 
 def _texts(row: dict, *names: str) -> dict:
-    return {name: row[name] for name in names if isinstance(row.get(name), str)}
+    """Texts of a row, numbers written out; anything else is kept in extra_json by the adapter."""
+    return {name: plain(row[name]) for name in names if isinstance(row.get(name), (str, int, float, Decimal))}
 
 
 def _text(row: dict, options) -> tuple[str, dict, set]:
@@ -422,10 +507,8 @@ def _rating(row: dict, options) -> tuple[str, dict, set]:
         raise Bad("score_inconsistent")         # UltraFeedback: an overall 10 that meant 1
     if isinstance(row.get("model"), str):
         out["gen"] = {"model_id": row["model"]}
-    rater = next((row[name] for name in ("annotator_id", "annotator", "group") if isinstance(row.get(name), (str, int))), None)
-    if rater is not None:  # the same rating by two people or groups is two rows
-        out["ann"] = {"annotator_type": "human", "annotator_id": str(rater)}
-    return "ratings/1", out, set()
+    # The same rating by two people or groups is two rows.
+    return "ratings/1", out | _annotated({"annotator": row.get("group")} | {k: row[k] for k in ("annotator_id", "annotator", "criteria") if row.get(k) is not None}), set()
 
 
 def _ranking(row: dict, options) -> tuple[str, dict, set]:
@@ -452,7 +535,7 @@ def _ranking(row: dict, options) -> tuple[str, dict, set]:
         raise Bad("missing_column")
     if isinstance(row.get("models"), list) and len(row["models"]) == len(completions):
         out["gens"] = [{"model_id": str(name)} for name in row["models"]]
-    return "rankings/1", out, set()
+    return "rankings/1", out | _annotated(row), set()
 
 
 def _comparison(row: dict, options) -> tuple[str, dict, set]:
@@ -473,22 +556,33 @@ def _comparison(row: dict, options) -> tuple[str, dict, set]:
         label = row.get("label", row.get("preference", row.get("choice", row.get("winner"))))
         if label is None:
             raise Bad("missing_column")
-        if isinstance(label, str) and not re.fullmatch(r"\s*[+-]?\d+(\.\d*)?\s*", label):
-            votes([label])
-            out |= {"label_kind": "choice", "votes": [label]}
+        named = options.label_map.get(_label_name(label), label)
+        if isinstance(named, str) and not re.fullmatch(r"\s*[+-]?\d+(\.\d*)?\s*", named):
+            votes([named])
+            out |= {"label_kind": "choice", "votes": [named]}
         else:
-            number = to_number(label)
-            points = int(to_number(row["n_points"])) if row.get("n_points") is not None else options.n_points
-            orientation = row["orientation"] if row.get("orientation") in ("low_is_a", "high_is_a") else options.orientation
+            number, points = to_number(label), _whole(row.get("n_points")) or options.n_points
+            if points is None:
+                raise Bad("scale_unknown")
+            orientation = row.get("orientation") or options.orientation
+            if orientation not in ("low_is_a", "high_is_a") or points > 127:
+                raise Bad("bad_label")
             likert(number, points, orientation)
             out |= {"label_kind": "likert", "n_points": points, "label": int(number), "orientation": orientation}
-    annotator = row.get("annotator_id", row.get("annotator"))
-    if isinstance(annotator, (str, int)):
-        out["ann"] = {"annotator_type": "human", "annotator_id": str(annotator)}
+    if isinstance(row.get("criteria"), str) and row["criteria"]:
+        out["criteria"] = row["criteria"]
+    if (turn := _whole(row.get("turn_index"))) is not None:
+        out["turn_index"] = turn
+    out |= _annotated(row)
     for side in "ab":
         if isinstance(row.get(f"model_{side}"), str):
             out[f"gen_{side}"] = {"model_id": row[f"model_{side}"]}
     return "comparisons/1", out, set()
+
+
+def _label_name(label: Any) -> str:
+    """A label as `label_map` writes it: 2 and 2.0 are "2"."""
+    return str(int(label)) if isinstance(label, float) and label.is_integer() else str(label).strip()
 
 
 def _alpaca_eval(row: dict, options) -> tuple[str, dict, set]:
@@ -552,12 +646,28 @@ def _stepwise(row: dict, options) -> tuple[str, dict, set]:
         raise Bad("wrong_type")
     if len(steps) != len(labels) or not steps:
         raise Bad("step_label_length")
+    zero_one = options.step_labels == "zero_one"
     values = [(1 if label else -1) if isinstance(label, bool) else label for label in labels]
-    if any(isinstance(value, (str, list, dict, type(None))) or value not in (-1, 0, 1) for value in values):
+    if any(isinstance(value, (str, list, dict, type(None))) or value not in (-1, 0, 1) or
+           (zero_one and value == -1 and not isinstance(label, bool)) for value, label in zip(values, labels)):
         raise Bad("bad_label")
-    return "stepwise/1", {"prompt": to_prompt(row.get("prompt"), row.get("system")), "completions": steps,
-                          "labels": [int(value) for value in values], "solution_correct": -1 not in values,
-                          **_texts(row, "answer")}, set()
+    values = [-1 if zero_one and value == 0 else int(value) for value in values]
+    out = {"prompt": to_prompt(row.get("prompt"), row.get("system")), "completions": steps, "labels": values, "solution_correct": -1 not in values,
+           **_texts(row, "answer", "separator"), **_annotated(row)}
+    for name in ("solution_correct", "is_quality_control"):
+        if row.get(name) not in (None, ""):
+            out[name] = to_label(row[name])
+    if (generation := _whole(row.get("generation"))) is not None:
+        out["generation"] = generation
+    if row.get("soft_labels") is not None:
+        if not isinstance(row["soft_labels"], list):
+            raise Bad("wrong_type")
+        out["soft_labels"] = [to_number(value) for value in row["soft_labels"]]
+        if len(out["soft_labels"]) != len(steps):
+            raise Bad("step_label_length")
+        if not all(0 <= value <= 1 for value in out["soft_labels"]):
+            raise Bad("bad_label")
+    return "stepwise/1", out, set()
 
 
 def _segments(row: dict, options) -> tuple[str, dict, set]:
@@ -565,6 +675,8 @@ def _segments(row: dict, options) -> tuple[str, dict, set]:
     _, pair, codes = _pair(row, options)
     out = {name: pair[name] for name in ("prompt", "chosen", "rejected")}
     unit = row.get("offset_unit") or "char"
+    if unit not in ("char", "token"):
+        raise Bad("wrong_type")
     for side in ("chosen", "rejected"):
         out[f"{side}_segments"] = [_segment(item) for item in _listed(row.get(f"{side}_segments"))]
         if unit == "char":
@@ -586,6 +698,7 @@ def _segment(item: Any) -> dict:
         {"aspect": str(s.get("aspect")), "score": float(s["score"]), "rationale": s.get("rationale")} for s in scores]}
 
 
+_TEXTS = frozenset(("domain", "category", "language", "critique", "answer", "separator"))
 _ANSWER = ("answer", "answer_type", "tests", "constraints", "facts", "reward_route", "domain", "category", "language",
            "instruction_id_list", "kwargs", "test", "entry_point")
 # format -> (adapter, required columns, further columns it reads, in order of precedence)
@@ -595,16 +708,18 @@ FORMATS: dict[str, tuple[Callable, tuple[str, ...], tuple[str, ...]]] = {
     "segments": (_segments, ("chosen", "rejected", "chosen_segments", "rejected_segments"), ("prompt", "system", "offset_unit")),
     "hh": (_pair, ("chosen", "rejected"), ("prompt",)),
     "preference": (_pair, ("chosen", "rejected"), ("prompt", "system", "chosen_score", "rejected_score", "margin", "strength",
-                                                   "label_prob", "grade", "chosen_model", "rejected_model")),
+                                                   "label_prob", "grade", "chosen_model", "rejected_model", "pairs_in_group", "rank_gap",
+                                                   "stage_index", "turn_index", "constraint_ids")),
     "comparisons": (_comparison, ("response_a", "response_b"), (
         "prompt", "system", "label", "preference", "choice", "winner", "votes", "p_a", "n_points", "orientation", "annotator_id",
-        "annotator", "model_a", "model_b", "label_kind")),
-    "stepwise": (_stepwise, ("prompt", "completions", "labels"), ("system", "answer")),
-    "rankings": (_ranking, ("completions",), ("prompt", "system", "ranks", "scores", "models")),
+        "annotator", "model_a", "model_b", "label_kind", "criteria", "turn_index")),
+    "stepwise": (_stepwise, ("prompt", "completions", "labels"), ("system", "answer", "soft_labels", "separator", "solution_correct", "generation",
+                                                                 "is_quality_control", "annotator_id", "annotator")),
+    "rankings": (_ranking, ("completions",), ("prompt", "system", "ranks", "scores", "models", "annotator_id", "annotator", "criteria")),
     "unpaired": (_unpaired, ("completion", "label"), ("prompt", "system", "label_kind")),
     "ratings": (_rating, ("completion", "score"), ("prompt", "system", "aspects", "critique", "scale_min", "scale_max", "model", "annotator_id",
-                                                "annotator")),
-    "messages": (_messages, ("messages",), ("system", "tools", "category")),
+                                                "annotator", "criteria")),
+    "messages": (_messages, ("messages",), ("system", "tools", "category", "train_turns")),
     "prompt_completion": (_demonstration, ("prompt", "completion"), ("system", "category")),
     "gsm8k": (_gsm8k, ("question", "answer"), ()),
     "qa": (_qa, ("question", "answer"), ()),
@@ -615,6 +730,19 @@ FORMATS: dict[str, tuple[Callable, tuple[str, ...], tuple[str, ...]]] = {
 }
 ALIASES = {"trl": "auto", "likert": "comparisons", "sharegpt": "messages", "prompt_only": "prompts",
            "language_modeling": "text", "alpaca": "instruction", "implicit": "preference", "math": "qa"}
+
+
+# Kind of the rows of a format, for files of which no sampled row can be read.
+_KINDS = {"alpaca_eval": "comparisons/1", "segments": "segments/1", "hh": "pairs/1", "preference": "pairs/1", "comparisons": "comparisons/1", "stepwise": "stepwise/1",
+          "rankings": "rankings/1", "unpaired": "unpaired/1", "ratings": "ratings/1", "messages": "demonstrations/1", "prompt_completion": "demonstrations/1",
+          "gsm8k": "prompts/1", "qa": "demonstrations/1", "instruction": "demonstrations/1", "turns": "prompts/1", "prompts": "prompts/1", "text": "text/1"}
+
+
+def kind_of(name: str, wanted: str = "auto") -> str:
+    """Kind of the rows of a format; questions with answers are what is wanted of them."""
+    if name in ("gsm8k", "qa") and wanted != "auto":
+        return "prompts/1" if wanted == "prompts/1" else "demonstrations/1"
+    return _KINDS[name]
 
 
 def _has(keys: frozenset, name: str) -> bool:
@@ -667,6 +795,10 @@ class Adapter:
         self._used = frozenset(required) | frozenset(more) | frozenset(_COMMON)
         self._options, self._map = options, options.columns()
         self._plain = {column: SYNONYMS[column] for column in self._used if column in SYNONYMS}
+        self._lists = sorted(self._used & _LISTS)
+        self._messages = [column for column in _MESSAGES if column in self._used]
+        self.unknown_splits: set[str] = set()
+        self._asks = name in ("segments", "preference", "comparisons", "stepwise", "rankings", "unpaired", "ratings")
 
     def __call__(self, row: dict) -> tuple[str, dict, set]:
         """(kind, row, codes). Raises Bad. What the schema has no column for goes to extra_json."""
@@ -678,6 +810,14 @@ class Adapter:
                     if row.get(other) is not None:
                         row = {key: value for key, value in row.items() if key != other} | {ours: row[other]}
                         break
+        for name in self._lists:
+            if isinstance(row.get(name), str) and row[name][:1] in ("[", "{"):
+                try:
+                    row = row | {name: orjson.loads(row[name])}
+                except orjson.JSONDecodeError:
+                    pass
+        if self._asks and row.get("prompt") is None and "prompt" not in self._map:
+            row = _with_question(row)
         kind, out, codes = self._read(row, self._options)
         extra = out.pop("_extra", None) or {}
         for key, value in row.items():
@@ -686,21 +826,66 @@ class Adapter:
                     out.setdefault("source", value)
                 elif value is not None:
                     extra[key] = value
+            elif isinstance(value, (list, dict)) and key in _TEXTS and key not in out:
+                extra[key] = value
         for key in _COMMON:
             value = row.get(key)
-            if value is None:
+            if value is None or value == "":
                 continue
             if key == "weight":
                 out[key] = to_number(value)
                 if out[key] < 0:
                     raise Bad("bad_label")
-            elif isinstance(value, str):
-                out[key] = value
+            elif key == "split" or key == "collected_at":
+                read = to_time(value) if key == "collected_at" else split_named(value) if isinstance(value, str) else None
+                if read is None:
+                    extra[key] = value
+                    if key == "split" and len(self.unknown_splits) < 8:
+                        self.unknown_splits.add(str(value)[:40])
+                else:
+                    out[key] = read
+            elif isinstance(value, float) and math.isnan(value):        # how pandas writes null
+                continue
+            elif isinstance(value, (str, int, float)) and not isinstance(value, bool):
+                out[key] = plain(value)
             else:
                 raise Bad("wrong_type")
+        if unread := self._unread(row):
+            extra["message_fields"] = unread
         if extra:
             out["extra_json"] = canonical_bytes(extra).decode("utf-8")
         return kind, out, codes
+
+
+    def _unread(self, row: dict) -> dict:
+        """{column: {index: fields}} of what messages hold beyond our schema, such as `reasoning_content`."""
+        found = {}
+        for column in self._messages:
+            messages = row.get(column)
+            if isinstance(messages, list):
+                fields = {str(index): more for index, item in enumerate(messages) if isinstance(item, dict) and len(item) > 2
+                          and (more := {key: value for key, value in item.items() if key not in _MESSAGE_KEYS and value is not None})}
+                if fields:
+                    found[column] = fields
+        return found
+
+
+def _with_question(row: dict) -> dict:
+    """The row with its question as `prompt`, where a column of another name asks it: in the implicit form the answers begin with it themselves."""
+    for side in ("chosen", "rejected"):
+        answer = row.get(side)
+        if isinstance(answer, str) and _HH_TURN.match(answer) or isinstance(answer, list) and answer and isinstance(answer[0], dict) \
+                and answer[0].get("role", answer[0].get("from")) in ("user", "system", "human"):
+            return row
+    asked = next((name for name in _ASKED if row.get(name) is not None or (name in row and name != "input")), None)
+    if asked is None:
+        return row
+    question, given = row[asked], row.get("input")
+    used = {asked}
+    if asked == "instruction" and isinstance(question, str) and isinstance(given, str):
+        used.add("input")
+        question = f"{question}\n\n{given}" if given.strip() else question
+    return {key: value for key, value in row.items() if key not in used} | {"prompt": question}
 
 
 def known_columns() -> str:

@@ -7,16 +7,18 @@ positions, so that a killed run closes the same parts as an undisturbed one.
 """
 from __future__ import annotations
 
+import difflib
 import hashlib
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Iterator
 
 from stages.harness import StageFailure
-from stages.ingestion import conversions, curation, rules
-from stages.ingestion.formats import ALIASES, Adapter, detect, fold_system, known_columns, rename
+from stages.ingestion import conversions, curation, rules, votes
+from stages.ingestion.formats import _ASKED, ALIASES, Adapter, detect, fold_system, known_columns, rename
 from stages.ingestion.rules import Bad
 from stages.ingestion.seen import SeenRows
-from stages.ingestion.sources import Reading, Record, SourceError, SourceFile, canonical_bytes, find_files, head_rows, parse_json
+from stages.ingestion.sources import Reading, Record, SourceError, SourceFile, canonical_bytes, find_files, head_rows, parse_json, split_named
 from stages.spec import ConfigError
 from storage.datasets import Dataset, DatasetError, open_dataset
 from storage.schema import complete_row, normalise_text, prompt_id, prompt_of, row_id
@@ -51,6 +53,8 @@ class Counts:
         self.damaged_files: dict[str, str] = dict(state.get("damaged_files", {}))
         self.native: dict[str, int] = dict(state.get("native", {}))
         self.labels: dict[str, int] = dict(state.get("labels", {}))
+        self.steps: dict[str, list[int]] = {key: list(value) for key, value in state.get("steps", {}).items()}     # numbers seen as step labels, by file
+        self.cut_prompts: int = state.get("cut_prompts", 0)
 
     def state(self) -> dict:
         """Plain values of all counts."""
@@ -80,11 +84,15 @@ class Ingestion:
         if self.dataset is not None and self.config.system_prompts != "keep":
             raise ConfigError("stage ingest: system_prompts changes rows as they are read from files, and the input is a dataset already; ingest its files with it")
         self.name = self.config.dataset or (self.dataset.name if self.dataset else _stem(self.path))
+        self._check_mapped()
         self.kind = self._wanted_kind()
+        self._benchmark_skips: dict[str, int] = {}
         self.benchmarks = self._benchmark_index()
         self._fractions = self.config.fractions()
-        has_splits = self.dataset is not None and any(n for split, n in self.dataset.manifest["splits"].items() if split != "train")
-        self._split_all = None if self.config.halves or (self._fractions["train"] < 1 and not has_splits) else "train"
+        self._file_splits = {file.name: file.split for file in self.files if file.split}
+        self._split_all = None if self.config.halves or (self._fractions["train"] < 1 and not self._holds_out()) else "train"
+        # Only where the data itself says what belongs together or where it goes can a prompt come to lie in two splits.
+        self._watch = bool(self._file_splits or self._named("group_id", "split"))
         self._raw_name: tuple[str, Record] | None = None
 
     # -- what to do -----------------------------------------------------------------------------------
@@ -102,6 +110,41 @@ class Ingestion:
             raise ConfigError("stage ingest: the columns of the data fit no known format. " + self._columns_hint())
         return _PREFERRED.get(found, found)
 
+    def _named(self, *columns: str) -> list[SourceFile]:
+        """Files whose first rows have one of these columns of ours."""
+        named = {column: self.config.column_map.get(column, column) for column in columns}
+        return [source for source in self.files if any(rename(row, named).get(column) not in (None, "") for row in head_rows(source) for column in columns)]
+
+    def _holds_out(self) -> bool:
+        """Whether the input has held-out rows of its own: then it keeps its splits."""
+        if self.dataset is not None:
+            return any(n for split, n in self.dataset.manifest["splits"].items() if split != "train")
+        if any(split in HELD_OUT for split in self._file_splits.values()):
+            return True
+        named = {"split": self.config.column_map.get("split", "split")}
+        for source in self._named("split"):
+            for record in Reading(source):
+                row = record.row if record.row is not None or record.code else parse_json(record.raw)[0]
+                value = rename(row, named).get("split") if row else None
+                if isinstance(value, str) and split_named(value) in HELD_OUT:
+                    return True
+        return False
+
+    def _check_mapped(self) -> None:
+        """Refuse a setting that names a column which is in no row: what it was for would be read from elsewhere, or not at all."""
+        missing, seen = dict(self.config.columns()) if self.files else {}, set()
+        for count in (64, 2_000):       # few rows nearly always do
+            for source in self.files if missing else ():
+                for row in head_rows(source, count):
+                    seen.update(row)
+                    missing = {ours: theirs for ours, theirs in missing.items() if theirs not in row and ("." not in theirs or ours not in rename(
+                        {key: value for key, value in row.items() if key != ours}, {ours: theirs}))}
+        if missing and seen:
+            ours, theirs = next(iter(missing.items()))
+            near = difflib.get_close_matches(theirs, sorted(seen), 1)
+            raise ConfigError(f"stage ingest: {ours} is to be read from the column {theirs!r} (column_map or {ours}_column), which is in no row{f'; did you mean {near[0]!r}?' if near else '.'} "
+                              f"Columns found: {', '.join(sorted(seen)[:40])}")
+
     def _columns_hint(self) -> str:
         seen = sorted({key for source in self.files[:3] for row in head_rows(source, 8) for key in row})[:40]
         return (f"Columns found: {', '.join(seen) or 'none'}. Name them with column_map={{our column: source column}} (or prompt_column, "
@@ -117,7 +160,6 @@ class Ingestion:
         from stages.ingest import Config
 
         for label, item in given.items():
-            before = len(index)
             try:
                 files = find_files(item.path)
             except SourceError as error:
@@ -125,18 +167,18 @@ class Ingestion:
             for source in files:
                 name = detect(head_rows(source))
                 adapter = Adapter(name, Config(kind="prompts/1")) if name else None
+                before, skipped = len(index), 0
                 for record in Reading(source):
                     row = record.row if record.row is not None or record.code else parse_json(record.raw)[0]
-                    if row is None or adapter is None:
-                        continue
-                    try:
-                        kind, native, _ = adapter(row)
-                    except Bad:
-                        continue
-                    index.add(_user_text(conversions.prompt_row(kind, native)["prompt"] if kind != "text/1" else native["text"]))
-            if len(index) == before:
-                raise ConfigError(f"stage ingest, input benchmarks.{label}: no readable prompt was found; give a set with a prompt, question, "
-                                  "instruction or text column")
+                    texts = _asked_of(row, adapter) if row is not None else []
+                    for turn, text in enumerate(texts):
+                        index.add(text, later=turn > 0)
+                    skipped += not texts
+                if len(index) == before:
+                    raise ConfigError(f"stage ingest, input benchmarks.{label}: no readable prompt was found in {source.name}; give files with a prompt, question, "
+                                      "instruction, problem or text column (a pattern such as DIR/*.jsonl picks some of a directory)")
+                if skipped:
+                    self._benchmark_skips[f"{label}/{source.name}"] = skipped
         return index
 
     # -- the run --------------------------------------------------------------------------------------
@@ -214,6 +256,9 @@ class Ingestion:
             if reading.damage:
                 self.counts.damaged_files[source.name] = reading.damage
                 self.stage.warn("damaged_file", f"{source.name}: {reading.damage}; the readable part was kept")
+            if adapter is not None and adapter.unknown_splits:
+                self.stage.warn("unknown_split", f"{source.name}: the column split says {', '.join(sorted(adapter.unknown_splits))}, which names no split (train, validation, test); "
+                                "those rows were placed like rows without one. column_map.split=COLUMN names another column")
             done += source.size
         self.stage.progress(total, total, self._told())
 
@@ -260,8 +305,11 @@ class Ingestion:
                 raise Bad("missing_column")
             else:
                 kind, native, codes = adapter(row)
+                self._place_in_groups(source, kind, native)
                 if self.config.system_prompts != "keep":
                     fold_system(native, self.config.system_prompts)
+            if self.near is not None and self.near.group and self.dataset is not None:
+                native["group_id"] = self.near.cluster_of(self._group_text(kind, native)) or native.get("group_id")
             path = conversions.route(kind, self.kind)
             if path is None:
                 raise self._impossible(kind)
@@ -274,6 +322,22 @@ class Ingestion:
             self._refuse(bad.codes)
         except (RecursionError, OverflowError):         # absurdly nested or large values
             self._refuse(("wrong_type",))
+
+    def _place_in_groups(self, source: str, kind: str, row: dict) -> None:
+        """Split and group that are known before the system message is folded: groups leave it out."""
+        if row.get("split") is None and source in self._file_splits:
+            row["split"] = self._file_splits[source]
+        if self.config.group_by != "auto":
+            row.pop("group_id", None)
+        if self.near is not None and self.near.group:
+            row["group_id"] = self.near.cluster_of(self._group_text(kind, row)) or row.get("group_id")
+        if row.get("group_id") is None and self.config.system_prompts == "merge" and kind != "text/1":
+            row["group_id"] = _group_id(self._group_text(kind, row))
+        if kind == "stepwise/1":
+            self.counts.steps[source] = sorted({*self.counts.steps.get(source, ()), *row["labels"]})
+
+    def _group_text(self, kind: str, row: dict) -> str:
+        return row["text"] if kind == "text/1" else _asked_text(prompt_of(kind, row), self.config.group_by)
 
     def _impossible(self, kind: str) -> ConfigError:
         return ConfigError(f"stage ingest: the data holds {kind} rows, which cannot become {self.kind}; set kind to one of "
@@ -301,7 +365,7 @@ class Ingestion:
             codes.update(rules.conversation_codes(row["messages"], row["train_turns"]))
             sides = [[row["messages"][turn]] for turn in row["train_turns"]]
         elif kind == "prompts/1":
-            codes |= rules.prompt_codes(prompt)
+            codes |= rules.prompt_codes(prompt) | rules.verifiable_codes(row)
             codes.update(rules.role_codes([message["role"] for message in prompt] + ["assistant"]))
         elif kind == "rankings/1":
             sides = row["completions"]
@@ -330,52 +394,57 @@ class Ingestion:
 
     def _place(self, seq: int, source: str, kind: str, row: dict, path: list[str]) -> None:
         """Duplicates, contamination, then conversion of one good row. Raises Bad."""
-        if self.benchmarks is not None and self.benchmarks.check(_prompt_text(kind, row)):
+        if self.benchmarks is not None and self.benchmarks.check([row["text"]] if kind == "text/1" else _user_turns(
+                row["messages"] if kind == "demonstrations/1" else row["prompt"])):
             raise Bad("contaminated")
-        key = None
+        if kind == "stepwise/1" and row.get("is_quality_control") and self.kind != kind:
+            raise Bad("quality_control")
+        key, exact = None, False
         flagging = self.config.contradictions == "flag_second"
-        if self.config.deduplicate != "off":
-            key = self._identity(kind, row)
+        annotated = kind == "comparisons/1" and bool((row.get("ann") or {}).get("annotator_id"))
+        # Equal labels of an item are votes too, where votes are counted.
+        counted = (self.config.contradictions == "keep_as_votes" and (kind == "pairs/1" == self.kind or (kind == "comparisons/1" and "pairs/1" in path and not annotated))) or (
+            self.config.on_conflict == "majority" and kind == "unpaired/1" == self.kind)
+        if self.config.deduplicate != "off" and not counted:
+            key, exact = self._identity(kind, row)
             if flagging and kind == "pairs/1":
                 found = self.seen.any_of(key, bytes.fromhex(_reversed_id(row)))
                 if found is not None:
                     raise Bad("duplicate_row" if found == key else "contradicts_row")
             elif self.seen.has(key):
                 raise Bad("duplicate_row")
-        if self.near is not None:
-            if self.near.group:
-                row["group_id"] = self.near.cluster_of(_prompt_text(kind, row)) or row.get("group_id")
-            elif not self.near.first(seq, _prompt_text(kind, row)):
-                raise Bad("near_duplicate")
+        if self.near is not None and not self.near.group and not self.near.first(seq, _prompt_text(kind, row)):
+            raise Bad("near_duplicate")
         rows = [row]
         if kind == "comparisons/1":
             self.counts.labels[_label(row)] = self.counts.labels.get(_label(row), 0) + 1
         hops, have = path[1:] or [kind], kind
         staged_to = None
+        if kind == "comparisons/1" and "pairs/1" in path and self.config.contradictions != "off" and (annotated or not flagging):
+            staged_to, hops = hops, []          # the labels of an item meet in phase 2
         for position, want in enumerate(hops):
             if (have, want) in conversions.GROUPED:
                 staged_to = hops[position:]
                 break
             rows = [new for item in rows for new in conversions.rowwise(have, want, item, self.config, self._draw(seq), self.gaps)]
             have = want
-        voting = self.config.contradictions in ("drop_both", "keep_as_votes") and have == "pairs/1" and \
-            (kind == "pairs/1" or (kind == "comparisons/1" and not (row.get("ann") or {}).get("annotator_id")))
+        voting = (self.config.contradictions in ("drop_both", "keep_as_votes") and kind == have == "pairs/1") or (
+            have == self.kind == "unpaired/1" and not staged_to and self.config.deduplicate != "off")
         if voting and staged_to:
             raise ConfigError(f"stage ingest: contradictions={self.config.contradictions} cannot be combined with the conversion to "
                               f"{self.kind}; make pairs first (kind=pairs/1), then convert that dataset")
-        if flagging and have == "pairs/1" and ((kind == "pairs/1" and key is None) or (
-                kind == "comparisons/1" and not (row.get("ann") or {}).get("annotator_id"))):
+        if flagging and have == "pairs/1" and ((kind == "pairs/1" and key is None) or (kind == "comparisons/1" and not annotated)):
             # Comparisons, and runs without deduplication, have no key of the pair yet.
             if self.seen.has(_tagged(_reversed_id(rows[0]))):
                 raise Bad("contradicts_row")
-            self.seen.add(_tagged(row_id("pairs/1", rows[0])), seq)
+            self.seen.add(_tagged(row_id("pairs/1", _stripped("pairs/1", rows[0]))), seq)
         if key is not None:
             self.seen.add(key, seq)
         self.counts.native[kind] = self.counts.native.get(kind, 0) + 1
         if staged_to or voting:
             for index, item in enumerate(rows):
-                group = conversions.contradiction_key(item) if voting else hashlib.sha256(
-                    prompt_id(item["prompt"]).encode()).digest()[:16]
+                by_prompt = not voting and ("pairs/1" if have == "comparisons/1" else have, self.kind) in conversions.GROUPED
+                group = hashlib.sha256(prompt_id(item["prompt"]).encode()).digest()[:16] if by_prompt else votes.item_key(item)
                 self.seen.stage(group, seq, index, {
                     "row": item, "kind": have, "source": source, "line": self._raw_name[1].line, "seq": seq})
             self.counts.rows_staged += 1
@@ -383,18 +452,18 @@ class Ingestion:
         self.counts.rows_kept += 1
         # One row of the wanted kind that came as such: its key is its row id.
         plain = len(rows) == 1 and rows[0] is row
-        exact = key is not None and plain and kind == self.kind and not (self.config.deduplicate == "auto" and kind in ("prompts/1", "demonstrations/1"))
-        self._write(rows, source, None if plain else seq, key.hex() if exact else None)
+        self._write(rows, source, seq, key.hex() if exact and plain and kind == self.kind else None, once=not plain)
 
-    def _identity(self, kind: str, row: dict) -> bytes:
-        """Key of a row for duplicates: exact content, or the normalised text of prompts and demonstrations."""
+    def _identity(self, kind: str, row: dict) -> tuple[bytes, bool]:
+        """(key of a row for duplicates, whether it is the row id): the content after strip, or the normalised text of prompts and demonstrations."""
         if self.config.deduplicate == "auto" and kind == "prompts/1":
             text = "\x1f".join(f"{m['role']}:{normalise_text(m.get('content') or '')}" for m in row["prompt"])
-            return hashlib.blake2b(b"prompt\x1f" + text.encode(), digest_size=16).digest()
+            return hashlib.blake2b(b"prompt\x1f" + text.encode(), digest_size=16).digest(), False
         if self.config.deduplicate == "auto" and kind == "demonstrations/1":
             text = "\x1f".join(f"{m['role']}:{normalise_text(m.get('content') or '')}:{m.get('function_calls') or ''}" for m in row["messages"])
-            return hashlib.blake2b(f"demonstration\x1f{row['train_turns']}".encode() + text.encode(), digest_size=16).digest()
-        return bytes.fromhex(row_id(kind, row))
+            return hashlib.blake2b(f"demonstration\x1f{row['train_turns']}".encode() + text.encode(), digest_size=16).digest(), False
+        same = _stripped(kind, row)
+        return bytes.fromhex(row_id(kind, same)), same is row
 
     def _draw(self, seq: int):
         return lambda n: int(self.stage.rng("best_vs_random", seq).integers(n))
@@ -405,12 +474,7 @@ class Ingestion:
         done = 0
         for gid, staged in self.seen.groups(after):
             rows, have = [item["row"] for _, item in staged], staged[0][1]["kind"]
-            if have == self.kind == "pairs/1":
-                rows_out, lost = conversions.settle_votes(rows) if self.config.contradictions == "keep_as_votes" else (
-                    self._drop_both(rows))
-                reasons, lost = {"merged_votes": len(rows) - len(rows_out) - len(lost)}, dict.fromkeys(lost, "contradicts_row")
-            else:
-                rows_out, reasons, lost = conversions.grouped(have, self.kind, rows, self.config, self._draw(gid))
+            rows_out, reasons, lost = self._settle(have, rows, gid)
             self.counts.drop({reason: count for reason, count in reasons.items() if count})
             refused = {staged[index][1]["seq"] for index in lost}
             kept = {item["seq"] for _, item in staged} - refused
@@ -421,7 +485,7 @@ class Ingestion:
                 self._raw_name = (item["source"], Record(item["line"], None, item["row"], None))
                 self._refuse((code,))
             self.counts.rows_kept += len(kept)
-            self._write(rows_out, staged[0][1]["source"], None)
+            self._write(rows_out, staged[0][1]["source"], gid)
             done += 1
             if done % 1_000 == 0:
                 self.stage.progress(done, total, f"{done:,} of {total:,} groups")
@@ -429,28 +493,59 @@ class Ingestion:
                 self._checkpoint("group", group=gid)
         self.stage.progress(total, total, f"{total:,} groups")
 
-    @staticmethod
-    def _drop_both(rows: list[dict]) -> tuple[list[dict], list[int]]:
-        same = all(rules.same_completion(row["chosen"], rows[0]["chosen"]) for row in rows)
-        return (rows, []) if same else ([], list(range(len(rows))))
+    def _settle(self, have: str, rows: list[dict], gid: int) -> tuple[list[dict], dict[str, int], dict[int, str]]:
+        """(rows out, dropped by reason, {index of an input row: why nothing came of it}) of the rows of one group."""
+        config = self.config
+        if have == "comparisons/1":
+            items: dict[bytes, list[int]] = {}
+            for index, row in enumerate(rows):
+                items.setdefault(votes.item_key(row), []).append(index)
+            pairs, lost = [], {}
+            for indices in items.values():
+                made, gone = votes.settle_comparisons([rows[index] for index in indices], config)
+                pairs += made
+                lost |= {indices[index]: code for index, code in gone.items()}
+            reasons = {"merged_votes": len(rows) - len(pairs) - len(lost)}
+            if self.kind == "pairs/1" or not pairs:
+                return pairs, reasons, lost
+            if ("pairs/1", self.kind) in conversions.ROWWISE:
+                return [new for pair in pairs for new in conversions.rowwise("pairs/1", self.kind, pair, config, self._draw(gid))], reasons, lost
+            out, more, none = conversions.grouped("pairs/1", self.kind, pairs, config, self._draw(gid))
+            return out, reasons | more, lost if out or not none else dict.fromkeys(range(len(rows)), next(iter(none.values()))) | lost
+        if have == self.kind == "unpaired/1":
+            out, lost = votes.settle_labels(rows, config.on_conflict)
+        elif have == self.kind == "pairs/1" and config.contradictions == "keep_as_votes":
+            out, lost = votes.settle_pairs(rows, config.tie_policy)
+        elif have == self.kind == "pairs/1":
+            same = all(rules.same_completion(row["chosen"], rows[0]["chosen"]) for row in rows)
+            out, lost = (rows, {}) if same else ([], dict.fromkeys(range(len(rows)), "contradicts_row"))
+        else:
+            return conversions.grouped(have, self.kind, rows, config, self._draw(gid))
+        return out, {"merged_votes": len(rows) - len(out) - len(lost)}, lost
 
     # -- writing --------------------------------------------------------------------------------------
-    def _write(self, rows: list[dict], source: str, seq: int | None, identity: str | None = None) -> None:
-        """Complete rows and write them. seq: input position of converted rows, which another input row may become too; None for other rows and whole groups."""
+    def _write(self, rows: list[dict], source: str, seq: int, identity: str | None = None, once: bool = False) -> None:
+        """Complete rows and write them. seq: their input position, or their group's number. once: converted rows, which another input row may become, too."""
         out, made = [], set()
         for row in rows:
-            if self.kind == "prompts/1" and seq is not None and self.config.deduplicate != "off":
-                if not self.seen.add(self._identity("prompts/1", row), seq):
+            if self.kind == "prompts/1" and once and self.config.deduplicate != "off":
+                if not self.seen.add(self._identity("prompts/1", row)[0], seq):
                     self.counts.drop({"duplicate_prompt": 1})
                     continue
             row.pop("_grade", None)
+            for holder, name in ((row, "collected_at"), (row.get("ann") or {}, "annotated_at")):
+                if isinstance(holder.get(name), str):           # as text it can be put aside
+                    holder[name] = datetime.fromisoformat(holder[name])
             if self.dataset is not None and self.dataset.kind == self.kind and "row_id" in row:
                 done = row if self._settled(row["split"]) else {**row, "split": self._split(row)}  # a dataset of ours keeps its other columns
             else:
                 done = self._complete(row, source, identity)
+                if self._watch and (messages := prompt_of(self.kind, done)) is not None and \
+                        self.seen.split_of(bytes.fromhex(_group_id(_asked_text(messages, self.config.group_by)) or done["prompt_id"]), done["split"], seq) != done["split"]:
+                    self.counts.cut_prompts += 1
             if identity is None and self.config.deduplicate != "off":
                 key = _tagged(done["row_id"], b"converted")
-                if key in made or (seq is not None and not self.seen.add(key, seq)):
+                if key in made or (once and not self.seen.add(key, seq)):
                     self.counts.drop({"duplicate_after_conversion": 1})
                     continue
                 made.add(key)
@@ -470,15 +565,15 @@ class Ingestion:
         if messages is not None:
             row["prompt_id"] = prompt_id(messages)
             if row.get("group_id") is None:
-                row["group_id"] = row["prompt_id"] if self.config.group_by == "prompt" else _opening(messages, row["prompt_id"])
-        assigned = row.get("split") if self.dataset is not None else None     # a dataset of ours has its splits already
+                row["group_id"] = _group_id(_asked_text(messages, self.config.group_by))
+        assigned = row.get("split")
         row = complete_row(self.kind, row, dataset=self.name, source=source, origin=origin, identity=identity)
         row["split"] = assigned if assigned is not None and self._settled(assigned) else self._split(row)
         return row
 
     def _settled(self, split: str) -> bool:
-        """Whether a row of a dataset of ours stays in its split: all do where it has held-out rows, and those do that halves leaves alone."""
-        return self._split_all is not None or (self.config.halves and split in HELD_OUT)
+        """Whether a row stays in the split that it came with: all do where the input has held-out rows, and the held-out ones do always."""
+        return self._split_all is not None or split in HELD_OUT or (split != "train" and not self.config.halves)
 
     def _split(self, row: dict) -> str:
         if self._split_all is not None:
@@ -515,7 +610,7 @@ class Ingestion:
                 continue
             try:
                 kind, native, _ = (self.dataset.kind, row, None) if self.dataset is not None else adapter(row)
-                self.near.join(seq, _prompt_text(kind, native))
+                self.near.join(seq, self._group_text(kind, native))
             except (Bad, RecursionError, OverflowError):
                 continue
         self.counts = counts
@@ -548,7 +643,7 @@ class Ingestion:
         account: dict[str, Any] = {
             "rows_in": counts.rows_in, "rows_kept": counts.rows_kept, "rows_quarantined": counts.rows_quarantined,
             "rows_out": counts.rows_out, "codes": dict(sorted(counts.codes.items())), "formats": counts.formats,
-            "damaged_files": counts.damaged_files,
+            "damaged_files": counts.damaged_files, **({"splits_of_files": self._file_splits} if self._file_splits else {}),
             "conversion": {"from": dict(sorted(counts.native.items())), "to": self.kind, "rows_in": counts.rows_kept,
                            "rows_out": counts.rows_out, "dropped": dict(sorted(counts.dropped.items()))}}
         if counts.labels:
@@ -571,11 +666,17 @@ class Ingestion:
                             for code, n in account["codes"].items()] or [{"code": "", "rows": 0, "meaning": "nothing was refused", "first": ""}])
         if not counts.rows_in and self.files:
             raise StageFailure(f"{', '.join(Path(file.path).name for file in self.files[:3])} {'hold' if len(self.files) > 1 else 'holds'} no rows; give a file with data")
+        unclear = [source for source, found in counts.steps.items() if 0 in found and -1 not in found]
+        if unclear and config.step_labels == "auto":
+            raise StageFailure(f"the step labels of {', '.join(unclear[:3])} are 0 and 1 and never -1: write step_labels=zero_one if 0 is a wrong step, or step_labels=minus_one if 0 is a "
+                               "neutral one")
         if counts.rows_in and counts.rows_damaged / counts.rows_in > config.max_quarantine_fraction:
             worst = sorted(account["codes"].items(), key=lambda item: (-item[1], item[0]))[:5]
             hint = " " + self._columns_hint() if "missing_column" in account["codes"] and self.files else ""
             if worst[0][0] == "invalid_utf8":
                 hint += " A file in another encoding can be rewritten: iconv -f latin1 -t utf-8 FILE > NEW (or -f utf-16)."
+            hint += "".join(f" {code}: {rules.CODES[code]}." for code, _ in worst if code in ("scale_unknown", "verifier_spec_invalid", "bad_label", "wrong_type", "contradicts_row"))
+            hint += "".join(f" {name}: {damage}." for name, damage in list(counts.damaged_files.items())[:3])
             raise StageFailure(
                 f"{counts.rows_damaged} of {counts.rows_in} rows ({counts.rows_damaged / counts.rows_in:.1%}) were refused, more than "
                 f"max_quarantine_fraction={config.max_quarantine_fraction}: "
@@ -592,8 +693,18 @@ class Ingestion:
         if counts.rows_quarantined:
             stage.warn("quarantined", f"{counts.rows_quarantined} of {counts.rows_in} rows were refused: "
                        + ", ".join(f"{n} {code}" for code, n in account["codes"].items()))
+        if counts.cut_prompts:
+            stage.warn("prompt_in_two_splits", f"{counts.cut_prompts} rows have a prompt that is also in another split, because the data's own column group_id or its own splits say so. "
+                       "group_by=opening splits by prompt whatever that column says; rows of training files that are also in the test files are taken out with decontaminate=coverage "
+                       "and benchmarks.NAME=FILE")
+        if self.near is not None and self.near.group and self.near.clusters() and (self._split_all is None):
+            stage.warn("near_groups", f"{self.near.clusters()} groups of near-duplicate prompts were kept together in this input only: another file with one of these prompts may have it in "
+                       "another split; ingest them as one input")
+        if self._benchmark_skips:
+            stage.warn("benchmark_rows_skipped", "rows of evaluation sets in which no prompt could be read, and which are not looked for: "
+                       + ", ".join(f"{n} of {name}" for name, n in self._benchmark_skips.items()))
         splits = sorted({source.name.split("/")[0] for source in self.files if "/" in source.name}) if (Path(self.path) / "dataset_dict.json").exists() else []
-        if len(splits) > 1:
+        if len(splits) > 1 and not self._file_splits:
             stage.warn("splits_joined", f"the splits {', '.join(splits)} of the saved dataset were read as one set of rows; files='{splits[-1]}/*' reads one of them")
         for text in self.bias.warnings():
             stage.warn("bias", text)
@@ -622,6 +733,8 @@ class Ingestion:
             lines += ["| code | rows | first at | meaning |", "|---|---|---|---|"]
             lines += [f"| {code} | {n} | {_places(self.counts.samples.get(code, []))} | {rules.CODES.get(code, '')} |"
                       for code, n in account["codes"].items()] + [""]
+        if self._file_splits:
+            lines += ["Splits that files say: " + ", ".join(f"{name} = {split}" for name, split in self._file_splits.items()), ""]
         if account["conversion"]["dropped"]:
             lines += ["Dropped by the conversion: " + ", ".join(f"{n} {reason}" for reason, n in account["conversion"]["dropped"].items()), ""]
         for title, values in (("Preference bias", account.get("bias")), ("Decontamination", account.get("decontamination"))):
@@ -654,7 +767,8 @@ class NearDuplicates:
             for table in ("bands", "texts"):
                 self.db.execute(f"DROP TABLE IF EXISTS {table}")
         self.db.execute("CREATE TABLE IF NOT EXISTS bands (key BLOB, seq INTEGER, PRIMARY KEY (key, seq)) WITHOUT ROWID")
-        self.db.execute("CREATE TABLE IF NOT EXISTS texts (seq INTEGER PRIMARY KEY, digest BLOB, text TEXT, parent INTEGER)")
+        # count: how often the text came; name: the smallest group id of the cluster that it is the root of
+        self.db.execute("CREATE TABLE IF NOT EXISTS texts (seq INTEGER PRIMARY KEY, digest BLOB, text TEXT, parent INTEGER, count INTEGER, name TEXT)")
         self.db.execute("CREATE INDEX IF NOT EXISTS by_digest ON texts (digest)")
         if keep_below is not None and not group:
             self.db.execute("DELETE FROM bands WHERE seq >= ?", (keep_below,))
@@ -678,7 +792,7 @@ class NearDuplicates:
         return out
 
     def _add(self, seq: int, text: str, keys: list[bytes]) -> None:
-        self.db.execute("INSERT OR REPLACE INTO texts VALUES (?, ?, ?, ?)", (seq, self._digest(text), text, seq))
+        self.db.execute("INSERT OR REPLACE INTO texts VALUES (?, ?, ?, ?, 1, ?)", (seq, self._digest(text), text, seq, _group_id(text)))
         self.db.executemany("INSERT OR IGNORE INTO bands VALUES (?, ?)", [(key, seq) for key in keys])
 
     def first(self, seq: int, text: str) -> bool:
@@ -702,15 +816,18 @@ class NearDuplicates:
         return seq
 
     def join(self, seq: int, text: str) -> None:
-        """Add a text to the clusters (connected components)."""
+        """Add a text to the clusters (connected components); texts that are equal after normalisation are one."""
         text = normalise_text(text)
-        items = curation.shingles(text)
-        if not items or self.db.execute("SELECT 1 FROM texts WHERE digest = ?", (self._digest(text),)).fetchone():
+        if not text or self.db.execute("UPDATE texts SET count = count + 1 WHERE digest = ?", (self._digest(text),)).rowcount:
             return
-        keys = self.minhash.keys(items)
+        items = curation.shingles(text)
+        keys = self.minhash.keys(items) if items else []
         roots = sorted({self._root(match) for match in self._matches(text, items, keys)} | {seq}) if self._add(seq, text, keys) is None else []
         for root in roots[1:]:
             self.db.execute("UPDATE texts SET parent = ? WHERE seq = ?", (roots[0], root))
+        if len(roots) > 1:
+            name = min(self.db.execute("SELECT name FROM texts WHERE seq = ?", (root,)).fetchone()[0] for root in roots)
+            self.db.execute("UPDATE texts SET name = ? WHERE seq = ?", (name, roots[0]))
 
     def finish(self) -> None:
         """The clusters are complete."""
@@ -723,11 +840,13 @@ class NearDuplicates:
         if found is None:
             return None
         root = self._root(found[0])
-        alone = root == found[0] and self.db.execute("SELECT count(*) FROM texts WHERE parent = ?", (root,)).fetchone()[0] == 1
-        if alone:
-            return None
-        digest = self.db.execute("SELECT digest FROM texts WHERE seq = ?", (root,)).fetchone()[0]
-        return "near-" + digest.hex()[:16]
+        count, name = self.db.execute("SELECT count, name FROM texts WHERE seq = ?", (root,)).fetchone()
+        alone = root == found[0] and count == 1 and self.db.execute("SELECT count(*) FROM texts WHERE parent = ?", (root,)).fetchone()[0] == 1
+        return None if alone else name
+
+    def clusters(self) -> int:
+        """Number of clusters of texts that differ."""
+        return self.db.execute("SELECT count(DISTINCT parent) FROM texts WHERE parent != seq").fetchone()[0]
 
     def commit(self) -> None:
         """Make everything permanent."""
@@ -756,25 +875,53 @@ def _said(messages: list[dict]) -> str:
     return messages[-1].get("content") or ""
 
 
-def _user_text(prompt: Any) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(message.get("content") or "" for message in prompt if message.get("role") == "user")
+def _user_turns(messages: list[dict]) -> list[str]:
+    return [message.get("content") or "" for message in messages if message.get("role") == "user"]
+
+
+def _asked_of(row: dict, adapter: Adapter | None) -> list[str]:
+    """What a row of an evaluation set asks, turn by turn: its turns, what the adapter makes of it, or the text of the column that looks like it."""
+    turns = row.get("turns")
+    if isinstance(turns, list) and (texts := [text for text in turns if isinstance(text, str) and text.strip()]):
+        return texts
+    texts: list[str] = []
+    try:
+        kind, native, _ = adapter(row) if adapter is not None else ("text/1", {"text": ""}, None)
+        texts = [native["text"]] if kind == "text/1" else _user_turns(conversions.prompt_row(kind, native)["prompt"])
+    except (Bad, RecursionError, OverflowError):
+        pass
+    for name in ("prompt", *_ASKED, "text", "messages"):
+        if any(text.strip() for text in texts):
+            break
+        value = row.get(name)
+        texts = [value] if isinstance(value, str) else [text for item in value if isinstance(item, dict) and item.get("role") in ("user", None) for text in
+                                                        rules.texts_of(item.get("content"))] if isinstance(value, list) else []
+    return [text for text in texts if text.strip()]
 
 
 def _prompt_text(kind: str, row: dict) -> str:
     """User turns of a row's prompt (the text itself for text rows)."""
     if kind == "text/1":
         return row["text"]
-    return _user_text(row["messages"] if kind == "demonstrations/1" else row["prompt"])
+    return "\n".join(_user_turns(row["messages"] if kind == "demonstrations/1" else row["prompt"]))
 
 
-def _opening(messages: list[dict], whole: str) -> str:
-    """Id of the messages up to the first user turn: equal to the prompt id of a single-turn prompt."""
-    for index, message in enumerate(messages):
-        if message["role"] == "user":
-            return whole if index + 1 == len(messages) else prompt_id(messages[:index + 1])
-    return whole
+def _asked_text(messages: list[dict], group_by: str) -> str:
+    """The text that a split never cuts, normalised: the first user turn, or the whole prompt; the system message left out."""
+    said = [normalise_text(message.get("content") or "") for message in messages if message["role"] == "user" or (group_by == "prompt" and message["role"] != "system")]
+    return "\n".join(said if group_by == "prompt" else said[:1])
+
+
+def _group_id(text: str) -> str | None:
+    """Id of the rows with this normalised text: the prompt id of a prompt that says just this; None (the row's own prompt id) without text."""
+    return prompt_id([{"role": "user", "content": text}]) if text else None
+
+
+def _stripped(kind: str, row: dict) -> dict:
+    """The row with its messages as equality sees them; the row itself where there is nothing to strip."""
+    changed = {name: clean for name in _CONTENT[kind] if isinstance(value := row.get(name), list) and value and isinstance(value[0], dict)
+               and (clean := rules.stripped(value)) is not value}
+    return {**row, **changed} if changed else row
 
 
 def _label(row: dict) -> str:
@@ -786,6 +933,7 @@ def _label(row: dict) -> str:
 
 
 def _reversed_id(pair: dict) -> str:
+    pair = _stripped("pairs/1", pair)
     return row_id("pairs/1", {"prompt": pair["prompt"], "chosen": pair["rejected"], "rejected": pair["chosen"]})
 
 

@@ -5,6 +5,7 @@ compared exactly after strip: no case folding, because case can be the very thin
 """
 from __future__ import annotations
 
+import json
 import re
 from functools import lru_cache
 
@@ -13,8 +14,10 @@ ROLES = frozenset(("system", "user", "assistant", "tool"))
 CODES = {
     "parse_error": "the row cannot be read (broken JSON or CSV, truncated file)",
     "missing_column": "a required column is absent or null",
-    "wrong_type": "a column has a value of another type",
-    "bad_label": "a label outside its scale",
+    "wrong_type": "a column has a value of another type (offset_unit is char or token)",
+    "bad_label": "a label outside its scale (label_prob is P(chosen preferred), 0.5 to 1: swap the answers below that; orientation is low_is_a or high_is_a; train_turns and "
+                 "weight must leave an assistant turn to train)",
+    "scale_unknown": "a number as the label of A or B whose meaning is not said: write n_points=5 for a scale where 1 = A much better, or label_map='{\"1\": \"A\", \"2\": \"B\"}'",
     "bad_rank": "ranks are not non-negative integers, one per completion",
     "empty_prompt": "nothing is left of the prompt after strip",
     "empty_completion": "nothing is left of a completion after strip",
@@ -34,20 +37,25 @@ CODES = {
     "too_short": "a completion with fewer characters than min_chars",
     "no_pair": "a ranking or rating group that yields no pair",
     "all_tied": "a tie, which tie_policy drops",
-    "verifier_spec_invalid": "the answer is not of its own answer_type, or tests/constraints are empty",
+    "verifier_spec_invalid": "its own verifier does not mark the answer right (write answer_type=text, or repair it), tests or constraints are empty, a constraint has an "
+                             "unknown id or wrong arguments, reward_route names no reward component, or a timeout_s is not positive",
     "score_inconsistent": "the overall score contradicts its aspects or scale",
     "weight_sum": "weights that do not sum to 1",
     "span_out_of_range": "a span outside its text",
     "segments_overlap": "segments that overlap or are not sorted",
     "step_label_length": "not one label per step",
     "duplicate_row": "the same content was already seen (the first row is kept)",
-    "contradicts_row": "an earlier row has the same answers with the labels reversed",
+    "contradicts_row": "an earlier row has the same answers with the labels reversed; for labelled completions, another row has the other label (on_conflict=majority "
+                       "lets them vote)",
+    "quality_control": "a row that screens annotators and is no training data; kind=stepwise/1 keeps it, marked",
     "contaminated": "the prompt overlaps with an evaluation set",
     "near_duplicate": "a near copy of an earlier row (only if near_duplicates is keep_first)",
 }
 # Left out by a policy or a conversion rather than damaged: they do not count towards
 # max_quarantine_fraction.
-POLICY_CODES = frozenset(("all_tied", "no_pair", "contaminated", "near_duplicate"))
+POLICY_CODES = frozenset(("all_tied", "no_pair", "contaminated", "near_duplicate", "quality_control"))
+# Of IFEval, but without a checker here: such prompts are kept, and their constraints cannot be scored.
+_UNCHECKED = frozenset(("language:response_language",))
 
 # C0 controls except tab, newline and carriage return, and DEL.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
@@ -112,6 +120,13 @@ def same_completion(left: list[dict], right: list[dict]) -> bool:
     return True
 
 
+def stripped(messages: list[dict]) -> list[dict]:
+    """The messages with each content stripped, as equality sees them; the same list where there is nothing to strip."""
+    if all((text := message.get("content") or "") == text.strip() for message in messages):
+        return messages
+    return [{**message, "content": message["content"].strip()} if message.get("content") else message for message in messages]
+
+
 def prompt_codes(prompt: list[dict]) -> set[str]:
     """`empty_prompt` if there is no message, no text at all, or the last turn says nothing."""
     turns = [message for message in prompt if message.get("role") != "system"]
@@ -149,6 +164,46 @@ def pair_codes(prompt: list[dict], chosen: list[dict], rejected: list[dict]) -> 
     if same_completion(chosen, rejected):
         codes.add("chosen_equals_rejected")
     return sorted(codes)
+
+
+def verifiable_codes(row: dict) -> set[str]:
+    """`verifier_spec_invalid` unless the row's verifier marks its own answer right, its constraints run, and its reward routes exist (`data.prompts`)."""
+    good = row.get("answer") is None or _answer_holds(row["answer"], row.get("answer_type"), row.get("extra_json") if '"verifier"' in (row.get("extra_json") or "") else None)
+    good = good and all(_constraint_runs(item["id"], item["kwargs_json"]) for item in row.get("constraints") or ())
+    if good and row.get("reward_route"):
+        from stages.rewards import RULES
+
+        good = all(name in RULES for name in row["reward_route"])
+    return set() if good else {"verifier_spec_invalid"}
+
+
+@lru_cache(maxsize=4096)
+def _answer_holds(answer: str, answer_type: str | None, extra_json: str | None) -> bool:
+    from stages.verifiers import VERIFIERS, BadGold, extract, verifier_of
+
+    row = {"answer": answer, "answer_type": answer_type, "extra_json": extra_json}
+    letter = answer.strip().strip("().").upper()
+    said = [answer, f"\\boxed{{{answer}}}", f"Therefore, the answer is ({letter})", f"Answer: {answer}"]
+    try:
+        name = verifier_of(row)
+        if name == "math":
+            said = [answer if extract(answer, ("boxed", "hash")) is not None else said[1]]
+        return any(VERIFIERS[name](row, text)[0] for text in said)
+    except BadGold:
+        return False
+
+
+@lru_cache(maxsize=4096)
+def _constraint_runs(constraint_id: str, kwargs_json: str) -> bool:
+    from stages.verifiers import BadGold, check_constraint
+
+    try:
+        kwargs = json.loads(kwargs_json)
+        if constraint_id not in _UNCHECKED:
+            check_constraint(constraint_id, kwargs, "A word. Another one.\n\nAnd a third.")
+    except (BadGold, ValueError, TypeError, AttributeError):
+        return False
+    return isinstance(kwargs, dict)
 
 
 def conversation_codes(messages: list[dict], turns=None) -> list[str]:

@@ -35,7 +35,7 @@ class SeenRows:
                 self._remove()
                 self.valid, self.db = False, self._connect()
             else:
-                for table, first in (("seen", resume_at), ("groups", resume_at * ROWS_PER_SEQ), ("staged", resume_at * ROWS_PER_SEQ)):
+                for table, first in (("seen", resume_at), ("splits", resume_at), ("groups", resume_at * ROWS_PER_SEQ), ("staged", resume_at * ROWS_PER_SEQ)):
                     self.db.execute(f"DELETE FROM {table} WHERE seq >= ?", (first,))
         self._insert = "INSERT OR IGNORE INTO seen VALUES (?, ?)"
 
@@ -48,6 +48,7 @@ class SeenRows:
         db.execute("CREATE TABLE IF NOT EXISTS groups (key BLOB PRIMARY KEY, gid INTEGER, seq INTEGER) WITHOUT ROWID")
         db.execute("CREATE TABLE IF NOT EXISTS staged (gid INTEGER, seq INTEGER, row BLOB, "
                    "PRIMARY KEY (gid, seq)) WITHOUT ROWID")
+        db.execute("CREATE TABLE IF NOT EXISTS splits (key BLOB PRIMARY KEY, split TEXT, seq INTEGER) WITHOUT ROWID")
         db.execute("CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value INTEGER)")
         db.execute("BEGIN")
         return db
@@ -72,6 +73,11 @@ class SeenRows:
         """`key` if it was added, else `other` if that was, else None: one look-up for both."""
         found = self.db.execute("SELECT key FROM seen WHERE key IN (?, ?)", (key, other)).fetchall()
         return None if not found else key if (key,) in found else other
+
+    def split_of(self, key: bytes, split: str, seq: int) -> str:
+        """The split in which `key` was first put; `split` itself the first time."""
+        self.db.execute("INSERT OR IGNORE INTO splits VALUES (?, ?, ?)", (key, split, seq))
+        return self.db.execute("SELECT split FROM splits WHERE key = ?", (key,)).fetchone()[0]
 
     def stage(self, group: bytes, position: int, index: int, row: dict) -> None:
         """Put row `index` made of the input row at `position` aside; groups keep the order of their first row."""

@@ -13,7 +13,9 @@ import fnmatch
 import glob
 import io
 import json
+import re
 import zlib
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Iterator, NamedTuple
 
@@ -23,6 +25,9 @@ MAX_LINE_BYTES = 64 << 20          # a longer line is no row
 MAX_CSV_RECORD_LINES = 2_000       # an unclosed quote is given up after so many lines
 _EXTENSIONS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 _NOT_DATA = {"dataset_info.json", "state.json", "dataset_dict.json", "manifest.json", "dataset_infos.json"}
+_SPLIT = re.compile(r"(?:^|[/_.-])(train|validation|valid|val|dev|test|rm_a|rm_b)(?=[-_./]|$)")
+_SPLIT_NAMES = {"valid": "validation", "val": "validation", "dev": "validation"}
+_LONG_NUMBER = re.compile(rb"\d{20}|\.\d{18}")     # more digits than a float or a 64-bit integer holds
 
 
 class Record(NamedTuple):
@@ -33,13 +38,15 @@ class Record(NamedTuple):
 
 
 class SourceFile(NamedTuple):
-    """One file of the input. name: how it is called in quarantine rows; format: jsonl, json, csv ..."""
+    """One file of the input. name: how it is called in quarantine rows; format: jsonl, json, csv ...; split: the one that its name
+    says, where the files of an input are of several."""
 
     path: Path
     name: str
     format: str
     packed: bool
     size: int
+    split: str | None = None
 
 
 class SourceError(Exception):
@@ -61,21 +68,33 @@ def find_files(path: str, only: str | None = None) -> list[SourceFile]:
             found = [item for item in _saved_dataset(root) if only is None or fnmatch.fnmatch(item.name, only)]
             if not found:
                 raise SourceError(f"the saved dataset {path} holds no Arrow file that matches {only!r}; write for example files='train/*'")
-            return found
+            return _with_splits(found)
         found = [item for item in sorted(root.rglob("*")) if item.is_file() and _is_data(item)
                  and not any(part.startswith(".") for part in item.relative_to(root).parts)
                  and (only is None or fnmatch.fnmatch(item.relative_to(root).as_posix(), only))]
         if not found:
             raise SourceError(f"the directory {path} holds no data file{f' that matches {only!r}' if only else ''}; put files ending in "
                               f"{', '.join(_EXTENSIONS)} (also .gz) there, or give a file")
-        return [_describe(item, item.relative_to(root).as_posix()) for item in found]
+        return _with_splits([_describe(item, item.relative_to(root).as_posix()) for item in found])
     if any(mark in path for mark in "*?["):
         found = [Path(item) for item in sorted(glob.glob(path, recursive=True)) if Path(item).is_file()]
         if not found:
             raise SourceError(f"no file matches {path}; check the pattern (quote it in the shell)")
-        return [_describe(item, item.name) for item in found]
+        return _with_splits([_describe(item, item.name) for item in found])
     raise SourceError(f"{path} is neither a file, a directory nor a pattern; give the path of a JSON "
                       "Lines, CSV or Parquet file, of a directory of such files, or a hub id such as owner/name")
+
+
+def split_named(text: str) -> str | None:
+    """The split that a value or a file name says (`test`, `dev`, `data/train-00000-of-00001.parquet`), or None."""
+    found = _SPLIT.findall(text.strip().lower())
+    return _SPLIT_NAMES.get(found[-1], found[-1]) if found else None
+
+
+def _with_splits(files: list[SourceFile]) -> list[SourceFile]:
+    """The files with the splits that their names or folders say; none where all say the same: there is nothing to keep apart."""
+    splits = [split_named(Path(file.name).name) or split_named(file.name) for file in files]
+    return [file._replace(split=split) for file, split in zip(files, splits)] if len(set(splits)) > 1 else files
 
 
 def _is_data(path: Path) -> bool:
@@ -205,23 +224,36 @@ def _lines(blocks: _Blocks) -> Iterator[tuple[int, bytes, bool]]:
 # -- formats ----------------------------------------------------------------------------------------
 def parse_json(raw: bytes) -> tuple[dict | None, str | None]:
     """(row, code) of one JSON line. Python's parser has the second word: it knows NaN and lone
-    surrogates, which orjson refuses, so that they get the right code."""
-    try:
-        value = orjson.loads(raw)
-    except orjson.JSONDecodeError:
+    surrogates, which orjson refuses, so that they get the right code; and it reads numbers exactly of which orjson makes floats."""
+    value, again = None, _LONG_NUMBER.search(raw) is not None
+    if not again:
+        try:
+            value = orjson.loads(raw)
+        except orjson.JSONDecodeError:
+            again = True
+    if again:
         try:
             text = raw.decode("utf-8")
         except UnicodeDecodeError:
             return None, "invalid_utf8"
         try:
-            value = json.loads(text)
+            value = json.loads(text, parse_float=_exact)
         except (ValueError, RecursionError):
             return None, "parse_error"
         try:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
+            json.dumps(value, ensure_ascii=False, default=str).encode("utf-8")
         except (UnicodeEncodeError, RecursionError, ValueError):
             return None, "invalid_utf8" if "\\u" in text else "parse_error"
     return (value, None) if isinstance(value, dict) else (None, "wrong_type")
+
+
+def _exact(text: str) -> float | Decimal:
+    """A JSON number with a point or exponent: a float where a float is as exact."""
+    value = float(text)
+    try:
+        return value if len(text) < 18 or Decimal(repr(value)) == Decimal(text) else Decimal(text)
+    except ArithmeticError:             # an exponent beyond all numbers
+        return value
 
 
 def _read_jsonl(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
@@ -248,7 +280,7 @@ def _read_txt(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
 
 def _read_json(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
     """A JSON array of objects (or one object), element by element; numbers count elements."""
-    decoder, buffer, number, opened = json.JSONDecoder(), "", 0, False
+    decoder, buffer, number, opened = json.JSONDecoder(parse_float=_exact), "", 0, False
     utf8 = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape")
     stream, exhausted, tried = iter(blocks), False, 0
     while True:
@@ -289,7 +321,7 @@ def _read_json(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
 
 def _checked(value: Any) -> tuple[dict | None, str | None]:
     try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
+        json.dumps(value, ensure_ascii=False, default=str).encode("utf-8")
     except (UnicodeEncodeError, RecursionError):
         return None, "invalid_utf8"
     return (value, None) if isinstance(value, dict) else (None, "wrong_type")
@@ -356,6 +388,10 @@ def _read_csv(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
             yield Record(item[0], raw, None, fields)
         elif header is None:
             header = [name.strip() for name in fields]
+            if twice := sorted({name for name in header if name and header.count(name) > 1}):
+                blocks.damage = f"several columns are called {', '.join(twice)}; give each its own name in the first line"
+                yield Record(item[0], raw, None, "parse_error")
+                return
         elif len(fields) > len(header):
             yield Record(item[0], raw, None, "parse_error")
         else:
@@ -363,12 +399,14 @@ def _read_csv(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
 
 
 def _cell(value: str) -> Any:
-    """A CSV cell: JSON lists and objects are parsed (columns of messages), all else stays text."""
-    if value[:1] in "[{" and value[-1:] in "]}" and len(value) > 1:
+    """A CSV cell: JSON lists of messages are parsed, all else stays text (an answer may be JSON); the adapter parses the columns that hold lists."""
+    if value[:1] == "[" and value[-1:] == "]" and "{" in value:
         try:
-            return orjson.loads(value)
+            found = orjson.loads(value)
         except orjson.JSONDecodeError:
             return value
+        if all(isinstance(item, dict) and ("role" in item or "from" in item) for item in found):
+            return found
     return value
 
 
@@ -467,4 +505,4 @@ def head_rows(source: SourceFile, count: int = 64, look: int = 2_000) -> list[di
     return rows
 
 
-__all__ = ["Reading", "Record", "SourceError", "SourceFile", "canonical_bytes", "find_files", "head_rows", "parse_json"]
+__all__ = ["Reading", "Record", "SourceError", "SourceFile", "canonical_bytes", "find_files", "head_rows", "parse_json", "split_named"]

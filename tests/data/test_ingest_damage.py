@@ -107,7 +107,7 @@ FORMATS = [
     {"instruction": "i", "output_1": "a", "output_2": "b", "preference": 1.2}, {"question": "q", "answer": "#### 4"},
     {"prompt": "p", "response_a": "a", "response_b": "b", "label": 2}, {"prompt": "p", "answer": "3", "tests": [{"kind": "io", "input": "1"}]},
     {"prompt": "p", "completions": ["a", "b"], "labels": [True, False]}, {"conversations": [{"from": "human", "value": "p"}, {"from": "gpt", "value": "c"}]},
-    {"instruction": "i", "input": "x", "output": "o"}, {"prompt": "p", "instruction_id_list": ["a:b"], "kwargs": [{"n": 1}]}, {"turns": ["a", "b"]},
+    {"instruction": "i", "input": "x", "output": "o"}, {"prompt": "p", "instruction_id_list": ["length_constraints:number_words"], "kwargs": [{"num_words": 1}]}, {"turns": ["a", "b"]},
 ]
 GARBAGE = [None, True, 0, -1, 2 ** 70, 1.5, float("nan"), float("inf"), "", " ", "x", "<|im_end|>", "\x00", [], {}, [[]], [None], [{}], {"a": {"b": []}}, [1, "a"],
            [{"role": "user"}], [{"role": None, "content": 1}], [{"role": "assistant", "content": "x"}], [{"from": [], "value": {}}], [float("nan")], "9" * 400]
@@ -118,7 +118,7 @@ def test_garbage_in_every_column_never_crashes(tmp_path, row):
     lines = [row | {"id": i} for i in range(80)]
     for column in row:
         lines += [row | {column: junk} for junk in GARBAGE] + [{k: v for k, v in row.items() if k != column}]
-    result = ingest(write_lines(tmp_path / "x.jsonl", lines), tmp_path / "w", max_quarantine_fraction=1.0, deduplicate="off", contradictions="off")
+    result = ingest(write_lines(tmp_path / "x.jsonl", lines), tmp_path / "w", max_quarantine_fraction=1.0, deduplicate="off", contradictions="off", n_points=5)
     assert result.counts["rows_in"] == len(lines) and {line for line in result.codes()} <= set(range(81, len(lines) + 1))
 
 

@@ -29,7 +29,7 @@ def content(row: dict, *columns: str) -> dict:
      {"prompt": [user("The sky is")], "chosen": [assistant(" blue.")], "rejected": [assistant(" bright.")]}),
     ({"prompt": "p", "system": "s", "chosen": "a", "rejected": "b"}, PAIR | {"prompt": [{"role": "system", "content": "s"}, user("p")]}),
     ({"instruction": "p", "output_1": "b", "output_2": "a", "preference": 1.9, "generator_1": "x", "generator_2": "y"}, PAIR),
-    ({"prompt": "p", "response_a": "b", "response_b": "a", "label": 5}, PAIR),
+    ({"prompt": "p", "response_a": "b", "response_b": "a", "label": 5, "n_points": 5}, PAIR),
     ({"prompt": "p", "response_a": "a", "response_b": "b", "votes": ["A", "A", "tie"]}, PAIR),
     ({"prompt": "p", "completions": ["b", "a"], "ranks": [1, 0]}, PAIR),
     ({"prompt": "p", "completions": ["b", "a"], "scores": [1.0, 3.0]}, PAIR),
@@ -99,9 +99,13 @@ def test_splits_of_a_saved_dataset_are_not_joined_in_silence(tmp_path):
     datasets = pytest.importorskip("datasets")
     rows = [{"prompt": f"p{i}", "chosen": [assistant("a")], "rejected": [assistant("b")]} for i in range(6)]
     datasets.DatasetDict({"train": datasets.Dataset.from_list(rows[:4]), "test": datasets.Dataset.from_list(rows[4:])}).save_to_disk(str(tmp_path / "saved"))
-    both, one = ingest(tmp_path / "saved", tmp_path / "w"), ingest(tmp_path / "saved", tmp_path / "w2", files="test/*")
-    assert both.data.num_rows == 6 and any(w["code"] == "splits_joined" for w in both.result["warnings"])
-    assert one.data.num_rows == 2 and not any(w["code"] == "splits_joined" for w in one.result["warnings"])
+    both, one = ingest(tmp_path / "saved", tmp_path / "w", test_fraction=0.5), ingest(tmp_path / "saved", tmp_path / "w2", files="test/*")
+    assert both.data.manifest["splits"] == {"train": 4, "test": 2} and not any(w["code"] == "splits_joined" for w in both.result["warnings"])
+    assert one.data.manifest["splits"] == {"train": 2}
+    datasets.DatasetDict({"easy": datasets.Dataset.from_list(rows[:4]), "hard": datasets.Dataset.from_list(rows[4:])}).save_to_disk(str(tmp_path / "levels"))
+    levels, hard = ingest(tmp_path / "levels", tmp_path / "w3"), ingest(tmp_path / "levels", tmp_path / "w4", files="hard/*")
+    assert levels.data.num_rows == 6 and any(w["code"] == "splits_joined" for w in levels.result["warnings"])
+    assert hard.data.num_rows == 2 and not any(w["code"] == "splits_joined" for w in hard.result["warnings"])
 
 
 def test_tools_and_special_tokens_stay_text(tmp_path):
@@ -268,8 +272,8 @@ def test_likert_soft_labels_ties_and_margins(tmp_path):
     tie = write_lines(tmp_path / "t.jsonl", [{"prompt": "p", "response_a": "a", "response_b": "b", "label": 3}] + [
         {"prompt": f"q{i}", "response_a": "a", "response_b": "b", "label": 9} for i in range(1)] + [
         {"prompt": f"r{i}", "response_a": "a", "response_b": "b", "label": 1} for i in range(8)])
-    assert ingest(tie, tmp_path / "t").codes() == {1: ["all_tied"], 2: ["bad_label"]}
-    soft = ingest(tie, tmp_path / "s", tie_policy="soft")
+    assert ingest(tie, tmp_path / "t", n_points=5).codes() == {1: ["all_tied"], 2: ["bad_label"]}
+    soft = ingest(tie, tmp_path / "s", tie_policy="soft", n_points=5)
     assert soft.rows[0]["label_prob"] == 0.5 and soft.codes() == {2: ["bad_label"]}
 
 

@@ -63,7 +63,8 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("kind, config", [("pairs/1", {"test_fraction": 0.1}), ("unpaired/1", {}), ("prompts/1", {}), ("pairs/1", {"near_duplicates": "keep_first"})])
+@pytest.mark.parametrize("kind, config", [("pairs/1", {"test_fraction": 0.1}), ("unpaired/1", {}), ("prompts/1", {}), ("pairs/1", {"near_duplicates": "keep_first"}),
+                                          ("pairs/1", {"contradictions": "keep_as_votes"}), ("pairs/1", {"near_duplicates": "group", "test_fraction": 0.3})])
 def test_interrupted_runs_end_with_the_same_bytes(tmp_path, monkeypatch, kind, config):
     """Die after any number of checkpoints, also between the scratch file's commit and the checkpoint."""
     monkeypatch.setattr(stages.ingest, "CHECKPOINT_ROWS", 100)
