@@ -154,11 +154,10 @@ class DecontaminationIndex:
     def __len__(self) -> int:
         return len(self._lengths)
 
-    def check(self, text: str | Sequence[str]) -> bool:
-        """True if the training text, or the user turns of one conversation, are contaminated; remembers each evaluation item's best coverage."""
+    def check(self, *turns: str) -> bool:
+        """True if the training text, or the user turns of one conversation together, are contaminated; remembers each evaluation item's best coverage."""
         spots: dict[int, set[int]] = {}
         hit = False
-        turns = [text] if isinstance(text, str) else text
         for tokens in map(self.tokens, turns):
             for gram in set(ngrams(tokens, self.n)):
                 for item, start in self._where.get(gram, ()):

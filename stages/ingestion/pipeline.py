@@ -394,8 +394,8 @@ class Ingestion:
 
     def _place(self, seq: int, source: str, kind: str, row: dict, path: list[str]) -> None:
         """Duplicates, contamination, then conversion of one good row. Raises Bad."""
-        if self.benchmarks is not None and self.benchmarks.check([row["text"]] if kind == "text/1" else _user_turns(
-                row["messages"] if kind == "demonstrations/1" else row["prompt"])):
+        if self.benchmarks is not None and self.benchmarks.check(*([row["text"]] if kind == "text/1" else _user_turns(
+                row["messages"] if kind == "demonstrations/1" else row["prompt"]))):
             raise Bad("contaminated")
         if kind == "stepwise/1" and row.get("is_quality_control") and self.kind != kind:
             raise Bad("quality_control")
