@@ -54,6 +54,8 @@ CODES = {
 # Left out by a policy or a conversion rather than damaged: they do not count towards
 # max_quarantine_fraction.
 POLICY_CODES = frozenset(("all_tied", "no_pair", "contaminated", "near_duplicate", "quality_control"))
+# Answers that every verifier of their type reads as themselves, the usual ones: short texts without marks, and numbers.
+_PLAIN = {True: re.compile(r"[+-]?\d{1,300}(\.\d{1,50})?"), False: re.compile(r"\w[\w ]{0,200}")}
 # Of IFEval, but without a checker here: such prompts are kept, and their constraints cannot be scored.
 _UNCHECKED = frozenset(("language:response_language",))
 
@@ -168,7 +170,9 @@ def pair_codes(prompt: list[dict], chosen: list[dict], rejected: list[dict]) -> 
 
 def verifiable_codes(row: dict) -> set[str]:
     """`verifier_spec_invalid` unless the row's verifier marks its own answer right, its constraints run, and its reward routes exist (`data.prompts`)."""
-    good = row.get("answer") is None or _answer_holds(row["answer"], row.get("answer_type"), row.get("extra_json") if '"verifier"' in (row.get("extra_json") or "") else None)
+    answer, named = row.get("answer"), row.get("extra_json") if '"verifier"' in (row.get("extra_json") or "") else None
+    good = answer is None or (named is None and _PLAIN[row.get("answer_type") in ("integer", "number")].fullmatch(answer) is not None and row.get("answer_type") != "mc") or \
+        _answer_holds(answer, row.get("answer_type"), named)
     good = good and all(_constraint_runs(item["id"], item["kwargs_json"]) for item in row.get("constraints") or ())
     if good and row.get("reward_route"):
         from stages.rewards import RULES

@@ -27,7 +27,8 @@ _EXTENSIONS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow
 _NOT_DATA = {"dataset_info.json", "state.json", "dataset_dict.json", "manifest.json", "dataset_infos.json"}
 _SPLIT = re.compile(r"(?:^|[/_.-])(train|validation|valid|val|dev|test|rm_a|rm_b)(?=[-_./]|$)")
 _SPLIT_NAMES = {"valid": "validation", "val": "validation", "dev": "validation"}
-_LONG_NUMBER = re.compile(rb"\d{20}|\.\d{18}")     # more digits than a float or a 64-bit integer holds
+_DIGITS = bytes.maketrans(b"123456789", b"000000000")
+_LONG_INTEGER, _LONG_FRACTION = b"0" * 20, b"." + b"0" * 18      # more digits than a 64-bit integer or a float holds
 
 
 class Record(NamedTuple):
@@ -225,7 +226,8 @@ def _lines(blocks: _Blocks) -> Iterator[tuple[int, bytes, bool]]:
 def parse_json(raw: bytes) -> tuple[dict | None, str | None]:
     """(row, code) of one JSON line. Python's parser has the second word: it knows NaN and lone
     surrogates, which orjson refuses, so that they get the right code; and it reads numbers exactly of which orjson makes floats."""
-    value, again = None, _LONG_NUMBER.search(raw) is not None
+    digits = raw.translate(_DIGITS)
+    value, again = None, _LONG_INTEGER in digits or _LONG_FRACTION in digits
     if not again:
         try:
             value = orjson.loads(raw)
