@@ -31,10 +31,16 @@ class Source:
 def ingest(run: Run, what: str, path: str, config: Any) -> str:
     """Check, convert and split data; the section `ingest_WHAT` says how. Returns the dataset's ref.
 
+    Test problems of a source of their own (`data.test`) are looked for in what is trained on, by the section's `decontaminate`; without them that is off.
+
     Raises:
         ConfigError: the evaluation at the recipe's end would find no prompts; said here, before anything is trained.
     """
-    outputs = run("ingest", f"ingest_{what}", data=path, config=getattr(config, f"ingest_{what}"), name_as=what)
+    section, test = getattr(config, f"ingest_{what}"), getattr(config.data, "test", None) if what != "test" else None
+    if not test:
+        section = section.model_copy(update={"decontaminate": "off"})
+    against = {"test": test} if section.decontaminate != "off" else None
+    outputs = run("ingest", f"ingest_{what}", data=path, benchmarks=against, config=section, name_as=what)
     judged = config.evaluate.split if what == "prompts" and hasattr(config, "evaluate") and getattr(config.data, "test", None) is None else None
     if judged and "rows_out" in outputs.metrics and not outputs.metrics.get(f"split.{judged}"):
         there = {name.removeprefix("split."): n for name, n in outputs.metrics.items() if name.startswith("split.")}

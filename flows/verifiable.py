@@ -29,8 +29,10 @@ class Data(StageConfig):
 class Config(RewardSources, RecipeConfig):
     model: str = Field(description="The policy to improve: a ref, a model directory or a hub id.")
     data: Data = Field(description="The problems and their solutions.")
-    ingest_demonstrations: IngestConfig = Field(IngestConfig(kind="demonstrations/1", validation_fraction=0.02, test_fraction=0.05), description="Checks and splits of the solutions.")
-    ingest_prompts: IngestConfig = Field(IngestConfig(kind="prompts/1", validation_fraction=0.02, test_fraction=0.05), description="Checks and splits of the problems.")
+    ingest_demonstrations: IngestConfig = Field(IngestConfig(kind="demonstrations/1", validation_fraction=0.02, test_fraction=0.05, decontaminate="coverage"),
+                                              description="Checks and splits of the solutions; those of test problems (data.test) are left out.")
+    ingest_prompts: IngestConfig = Field(IngestConfig(kind="prompts/1", validation_fraction=0.02, test_fraction=0.05, decontaminate="coverage"),
+                                        description="Checks and splits of the problems; those among the test problems (data.test) are left out.")
     ingest_test: IngestConfig = Field(IngestConfig(kind="prompts/1", test_fraction=0.999), description="Checks and splits of the test problems.")
     sft: SFTConfig = Field(SFTConfig(), description="Fine-tuning on the solutions.")
     rl: RLConfig = Field(RLConfig(), description="Reinforcement learning against the verifier.")

@@ -155,6 +155,18 @@ def test_rewards_get_what_they_read(monkeypatch):
     assert own["rl"][1]["demonstrations"] == "(d)" and own["evaluate_rl"][1]["judge"] == "(my.judge)" and "judge" not in own["rl"][1]
 
 
+def test_test_problems_of_their_own_are_kept_out_of_training(monkeypatch):
+    monkeypatch.setattr("flows.verifiable.promote", lambda *args, **more: {})
+    steps = planned("verifiable", monkeypatch, data={"demonstrations": "(d)", "prompts": "(p)", "test": "(t)"})
+    for name in ("ingest_demonstrations", "ingest_prompts"):
+        assert steps[name][1]["benchmarks.test"] == "(t)" and steps[name][2].decontaminate == "coverage"
+    assert "benchmarks.test" not in steps["ingest_test"][1]
+    steps = planned("verifiable", monkeypatch, data={"demonstrations": "(d)", "test": "(t)"}, ingest_prompts={"decontaminate": "off"})
+    assert "benchmarks.test" in steps["ingest_demonstrations"][1] and "benchmarks.test" not in steps["ingest_prompts"][1]
+    steps = planned("verifiable", monkeypatch, data={"demonstrations": "(d)"})
+    assert "benchmarks.test" not in steps["ingest_demonstrations"][1] and steps["ingest_demonstrations"][2].decontaminate == "off"
+
+
 def test_the_agent_recipe_acts_and_is_judged_in_one_environment(monkeypatch):
     """SFT on demonstrations of tool use, RL and both evaluations in the environment of its section; the world's tool data stands in for data not given."""
     monkeypatch.setattr("flows.agent.promote", lambda *args, **more: {})
