@@ -17,6 +17,7 @@ refuse to compare different ones. Work is done in chunks; a killed run continues
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -121,7 +122,8 @@ class Plan:
             self._read_prompts()
         if stage.has("pairs"):
             self._read_pairs()
-        self.verifier, self.constraints = (next((component for component in config.rewards if component.kind == kind), None) for kind in ("verifier", "constraints"))
+        self.verifier, self.constraints, self.code = (next((component for component in config.rewards if component.kind == kind), None)
+                                                      for kind in ("verifier", "constraints", "code"))
         self.run_id = stage.key[:16]
         self.protocol = self._protocol()
         self._loaded = {}
@@ -287,8 +289,12 @@ class Plan:
         return [next(found) if s.error is None else None for s in samples]
 
     def _answer_row(self, mode: str, sample, model_score, kl) -> dict:
+        from stages.rewards import program_of
+        from stages.verifiers import view
+
         source = sample.prompt
         strict, flexible, extracted = parse(source, sample.text, self.verifier) if sample.error is None else (None, None, None)
+        no_program = self.code is not None and bool(source.get("tests")) and sample.error is None and program_of(source, view(sample.text, self.code.view)) is None
         extra = {
             "mode": mode, "finish": sample.finish_reason, "reward": model_score, "kl": kl, "parts": sample.parts, "unscorable": sample.reasons or None,
             "category": source.get("category") or source.get("domain"), "difficulty": difficulty_of(source),
@@ -307,7 +313,7 @@ class Plan:
                 extra, index, extracted = extra | outcome(sample, self.debate), 2 * index + sample.debate["seat"], None
             return self._row(source, mode, index, sample.text, sum(sample.action_mask), extra, extracted=extracted, correct=sample.correct)
         return self._row(source, mode, sample.index, sample.text, len(sample.ids), extra, extracted=extracted,
-                         correct=strict if sample.correct is None else sample.correct, format_error=strict is not None and extracted is None)
+                         correct=strict if sample.correct is None else sample.correct, format_error=no_program or strict is not None and extracted is None)
 
     def _row(self, source: dict, mode: str, index: int, text: str, tokens: int, extra: dict, *, correct=None, extracted=None, format_error=False) -> dict:
         from storage.files import canonical_json
@@ -396,16 +402,16 @@ def _replace(params, **changes):
 def parse(row: dict, text: str, component=None) -> tuple[bool | None, bool | None, str | None]:
     """(right by strict extraction, right by flexible extraction, extracted answer) of a row with a checkable answer; all ``None``
     for other rows. Both readings are reported, because formatting alone can move a score (section D.0). ``component``: the
-    configured verifier, whose choice of verifier and view counts here too."""
+    configured verifier, whose choice of verifier, view and tolerance counts here too."""
     from stages.verifiers import VERIFIERS, BadGold, verifier_of, view
 
     if row.get("answer") is None:
         return None, None, None
     try:
         verify = VERIFIERS[verifier_of(row) if component is None or component.verifier == "auto" else component.verifier]
-        seen = text if component is None else view(text, component.view)
-        strict, extracted = verify(row, seen, False)
-        return strict, bool(strict or verify(row, seen, True)[0]), extracted
+        seen, rel_tol = view(text, component.view if component else "answer_only"), component.rel_tol if component else 0.0
+        strict, extracted = verify(row, seen, False, rel_tol)
+        return strict, bool(strict or verify(row, seen, True, rel_tol)[0]), extracted
     except BadGold:
         return None, None, None
 
@@ -484,6 +490,10 @@ def write_scores(stage, plan: Plan, meta: dict, metrics: dict, tables: dict) -> 
     writer.close({"metrics": len(rows)})
 
 
+#: Beginnings of the reasons why a prompt or answer is none of a component's business: known before the evaluation, counted in unscorable_rate.
+NOTHING_TO_SCORE = ("the prompt row has no ", "the prompt row asks for no ", "an earlier tier decided", "environment failed")
+
+
 def warnings(stage, metrics: dict, records: list[dict], unscored_pairs: int = 0) -> None:
     """Named warnings about results that should not be trusted as they are."""
     checkable = [r for r in records if r["mode"] in ("sample", "greedy") and not r.get("error") and not r.get("transcript") and (r.get("answer") is not None or r.get("constraints"))]
@@ -495,6 +505,14 @@ def warnings(stage, metrics: dict, records: list[dict], unscored_pairs: int = 0)
     if unscored_pairs:
         stage.warn("pairs_unscored", f"{unscored_pairs} pairs have no score and are in no mean. Look at their length, and at the reward model's own warnings.")
     truncated, chance = metrics.get("truncation_rate"), metrics.get("accuracy")
+    missing: dict[str, Counter] = {}  # component -> reasons
+    for record in (r for r in records if not r.get("error")):
+        for name, reason in (record.get("unscorable") or {}).items():
+            if not reason.startswith(NOTHING_TO_SCORE):
+                missing.setdefault(name, Counter())[reason] += 1
+    for name, reasons in missing.items():
+        reason, count = reasons.most_common(1)[0]
+        stage.warn("answers_unscorable", f"{reasons.total()} answers have no value of {name!r} and are in none of its means; of {count} the reason is: {reason}")
     if truncated and truncated.value > 0.1:
         stage.warn("answers_truncated", f"{truncated.value:.0%} of the answers hit max_completion_length={stage.config.max_completion_length} and count as they "
                    "stand. Raise max_completion_length, or train the stop token.")

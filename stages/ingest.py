@@ -48,8 +48,8 @@ class Config(StageConfig):
     text_column: str | None = Field(None, description="source column of the text")
     answer_column: str | None = Field(None, description="source column of the reference answer")
     answer_type: Literal["integer", "number", "latex", "text", "mc"] | None = Field(
-        None, description="how reference answers are verified; default: integer or number where they look like it, else text. An answer that its own "
-        "verifier does not mark right is refused (data.prompts)")
+        None, description="how reference answers are verified; default: integer or number where they look like it, latex with a \\, $, ^ or final %, else text. An answer "
+        "that its own verifier does not mark right is refused (data.prompts)")
     step_labels: Literal["auto", "zero_one", "minus_one"] = Field(
         "auto", description="what numbers as step labels say: minus_one = -1 wrong, 0 neutral, 1 good; zero_one = 0 wrong, 1 good; auto is minus_one, and refuses a "
         "file that holds 0 and no -1. true and false need no saying (data.stepwise)")

@@ -26,6 +26,7 @@ from stages.spec import InputSpec, StageConfig
 PRIMARY = ("verifier", "code", "python", "model", "judge", "rubric", "group_preference", "icdpo", "majority", "environment", "debate")
 ON_TURNS = ("environment", "milestones", "step_weighted")  # score trajectories, a number per turn
 LENGTH_KINDS = ("length", "length_group", "length_target", "length_penalty", "truncation")
+VERIFYING = ("verifier", "code", "majority", "length_group", "length_target")  # judge the final answer: they do not see the thought before it
 READ_OTHERS = ("majority", "length_group", "length_target")  # scored last: they read what the other components said
 TIERS = ("rule", "learned", "judge")
 #: Inputs of every stage that scores with reward components; each is needed by the kinds it names.
@@ -52,7 +53,7 @@ class RewardComponent(StageConfig):
                     "length_penalty: every token costs the same (INTELLECT-2). "
                     "Of trajectories: environment: what it paid, right where it verified the goal; milestones: events that pay once; step_weighted: indicators per turn; "
                     "debate: a judge's verdict, zero-sum.")
-    weight: float = Field(1.0, description="Factor in the total.")
+    weight: float = Field(1.0, description="Factor in the total; unset: 0.1 for format (reward.composite), 1 for the others.")
     from_step: int = Field(0, ge=0, description="rl: optimizer step from which on the component counts; before, it is scored and stored only (Kimi k1.5 "
                                                 "adds its length reward late).")
     on_missing: Literal["invalidate", "skip", "renormalise"] | None = Field(
@@ -63,12 +64,14 @@ class RewardComponent(StageConfig):
         "score, else the reward model where it is sure enough, else the judge. A later tier is not asked.")
     min_confidence: float = Field(
         0.7, ge=0.5, le=1, description="tier=learned: probability of its own opinion, max(p, 1-p) with p = sigmoid(score), that counts (0.7 is ours).")
-    view: Literal["full", "answer_only", "think_only"] = Field("full", description="Part of the response it sees (reward.view).")
+    view: Literal["full", "answer_only", "think_only"] = Field("full", description="Part of the response it sees (reward.view). Unset: answer_only, what follows the thought where there is one, for verifier, code, "
+                                                                                 "majority, length_group and length_target; full for the others.")
     correct_value: float = Field(1.0, description="verifier: value of a right answer (DAPO 1, Tulu 3 10).")
     incorrect_value: float = Field(0.0, description="verifier: value of a wrong answer (DAPO -1).")
     verifier: Literal["auto", "world", "math", "text", "mc"] = Field("auto", description="verifier: which one; auto reads the prompt row.")
     extraction: Literal["strict", "flexible"] = Field("strict", description="verifier, majority: flexible also takes the last number or a bare letter; for "
                                                                             "evaluation.")
+    rel_tol: float = Field(0.0, ge=0, description="verifier, numbers: relative difference from the gold answer that still counts as right, for measured quantities; 0: exact.")
     input: str = Field("reward_model", description="model, judge: the stage input that holds the model, for example gold for a second one (judge: `judge` where that is "
                                                    "given).")
     ranking: Literal["round_robin", "tournament"] = Field("round_robin", description="model, judge that compare: mean win probability against all other answers "
@@ -116,7 +119,7 @@ class RewardComponent(StageConfig):
     length_mode: Literal["exact", "max"] = Field("exact", description="length_target: the target is to be met, or not to be exceeded.")
     missing_eos_penalty: float = Field(1.0, ge=0, description="truncation: a response without end token gets minus this, others 0.")
     mode: Literal["all", "fraction", "threshold"] = Field("all", description="code, constraints: all must pass, their share, or a share above the threshold.")
-    threshold: float = Field(1.0, gt=0, le=1, description="code: pass rate needed in mode threshold (inclusive).")
+    threshold: float = Field(1.0, gt=0, le=1, description="code, constraints: share needed in mode threshold (inclusive).")
     milestones: dict[str, float] = Field(default_factory=dict, description="milestones: event (or a regular expression for the whole event) -> reward, paid once per "
                                                                             "episode; empty: the catalogue of computer use, web.0 to search.2 (MILESTONE).")
     milestone_normalise: Literal["none", "category_sum"] = Field("none", description="milestones: rewards as written, or divided by the sum of their category, the part "
@@ -129,7 +132,7 @@ class RewardComponent(StageConfig):
     source: str = Field("", description="python: text, or path ending in .py, that defines score(prompt, completion, answer) -> number, bool or None.")
     files: dict[str, str] = Field(default_factory=dict, description="python: files and folders that score() may read, beside Python's own; write a list of paths. Kept with the digests of "
                                                                     "what they hold, so that other contents are another stage.")
-    timeout_s: float = Field(5.0, gt=0, le=600, description="code, python, regex: wall seconds per row; a hang costs no more.")
+    timeout_s: float = Field(5.0, gt=0, le=600, description="code, python, regex: wall seconds per row or test; a hang costs no more. A test with a timeout_s of its own gets that.")
     memory_mib: int = Field(1024, ge=128, description="code, python, regex: memory of a worker.")
 
     @model_validator(mode="before")
@@ -137,6 +140,8 @@ class RewardComponent(StageConfig):
     def _default_name(cls, values):
         if isinstance(values, dict) and "name" not in values and "kind" in values:
             values = {**values, "name": values["kind"]}
+        if isinstance(values, dict):
+            values = ({"weight": 0.1} if values.get("kind") == "format" else {}) | ({"view": "answer_only"} if values.get("kind") in VERIFYING else {}) | values
         if isinstance(values, dict) and str(values.get("source", "")).endswith(".py") and "\n" not in values["source"]:
             try:  # the text itself becomes the setting: another function is another stage
                 values = {**values, "source": Path(values["source"]).read_text("utf-8")}
@@ -521,7 +526,7 @@ def _verify(rewards: Rewards, component: RewardComponent, rows) -> list:
     def one(row):
         try:
             name = verifier_of(row["prompt_row"]) if component.verifier == "auto" else component.verifier
-            correct, extracted = VERIFIERS[name](row["prompt_row"], _text(component, row), component.extraction == "flexible")
+            correct, extracted = VERIFIERS[name](row["prompt_row"], _text(component, row), component.extraction == "flexible", component.rel_tol)
         except BadGold as error:
             return Unscorable(str(error))
         return Verdict(component.correct_value if correct else component.incorrect_value, correct, extracted)
@@ -677,7 +682,7 @@ def _constraints(rewards, component, rows) -> list:
             satisfied = [check_constraint(c["id"], json.loads(c["kwargs_json"] or "{}"), _text(component, row)) for c in constraints]
         except (BadGold, ValueError) as error:
             return Unscorable(str(error))
-        value = constraint_reward(satisfied, "all" if component.mode == "all" else "fraction")
+        value = constraint_reward(satisfied, component.mode, component.threshold)
         return Unscorable("the prompt row has no constraints") if value is None else Verdict(value, all(satisfied))
 
     return [one(row) for row in rows]
@@ -718,10 +723,63 @@ def _python(rewards, component, rows) -> list:
     return [Unscorable(o.error) if o.error else _value(o.value) for o in run_jobs(jobs, _limits(component))]
 
 
+_FENCE = re.compile(r"(?<![`~])(`{3,}|~{3,})[ \t]*([\w+#.-]*)$")
+
+
 def extract_program(text: str) -> str | None:
-    """Content of the last fenced Python block; None without one (reward.code: badly formatted)."""
-    blocks = re.findall(r"```(?:python|py)?[ \t]*\n(.*?)```", text, re.DOTALL)
-    return blocks[-1] if blocks else None
+    """Content of the last fenced block that is marked as Python, else of the last without a language; None without one (reward.code: badly formatted).
+
+    A fence is closed by a line that begins with one at least as long, indented by at most three spaces more, or by one at the end of a line of code; a
+    language behind it opens the next block. Lines lose the indentation of their fence.
+    """
+    found: dict[bool, str] = {}
+    fence, language, indent, lines = "", "", 0, []
+    for line in text.replace("\r\n", "\n").split("\n"):
+        starts, ends = re.match(r"([ \t]*)(`{3,}|~{3,})", line), _FENCE.search(line.rstrip())
+        if fence:
+            closes = starts and starts[2].startswith(fence) and len(starts[1]) <= indent + 3
+            if not closes and (starts or not ends or ends[2] or not ends[1].startswith(fence)):
+                lines.append(line)
+                continue
+            lines += [] if closes else [line[: ends.start()]]
+            if language in ("python", "python3", "py", ""):
+                found[bool(language)] = "".join(re.sub(rf"^[ \t]{{0,{indent}}}", "", own) + "\n" for own in lines)
+            fence = ""
+            if not closes or not ends or not ends[2]:
+                continue
+        if ends and (ends[2] or ends[1] not in line[: ends.start()]):
+            fence, language, indent, lines = ends[1], ends[2].lower(), len(line) - len(line.lstrip(" \t")), []
+    return found.get(True, found.get(False))
+
+
+#: Where a completion of a function ends: at the first line that belongs to something else (eval.humaneval).
+_STOPS = re.compile(r"\n(?:class|def|#|if|print)")
+
+
+def program_of(prompt_row: dict, text: str) -> str | None:
+    """The program that an answer gives; None where there is none (reward.code).
+
+    For a prompt that is the beginning of a function and tests that end in ``check(FUNCTION)`` (eval.humaneval), an answer without a fence is the program or
+    its completion, and a program without the function's header is put behind the prompt.
+    """
+    from textwrap import indent
+
+    program = extract_program(text)
+    calls = [found[1] for test in prompt_row.get("tests") or [] if (found := re.search(r"^check\((\w+)\)\s*\Z", test.get("code") or "", re.MULTILINE))]
+    start = (prompt_row.get("prompt") or [{}])[-1].get("content") or "" if calls else ""
+    start = extract_program(start) or start
+    header = re.compile(rf"^[ \t]*(?:async[ \t]+)?def[ \t]+{calls[-1]}\b", re.MULTILINE) if calls else None
+    if header is None or not header.search(start) or not text.strip():
+        return program
+    if program is None:
+        body = text.replace("\r\n", "\n")
+        if not body.lstrip("\n")[:1].isspace() and header.search(body):
+            return body
+        program = body[: stop.start()] if (stop := _STOPS.search(body)) else body
+    elif header.search(program):
+        return program
+    body = re.sub(r"^ {1,3}(?! )", "    ", program.lstrip("\n"))  # some tokenizers drop the first space of a text
+    return start.rstrip() + "\n" + (body if body[:1].isspace() else indent(body, "    "))
 
 
 def _code(rewards, component, rows) -> list:
@@ -730,13 +788,11 @@ def _code(rewards, component, rows) -> list:
     from stages.verifiers import code_reward
 
     jobs, owners = [], []
-    programs = [extract_program(_text(component, row)) for row in rows]
+    programs = [program_of(row["prompt_row"], _text(component, row)) for row in rows]
     for i, (row, program) in enumerate(zip(rows, programs)):
         for test in (row["prompt_row"].get("tests") or []) if program is not None else []:
-            if test.get("code"):
-                jobs.append({"kind": "tested", "source": program, "test": test["code"]})
-            else:
-                jobs.append({"kind": "program", "source": program, "stdin": test.get("input") or ""})
+            job = {"kind": "tested", "test": test["code"]} if test.get("code") else {"kind": "program", "stdin": test.get("input") or ""}
+            jobs.append({**job, "source": program, "timeout_s": test.get("timeout_s")})
             owners.append((i, test))
     passed = [0] * len(rows)
     for (i, test), outcome in zip(owners, run_jobs(jobs, _limits(component), fresh=True)):

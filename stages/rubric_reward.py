@@ -46,7 +46,7 @@ class RubricScorer:
         self.settings, self.scorer_ids, scorers = {}, {}, {}
         for item in (item for items in rubric.items.values() for item in items):
             key = f"{item.category}/{item.item_id}"
-            inherited = {"view": component.view} | ({k: getattr(component, k) for k in JUDGE_SETTINGS} if item.scorer["kind"] == "judge" else {})
+            inherited = ({"view": component.view} if component.view != "full" else {}) | ({k: getattr(component, k) for k in JUDGE_SETTINGS} if item.scorer["kind"] == "judge" else {})
             own = RewardComponent.model_validate({**inherited, **item.scorer, "name": key})
             self.settings[key] = own
             criticised = own.kind == "judge" and item.kind != "verifiable"

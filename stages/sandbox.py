@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _START_S = 60.0  # a loaded machine may need this long to start an interpreter
+LONGEST_S = 600.0  # a job may ask for no more wall time
 
 def end_with_parent() -> None:
     """Have the kernel end this process when its parent ends."""
@@ -243,14 +244,29 @@ import json, os, sys
 read_fd, write_fd, memory = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 end_with_parent()
 no_network("no network in the sandbox")
-import io, contextlib, traceback, re
+import contextlib, re, tempfile
 limit_resources(memory)
 jobs = os.fdopen(read_fd, "r", encoding="utf-8")
-class Capped(io.StringIO):
-    def write(self, text):
-        if self.tell() + len(text) > 1_000_000:
-            raise MemoryError("more than 1,000,000 characters of output")
-        return super().write(text)
+@contextlib.contextmanager
+def streams(given):  # files as descriptors 0 and 1 and as sys.stdin and sys.stdout, so that every way to read and write them works; yields what reads the output
+    took, gave, before = tempfile.TemporaryFile(), tempfile.TemporaryFile(), (sys.stdin, sys.stdout)
+    took.write(given.encode("utf-8", "replace"))
+    took.seek(0)
+    os.dup2(took.fileno(), 0)
+    os.dup2(gave.fileno(), 1)
+    sys.stdin, sys.stdout = open(0, encoding="utf-8", errors="replace", closefd=False), (own := open(1, "w", encoding="utf-8", errors="replace", closefd=False))
+    def written():
+        with contextlib.suppress(ValueError):
+            own.flush()
+        gave.seek(0)
+        said = gave.read(1_000_001)
+        if len(said) > 1_000_000:
+            raise MemoryError("more than 1,000,000 bytes of output")
+        return said.decode("utf-8", "replace")
+    try:
+        yield written
+    finally:
+        sys.stdin, sys.stdout = before
 def call(job):
     space = {"__name__": "sandbox"}
     exec(compile(job["source"], "<verifier>", "exec"), space)
@@ -258,18 +274,16 @@ def call(job):
         raise NameError("define a function %s(prompt, completion, answer)" % job["function"])
     return space[job["function"]](*job["args"])
 def program(job):
-    out, code = Capped(), 0
-    sys.stdin = io.StringIO(job["stdin"])
-    with contextlib.redirect_stdout(out):
+    code = 0
+    with streams(job["stdin"]) as written:
         try:
             exec(compile(job["source"], "<program>", "exec"), {"__name__": "__main__"})
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    return {"stdout": out.getvalue(), "exit": code}
+        return {"stdout": written(), "exit": code}
 def tested(job):
     space = {"__name__": "__main__"}
-    sys.stdin = io.StringIO("")
-    with contextlib.redirect_stdout(Capped()):
+    with streams(""):
         exec(compile(job["source"], "<program>", "exec"), space)
         exec(compile(job["test"], "<test>", "exec"), space)
     return True
@@ -357,7 +371,8 @@ class _Worker:
         if self.process is None:
             self._start()
         token = secrets.token_hex(16)
-        deadline = time.monotonic() + self.limits.timeout_s
+        own = job.get("timeout_s")
+        deadline = time.monotonic() + (min(own, LONGEST_S) if own and own > 0 else self.limits.timeout_s)
         try:
             self._send(json.dumps({**job, "token": token}).encode() + b"\n", deadline)
             reply = self._receive(token, deadline)
@@ -405,7 +420,8 @@ def run_jobs(jobs: list[dict], limits: Limits = Limits(), *, fresh: bool = False
     """Outcomes of `jobs` in order, on a pool of workers.
 
     Jobs: {"kind": "call", "source", "function", "args"}, {"kind": "program", "source", "stdin"} -> {"stdout", "exit"},
-    {"kind": "tested", "source", "test"} -> True, {"kind": "pattern", "pattern", "text"} -> bool. `fresh` gives each job an
+    {"kind": "tested", "source", "test"} -> True, {"kind": "pattern", "pattern", "text"} -> bool. A job's own "timeout_s", up to
+    `LONGEST_S`, counts instead of that of the limits. `fresh` gives each job an
     interpreter of its own, so that one cannot leave anything behind for the next.
     """
     if not jobs:

@@ -14,6 +14,8 @@ from fractions import Fraction
 
 STRICT_ORDER = ("answer_tag", "boxed", "hash")
 FLEXIBLE_ORDER = STRICT_ORDER + ("phrase", "last_number")
+#: Tags of a response's parts. Where they are special tokens, a completion's text keeps them (stages/sampler.py).
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 class BadGold(ValueError):
@@ -60,17 +62,23 @@ def extract_boxed(text: str) -> str | None:
     return None
 
 
+def without_thousands(text: str) -> str:
+    """Commas before exactly three digits removed; with a bracket, which may hold a list, the text as it is."""
+    return text if any(b in text for b in "([{") else re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+
+
 def extract_hash(text: str) -> str | None:
-    """What follows the last `#### `, commas removed (GSM8K)."""
+    """What follows the last `#### `, thousands commas removed (GSM8K)."""
     found = re.findall(r"#### *([^\n]+)", text)
-    return found[-1].strip().replace(",", "").strip() or None if found else None
+    return without_thousands(found[-1].strip()) or None if found else None
 
 
 def extract_answer_tag(text: str) -> str | None:
-    """Content of the last `<answer>...</answer>`."""
+    """Content of the last `<answer>...</answer>`, or the box or the `#### ` in it."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, end) if end >= 0 else -1
-    return (text[start + len("<answer>"):end].strip() or None) if start >= 0 else None
+    inside = text[start + len("<answer>"):end].strip() if start >= 0 else ""
+    return extract_boxed(inside) or extract_hash(inside) or inside or None
 
 
 def extract_phrase(text: str) -> str | None:
@@ -103,6 +111,27 @@ def extract(text: str, order: Sequence[str] = STRICT_ORDER) -> str | None:
     return None
 
 
+#: A number with mark-up around it and at most words behind it: "**18**", "$18 dollars"; not "3. Last step", "3, 4" or "18 or 20".
+_MEASURED = re.compile(r"[*_ ]{0,9}((?:[+-] ?)?(?:\\?\$[+-]? ?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?)(?:\\?[%$*_]|°){0,9}(?:\.?[*_ ]{0,9}| {1,9}[^\W\d_][^\d,;]*)")
+
+
+def extract_number(text: str, flexible: bool = False) -> str | None:
+    """As `extract`, where the gold answer is a number: of what follows `#### ` the number, without mark-up and unit; `flexible` passes over what is no
+    number for the next extractor that finds one."""
+    first = None
+    for name in FLEXIBLE_ORDER if flexible else STRICT_ORDER:
+        value = extract(text, (name,))
+        if value is None:
+            continue
+        number = as_rational(normalise_math(value)) is not None
+        if not number and name == "hash" and (measured := _MEASURED.fullmatch(value)):
+            value, number = measured.group(1), True
+        if number or not flexible:
+            return value
+        first = value if first is None else first
+    return first
+
+
 def extract_mc_letter(text: str) -> str | None:
     """Letter of the last "Therefore, the answer is (X)" (eval.mc_generation); anything else is a format failure."""
     found = re.findall(r"Therefore, the answer is \(([A-Z])\)", text)
@@ -122,24 +151,29 @@ def extract_world(text: str) -> str | None:
 
 # -------------------------------------------------------------------------------------------------- equality
 
+_WORDS = r"\\(?:text|textrm|textit|textbf|mbox|mathrm) ?\{([^{}]*)\}"  # words in a formula
+_UNIT = re.compile(rf"(?: ?(?:/|\\cdot)? ?{_WORDS}(?: ?\^ ?\{{?-?\d+\}}?)?){{1,6}}$")
+
+
 def normalise_math(text: str) -> str:
-    r"""String form in which equal answers are mostly equal: `$`, `\text{}`, `\left`, degrees, percent, "x=" removed (reward.math)."""
-    s = text.strip()
-    s = re.sub(r"\\(?:text|mbox|mathrm|textbf)\{([^{}]*)\}\s*$", lambda m: m.group(1) if m.start() == 0 else "", s)
-    s = re.sub(r"\\(?:text|mbox|mathrm|textbf)\{([^{}]*)\}", r"\1", s)
-    for gone in ("\\left", "\\right", "\\!", "\\,", "\\;", "\\ ", "^{\\circ}", "^\\circ", "\\%", "%", "\\$", "$", "°"):
+    r"""String form in which equal answers are mostly equal: `$`, units in `\text{}`, `\left`, degrees, percent, "x=" removed (reward.math)."""
+    s = " ".join(text.split())
+    for gone in ("\\left", "\\right", "\\!", "\\,", "\\;", "\\:", "\\ ", "\\(", "\\)", "\\%", "%", "\\$", "$", "°"):
         s = s.replace(gone, "")
-    s = s.strip().rstrip(".").strip()
+    s = re.sub(r" ?\^ ?(?:\\circ|\{ ?\\circ ?\})", "", re.sub(r"(?<=\S)~", " ", s).replace("{,}", ",")).strip().rstrip(".").strip()
+    s = " ".join(s.split())
+    s = re.sub(r"(?<=\d) +(?=\d+/\d)", "+", s)  # 1 1/2 is not 11/2
+    s = _UNIT.sub(lambda m: "" if m.start() else m.group(), s)
+    s = re.sub(_WORDS, r"\1", s).strip().rstrip(".").strip()
     head, equals, tail = s.partition("=")
     if equals and "=" not in tail and len(head.strip()) <= 2:
         s = tail
     s = s.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac").replace(" ", "")
     s = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", s)
     s = re.sub(r"\\frac(\d)\{", r"\\frac{\1}{", s)
+    s = re.sub(r"\\frac\{([^{}]*)\}(\w)", r"\\frac{\1}{\2}", s)
     s = re.sub(r"\\sqrt(\w)", r"\\sqrt{\1}", s)
-    if not any(b in s for b in "([{"):
-        s = re.sub(r"(?<=\d),(?=\d{3}(?:\D|$))", "", s)
-    return s
+    return without_thousands(s)
 
 
 def as_rational(text: str) -> Fraction | None:
@@ -157,24 +191,27 @@ def as_rational(text: str) -> Fraction | None:
     return None if Fraction(bottom) == 0 else (-1 if sign == "-" else 1) * value / Fraction(bottom)
 
 
-def _parts(text: str) -> list[str] | None:
-    """Elements of a bracketed tuple or interval, split at top-level commas; None if it is not one."""
-    if len(text) < 2 or text[0] not in "([" or text[-1] not in ")]":
+def _parts(text: str) -> tuple[str, list[str], str] | None:
+    r"""(opening, elements, closing) of a tuple, an interval or a set in `{}` or `\{\}`, split at top-level commas; None if it is not one."""
+    text = text.replace("\\{", "{").replace("\\}", "}")
+    if len(text) < 2 or text[0] not in "([{" or text[-1] not in ")]}" or (text[0] == "{") != (text[-1] == "}"):
         return None
     depth, parts, current = 0, [], ""
     for ch in text[1:-1]:
         depth += (ch in "([{") - (ch in ")]}")
+        if depth < 0:
+            return None
         if ch == "," and depth == 0:
             parts.append(current)
             current = ""
         else:
             current += ch
-    return parts + [current] if parts else None
+    return (text[0], parts + [current], text[-1]) if parts or text[0] == "{" else None
 
 
 def math_equal(answer: str, gold: str, *, rel_tol: float = 0.0) -> bool:
-    """Whether two answers are the same value: equal strings after `normalise_math`, equal exact rationals, or tuples equal
-    element by element. No float tolerance unless `rel_tol` is given (reward.math)."""
+    """Whether two answers are the same value: equal strings after `normalise_math`, equal exact rationals, tuples equal element by element, or sets in
+    braces with equal elements in any order. No float tolerance unless `rel_tol` is given (reward.math)."""
     a, b = normalise_math(answer), normalise_math(gold)
     if not a or not b:
         return False
@@ -184,10 +221,17 @@ def math_equal(answer: str, gold: str, *, rel_tol: float = 0.0) -> bool:
     if x is not None and y is not None:
         return x == y or (rel_tol > 0 and abs(x - y) <= Fraction(rel_tol) * max(abs(x), abs(y)))
     left, right = _parts(a), _parts(b)
-    if left and right:
-        return a[0] == b[0] and a[-1] == b[-1] and len(left) == len(right) and all(
-            math_equal(p, q, rel_tol=rel_tol) for p, q in zip(left, right))
-    return False
+    if not left or not right or left[::2] != right[::2] or len(left[1]) != len(right[1]):
+        return False
+    if left[0] != "{":
+        return all(math_equal(p, q, rel_tol=rel_tol) for p, q in zip(left[1], right[1]))
+    rest = list(right[1])
+    for part in left[1]:
+        at = next((i for i, other in enumerate(rest) if math_equal(part, other, rel_tol=rel_tol)), None)
+        if at is None:
+            return False
+        del rest[at]
+    return True
 
 
 def same_text(answer: str, gold: str, *, ignore_case: bool = True) -> bool:
@@ -211,30 +255,33 @@ def gold_of(row: dict) -> str:
     return str(gold)
 
 
-def verify_world(row: dict, text: str, flexible: bool = False) -> tuple[bool, str | None]:
+def verify_world(row: dict, text: str, flexible: bool = False, rel_tol: float = 0.0) -> tuple[bool, str | None]:
     """(right?, extracted) in the embedded world; case matters."""
     answer = extract_world(text)
     return answer is not None and same_text(answer, gold_of(row), ignore_case=False), answer
 
 
-def verify_math(row: dict, text: str, flexible: bool = False) -> tuple[bool, str | None]:
+def verify_math(row: dict, text: str, flexible: bool = False, rel_tol: float = 0.0) -> tuple[bool, str | None]:
     """(right?, extracted) for numbers and LaTeX; a GSM8K gold (`... #### 18`) is reduced to its number first."""
     gold = gold_of(row)
     gold = extract_hash(gold) or extract_boxed(gold) or gold
-    if row.get("answer_type") in ("integer", "number") and as_rational(normalise_math(gold)) is None:
+    number = as_rational(normalise_math(gold)) is not None
+    if row.get("answer_type") in ("integer", "number") and not number:
         raise BadGold(f"answer {gold[:60]!r} is no number although answer_type says {row['answer_type']!r}; write text or latex")
-    answer = extract(text, FLEXIBLE_ORDER if flexible else STRICT_ORDER)
-    return answer is not None and math_equal(answer, gold), answer
+    answer = extract_number(text, flexible) if number else extract(text, FLEXIBLE_ORDER if flexible else STRICT_ORDER)
+    return answer is not None and math_equal(answer, gold, rel_tol=rel_tol), answer
 
 
-def verify_text(row: dict, text: str, flexible: bool = False) -> tuple[bool, str | None]:
-    """(right?, extracted): the tagged, boxed or hashed answer, else the whole text, equal up to case and white space."""
+def verify_text(row: dict, text: str, flexible: bool = False, rel_tol: float = 0.0) -> tuple[bool, str | None]:
+    r"""(right?, extracted): the tagged, boxed or hashed answer, else the whole text, equal up to case, white space, `\text{}` and thousands commas."""
     answer = extract(text, STRICT_ORDER)
     answer = text if answer is None else answer
-    return same_text(answer, gold_of(row)), answer
+    gold = gold_of(row)
+    plain = lambda said: without_thousands(re.sub(_WORDS, r"\1", said))
+    return same_text(plain(answer), plain(extract_hash(gold) or extract_boxed(gold) or gold)), answer
 
 
-def verify_choice(row: dict, text: str, flexible: bool = False) -> tuple[bool, str | None]:
+def verify_choice(row: dict, text: str, flexible: bool = False, rel_tol: float = 0.0) -> tuple[bool, str | None]:
     """(right?, letter) for multiple choice; `flexible` also takes a lone letter or the last "(X)"."""
     gold = gold_of(row).strip().strip("().").upper()
     if not re.fullmatch(r"[A-Z]", gold):
@@ -290,8 +337,82 @@ def _related(count: int, relation: str, bound: int) -> bool:
     return count >= bound if relation == "at least" else count < bound
 
 
+_TITLES = re.compile(r"(?:^|[\s(\"'])(?:Dr|Mr|Mrs|Ms|Mx|Prof|St|Mt|Gen|Col|Capt|Lt|Sgt|Rev|Hon|Gov|Sen|Rep|Pres|Fig|figs?|No|Nos|Vol|pp?|ed|eds|cf|vs|approx|e\.g|i\.e|[A-HJ-Z])\.$"
+                     r"|(?:^|\n)\s*(?:\d+|[a-zA-Z])\.$")  # a sentence goes on behind these; the last ones number the items of a list
+_MAY_END = re.compile(r"(?:^|[\s(])(?:(?:[A-Za-z]\.)+[A-Za-z]|etc|Inc|Ltd|Co|Corp|Jr|Sr|al|Jan|Feb|Aug|Sept?|Oct|Nov|Dec|Ave|Blvd)\.$")  # it ends before a word that begins one
+_STARTS = re.compile(r"(?:The|This|That|These|Those|He|She|It|They|We|You|I|A|An|In|On|At|But|And|So|When|If|There|However|My|His|Her|Our|Their)\b|$")
+
+
 def _sentences(text: str) -> int:
-    return len([s for s in re.split(r"(?<=[.!?])[\"')\]]*\s+", text.strip()) if s])
+    """Sentences: ends with . ! or ?, abbreviations and numbers of list items aside; a numbered item begins one of its own."""
+    count, start = 0, 0
+    for end in [*re.finditer(r"(?<=[.!?])[\"')\]]*\s+|\n\s*(?=\d+[.)]\s)", text := text.strip() + "\n"), None]:
+        stop, behind = end.span() if end else (len(text), len(text))
+        last = text[max(start, stop - 40):stop]
+        if end and (_TITLES.search(last) or _MAY_END.search(last) and not _STARTS.match(text, behind)):
+            continue
+        count += bool(text[start:stop].strip())
+        start = behind
+    return count
+
+
+_SCRIPTS = {"el": "\u0370-\u03ff", "ru": "\u0400-\u052f", "he": "\u0590-\u05ff", "ar": "\u0600-\u06ff\u0750-\u077f\ufb50-\ufdff\ufe70-\ufeff", "hi": "\u0900-\u097f", "bn": "\u0980-\u09ff",
+            "pa": "\u0a00-\u0a7f", "gu": "\u0a80-\u0aff", "ta": "\u0b80-\u0bff", "te": "\u0c00-\u0c7f", "kn": "\u0c80-\u0cff", "ml": "\u0d00-\u0d7f", "th": "\u0e00-\u0e7f",
+            "ko": "\u1100-\u11ff\u3130-\u318f\uac00-\ud7af", "ja": "\u3040-\u30ff", "zh": "\u4e00-\u9fff", "en": "A-Za-z\u00aa-\u024f\u1e00-\u1eff"}
+#: Frequent words, by language that shares its script with others; the first of a script is the guess where none occurs.
+_STOP_WORDS = {"en": {
+    "en": "the of and to in is that it for was with as on are be this by at from have not you i we they he she or an my your will can but what when if so all do",
+    "de": "der die das und ist nicht ein eine einen einem zu mit den dem von auf für im sich es sie ich wir ihr auch als wie an bei aus oder haben sind wird werden guten",
+    "fr": "le la les et est un une des du que qui dans pour pas ne sur avec au aux il elle je nous vous ce cette sont être plus par mais ou où bonjour",
+    "es": "el la los las y es un una de del que en por para con no se su al lo como más pero este esta son muy hola está o también yo",
+    "pt": "o a os as e é um uma de do da dos das que em por para com não se seu sua no na ao como mais mas este esta são muito olá está ou também eu você",
+    "it": "il lo la i gli le e è un una di del della dei che in per con non si su al come più ma questo questa sono molto ciao anche nel alla io",
+    "nl": "de het een en is van ik je dat niet in op te voor met zijn er aan ook als maar om hij wij ze dit naar bij uit worden",
+    "sv": "och att det som en på är av för med den till inte jag har de ett om vi du men han hon eller från kan",
+    "fi": "ja on ei se että hän oli mutta myös kuin joka tämä ovat minä sinä olen voi jos niin kun sen mitä tai ole hyvää",
+    "pl": "i w na z się nie to że do jest jak o co ale po dla tak od czy są był przez ten już tylko",
+    "tr": "ve bir bu da de için ile çok ama ne gibi daha var olarak ben sen değil olan kadar sonra her",
+    "id": "dan yang di untuk dengan ini itu tidak dari dalam adalah pada akan saya ke juga anda atau ada bisa",
+    "sw": "na ya wa kwa ni katika la za kuwa hii cha kama yake si sana watu lakini pia au mimi huu hiyo ili yangu wetu vya",
+    "vi": "và là của có một không những được cho các trong người với tôi này đã để như khi bạn từ cũng về rất"},
+  "ru": {"ru": "и в не на я что он с как это по но они мы к у вы за бы так от все она его для был ещё из о",
+         "bg": "и в не на е се да от за с че са като по до това ще или може си но беше при съм аз много ни към след което",
+         "uk": "і в не на що я з у як це та він до й за але ми є вони від для був про його або ще також"},
+  "ar": {"ar": "في من على إلى أن هذا هذه التي الذي ما لا هو هي كان مع عن أو و كل قد ذلك بين ثم إن لم",
+         "fa": "و در به از که این را با است برای آن یک می تا بر هم شد شما من ما هر یا اما خود کند های بود باشد",
+         "ur": "کے کی میں ہے اور سے کا کو نے پر یہ وہ کہ ہیں بھی ایک اس تھا نہیں آپ ہو لیے کر ہم تو جو"},
+  "hi": {"hi": "है के की का में और को से पर यह हैं ने भी एक वह नहीं कि हो था लिए कर आप हम तो जो इस या मैं",
+         "mr": "आहे आणि मी या ते तो ही हे त्या आहेत नाही एक च्या ला होते होता पण करून साठी काय तुम्ही आम्ही की असे मध्ये आपण",
+         "ne": "छ र को मा हो यो छन् पनि लाई गर्न भने त्यो एक तर म हामी तपाईं गरेको थियो हुन्छ का ले बाट यस हुन् छैन"}}
+
+
+def guess_language(text: str) -> str | None:
+    """Code of the language that a text is most likely written in: by the script of most letters, and by frequent words where languages share it; None without a letter."""
+    letters = {name: len(re.findall(f"[{span}]", text)) for name, span in _SCRIPTS.items()}
+    if not any(letters.values()):
+        return None
+    script = max(letters, key=letters.get)
+    if script == "zh" and letters["ja"] * 10 > letters["zh"]:
+        return "ja"
+    if script not in _STOP_WORDS:
+        return script
+    words = re.findall(r"[^\W\d_](?:[^\W\d_]|[\u0300-\u036f\u0900-\u097f])*", text.lower())
+    counts = {name: sum(word in found for word in words) for name, found in ((n, set(w.split())) for n, w in _STOP_WORDS[script].items())}
+    return max(counts, key=counts.get)
+
+
+def _is_english(text: str) -> bool:
+    return guess_language(text) in ("en", None)
+
+
+def _in_language(text: str, language: str) -> bool:
+    wanted = language.lower().partition("-")[0]
+    if wanted not in LANGUAGES:
+        raise BadGold(f"language {language!r} cannot be recognised; write one of {', '.join(sorted(LANGUAGES))}")
+    return guess_language(text) == wanted
+
+
+LANGUAGES = {*_SCRIPTS, *(name for group in _STOP_WORDS.values() for name in group)}
 
 
 def _paragraphs(text: str, num_paragraphs: int) -> bool:
@@ -360,8 +481,9 @@ CHECKERS = {
     "combination:repeat_prompt": lambda t, prompt_to_repeat: t.strip().lower().startswith(prompt_to_repeat.strip().lower()),
     "startend:end_checker": lambda t, end_phrase: t.strip().strip('"').lower().endswith(end_phrase.strip().lower()),
     "startend:quotation": lambda t: len(t.strip()) > 1 and t.strip()[0] == t.strip()[-1] == '"',
-    "change_case:english_capital": lambda t: t.isupper(),
-    "change_case:english_lowercase": lambda t: t.islower(),
+    "change_case:english_capital": lambda t: t.isupper() and _is_english(t),
+    "change_case:english_lowercase": lambda t: t.islower() and _is_english(t),
+    "language:response_language": _in_language,
     "change_case:capital_word_frequency": lambda t, capital_frequency, capital_relation="at least": _related(
         sum(w.isupper() for w in re.findall(r"\w+(?:-\w+)*", t)), capital_relation, capital_frequency),
     "keywords:existence": lambda t, keywords: all(re.search(re.escape(k), t, re.IGNORECASE) for k in keywords),
@@ -375,20 +497,19 @@ CHECKERS = {
 
 
 def check_constraint(constraint_id: str, kwargs: dict, text: str) -> bool:
-    """Whether `text` satisfies one constraint (reward.if_constraints). Raises BadGold for an id or arguments it does not know."""
+    """Whether `text` satisfies one constraint (reward.if_constraints); an empty text satisfies none. Raises BadGold for an id or arguments it does not know."""
     if constraint_id not in CHECKERS:
         raise BadGold(f"unknown constraint {constraint_id!r}; write one of {', '.join(CHECKERS)}")
+    given = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in kwargs.items() if v is not None}  # Parquet keeps a count with nulls as a float
     try:
-        return bool(CHECKERS[constraint_id](text, **{k: v for k, v in kwargs.items() if v is not None}))
+        return bool(CHECKERS[constraint_id](text, **given)) and bool(text.strip())
     except TypeError as error:
         raise BadGold(f"constraint {constraint_id}: wrong arguments {sorted(kwargs)} ({error})") from None
 
 
-def constraint_reward(satisfied: Sequence[bool], mode: str = "all") -> float | None:
-    """1 iff all constraints hold (`all`), or their share (`fraction`); None without constraints."""
-    if not satisfied:
-        return None
-    return float(all(satisfied)) if mode == "all" else sum(map(bool, satisfied)) / len(satisfied)
+def constraint_reward(satisfied: Sequence[bool], mode: str = "all", threshold: float = 1.0) -> float | None:
+    """1 iff all constraints hold (`all`), their share (`fraction`), or 1 iff that is at least `threshold`; None without constraints."""
+    return code_reward(sum(map(bool, satisfied)), len(satisfied), mode, threshold=threshold)
 
 
 def code_reward(passed: int, total: int, mode: str = "all", *, well_formatted: bool = True, threshold: float = 1.0) -> float | None:

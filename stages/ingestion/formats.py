@@ -409,7 +409,7 @@ def _prompts(row: dict, options) -> tuple[str, dict, set]:
             raise Bad("wrong_type")
         if kind is None:
             text = out["answer"].strip()
-            kind = "integer" if re.fullmatch(r"[+-]?\d+", text) else "number" if _NUMBER.fullmatch(text) else "text"
+            kind = "integer" if re.fullmatch(r"[+-]?\d+", text) else "number" if _NUMBER.fullmatch(text) else "latex" if re.search(r"[\\$^]|%$", text) else "text"
         out["answer_type"] = kind
         check_answer(out["answer"], kind)
     if isinstance(row.get("instruction_id_list"), list):        # IFEval

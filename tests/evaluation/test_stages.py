@@ -63,6 +63,23 @@ def test_policy_evaluation(evaluations):
     assert {"summary", "metrics", "length-distribution", "reward-histogram", "by-category", "margin-histogram"} <= reports
 
 
+def test_what_cannot_be_scored_is_named_and_an_answer_without_a_program_is_a_format_error(tiny, tmp_path):
+    """Code prompts count answers without a program; a component that cannot score some answers says of how many and why; prompts without tests are not meant."""
+    from storage.datasets import write_dataset
+    from storage.schema import complete_row
+
+    tests = [{"kind": "python", "code": "assert f() == 1"}]
+    rows = [{"tests": tests if i else None, "constraints": [{"id": "no:such" if i == 1 else "punctuation:no_comma", "kwargs_json": "{}"}]} for i in range(4)]
+    prompts = str(tmp_path / "prompts")
+    write_dataset(prompts, "tasks", "prompts/1", [complete_row("prompts/1", {"prompt": [{"role": "user", "content": f"write f {i}"}], **row}, dataset="tasks", source="made", origin="human",
+                                                               split="test") for i, row in enumerate(rows)])
+    config = {"num_samples": 0, "max_completion_length": 8, "rewards": [{"kind": "code"}, {"kind": "constraints"}]}
+    result = execute(spec("evaluate", tmp_path / "run", {"model": tiny["policy"], "prompts": prompts}, config))
+    assert result["summary"]["format_error_rate"] == 0.75
+    (warned,) = [w for w in result["warnings"] if w["code"] == "answers_unscorable"]
+    assert "1 answers have no value of 'constraints'" in warned["text"] and "unknown constraint 'no:such'" in warned["text"]
+
+
 def test_kl_to_itself_is_zero_and_to_another_model_is_positive(evaluations):
     assert evaluations["policy"][0]["summary"]["kl_reference"] == pytest.approx(0.0, abs=1e-4)
     assert evaluations["other"][0]["summary"]["kl_reference"] > 0.1

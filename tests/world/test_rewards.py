@@ -7,13 +7,13 @@ import time
 
 import pytest
 
-from stages.rewards import RewardComponent, Rewards, build_rewards, combine, extract_program
+from stages.rewards import RewardComponent, Rewards, build_rewards, combine, extract_program, program_of
 from stages.sandbox import Limits, run_jobs
-from stages.verifiers import extract_world, math_equal, verifier_of
+from stages.verifiers import CHECKERS, BadGold, check_constraint, extract_world, guess_language, math_equal, verifier_of, verify_math, verify_text
 
 
 def row(text, *, answer="red", finish="eos", n=4, **extra):
-    return {"prompt_row": {"prompt": [{"role": "user", "content": "?"}], "answer": answer, **extra}, "completion_text": text,
+    return {"prompt_row": {"prompt": [{"role": "user", "content": "?"}], **{"answer": answer, **extra}}, "completion_text": text,
             "completion_ids": [1] * n, "finish_reason": finish}
 
 
@@ -235,6 +235,54 @@ def test_code_tests_cannot_be_passed_by_leaving_early():
     assert extract_program("```python\nx\n``` then ```py\ny\n```") == "y\n"
 
 
+@pytest.mark.parametrize("text", [
+    "```python\nGOOD\n```\nOutput:\n```\n6\n```", "First:\n```bash\npip install x\n```\nThen:\n```python\nGOOD\n```", "```python3\nGOOD\n```", "```Python\nGOOD\n```",
+    "```py\r\nGOOD\r\n```\r\n", "1. So:\n   ```python\n   GOOD\n   ```", "```\nGOOD\n```", "````python\nGOOD\n````", "~~~python\nGOOD\n~~~", "Here: ```python\nGOOD```",
+    '```python\n"""\n    ```\n    double(3)\n    ```\n"""\nGOOD\n```', "``` then ```py\nGOOD\n```", "<think>```python\nBAD\n```</think>```python\nGOOD\n```"])
+def test_the_program_of_an_answer_is_its_last_python_block(text):
+    good, tests = "def double(x):\n    return 2 * x", [{"code": "assert double(3) == 6"}]
+    indent = "   " if "\n   GOOD" in text else ""
+    filled = text.replace("GOOD", good.replace("\n", "\n" + indent)).replace("BAD", "def double(x):\n    return x")
+    assert score([row(filled, tests=tests)], {"kind": "code"})[0].total == 1.0
+
+
+@pytest.mark.parametrize("text", ["```bash\nGOOD\n```", "```python\nGOOD", "GOOD", "<think>```python\nGOOD\n```</think> I am not sure.", "<think>```python\nGOOD\n```"])
+def test_an_answer_without_a_finished_python_block_has_no_program(text):
+    (scored,) = score([row(text.replace("GOOD", "x = 1"), tests=[{"code": "assert x == 1"}])], {"kind": "code"})
+    assert scored.total == 0.0 and scored.correct is False
+
+
+START = 'from typing import List\n\n\ndef total(numbers: List[int]) -> int:\n    """ Sum.\n    """\n'
+
+
+@pytest.mark.parametrize("text, right", [
+    ("    return sum(numbers)\n", True), ("    return sum(numbers)\n\n\ndef other():\n    oops(", True), ("   return sum(numbers)", True), ("return sum(numbers)", True),
+    (START + "    return sum(numbers)\n", True), ("```python\n    return sum(numbers)\n```", True), ("```python\nreturn sum(numbers)\n```", True),
+    ("```python\n" + START + "    return sum(numbers)\n```", True), ("    return 0", False), ("I do not know.", False), ("", False)])
+def test_a_completion_of_a_function_runs_behind_its_prompt(text, right):
+    """eval.humaneval: prompt + completion up to what no longer belongs to the function; the prompt is left out where the answer has the header."""
+    asked = {"prompt": [{"role": "user", "content": START}], "tests": [{"code": "def check(f):\n    assert f([1, 2]) == 3\n\ncheck(total)\n"}]}
+    assert score([row(text, **asked)], {"kind": "code"})[0].total == float(right)
+    assert program_of({**asked, "prompt": [{"role": "user", "content": "Write total(numbers)."}]}, "    return sum(numbers)") is None
+
+
+@pytest.mark.parametrize("program", [
+    "print(sum(map(int, input().split())))", "import sys; print(sum(map(int, sys.stdin.buffer.read().split())))", "print(sum(map(int, open(0).read().split())))",
+    "import sys\ninput = sys.stdin.buffer.readline\nprint(sum(map(int, input().split())))", "import sys; sys.stdout.buffer.write(b'5')", "import os; os.write(1, b'5')",
+    "import os; os.write(1, str(sum(map(int, os.read(0, 99).split()))).encode())", "import sys; print(5); sys.stdout.close()", "print(5); exit()"])
+def test_a_program_reads_and_writes_its_standard_streams_in_every_way(program):
+    tests = [{"input": "2 3\n", "expected": "5\n", "code": None}]
+    assert score([row(f"```python\n{program}\n```", tests=tests)], {"kind": "code"})[0].total == 1.0
+
+
+def test_a_test_has_its_own_time_limit_and_output_is_bounded():
+    sleeps = {"input": "", "expected": "5", "code": None}
+    rows = [row("```python\nimport time; time.sleep(1.5); print(5)\n```", tests=[{**sleeps, "timeout_s": own}]) for own in (0.5, 20.0, None)]
+    assert [s.total for s in score(rows, {"kind": "code", "timeout_s": 1.0})] == [0.0, 1.0, 0.0]
+    (much,) = run_jobs([{"kind": "program", "source": "print('x' * 2_000_000)", "stdin": ""}], fresh=True)
+    assert "1,000,000 bytes of output" in much.error
+
+
 def test_jobs_keep_their_order_and_do_not_leave_anything_behind():
     jobs = [{"kind": "program", "source": "import builtins\nprint(getattr(builtins, 'left', 0)); builtins.left = 1", "stdin": ""}] * 5
     assert [o.value["stdout"] for o in run_jobs(jobs, Limits(workers=2), fresh=True)] == ["0\n"] * 5
@@ -249,6 +297,154 @@ def test_settings_that_cannot_work_say_what_to_write():
         RewardComponent(kind="regex")
     with pytest.raises(ValueError, match="at least one component"):
         build_rewards([], {})
+
+
+THOUGHT = [(r"<think>it is \boxed{18}</think> I am not sure.", 0.0), (r"<think>\boxed{18}, wait", 0.0), ("<think>guess <answer>18</answer> no</think> <answer>", 0.0),
+           (r"<think>guess <answer>18</answer> no</think> final: \boxed{20}", 0.0), (r"<think>\boxed{7}?</think> so \boxed{18}", 1.0), (r"so \boxed{18}", 1.0)]
+
+
+@pytest.mark.parametrize("text, value", THOUGHT)
+@pytest.mark.parametrize("kind", ["text", "number"])
+def test_an_answer_in_the_thought_is_no_answer(kind, text, value):
+    """Unless `view` says that the whole response is read; a stored configuration reads as it was written."""
+    component = RewardComponent(kind="verifier")
+    assert score([row(text, answer="18", answer_type=kind)], component.model_dump())[0].total == value
+    if text.startswith(r"<think>\boxed{18}"):
+        assert score([row(text, answer="18", answer_type="number")], {"kind": "verifier", "view": "full"})[0].total == 1.0
+    assert RewardComponent.model_validate(component.model_dump()) == component and RewardComponent(kind="model").view == "full"
+
+
+def test_a_choice_and_a_vote_are_what_follows_the_thought():
+    text = "<think>Therefore, the answer is (A)</think> Therefore, the answer is (B)"
+    unfinished = "<think>Therefore, the answer is (B)"
+    assert [s.total for s in score([row(text, answer="B", answer_type="mc"), row(unfinished, answer="B", answer_type="mc")], {"kind": "verifier"})] == [1.0, 0.0]
+    rows = [row(t, row_id="p") for t in (r"<think>\boxed{1}</think>\boxed{2}", r"<think>\boxed{1}", r"<think>\boxed{1}", r"\boxed{2}")]
+    assert [s.total for s in score(rows, {"kind": "majority"})] == [1.0, 0.0, 0.0, 1.0]
+
+
+#: (answer, right in a strict reading); all right in a flexible one
+ENDINGS = [("So the answer is 18 dollars.", False), ("The answer is that he has 18 apples.", False), (r"The answer is \( 18 \).", False), ("<answer>She earns 18 dollars</answer>", False),
+           (r"<answer>\boxed{18}</answer>", True), ("<answer>#### 18</answer>", True), ("#### 18 dollars", True), ("#### **18**", True), ("#### $18.", True), ("#### 18", True)]
+
+
+@pytest.mark.parametrize("text, strict", ENDINGS)
+def test_usual_endings_of_an_answer(text, strict):
+    gold = {"answer": "3 * 6 = 18\n#### 18", "answer_type": "integer"}
+    assert (verify_math(gold, text)[0], verify_math(gold, text, True)[0]) == (strict, True)
+    assert not verify_math({**gold, "answer": "17"}, text, True)[0]
+
+
+@pytest.mark.parametrize("text, gold", [("#### 3, 4", "34"), ("#### 18 or 20", "18"), ("#### 3. Last step", "3"), (r"\boxed{1 1/2}", "11/2"), (r"\boxed{\{1,1\}}", r"\{1\}"), (r"\boxed{(2,1)}", "(1,2)"),
+                                        (r"\boxed{10,00}", "1000"), (r"\boxed{1,2}", "2,1")])
+def test_not_the_same_value(text, gold):
+    assert not verify_math({"answer": gold}, text)[0]
+
+
+@pytest.mark.parametrize("answer, gold", [(r"\{2,1\}", r"\{1, 2\}"), ("{1,2}", "{2,1}"), (r"\{\frac12,2\}", r"\{2, 0.5\}"), (r"$5\text{ cm}$", "5"), (r"5\text{ inches}.", "5"), (r"5\text{ cm}^2", "5"),
+                                          (r"5~\text{cm}", "5"), (r"5 \mathrm{~cm}", "5"), (r"5\ \text{m}/\text{s}^{2}", "5"), (r"90^ \circ", "90"), (r"1{,}000", "1000"), (r"\frac{1}2", "1/2"),
+                                          (r"\text{even}", "even"), (r"50\%", "50"), ("$5", "5"), (r"\(18\)", "18")])
+def test_the_same_value(answer, gold):
+    assert math_equal(answer, gold) and math_equal(gold, answer)
+
+
+def test_no_answer_takes_long_to_read():
+    """Policies find texts on which a pattern takes forever; reading is near linear."""
+    from stages.verifiers import normalise_math
+
+    for piece in (" ", "*", "`", "~", "\\text{", r"\text{a}", "^", "Mr. ", "1. ", "```\n", "``` ", "1,", "{"):
+        text, started = piece * (40_000 // len(piece)) + "x", time.monotonic()
+        verify_math({"answer": "1"}, "#### *" + text, True), normalise_math("5" + text), math_equal("5" + text, "6"), extract_program(text), extract_program("```" + text)
+        check_constraint("length_constraints:number_sentences", {"num_sentences": 3}, text), guess_language(text)
+        assert time.monotonic() - started < 5.0, repr(piece)
+
+
+def test_a_tolerance_is_a_setting():
+    rows = [row(r"\boxed{9.81}", answer="9.8", answer_type="number")]
+    assert [score(rows, {"kind": "verifier", "rel_tol": tol})[0].total for tol in (0.0, 0.01)] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("text, gold", [("#### Washington, D.C.", "Washington, D.C."), (r"\boxed{\text{Paris}}", "Paris"), ("<answer>paris.</answer>", r"\text{Paris}"), ("#### 1,000 men", "1,000 men")])
+def test_text_answers(text, gold):
+    assert verify_text({"answer": gold}, text)[0] and not verify_text({"answer": "Rome"}, text)[0]
+
+
+@pytest.mark.parametrize("answer, kind, texts", [
+    (r"\frac{1}{2}", "latex", [r"\boxed{\frac12}", r"\boxed{1/2}", r"\boxed{0.5}", r"\boxed{\dfrac{1}{2}}"]), (r"50\%", "latex", [r"\boxed{50}"]), ("$5", "latex", [r"\boxed{5}"]), ("x^2", "latex", [r"\boxed{x^2}"]),
+    ("3/4", "number", [r"\boxed{0.75}"]), ("Paris", "text", ["paris"]), ("1,000", "number", ["#### 1000"])])
+def test_ingested_answers_are_read_by_their_own_verifier(answer, kind, texts):
+    from types import SimpleNamespace
+
+    from stages.ingestion.formats import _prompts
+
+    _, made, _ = _prompts({"prompt": "q", "answer": answer}, SimpleNamespace(answer_type=None))
+    assert made["answer_type"] == kind
+    assert [s.total for s in score([row(text, **made) for text in texts], {"kind": "verifier"})] == [1.0] * len(texts)
+
+
+# -- constraints ------------------------------------------------------------------------------------------------------------
+
+def test_an_empty_answer_satisfies_no_constraint():
+    kwargs = {"keywords:forbidden_words": {"forbidden_words": ["x"]}, "length_constraints:number_words": {"num_words": 9, "relation": "less than"},
+              "keywords:letter_frequency": {"letter": "a", "let_frequency": 3, "let_relation": "less than"}, "punctuation:no_comma": {}}
+    assert not any(check_constraint(name, given, text) for name, given in kwargs.items() for text in ("", " \n")) and check_constraint("punctuation:no_comma", {}, "x")
+    constraints = [{"id": "punctuation:no_comma", "kwargs_json": "{}"}]
+    assert [s.total for s in score([row("", constraints=constraints), row("yes", constraints=constraints)], {"kind": "constraints"})] == [0.0, 1.0]
+
+
+SAID = {"en": "I would love to see it with you.", "de": "Guten Tag, wie geht es Ihnen heute?", "it": "Ciao, mi piace molto il cibo di questo posto.", "pt": "Olá, eu gosto muito da comida e não vou embora.",
+        "fi": "Hyvää päivää, minä olen iloinen että tämä on totta.", "sw": "Mimi ni mwalimu katika shule hii na watu wangu.", "vi": "Tôi là một người yêu thích âm nhạc và thể thao.", "ru": "Меня зовут Иван, и я живу в Москве.",
+        "bg": "Аз съм от България и това е много хубаво.", "ar": "أنا سعيد في هذا اليوم مع أصدقائي", "fa": "من در این شهر زندگی می‌کنم و آن را دوست دارم", "ur": "میں پاکستان میں رہتا ہوں اور یہ بہت اچھا ہے",
+        "hi": "मैं भारत में रहता हूँ और यह बहुत अच्छा है।", "mr": "मी महाराष्ट्रात राहतो आणि हे खूप छान आहे.", "ne": "म नेपालमा बस्छु र यो धेरै राम्रो छ।", "kn": "ನಾನು ಬೆಂಗಳೂರಿನಲ್ಲಿ ವಾಸಿಸುತ್ತೇನೆ", "ko": "안녕하세요 저는 학생입니다",
+        "pa": "ਮੈਂ ਪੰਜਾਬ ਵਿੱਚ ਰਹਿੰਦਾ ਹਾਂ", "gu": "હું ગુજરાતમાં રહું છું", "te": "నేను హైదరాబాద్ లో ఉంటాను", "ta": "நான் சென்னையில் வசிக்கிறேன்", "th": "ฉันอยู่ที่กรุงเทพ", "bn": "আমি ঢাকায় থাকি"}
+
+
+def test_languages_of_ifeval_are_recognised():
+    assert {name: guess_language(text) for name, text in SAID.items()} == {name: name for name in SAID} and guess_language("12!") is None
+    assert check_constraint("language:response_language", {"language": "de"}, SAID["de"]) and not check_constraint("language:response_language", {"language": "de"}, SAID["en"])
+    with pytest.raises(BadGold, match="write one of"):
+        check_constraint("language:response_language", {"language": "xx"}, "x")
+    assert check_constraint("change_case:english_capital", {}, SAID["en"].upper()) and not check_constraint("change_case:english_capital", {}, "ПРИВЕТ МИР")
+    assert not check_constraint("change_case:english_lowercase", {}, SAID["it"].lower())
+
+
+@pytest.mark.parametrize("text, count", [
+    ("Dr. Smith met Mr. Lee. They talked.", 2), ("Dr. Smith of the U.S. Army met J. Lee at 5 p.m. on Monday. They talked.", 2), ("1. First item\n2. Second item", 2), ("See fig. 3, e.g. this. It is good!", 2),
+    ('He said "Stop." Then he left.', 2), ("hello. how are you? fine.", 3), ("It was 1990. Then it ended.", 2), ("He lives in the U.S. The end.", 2), ("one", 1)])
+def test_sentences_are_counted_past_abbreviations(text, count):
+    for bound in (count, count + 1):
+        assert check_constraint("length_constraints:number_sentences", {"num_sentences": bound, "relation": "at least"}, text) == (bound == count)
+
+
+def test_counts_may_be_floats_and_a_threshold_is_a_share():
+    assert check_constraint("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 3.0, "nth_paragraph": 2.0, "first_word": "b"}, "a\n\nb x\n\nc")
+    asked = {"constraints": [{"id": name, "kwargs_json": "{}"} for name in ("punctuation:no_comma", "startend:quotation", "detectable_format:title")]}
+    assert [score([row("<<a>>", **asked)], {"kind": "constraints", "mode": mode, "threshold": t})[0].total for mode, t in
+            (("all", 1), ("fraction", 1), ("threshold", 0.5), ("threshold", 0.7))] == [0.0, 2 / 3, 1.0, 0.0]
+
+
+def _data(name):
+    """A public file that a user put beside the project, or a skip."""
+    from pathlib import Path
+
+    found = next((p for root in (Path.cwd(), *Path(__file__).resolve().parents) for p in root.glob(f"shared/data/**/{name}")), None)
+    return found or pytest.skip(f"needs shared/data/{name}")
+
+
+def test_every_ifeval_prompt_can_be_scored():
+    import json
+
+    for prompt in map(json.loads, _data("ifeval_input_data.jsonl").read_text("utf-8").splitlines()):
+        for name, given in zip(prompt["instruction_id_list"], prompt["kwargs"]):
+            assert check_constraint(name, given, "A text, in English.") in (True, False) and name in CHECKERS
+
+
+def test_canonical_humaneval_completions_are_right():
+    import gzip
+    import json
+
+    problems = list(map(json.loads, gzip.open(_data("HumanEval.jsonl.gz"), "rt", encoding="utf-8")))
+    rows = [row(p["canonical_solution"], prompt=[{"role": "user", "content": p["prompt"]}], tests=[{"code": f"{p['test']}\ncheck({p['entry_point']})\n"}]) for p in problems]
+    assert sum(s.total for s in score(rows, {"kind": "code", "timeout_s": 30.0})) == len(problems) == 164
 
 
 @pytest.mark.parametrize("text, answer", [("Answer: red.", "red"), ("so. Answer: RED", "RED"), ("red", "red"), ("red.", "red"), ("It is red. Yes.", None),
