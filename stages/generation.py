@@ -147,6 +147,8 @@ def sample_with_room(sampler, prompts, params, seeds, rooms) -> list[list]:
 
     A completion is a function of (weights, prompt, seed), so one that is cut afterwards is the one that a lower limit gives.
     """
+    from stages.sampler import text_of
+
     widest = max(rooms, default=0)
     calls: dict[int, list[int]] = {}
     for i, (prompt, room) in enumerate(zip(prompts, rooms)):
@@ -155,13 +157,14 @@ def sample_with_room(sampler, prompts, params, seeds, rooms) -> list[list]:
     for limit, rows in sorted(calls.items(), reverse=True):
         for i, found in zip(rows, sampler.generate([prompts[i] for i in rows], replace(params, max_new_tokens=limit), [seeds[i] for i in rows])):
             out[i] = [c if len(c.ids) <= rooms[i] else replace(c, ids=c.ids[:rooms[i]], logps=c.logps[:rooms[i]], finish_reason="length",
-                                                               text=sampler.tokenizer.decode(c.ids[:rooms[i]], skip_special_tokens=True)) for c in found]
+                                                               text=text_of(sampler.tokenizer, c.ids[:rooms[i]])) for c in found]
     return out
 
 
 def continuations(sampler, starts, params, seeds) -> list[list[Sample]]:
     """Completions that begin as ``(sample, tokens)`` says: with so many tokens of that sample; as whole completions of its prompt. Ranks share the work."""
     from stages import ranks
+    from stages.sampler import tag_ids, text_of
 
     mine = list(range(ranks.rank(), len(starts), ranks.world_size()))
     given = {i: (starts[i][0].prompt_ids, starts[i][0].ids[: starts[i][1]]) for i in mine}
@@ -170,8 +173,10 @@ def continuations(sampler, starts, params, seeds) -> list[list[Sample]]:
     found = {i: [(given[i][1] + list(c.ids), c.finish_reason, c.error) for c in group] for i, group in zip(mine, made)}
     everyone = {i: group for part in ranks.gather(found) for i, group in part.items()}
 
+    tags = tag_ids(sampler.tokenizer)
+
     def text(ids):
-        return sampler.tokenizer.decode([t for t in ids if t not in params.stop_ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text_of(sampler.tokenizer, [t for t in ids if t not in params.stop_ids], tags)
 
     return [[Sample(sample.prompt, sample.prompt_ids, j, ids, [], reason, text(ids), error=error) for j, (ids, reason, error) in enumerate(everyone[i])]
             for i, (sample, _) in enumerate(starts)]
@@ -248,7 +253,7 @@ class MixtureSampler:
     def _group(self, prompt, params, seeds):
         import torch
 
-        from stages.sampler import Completion
+        from stages.sampler import Completion, text_of
         from stages.sampling import sample_step, uniforms
 
         device = next(self.policy.parameters()).device
@@ -271,5 +276,5 @@ class MixtureSampler:
             if all(done):
                 break
             tokens = token[:, None]
-        texts = [self.tokenizer.decode([x for x in row if x not in params.stop_ids], skip_special_tokens=True) for row in ids]
+        texts = [text_of(self.tokenizer, [x for x in row if x not in params.stop_ids]) for row in ids]
         return [Completion(i, p, reason, text) for i, p, reason, text in zip(ids, logps, done, texts)]

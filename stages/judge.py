@@ -82,6 +82,18 @@ def expected_score(logps: Sequence[float]) -> tuple[float, float]:
     return e, 2 * (e - 1) / (len(p) - 1) - 1
 
 
+def without_longer(logps, words: Sequence[Sequence]) -> np.ndarray:
+    """Log-probabilities ``[texts, words]`` that the answer is each word, from those that it begins with the word's tokens: what begins a longer word
+    ("1" of "10", for a tokenizer that splits numbers into digits) is not counted for the shorter one too."""
+    p, out = np.exp(np.asarray(logps, float)), np.array(logps, float)
+    for i, word in enumerate(words):
+        longer = [j for j, other in enumerate(words) if len(other) > len(word) and list(other[: len(word)]) == list(word)]
+        if longer:
+            with np.errstate(divide="ignore"):
+                out[:, i] = np.log(np.maximum(p[:, i] - p[:, longer].sum(1), 0.0))
+    return out
+
+
 def soft_label(logp_a: float, logp_b: float, clamp: tuple[float, float] | None = None) -> float:
     """P(A) from the log-probs of the two letters, nothing else; ``clamp`` is Constitutional AI's with chain of thought (``rm.soft_label``)."""
     p = 1.0 / (1.0 + math.exp(min(700.0, logp_b - logp_a)))
@@ -106,12 +118,12 @@ class LocalJudge(LabelScorer):
         self._sampler = None
 
     def word_table(self, texts: Sequence[str], words: Sequence[str]) -> np.ndarray:
-        """Log-probability of every word as the beginning of the answer to every request ``[texts, words]``."""
+        """Log-probability of every word as the answer to every request ``[texts, words]``; more may follow, but no other of the words."""
         ids = [self.reader.instruction(t) for t in texts]
         table = np.full((len(texts), len(words)), math.nan)
         fits = [i for i, row in enumerate(ids) if len(row) + 8 <= self.reader.room]
         if fits:
-            table[fits] = self.word_logps([ids[i] for i in fits], words)
+            table[fits] = without_longer(self.word_logps([ids[i] for i in fits], words), [self.reader.plain(word) for word in words])
         return table
 
     def answers(self, texts: Sequence[str], max_tokens: int, attempt: int) -> list[str]:
@@ -142,6 +154,7 @@ class ServerJudge:
     def __init__(self, endpoint: str, model: str, key_variable: str = "", timeout_s: float = 60.0):
         self.endpoint, self.model, self.timeout_s = endpoint.rstrip("/"), model, timeout_s
         self.key_variable = key_variable
+        self.one_token: dict[str, bool] = {}
 
     def _ask(self, text: str, **more) -> dict:
         body = {"model": self.model, "messages": [{"role": "user", "content": text}], **more}
@@ -151,24 +164,49 @@ class ServerJudge:
             raise JudgeError(f"The judge at {self.endpoint} did not answer as a chat server does ({type(error).__name__}: {error}). Check endpoint and model, "
                              "or use a local model (input=...).") from error
 
+    def _likely(self, text: str, tokens: int) -> tuple[list[dict], str, bool]:
+        """({token: log-probability} of the 20 most likely tokens at each position of an answer, the first token written, whether the answer ended by itself)."""
+        choice = self._ask(text, max_tokens=tokens, temperature=0, logprobs=True, top_logprobs=20)
+        content = (choice.get("logprobs") or {}).get("content") or []
+        if not content:
+            raise JudgeError(f"The judge at {self.endpoint} gives no token probabilities; use judge_mode=verdict, which reads its text.")
+        return [{e["token"]: e["logprob"] for e in position.get("top_logprobs") or []} for position in content], content[0]["token"].strip(), choice.get("finish_reason") == "stop"
+
+    def _one_token(self, word: str) -> bool:
+        """Whether the server writes a number as one token; it is asked to write it, once."""
+        if word not in self.one_token:
+            self.one_token[word] = any(token.strip() == word for token in self._likely(f"Write the number {word} in digits, and nothing else.", 1)[0][0])
+        return self.one_token[word]
+
     def word_table(self, texts, words) -> np.ndarray:
-        """As :meth:`LocalJudge.word_table`, from the 20 most likely first tokens; a word outside them has probability 0."""
+        """As :meth:`LocalJudge.word_table`, from the 20 most likely first tokens; a word outside them has probability 0.
+
+        Where a server writes a word as several tokens and the first is another word ("1" of "10"), the second token tells them apart in answers that begin
+        with it. In others each gets half of its probability, or, where that is more than ``UNDECIDED`` of all words, the request has no answer.
+        """
         table = np.full((len(texts), len(words)), -math.inf)
+        split = [(i, j) for i, short in enumerate(words) for j, long in enumerate(words) if i != j and long.startswith(short) and not self._one_token(long)]
         for row, text in zip(table, texts):
-            choice = self._ask(text, max_tokens=1, temperature=0, logprobs=True, top_logprobs=20)
-            content = (choice.get("logprobs") or {}).get("content") or []
-            if not content:
-                raise JudgeError(f"The judge at {self.endpoint} gives no token probabilities; use judge_mode=verdict, which reads its text.")
-            for entry in content[0].get("top_logprobs") or []:
-                word = entry["token"].strip()
-                if word in words:
-                    row[words.index(word)] = np.logaddexp(row[words.index(word)], entry["logprob"])
+            likely, written, ended = self._likely(text, 2 if split else 1)
+            for token, logp in likely[0].items():
+                if token.strip() in words:
+                    row[words.index(token.strip())] = np.logaddexp(row[words.index(token.strip())], logp)
+            p = np.exp(row)
+            for i, j in ((i, j) for i, j in split if p[i] and not p[j]):
+                rest = words[j][len(words[i]):]
+                longer = 0.5 if p[i] <= UNDECIDED * p.sum() else math.nan
+                if written == words[i]:
+                    longer = sum(math.exp(logp) for token, logp in likely[1].items() if token.startswith(rest)) if len(likely) > 1 else 0.0 if ended else math.nan
+                with np.errstate(divide="ignore"):
+                    row[[i, j]] = np.log([p[i] * max(1.0 - longer, 0.0), p[i] * min(longer, 1.0)])
         return table
 
     def answers(self, texts, max_tokens: int, attempt: int) -> list[str]:
         return [(self._ask(t, max_tokens=max_tokens, temperature=0.7 if attempt else 0.0, seed=attempt).get("message") or {}).get("content") or "" for t in texts]
 
 
+#: Share of the words' probability that may stay open between 1 and 10: half of it for each moves a score in [-1, 1] by no more than this.
+UNDECIDED = 0.01
 #: Tokens that a local judge must have positions for behind a request: less holds no explanation, and is not asked.
 SHORTEST_ANSWER = 32
 #: What an unreadable verdict is asked for again with (``synth.judge``).
@@ -183,7 +221,8 @@ class Judge(ComparingScorer):
     """A judge in one of the ``MODES``, with the interface of a reward model. Answers that were asked for last are kept (:attr:`cache`, by digest of
     the request), up to ``KEPT_ANSWERS``."""
 
-    why_not = "the judge gave no readable answer, or the request is longer than it can read"
+    why_not = ("the judge gave no readable answer, the request is longer than it can read, or a server's first token cannot tell 1 from 10 (then use a local judge, "
+               "or judge_mode=preference or verdict)")
 
     def __init__(self, asked, mode: str, *, prompt: str = "", max_tokens: int = 2048, retries: int = 3):
         if mode not in MODES:

@@ -117,6 +117,7 @@ def _renderer(stage, kind: str):
 
 def _asked(stage, kind: str, rows, renderer) -> list[dict]:
     """The rows as scorers take them."""
+    from stages.sampler import text_of
     from stages.spec import ConfigError
 
     prompts = {row["prompt_id"]: row for row in stage.dataset("prompts").iter_rows()}
@@ -128,7 +129,7 @@ def _asked(stage, kind: str, rows, renderer) -> list[dict]:
     for row in rows:
         if kind == "rollouts/1":
             ids, finish = list(row["completion_ids"]), "eos" if row["terminated"] else "length"
-            text = renderer.decode([t for t in ids if t not in renderer.stop_ids])
+            text = text_of(renderer.tokenizer, [t for t in ids if t not in renderer.stop_ids])
         else:
             extra = json.loads(row["extra_json"] or "{}")
             ids, finish, text = extra.get("completion_ids") or [], extra.get("finish_reason") or "eos", row["completion"][-1]["content"] or ""

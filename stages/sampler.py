@@ -27,8 +27,9 @@ import torch
 
 from stages.decoders import Prefilled, SlotKV, make_decoder, max_positions
 from stages.sampling import SamplingParams, bad_word_ids, processed_logits, sample_step, uniforms
+from stages.verifiers import TAGS
 
-__all__ = ["Completion", "DerivedText", "Sampler", "SamplerError", "SamplingParams", "check_request"]
+__all__ = ["Completion", "DerivedText", "Sampler", "SamplerError", "SamplingParams", "check_request", "text_of"]
 
 PREFILL_TOKENS = 4096  # padded tokens of one prefill batch (a longer prompt goes alone)
 COLUMN_STEP = 128  # KV columns are added in multiples of this
@@ -45,7 +46,7 @@ class Completion:
 
     ids: sampled tokens, a sampled stop token included. logps: natural log-prob of each under the sampled distribution, float32; None
     where the engine does not give them. finish_reason: "eos" (stop id) | "stop" (stop string) | "length" (max_new_tokens) | "error".
-    text: decoded ids without the stop token and without special tokens, cut before a stop string. reencoded: the engine returned
+    text: decoded ids (:func:`text_of`) without the stop token, cut before a stop string. reencoded: the engine returned
     text only and ``ids`` are its encoding, which need not be what was sampled. error: why an "error" row has no tokens."""
 
     ids: list[int]
@@ -344,18 +345,34 @@ class _Run:
             self.progress(self.done, self.total)
 
 
+def tag_ids(tokenizer) -> set[int]:
+    """Ids of the tags of a response's parts (``verifiers.TAGS``) that are special tokens, which decoding would drop."""
+    found = {tag: tokenizer.convert_tokens_to_ids(tag) for tag in TAGS}
+    return {i for tag, i in found.items() if i is not None and tokenizer.convert_ids_to_tokens(i) == tag and not tokenizer.decode([i], skip_special_tokens=True)}
+
+
+def text_of(tokenizer, ids, tags: set[int] | None = None) -> str:
+    """Decoded ids without special tokens other than the tags of thought and answer, which rewards and views read. tags: :func:`tag_ids`, where it is known."""
+    tags = tag_ids(tokenizer) if tags is None else tags
+    if not tags.intersection(ids):
+        return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    special = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)} - tags
+    return tokenizer.decode([t for t in ids if t not in special], skip_special_tokens=False, clean_up_tokenization_spaces=False, spaces_between_special_tokens=False)
+
+
 class DerivedText:
     """Text of completions and their stop strings. While sampling, only rows whose new token could end a stop string are decoded."""
 
     def __init__(self, tokenizer, params: SamplingParams):
         self.tokenizer, self.stops, self.min_tokens = tokenizer, params.stop_strings, params.min_tokens
-        self.special = set(getattr(tokenizer, "all_special_ids", ()) or ())
+        self.tags = tag_ids(tokenizer) if tokenizer is not None else set()
+        self.special = set(getattr(tokenizer, "all_special_ids", ()) or ()) - self.tags
         self.tail = max((len(s.encode()) for s in self.stops), default=0) + 4
         self.ends = {s[-1] for s in self.stops}
         self.candidate: dict[int, bool] = {}
 
     def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text_of(self.tokenizer, ids, self.tags)
 
     def of(self, ids: list[int]) -> str:
         """Text of a completion, cut before its first stop string."""

@@ -204,11 +204,41 @@ def test_a_local_model_rates_and_compares(tiny):
     ids = local.reader.instruction("Rate this.")
     import torch
     logp = torch.log_softmax(local.model(torch.tensor([ids])).logits[0], -1)
-    assert table[0, 0] == pytest.approx(float(logp[-1, local.reader.plain("1")[0]]), abs=1e-5), "P(word) over the full vocabulary"
+    one, zero = local.reader.plain("10")
+    behind = torch.log_softmax(local.model(torch.tensor([[*ids, one]])).logits[0, -1], -1)
+    assert local.reader.plain("1") == [one] and table[0, 1] == pytest.approx(float(logp[-1, one] + behind[zero]), abs=1e-5), "P(word) over the full vocabulary"
+    assert math.exp(table[0, 0]) == pytest.approx(float(logp[-1, one].exp() * (1 - behind[zero].exp())), abs=1e-6), "and 10 is not counted as 1 too"
     renderer = renderer_for(tiny["policy"])
     component = RewardComponent(kind="judge", judge_mode="verdict", judge_prompt="{a} or {b}?", judge_tokens=4, judge_retries=1)
     scored = build_rewards([component], {"judge": tiny["policy"]}, renderer=renderer).score([sampled(renderer, r.prompt, r.text) for r in ASKED])
     assert all(s.total is None and s.reasons["judge"] for s in scored), "a model that knows nothing gives no verdict, and no verdict is no reward"
+
+
+@pytest.mark.parametrize("rating", range(1, 11))
+def test_a_certain_rating_is_that_rating_where_10_is_two_tokens(tiny, rating, monkeypatch):
+    """By a local model, and by a server, whose second token is read; one that cannot tell 1 from 10 gives no score, and never that of 1."""
+    local = judging.LocalJudge(tiny["policy"], RewardCard())
+    target, say = local.reader.plain(str(rating)), lambda p: math.log(max(p, 1e-9))
+
+    def begins(requests, words):
+        ids = [local.reader.plain(word) for word in words]
+        return np.array([[sum(say(0.999 if token == (target[k] if word[:k] == target[:k] and k < len(target) else None) else 1e-4) for k, token in enumerate(word)) for word in ids]])
+
+    monkeypatch.setattr(local, "word_logps", begins)
+    expected = pytest.approx(2 * (rating - 1) / 9 - 1, abs=0.02)
+    assert judging.Judge(local, "score", prompt="Rate {a}:").score(ASKED[:1]) == [expected]
+
+    def digits(body, spread=1e-4):
+        asked = 10 if body["messages"][0]["content"].startswith("Write the number 10") else rating
+        first = {str(d): 0.999 - spread if d == int(str(asked)[0]) else spread if d == 1 else 1e-4 for d in range(1, 10)}
+        at = [first, {"0": 0.999 if asked == 10 else 1e-4, "/": 1e-4 if asked == 10 else 0.999}][: body["max_tokens"]]
+        return {"finish_reason": "length", "logprobs": {"content": [{"token": max(p, key=p.get), "top_logprobs": [{"token": t, "logprob": math.log(v)} for t, v in p.items()]} for p in at]}}
+
+    with chat_server(digits) as server:
+        assert judging.Judge(judging.ServerJudge(server.url, "judge"), "score").score(ASKED[:1]) == [expected]
+        server.choice = lambda body: digits(body, 0.3)
+        (unsure,) = judging.Judge(judging.ServerJudge(server.url, "judge"), "score").score(ASKED[:1])
+        assert math.isnan(unsure) or rating in (1, 10), "a third of it may be 1 or 10"
 
 
 def test_an_answer_that_was_never_reached_is_scored_as_cut(tiny):
@@ -287,6 +317,26 @@ def test_a_server_is_asked_through_the_chat_interface(monkeypatch):
         judging.ServerJudge(url, "judge", timeout_s=1).answers(["x"], 4, 0)
     with pytest.raises(judging.JudgeError, match="NO_SUCH_KEY"):
         judging.ServerJudge(url, "judge", "NO_SUCH_KEY").answers(["x"], 4, 0)
+
+
+def test_a_rule_reads_tags_that_are_special_tokens(tiny):
+    """The text of an answer keeps the tags of its parts, wherever it is decoded, and loses the other special tokens; a tokenizer without them reads as before."""
+    from stages.chat import load_tokenizer
+    from stages.sampler import DerivedText, text_of
+    from stages.sampling import SamplingParams
+
+    tokenizer = load_tokenizer(tiny["policy"])
+    plain = tokenizer("a <b> c", add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
+    assert text_of(tokenizer, plain) == tokenizer.decode(plain, skip_special_tokens=True, clean_up_tokenization_spaces=False) == "a <b> c"
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "<answer>", "</answer>"]})
+    text = "<think>a b</think> <answer>4</answer>"
+    ids = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    assert len(tokenizer.all_special_ids) > 4 and tokenizer.decode(ids, skip_special_tokens=True) == "a b 4"
+    read = DerivedText(tokenizer, SamplingParams(max_new_tokens=99))
+    assert read.of(ids) == text_of(tokenizer, ids) == text
+    (scored,) = build_rewards([RewardComponent(kind="format"), RewardComponent(kind="verifier")], {}).score(
+        [{"prompt_row": {"answer": "4", "answer_type": "integer"}, "completion_text": read.of(ids), "completion_ids": ids, "finish_reason": "eos"}])
+    assert scored.parts == {"format": 1.0, "verifier": 1.0} and scored.total == pytest.approx(1.1), "the format counts a tenth (reward.composite)"
 
 
 def test_a_judge_with_a_reference_needs_one():

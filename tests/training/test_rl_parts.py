@@ -422,8 +422,11 @@ def test_the_mixture_sampler_draws_from_the_geometric_mixture(tiny):
 
 
 class _Plain:
-    def decode(self, ids, skip_special_tokens=True):
+    def decode(self, ids, **settings):
         return " ".join(map(str, ids))
+
+    def convert_tokens_to_ids(self, token):
+        return None
 
 
 def test_self_play_with_a_mixture_opponent(rl):
