@@ -173,10 +173,11 @@ class Renderer:
         tail = text[at + len(stand_in):]
         if closed:
             end = self.tokenizer.convert_ids_to_tokens(self.turn_end_id) if self.turn_end_id is not None else ""
-            if not tail.startswith(end):
+            closing = self._closing(tail) if end else ""
+            if not closing.endswith(end):
                 raise RenderError(f"The chat template closes an assistant turn that is followed by others with {tail[:20]!r} instead of {end!r}; use one that closes "
                                   "all turns alike.")
-            tail = tail[len(end):]
+            tail = tail[len(closing):]
         return self._tokenise(tail, hidden, end if closed else stand_in)
 
     def conversation(self, messages, train: str = "all_assistant", n_prompt: int | None = None,
@@ -343,6 +344,10 @@ class Renderer:
         head, found, closing = self._render_safely([*messages[:turn], {**messages[turn], "content": stand_in}], generation=False)[0].rpartition(stand_in)
         opened = start_text[len(head):] if start_text.startswith(head) else ""
         if not found or not content or not start_text.startswith(done) or not (opened or head.startswith(start_text)):
+            before = self._render_safely(messages[:turn], generation=False)[0]
+            if found and head.startswith(before) and start_text.startswith(before):
+                raise RenderError(f"The chat template's generation prompt {start_text[len(before):]!r} is not how it starts an answer, {head[len(before):]!r}, so what is trained would not be "
+                                  "what is sampled. End the generation prompt in the template as answers start there.")
             raise RenderError("The chat template shows the prompt differently once an answer follows it (some drop the system prompt then), so what is trained would not be what "
                               "is sampled. Put the system prompt into the first user message (ingest: system_prompts=merge), or use a template that renders earlier turns unchanged.")
         if not content.startswith(opened.strip()):
@@ -365,7 +370,16 @@ class Renderer:
                               "changes content. Use a template that writes message['content'] as it is.")
         tail = span[at + len(content):]
         match = self._special_pattern.search(tail) if self._special_pattern is not None else None
-        return at + len(content) + (match.end() if match else len(tail.rstrip("\n")))
+        return at + len(content) + (match.start() + len(self._closing(tail[match.start():])) if match else len(tail.rstrip("\n")))
+
+    def _closing(self, tail: str) -> str:
+        """What closes a turn at the start of ``tail``: a control token, and those right behind it up to the end token (Cohere: <|END_RESPONSE|><|END_OF_TURN_TOKEN|>)."""
+        first = self._special_pattern.match(tail)
+        if first is None:
+            return ""
+        run = re.match(f"(?:{self._special_pattern.pattern})+", tail).group()
+        end = run.find(self.tokenizer.eos_token)
+        return run[:end + len(self.tokenizer.eos_token)] if end >= 0 else first.group()
 
     def _turn_end_id(self) -> int | None:
         """Id of the token with which the template closes an assistant turn, if it is one special token."""

@@ -47,6 +47,9 @@ HARMONY = ("{{ '<|start|>system<|message|>You are ChatGPT.<|end|>' }}{% for m in
            "{% endfor %}" + GENERATE.replace("PROMPT", "<|start|>assistant"))
 COMMAND_R = ("{{ bos_token }}{% for m in messages %}{{ '<|START_OF_TURN_TOKEN|>' + {'user': '<|USER_TOKEN|>', 'assistant': '<|CHATBOT_TOKEN|>', 'system': '<|SYSTEM_TOKEN|>'}[m['role']] + m['content'].strip() "
              "+ '<|END_OF_TURN_TOKEN|>' }}{% endfor %}" + GENERATE.replace("PROMPT", "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"))
+COMMAND_R7B = ("{{ bos_token }}" + SPLIT + "{{ '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|># Preamble\n' + (system or 'Answer.') + '<|END_OF_TURN_TOKEN|>' }}{% for m in turns %}{% if m['role'] == 'assistant' %}"
+               "{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>' + m['content'] + '<|END_RESPONSE|><|END_OF_TURN_TOKEN|>' }}{% else %}"
+               "{{ '<|START_OF_TURN_TOKEN|><|USER_TOKEN|>' + m['content'] + '<|END_OF_TURN_TOKEN|>' }}{% endif %}{% endfor %}" + GENERATE.replace("PROMPT", "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"))
 
 #: family -> (template, tokenizer style, eos, how a trained span is written around the text, system prompts are accepted)
 FAMILIES = {
@@ -56,12 +59,14 @@ FAMILIES = {
     "gemma": (GEMMA, "spaces", "<eos>", "{}<end_of_turn>", False), "gemma3": (GEMMA3, "spaces", "<eos>", "{}<end_of_turn>", True),
     "llama3": (LLAMA3, "bytes", "<|end_of_text|>", "{}<|eot_id|>", True), "qwen2.5": (QWEN25, "bytes", "<|im_end|>", "{}<|im_end|>", True),
     "qwen2.5 base": (QWEN25, "bytes", "<|endoftext|>", "{}<|im_end|>", True), "command-r": (COMMAND_R, "bytes", "<|END_OF_TURN_TOKEN|>", "{}<|END_OF_TURN_TOKEN|>", True),
+    "command-r7b": (COMMAND_R7B, "bytes", "<|END_OF_TURN_TOKEN|>", "<|START_RESPONSE|>{}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", True),
+    "command-r7b opened": (COMMAND_R7B.replace("<|CHATBOT_TOKEN|>' }}", "<|CHATBOT_TOKEN|><|START_RESPONSE|>' }}"), "bytes", "<|END_OF_TURN_TOKEN|>", "{}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", True),
     "qwen3": (QWEN3, "bytes", "<|im_end|>", "<think>\n\n</think>\n\n{}<|im_end|>", True), "gpt-oss": (HARMONY, "bytes", "<|return|>", "<|channel|>final<|message|>{}<|return|>", True),
 }
 REWRITING = ("qwen3", "gpt-oss")  # earlier turns look different from the last
 SPECIALS = ["<s>", "</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>",
             "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|User|>", "<|Assistant|>", "<|start|>", "<|message|>", "<|channel|>", "<|return|>", "<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>",
-            "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|END_OF_TURN_TOKEN|>"]
+            "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_THINKING|>", "<|END_THINKING|>"]
 SHORT = [{"role": "user", "content": "Hello there"}, {"role": "assistant", "content": "Hi same!"}]
 LONG = [{"role": "user", "content": "a\n\nb"}, {"role": "assistant", "content": "line one\nline  two"}, {"role": "user", "content": "again"}, {"role": "assistant", "content": "naïve 漢字 🙂"},
         {"role": "user", "content": "same"}, {"role": "assistant", "content": "same"}]
@@ -175,6 +180,26 @@ def test_qwen3_trains_the_thinking_of_its_last_turn():
     renderer = renderer_of("qwen3")
     thinking = [*LONG[:3], {"role": "assistant", "content": "<think>\nline one\n</think>\n\nsame"}]
     assert [renderer.decode(s, False) for s in spans(renderer.conversation(thinking, train="final_turn"))] == ["<think>\nline one\n</think>\n\nsame<|im_end|>"]
+
+
+def test_a_turn_that_closes_with_two_tokens_ends_at_the_second_one():
+    """Command R7B: <|END_RESPONSE|> closes the text, the end token the turn; a transcript that was sampled to there continues as the template writes it."""
+    renderer = renderer_of("command-r7b")
+    assert renderer.decode([renderer.turn_end_id], False) == "<|END_OF_TURN_TOKEN|>" and renderer.stop_ids == {renderer.turn_end_id}
+    prompt, sampled, mask = renderer.completion_ids(LONG[:1], LONG[1:2])
+    assert all(mask)
+    whole = renderer.conversation(LONG[:4], train="final_turn")
+    assert prompt + sampled + renderer.observation_ids(LONG[2:3], closed=True) == whole.ids[:whole.mask.index(1)]
+    cut = renderer.observation_ids(LONG[2:3], closed=False)
+    assert renderer.decode(cut, False).startswith("<|END_RESPONSE|><|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|USER_TOKEN|>again")
+
+
+def test_a_generation_prompt_that_thinks_is_told_what_an_answer_lacks():
+    """A generation prompt that opens the thinking, where answers are written without: they would be trained behind another prompt than they are sampled from."""
+    tokenizer = tokenizer_of("bytes", "<|END_OF_TURN_TOKEN|>")
+    tokenizer.chat_template = COMMAND_R7B.replace("<|CHATBOT_TOKEN|>' }}", "<|CHATBOT_TOKEN|><|START_THINKING|>' }}")
+    with pytest.raises(RenderError, match=r"generation prompt '.*<.START_THINKING.>' is not how it starts an answer, '.*<.START_RESPONSE.>'.*End the generation prompt"):
+        Renderer(tokenizer).conversation(SHORT)
 
 
 def test_what_a_template_does_not_take_is_said_with_what_to_write():
