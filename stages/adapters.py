@@ -45,11 +45,12 @@ def add_lora(model, config, seed: int, task: str = "CAUSAL_LM"):
 
             linear = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
             raise ModelError(f"lora_targets={config.lora_targets!r} fits no layer of {type(model).__name__}; write all-linear or some of: {', '.join(linear)}") from error
-    output = adapted.get_output_embeddings()
-    if hasattr(output, "lora_A") and output.base_layer.weight is adapted.get_input_embeddings().weight:
+    output, embedding = adapted.get_output_embeddings(), adapted.get_input_embeddings()
+    if output is not None and (hasattr(output, "base_layer") or hasattr(embedding, "base_layer")) and output.weight is embedding.weight:
         from stages.modeling import ModelError
 
-        raise ModelError(f"lora_targets={config.lora_targets!r} names the output layer, whose weight is the embedding's in {type(model).__name__}; leave it out, or write all-linear (which does)")
+        raise ModelError(f"lora_targets={config.lora_targets!r} names the {'output layer' if hasattr(output, 'base_layer') else 'embedding'}, and {type(model).__name__} has one weight for the "
+                         "embedding and the output layer, so an adapter on one of them cannot be merged; leave it out, or write all-linear (which does)")
     return adapted
 
 

@@ -78,7 +78,7 @@ def run(stage):
     from stages.direct_alignment import UNIT, AlignmentRows, DirectAlignment, MovingReference
     from stages.modeling import policy_to_train, save_policy
     from stages.preference_items import Encoder
-    from stages.preflight import preflight
+    from stages.preflight import check_ids, preflight
     from stages.training import Trainer, TrainingError, fit
 
     config, data = with_written_loss(stage), stage.dataset("data")
@@ -100,6 +100,7 @@ def run(stage):
     if not frozen and stage.has("ref_logps"):
         raise ValueError(f"method {config.method} with reference_update={config.reference_update} has no frozen reference; leave the ref_logps input out.")
     model, moving = policy_to_train(stage), None
+    check_ids(model, train + validation, renderer)
     if method.needs_reference and not frozen:
         moving = MovingReference(config, stage.path("reference" if stage.has("reference") else "model"), stage.device)
     source = AlignmentRows(stage, model, objective, train, validation, moving)
@@ -202,8 +203,14 @@ def data_warnings(config: Config, objective, train, validation) -> list[str]:
                          f"desirable_weight times rows should be 1 to 1.5 times the other side's; write options.desirable_weight between {low:.4g} and {high:.4g}.")
     else:
         texts.append(f"all rows are {'desirable' if good else 'undesirable'}; KTO learns from the contrast, so add rows of the other label.")
-    if config.z_ref_mode == "batch_mismatched" and (min(config.batch_size, len(train)) < 2 or not any("mismatched" in i.extra for i in train)):
+    size = min(config.batch_size, len(train))
+    steps = -(-len(train) // max(1, size))
+    if config.z_ref_mode == "batch_mismatched" and (size < 2 or not any("mismatched" in i.extra for i in train)):
         texts.append("z0 needs at least two rows with different prompts in a step and is 0 here; raise batch_size or set z_ref_mode=heldout.")
+    elif config.z_ref_mode == "batch_mismatched" and len(train) % size == 1 and (config.max_steps or round(config.num_train_epochs * steps)) >= steps:
+        fitting = next(b for b in range(size + 1, len(train) + 1) if len(train) % b != 1)
+        texts.append(f"{len(train)} rows in steps of {size} leave one row for the last step of an epoch, and z0, which needs two, is 0 there; write batch_size={fitting}, "
+                     "or set z_ref_mode=heldout.")
     if config.z_ref_mode == "heldout" and not validation:
         raise ValueError("z_ref_mode=heldout estimates z0 on validation rows and there are none; give data with a validation split, or "
                          "z_ref_mode=batch_mismatched.")

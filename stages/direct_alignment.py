@@ -16,9 +16,12 @@ from stages.batching import per_response
 from stages.direct_losses import aot_matches, kto_reference_point, log_odds, segment_sums
 from stages.losses import displacement_metrics
 from stages.modeling import freeze, load_policy, load_weights, move_towards, target_logps, weights_file
+from stages.spec import ConfigError
 from stages.training import ShuffledRows, Sums, products
 
 UNIT = {"pairs": "pairs", "conditions": "pairs", "segments": "pairs", "unpaired": "rows", "rankings": "prompts"}
+#: First parts of the names of validation metrics that are measured from the reference; under a moving one no two passes can be compared by them.
+FROM_REFERENCE = ("loss", "preference", "rewards", "displacement", "gradient_weight", "z0", "delta")
 
 
 class DirectAlignment:
@@ -50,6 +53,12 @@ class DirectAlignment:
                                     + (f" and < {allowed[1]:g}." if math.isfinite(allowed[1]) else ".")))
         if config.logp_reduction is not None and method.data != "pairs":
             raise ValueError(f"logp_reduction is for methods on pairs; leave it out for {config.method}.")
+        if config.logp_reduction == "mean" and method.name in ("aot", "wpo"):
+            raise ConfigError(f"logp_reduction=mean: {method.name} " + ("matches the responses of a step by their sums" if method.name == "aot" else "weighs pairs by the mean, which "
+                              "it takes of the sums itself") + "; leave logp_reduction out, or write method=length_norm for DPO on means.")
+        if config.select_by and config.reference_update != "frozen" and config.select_by.split("/")[0] in FROM_REFERENCE:
+            raise ConfigError(f"select_by={config.select_by} compares validation passes, and under reference_update={config.reference_update} each is measured from another "
+                              "reference; leave select_by and early_stopping_patience out (the last weights are published), or write reference_update=frozen.")
         if config.nll_coef and method.data not in ("pairs", "conditions"):
             raise ValueError(f"nll_coef adds the NLL of a chosen response; {config.method} trains on {UNIT[method.data]} of {method.data}, so leave it out.")
         if config.nll_coef == 0 and method.name == "cpo":

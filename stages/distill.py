@@ -32,7 +32,7 @@ class Config(RowsConfig):
     jsd_beta: float = Field(0.5, gt=0, lt=1, description="Weight of the teacher in the mixture (direction=jsd; GKD 0.5).")
     distillation_temperature: float = Field(1.0, gt=0, description="Temperature of both distributions; the loss is multiplied by its square.")
     soft_weight: float = Field(1.0, ge=0, le=1, description="Share of the divergence; the rest is the negative log-likelihood of the tokens (codistillation: 0.5).")
-    soft_weight_end: float | None = Field(None, ge=0, le=1, title="Soft weight at the end", description="Reached at the last step; empty: constant.")
+    soft_weight_end: float | None = Field(None, ge=0, le=1, title="Soft weight at the end", description="Reached at the last step, and the weight of every validation loss; empty: constant.")
     soft_weight_schedule: Literal["linear", "cosine"] = Field("linear", description="How soft_weight goes to soft_weight_end (kd.codistill).")
     tail: Literal["bucket", "renormalise", "drop"] = Field("bucket", description="Captured teacher: tokens outside of its top K are one class of both, the "
                                                                                  "teacher is spread over its K, or they are left out.")
@@ -153,7 +153,12 @@ def run(stage):
     source = answers(stage, train, objective, renderer, model)
     trainer = Trainer(model, objective, config, source.total_steps, stage.device)
     preflight(stage, trainer, train, config.batch_size, renderer)
-    before, final = fit(stage, trainer, source, evaluate=(lambda: trainer.evaluate(validation)) if validation else None, eval_every=config.eval_every)
+
+    def evaluate():  # all passes under the last soft weight, so that they can be compared; the source sets each step's own
+        objective.soft_weight = config.soft_weight if config.soft_weight_end is None else config.soft_weight_end
+        return trainer.evaluate(validation)
+
+    before, final = fit(stage, trainer, source, evaluate=evaluate if validation else None, eval_every=config.eval_every)
     with stage.output_model("model", role="policy") as directory:
         save_policy(model, renderer.tokenizer, directory, base=stage.inputs["model"].ref)
     summary = {"steps": trainer.step_index, "rows": len(train), "skipped_steps": trainer.skipped, **{f"dropped/{k}": v for k, v in dropped.items()}}
@@ -190,14 +195,16 @@ def encode_captured(stage, renderer, split: str, limit: int | None = None):
     """Items of a split of ``teacher_logps/1``, cut to ``max_length`` like any row, with the teacher's distributions at their targets.
 
     Raises:
-        ConfigError: captured with another tokenizer, template or temperature.
+        ConfigError: captured with another tokenizer, template or temperature, or from a head with more rows than the student's.
     """
     import numpy as np
+    from transformers import AutoConfig
 
     from stages.batching import make_item
     from stages.spec import ConfigError
 
     config, items, dropped = stage.config, [], {"truncated": 0, "no_target": 0}
+    vocabulary = AutoConfig.from_pretrained(stage.path("model")).get_text_config().vocab_size
     for row in stage.dataset("data").iter_rows(split=split):
         if limit is not None and len(items) >= limit:
             break
@@ -213,6 +220,10 @@ def encode_captured(stage, renderer, split: str, limit: int | None = None):
             dropped["no_target"] += 1
             continue
         shape = len(row["rest_logps"]), row["top_k"]
+        if max(row["teacher_ids"]) >= vocabulary:
+            raise ConfigError(f"distill: row {row['row_id']} holds the teacher's token id {max(row['teacher_ids'])}, and the student's head has {vocabulary} rows (one tokenizer, but the "
+                              "teacher's head is padded further); give the student as many rows with model.resize_token_embeddings(ROWS OF THE TEACHER) and save_pretrained, or "
+                              "capture with a smaller top_k, which leaves such ids out")
         ids, logps = np.array(row["teacher_ids"], np.int32).reshape(shape), np.array(row["teacher_logps"], np.float32).reshape(shape)
         item.extra["captured"] = tuple(part[:item.n_targets] for part in (ids, logps, np.array(row["rest_logps"], np.float32)))
         items.append(item)

@@ -71,9 +71,21 @@ def load_policy(path: str, device: str = "cpu", dtype: torch.dtype = torch.float
     return model
 
 
+def note_stored_type(stage, path: str) -> None:
+    """Say in the log where a model that is stored in half precision will be published in float32."""
+    from transformers import AutoConfig
+
+    stored = str(getattr(AutoConfig.from_pretrained(path), "dtype", None) or "float32").removeprefix("torch.")
+    if stored in ("bfloat16", "float16"):
+        stage.log(f"the input model is stored as {stored}; the new weights are published as they were computed, in float32, which takes twice the space and keeps the small changes that "
+                  f"{stored} rounds away. Load them with dtype=torch.{stored} where that is enough")
+
+
 def policy_to_train(stage, name: str = "model"):
     """The stage's input policy, ready to train: with the LoRA adapter its config asks for."""
-    return adapters.add_lora(load_policy(stage.path(name), stage.device, in_shards=sharding.asked(stage.config)), stage.config, stage.seed_for("lora"))
+    model = load_policy(stage.path(name), stage.device, in_shards=sharding.asked(stage.config))
+    note_stored_type(stage, stage.path(name))
+    return adapters.add_lora(model, stage.config, stage.seed_for("lora"))
 
 
 def save_policy(model, tokenizer, directory: str | Path, generation_config=None, base: str | None = None) -> None:

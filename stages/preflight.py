@@ -32,6 +32,7 @@ def preflight(stage, trainer, items: Sequence[Item], batch_size: int, renderer, 
     """
     if stage.checkpoints.latest() is not None or not items:
         return
+    check_ids(trainer.model, items, renderer)
     facts = plan_facts(items, batch_size, trainer.total_steps, trainer.config.max_tokens_per_micro_batch)
     samples = [marked(item, renderer) for item in items[:SAMPLES]]
     stage.report("preflight", markdown=page(facts, samples), table=[{"row": s["row"], "segments": s["segments"]} for s in samples])
@@ -42,6 +43,23 @@ def preflight(stage, trainer, items: Sequence[Item], batch_size: int, renderer, 
     whole = facts["tokens per step"] * trainer.total_steps * seconds / max(1, tokens)
     stage.log(f"the dearest micro-batch ({tokens:,} tokens) ran in {seconds:.2f} s; memory so far {peak:,.0f} MiB; "
               f"{trainer.total_steps} steps will take about {duration(whole)}")
+
+
+def check_ids(model, items: Sequence[Item], renderer) -> None:
+    """Refuse tokens that the model has no embedding for: they were added to its tokenizer only.
+
+    Raises:
+        TrainingError: names the first such row and token.
+    """
+    from stages.training import TrainingError
+
+    rows = model.get_input_embeddings().weight.shape[0]
+    for item in items:
+        for ids in (item.prompt, *item.responses):
+            if len(ids) and ids.max() >= rows:
+                raise TrainingError(f"Row {item.row_id} has the token {renderer.tokenizer.convert_ids_to_tokens(int(ids.max()))!r}, id {ids.max()}, and the model's embedding has {rows} rows: it was added "
+                                    f"to the tokenizer only. Give the model as many rows with model.resize_token_embeddings({len(renderer.tokenizer)}) and save_pretrained, or take the token "
+                                    "out of the tokenizer and the chat template.")
 
 
 #: Prompts sampled, and completions of each, before RL starts.
@@ -63,6 +81,7 @@ def rl_preflight(stage, trainer, source) -> None:
         return
     config, renderer = stage.config, source.policy.renderer
     made = longest_rollouts(source)
+    check_ids(source.policy.model, made, renderer)
     facts = rl_plan_facts(source, made, trainer)
     started = time.monotonic()
     samples = tried_samples(stage, source)

@@ -10,6 +10,7 @@ import torch
 from stages.align import Config, displaced
 from stages.direct_alignment import DirectAlignment
 from stages.harness import execute
+from stages.spec import ConfigError
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
 from tests.common import assistant, silent, user
@@ -67,6 +68,19 @@ def test_impossible_settings_say_what_to_write(tiny, preferences, spec):
             execute(made, silent)
 
 
+@pytest.mark.parametrize("config,text", [
+    *(({"reference_update": update, "select_by": name, "eval_every": 4}, "measured from another reference.*reference_update=frozen")
+      for update, name in (("per_interval", "loss"), ("ema", "rewards/accuracies"), ("tr_soft", "displacement/both_fell_fraction"))),
+    ({"method": "aot", "logp_reduction": "mean"}, "by their sums; leave logp_reduction out"), ({"method": "wpo", "logp_reduction": "mean"}, "leave logp_reduction out")])
+def test_what_a_moving_reference_or_means_would_make_meaningless_is_refused(config, text):
+    with pytest.raises(ConfigError, match=text):
+        DirectAlignment(Config(**config))
+    kept = {"reference_update": "frozen"} if "reference_update" in config else {"logp_reduction": "sum"}
+    DirectAlignment(Config(**{**config, **kept}))
+    if "select_by" in config:
+        DirectAlignment(Config(**{**config, "select_by": "logps/chosen"}))
+
+
 # -- degenerate rows ------------------------------------------------------------------------------------------------
 
 def test_identical_responses_have_no_gradient(tiny, preferences):
@@ -100,6 +114,17 @@ def test_kto_learns_from_a_batch_with_one_label_and_warns_about_weights(tiny, pr
     assert "add rows of the other label" in data_warnings(world.config, world.objective, world.items, [])[0]
     world = World(tiny, preferences, method="kto", options={"desirable_weight": 5.0})
     assert "options.desirable_weight between" in data_warnings(world.config, world.objective, world.items, [])[0]
+
+
+@pytest.mark.parametrize("config,warned", [({"batch_size": 3}, "write batch_size=4"), ({"batch_size": 3, "max_steps": 2}, None), ({"batch_size": 4}, None), ({"batch_size": 7}, None),
+                                           ({"batch_size": 2, "z_ref_mode": "zero"}, None), ({"batch_size": 1}, "raise batch_size")])
+def test_kto_says_where_a_step_of_one_row_has_no_z0(tiny, preferences, config, warned):
+    """Seven rows in steps of three end in a step of one, if the run gets there (da.kto: batch of 1)."""
+    from stages.align import data_warnings
+
+    world = World(tiny, preferences, method="kto", **config)
+    texts = [t for t in data_warnings(world.config, world.objective, (world.items * 2)[:7], []) if "z0" in t]
+    assert (len(texts) == 1 and warned in texts[0]) if warned else not texts
 
 
 def test_z0_is_of_mismatched_prompts_mean_first_clamp_after(tiny, preferences):

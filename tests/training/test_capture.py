@@ -145,6 +145,21 @@ def test_a_student_learns_from_the_dataset_alone(spec, tiny, data, teacher):  # 
             execute(spec("distill", {**BASE, **config}, {"model": tiny["policy"], "data": path, **more}, "no"), silent)
 
 
+def test_a_teacher_whose_head_is_padded_further_is_refused_with_the_way_out(spec, tiny, data, tmp_path):
+    """One tokenizer, heads of different size, as in the Qwen family: an id that only the teacher has is named, not looked up."""
+    from stages.chat import load_tokenizer
+
+    wide = load_policy(tiny["policy"])
+    rows = wide.config.vocab_size
+    wide.resize_token_embeddings(rows + 9)
+    wide.save_pretrained(tmp_path / "wide")
+    load_tokenizer(tiny["policy"]).save_pretrained(tmp_path / "wide")
+    result, _ = captured(spec, str(tmp_path / "wide"), data["demonstrations"], top_k=rows + 9)
+    made = spec("distill", {**BASE, "max_steps": 1}, {"model": tiny["policy"], "data": result["outputs"]["captured"]["path"]}, "narrow")
+    with pytest.raises(ConfigError, match=f"token id {rows + 8}, and the student's head has {rows} rows.*resize_token_embeddings.*smaller top_k"):
+        execute(made, silent)
+
+
 def test_kill9_captures_every_row_once(spec, tiny, data, forks):
     config, inputs = {"max_length": 64, "top_k": 3, "block": 5}, {"model": tiny["policy"], "data": data["demonstrations"]}
     whole = spec("capture", config, inputs, "whole")

@@ -79,6 +79,16 @@ def test_codistillation_mixes_both_losses_with_a_scheduled_weight(spec, tiny, da
     assert steps[-1]["train/nll"] == pytest.approx(steps[-1]["train/loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize("soft,end", ((1.0, 0.0), (0.3, 0.8)))
+def test_validation_passes_are_under_one_soft_weight(spec, tiny, data, teacher, soft, end):
+    """Those of weights that hardly move are equal although the weight of the divergence goes from one end to the other: select_by=loss compares like with like."""
+    config = {"soft_weight": soft, "soft_weight_end": end, "max_steps": 4, "learning_rate": 1e-9, "eval_every": 1, "select_by": "loss"}
+    _, made = distilled(spec, tiny, data, config, "passes", teacher=teacher)
+    rows = [json.loads(line)["metrics"] for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()]
+    losses = [r["validation/loss"] for r in rows if "validation/loss" in r]
+    assert len(losses) == 5 and losses == pytest.approx([losses[0]] * 5, rel=1e-5)
+
+
 def test_context_moves_into_the_weights(spec, tiny, data, teacher):
     """The teacher is the starting model with the context in front; its targets are the student's tokens."""
     result, _ = distilled(spec, tiny, data, {"method": "context", "context": "answer with the letter b", "num_train_epochs": 4}, "context")

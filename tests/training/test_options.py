@@ -109,8 +109,9 @@ def test_an_adapter_on_the_output_layer_is_the_models_own_forward(tiny):
     assert torch.equal(head_of(AdapterOff(model)).weight, load_policy(tiny["policy"]).lm_head.weight.double())
 
 
+@pytest.mark.parametrize("layer", ("lm_head", "embed_tokens"))
 @pytest.mark.parametrize("tied", (False, True))
-def test_a_stage_trains_an_adapter_on_the_output_layer_unless_it_is_the_embedding(tied, tiny, data, spec, tmp_path):
+def test_a_stage_trains_an_adapter_on_the_output_layer_or_the_embedding_unless_they_are_one(tied, layer, tiny, data, spec, tmp_path):
     from transformers import AutoModelForCausalLM
 
     path = tiny["policy"]
@@ -120,14 +121,14 @@ def test_a_stage_trains_an_adapter_on_the_output_layer_unless_it_is_the_embeddin
         model.tie_weights()
         path = str(tmp_path / "tied")
         save_policy(model, load_tokenizer(tiny["policy"]), path)
-    built = spec("sft", {**SFT, "lora_rank": 4, "lora_targets": "q_proj,lm_head"}, {"model": path, "data": data["demonstrations"]}, "head")
+    built = spec("sft", {**SFT, "lora_rank": 4, "lora_targets": f"q_proj,{layer}"}, {"model": path, "data": data["demonstrations"]}, "head")
     if tied:
-        with pytest.raises(ModelError, match="embedding's"):
+        with pytest.raises(ModelError, match="one weight for the embedding and the output layer"):
             execute(built, silent)
         return
     out = execute(built, silent)["outputs"]["model"]["path"]
     new, old = (dict(AutoModelForCausalLM.from_pretrained(p).named_parameters()) for p in (out, path))
-    assert {n for n in old if not torch.equal(old[n], new[n])} == {n for n in old if n.endswith("q_proj.weight")} | {"lm_head.weight"}
+    assert {n for n in old if not torch.equal(old[n], new[n])} == {n for n in old if n.endswith(("q_proj.weight", f"{layer}.weight"))}
     items = text_items(np.random.default_rng(0))
     from peft import PeftModel
 
@@ -309,3 +310,29 @@ def test_a_micro_batch_that_does_not_fit_fails_at_once_with_advice(tiny):
     trainer.backward = backward
     with pytest.raises(TrainingError, match="max_tokens_per_micro_batch"):
         try_dearest(trainer, items, 4)
+
+
+def test_a_half_precision_model_is_published_in_float32_and_the_log_says_so(tiny, data, spec, tmp_path):
+    from transformers import AutoConfig
+
+    load_policy(tiny["policy"], dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
+    load_tokenizer(tiny["policy"]).save_pretrained(tmp_path / "half")
+    for path, said in ((str(tmp_path / "half"), True), (tiny["policy"], False)):
+        events = []
+        result = execute(spec("sft", {**SFT, "max_steps": 1}, {"model": path, "data": data["demonstrations"]}, Path(path).name), events.append)
+        assert AutoConfig.from_pretrained(result["outputs"]["model"]["path"]).dtype == torch.float32
+        assert any("stored as bfloat16; the new weights are published as they were computed, in float32" in str(e) for e in events) is said
+
+
+@pytest.mark.parametrize("stage,rows", (("sft", "demonstrations"), ("align", "pairs"), ("reward_model", "pairs"), ("rl", "prompts")))
+def test_a_token_that_only_the_tokenizer_has_is_named_before_training(tiny, data, spec, tmp_path, stage, rows):
+    """Added to the tokenizer and the chat template without rows in the embedding."""
+    path = tmp_path / "added"
+    load_policy(tiny["policy"]).save_pretrained(path)
+    tokenizer = load_tokenizer(tiny["policy"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_start|>", "<|new|>")
+    tokenizer.save_pretrained(path)
+    config = {"max_steps": 1, "max_completion_length": 4} if stage == "rl" else {"max_steps": 1, "max_length": 96}
+    with pytest.raises(TrainingError, match=r"the token '<\|new\|>', id \d+, and the model's embedding has \d+ rows.*resize_token_embeddings"):
+        execute(spec(stage, config, {"model": str(path), "prompts" if stage == "rl" else "data": data[rows]}, "added"), silent)
