@@ -25,6 +25,12 @@ class Config(StageConfig):
     density: float = Field(0.2, gt=0, le=1, description="Share of each difference's entries that ties keeps (paper 0.2).")
 
 
+#: Settings in a config.json that change nothing of what the weights compute; max_window_layers is spelled out in layer_types.
+COSMETIC = {"architectures", "attention_dropout", "attn_pdrop", "bos_token_id", "dropout", "dtype", "embd_pdrop", "eos_token_id", "id2label", "initializer_range", "label2id",
+            "max_window_layers", "name_or_path", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "problem_type", "resid_pdrop", "return_dict", "router_aux_loss_coef", "task_specific_params",
+            "torch_dtype", "transformers_version", "use_cache"}
+BASE = "(base)"  # what the input base is called beside the models' labels
+
 SPEC = StageSpec(
     name="merge", config=Config,
     inputs={"models": InputSpec("model", many=True, doc="The models, each with a label."),
@@ -33,7 +39,7 @@ SPEC = StageSpec(
 
 
 def run(stage):
-    from stages.modeling import load_policy, save_policy
+    from stages.modeling import load_policy, note_stored_type, save_policy
     from stages.chat import renderer_for
     from stages.spec import ConfigError
 
@@ -48,9 +54,12 @@ def run(stage):
     coefficients = coefficients_of(config, labels)
     stage.log("merging " + ", ".join(f"{c:g} x {label} ({given[label].ref or given[label].path})" for label, c in coefficients.items()))
     model = load_policy(given[labels[0]].path)
-    states = {label: load_policy(given[label].path).state_dict() for label in labels}
-    base = load_policy(stage.path("base")).state_dict() if differences else None
-    check_alike(states, base)
+    note_stored_type(stage, given[labels[0]].path)
+    paths = {**{label: given[label].path for label in labels}, **({BASE: stage.path("base")} if differences else {})}
+    models = {label: load_policy(path) for label, path in paths.items()}
+    states = {label: m.state_dict() for label, m in models.items()}
+    check_alike(states, {label: settings_of(m.config) for label, m in models.items()}, {label: renderer_for(path).vocabulary_hash for label, path in paths.items()})
+    base = states.pop(BASE, None)
     merged = {name: combine(config, name, [states[label][name] for label in labels], list(coefficients.values()), base[name] if base else None)
               for name in states[labels[0]]}
     model.load_state_dict(merged)
@@ -80,16 +89,35 @@ def coefficients_of(config: Config, labels: list[str]) -> dict[str, float]:
     return found
 
 
-def check_alike(states: dict, base: dict | None) -> None:
-    """Refuse models whose tensors differ in name, shape or kind."""
+def settings_of(config) -> dict:
+    """The settings of an architecture that decide what its weights compute, those of its parts among them."""
+    def kept(settings: dict) -> dict:
+        return {name: kept(value) if isinstance(value, dict) else value for name, value in settings.items() if name not in COSMETIC and not name.startswith("_")}
+
+    return kept(config.to_dict())
+
+
+def check_alike(states: dict, settings: dict, vocabularies: dict) -> None:
+    """Refuse models whose weights do not mean the same: tensors that differ in name, shape or kind, settings or vocabularies that differ.
+
+    Args:
+        states, settings, vocabularies: by model; tensors by name, :func:`settings_of`, ``Renderer.vocabulary_hash``.
+    """
     from stages.spec import ConfigError
 
-    everyone = {**states, **({"base": base} if base else {})}
-    first, reference = next(iter(everyone.items()))
-    for label, state in everyone.items():
+    first, reference = next(iter(states.items()))
+    for label, state in states.items():
         odd = sorted(set(state) ^ set(reference)) or [n for n in reference if state[n].shape != reference[n].shape or state[n].dtype != reference[n].dtype]
         if odd:
             raise ConfigError(f"merge: models {first} and {label} differ in {odd[0]} ({len(odd)} tensors in all); merge models of one architecture and vocabulary")
+        mine, theirs = settings[first], settings[label]
+        odd = [f"{n} ({mine.get(n)} and {theirs.get(n)})" for n in sorted(set(mine) | set(theirs)) if mine.get(n) != theirs.get(n)]
+        if odd:
+            raise ConfigError(f"merge: models {first} and {label} differ in {', '.join(odd[:4])} of their config.json, so the same weights compute something else in each; merge models "
+                              "that were trained from one base, or make the settings equal where the difference is known to mean nothing")
+        if vocabularies[label] != vocabularies[first]:
+            raise ConfigError(f"merge: the tokenizers of {first} and {label} give the same ids to different words, so a mean of their embeddings is no word's; merge models of one "
+                              "vocabulary, or give both directories the same tokenizer where one only names tokens that the other never uses")
 
 
 def combine(config: Config, name: str, tensors: list, coefficients: list[float], base=None):

@@ -1,12 +1,23 @@
 """Weight merging: the catalogue's numbers, the rules of each method, and the stage."""
 
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 import torch
 
 from stages.harness import execute
 from stages.merge import Config, coefficients_of, combine, slerp, ties
 from stages.modeling import load_policy
-from stages.spec import ConfigError
+from stages.spec import PROJECT_ROOT, ConfigError
+from storage.files import tree_digest
+from tests.common import silent
 
 
 def test_linear_is_the_catalogues_vector():
@@ -54,3 +65,60 @@ def test_the_stage_averages_models_and_names_what_does_not_fit(tiny, spec, tmp_p
     made["config"] = {"method": "ties"}
     with pytest.raises(ConfigError, match="base=REF"):
         execute({**made, "workdir": made["workdir"] + "-ties"}, lambda e: None)
+
+
+def of_two(spec, a, b, name, config=None, base=None):
+    made = spec("merge", config or {}, {}, name)
+    paths = {"models.a": a, "models.b": b, **({"base": base} if base else {})}
+    made["inputs"] = {n: {"kind": "model", "path": str(p), "ref": n, "digest": n} for n, p in paths.items()}
+    Path(spec.path(name)).write_text(json.dumps(made))
+    return made
+
+
+def swap_words(folder: Path) -> None:
+    said = json.loads((folder / "tokenizer.json").read_text())
+    vocab = said["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(said))
+
+
+def set_in_config(**changes):
+    return lambda folder: (folder / "config.json").write_text(json.dumps({**json.loads((folder / "config.json").read_text()), **changes}))
+
+
+@pytest.mark.parametrize("change,text", [
+    (swap_words, "the same ids to different words"), (set_in_config(rope_parameters={"rope_type": "default", "rope_theta": 1e6}), "rope_parameters"),
+    (set_in_config(num_attention_heads=1, num_key_value_heads=1, head_dim=32), "num_attention_heads"), (set_in_config(rms_norm_eps=1e-2), r"rms_norm_eps \(1e-06 and 0.01\)"),
+    (set_in_config(use_cache=False, initializer_range=0.5, attention_dropout=0.3, transformers_version="4.0.0", pad_token_id=0), None)])
+@pytest.mark.parametrize("place", ("model", "base"))
+def test_models_whose_weights_mean_something_else_are_not_averaged(tiny, spec, tmp_path, change, text, place):
+    """Other words behind the same ids, or other settings of the same tensors; what changes nothing of what the weights compute is allowed."""
+    shutil.copytree(tiny["policy"], tmp_path / "other")
+    change(tmp_path / "other")
+    other, config = str(tmp_path / "other"), {"method": "task_arithmetic"} if place == "base" else {}
+    made = of_two(spec, tiny["policy"], tiny["policy"] if place == "base" else other, "merge", config, other if place == "base" else None)
+    if text is None:
+        execute(made, silent)
+        return
+    with pytest.raises(ConfigError, match=text):
+        execute(made, silent)
+
+
+def test_kill9_merges_to_the_same_bytes(tiny, spec, forks):
+    """Killed at a moment of chance and while the model is being written."""
+    whole, killed = (of_two(spec, tiny["policy"], tiny["other"], name, {"method": "slerp"}) for name in ("whole", "killed"))
+    subprocess.run([sys.executable, "-m", "stages", spec.path("whole")], cwd=PROJECT_ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+    out = Path(killed["workdir"], "out")
+    for started, delay in ((lambda: True, random.uniform(0, 1)), ((out / ".model.tmp").exists, random.uniform(0, 0.02))):
+        since = []
+
+        def due():
+            if started() and not since:
+                since.append(time.monotonic())
+            return bool(since) and time.monotonic() - since[0] > delay or (out / "model").exists()
+
+        forks.start(spec.path("killed")).kill_when(due)
+    forks.run(spec.path("killed"))
+    assert tree_digest(out) == tree_digest(Path(whole["workdir"], "out"))
+    summaries = [json.loads(Path(made["workdir"], "result.json").read_text())["summary"] for made in (whole, killed)]
+    assert summaries[0] == summaries[1]
