@@ -330,20 +330,26 @@ def _positions(model) -> int | None:
 
 
 def resolve_pooling(pooling: str, model, reads: str) -> str:
-    """``auto`` is the last token for decoders and the mean for encoders.
+    """``auto`` is the last token for decoders and the mean for encoders. Where the class itself can average (``classifier_pooling``: ModernBERT), the
+    mean is its own pooled head (``cls``) told to do so, and whoever loads the published model reads the same score.
 
     Raises:
         ModelError: a pooling that the architecture or the objective does not have.
     """
     both = getattr(model, "reads_both_ways", False)
     if pooling == "auto":
-        return "mean" if both and reads == "response" else "last"
+        pooling = "mean" if both and reads == "response" else "last"
     if pooling == "cls" and not both:
         raise ModelError("pooling=cls reads the first token, which in a decoder has seen nothing yet; set pooling=last or mean.")
     if pooling == "last" and both and reads == "response":
         raise ModelError("pooling=last reads an encoder's closing separator; set pooling=mean or cls.")
     if reads != "response" and pooling != "last":
         raise ModelError(f"pooling={pooling} gives one state per response, but this objective reads every trained token; set pooling=auto.")
+    if pooling == "mean" and hasattr(model.config, "classifier_pooling"):
+        model.config.classifier_pooling = "mean"
+        if hasattr(model, "classifier_pooling"):  # EuroBERT's class keeps a copy
+            model.classifier_pooling = "mean"
+        return "cls"
     return pooling
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from stages.reward_objectives import KINDS
+from stages.reward_objectives import KINDS, refuse_unread
 from stages.settings import OptimizerConfig
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
@@ -86,10 +86,8 @@ class Config(OptimizerConfig):
             raise ValueError("label_words are two different words; write for example label_words=[Good,Bad]")
         if self.aggregation == "prod" and self.objective == "orm":
             raise ValueError("aggregation=prod multiplies the steps of a prm; the tokens of an orm are read by last, mean or min")
-        if self.lm_loss_weight and self.objective not in ("auto", "bt", "margin", "soft_label", "orm"):
-            raise ValueError(f"lm_loss_weight keeps the LM head for the bt family and orm; set it to 0 for objective={self.objective}")
-        if self.curriculum != "none" and self.objective not in ("auto", "bt", "margin", "soft_label"):
-            raise ValueError("curriculum orders preference pairs; set curriculum=none, or objective=bt")
+        if self.objective != "auto":
+            refuse_unread(self.objective, self)
         return self
 
 
@@ -109,13 +107,14 @@ class Setup:
 
     def __init__(self, stage, dataset):
         from stages import sharding
-        from stages.modeling import ModelError, load_policy
+        from stages.modeling import ModelError, load_policy, note_stored_type
         from stages.reward_heads import add_gain_bias, keep_lm_head, load_reward_model, new_reward_model, reader_for, resolve_pooling
         from stages.reward_losses import RewardLoss
         from stages.reward_objectives import objective_for
 
         config, path, in_shards = stage.config, stage.path("model"), sharding.asked(stage.config)
         self.row = objective_for(config.objective, dataset.kind)
+        refuse_unread(self.row.name, config)  # what objective=auto stands for is known now
         self.config = config.model_copy(update={"objective": self.row.name, **dict(self.row.settings)})
         if self.row.reads == "labels":
             self.model, self.pooling, self.token = load_policy(path, stage.device, in_shards=in_shards), "last", None
@@ -124,6 +123,7 @@ class Setup:
             self.model = (new_reward_model(path, stage.device, stage.seed_for("head"), outputs=outputs, in_shards=in_shards) if config.init_head == "fresh"
                           else load_reward_model(path, stage.device, outputs=outputs, in_shards=in_shards))
             self.pooling = resolve_pooling(config.pooling, self.model, self.row.reads)
+        note_stored_type(stage, path)
         self.reader = reader_for(path, self.model, config.max_length, self.pooling)
         gain = self.row.name == "orm" and config.outcome_head == "gain_bias"
         if gain and config.sharding == "full":
@@ -269,6 +269,10 @@ def run(stage):
         raise ConfigError(f"reward_model: anchor={config.anchor} does not read the input `anchor`; leave it out, or write anchor=auto")
     setup = Setup(stage, data)
     setup.separator = step_separator(data, config)
+    if setup.pooling == "mean" and setup.row.reads == "response":
+        plain, other = ("[CLS]", "cls") if setup.model.reads_both_ways else ("the last token", "last")
+        stage.warn("pooling_of_our_own", f"The head reads the mean over tokens. This project's scorers read the published model so too, but transformers' "
+                   f"AutoModelForSequenceClassification, and what is built on it, reads {plain}, so its scores are others. Write pooling={other} for a model that every tool reads alike.")
     dropped = Counter()
     train = setup.items(data, config.split, dropped, training=True)
     if setup.config.use_margin and not any(item.extra.get("margin") for item in train):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stages.spec import ConfigError
+
 
 @dataclass(frozen=True)
 class RewardObjective:
@@ -62,6 +64,27 @@ REWARD_OBJECTIVES: dict[str, RewardObjective] = {row.name: row for row in _ROWS}
 NATURAL = {"pairs/1": "bt", "rankings/1": "kwise_pairs", "ratings/1": "regression", "unpaired/1": "pointwise_bce", "stepwise/1": "prm",
            "trajectories/1": "regression"}
 KINDS = tuple(NATURAL)
+_BT = ("bt", "margin", "soft_label")
+#: Settings that some objectives read and the others would ignore.
+READ_BY: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("use_margin", "center_rewards_coefficient", "curriculum"), _BT), **dict.fromkeys(("use_soft_labels", "label_smoothing"), (*_BT, "pairwise")),
+    "lm_loss_weight": (*_BT, "orm"), "pair_weighting": ("kwise_pairs",), **dict.fromkeys(("tie_policy", "top_ranks", "normalise_by_k"), ("plackett_luce",)),
+    **dict.fromkeys(("attributes", "attribute_weights", "regression_loss", "centre_annotators"), ("regression",)),
+    **dict.fromkeys(("balance", "outcome_head", "outcome_token"), ("orm",)), "aggregation": ("orm", "prm"),
+    **dict.fromkeys(("step_classes", "step_separator", "after_first_error", "hard_labels", "neutral_as"), ("prm",)),
+    "label_words": ("t2t_point", "t2t_pair"), "normalise_over_labels": ("t2t_point",)}
+
+
+def refuse_unread(name: str, config) -> None:
+    """Refuse settings, other than their defaults, that the objective would ignore.
+
+    Raises:
+        ConfigError: names the first such setting and the objectives that read it.
+    """
+    for field, readers in READ_BY.items():
+        value = getattr(config, field)
+        if name not in readers and value != type(config).model_fields[field].get_default(call_default_factory=True):
+            raise ConfigError(f"{field}={value} is a setting of objective {' and '.join(readers)}, which objective={name} does not read; leave {field} out, or take such an objective")
 
 
 def objective_for(name: str, kind: str) -> RewardObjective:

@@ -13,7 +13,8 @@ from stages.reward_heads import (ChatReader, add_gain_bias, drop_lm_head, keep_l
                                  score_head)
 from stages.reward_losses import RewardLoss
 from stages.reward_model import Config
-from stages.reward_objectives import REWARD_OBJECTIVES, objective_for
+from stages.reward_objectives import READ_BY, REWARD_OBJECTIVES, objective_for
+from stages.spec import ConfigError
 from storage.datasets import open_dataset
 
 softplus = torch.nn.functional.softplus
@@ -370,6 +371,31 @@ def test_an_empty_step_changes_nothing(tiny):
     found = Trainer(model, loss, Config(), 1).step([])
     assert found["loss"] == 0.0 and found["empty_step"] == 1.0
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+UNREAD = [("kwise_pairs", {"label_smoothing": 0.3}), ("kwise_pairs", {"use_margin": True}), ("kwise_pairs", {"use_soft_labels": True}), ("kwise_pairs", {"normalise_by_k": True}),
+          ("kwise_pairs", {"top_ranks": 1}), ("kwise_pairs", {"center_rewards_coefficient": 1.0}), ("plackett_luce", {"label_smoothing": 0.3}),
+          ("plackett_luce", {"center_rewards_coefficient": 1.0}), ("plackett_luce", {"pair_weighting": "per_pair"}), ("pairwise", {"center_rewards_coefficient": 1.0}),
+          ("pairwise", {"use_margin": True}), ("t2t_point", {"label_smoothing": 0.3}), ("t2t_point", {"use_soft_labels": True}), ("bt", {"top_ranks": 1}), ("bt", {"attributes": ["a"]}),
+          ("margin", {"hard_labels": True}), ("kwise_pairs", {"curriculum": "margin"}), ("kwise_pairs", {"lm_loss_weight": 0.5})]
+
+
+@pytest.mark.parametrize("objective,setting", UNREAD)
+def test_settings_that_an_objective_would_ignore_are_refused(objective, setting):
+    """Other values than the defaults only: recipes give complete configurations."""
+    (name,) = setting
+    with pytest.raises(ValueError, match=f"{name}=.* is a setting of objective .*, which objective={objective} does not read; leave {name} out"):
+        Config(objective=objective, **setting)
+    complete = Config(objective=objective).model_dump()
+    assert Config(**complete).model_dump() == complete
+    Config(objective=READ_BY[name][0], **setting)
+
+
+@pytest.mark.parametrize("setting", ({"curriculum": "margin"}, {"lm_loss_weight": 0.5}, {"top_ranks": 1}))
+def test_what_auto_stands_for_is_held_to_the_same(tiny, rows, train, setting):
+    """Rankings are learned by kwise_pairs, which reads none of these."""
+    with pytest.raises(ConfigError, match="which objective=kwise_pairs does not read"):
+        train("reward_model", {"max_steps": 1, "max_length": 96, **setting}, {"model": tiny["policy"], "data": rows["rankings"]})
 
 
 def test_what_does_not_fit_says_what_to_write(tiny, encoder):

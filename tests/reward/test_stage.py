@@ -57,6 +57,52 @@ def test_an_encoder_is_a_reward_model_too(encoder, rows, train, objective, more)
     assert load_scorer(path).reads_ids_of(None) is False
 
 
+def modern(encoder, path):
+    """A random ModernBERT beside the encoder's tokenizer."""
+    import shutil
+
+    import torch
+    from transformers import ModernBertConfig, ModernBertModel
+
+    shutil.copytree(encoder, path, ignore=shutil.ignore_patterns("config.json", "*.safetensors"))
+    torch.manual_seed(6)
+    ModernBertModel(ModernBertConfig(vocab_size=200, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=128, pad_token_id=0,
+                                     cls_token_id=2, sep_token_id=3, bos_token_id=2, eos_token_id=3, initializer_range=0.2, classifier_pooling="cls")).save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("backbone,pooling,advice", (("bert", "auto", "pooling=cls"), ("bert", "cls", None), ("modernbert", "auto", None), ("modernbert", "mean", None),
+                                                      ("decoder", "mean", "pooling=last"), ("decoder", "auto", None)))
+def test_other_tools_read_the_published_model_alike_or_the_stage_warns(tiny, encoder, rows, tmp_path, backbone, pooling, advice):
+    """AutoModelForSequenceClassification on the tokenizer's own pair (or chat) encoding against our scorer."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from stages.harness import execute
+
+    path = {"bert": lambda: encoder, "modernbert": lambda: modern(encoder, tmp_path / "modern"), "decoder": lambda: tiny["policy"]}[backbone]()
+    events = []
+    result = execute({"stage": "reward_model", "config": {**COMMON, "pooling": pooling, "max_steps": 3, "probe_pairs": 0}, "device": "cpu", "workdir": str(tmp_path / "work"),
+                      "inputs": {"model": {"path": path}, "data": {"path": rows["pairs"]}}}, events.append)
+    warnings = [e["text"] for e in events if e.get("code") == "pooling_of_our_own"]
+    assert len(warnings) == bool(advice) and all(advice in text for text in warnings)
+    out = result["outputs"]["model"]["path"]
+    scorer, model, tokenizer = load_scorer(out), AutoModelForSequenceClassification.from_pretrained(out).eval(), AutoTokenizer.from_pretrained(out)
+    theirs = []
+    for prompt, answer in ASKED:
+        if backbone == "decoder":
+            ids = tokenizer.apply_chat_template([*prompt, *answer], tokenize=False).rstrip("\n")
+            inputs = tokenizer(ids, return_tensors="pt", add_special_tokens=False)
+        else:
+            inputs = tokenizer(prompt[0]["content"], answer[0]["content"], return_tensors="pt")
+        if backbone != "bert":
+            inputs.pop("token_type_ids", None)
+        with torch.no_grad():
+            theirs.append(float(model(**inputs).logits[0, 0]) + scorer.card.bias)
+    ours = scorer.score([Response(p, c) for p, c in ASKED])
+    assert (max(abs(a - b) for a, b in zip(ours, theirs)) < 1e-4) is (advice is None)
+
+
 def test_scores_are_the_same_bits_in_a_fresh_process(tmp_path):
     """All models that the tests above left behind, every kind of head among them."""
     if not TRAINED:
