@@ -335,4 +335,4 @@ def test_a_token_that_only_the_tokenizer_has_is_named_before_training(tiny, data
     tokenizer.save_pretrained(path)
     config = {"max_steps": 1, "max_completion_length": 4} if stage == "rl" else {"max_steps": 1, "max_length": 96}
     with pytest.raises(TrainingError, match=r"the token '<\|new\|>', id \d+, and the model's embedding has \d+ rows.*resize_token_embeddings"):
-        execute(spec(stage, config, {"model": str(path), "prompts" if stage == "rl" else "data": data[rows]}, "added"), silent)
+        execute(spec(stage, config, {"model": str(path), "data": data[rows]}, "added"), silent)
