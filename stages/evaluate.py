@@ -496,11 +496,12 @@ NOTHING_TO_SCORE = ("the prompt row has no ", "the prompt row asks for no ", "an
 
 def warnings(stage, metrics: dict, records: list[dict], unscored_pairs: int = 0) -> None:
     """Named warnings about results that should not be trusted as they are."""
-    checkable = [r for r in records if r["mode"] in ("sample", "greedy") and not r.get("error") and not r.get("transcript") and r.get("answer") is not None]
-    unread = sum(r["correct"] is None and not r.get("unscorable") for r in checkable)
+    checkable = [r for r in records if r["mode"] in ("sample", "greedy") and not r.get("error") and not r.get("transcript") and (r.get("answer") is not None or r.get("constraints"))]
+    unread = [(r.get("constraints") or {}).get("unscorable") or "the answer of the prompt cannot be read" for r in checkable
+              if all(reason.startswith(NOTHING_TO_SCORE) for reason in (r.get("unscorable") or {}).values()) and ("unscorable" in (r.get("constraints") or {}) or (r.get("answer") is not None and r["correct"] is None))]  # components say theirs below
     if unread:
-        stage.warn("answers_unscorable", f"{unread} of {len(checkable)} answers to prompts with an answer have no verdict and are in no mean: the prompt's own answer cannot be "
-                   "read. Repair these prompts, or leave them out.")
+        stage.warn("answers_unscorable", f"{len(unread)} of {len(checkable)} answers to prompts with an answer or constraints have no verdict and are in no mean, for example: "
+                   f"{max(unread, key=unread.count)}. Repair these prompts, or leave them out.")
     if unscored_pairs:
         stage.warn("pairs_unscored", f"{unscored_pairs} pairs have no score and are in no mean. Look at their length, and at the reward model's own warnings.")
     truncated, chance = metrics.get("truncation_rate"), metrics.get("accuracy")
