@@ -83,7 +83,7 @@ class Alarm:
 ALARMS: dict[str, Alarm] = {
     "unscorable_rewards": Alarm(
         lambda h: h.above("reward/unscorable_fraction", 0.02),
-        "More than 2% of the completions could not be scored, so their groups teach less than they cost. Look at the reasons in the rollouts, and "
+        "More than 2% of the completions could not be scored, so their groups teach less than they cost. The reasons are in the rollouts (extra_json.unscorable); "
         "give the verifier or judge more time, or mend it."),
     "reward_collapse": Alarm(
         _collapsed,

@@ -99,6 +99,8 @@ class PolicyGradient:
         else:
             terms = {"policy": (self.aggregate(losses, mask, batch.items), self.count)}
             metrics = {f"policy/{k}": (v.float(), "forwarded") for k, v in sums.items() if k != "tokens"}
+        off = torch.expm1(masked(logps_SL.detach() - old_SL, mask).clamp(-20, 20)).abs()  # whatever the surrogate makes of the ratio
+        metrics["policy/ratio_deviation"] = (off.sum().float(), "forwarded")
         if row.kl_loss_coef:
             kl_SL = self._kl(model, batch, head, hidden, logps_SL, old_SL, ref_SL, mask)
             terms["kl"] = (self.kl_coef() * self.aggregate(kl_SL, mask, batch.items), self.count)

@@ -71,10 +71,10 @@ def rl_preflight(stage, trainer, source) -> None:
     and critic on completions of the greatest length. Skipped on a resume; moves no state of the run.
 
     Args:
-        source: the :class:`stages.rollouts.source.Rollouts` that will run; its scorers are not asked.
+        source: the :class:`stages.rollouts.source.Rollouts` that will run.
 
     Raises:
-        TrainingError: a micro-batch of the longest completions does not fit into memory.
+        TrainingError: a micro-batch of the longest completions does not fit into memory, or none of the completions tried can be scored.
         ConfigError: the model has no positions for the longest prompt and completion.
     """
     if stage.checkpoints.latest() is not None:
@@ -90,6 +90,7 @@ def rl_preflight(stage, trainer, source) -> None:
     stage.report("preflight", markdown=page(facts, shown), table=[{"row": s["row"], "segments": s["segments"]} for s in shown])
     stage.log("plan: " + ", ".join(f"{v:,} {k}" if isinstance(v, int) else f"{k} {v}" for k, v in facts.items()))
     check_completions_end(stage, [s for group in samples for s in group], renderer)
+    check_rewards(stage, source, [s for group in samples for s in group])
     per_step = max(1, -(-len(made) // config.num_minibatches))
     times = []
     for name, one in (("policy", trainer), ("critic", getattr(source.critic, "trainer", None))):
@@ -203,6 +204,23 @@ def check_completions_end(stage, samples, renderer) -> None:
     if samples and ended == 0:
         stage.warn("completions_do_not_end", f"None of the {len(samples)} completions tried ends within max_completion_length={stage.config.max_completion_length} tokens, so "
                    "rewards will judge cut answers. Raise max_completion_length, or start from a model that was fine-tuned to end its turns.")
+
+
+def check_rewards(stage, source, samples) -> None:
+    """Score the completions tried: a reward that fails on all of them would train nothing, for hours."""
+    from stages.generation import score
+    from stages.rewards import commonest_failure, failures
+    from stages.training import TrainingError
+
+    samples = [s for s in samples if not s.failure]  # those that the environment lost have its reason
+    if source.stored is not None or stage.config.reward_override == "random" or not samples:
+        return
+    score(source.rewards, samples)
+    lost = [failures(s.parts, s.reasons) for s in samples if s.total != s.total]
+    stage.log(f"{len(samples) - len(lost)} of {len(samples)} completions tried could be scored")
+    if len(lost) == len(samples):
+        raise TrainingError(f"None of the {len(samples)} completions tried before training could be scored, so nothing could be learned. Most often: {commonest_failure(lost)}. "
+                            "Mend the reward component, or give it more time.")
 
 
 def plan_facts(items: Sequence[Item], batch_size: int, steps: int, budget: int) -> dict[str, int | str]:

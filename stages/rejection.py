@@ -108,7 +108,7 @@ def run(stage):
             correct[cell] = bool(row["correct"])
     duplicates = drop_duplicates(matrix if config.dedupe else matrix.copy(), where)
     chosen = select(matrix, correct, config, stage)
-    write_selected(stage, [where[divmod(int(i), width)] for i in chosen])
+    write_selected(stage, [where[divmod(int(i), width)] for i in chosen], rows)
     if config.difficulty_band is not None:
         write_banded(stage, rows)
     report(stage, rows, matrix, correct, chosen, duplicates)
@@ -349,9 +349,12 @@ def level(matrix, config) -> float:
     return float(np.nanquantile(matrix, config.threshold)) if (~np.isnan(matrix)).any() else 0.0
 
 
-def write_selected(stage, rows) -> None:
-    """The selected rows as demonstrations, in the split of their prompt."""
+def write_selected(stage, rows, candidates=()) -> None:
+    """The selected rows as demonstrations, in the split of their prompt. candidates: what they were selected from, for saying why nothing was."""
+    import json
+
     from stages.ingestion.curation import generated_splits
+    from stages.rewards import commonest_failure, failures
     from storage.schema import complete_row
 
     splits = generated_splits(rows, stage.config.validation_fraction)
@@ -363,8 +366,13 @@ def write_selected(stage, rows) -> None:
         for row in rows])
     writer.close({"selected": len(rows)})
     if not rows and not stage.config.allow_empty:
+        lost = [failures(dict.fromkeys(why), why) for row in candidates if row["drop_reason"] == "unscorable" for why in [json.loads(row["extra_json"])["unscorable"]]]
+        if lost and not any(row["reward"] is not None for row in candidates):
+            raise ValueError(f"Nothing was selected: {len(lost)} completions ended by themselves but could not be scored. Most often: {commonest_failure(lost)}. "
+                             "Mend the reward component, or give it more time.")
+        why = f" {len(lost)} completions could not be scored, most often: {commonest_failure(lost)}." if lost else ""
         raise ValueError("Nothing was selected: no completion ended by itself and could be scored above the threshold. Raise "
-                         "max_completion_length or num_generations, or lower threshold; the candidates dataset shows each row's drop_reason.")
+                         f"max_completion_length or num_generations, or lower threshold; the candidates dataset shows each row's drop_reason.{why}")
 
 
 def report(stage, rows, matrix, correct, chosen, duplicates: int) -> None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -234,6 +235,22 @@ class Verdict:
     without: float | None = None
 
 
+#: Reason of a routed component that an earlier tier left nothing to say: no failure.
+NOT_ASKED = "an earlier tier decided"
+
+
+def failures(parts: dict[str, float | None], reasons: dict[str, str] | None) -> dict[str, str]:
+    """Why components could not score a row, by component."""
+    return {name: why for name, why in (reasons or {}).items() if parts.get(name) is None and why != NOT_ASKED}
+
+
+def commonest_failure(found: Iterable[dict[str, str]]) -> str:
+    """``mine: NameError ... (12 of 16)`` of the :func:`failures` of many rows, or what stands for a row without any."""
+    found = list(found)
+    counts = Counter(f"{name}: {why}" for one in found for name, why in one.items())
+    return "{} ({} of {})".format(*counts.most_common(1)[0], len(found)) if counts else "no component gave a reason"
+
+
 def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, renderer=None, device: str = "cpu") -> "Rewards":
     """Scorers for the configured components. Reward models are loaded here, once, and stay frozen.
 
@@ -404,7 +421,7 @@ class Rewards:
         """Columns of the components with a tier; a row that a tier settled is not shown to the later ones."""
         waiting, columns = list(range(len(rows))), {}
         for component in sorted((c for c in self.components if c.tier), key=lambda c: TIERS.index(c.tier)):
-            column = columns[component.name] = [Unscorable("an earlier tier decided") for _ in rows]
+            column = columns[component.name] = [Unscorable(NOT_ASKED) for _ in rows]
             for i, verdict in zip(waiting, RULES[component.kind](self, component, [rows[i] for i in waiting]) if waiting else []):
                 column[i] = verdict
             waiting = [i for i in waiting if not settles(component, column[i])]

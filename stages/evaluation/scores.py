@@ -18,6 +18,7 @@ import numpy as np
 
 from stages import selection, statistics
 from stages.evaluation import reward_model, sampling, suites, text
+from stages.rewards import failures
 from stages.verifiers import as_rational, normalise_math
 
 BOOTSTRAP_SEED = 0  # one for all stages, so that a number has the same interval wherever it is shown
@@ -40,7 +41,7 @@ class Metric:
 
 def lower_is_better(name: str) -> bool:
     """Direction of a metric: True where less is better (name up to the first '/')."""
-    return name.split("/")[0] in LOWER_IS_BETTER
+    return name.split("/")[0] in LOWER_IS_BETTER or name.endswith("/unscorable_fraction")
 
 
 def records_of(rows: Iterable[dict]) -> list[dict]:
@@ -192,6 +193,9 @@ def policy_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED) -> dict[
         unscorable = [float(r["correct"] is None) for r in sampled]
         if any(unscorable):
             metrics["unscorable_rate"] = Metric(float(np.mean(unscorable)), len(unscorable))
+    failed = [failures(r.get("parts") or {}, r.get("unscorable")) for r in sampled]
+    for name in sorted({name for one in failed for name in one}):
+        metrics[f"reward/{name}/unscorable_fraction"] = Metric(float(np.mean([name in one for one in failed])), len(failed))
     by_item: dict[str, list[dict]] = defaultdict(list)
     for record in sampled:
         by_item[record["item_id"]].append(record)

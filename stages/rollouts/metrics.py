@@ -10,6 +10,7 @@ from stages.credit import Batch, Credit, explained_variance
 from stages.estimators import is_constant, td_errors
 from stages.evaluation.text import reflection_counts, repetition_n, scripts, special_character_rate
 from stages.generation import Sample
+from stages.rewards import failures
 
 
 def rollout_metrics(samples: Sequence[Sample], rewards, group_of) -> dict[str, float]:
@@ -35,6 +36,8 @@ def rollout_metrics(samples: Sequence[Sample], rewards, group_of) -> dict[str, f
     for tier in sorted({s.tier for s in samples if s.tier}):
         own = [s.total for s in samples if s.tier == tier and np.isfinite(s.total)]
         out |= {f"reward/tier_{tier}": float(np.mean([s.tier == tier for s in samples])), **({f"reward/tier_{tier}_mean": float(np.mean(own))} if own else {})}
+    failed = [failures(s.parts, s.reasons) for s in samples]
+    out |= {f"reward/{name}/unscorable_fraction": float(np.mean([name in one for one in failed])) for name in samples[0].parts if "/" not in name}
     for name in samples[0].parts:
         values = [s.parts[name] for s in samples if s.parts.get(name) is not None]
         if values:

@@ -218,10 +218,10 @@ def verdicts_of(groups: Iterable[tuple[str, Sequence]]) -> dict[str, tuple[int, 
 
 
 def counts_of(prompts, stats: Iterable[dict]) -> dict[str, tuple[int, int]]:
-    """{row id: (samples, right ones)} of every prompt, from the last of its ``prompt_stats/1`` rows."""
+    """{row id: (samples, right ones)} of every prompt, from the last of its ``prompt_stats/1`` rows that has a pass rate."""
     found: dict[str, tuple[int, int, int]] = {}
     for row in stats:
-        if row["iteration"] >= found.get(row["prompt_id"], (-1,))[0]:
+        if row["pass_at_1"] is not None and row["iteration"] >= found.get(row["prompt_id"], (-1,))[0]:
             found[row["prompt_id"]] = (row["iteration"], row["n"], round(row["n"] * row["pass_at_1"]))
     missing = [row["prompt_id"] for row, _ in prompts if row["prompt_id"] not in found]
     if missing:

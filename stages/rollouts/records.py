@@ -11,6 +11,7 @@ from stages.agents import trajectory_rows
 from stages.evaluation.scores import records_of
 from stages.generation import Sample
 from stages.members import Members
+from stages.rewards import failures
 from stages.rl_report import best_and_worst, validation_rows
 from stages.rollouts.crediting import Scored
 from stages.rollouts.groups import Group
@@ -37,7 +38,8 @@ class Records:
         self.writers[name].flush()
 
     def rollouts(self, scored: Scored, iteration: int, version: int) -> None:
-        """``rollouts/1`` of one iteration, and the turns and rubric items of its completions."""
+        """``rollouts/1`` of one iteration, and the turns and rubric items of its completions. A completion that could not be scored has reward_tier=unscorable, no
+        shaped_reward, and each component's reason in ``extra_json.unscorable``; its ``reward`` is 0 because the column has to have a number."""
         rows = [complete(s.prompt, "rollouts/1", self._rollout(scored, i, iteration, version)) for i, s in enumerate(scored.samples)]
         self._write("rollouts", rows)
         self.members.written(scored.samples, rows)
@@ -53,6 +55,8 @@ class Records:
         turns = None if s.turns is None else [{"start": t["start"], "end": t["end"], "reward": r, "events": t["events"]} for t, r in zip(s.turns, batch.turns[i][1])]
         extra = {"mode": s.mode, "off_policy": s.off_policy, "parent_sample_id": s.parent} if self.members.active else {}
         extra |= {"reencoded": True} if s.reencoded else {}
+        failed = failures(s.parts, s.reasons)
+        extra |= {"unscorable": failed} if failed else {}
         ok = bool(np.isfinite(batch.rewards_B[i]))
         return {
             "iteration": iteration, "policy_version": version if group.fresh else group.version, "sample_idx": i, "prompt_ids": s.prompt_ids if s.context_ids is None else s.context_ids,
@@ -65,7 +69,7 @@ class Records:
             "returns": credit.returns_BT[i, :n].tolist() if valued else None, "is_weights": None if scored.weights_BT is None else scored.weights_BT[i, :n].tolist(),
             "step_ends": steps[0], "step_rewards": steps[1], "step_values": batch.step_values[i] if batch.step_values else None, "tool_mask": s.tool_mask,
             "turns": turns, "finish_reason": s.finish_reason if turns is not None else None, "reward": float(batch.rewards_B[i]) if ok else 0.0,
-            "shaped_reward": float(credit.rewards_B[i]) if ok else 0.0, "reward_tier": s.tier if ok else "unscorable",
+            "shaped_reward": float(credit.rewards_B[i]) if ok else None, "reward_tier": s.tier if ok else "unscorable",
             "reward_components": self._components(s, scored.overlong_B[i]), "is_correct": s.correct, "truncated": not s.terminated,
             "terminated": s.terminated, "length": n}
 
@@ -82,8 +86,8 @@ class Records:
             verdicts = [s.correct for s in group.samples if s.correct is not None]
             logps = [v for s in group.samples for v, own in zip(s.logps or (), s.action_mask) if own]
             rows.append(complete(group.prompt, "prompt_stats/1", {
-                "iteration": iteration, "n": len(group.samples), "mean_reward": float(np.mean(totals)) if totals else 0.0,
-                "reward_std": float(np.std(totals)) if totals else 0.0, "pass_at_1": float(np.mean(verdicts)) if verdicts else 0.0,
+                "iteration": iteration, "n": len(group.samples), "mean_reward": float(np.mean(totals)) if totals else None,
+                "reward_std": float(np.std(totals)) if totals else None, "pass_at_1": float(np.mean(verdicts)) if verdicts else None,
                 "mean_logprob": float(np.mean(logps)) if logps else 0.0, "kept": reason is None, "drop_reason": reason}))
         self._write("prompt_stats", rows)
 

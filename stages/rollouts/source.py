@@ -14,6 +14,7 @@ from stages.batching import Item, make_item
 from stages.generation import score, warn_of_failures
 from stages.members import Members
 from stages.modeling import load_weights, move_towards, weights_digest, weights_file
+from stages.rewards import commonest_failure, failures
 from stages.rollouts.crediting import Crediting, trajectory_metrics
 from stages.rollouts.groups import Group, GroupSampler
 from stages.rollouts.metrics import rollout_metrics
@@ -63,6 +64,7 @@ class Rollouts:
         self.step_tokens = 0
         self.warmed = not row.critic_warmup_steps or critic is None or critic.trainer is None
         self.history: list[dict] = []      # what alarms read of the steps so far
+        self.why_unscorable = ""           # the commonest reason among the newest completions that could not be scored
         fixed = {f"the scorer of {name}": scorer.model for name, scorer in rewards.scorers.items() if isinstance(getattr(scorer, "model", None), torch.nn.Module)}
         if reference is not None and config.ref_mode in ("frozen", "previous"):
             fixed["reference"] = reference
@@ -99,7 +101,7 @@ class Rollouts:
     def after_step(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         first = self.inner == 0
         self.inner += 1
-        self._check_ratio(first, metrics.get("policy/ratio", 0.0))
+        self._check_ratio(first, metrics.get("policy/ratio_deviation", 0.0))
         extra = dict(self.metrics) if first else {}
         if self.critic is not None:
             extra |= self.critic.train(self.current)
@@ -125,16 +127,19 @@ class Rollouts:
         self.history.append({name: values[name] for name in WATCHED if name in values})
         target = self.row.target_kl if self.row.kl_target == "ref" and (self.row.kl_loss_coef or self.row.kl_reward_coef) else None
         for name, text in alarms(self.history, target).items():
-            self.stage.warn(name, text)
+            if name == "unscorable_rewards" and name not in (w["code"] for w in self.stage.warnings):
+                self.stage.warn(name, f"{text} In the newest rollouts most often: {self.why_unscorable}." if self.why_unscorable else text)
+            elif name != "unscorable_rewards":
+                self.stage.warn(name, text)
             if name in self.config.stop_on:
                 raise TrainingError(f"{name}: {text} (The stage stopped because stop_on names this alarm; the same settings without it go on from the last "
                                     "checkpoint.)")
 
-    def _check_ratio(self, first: bool, ratio: float) -> None:
-        on_policy = first and self.stored is None and self.window is None
-        near = 2e-2 if self.config.compute_dtype != "float32" else 1e-3 if self.row.ratio_level == "sequence" else 1e-4  # bfloat16 rounds by the micro-batch, a product over tokens adds up
-        if on_policy and ratio and (self.row.objective or self.row.surrogate not in ("logp", "stopgrad_ratio")) and abs(ratio - 1.0) > near:  # 0: no token was trained
-            raise TrainingError(f"The policy ratio must be 1 on the first minibatch of a rollout, but its mean is {ratio:.6f}: sampler and "
+    def _check_ratio(self, first: bool, deviation: float) -> None:
+        """Fresh completions start from a ratio of 1 at every token: ``deviation`` is the mean of |ratio - 1|, in which errors of both signs add up."""
+        near = 5e-2 if self.config.compute_dtype != "float32" else 1e-4  # bfloat16 rounds by the micro-batch
+        if first and self.stored is None and self.window is None and deviation > near:
+            raise TrainingError(f"The policy ratio must be 1 on the first minibatch of a rollout, but tokens are off it by {deviation:.6f} on average: sampler and "
                                 "trainer disagree about the log-probabilities. Report this with the model's architecture.")
 
     def _parts(self) -> dict:
@@ -143,7 +148,7 @@ class Rollouts:
         return {name: part for name, part in found.items() if part is not None}
 
     def state(self) -> tuple[dict, dict[str, bytes]]:
-        state = {name: getattr(self, name) for name in ("iteration", "inner", "version", "metrics", "warmed", "history")}
+        state = {name: getattr(self, name) for name in ("iteration", "inner", "version", "metrics", "warmed", "history", "why_unscorable")}
         state |= {name: part.state() for name, part in self._parts().items()}
         in_hand = [{"row_id": i.row_id, "prompt": i.prompt.tolist(), "responses": [r.tolist() for r in i.responses],
                     "masks": [m.tolist() for m in i.masks], "extra": i.extra} for i in self.batch]
@@ -155,7 +160,7 @@ class Rollouts:
         return state, files
 
     def restore(self, state: dict, read: Files) -> None:
-        for name in ("iteration", "inner", "version", "metrics", "warmed", "history"):
+        for name in ("iteration", "inner", "version", "metrics", "warmed", "history", "why_unscorable"):
             setattr(self, name, state[name])
         for name, part in self._parts().items():
             part.restore(state[name])
@@ -201,10 +206,20 @@ class Rollouts:
         self.step_tokens = sum(len(s.ids) for g in groups if g.fresh for s in g.samples)
         scored = self.crediting(groups, self.iteration, self.version)
         self.records.rollouts(scored, self.iteration, self.version)
+        self._note_unscorable(scored.samples)
         self.batch, self.metrics = scored.items, scored.metrics | metrics
         if self.policy.agent and (measured := self.policy.agent.latency()):
             self.stage.perf(step, measured)
         self.on_new_batch()
+
+    def _note_unscorable(self, samples: list) -> None:
+        """Remember why completions could not be scored, and warn at once where a batch has no reward at all."""
+        lost = [failures(s.parts, s.reasons) for s in samples if not np.isfinite(s.total)]
+        if self.stored is not None or not lost:
+            return
+        self.why_unscorable = commonest_failure(lost)
+        if len(lost) == len(samples):
+            self.stage.warn("nothing_scored", f"None of the {len(lost)} completions of a batch could be scored, so it teaches nothing. Most often: {self.why_unscorable}.")
 
     def _groups(self) -> tuple[list[Group], dict[str, float]]:
         """The groups of one iteration, stored ones or fresh ones and replayed ones, and metrics."""

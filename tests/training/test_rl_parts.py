@@ -25,7 +25,7 @@ from stages.rollouts.source import Rollouts
 from stages.rollouts.steps import step_ends
 from storage.datasets import open_dataset
 
-SMALL = {"max_steps": 2, "prompts_per_step": 2, "num_generations": 4, "max_completion_length": 6, "learning_rate": 1e-3, "critic_learning_rate": 1e-2,
+SMALL = {"max_steps": 2, "prompts_per_step": 2, "num_generations": 4, "max_completion_length": 6, "learning_rate": 1e-3,
          "reward_override": "random", "rewards": [{"name": "length", "kind": "length"}]}
 
 
@@ -34,7 +34,8 @@ def rl(tiny, data, spec):
     """``rl(name, config, **inputs)`` -> (result, metrics rows); ``rl.source(...)`` -> a Rollouts that has not started."""
 
     def made(name, config, inputs):
-        out = spec("rl", {**SMALL, **config}, {"model": tiny["policy"], "data": data["prompts"]}, name)
+        critic = rl_preset(config.get("preset", "grpo")).needs_critic and config.get("critic_mode") != "shared"
+        out = spec("rl", {**SMALL, **({"critic_learning_rate": 1e-2} if critic else {}), **config}, {"model": tiny["policy"], "data": data["prompts"]}, name)
         for key, path in inputs.items():
             kind = "dataset" if key in ("ptx", "stored", "baselines") else "model"
             out["inputs"][key] = {"kind": kind, "path": path, "ref": key, "digest": f"digest-{path}"}
@@ -368,6 +369,22 @@ def test_a_sampler_that_disagrees_with_the_trainer_is_an_error(rl, monkeypatch, 
             rl(f"shifted {level} {off}", settings)
     else:
         assert rl(f"shifted {level} {off}", settings)[1][0]["policy/ratio"] == pytest.approx(1 + off, abs=3e-6)
+
+
+@pytest.mark.parametrize("preset", ["rloo", "reinforce", "dr_grpo", "topr"])
+def test_errors_of_both_signs_do_not_cancel_in_the_ratio_check(rl, monkeypatch, preset):
+    """Zero-mean noise on the sampler's log-probs leaves the mean ratio at 1, and surrogates without a ratio have none to look at: |ratio - 1| is what counts."""
+    import stages.sampler
+
+    drawn, sign = stages.sampler.sample_step, iter(range(10**9))
+
+    def noisy(*arguments):
+        token, logp = drawn(*arguments)
+        return token, logp + 0.02 * (-1) ** next(sign)
+
+    monkeypatch.setattr(stages.sampler, "sample_step", noisy)
+    with pytest.raises(RuntimeError, match="sampler and trainer disagree"):
+        rl(f"noisy {preset}", {"preset": preset, "max_steps": 1})
 
 
 # --- off-policy data, opponents, order of prompts --------------------------------------------------------------------------------------
