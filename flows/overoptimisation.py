@@ -27,6 +27,7 @@ from stages.rejection import Config as RejectionConfig
 from stages.reward_model import Config as RewardModelConfig
 from stages.rewards import RewardComponent
 from stages.rl import Config as RLConfig
+from stages.rl import arm_of
 
 
 def rewards() -> list[RewardComponent]:
@@ -54,7 +55,7 @@ class Config(IteratedConfig):
 def overoptimisation(run: Run, config: Config) -> dict:
     """Over-optimisation study: RL against a proxy reward model with several KL coefficients and best-of-n, judged by a held-out reward model."""
     source = Source(run, config)
-    arms = {name: RLConfig.model_validate(merge(config.rl.model_dump(mode="json", exclude_unset=True), settings)) for name, settings in config.arms.items()}
+    arms = {name: arm_of(merge(config.rl.model_dump(mode="json", exclude_unset=True), settings), settings) for name, settings in config.arms.items()}
     prompts = ingest(run, "prompts", source("prompts"), config)
     start = starting_policy(run, source, config)
     proxy, gold = config.reward_model, config.gold_model

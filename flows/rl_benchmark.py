@@ -22,6 +22,7 @@ from stages.algorithms import RL_PRESETS
 from stages.learning import Config as LearningConfig
 from stages.rewards import RewardComponent
 from stages.rl import Config as RLConfig
+from stages.rl import arm_of
 
 #: What a preset needs to be itself at a small scale; everything else is the section `rl`.
 NEEDS: dict[str, dict[str, Any]] = {
@@ -44,7 +45,7 @@ def arm_config(shared: RLConfig, name: str, settings: dict[str, Any], iterations
     if preset not in RL_PRESETS:
         raise ConfigError(f"arms: {name} names no preset; write {name}: {{preset: grpo, ...}}. The presets are: {', '.join(RL_PRESETS)}")
     values = merge(merge(shared.model_dump(mode="json", exclude_unset=True), NEEDS.get(preset, {})), {**settings, "preset": preset})
-    arm = RLConfig.model_validate(values)
+    arm = arm_of(values, settings)
     passes = arm.num_iterations or RL_PRESETS[preset].num_iterations
     prompts = max(1, shared.prompts_per_step * shared.num_generations // arm.num_generations)
     return arm.model_copy(update={"max_steps": iterations * passes * arm.num_minibatches, "prompts_per_step": prompts})

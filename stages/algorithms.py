@@ -171,6 +171,109 @@ _RL_ROWS = (
 RL_PRESETS: dict[str, RLPreset] = {row.name: row for row in _RL_ROWS}
 
 
+#: Settings of the rl stage that take the place of an axis of the preset's row: setting -> field of the row.
+RL_AXES = {"beta": "kl_loss_coef", "kl_estimator": "kl_loss_estimator", "kl_coef": "kl_reward_coef", "scale_rewards": "scale", "loss_agg_mode": "aggregation",
+           **{name: name for name in (
+               "advantage", "baseline", "std_ddof", "std_eps", "whiten", "adv_norm_ddof", "gamma", "lam", "lam_critic", "opponent", "surrogate", "ratio_level", "epsilon",
+               "epsilon_high", "clip_ratio_c", "num_iterations", "kl_reward_mode", "kl_direction", "kl_target", "kl_controller", "target_kl", "critic_target",
+               "critic_warmup_steps", "truncation_policy", "dynamic_sampling", "ptx_coef")}}
+
+
+def _aggregates(r: RLPreset, c) -> bool:
+    """Whether any term of the loss is a sum over tokens that the aggregation weighs."""
+    return not r.objective or r.unit == "tokens" or r.kl_loss_coef > 0 or c.entropy_coef > 0 or r.needs_critic
+
+
+#: Settings of the rl stage that are read under a condition only (``stages.settings.unread``): the condition on the resolved row ``r`` and the config ``c``,
+#: and what is written where it does not hold. What is not named here is read by every preset; of settings with several conditions the first that fails speaks.
+RL_READ_WHEN = (
+    # advantages
+    (("baseline", "scale_rewards", "std_ddof", "std_eps", "whiten", "adv_norm_ddof", "advantage_clip"), lambda r, c: r.unit != "pairs",
+     "the preset's loss compares the rewards of pairs and reads no advantages; write another preset"),
+    (("scale_rewards",), lambda r, c: r.advantage == "group_mean" or (r.advantage == "turn_returns" and r.scale in ("none", "group")),
+     "advantage=group_mean divides by a std (turn_returns: by the group's), no other does; write advantage=group_mean"),
+    (("std_ddof", "std_eps"), lambda r, c: r.advantage == "process" or (r.scale != "none" and r.advantage in ("group_mean", "turn_returns")),
+     "no std of a group or batch is taken; write advantage=group_mean scale_rewards=group"),
+    (("adv_norm_ddof",), lambda r, c: r.whiten, "advantages are not whitened; write whiten=true"),
+    (("gamma",), lambda r, c: r.advantage in ("turn_returns", "reward_to_go", "gae") or (
+        r.needs_critic and r.critic_target in ("lambda_return", "mc_return", "td0", "soft_bellman")),
+     "every token is credited with the whole reward; write advantage=reward_to_go, gae (with a critic) or turn_returns (in an environment)"),
+    (("lam",), lambda r, c: (r.advantage == "gae" and r.lam_alpha is None) or (r.needs_critic and r.critic_target == "lambda_return" and r.lam_critic is None),
+     "no lambda-return with a fixed lambda is taken; write preset=ppo (vapo sets the policy's by length, the critic's is lam_critic)"),
+    (("lam_critic",), lambda r, c: r.needs_critic and r.critic_target == "lambda_return", "it is the lambda of a critic's target; write preset=ppo, with critic_target=lambda_return"),
+    (("baseline_value",), lambda r, c: _baseline(r) == "constant", "it is the baseline of baseline=constant; write that (with advantage=reward_minus_baseline)"),
+    (("baseline_decay",), lambda r, c: _baseline(r) == "moving_average", "only baseline=moving_average decays; write that (with advantage=reward_minus_baseline)"),
+    (("baseline_samples",), lambda r, c: _baseline(r) in ("table", "v_star"), "only baseline=table and v_star sample before training; write one of them"),
+    (("v_star_beta",), lambda r, c: _baseline(r) == "v_star", "it is the temperature of baseline=v_star; write that"),
+    (("opponent",), lambda r, c: r.advantage == "win_rate", "only advantage=win_rate compares with an opponent; write preset=nash_md or sppo"),
+    (("opponent_decay",), lambda r, c: r.advantage == "win_rate" and r.opponent == "ema", "there is no averaged opponent; write opponent=ema (with preset=nash_md or sppo)"),
+    (("mixture_coef",), lambda r, c: r.advantage == "win_rate" and r.opponent == "mixture", "there is no mixed opponent; write opponent=mixture (with preset=nash_md or sppo)"),
+    (("vine_samples",), lambda r, c: r.advantage == "vine", "only advantage=vine continues completions; write preset=vineppo"),
+    (("step_separator",), lambda r, c: r.advantage in ("process", "vine") and not c.environment,
+     "only advantage=process and vine cut completions into steps (in an environment: by turns); write preset=grpo_process or vineppo"),
+    # ratios, clips, aggregation
+    (("surrogate", "ratio_level", "epsilon", "epsilon_high", "clip_ratio_c", "importance_correction"), lambda r, c: not r.objective,
+     "the preset has a loss of its own on whole responses instead of a surrogate; write its constants as options, or another preset"),
+    (("ratio_level",), lambda r, c: r.surrogate != "logp", "surrogate=logp has no ratio; write surrogate=clip"),
+    (("epsilon",), lambda r, c: r.surrogate == "clip" or (r.surrogate == "cispo" and r.epsilon_high is None), "the surrogate has no lower clip; write surrogate=clip"),
+    (("epsilon_high",), lambda r, c: r.surrogate in ("clip", "cispo"), "the surrogate does not clip; write surrogate=clip"),
+    (("clip_ratio_c",), lambda r, c: r.surrogate == "clip", "the surrogate does not clip; write surrogate=clip"),
+    (("importance_clip_max",), lambda r, c: c.importance_correction != "none" and not r.objective, "no importance weights are taken; write importance_correction=token_truncate"),
+    (("loss_agg_mode", "loss_scale_factor", "token_norm_scope"), _aggregates,
+     "the preset's loss is a mean over sequences or pairs and has no token term; write beta=0.04 or entropy_coef=0.01 to add one"),
+    (("loss_scale_factor",), lambda r, c: r.aggregation == "seq-mean-token-sum-norm", "only one aggregation has a constant; write loss_agg_mode=seq-mean-token-sum-norm"),
+    (("token_norm_scope",), lambda r, c: r.aggregation == "token-mean", "it is the scope of a mean over tokens; write loss_agg_mode=token-mean"),
+    (("seq_denominator",), lambda r, c: (r.objective and r.unit == "sequences") or (_aggregates(r, c) and r.aggregation != "token-mean"),
+     "nothing is averaged over sequences; write loss_agg_mode=seq-mean-token-mean"),
+    (("early_stop_kl",), lambda r, c: r.num_iterations * c.num_minibatches > 1, "each batch of completions is used for one step; write num_iterations=2 or num_minibatches=2"),
+    # KL
+    (("kl_estimator", "kl_direction", "kl_target", "kl_is_weighted"), lambda r, c: r.kl_loss_coef > 0, "there is no KL in the loss (beta=0); write beta=0.04"),
+    (("kl_direction",), lambda r, c: r.kl_loss_estimator == "full", "only the exact KL has a direction; write kl_estimator=full"),
+    (("kl_is_weighted",), lambda r, c: r.kl_loss_estimator != "full", "the exact KL needs no weights; write kl_estimator=k3"),
+    (("kl_reward_mode",), lambda r, c: r.kl_reward_coef > 0, "there is no KL in the reward (kl_coef=0); write kl_coef=0.02"),
+    (("kl_reward_estimator",), lambda r, c: r.kl_reward_coef > 0 or (r.needs_critic and r.critic_target == "soft_bellman"),
+     "there is no KL in the reward (kl_coef=0); write kl_coef=0.02"),
+    (("kl_coef_min", "kl_coef_max"), lambda r, c: r.kl_controller != "fixed", "the KL coefficient does not move; write kl_controller=adaptive_ppo"),
+    (("target_kl",), lambda r, c: r.kl_controller != "fixed" or (r.kl_target == "ref" and (r.kl_loss_coef > 0 or r.kl_reward_coef > 0)),  # the alarm kl_over_target
+     "no KL to the reference is held down; write kl_coef=0.02 or beta=0.04, and kl_controller=adaptive_ppo"),
+    (("ref_mode", "ref_sync_steps", "ref_sync_alpha", "ref_decay"), lambda r, c: r.needs_reference or c.monitor_kl or (r.opponent == "mixture" and c.ref_mode != "previous"),
+     "no reference is loaded; write beta=0.04, kl_coef=0.02 or monitor_kl=true"),
+    (("ref_sync_steps", "ref_sync_alpha"), lambda r, c: c.ref_mode == "refresh", "only ref_mode=refresh mixes every so many steps; write that"),
+    (("ref_decay",), lambda r, c: c.ref_mode == "ema", "only ref_mode=ema is an average; write that"),
+    # critic
+    (("critic_mode", "critic_init", "critic_learning_rate", "critic_target", "critic_warmup_steps", "vf_coef", "cliprange_value", "value_loss_half"),
+     lambda r, c: r.needs_critic, "the preset has no critic; write preset=ppo"),
+    (("critic_init", "critic_learning_rate", "critic_warmup_steps"), lambda r, c: c.critic_mode == "separate", "a shared trunk learns with the policy; write critic_mode=separate"),
+    (("vf_coef",), lambda r, c: c.critic_mode == "shared", "a critic of its own has its own learning rate (critic_learning_rate); write critic_mode=shared"),
+    # lengths and filters
+    (("missing_eos_penalty", "missing_eos_mode"), lambda r, c: r.truncation_policy == "penalty", "cut completions are not penalised; write truncation_policy=penalty"),
+    (("truncated_in_stats",), lambda r, c: r.truncation_policy == "mask", "cut completions are not masked; write truncation_policy=mask"),
+    (("filter_groups_metric", "gen_batch_size", "max_num_gen_batches"), lambda r, c: r.dynamic_sampling, "no group is sampled again; write dynamic_sampling=true"),
+    (("zero_advantage",), lambda r, c: r.compares, "the preset does not compare the completions of a group, so none is without a signal; write advantage=group_mean"),
+    # off-policy data, pretraining mix, trust region
+    (("replay_window", "max_staleness"), lambda r, c: c.replay_fraction > 0, "nothing is replayed; write replay_fraction=0.25 (with an off-policy preset)"),
+    (("ptx_batch_ratio", "ptx_agg", "ptx_max_length"), lambda r, c: r.ptx_coef > 0, "no pretraining text is mixed in; write ptx_coef (and the input ptx)"),
+    (("max_kl", "cg_iters", "cg_damping", "backtrack_coeff", "backtrack_iters", "trust_region_max_parameters"), lambda r, c: r.update == "trust_region",
+     "the preset takes gradient steps; write preset=trpo (early_stop_kl bounds the KL of the others)"),
+    # prompts, groups, validation
+    (("curriculum_mix",), lambda r, c: c.curriculum == "easy_to_hard", "write curriculum=easy_to_hard"),
+    (("rerank_score",), lambda r, c: c.curriculum == "rerank", "write curriculum=rerank"),
+    (("curriculum_beta", "curriculum_sigma"), lambda r, c: c.curriculum == "gaussian", "write curriculum=gaussian"),
+    (("passk_bands", "passk_k"), lambda r, c: c.curriculum == "pass_at_k", "write curriculum=pass_at_k"),
+    (("self_paced_thresholds",), lambda r, c: c.curriculum == "self_paced", "write curriculum=self_paced"),
+    (("passk_samples",), lambda r, c: c.curriculum in ("pass_at_k", "self_paced") or c.difficulty_band is not None,
+     "no pass rates are measured before training; write curriculum=pass_at_k or self_paced, or difficulty_band=[0.2, 0.8]"),
+    (("improve_share", "prior_choice"), lambda r, c: c.mode_mix != "fresh", "no earlier answer is improved; write mode_mix=share"),
+    (("conditioning",), lambda r, c: any(one.kind == "rubric" for one in c.rewards), "every answer is sampled behind the plain question; add a reward of kind rubric"),
+    (("sft_in_loss",), lambda r, c: c.sft_member != "none", "no SFT answer joins a group; write sft_member=append"),
+    (("eval_every",), lambda r, c: c.eval_prompts > 0, "no validation prompt is asked; write eval_prompts=64"))
+
+
+def _baseline(r: RLPreset) -> str:
+    """The baseline that is read, if any."""
+    return r.baseline if r.advantage in BASELINE_ADVANTAGES and r.unit != "pairs" else "none"
+
+
 def rl_preset(name: str, **changes) -> RLPreset:
     """A row of RL_PRESETS with some axes changed; unknown names list the known ones."""
     if name not in RL_PRESETS:
@@ -329,6 +432,20 @@ DIRECT_METHODS: dict[str, DirectMethod] = {row.name: row for row in _DIRECT_ROWS
 OPTION_RANGES: dict[str, tuple] = {
     "label_smoothing": (0.0, 0.5), "discopop_tau": (1e-6, float("inf")), "eta": (1e-12, float("inf")), "momentum": (0.0, 1.0), "offset_fn": ("log", "identity"),
     **{name: (0.0, float("inf")) for name in ("desirable_weight", "undesirable_weight", "reg_coef", "cal_weight", "conditional_weight", "anchor_weight", "simpo_gamma")}}
+
+
+#: Settings of align that are read under a condition only, as ``RL_READ_WHEN``: the method's row ``m`` and the config ``c``.
+DIRECT_READ_WHEN = (
+    (("reference_alpha",), lambda m, c: c.reference_update == "tr_soft", "it is a share of the mixed reference; write reference_update=tr_soft"),
+    (("reference_decay",), lambda m, c: c.reference_update == "ema", "it is the decay of the averaged reference; write reference_update=ema"),
+    (("reference_interval",), lambda m, c: c.reference_update in ("tr_soft", "per_interval"), "the reference does not move every so many steps; write reference_update=tr_soft or "
+                                                                                             "per_interval"),
+    (("z_ref_mode",), lambda m, c: m.statistic == "z0", "only kto has a reference point; write method=kto"),
+    (("win_probability",), lambda m, c: "win_prob" in m.columns, "only sppo reads win probabilities; write method=sppo"),
+    (("segment_pairing",), lambda m, c: m.data == "segments", "only 2d_dpo pairs segments; write method=2d_dpo"),
+    (("corruption", "corruption_share"), lambda m, c: m.data == "conditions", "only mdpo corrupts prompts; write method=mdpo"),
+    (("corruption_share",), lambda m, c: c.corruption != "shuffle", "shuffling keeps every part; write corruption=drop or truncate"),
+    (("nll_reduction",), lambda m, c: (m.nll_coef if c.nll_coef is None else c.nll_coef) > 0, "there is no NLL term; write nll_coef=1"))
 
 
 def validate_direct(row: DirectMethod, beta: float | None, has_reference: bool) -> list[str]:

@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from stages.settings import OptimizerConfig
-from stages.spec import InputSpec, OutputSpec, StageSpec
+from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 
 class Config(OptimizerConfig):
@@ -82,11 +82,14 @@ def run(stage):
     from stages.training import Trainer, TrainingError, fit
 
     config, data = with_written_loss(stage), stage.dataset("data")
-    objective = DirectAlignment(config, stage.has("reference"))
+    try:
+        objective = DirectAlignment(config, stage.has("reference"))
+    except ValueError as error:  # settings that do not fit together are the user's to change: no traceback, exit code 2
+        raise ConfigError(str(error)) from None
     method, unit = objective.method, UNIT[objective.method.data]
     renderer = renderer_for(stage.path("model"))
     if stage.has("reference") and renderer_for(stage.path("reference")).vocabulary_hash != renderer.vocabulary_hash:
-        raise ValueError("the input `reference` has another tokenizer than the policy, so the same ids are other words to it; give a model with the policy's vocabulary, "
+        raise ConfigError("the input `reference` has another tokenizer than the policy, so the same ids are other words to it; give a model with the policy's vocabulary, "
                          "normally the one that training starts from.")
     encode = Encoder(renderer, method, config, stage.rng, target_answers(stage, method))
     train = encode(data, "train")
@@ -98,7 +101,7 @@ def run(stage):
     frozen = method.needs_reference and config.reference_update == "frozen"
     seen = rows_seen(stage, train, config)
     if not frozen and stage.has("ref_logps"):
-        raise ValueError(f"method {config.method} with reference_update={config.reference_update} has no frozen reference; leave the ref_logps input out.")
+        raise ConfigError(f"method {config.method} with reference_update={config.reference_update} has no frozen reference; leave the ref_logps input out.")
     model, moving = policy_to_train(stage), None
     check_ids(model, train + validation, renderer)
     if method.needs_reference and not frozen:
@@ -139,7 +142,7 @@ def with_written_loss(stage):
     config = stage.config
     if config.method != "written":
         if stage.has("objective"):
-            raise ValueError(f"the input `objective` is a loss given as text, which method={config.method} does not read; write method=written, or leave it out.")
+            raise ConfigError(f"the input `objective` is a loss given as text, which method={config.method} does not read; write method=written, or leave it out.")
         return config
     code = config.options.get("code", "")
     if stage.has("objective"):
@@ -148,10 +151,10 @@ def with_written_loss(stage):
             raise ValueError(f"the objective {row['name']!r} did not pass its unit tests: {row['failure']}")
         code = row["code"]
     if not code:
-        raise ValueError("method=written needs a loss: write options.code='softplus(-beta * ((pc - pr) - (rc - rr)))' or give the input `objective`.")
+        raise ConfigError("method=written needs a loss: write options.code='softplus(-beta * ((pc - pr) - (rc - rr)))' or give the input `objective`.")
     wrong = failures(program_of(code), config.beta or DIRECT_METHODS["written"].default_beta)
     if wrong:
-        raise ValueError(" ".join(wrong))
+        raise ConfigError(" ".join(wrong))
     return config.model_copy(update={"options": {**config.options, "code": code}})
 
 
@@ -178,7 +181,7 @@ def target_answers(stage, method) -> dict[str, list[dict]] | None:
     if not stage.has("targets"):
         return None
     if "target" not in method.columns:
-        raise ValueError(f"the input `targets` is read by method slic only; leave it out for {method.name}.")
+        raise ConfigError(f"the input `targets` is read by method slic only; leave it out for {method.name}.")
     found = {}
     for row in stage.dataset("targets").iter_rows():
         first = min(row["train_turns"])
@@ -212,7 +215,7 @@ def data_warnings(config: Config, objective, train, validation) -> list[str]:
         texts.append(f"{len(train)} rows in steps of {size} leave one row for the last step of an epoch, and z0, which needs two, is 0 there; write batch_size={fitting}, "
                      "or set z_ref_mode=heldout.")
     if config.z_ref_mode == "heldout" and not validation:
-        raise ValueError("z_ref_mode=heldout estimates z0 on validation rows and there are none; give data with a validation split, or "
+        raise ConfigError("z_ref_mode=heldout estimates z0 on validation rows and there are none; give data with a validation split, or "
                          "z_ref_mode=batch_mismatched.")
     return texts
 

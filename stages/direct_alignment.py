@@ -11,11 +11,12 @@ import math
 
 import torch
 
-from stages.algorithms import DIRECT_METHODS, OPTION_RANGES, resolve, validate_direct
+from stages.algorithms import DIRECT_METHODS, DIRECT_READ_WHEN, OPTION_RANGES, resolve, validate_direct
 from stages.batching import per_response
 from stages.direct_losses import aot_matches, kto_reference_point, log_odds, segment_sums
 from stages.losses import displacement_metrics
 from stages.modeling import freeze, load_policy, load_weights, move_towards, target_logps, weights_file
+from stages.settings import refuse_unread
 from stages.spec import ConfigError
 from stages.training import ShuffledRows, Sums, products
 
@@ -63,6 +64,7 @@ class DirectAlignment:
             raise ValueError(f"nll_coef adds the NLL of a chosen response; {config.method} trains on {UNIT[method.data]} of {method.data}, so leave it out.")
         if config.nll_coef == 0 and method.name == "cpo":
             raise ValueError("cpo without its NLL term has nothing that keeps the policy where it was; write nll_coef=1, or method=reference_free for the ablation.")
+        refuse_unread(config, DIRECT_READ_WHEN, method, config, own={"nll_reduction": method.nll_reduction})
         self.scale = 1.0 if beta is None else beta
         self.arguments = {**({} if beta is None else {"beta": beta}), **{k: config.options.get(k, v) for k, v in method.options.items()}}
         self.settings = {k: config.options.get(k, v) for k, v in method.settings.items()}

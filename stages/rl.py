@@ -16,13 +16,14 @@ and every turn once more as a row of ``trajectories/1``.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal
 
 from pydantic import Field
 
 from stages.rewards import REWARD_INPUTS, RewardComponent
-from stages.settings import PROMPT_TEMPLATE, AgentConfig, OptimizerConfig, PromptTemplate, SamplingConfig
-from stages.spec import InputSpec, OutputSpec, StageSpec
+from stages.settings import PROMPT_TEMPLATE, AgentConfig, OptimizerConfig, PromptTemplate, SamplingConfig, unread
+from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 Preset = Literal["reinforce", "remax", "reinforce_pp", "rloo", "grpo", "grpo_process", "dr_grpo", "dapo", "grpo_plus", "gspo", "cispo", "grape",
                  "grape_alt", "ppo", "ppo_outcome", "ppo_ptx", "ppo_penalty_adaptive", "ppo_clip_kl", "a2c", "vapo", "trpo_penalty", "trpo", "agent", "vineppo", "topr", "a_lol",
@@ -261,23 +262,39 @@ SPEC = StageSpec(
              "baselines": OutputSpec("dataset", required=False, doc="baselines/1 as sampled before training.")})
 
 
-def resolve_preset(config: Config):
-    """The preset row with the config's overrides applied and checked; (row, warnings)."""
-    from stages.algorithms import BASELINE_ADVANTAGES, rl_preset, validate_rl
+def row_of(config: Config):
+    """The preset's row with the config's overrides applied, not checked against each other."""
+    from stages.algorithms import RL_AXES, rl_preset
 
-    start = rl_preset(config.preset)
-    changes = {"kl_loss_coef": config.beta, "kl_loss_estimator": config.kl_estimator, "kl_reward_coef": config.kl_coef,
-               "scale": config.scale_rewards, "aggregation": config.loss_agg_mode}
-    changes |= {name: getattr(config, name) for name in (
-        "advantage", "baseline", "std_ddof", "std_eps", "whiten", "adv_norm_ddof", "gamma", "lam", "lam_critic", "opponent", "surrogate", "ratio_level", "epsilon", "epsilon_high", "clip_ratio_c", "num_iterations",
-        "kl_reward_mode", "kl_direction", "kl_target", "kl_controller", "target_kl", "critic_target", "critic_warmup_steps", "truncation_policy",
-        "dynamic_sampling", "ptx_coef")}
+    start, changes = rl_preset(config.preset), {axis: getattr(config, name) for name, axis in RL_AXES.items()}
     if config.options:
         unknown = set(config.options) - set(start.options)
         if unknown:
-            raise ValueError(f"options {', '.join(sorted(unknown))}: preset {config.preset} has {', '.join(start.options) or 'none'}; remove them.")
+            raise ConfigError(f"options {', '.join(sorted(unknown))}: preset {config.preset} has {', '.join(start.options) or 'none'}; remove them.")
         changes["options"] = {**start.options, **config.options}
-    row = rl_preset(config.preset, **{k: v for k, v in changes.items() if v is not None})
+    return rl_preset(config.preset, **{k: v for k, v in changes.items() if v is not None})
+
+
+def not_read(config: Config) -> dict[str, str]:
+    """{setting: error text} of the settings in which a config differs from the defaults and from its preset, and which nothing would read."""
+    from stages.algorithms import RL_AXES, RL_READ_WHEN, rl_preset
+
+    start = rl_preset(config.preset)
+    return unread(config, RL_READ_WHEN, row_of(config), config, own={name: getattr(start, axis) for name, axis in RL_AXES.items()})
+
+
+def arm_of(values: dict, own: Collection[str]) -> Config:
+    """One of several runs that share settings: the config of ``values``, without those that its preset does not read and that are not its ``own``."""
+    config = Config.model_validate(values)
+    dead = not_read(config).keys() - set(own)
+    return Config.model_validate({name: value for name, value in values.items() if name not in dead}) if dead else config
+
+
+def resolve_preset(config: Config):
+    """The preset row with the config's overrides applied and checked; (row, warnings)."""
+    from stages.algorithms import BASELINE_ADVANTAGES, validate_rl
+
+    row = row_of(config)
     updates = row.num_iterations * config.num_minibatches
     warnings = validate_rl(row, config.num_generations, updates_per_generation=updates, max_staleness=config.max_staleness,
                            allow_double_kl=config.allow_double_kl, loss_scale_factor=config.loss_scale_factor)
@@ -330,8 +347,16 @@ def resolve_preset(config: Config):
         raise ValueError("forward=compiled has no forward-mode derivative, which TRPO needs; write forward=auto, or preset=ppo.")
     if config.engine_sleep and config.engine != "vllm":
         raise ValueError(f"engine_sleep=true puts vLLM to sleep, but engine={config.engine}; write engine=vllm, or leave engine_sleep out")
+    dead = not_read(config)
+    if dead:
+        raise ValueError(f"preset={config.preset}: " + "\n  ".join(dead.values()))
     if config.reward_norm.startswith("whiten") and row.scale != "none":
         warnings.append(f"reward_norm={config.reward_norm} on top of scale_rewards={row.scale}: the second cancels the first's scale, write reward_norm=none")
+    if config.prompts_per_step % config.num_minibatches:
+        fits = [n for n in range(1, config.prompts_per_step + 1) if config.prompts_per_step % n == 0]
+        warnings.append(f"num_minibatches={config.num_minibatches} cuts prompts_per_step={config.prompts_per_step} into steps of different size "
+                        f"({config.prompts_per_step // config.num_minibatches} and {config.prompts_per_step // config.num_minibatches + 1} prompts), and a prompt in a smaller step "
+                        f"weighs more; write one of {', '.join(map(str, fits))}")
     if config.preset == "grape_alt":
         warnings.append("grape_alt is experimental: one unnormalised ratio and clip per sequence is a looser constraint than the token level's and collapses more easily; "
                         "write preset=grape, or gspo for ratios that do not grow with length")
@@ -354,7 +379,6 @@ def run(stage):
     from stages.rewards import build_rewards
     from stages.rl_report import rl_report
     from stages.rollouts.source import Rollouts
-    from stages.spec import ConfigError
     from stages.training import Trainer, fit
     from stages.trust_region import TrustRegionTrainer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -9,10 +10,41 @@ from pydantic import Field, model_validator
 from stages.spec import StageConfig
 
 
+#: Settings that are read under a condition only: (settings, condition, why nothing reads them where it does not hold and what to write).
+ReadWhen = Iterable[tuple[tuple[str, ...], Callable[..., bool], str]]
+
+
+def unread(config: StageConfig, rules: ReadWhen, *context, own: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """{setting: error text} of the settings that were changed although nothing would read them (users.md F2: no option is ignored silently).
+
+    A value that is the default changes nothing, whoever wrote it, so resolved settings come back as they are; ``own`` gives what a default of None stands
+    for. Conditions are called with ``context``, or with the config where there is none.
+    """
+    found: dict[str, str] = {}
+    for names, condition, text in rules:
+        for name in (n for n in names if n in type(config).model_fields and n not in found):
+            value, field = getattr(config, name), type(config).model_fields[name]
+            if value not in (field.get_default(call_default_factory=True), (own or {}).get(name)) and not condition(*context or (config,)):
+                found[name] = f"{name}={value} would change nothing: {text}, or leave {name} out."
+    return found
+
+
+def refuse_unread(*args, **more) -> None:
+    """Raise a ValueError that lists what :func:`unread` finds."""
+    found = unread(*args, **more)
+    if found:
+        raise ValueError("\n  ".join(found.values()))
+
+
 class OptimizerConfig(StageConfig):
     """Settings shared by every trained stage. ``LORA_RATE``: what a LoRA adapter multiplies the default learning rate by, where none is given."""
 
     LORA_RATE: ClassVar[float] = 1.0
+    READ_WHEN: ClassVar[ReadWhen] = (
+        (("lora_alpha", "lora_rslora", "lora_targets"), lambda c: c.lora_rank > 0, "there is no adapter (lora_rank=0); write lora_rank=16"),
+        (("decay_ratio",), lambda c: c.lr_schedule == "wsd", "only lr_schedule=wsd has a final decay of its own; write lr_schedule=wsd"),
+        (("min_lr_ratio",), lambda c: c.lr_schedule != "constant", "lr_schedule=constant does not decay; write lr_schedule=cosine or linear"),
+        (("eval_every",), lambda c: getattr(c, "eval_rows", 1) > 0, "eval_rows=0 keeps no validation rows; write eval_rows=500"))
 
     learning_rate: float = Field(2e-5, gt=0, description="Peak AdamW learning rate; default of sft and distill with LoRA 2e-4.")
     lr_schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = Field(
@@ -43,6 +75,11 @@ class OptimizerConfig(StageConfig):
     def _adapter_rate(self):
         if self.lora_rank and "learning_rate" not in self.model_fields_set:
             self.__dict__["learning_rate"] = self.LORA_RATE * type(self).model_fields["learning_rate"].default
+        return self
+
+    @model_validator(mode="after")
+    def _read(self):
+        refuse_unread(self, self.READ_WHEN)
         return self
 
     @model_validator(mode="after")

@@ -279,3 +279,22 @@ def test_an_interrupted_run_with_a_state_of_its_own_ends_with_the_same_bytes(tin
     monkeypatch.setattr(training.Trainer, "step", step)
     assert execute(killed, silent)["resumed_from"] == 7
     assert outputs(Path(killed["workdir"])) == outputs(Path(killed["workdir"]).parent / "whole")
+
+
+@pytest.mark.parametrize("config, inputs, says", [
+    ({"options": {"foo": 1}}, {}, "no option"), ({"method": "kto", "logp_reduction": "mean"}, {}, "logp_reduction"), ({"method": "orpo"}, {"reference": "policy"}, "reference input"),
+    ({"reference_interval": 3}, {}, "reference_update=tr_soft"), ({"reference_update": "ema", "reference_alpha": 0.5}, {}, "tr_soft"), ({"win_probability": "scores"}, {}, "method=sppo"),
+    ({"corruption_share": 0.25}, {}, "method=mdpo"), ({"z_ref_mode": "zero"}, {}, "method=kto"), ({"nll_reduction": "seq-sum"}, {}, "nll_coef=1")])
+def test_refused_settings_are_the_users_to_change(tiny, preferences, spec, config, inputs, says):
+    """ConfigError: exit code 2 and no traceback, as the command line promises."""
+    with pytest.raises(ConfigError, match=says):
+        execute(spec("align", {"max_steps": 1, "max_length": 96, **config}, {"model": tiny["policy"], "data": preferences["pairs"], **{k: tiny[v] for k, v in inputs.items()}}, "refused"), silent)
+
+
+def test_settings_of_a_run_without_what_reads_them_are_refused():
+    for given, says in (({"lora_alpha": 32}, "lora_rank=16"), ({"lora_targets": "q_proj"}, "lora_rank=16"), ({"decay_ratio": 0.3}, "lr_schedule=wsd"), ({"eval_every": 5, "eval_rows": 0}, "eval_rows=500"),
+                        ({"lr_schedule": "constant", "min_lr_ratio": 0.1}, "does not decay")):
+        with pytest.raises(ValueError, match=says):
+            Config(**given)
+    Config(**Config().model_dump())
+    Config(lora_rank=8, lora_alpha=32, eval_every=5)

@@ -2,20 +2,22 @@
 
 import json
 from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 
-from stages.algorithms import rl_preset
+from stages.algorithms import RL_AXES, RL_READ_WHEN, rl_preset
 from stages.batching import make_item
 from stages.credit import Batch, assign
 from stages.estimators import RunningScale, normalise_rewards
 from stages.generation import Sample
 from stages.modeling import load_policy
 from stages.policy_update import PolicyGradient
-from stages.rl import Config, resolve_preset
+from stages.rl import Config, Preset, not_read, resolve_preset, row_of
 from stages.rollouts.metrics import rollout_metrics
+from stages.settings import AgentConfig, OptimizerConfig, SamplingConfig
 from stages.spec import ConfigError
 from stages.training import Trainer, TrainingError
 from tests.training.test_rl_parts import rl, rows_of  # noqa: F401
@@ -117,6 +119,162 @@ def test_settings_that_would_do_something_else_are_refused(config, says):
 def test_the_stage_reports_refused_settings_as_settings(rl):
     with pytest.raises(ConfigError, match="write kl_reward_mode=token_terminal"):
         rl("refused", {"preset": "ppo", "kl_reward_mode": "token_broadcast"})
+
+
+def other_value(name):
+    """A valid value of a setting that is not its default."""
+    field = Config.model_fields[name]
+    for value in ("k3", "logp", "sequence", "mean", *(v for a in get_args(field.annotation) for v in get_args(a) or (a,)), *get_args(field.annotation),
+                  True, False, 2, 0.5, 1.5, 3, [1.0, 0.5], (0.25, 1.5), ":"):
+        try:
+            if getattr(Config(**{name: value}), name) != field.get_default(call_default_factory=True):
+                return value
+        except ValueError:
+            continue
+    raise AssertionError(f"no value for {name}")
+
+
+#: Settings that every preset reads: whoever adds one says here or in RL_READ_WHEN when it is read.
+ALWAYS = {"preset", "rewards", "max_steps", "prompts_per_step", "num_generations", "num_iterations", "num_minibatches", "advantage", "options", "beta", "kl_coef", "kl_controller",
+          "monitor_kl", "allow_double_kl", "entropy_coef", "log_entropy", "truncation_policy", "reward_norm", "reward_clip", "soft_punish_cache", "context_schedule",
+          "dynamic_sampling", "reward_override", "engine_sleep", "engine_max_mismatch", "allow_reencoded_ids", "replay_fraction", "ptx_coef", "curriculum", "difficulty_band",
+          "no_resampling_pass_rate", "mode_mix", "sft_member", "split", "prompt_template", "max_prompt_length", "stop_on", "eval_prompts"}
+
+
+def test_every_setting_says_when_it_is_read():
+    named = {name for names, _, _ in RL_READ_WHEN for name in names}
+    shared = {*OptimizerConfig.model_fields, *SamplingConfig.model_fields, *AgentConfig.model_fields}
+    assert named <= set(Config.model_fields) and named & ALWAYS == set() and set(Config.model_fields) - shared - named == ALWAYS
+
+
+@pytest.mark.parametrize("preset", get_args(Preset))
+def test_a_setting_that_the_preset_does_not_read_is_refused_and_a_default_never_is(preset):
+    """users.md F2, over every setting with a condition: it holds and the row or the config carries the value, or the setting is named and left out."""
+    environment = {"environment": "tools"} if preset == "agent" else {}
+    plain = Config(preset=preset, **environment)
+    assert not not_read(plain) and not not_read(Config(**plain.model_dump())), "resolved settings come back as they are"
+    own = {name: getattr(rl_preset(preset), axis) for name, axis in RL_AXES.items()}
+    assert not not_read(Config(preset=preset, **environment, **{name: value for name, value in own.items() if value is not None and value != "soft_bellman"}))
+    for name in dict.fromkeys(name for names, _, _ in RL_READ_WHEN for name in names):
+        config = Config(preset=preset, **environment, **{name: other_value(name)})
+        row = row_of(config)
+        reads = all(condition(row, config) for names, condition, _ in RL_READ_WHEN if name in names)
+        assert reads or getattr(config, name) == own.get(name) or name in not_read(config)
+        if name in not_read(config):
+            with pytest.raises(ValueError, match=f"{name}|RL preset"):
+                resolve_preset(config)
+
+
+@pytest.mark.parametrize("config, says", [
+    ({"preset": "rloo", "epsilon": 0.01}, "write surrogate=clip"), ({"preset": "grpo", "gamma": 0.5}, "advantage=reward_to_go"), ({"preset": "grpo", "lam": 0.1}, "preset=ppo"),
+    ({"preset": "vapo", "lam": 0.5}, "lam_critic"), ({"preset": "grpo", "critic_learning_rate": 1.0}, "has no critic"), ({"beta": 0.0, "kl_estimator": "k2"}, "beta=0.04"),
+    ({"beta": 0.0, "ref_mode": "ema"}, "no reference"), ({"ref_decay": 0.5}, "ref_mode=ema"), ({"eval_every": 1}, "eval_prompts"), ({"beta": 0.0, "target_kl": 1.0}, "kl_controller"),
+    ({"kl_coef_max": 1.0}, "kl_controller"), ({"preset": "ppo", "critic_mode": "shared", "critic_init": "policy"}, "critic_mode=separate"), ({"cliprange_value": 0.2}, "preset=ppo"),
+    ({"preset": "cispo", "clip_ratio_c": 3.0}, "surrogate=clip"), ({"missing_eos_penalty": 2.0}, "truncation_policy=penalty"), ({"filter_groups_metric": "reward_std"}, "dynamic_sampling"),
+    ({"max_num_gen_batches": 3}, "dynamic_sampling"), ({"loss_scale_factor": 5.0}, "seq-mean-token-sum-norm"), ({"replay_window": 5}, "replay_fraction"), ({"max_kl": 0.1}, "preset=trpo"),
+    ({"beta": 0.0, "kl_is_weighted": True}, "beta=0.04"), ({"vine_samples": 3}, "vineppo"), ({"preset": "sppo", "epsilon": 0.1}, "options"), ({"preset": "copg", "whiten": True}, "pairs"),
+    ({"preset": "topr", "loss_agg_mode": "token-mean"}, "no token term"), ({"early_stop_kl": 0.1}, "num_iterations=2"), ({"lr_schedule": "constant", "min_lr_ratio": 0.1}, "does not decay"),
+    ({"lora_alpha": 32}, "lora_rank=16")])
+def test_a_setting_without_effect_says_what_to_write(config, says):
+    with pytest.raises(ValueError, match=f"(?s)would change nothing.*{says}"):
+        resolve_preset(Config(**config))
+
+
+def test_settings_become_active_with_what_reads_them():
+    for config in ({"preset": "rloo", "surrogate": "clip", "epsilon": 0.01}, {"preset": "grpo", "advantage": "reward_to_go", "gamma": 0.5, "beta": 0.0},
+                   {"preset": "topr", "loss_agg_mode": "token-mean", "beta": 0.1}, {"preset": "rloo", "target_kl": 6.0}, {"preset": "oreo", "kl_reward_estimator": "k2"},
+                   {"monitor_kl": True, "beta": 0.0, "ref_mode": "ema", "ref_decay": 0.9}, {"eval_prompts": 4, "eval_every": 2}, {"preset": "nash_md", "mixture_coef": 0.5},
+                   {"preset": "grpo", "num_iterations": 2, "early_stop_kl": 0.1}, {"preset": "rloo", "epsilon": 0.2, "surrogate": "logp"}):
+        resolve_preset(Config(**config))
+
+
+def test_arms_share_settings_that_only_some_of_them_read():
+    """rl_benchmark and overoptimisation: the critic's learning rate of all arms reaches those with a critic; an arm's own dead setting is refused."""
+    from flows.rl_benchmark import arm_config
+
+    shared = Config(critic_learning_rate=1e-3, epsilon=0.1, learning_rate=1e-4)
+    assert arm_config(shared, "ppo", {}, 3).critic_learning_rate == 1e-3 and arm_config(shared, "grpo", {}, 3).epsilon == 0.1
+    bare = arm_config(shared, "rloo", {}, 3)
+    assert (bare.critic_learning_rate, bare.epsilon, bare.learning_rate) == (1e-5, None, 1e-4) and resolve_preset(bare)
+    with pytest.raises(ValueError, match="epsilon=0.3 would change nothing"):
+        resolve_preset(arm_config(shared, "rloo", {"epsilon": 0.3}, 3))
+
+
+def test_minibatches_of_different_size_are_told():
+    assert any("steps of different size (2 and 3 prompts)" in text and "1, 2, 4, 8" in text for text in resolve_preset(Config(preset="dr_grpo", prompts_per_step=8, num_minibatches=3))[1])
+    assert not any("different size" in text for text in resolve_preset(Config(preset="dr_grpo", prompts_per_step=8, num_minibatches=4))[1])
+
+
+# --- rewards that cannot be had ---------------------------------------------------------------------------------------------------
+
+TYPO = "def score(prompt, completion, answer):\n    return lenght(completion)\n"
+SOME = "def score(prompt, completion, answer):\n    if prompt[-1]['content'].count('1'):\n        raise KeyError('no ones')\n    return len(completion)\n"
+
+
+def test_a_reward_that_fails_on_everything_stops_the_run_before_it_starts(rl):
+    with pytest.raises(TrainingError, match="None of the .* could be scored.*mine: .*lenght"):
+        rl("typo", {"preset": "dr_grpo", "reward_override": "none", "max_steps": 1, "rewards": [{"name": "mine", "kind": "python", "source": TYPO}]})
+
+
+def test_the_reasons_of_unscorable_completions_are_stored_and_counted(rl):
+    """extra_json says why; nothing that could not be scored has a 0 of its own where the column may be empty."""
+    result, metrics = rl("some", {"preset": "dr_grpo", "reward_override": "none", "max_steps": 3, "prompts_per_step": 6, "rewards": [
+        {"name": "mine", "kind": "python", "source": SOME}, {"name": "length", "kind": "length"}]})
+    rows = rows_of(result)
+    lost = [r for r in rows if r["reward_tier"] == "unscorable"]
+    assert 0 < len(lost) < len(rows)
+    assert all("no ones" in json.loads(r["extra_json"])["unscorable"]["mine"] and r["shaped_reward"] is None for r in lost)
+    assert all(r["shaped_reward"] is not None and r["extra_json"] is None for r in rows if r not in lost)
+    assert np.mean([m["reward/mine/unscorable_fraction"] for m in metrics]) == pytest.approx(len(lost) / len(rows)) and {m["reward/length/unscorable_fraction"] for m in metrics} == {0.0}
+    assert {s["mean_reward"] is None for s in rows_of(result, "prompt_stats")} == {True, False} and all(s["pass_at_1"] is None for s in rows_of(result, "prompt_stats"))
+
+
+def test_the_alarm_quotes_the_commonest_reason_and_a_batch_without_any_reward_is_told_at_once(rl):
+    source = rl.source("why", {"preset": "dr_grpo"})
+    samples = [Sample({}, [1], g, [2], [0.0], "eos", "x", float("nan"), {"mine": None}, {"mine": "Boom" if g else "Bang"}) for g in range(3)]
+    source._note_unscorable(samples)
+    for step in range(1, 5):
+        source.watch({"step": step, "reward/unscorable_fraction": 1.0})
+    told = {w["code"]: w["text"] for w in source.stage.warnings}
+    assert len(source.stage.warnings) == 2 and "mine: Boom (2 of 3)" in told["nothing_scored"] and "mine: Boom (2 of 3)" in told["unscorable_rewards"]
+    again = rl.source("why-again", {"preset": "dr_grpo"})
+    again.restore(source.state()[0], lambda name: source.state()[1][name])
+    assert again.why_unscorable == source.why_unscorable
+
+
+def test_a_pass_rate_that_is_unknown_is_not_zero():
+    from stages.rollouts.prompts import counts_of
+
+    stats = [{"prompt_id": "a", "iteration": 0, "n": 4, "pass_at_1": 0.5}, {"prompt_id": "a", "iteration": 1, "n": 4, "pass_at_1": None}]
+    assert counts_of([({"row_id": "r", "prompt_id": "a"}, [1])], stats) == {"r": (4, 2)}
+
+
+def test_an_evaluation_names_components_that_could_not_score():
+    from stages.evaluate import warn_of_unscorable
+    from stages.evaluation.scores import lower_is_better, policy_metrics
+    from stages.rewards import NOT_ASKED, RewardComponent
+
+    records = [{"mode": "sample", "item_id": str(i), "prompt_id": str(i), "correct": True, "extracted": None, "output": "a b", "tokens": 2, "finish": "eos", "format_error": False,
+                "reward": None, "kl": None, "parts": {"verifier": 1.0, "mine": None, "later": None}, "unscorable": {"mine": "NameError: lenght", "later": NOT_ASKED}} for i in range(3)]
+    found = policy_metrics(records)
+    assert found["reward/mine/unscorable_fraction"].value == 1.0 and lower_is_better("reward/mine/unscorable_fraction")
+    assert not {"reward/later/unscorable_fraction", "reward/verifier/unscorable_fraction"} & set(found)
+    told = []
+    stage = SimpleNamespace(config=SimpleNamespace(rewards=[RewardComponent(kind="verifier"), RewardComponent(name="mine", kind="python", source="def score(p, c, a): return x")]),
+                            warn=lambda code, text: told.append((code, text)))
+    warn_of_unscorable(stage, records)
+    assert len(told) == 1 and told[0][0] == "unscorable_rewards" and "'mine' could not score 3 of 3" in told[0][1] and "NameError: lenght (3 of 3)" in told[0][1]
+
+
+def test_a_selection_of_nothing_says_why_nothing_could_be_scored():
+    from stages.rejection import write_selected
+
+    writer = SimpleNamespace(write=lambda rows: None, close=lambda more: None)
+    rows = [{"drop_reason": "unscorable", "reward": None, "extra_json": json.dumps({"unscorable": {"mine": "NameError: lenght"}})}] * 2
+    with pytest.raises(ValueError, match="mine: NameError: lenght .2 of 2.*Mend the reward"):
+        write_selected(SimpleNamespace(writer=lambda *names: writer), [], False, rows)
+    with pytest.raises(ValueError, match="Raise max_completion_length .*mine: NameError: lenght .2 of 2"):
+        write_selected(SimpleNamespace(writer=lambda *names: writer), [], False, [*rows, {"drop_reason": "truncated", "reward": 0.5, "extra_json": "{}"}])
 
 
 @pytest.mark.parametrize("config, says", [({"preset": "gspo", "loss_agg_mode": "seq-mean-token-sum"}, "weights sequences"),
