@@ -499,7 +499,6 @@ class Projector:
             return cursor["run_id"]
 
     def _flow(self, document: Doc, cursor: dict[str, Any]) -> bool:
-        client = self.client()
         run = read_json(home.runs_dir() / f"{document['run_id']}.json", None) or {"run_id": document["run_id"], "recipe": document["recipe"], "config": {}, "status": "FINISHED", "stages": [], "started": time.time()}  # fmt: skip
         status = run["status"]
         if status == "RUNNING" and not leases.alive(run.get("owner")):

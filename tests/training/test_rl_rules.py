@@ -250,7 +250,7 @@ def test_a_pass_rate_that_is_unknown_is_not_zero():
 
 
 def test_an_evaluation_names_components_that_could_not_score():
-    from stages.evaluate import warn_of_unscorable
+    from stages.evaluate import warnings
     from stages.evaluation.scores import lower_is_better, policy_metrics
     from stages.rewards import NOT_ASKED, RewardComponent
 
@@ -262,19 +262,21 @@ def test_an_evaluation_names_components_that_could_not_score():
     told = []
     stage = SimpleNamespace(config=SimpleNamespace(rewards=[RewardComponent(kind="verifier"), RewardComponent(name="mine", kind="python", source="def score(p, c, a): return x")]),
                             warn=lambda code, text: told.append((code, text)))
-    warn_of_unscorable(stage, records)
-    assert len(told) == 1 and told[0][0] == "unscorable_rewards" and "'mine' could not score 3 of 3" in told[0][1] and "NameError: lenght (3 of 3)" in told[0][1]
+    stage.config.target = "policy"
+    warnings(stage, {}, records)
+    assert len(told) == 1 and told[0][0] == "answers_unscorable" and "3 answers have no value of 'mine'" in told[0][1] and "NameError: lenght" in told[0][1]
 
 
 def test_a_selection_of_nothing_says_why_nothing_could_be_scored():
     from stages.rejection import write_selected
 
     writer = SimpleNamespace(write=lambda rows: None, close=lambda more: None)
+    stage = SimpleNamespace(writer=lambda *names: writer, config=SimpleNamespace(validation_fraction=0.0, allow_empty=False))
     rows = [{"drop_reason": "unscorable", "reward": None, "extra_json": json.dumps({"unscorable": {"mine": "NameError: lenght"}})}] * 2
     with pytest.raises(ValueError, match="mine: NameError: lenght .2 of 2.*Mend the reward"):
-        write_selected(SimpleNamespace(writer=lambda *names: writer), [], False, rows)
+        write_selected(stage, [], rows)
     with pytest.raises(ValueError, match="Raise max_completion_length .*mine: NameError: lenght .2 of 2"):
-        write_selected(SimpleNamespace(writer=lambda *names: writer), [], False, [*rows, {"drop_reason": "truncated", "reward": 0.5, "extra_json": "{}"}])
+        write_selected(stage, [], [*rows, {"drop_reason": "truncated", "reward": 0.5, "extra_json": "{}"}])
 
 
 @pytest.mark.parametrize("config, says", [({"preset": "gspo", "loss_agg_mode": "seq-mean-token-sum"}, "weights sequences"),
