@@ -53,7 +53,8 @@ class PromptOrder:
         self.config, self.rng, self.total_steps = config, rng, total_steps
         self.cut = False                              # prompts were left out (difficulty_band, v_star)
         self.cursor = 0                               # prompts taken so far
-        self.queue: list[int] = []                    # still to come in this pass (rerank, ADMITTING)
+        self.queue: list[int] = []                    # still to come in this pass (rerank) or batch (ADMITTING)
+        self.drawn: set[str] = set()                  # row ids that came in this pass (ADMITTING)
         self.scores: dict[str, float] = {}            # what each prompt's last group could teach, by row id (rerank)
         self.counts: dict[str, tuple[int, int]] = {}  # samples and right ones of each prompt, by row id (ADMITTING, difficulty_band)
         self.solved: set[str] = set()                 # prompts whose last group passed no_resampling_pass_rate
@@ -106,8 +107,12 @@ class PromptOrder:
         config = self.config
         admitted = set(admitted_prompts(config, self.counts, version / self.total_steps))
         known = [i for i, (row, _) in enumerate(self.prompts) if row["row_id"] in admitted]
-        shuffled = [known[int(i)] for i in self.rng("prompts", self.cursor).permutation(len(known))]
-        return shuffled[:max(config.prompts_per_step, 1)]  # judged anew for every batch
+        left = [i for i in known if self.prompts[i][0]["row_id"] not in self.drawn]
+        if not left:  # a new pass
+            left, self.drawn = known, set()
+        chosen = [left[int(i)] for i in self.rng("prompts", self.cursor).permutation(len(left))][:config.prompts_per_step]  # judged anew for every batch
+        self.drawn |= {self.prompts[i][0]["row_id"] for i in chosen}
+        return chosen
 
     # -- what is learned about prompts ------------------------------------------------------------------------------
     def learn(self, groups: Iterable) -> None:
@@ -186,12 +191,12 @@ class PromptOrder:
             self._use([p for p in self.prompts if p[0]["row_id"] in row_ids])
 
     def state(self) -> dict:
-        return {"cursor": self.cursor, "queue": list(self.queue), "solved": sorted(self.solved), "scores": dict(self.scores), "counts": dict(self.counts),
+        return {"cursor": self.cursor, "queue": list(self.queue), "drawn": sorted(self.drawn), "solved": sorted(self.solved), "scores": dict(self.scores), "counts": dict(self.counts),
                 "kept": [row["row_id"] for row, _ in self.prompts] if self.cut else None}
 
     def restore(self, state: dict) -> None:
         self.cursor, self.queue, self.scores, self.counts = state["cursor"], list(state["queue"]), dict(state["scores"]), dict(state["counts"])
-        self.solved = set(state["solved"])
+        self.solved, self.drawn = set(state["solved"]), set(state["drawn"])
         if state["kept"] is not None:
             self._keep(set(state["kept"]))
 

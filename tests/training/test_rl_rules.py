@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from stages import randomness
 from stages.algorithms import RL_AXES, RL_READ_WHEN, rl_preset
 from stages.batching import make_item
 from stages.credit import Batch, assign
@@ -18,6 +19,7 @@ from stages.policy_update import PolicyGradient
 from stages.rl import Config, Preset, not_read, resolve_preset, row_of
 from stages.rollouts.metrics import rollout_metrics
 from stages.settings import AgentConfig, OptimizerConfig, SamplingConfig
+from stages.rollouts.prompts import PromptOrder
 from stages.spec import ConfigError
 from stages.training import Trainer, TrainingError
 from tests.training.test_rl_parts import rl, rows_of  # noqa: F401
@@ -483,3 +485,21 @@ def test_in_bfloat16_ratios_start_from_log_probs_of_the_same_products(rl):
         assert row["logp_old"] != row["logp_rollout"]
     with pytest.raises(ConfigError, match="compute_dtype=float32"):
         rl("trust", {"preset": "trpo", "compute_dtype": "bfloat16"})
+
+
+def test_every_admitted_prompt_comes_once_in_a_pass():
+    """pass_at_k, self_paced: shuffled passes over those admitted, judged anew for every batch, also behind a resume."""
+    prompts = [({"row_id": str(i), "prompt_id": str(i)}, [i]) for i in range(12)]
+
+    def ordered():
+        order = PromptOrder(Config(curriculum="self_paced", self_paced_thresholds=(1.5, 1.5), prompts_per_step=3), prompts, lambda *purpose: randomness.rng(3, "rl", *purpose), 10)
+        order.start_from({str(i): (2, 1) for i in range(12)})
+        return order
+
+    order, again = ordered(), ordered()
+    first = [row["row_id"] for row, _ in order.take(4, 0)]
+    again.restore(json.loads(json.dumps(order.state())))
+    rest, same = ([row["row_id"] for row, _ in o.take(8, 0)] for o in (order, again))
+    assert rest == same and sorted(first + rest, key=int) == [str(i) for i in range(12)]
+    second = [row["row_id"] for row, _ in order.take(12, 0)]
+    assert len(set(second)) == 12 and second != first + rest
