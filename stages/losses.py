@@ -249,6 +249,8 @@ def policy_loss(logps_BT, old_logps_BT, advantages, mask_BT, *, epsilon: float =
     `weights_BT` are detached importance weights (TIS). epsilon_high defaults to epsilon.
     Metrics: {"tokens", "clip_low", "clip_high", "outside_range", "ratio", "ratio_sq", "k1", "k2", "k3", "log_ratio_clamped"},
     sums over trained tokens, k* of KL(old||new), and the maximum "ratio_max"; `policy_metrics` turns them into the usual names.
+    "clip_*" count tokens whose gradient is zeroed: none unless the surrogate is `clip`; the dual clip's are "clip_dual". "capped"
+    are those whose weight `cispo` cut to 1+epsilon_high.
     """
     _choice("surrogate", surrogate, SURROGATES)
     high = epsilon if epsilon_high is None else epsilon_high
@@ -263,15 +265,17 @@ def policy_loss(logps_BT, old_logps_BT, advantages, mask_BT, *, epsilon: float =
     old = logps.detach() if surrogate in ("logp", "stopgrad_ratio") else old_logps_BT.detach()
     log_ratio, clamped = log_ratios(logps, old, mask, ratio_level, log_ratio_clamp)
     ratio = torch.exp(log_ratio)
-    low_hit = (adv < 0) & (ratio < 1 - epsilon) & mask
-    high_hit = (adv > 0) & (ratio > 1 + high) & mask
+    hits = dict.fromkeys(("clip_low", "clip_high"), torch.zeros_like(mask))
     if surrogate == "clip":
-        objective = torch.where(low_hit, (1 - epsilon) * adv, torch.where(high_hit, (1 + high) * adv, ratio * adv))
+        hits = {"clip_low": (adv < 0) & (ratio < 1 - epsilon) & mask, "clip_high": (adv > 0) & (ratio > 1 + high) & mask}
+        objective = torch.where(hits["clip_low"], (1 - epsilon) * adv, torch.where(hits["clip_high"], (1 + high) * adv, ratio * adv))
         if clip_ratio_c is not None:
-            objective = torch.where((adv < 0) & (ratio > clip_ratio_c), clip_ratio_c * adv, objective)
+            hits["clip_dual"] = (adv < 0) & (ratio > clip_ratio_c) & mask
+            objective = torch.where(hits["clip_dual"], clip_ratio_c * adv, objective)
     elif surrogate == "logp":
         objective = adv * logps
     elif surrogate == "cispo":
+        hits["capped"] = (ratio > 1 + high) & mask
         objective = ratio.detach().clamp(max=1 + high) * adv * logps
     else:  # none, stopgrad_ratio
         objective = ratio * adv
@@ -279,7 +283,7 @@ def policy_loss(logps_BT, old_logps_BT, advantages, mask_BT, *, epsilon: float =
         objective = objective * masked(weights_BT.detach().to(objective.dtype), mask)
     d, r = log_ratio.detach(), ratio.detach()
     outside = ((r < 1 - epsilon) | (r > 1 + high)) & mask
-    metrics = {"tokens": mask.sum(), "clip_low": low_hit.sum(), "clip_high": high_hit.sum(),
+    metrics = {"tokens": mask.sum(), **{name: hit.sum() for name, hit in hits.items()},
                "outside_range": outside.sum(), "ratio": masked(r, mask).sum(), "ratio_sq": masked(r * r, mask).sum(), "k1": masked(-d, mask).sum(),
                "k2": masked(d * d / 2, mask).sum(), "k3": masked(torch.expm1(d) - d, mask).sum(),
                "log_ratio_clamped": clamped.sum(), "ratio_max": masked(r, mask).max() if r.numel() else r.sum()}
@@ -290,7 +294,7 @@ def policy_metrics(sums: dict) -> dict[str, float]:
     """The sums of `policy_loss` as the quantities people look at (PPO-CLIP, Log); call on the sums of the step."""
     n = max(float(sums["tokens"]), 1.0)
     share = {k: float(v) / n for k, v in sums.items() if k not in ("tokens", "ratio_max")}
-    return {"clip_fraction": share["clip_low"] + share["clip_high"], "clip_fraction_low": share["clip_low"],
+    return {"clip_fraction": share["clip_low"] + share["clip_high"] + share.get("clip_dual", 0.0), "clip_fraction_low": share["clip_low"],
             "clip_fraction_high": share["clip_high"], "outside_range_fraction": share["outside_range"],
             "approx_kl_k1": share["k1"], "approx_kl_k2": share["k2"], "approx_kl_k3": share["k3"],
             "ratio_mean": share["ratio"], "log_ratio_clamped_fraction": share["log_ratio_clamped"]}

@@ -14,6 +14,7 @@ from stages.batching import make_item
 from stages.credit import Batch, assign
 from stages.estimators import RunningScale, normalise_rewards
 from stages.generation import Sample
+from stages.losses import policy_loss
 from stages.modeling import load_policy
 from stages.policy_update import PolicyGradient
 from stages.rl import Config, Preset, not_read, resolve_preset, row_of
@@ -503,3 +504,15 @@ def test_every_admitted_prompt_comes_once_in_a_pass():
     assert rest == same and sorted(first + rest, key=int) == [str(i) for i in range(12)]
     second = [row["row_id"] for row, _ in order.take(12, 0)]
     assert len(set(second)) == 12 and second != first + rest
+
+
+@pytest.mark.parametrize("surrogate, changes, expected", [
+    ("clip", {}, {"clip_low": 1, "clip_high": 1}), ("clip", {"clip_ratio_c": 3.0}, {"clip_low": 1, "clip_high": 1, "clip_dual": 1}),
+    ("none", {}, {"clip_low": 0, "clip_high": 0}), ("cispo", {}, {"clip_low": 0, "clip_high": 0, "capped": 2})])
+def test_clip_metrics_count_the_tokens_that_lose_their_gradient(surrogate, changes, expected):
+    ratio, advantages = torch.tensor([[2.0, 0.5, 4.0, 1.0]]), torch.tensor([[1.0, -1.0, -1.0, 1.0]])
+    logps = ratio.log().requires_grad_()
+    losses, sums = policy_loss(logps, torch.zeros(1, 4), advantages, torch.ones(1, 4), surrogate=surrogate, **changes)
+    assert {name: int(v) for name, v in sums.items() if name.startswith("clip_") or name == "capped"} == expected
+    (gradient,) = torch.autograd.grad(losses.sum(), logps)
+    assert int((gradient == 0).sum()) == sum(v for name, v in expected.items() if name.startswith("clip_"))
