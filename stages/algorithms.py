@@ -84,6 +84,11 @@ class RLPreset:
         return self.update == "trust_region" or (not self.objective and self.surrogate in ON_POLICY_SURROGATES)
 
     @property
+    def behaviour_ratio(self) -> bool:
+        """Whether ratios are to whoever sampled (pi/mu: filters of the sampler, older policies), not to the policy that started the iteration."""
+        return self.off_policy_ok and not self.on_policy_logps
+
+    @property
     def group_mode(self) -> str:
         """The `mode` of estimators.group_advantage."""
         if self.advantage == "leave_one_out":

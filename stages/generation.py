@@ -190,17 +190,18 @@ def warn_of_failures(stage, engine, samples: list[Sample]) -> None:
                    f"The first reason: {failed[0].error}")
 
 
-def score(rewards, samples: list[Sample]) -> None:
-    """Fill the reward fields of every sample, in place. Of several ranks the first one asks (a judge is asked once) and tells the others."""
+def score(rewards, samples: list[Sample], group_of: list | None = None) -> None:
+    """Fill the reward fields of every sample, in place. Of several ranks the first one asks (a judge is asked once) and tells the others.
+    ``group_of`` names what each sample is compared within by rewards that compare (majority, length_group); default: its prompt."""
     from stages import ranks
 
     for sample in (s for s in samples if s.error is not None):
         sample.parts, sample.reasons = {}, {"engine": sample.error}
-    samples = [s for s in samples if s.error is None]
-    scored = None
+    pairs = [(s, g) for s, g in zip(samples, group_of or [None] * len(samples)) if s.error is None]
+    samples, scored = [s for s, _ in pairs], None
     if ranks.rank() == 0:
         scored = rewards.score([{"prompt_row": s.prompt, "prompt_ids": s.prompt_ids, "completion_text": s.text, "completion_ids": s.ids,
-                                 "finish_reason": s.finish_reason, "turns": s.turns, "failure": s.failure, "debate": s.debate} for s in samples])
+                                 "finish_reason": s.finish_reason, "turns": s.turns, "failure": s.failure, "debate": s.debate, "group": g} for s, g in pairs])
     for sample, result in zip(samples, ranks.gather(scored)[0]):
         sample.total = float("nan") if result.total is None or sample.failure else float(result.total)
         sample.parts, sample.reasons, sample.correct, sample.items = result.parts, result.reasons, result.correct, result.items

@@ -58,7 +58,7 @@ class PolicyGradient:
                 "groups": float(sum(i.n_targets > 0 for i in rl)), "pairs": float(len(pairs_of(rl, [bool(m.any()) for i in rl for m in i.masks]))),
                 "forwarded": float(sum(i.n_targets for i in rl if not i.extra.get("skip_forward"))),
                 "correct_tokens": float(sum(m.sum() for i in rl for m, c in zip(i.masks, i.extra.get("correct", [])) if c)),
-                "ptx_tokens": float(sum(i.n_targets for i in ptx)), "ptx_documents": float(len(ptx))}
+                "ptx_tokens": float(sum(i.n_targets for i in ptx)), "ptx_documents": float(sum(i.extra.get("documents", 1.0) for i in ptx))}
 
     def aggregate(self, values_SL, mask_SL, items):
         """Sum of a token loss under the row's aggregation; ``self.count`` divides it."""
@@ -119,8 +119,10 @@ class PolicyGradient:
         if self.value_head is not None:
             with torch.autocast(logps.device.type, enabled=False):
                 values_SL = batch.padded(self.value_head(precise(hidden))[:, 0])
-            error = value_loss(values_SL, column("returns"), mask, column("values"), config.cliprange_value, config.value_loss_half)
-            terms["value"] = (config.vf_coef * self.aggregate(error, mask, batch.items), self.count)
+            first = row.critic_target == "bandit"  # one value per prompt, at the first token
+            error = value_loss(values_SL, column("returns"), mask & (mask.cumsum(-1) == 1) if first else mask, column("values"), config.cliprange_value, config.value_loss_half)
+            total, by = (error.sum(), "sequences") if first else (self.aggregate(error, mask, batch.items), self.count)
+            terms["value"] = (config.vf_coef * total, by)
             metrics["critic/value_mean"] = (masked(values_SL.detach(), mask).sum(), "forwarded")
         if is_ptx.any():
             nll = masked(-logps_SL, batch.mask_SL & is_ptx[:, None]).sum()

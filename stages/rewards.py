@@ -391,7 +391,7 @@ def _in_context_scorer(component: RewardComponent, inputs: dict, renderer, devic
 
 class Rewards:
     """Verdict rows: dicts with prompt_row (a `prompts/1` row), completion_text, completion_ids, finish_reason and, optionally,
-    prompt_ids."""
+    prompt_ids and group (what rewards that compare completions compare within)."""
 
     def __init__(self, components: list[RewardComponent], scorers: dict, renderer):
         self.components, self.scorers, self.renderer = components, scorers, renderer
@@ -585,8 +585,16 @@ def _model(rewards: Rewards, component: RewardComponent, rows) -> list:
     return out
 
 
+def in_groups(rows, otherwise) -> list[list[int]]:
+    """Positions of the rows that are compared with each other: of one ``group`` where rows have it (two draws of a prompt are two), else of one ``otherwise(row)``."""
+    groups: dict = {}
+    for i, row in enumerate(rows):
+        groups.setdefault(otherwise(row) if row.get("group") is None else row["group"], []).append(i)
+    return list(groups.values())
+
+
 def vote(component: RewardComponent, rows, weights: list | None = None) -> list:
-    """1 for rows whose extracted answer is the majority's among the rows of the same prompt, else 0; no answer, no vote (``rs.majority``, self-consistency).
+    """1 for rows whose extracted answer is the majority's among the rows of the same group, else 0; no answer, no vote (``rs.majority``, self-consistency).
 
     weights: verdicts of the component that ``votes_of`` names; a row that it cannot score does not vote.
     """
@@ -599,11 +607,9 @@ def vote(component: RewardComponent, rows, weights: list | None = None) -> list:
         number = None if plain is None else as_rational(plain)
         return found, plain if number is None else str(number)
 
-    answers, groups = [answer(row) for row in rows], {}
-    for i, row in enumerate(rows):
-        groups.setdefault(row["prompt_row"]["row_id"], []).append(i)
+    answers = [answer(row) for row in rows]
     out: list = [None] * len(rows)
-    for members in groups.values():
+    for members in in_groups(rows, lambda row: row["prompt_row"]["row_id"]):
         counted = [1.0 if weights is None else getattr(weights[i], "value", None) for i in members]
         if any(w is not None and w < 0 for w in counted):
             raise ValueError(f"reward {component.name!r}: votes_of={component.votes_of} gives negative votes; write squash=sigmoid for that component, or "
@@ -658,11 +664,8 @@ def _length_group(rewards, component, rows, known=None) -> list:
     """Kimi's length reward inside each prompt's group, before any normalisation (LENGTH-CTRL)."""
     from stages.verifiers import kimi_length
 
-    groups: dict = {}
-    for i, row in enumerate(rows):
-        groups.setdefault((row["prompt_row"].get("prompt_id"), tuple(row.get("prompt_ids") or ())), []).append(i)
     out, right = [None] * len(rows), _is_right(rewards, component, rows, known)
-    for members in groups.values():
+    for members in in_groups(rows, lambda row: (row["prompt_row"].get("prompt_id"), tuple(row.get("prompt_ids") or ()))):
         for i, value in zip(members, kimi_length([len(rows[i]["completion_ids"]) for i in members], [right[i] for i in members])):
             out[i] = Verdict(value)
     return out

@@ -17,6 +17,7 @@ and every turn once more as a row of ``trajectories/1``.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
@@ -106,7 +107,8 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
     ref_sync_alpha: float = Field(0.6, gt=0, le=1, description="Policy's share at a refresh (TR-DPO 0.6; 1 = copy, iterative GRPO).")
     ref_decay: float = Field(0.995, ge=0, lt=1, description="Share of the old reference kept at every step (ref_mode=ema).")
     entropy_coef: float = Field(0.0, ge=0, description="Entropy bonus (texts 0.01, off).")
-    log_entropy: bool = Field(True, description="Log the policy's exact entropy (free when entropy_coef > 0).")
+    log_entropy: bool = Field(True, description="Log the policy's exact entropy (free when entropy_coef > 0): of the tokens that go through the model, which are a share "
+                              "groups/forwarded_fraction of those trained.")
 
     # Critic.
     critic_mode: Literal["separate", "shared"] = Field("separate", description="Own network and optimizer, or a head on the policy's trunk.")
@@ -141,7 +143,8 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
     max_num_gen_batches: int = Field(10, ge=1, description="Refill rounds before the stage fails.")
     zero_advantage: Literal["keep", "mask"] = Field("keep", description="Groups without signal count in the denominators, or leave the step.")
     reward_override: Literal["none", "random", "inverted", "format_only"] = Field(
-        "none", description="Control experiments: random rewards, inverted ones, or the components of kind format alone.")
+        "none", description="Control experiments: random rewards, inverted ones, or the components of kind format alone. Nothing else of the task counts then: no "
+        "verdicts, no penalties of long or cut completions. Of stored rollouts too.")
     step_separator: str = Field("\n\n", description="End of a reasoning step (advantage=process, vine).")
     baseline_value: float = Field(0.0, description="baseline=constant.")
     baseline_decay: float = Field(0.9, ge=0, lt=1, description="Moving-average baseline of reinforce.")
@@ -304,6 +307,22 @@ def resolve_preset(config: Config):
     if (config.reward_norm != "none" or config.reward_clip) and (config.environment or row.advantage in ("process", "win_rate", "vine")):
         raise ValueError(f"reward_norm and reward_clip change the reward of whole completions, which {'turns' if config.environment else f'advantage={row.advantage}'} "
                          "do not read; leave them out, or normalise the component (kind=model, normalise=batch).")
+    if row.advantage == "process":
+        unread = [f"reward_override={config.reward_override}"] * (config.reward_override != "none") + [f"truncation_policy={row.truncation_policy}"] * (row.truncation_policy in ("zero", "penalty"))
+        unread += ["the soft overlong penalty (write soft_punish_cache=0)"] * bool(row.soft_punish_share if config.soft_punish_cache is None else config.soft_punish_cache)
+        if unread:
+            raise ValueError(f"advantage=process reads the rewards of steps, which {' and '.join(unread)} would not change; leave it out, or write advantage=group_mean.")
+    if row.dynamic_sampling and any(c.kind == "model" and c.normalise == "batch" for c in config.rewards):
+        raise ValueError("normalise=batch would whiten every refill round of dynamic_sampling by its own mean and std, so rewards of one batch would not compare; write "
+                         "reward_norm=whiten (over the whole batch) instead of it, or dynamic_sampling=false.")
+    judged = config.curriculum in ("pass_at_k", "self_paced")
+    if config.reward_override != "none" and (judged or config.no_resampling_pass_rate is not None):
+        name = f"curriculum={config.curriculum}" if judged else "no_resampling_pass_rate"
+        raise ValueError(f"reward_override={config.reward_override} is a control in which nobody says what is right, and {name} reads that of every group; leave it out "
+                         "(difficulty_band chooses prompts before training).")
+    if config.ref_mode == "previous" and row.kl_reward_coef:
+        raise ValueError("ref_mode=previous is the policy that started the iteration, to which the KL of its own samples is 0, so kl_coef would lower no reward; write kl_coef=0 and "
+                         "beta=0.04 (the KL in the loss), or ref_mode=refresh.")
     if config.baseline not in (None, "none") and row.advantage not in BASELINE_ADVANTAGES:
         raise ValueError(f"baseline={config.baseline} is not read by advantage={row.advantage}; write advantage=reward_minus_baseline, or leave baseline out.")
     if config.ref_mode == "previous" and row.kl_loss_coef and row.kl_loss_estimator == "full" and row.kl_target == "ref":
@@ -361,7 +380,10 @@ def resolve_preset(config: Config):
         warnings.append("grape_alt is experimental: one unnormalised ratio and clip per sequence is a looser constraint than the token level's and collapses more easily; "
                         "write preset=grape, or gspo for ratios that do not grow with length")
     if config.reward_override != "none":
-        warnings.append(f"reward_override={config.reward_override}: a control experiment, the rewards are not those of the task")
+        if row.truncation_policy in ("zero", "penalty"):
+            row = replace(row, truncation_policy="score")
+        warnings.append(f"reward_override={config.reward_override}: a control experiment, the rewards are not those of the task; verdicts, soft overlong penalties and "
+                        "truncation_policy=zero or penalty do not count either")
     if config.kl_reward_estimator != "k1" and row.kl_reward_coef:
         warnings.append(f"kl_reward_estimator={config.kl_reward_estimator} in the reward gives a biased gradient; k1 gives the reverse-KL gradient")
     return row, warnings

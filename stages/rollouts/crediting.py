@@ -99,28 +99,30 @@ class Crediting:
         if row.needs_reference or config.monitor_kl:
             ref = old if config.ref_mode == "previous" else self.logps(self.reference, items)
         values, after = self.critic.values(items) if self.critic is not None else (None, 0.0)
-        limit = config.completion_limit(version)
-        cache = round(row.soft_punish_share * limit) if config.soft_punish_cache is None else config.soft_punish_cache
-        overlong = overlong_penalty([len(s.ids) for s in samples], limit, cache) if cache else np.zeros(len(samples))
+        overlong, cache = self._overlong(samples, version)
         rewards, bootstrap, kept = self._truncated(samples, overlong, after)
-        metrics = rollout_metrics(samples, rewards, group_of)
+        fresh = np.array([g.fresh for g in group_at])
+        shown = fresh if fresh.any() else ~fresh  # replayed completions were counted when they were sampled
+        drawn = [s for s, on in zip(samples, shown) if on]
+        metrics = rollout_metrics(drawn, rewards[shown], group_of[shown])
         if self.members.component:
-            metrics |= rubric_metrics([s.items for s in samples], [s.parts.get(self.members.component.name) for s in samples], self.members.component.flag_below)
+            metrics |= rubric_metrics([s.items for s in drawn], [s.parts.get(self.members.component.name) for s in drawn], self.members.component.flag_below)
         if self.members.active:
             metrics |= self.members.metrics(samples, plain)
         if cache:
-            metrics["reward/overlong"] = float(overlong.mean())
+            metrics["reward/overlong"] = float(overlong[shown].mean())
         kl = None
         if ref is not None:
             d = padded(old) - padded(ref)
             kl = {"k1": d, "k2": d * d / 2, "k3": np.expm1(-d.clip(-20, 20)) + d}[config.kl_reward_estimator] if row.needs_reference else None
             metrics["kl/sequence_sum"] = self.last_kl = float(d.sum(1).mean())
-        metrics |= trajectory_metrics(config, self.policy, samples)
+        metrics |= trajectory_metrics(config, self.policy, drawn)
         finite = np.isfinite(rewards)
         if config.reward_norm != "none" or config.reward_clip is not None:
-            if finite.any():
-                metrics |= {"reward/norm_mean": float(rewards[finite].mean()), "reward/norm_std": float(rewards[finite].std())}
-            rewards = normalise_rewards(rewards, config.reward_norm, self.scale, config.reward_clip)
+            paid = finite & np.array([row.truncation_policy != "bootstrap" or s.terminated for s in samples])  # a bootstrapped completion has no reward: its end's value stands in for it
+            if paid.any():
+                metrics |= {"reward/norm_mean": float(rewards[paid].mean()), "reward/norm_std": float(rewards[paid].std())}
+            rewards = np.where(paid, normalise_rewards(np.where(paid, rewards, np.nan), config.reward_norm, self.scale, config.reward_clip), rewards)
         in_loss = kept & (config.sft_in_loss | np.array([s.mode != "sft" for s in samples]))
         batch = Batch(rewards, group_of, mask, finite & in_loss, finite & (kept | config.truncated_in_stats), kl, self._baselines(group_at),
                       None if values is None else padded(values), bootstrap)
@@ -139,10 +141,12 @@ class Crediting:
         metrics |= credit_metrics(batch, credit, trained, coef, self.controller.coef, row.gamma)
         if not all(g.fresh for g in groups):
             metrics |= off_policy_metrics([g.version for g in groups], version, sampled, old)
-        elif old is not sampled and all(logps is not None for logps in sampled):
-            metrics |= self._mismatch(samples, old)
+        elif all(logps is not None for logps in sampled) and (old is not sampled or not self.policy.engine.exact_logps):
+            metrics |= self._mismatch(samples, self.logps(self.policy.model, items) if old is sampled else old)
         scored = Scored(samples, group_at, sampled, old, ref, values, weights, overlong, batch, credit, trained, plain, metrics=metrics)
         scored.items = self._items(scored, items)
+        if tokens := sum(i.n_targets for i in scored.items):  # entropy, ratios and KL of the update are means over these groups' tokens
+            metrics["groups/forwarded_fraction"] = sum(i.n_targets for i in scored.items if not i.extra["skip_forward"]) / tokens
         self.frozen_logps = _digest(scored.items)
         return scored
 
@@ -168,12 +172,12 @@ class Crediting:
         return [row for i in range(len(items)) for row in everyone[i]]
 
     def _old_logps(self, groups, samples, sampled, items) -> list[list[float]]:
-        """Log-probs that ratios start from: the sampler's where they are the policy's, else the policy's, else of the policies that sampled."""
+        """Log-probs that ratios start from: the sampler's where they are the policy's or the ratio is to whoever sampled, else the policy's."""
         known, fresh, engine = all(logps is not None for logps in sampled), all(g.fresh for g in groups), self.policy.engine.name
         if self.config.importance_correction != "none" and not known:
             raise ValueError(f"importance_correction={self.config.importance_correction} weighs with the sampler's log-probs, and {engine} gives none; "
                              "write importance_correction=none, or use engine=vllm.")
-        if fresh and self.policy.exact_logps and not any(s.off_policy for s in samples):
+        if (fresh and self.policy.exact_logps or self.row.behaviour_ratio and known) and not any(s.off_policy for s in samples):
             return sampled
         if fresh or self.row.on_policy_logps:
             return self.logps(self.policy.model, items)
@@ -210,6 +214,13 @@ class Crediting:
         return total / max(count, 1.0)
 
     # -- what advantages read ----------------------------------------------------------------------------------------
+    def _overlong(self, samples, version: int) -> tuple[np.ndarray, int]:
+        """(penalties of long completions [B], tokens over which they grow; 0: none). A control experiment has none."""
+        limit = self.config.completion_limit(version)
+        cache = round(self.row.soft_punish_share * limit) if self.config.soft_punish_cache is None else self.config.soft_punish_cache
+        cache = cache if self.config.reward_override == "none" else 0
+        return overlong_penalty([len(s.ids) for s in samples], limit, cache) if cache else np.zeros(len(samples)), cache
+
     def _truncated(self, samples, overlong, after):
         """(rewards [B], NaN = unscorable; value after the last token [B]; rows that are kept [B]) by the rule for completions without end."""
         config, rule = self.config, self.row.truncation_policy
@@ -244,10 +255,12 @@ class Crediting:
         elif self.row.advantage == "win_rate":
             from scipy.special import expit
 
-            others = [[o.total for o in (g.opponents or g.samples)] for g in group_at]
-            batch.preference_BO = np.full((len(samples), max(map(len, others))), np.nan)
-            for i, (sample, totals) in enumerate(zip(samples, others)):
-                batch.preference_BO[i, : len(totals)] = expit(sample.total - np.asarray(totals))  # Bradley-Terry; NaN where a score is missing
+            own = np.where(batch.counted_B, batch.rewards_B, np.nan)  # as shaped: a penalty that nobody compares would be none
+            others = {id(g): self._truncated(g.opponents, self._overlong(g.opponents, version)[0], 0.0)[0] if g.opponents else own[batch.group_of_B == batch.group_of_B[i]]
+                      for i, g in enumerate(group_at) if not i or g is not group_at[i - 1]}
+            batch.preference_BO = np.full((len(samples), max(map(len, others.values()))), np.nan)
+            for i, group in enumerate(group_at):
+                batch.preference_BO[i, : len(others[id(group)])] = expit(batch.rewards_B[i] - others[id(group)])  # Bradley-Terry; NaN where a score is missing
 
     # -- items ------------------------------------------------------------------------------------------------------------
     def _items(self, scored: Scored, items: list[Item]) -> list[Item]:

@@ -30,6 +30,24 @@ class Group:
     greedy_sample: Sample | None = None
 
 
+def control(stage, sample: Sample, *counters) -> None:
+    """Control experiments (``reward_override``): rewards that have nothing to do with the task, its opposite, or its format alone. Nobody says what is right
+    then, and a trajectory earns them at its end. ``counters`` name the random number."""
+    kind = stage.config.reward_override
+    if kind == "none":
+        return
+    sample.correct = None
+    if sample.failure or sample.error is not None:  # what an environment or an engine lost earns nothing, whatever the control
+        return
+    sample.turn_rewards, sample.turn_parts = None, None
+    if kind == "inverted":
+        sample.total = -sample.total
+    elif kind == "random":
+        sample.total = float(stage.rng("random-reward", *counters).integers(0, 2))
+    else:
+        sample.total = sum(c.weight * sample.parts[c.name] for c in stage.config.rewards if c.kind == "format")
+
+
 class GroupSampler:
     """Samples and scores groups.
 
@@ -64,6 +82,9 @@ class GroupSampler:
         if dynamic:
             metrics |= {"groups/generation_batches": float(found["batches"]), "groups/filter_rate": found["filter_rate"],
                         **{f"groups/dropped_{r}": float(sum(reason == r for _, reason in dropped)) for r in ("all_correct", "all_wrong", "equal_rewards", "surplus")}}
+            everyone = [s for group in [*found["kept"], *(g for g, _ in dropped)] for s in group.samples]  # what the kept groups alone say looks too good
+            metrics |= {"completions/generated_tokens": float(sum(sum(s.action_mask) for s in everyone)),
+                        **({"reward/sampled_mean": float(np.mean(totals))} if (totals := [s.total for s in everyone if np.isfinite(s.total)]) else {})}
         return found["kept"], dropped, metrics
 
     def no_signal(self, group: Group) -> str | None:
@@ -104,11 +125,18 @@ class GroupSampler:
                 side = samples[seat * len(samples) // seats: (seat + 1) * len(samples) // seats]
                 groups.append(Group(row, side[0].prompt_ids if self.policy.agent else ids, side, version, True, against or [], greedy_sample=best))
         groups = self._without_failures(groups)
-        score(self.rewards, [s for g in groups for s in g.samples] + [g.greedy_sample for g in groups if g.greedy_sample] + [s for g in groups for s in g.opponents])
+        # the greedy completion and the opponents of a group are not members of it
+        apart = [((k, part), s) for part in ("samples", "greedy", "opponents") for k, g in enumerate(groups)
+                 for s in (g.samples if part == "samples" else g.opponents if part == "opponents" else [g.greedy_sample] if g.greedy_sample is not None else [])]
+        score(self.rewards, [s for _, s in apart], [key for key, _ in apart])
         for k, group in enumerate(groups):
+            counters = iteration, group.prompt["row_id"], first + k
             for g, sample in enumerate(group.samples):
-                self._override(sample, iteration, group.prompt["row_id"], first + k, g)
+                control(self.stage, sample, *counters, g)
+            for g, sample in enumerate(group.opponents):
+                control(self.stage, sample, *counters, "opponent", g)
             if group.greedy_sample is not None:
+                control(self.stage, group.greedy_sample, *counters, "greedy")
                 group.greedy = group.greedy_sample.total  # unscorable: the group has no baseline and teaches nothing
         if purpose == "rollout":
             self.members.remember(groups, iteration)
@@ -117,9 +145,14 @@ class GroupSampler:
     def of_every_prompt(self, prompts, purpose: str, n: int) -> list[list[Sample]]:
         """``n`` scored completions of every prompt by the policy as it is, unscorable where the engine lost one: what pass rates and baselines start from."""
         self.policy.update()
-        drawn = self.policy.draw(prompts, [[self.stage.seed_for(purpose, row["row_id"], g) for g in range(n)] for row, _ in prompts])
+        params = replace(self.policy.params, max_new_tokens=self.config.completion_limit(0))
+        drawn = self.policy.draw(prompts, [[self.stage.seed_for(purpose, row["row_id"], g) for g in range(n)] for row, _ in prompts], params)
         warn_of_failures(self.stage, self.policy.engine, [s for group in drawn for s in group])
-        score(self.rewards, [s for group in drawn for s in group])
+        score(self.rewards, [s for group in drawn for s in group], [k for k, group in enumerate(drawn) for _ in group])
+        if purpose == "baseline":  # pass rates choose prompts, baselines are compared with what is earned
+            for (row, _), group in zip(prompts, drawn):
+                for g, sample in enumerate(group):
+                    control(self.stage, sample, purpose, row["row_id"], g)
         return drawn
 
     def _without_failures(self, groups: list[Group]) -> list[Group]:
@@ -135,16 +168,3 @@ class GroupSampler:
             if not short and (group.greedy_sample is None or group.greedy_sample.error is None):
                 kept.append(group)
         return kept
-
-    def _override(self, sample: Sample, *counters) -> None:
-        """Control experiments: rewards that have nothing to do with the task, its opposite, or its format alone. A trajectory earns them at its end."""
-        kind = self.config.reward_override
-        if kind == "none" or sample.failure:  # what an environment lost earns nothing, whatever the control
-            return
-        sample.turn_rewards, sample.turn_parts = None, None
-        if kind == "inverted":
-            sample.total = -sample.total
-        elif kind == "random":
-            sample.total = float(self.stage.rng("random-reward", *counters).integers(0, 2))
-        else:
-            sample.total = sum(c.weight * sample.parts[c.name] for c in self.config.rewards if c.kind == "format")

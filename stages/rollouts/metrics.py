@@ -28,8 +28,9 @@ def rollout_metrics(samples: Sequence[Sample], rewards, group_of) -> dict[str, f
         out["completions/mean_terminated_length"] = float(lengths[ended].mean())
     if ok.any():
         by_group = [r for g in np.unique(group_of) if len(r := rewards[(group_of == g) & ok])]
+        compared = [is_constant(r) for r in by_group if len(r) > 1]  # one reward alone is compared with none
         out |= {"reward/mean": float(rewards[ok].mean()), "reward/group_std": float(np.mean([np.std(r) for r in by_group])),
-                "reward/frac_zero_std": float(np.mean([is_constant(r) for r in by_group]))}
+                **({"reward/frac_zero_std": float(np.mean(compared))} if compared else {})}
     totals = [s.total for s in samples if np.isfinite(s.total)]
     if totals:
         out["reward/raw"] = float(np.mean(totals))
@@ -58,7 +59,7 @@ def credit_metrics(batch: Batch, credit: Credit, trained_B, kl_reward_coef: floa
     """Advantages over the trained tokens, groups with a signal, the KL coefficients, and how much of the returns the critic explains."""
     on = batch.mask_BT & trained_B[:, None]
     flat = credit.advantages_BT[on]
-    out = {"advantage/std": float(credit.advantages_BT[batch.mask_BT].std()) if batch.mask_BT.any() else 0.0,
+    out = {"advantage/std": float(flat.std()) if flat.size else 0.0,
            "groups/informative_fraction": float(np.mean([credit.informative_B[batch.group_of_B == g].any() for g in np.unique(batch.group_of_B)])),
            "groups/trained_sequences": float(trained_B.sum()), "groups/trained_tokens": float(on.sum())}
     if flat.size:

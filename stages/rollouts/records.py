@@ -40,7 +40,12 @@ class Records:
     def rollouts(self, scored: Scored, iteration: int, version: int) -> None:
         """``rollouts/1`` of one iteration, and the turns and rubric items of its completions. A completion that could not be scored has reward_tier=unscorable, no
         shaped_reward, and each component's reason in ``extra_json.unscorable``; its ``reward`` is 0 because the column has to have a number."""
-        rows = [complete(s.prompt, "rollouts/1", self._rollout(scored, i, iteration, version)) for i, s in enumerate(scored.samples)]
+        draws, times = {}, {}  # which draw of its prompt in this iteration a group is
+        for group in scored.group_at:
+            if id(group) not in draws:
+                key = group.prompt["prompt_id"], tuple(group.ids)
+                draws[id(group)] = times[key] = times.get(key, -1) + 1
+        rows = [complete(s.prompt, "rollouts/1", self._rollout(scored, i, iteration, version, draws[id(scored.group_at[i])])) for i, s in enumerate(scored.samples)]
         self._write("rollouts", rows)
         self.members.written(scored.samples, rows)
         if "trajectories" in self.writers:
@@ -48,13 +53,13 @@ class Records:
         if "rubric_scores" in self.writers:
             self._write("rubric_scores", [made for one, s in zip(rows, scored.samples) for made in score_rows(one, s.items, iteration)])
 
-    def _rollout(self, scored: Scored, i: int, iteration: int, version: int) -> dict:
+    def _rollout(self, scored: Scored, i: int, iteration: int, version: int, draw: int) -> dict:
         s, group, batch, credit = scored.samples[i], scored.group_at[i], scored.batch, scored.credit
         n, valued, old = len(s.ids), scored.values is not None, [float(v) for v in scored.old[i]]
         steps = batch.steps[i] if batch.steps else (None, None)
         turns = None if s.turns is None else [{"start": t["start"], "end": t["end"], "reward": r, "events": t["events"]} for t, r in zip(s.turns, batch.turns[i][1])]
         extra = {"mode": s.mode, "off_policy": s.off_policy, "parent_sample_id": s.parent} if self.members.active else {}
-        extra |= {"reencoded": True} if s.reencoded else {}
+        extra |= ({"reencoded": True} if s.reencoded else {}) | ({"draw": draw} if draw else {})
         failed = failures(s.parts, s.reasons)
         extra |= {"unscorable": failed} if failed else {}
         ok = bool(np.isfinite(batch.rewards_B[i]))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 
 from stages.generation import Sample
-from stages.rollouts.groups import Group
+from stages.rollouts.groups import Group, control
 from stages.rollouts.prompts import Passes
 from stages.schedules import freshness_guard, replay_plan
 
@@ -60,15 +61,19 @@ class StoredGroups:
     """Groups of a ``rollouts/1`` dataset, in shuffled passes: off-policy training without sampling.
 
     Args:
-        rows: the dataset's rows. prompts: ``(row, prompt ids)``; a prompt that is not among them is known by its stored columns only.
+        stage: for its input, config and random numbers. prompts: ``(row, prompt ids)``; a prompt that is not among them is known by its stored columns only.
 
     Raises:
-        ValueError: there are no rows.
+        ValueError: there are no rows, or reward_override=format_only and no stored format.
     """
 
-    def __init__(self, rows: Iterable[dict], prompts, rng):
-        self.groups, self.cursor = _groups_of(rows, {row["prompt_id"]: row for row, _ in prompts}), 0
-        self.passes = Passes(rng, "stored", len(self.groups))
+    def __init__(self, stage, prompts):
+        self.groups, self.cursor = _groups_of(stage.dataset("stored").iter_rows(), {row["prompt_id"]: row for row, _ in prompts}), 0
+        self.passes = Passes(stage.rng, "stored", len(self.groups))
+        _compare_rewards(stage, [s for g in self.groups for s in g.samples])
+        for k, group in enumerate(self.groups):
+            for g, sample in enumerate(group.samples):
+                control(stage, sample, "stored", k, g)
 
     def take(self, n: int) -> list[Group]:
         """The next ``n`` groups."""
@@ -83,13 +88,14 @@ class StoredGroups:
 
 
 def _groups_of(rows: Iterable[dict], by_id: dict[str, dict]) -> list[Group]:
-    """Groups in the dataset's order: completions of one prompt and iteration, their rewards from the stored components."""
+    """Groups in the dataset's order: completions of one draw of a prompt in an iteration, their rewards from the stored components."""
     groups: dict[tuple, Group] = {}
     for row in rows:
         prompt = by_id.get(row["prompt_id"]) or {k: row[k] for k in ("row_id", "prompt_id", "group_id", "dataset")}
         paid = [c for c in row["reward_components"] if c["name"] != "overlong"]
         total = sum(c["weight"] * c["value"] for c in paid if c["value"] is not None)
-        group = groups.setdefault((row["iteration"], row["prompt_id"], tuple(row["prompt_ids"])), Group(prompt, list(row["prompt_ids"]), [], -1, False))
+        draw = json.loads(row["extra_json"] or "{}").get("draw", 0)
+        group = groups.setdefault((row["iteration"], row["prompt_id"], tuple(row["prompt_ids"]), draw), Group(prompt, list(row["prompt_ids"]), [], -1, False))
         group.samples.append(Sample(
             prompt, row["prompt_ids"], len(group.samples), list(row["completion_ids"]), [float(v) for v in row["logp_rollout"] or row["logp_old"]],
             "eos" if row["terminated"] else "length", "", float("nan") if row["reward_tier"] == "unscorable" else total, {c["name"]: c["value"] for c in paid}, {},
@@ -97,3 +103,17 @@ def _groups_of(rows: Iterable[dict], by_id: dict[str, dict]) -> list[Group]:
     if not groups:
         raise ValueError("the input stored has no rows; give a rollouts/1 dataset, for example the rollouts output of an rl stage.")
     return list(groups.values())
+
+
+def _compare_rewards(stage, samples: list[Sample]) -> None:
+    """Say where ``rewards`` are not those that the stored completions earned, which is what training reads."""
+    asked = {(c.name, c.weight) for c in stage.config.rewards}
+    paid = {(name, weight) for s in samples for name, weight in s.weights.items() if "/" not in name}
+    missing = [c.name for c in stage.config.rewards if c.kind == "format" and any(c.name not in s.parts for s in samples)]
+    if stage.config.reward_override == "format_only" and missing:
+        raise ValueError(f"reward_override=format_only reads the stored values of {', '.join(missing)}, which the input stored does not have for every completion; write "
+                         "reward_override=random or inverted, or store rollouts of a run with that component.")
+    if not asked <= paid or {name for name, weight in paid if weight} - {name for name, _ in asked}:
+        stage.warn("stored_rewards", f"Training pays what the stored rollouts earned ({', '.join(f'{name} x {weight:g}' for name, weight in sorted(paid))}), not the configured rewards "
+                   f"({', '.join(f'{name} x {weight:g}' for name, weight in sorted(asked))}), which score validation answers only. For other rewards give rollouts that were "
+                   "scored with them (the stage rescore does so for a rubric).")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -52,7 +53,7 @@ class Rollouts:
         if stage.has("stored") and not row.off_policy_ok:
             raise ValueError(f"the input stored gives rollouts of other policies to {config.preset}, which is on-policy; write preset=topr, "
                              "offline_is, copg, mdpo or oreo, or leave the input out.")
-        self.stored = StoredGroups(stage.dataset("stored").iter_rows(), prompts, stage.rng) if stage.has("stored") else None
+        self.stored = StoredGroups(stage, prompts) if stage.has("stored") else None
         self.crediting = Crediting(stage, row, self.policy, rewards, members, reference, critic)
         self.records = Records(stage, members, self.policy.agent is not None)
         self.ptx = pretraining_items(stage.dataset("ptx"), renderer, config.ptx_max_length) if row.ptx_coef else []
@@ -77,14 +78,13 @@ class Rollouts:
     # -- Source protocol ------------------------------------------------------------------------------------------
     def items(self, step: int) -> list[Item]:
         self.step_tokens = 0
-        if self.iteration < 0 or self.inner >= self.steps_per_batch:
+        used = self.iteration < 0 or self.inner >= self.steps_per_batch
+        early = bool(not used and self.config.early_stop_kl and self.inner and self.crediting.drift(self._minibatch()) > 1.5 * self.config.early_stop_kl)
+        if used or early:
             self._next_iteration(step)
-        chosen = self._minibatch()
-        if self.config.early_stop_kl and self.inner and self.crediting.drift(chosen) > 1.5 * self.config.early_stop_kl:
-            self.metrics["policy/early_stops"] = self.metrics.get("policy/early_stops", 0.0) + 1.0
-            self._next_iteration(step)
-            chosen = self._minibatch()
-        self.current = chosen
+            if self.config.early_stop_kl:
+                self.metrics["policy/early_stops"] = float(early)  # of the iteration before
+        chosen = self.current = self._minibatch()
         if not self.ptx:
             return chosen
         n = max(1, round(self.config.ptx_batch_ratio * sum(len(i.responses) for i in chosen)))
@@ -124,7 +124,8 @@ class Rollouts:
 
     def watch(self, values: dict[str, float]) -> None:
         """Take note of a step's metrics, and warn of the alarms that are on now (each once)."""
-        self.history.append({name: values[name] for name in WATCHED if name in values})
+        # a group of equal rewards is dead only where its completions are compared
+        self.history.append({name: values[name] for name in WATCHED if name in values and (name != "reward/frac_zero_std" or self.row.compares)})
         target = self.row.target_kl if self.row.kl_target == "ref" and (self.row.kl_loss_coef or self.row.kl_reward_coef) else None
         for name, text in alarms(self.history, target).items():
             if name == "unscorable_rewards" and name not in (w["code"] for w in self.stage.warnings):
@@ -137,8 +138,9 @@ class Rollouts:
 
     def _check_ratio(self, first: bool, deviation: float) -> None:
         """Fresh completions start from a ratio of 1 at every token: ``deviation`` is the mean of |ratio - 1|, in which errors of both signs add up."""
+        on_policy = first and self.stored is None and self.window is None and (self.policy.exact_logps or not self.row.behaviour_ratio)
         near = 5e-2 if self.config.compute_dtype != "float32" else 1e-4  # bfloat16 rounds by the micro-batch
-        if first and self.stored is None and self.window is None and deviation > near:
+        if on_policy and deviation > near:
             raise TrainingError(f"The policy ratio must be 1 on the first minibatch of a rollout, but tokens are off it by {deviation:.6f} on average: sampler and "
                                 "trainer disagree about the log-probabilities. Report this with the model's architecture.")
 
@@ -203,7 +205,6 @@ class Rollouts:
         groups, metrics = self._groups()
         if self.config.engine_sleep:
             self.policy.engine.sleep(keep_weights=False)
-        self.step_tokens = sum(len(s.ids) for g in groups if g.fresh for s in g.samples)
         scored = self.crediting(groups, self.iteration, self.version)
         self.records.rollouts(scored, self.iteration, self.version)
         self._note_unscorable(scored.samples)
@@ -225,10 +226,11 @@ class Rollouts:
         """The groups of one iteration, stored ones or fresh ones and replayed ones, and metrics."""
         wanted, replayed, metrics = self.config.prompts_per_step, [], {}
         if self.stored is not None:
-            return self.stored.take(wanted), {"replay/share": 1.0}
+            return self.stored.take(wanted), {"replay/share": 1.0, "completions/generated_tokens": 0.0}
         if self.window is not None:
             replayed, metrics = self.window.draw(self.iteration, self.version)
         fresh, dropped, more = self.groups.fill(lambda n: self.order.take(n, self.version), wanted - len(replayed), self.iteration, self.version)
+        self.step_tokens = sum(len(s.ids) for g in (*fresh, *(g for g, _ in dropped)) for s in g.samples)
         self.records.groups([(g, None) for g in fresh] + dropped, self.iteration)
         self.order.learn(fresh + [g for g, _ in dropped])
         if self.window is not None:
@@ -276,10 +278,12 @@ class Rollouts:
 
     # -- validation -------------------------------------------------------------------------------------------------
     def evaluate(self, prompts, step: int) -> dict[str, float]:
-        """Metrics of one sampled completion per validation prompt, with the same seeds at every call; the answers go to the dataset ``validation``."""
+        """Metrics of one sampled completion per validation prompt, with the same seeds and length limit (the run's longest) at every call; the answers go to the
+        dataset ``validation``."""
         self.policy.refresh()
         self.policy.update()
-        groups = self.policy.draw(prompts, [[self.stage.seed_for("validation", row["row_id"])] for row, _ in prompts])
+        params = replace(self.policy.params, max_new_tokens=self.config.longest_completion)
+        groups = self.policy.draw(prompts, [[self.stage.seed_for("validation", row["row_id"])] for row, _ in prompts], params)
         drawn = [s for g in groups for s in (g if self.policy.seats == 2 else g[:1])]
         warn_of_failures(self.stage, self.policy.engine, drawn)
         samples = [s for s in drawn if s.error is None]
@@ -298,11 +302,13 @@ def pretraining_items(data, renderer, max_length: int) -> list[Item]:
     """The train rows of a text or demonstrations dataset, every token trained (PPO-PTX)."""
     from stages.sft import encode_text
 
-    if data.kind == "text/1":
+    per_token = 0.0
+    if data.kind == "text/1":  # a row holds several documents or a part of one: as many as its tokens make up on average
         rows = [i.responses[0].tolist() for i in encode_text(data, "train", renderer, SimpleNamespace(max_length=max_length))[0]]
+        per_token = sum(1 for _ in data.iter_rows(columns=["text"], split="train")) / max(sum(len(ids) - 1 for ids in rows), 1)
     else:
         rows = [renderer.conversation(r["messages"], max_length=max_length).ids for r in data.iter_rows(split="train")]
-    made = [make_item(f"ptx-{k}", [], [ids], [[1] * len(ids)], ptx=True) for k, ids in enumerate(rows) if len(ids) > 1]
+    made = [make_item(f"ptx-{k}", [], [ids], [[1] * len(ids)], ptx=True, documents=(len(ids) - 1) * per_token or 1.0) for k, ids in enumerate(rows) if len(ids) > 1]
     if not made:
         raise ValueError("The input ptx has no train row with two tokens or more; give a text/1 dataset with a train split, or ptx_coef=0.")
     return made

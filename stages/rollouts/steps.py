@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from stages.generation import Sample, score, warn_of_failures
-from stages.rollouts.groups import Group
+from stages.rollouts.groups import Group, control
 from stages.rollouts.policy import PolicySampler
 
 
@@ -53,6 +53,7 @@ def monte_carlo(stage, policy: PolicySampler, rewards, samples: list[Sample], gr
     the last known one (the step before it earns nothing, the one behind it what both did), the prompt's the mean reward of its group.
     """
     config, starts, borders, prompt_at = stage.config, [], [], {}  # starts: (sample, tokens or turns that are kept); borders: a completion's places there
+    number, group_of = {id(g): k for k, g in enumerate(group_at)}, []  # of every start
     steps = [[t["end"] - 1 for t in s.turns] if policy.agent else step_ends(_pieces(policy.renderer, s.ids), config.step_separator) for s in samples]
     steps = [[*ends[:-1], len(s.ids) - 1] if s.ids else [] for ends, s in zip(steps, samples)]
     seeds = []
@@ -61,6 +62,7 @@ def monte_carlo(stage, policy: PolicySampler, rewards, samples: list[Sample], gr
         """The place of step k of completion i."""
         seeds.append([stage.seed_for("vine", iteration, samples[i].prompt["row_id"], i, k, j) for j in range(config.vine_samples)])
         starts.append((samples[i], k if policy.agent or not k else steps[i][k - 1] + 1))
+        group_of.append(number[id(group_at[i])])
         return len(starts) - 1
 
     for i, (group, ends) in enumerate(zip(group_at, steps)):
@@ -73,7 +75,10 @@ def monte_carlo(stage, policy: PolicySampler, rewards, samples: list[Sample], gr
     policy.update()
     made = policy.go_on(starts, seeds, replace(policy.params, max_new_tokens=config.completion_limit(version)))
     warn_of_failures(stage, policy.engine, [s for group in made for s in group])
-    score(rewards, [s for group in made for s in group])
+    score(rewards, [s for group in made for s in group], [k for k, group in zip(group_of, made) for _ in group])
+    for k, group in enumerate(made):
+        for j, sample in enumerate(group):
+            control(stage, sample, "vine", iteration, k, j)
     found = [[s.total for s in group if np.isfinite(s.total)] for group in made]
     values = []
     for group, places in zip(group_at, borders):

@@ -46,7 +46,7 @@ STATEFUL = {  # what each carries over a kill, beside weights and rollouts in ha
     "trust region of an adapter": {"preset": "trpo", "lora_rank": 4, "truncation_policy": "score", "critic_learning_rate": 1e-2, "max_steps": 8},
     "adapter, shared critic, reference": {"preset": "ppo", "lora_rank": 4, "critic_mode": "shared", "learning_rate": 1e-2, "num_iterations": 2},
     "continuations, prompts by pass@k": {"preset": "vineppo", "vine_samples": 2, "step_separator": "e", "curriculum": "pass_at_k", "passk_bands": [1.0, 0.0], "passk_samples": 2,
-                                         "rewards": [{"kind": "verifier"}, {"kind": "length"}]},
+                                         "reward_override": "none", "rewards": [{"kind": "verifier"}, {"kind": "length", "max_length": 8, "cache_length": 7}]},
     "trajectories in an environment": {"preset": "agent", "environment": "tests.training.environments:Countdown", "rewards": [{"kind": "environment"}],
                                        "reward_override": "none", "max_completion_length": 90, "max_turn_length": 6, "num_minibatches": 2, "num_iterations": 2},
 }

@@ -283,7 +283,7 @@ def test_equal_rewards_of_a_single_group_train_without_noise(rl, preset):
 
 def test_cut_completions_stay_in_the_statistics_and_leave_the_loss(tiny, rl):
     """OVERLONG: a masked completion still moves its group's mean unless told otherwise; all cut means an empty step."""
-    source = rl.source("cut", {"preset": "dr_grpo", "truncation_policy": "mask", "soft_punish_cache": 3, "max_completion_length": 4})
+    source = rl.source("cut", {"preset": "dr_grpo", "truncation_policy": "mask", "soft_punish_cache": 3, "max_completion_length": 4, "reward_override": "none"})
     prompt, ids = source.order.prompts[0]
     made = [Sample(prompt, ids, 0, [50, 60], [-1.0, -1.0], "eos", "", 1.0, {}, {}), Sample(prompt, ids, 1, [50, 60, 70, 80], [-1.0] * 4, "length", "", 0.5, {}, {})]
     items = source.crediting([Group(prompt, ids, made, 0)], 0, 0).items
@@ -340,6 +340,7 @@ def test_a_drifted_policy_samples_again(rl):
     through, _ = rl("through", config)
     stopped, metrics = rl("stopped", {**config, "early_stop_kl": 1e-6})
     assert through["summary"]["iterations"] == 2 and stopped["summary"]["iterations"] == 6
+    assert [m["policy/early_stops"] for m in metrics] == [0, 1, 1, 1, 1, 1]
 
 
 def test_a_frozen_reference_that_moved_is_an_error(rl):
@@ -393,13 +394,13 @@ def test_stored_rollouts_are_trained_on_without_sampling(rl):
     """TOPR on another run's rollouts: same tokens and behaviour log-probs, rewards from the stored components."""
     first, _ = rl("behaviour", {"preset": "dr_grpo", "reward_override": "none", "rewards": [{"name": "length", "kind": "length", "max_length": 4, "cache_length": 3}]})
     path = first["outputs"]["rollouts"]["path"]
-    second, metrics = rl("offline", {"preset": "topr", "baseline": "constant", "baseline_value": -0.5, "max_steps": 2}, stored=path)
+    second, metrics = rl("offline", {"preset": "topr", "baseline": "constant", "baseline_value": -0.5, "max_steps": 2, "reward_override": "none"}, stored=path)
     before = {(tuple(r["prompt_ids"]), tuple(r["completion_ids"])): r for r in rows_of(first)}
     for r in rows_of(second):
         original = before[tuple(r["prompt_ids"]), tuple(r["completion_ids"])]
         assert r["logp_old"] == original["logp_old"] and r["reward"] == pytest.approx(original["reward"])
         assert r["advantages"][0] == pytest.approx(r["reward"] + 0.5)
-    assert metrics[0]["replay/share"] == 1 and metrics[0]["train/grad_norm"] > 0
+    assert metrics[0]["replay/share"] == 1 and metrics[0]["train/grad_norm"] > 0 and metrics[0]["completions/generated_tokens"] == 0
 
 
 def test_on_policy_presets_refuse_other_policies_rollouts(rl):
@@ -418,6 +419,9 @@ def test_replayed_groups_keep_the_log_probs_they_were_sampled_with(rl):
     fresh = {(tuple(r["prompt_ids"]), tuple(r["completion_ids"])): r for r in rows if r["policy_version"] == r["iteration"]}
     replayed = [r for r in rows if r["policy_version"] < r["iteration"]]
     assert len(replayed) == 3 * 2 * 2 and metrics[1]["replay/share"] == 0.5 and metrics[3]["staleness/max"] >= 1
+    for i, m in enumerate(metrics):  # what was sampled in an iteration, not what was trained on
+        own = [r for r in rows if r["iteration"] == i == r["policy_version"]]
+        assert m["completions/generated_tokens"] == sum(r["length"] for r in own) and m["reward/mean"] == pytest.approx(np.mean([r["reward"] for r in own]))
     for r in replayed:
         original = fresh[tuple(r["prompt_ids"]), tuple(r["completion_ids"])]
         assert r["logp_old"] == original["logp_old"] and original["iteration"] == r["policy_version"] and r["iteration"] - r["policy_version"] < 3

@@ -16,7 +16,7 @@ from storage.schema import complete_row
 
 SMALL = {"max_steps": 3, "prompts_per_step": 3, "num_generations": 4, "max_completion_length": 8, "learning_rate": 1e-3, "critic_learning_rate": 1e-2, "reward_override": "random",
          "rewards": [{"name": "length", "kind": "length", "max_length": 8, "cache_length": 6}]}
-EXTRA = {"dapo": {"filter_groups_metric": "reward_std", "soft_punish_cache": 4, "truncation_policy": "score"}, "vapo": {"critic_warmup_steps": 2},
+EXTRA = {"dapo": {"filter_groups_metric": "reward_std", "soft_punish_cache": 4, "truncation_policy": "score"}, "vapo": {"critic_warmup_steps": 2}, "grpo_process": {"reward_override": "none"},
          "grpo_plus": {"truncation_policy": "score", "context_schedule": [(0, 6), (2, 8)]},
          "astar_po": {"num_generations": 1, "baseline_samples": 3, "options": {"beta": 0.1}}, "sppo": {"options": {"eta": 1.0}},
          "ppo_ptx": {"ptx_coef": 1.0}, "online_ipo": {"options": {"tau": 1.0}}, "vineppo": {"vine_samples": 3, "step_separator": "e"},

@@ -1,6 +1,7 @@
 """Rules of the RL stage that formulas do not show: which coefficient a controller moves, what an empty step leaves alone, what settings refuse each other."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import get_args
 
@@ -18,13 +19,15 @@ from stages.losses import policy_loss
 from stages.modeling import load_policy
 from stages.policy_update import PolicyGradient
 from stages.rl import Config, Preset, not_read, resolve_preset, row_of
-from stages.rollouts.metrics import rollout_metrics
+from stages.rollouts.groups import Group, control
+from stages.rollouts.metrics import credit_metrics, rollout_metrics
 from stages.settings import AgentConfig, OptimizerConfig, SamplingConfig
 from stages.rollouts.prompts import PromptOrder
 from stages.spec import ConfigError
 from stages.training import Trainer, TrainingError
 from tests.training.test_rl_parts import rl, rows_of  # noqa: F401
 
+SPREAD = {"name": "spread", "kind": "python", "source": "def score(prompt, completion, answer):\n    return sum(map(ord, completion)) % 7 / 3 - 0.9"}
 MASK = np.array([[1, 1, 1], [1, 1, 0]], bool)
 
 
@@ -113,7 +116,14 @@ def test_groups_of_equal_rewards_are_counted_although_their_mean_rounds():
     ({"preset": "grpo", "context_schedule": [(0, 32), (2, 48)], "soft_punish_cache": 40}, "soft_punish_cache"),
     ({"preset": "grpo", "context_schedule": [(180, 32), (0, 16)]}, "context_schedule"),
     ({"preset": "grpo", "context_schedule": [(0, 0)]}, "context_schedule"),
-    ({"preset": "grpo", "reward_override": "format_only"}, "format")])
+    ({"preset": "grpo", "reward_override": "format_only"}, "format"),
+    ({"preset": "ppo", "ref_mode": "previous"}, "kl_coef=0"),
+    ({"preset": "dapo", "rewards": [{"kind": "model", "normalise": "batch"}]}, "reward_norm=whiten"),
+    ({"preset": "grpo_process", "truncation_policy": "penalty"}, "truncation_policy=penalty"),
+    ({"preset": "grpo_process", "soft_punish_cache": 5}, "soft_punish_cache=0"),
+    ({"preset": "grpo_process", "reward_override": "random"}, "reward_override=random"),
+    ({"preset": "grpo", "reward_override": "random", "curriculum": "self_paced"}, "curriculum=self_paced"),
+    ({"preset": "grpo", "reward_override": "random", "no_resampling_pass_rate": 0.5}, "no_resampling_pass_rate")])
 def test_settings_that_would_do_something_else_are_refused(config, says):
     with pytest.raises(ValueError, match=says):
         resolve_preset(Config(**config))
@@ -322,13 +332,13 @@ def test_the_format_alone_is_rewarded(rl):
     """reward_override=format_only: the control run of the catalogue; the task's own component is stored but does not count."""
     source = rl.source("format", {"reward_override": "format_only", "rewards": [{"kind": "length"}, {"kind": "format", "weight": 2.0}]})
     sample = Sample({}, [1], 0, [2], [0.0], "eos", "x", 5.0, {"length": 1.0, "format": 1.0}, {}, turn_rewards=[1.0, 4.0])
-    source.groups._override(sample, 0, "row", 0, 0)
+    control(source.stage, sample, 0, "row", 0, 0)
     assert sample.total == 2.0 and sample.turn_rewards is None
 
 
 def test_solved_prompts_are_not_sampled_again(rl):
     """no_resampling_pass_rate leaves out a prompt from its first group above the cap on; when all are solved they come again; it survives a resume."""
-    source = rl.source("solved", {"no_resampling_pass_rate": 0.5})
+    source = rl.source("solved", {"no_resampling_pass_rate": 0.5, "reward_override": "none"})
     order = source.order
     everyone = [row["row_id"] for row, _ in order.prompts]
     first = order.take(3, 0)
@@ -339,7 +349,7 @@ def test_solved_prompts_are_not_sampled_again(rl):
     order.learn([group(first[0][0], [True, True, False]), group(first[1][0], [True, False]), group(first[2][0], [False, False])])
     solved = first[0][0]["row_id"]
     assert order.solved == {solved} and order.metrics([])["curriculum/solved_prompts"] == 1
-    again = rl.source("solved-again", {"no_resampling_pass_rate": 0.5}).order
+    again = rl.source("solved-again", {"no_resampling_pass_rate": 0.5, "reward_override": "none"}).order
     again.restore(order.state())
     taken = [[row["row_id"] for row, _ in o.take(2 * len(everyone), 0)] for o in (order, again)]
     assert taken[0] == taken[1] and solved not in taken[0] and set(taken[0]) == set(everyone) - {solved}
@@ -366,16 +376,16 @@ LOGGED = {
     ({"preset": "ppo", "num_iterations": 2}, set(LOGGED), ["kl/reward_coef", "reward/shaped"]),
     ({"preset": "reinforce", "max_steps": 2}, {"reward", "groups", "advantage", "completions"}, ["reward/baseline"]),
     ({"preset": "sppo"}, {"reward", "completions"}, ["preference/win_rate"]),
-    ({"preset": "dapo", "filter_groups_metric": "reward_std", "soft_punish_cache": 2, "truncation_policy": "score"}, {"reward", "advantage"},
-     ["groups/filter_rate", "groups/generation_batches", "reward/overlong"]),
-    ({"preset": "grpo", "rewards": [{"kind": "verifier"}]}, {"reward"}, ["train/correct", "groups/all_correct_fraction", "groups/all_wrong_fraction",
+    ({"preset": "dapo", "filter_groups_metric": "reward_std", "soft_punish_cache": 2, "truncation_policy": "score", "reward_override": "none", "rewards": [SPREAD]}, {"reward", "advantage"},
+     ["groups/filter_rate", "groups/generation_batches", "groups/forwarded_fraction", "reward/overlong", "reward/sampled_mean"]),
+    ({"preset": "grpo", "reward_override": "none", "rewards": [{"kind": "verifier"}]}, {"reward"}, ["train/correct", "groups/all_correct_fraction", "groups/all_wrong_fraction",
                                                                          "completions/mean_incorrect_length"])])
 def test_the_catalogues_metrics_are_logged(rl, config, parts, more):
     _, metrics = rl("logged", config)
     found = set().union(*metrics)
     wanted = {name for part in parts for name in LOGGED[part]} | set(more)
     if "rewards" in config:
-        wanted = wanted - {"reward/length"} | {"reward/verifier"}
+        wanted = wanted - {"reward/length"} | {f"reward/{config['rewards'][0].get('name', 'verifier')}"}
     assert not sorted(wanted - found)
     assert all(np.isfinite(v) for m in metrics for v in m.values() if v is not None)
     if "advantage/min" in found:
@@ -488,6 +498,156 @@ def test_in_bfloat16_ratios_start_from_log_probs_of_the_same_products(rl):
         rl("trust", {"preset": "trpo", "compute_dtype": "bfloat16"})
 
 
+# --- control experiments ------------------------------------------------------------------------------------------------------------------
+
+def completions(source, rows, **changes):
+    """One group of the first prompt: (total, finish reason) of every completion, three tokens long."""
+    prompt, ids = source.order.prompts[0]
+    samples = [Sample(prompt, ids, g, [50, 60, 70 + g], [-1.0, -2.0, -3.0], reason, "x", total, {"spread": total}, {}) for g, (total, reason) in enumerate(rows)]
+    return Group(prompt, ids, samples, 0, **changes)
+
+
+@pytest.mark.parametrize("preset", ["dapo", "vapo"])
+def test_a_control_run_reads_nothing_of_the_task(rl, preset):
+    """reward_override: neither verdicts (the filter of DAPO, the NLL of VAPO's right answers) nor penalties of length pay beside the control's rewards."""
+    source = rl.source(f"control-{preset}", {"preset": preset, "reward_override": "random", "truncation_policy": "score", "critic_warmup_steps": 0,
+                                             "rewards": [{"kind": "regex", "pattern": "."}, {"kind": "verifier"}]})
+    groups = source.groups.sample(source.order.take(2, 0), 0, 0)
+    assert all(s.correct is None and s.total in (0.0, 1.0) and s.parts["verifier"] is not None for g in groups for s in g.samples)
+    group = completions(source, [(1.0, "length"), (1.0, "eos")])
+    for sample, right in zip(group.samples, (True, False)):
+        sample.correct = right
+        control(source.stage, sample, 0)  # the same draw for both
+    assert source.groups.no_signal(group) == "equal_rewards" and source.crediting._overlong(group.samples, 0)[1] == 0
+    opponents = rl.source("control-nash", {"preset": "nash_md", "reward_override": "inverted", "rewards": [SPREAD]}).groups
+    (group,) = opponents.sample(source.order.take(1, 0), 0, 0)
+    assert all(s.total == -s.parts["spread"] for s in (*group.samples, *group.opponents))
+
+
+def test_the_rewards_of_stored_rollouts_can_be_overridden_and_two_draws_of_a_prompt_stay_two_groups(rl):
+    config = {"max_completion_length": 3, "num_generations": 2, "reward_override": "none", "rewards": [SPREAD], "max_steps": 1}
+    result, _ = rl("draws", {**config, "preset": "dr_grpo", "prompts_per_step": 44})
+    path, found = result["outputs"]["rollouts"]["path"], {}
+    for kind in ("none", "random", "inverted"):
+        source = rl.source(f"stored-{kind}", {**config, "preset": "topr", "reward_override": kind}, stored=path)
+        assert len(source.stored.groups) == 44 and {len(g.samples) for g in source.stored.groups} == {2} and "stored_rewards" not in json.dumps(source.stage.warnings)
+        found[kind] = [s.total for g in source.stored.groups for s in g.samples]
+    assert found["inverted"] == [-v for v in found["none"]] and set(found["random"]) == {0.0, 1.0} and len(set(found["none"])) > 2
+    other = rl.source("stored-other", {**config, "preset": "topr", "rewards": [{"kind": "verifier"}]}, stored=path)
+    assert "stored_rewards" in json.dumps(other.stage.warnings) and [s.total for g in other.stored.groups for s in g.samples] == found["none"]
+    with pytest.raises(ValueError, match="reward_override=random"):
+        rl.source("stored-format", {**config, "preset": "topr", "reward_override": "format_only", "rewards": [{"kind": "format"}]}, stored=path)
+
+
+# --- what is compared with what -----------------------------------------------------------------------------------------------------------
+
+def test_rewards_that_compare_see_one_group_at_a_time(rl, monkeypatch):
+    """LENGTH-CTRL, rs.majority: another draw of the prompt, the greedy completion and the opponents are not members of a group."""
+    from stages.rewards import RewardComponent, build_rewards
+    from stages.rollouts import groups as module
+
+    row = {"prompt_row": {"row_id": "p", "prompt_id": "p", "answer": "1", "answer_type": "integer"}, "finish_reason": "eos"}
+    rows = [{**row, "completion_text": text, "completion_ids": [1] * n, "group": g} for text, n, g in
+            (("\\boxed{1}", 2, 0), ("\\boxed{2}", 9, 1), ("\\boxed{1}", 4, 0), ("\\boxed{2}", 5, 1), ("\\boxed{1}", 3, 0))]
+    for kind, expected in (("majority", [1, 1, 1, 1, 1]), ("length_group", [0.5, -0.5, -0.5, 0.0, 0.0])):
+        assert [s.total for s in build_rewards([RewardComponent(kind=kind)], {}).score(rows)] == expected
+    seen, real = [], module.score
+    monkeypatch.setattr(module, "score", lambda rewards, samples, group_of=None: (seen.append(list(zip(group_of, samples))), real(rewards, samples, group_of)))
+    source = rl.source("greedy", {"preset": "remax", "num_generations": 3})
+    prompt = source.order.prompts[0]
+    made = source.groups.sample([prompt, prompt], 0, 0)
+    keys = {id(s): key for key, s in seen[0]}
+    assert [len({keys[id(s)] for s in g.samples}) for g in made] == [1, 1] and len({*(keys[id(g.samples[0])] for g in made), *(keys[id(g.greedy_sample)] for g in made)}) == 4
+
+
+def test_a_bootstrapped_completion_is_in_no_statistic_of_rewards(rl):
+    """TERM: bootstrap adds no terminal score, so there is nothing to normalise: 0, not the mean of the others turned around."""
+    source = rl.source("norm", {"preset": "ppo", "reward_norm": "whiten", "reward_override": "none", "rewards": [SPREAD], "kl_coef": 0.0})
+    source.crediting.critic = SimpleNamespace(values=lambda items: ([[0.0] * 3] * 4, [0.5] * 4), trainer=None)
+    scored = source.crediting([completions(source, [(5.0, "eos"), (7.0, "eos"), (6.0, "length"), (float("nan"), "eos")])], 0, 0)
+    assert scored.batch.rewards_B[:3] == pytest.approx([-1.0, 1.0, 0.0]) and np.isnan(scored.batch.rewards_B[3]) and scored.metrics["reward/norm_mean"] == 6.0
+    assert scored.batch.bootstrap_B.tolist() == [0.0, 0.0, 0.5, 0.0]
+
+
+def test_win_rates_compare_shaped_rewards(rl):
+    config = {"preset": "sppo", "truncation_policy": "penalty", "missing_eos_penalty": 2.0, "reward_override": "none", "rewards": [SPREAD]}
+    source = rl.source("win", config)
+    group = completions(source, [(1.0, "eos"), (3.0, "length")])
+    found = source.crediting([group], 0, 0).batch.preference_BO
+    assert found == pytest.approx(np.array([[0.5, 1 / (1 + np.exp(-3))], [1 / (1 + np.exp(3)), 0.5]]))
+    group.opponents = completions(source, [(1.0, "length")]).samples
+    assert source.crediting([group], 0, 0).batch.preference_BO == pytest.approx(np.array([[1 / (1 + np.exp(-3))], [0.5]]))
+
+
+def test_ratios_to_the_behaviour_policy_do_not_depend_on_what_else_is_in_the_batch(rl):
+    """TOPR, OFFPOL-IS: mu is the distribution that was sampled from, filters included, with replayed groups beside it or not."""
+    source = rl.source("behaviour", {"preset": "topr", "top_k": 3, "reward_override": "none", "rewards": [SPREAD]})
+    groups = source.groups.sample(source.order.take(2, 0), 0, 0)
+    alone = source.crediting(groups, 0, 0)
+    groups[1].fresh = False
+    assert alone.old == source.crediting(groups, 0, 0).old == [s.logps for g in groups for s in g.samples]
+    trained = source.crediting.logps(source.policy.model, alone.items)
+    assert max(abs(a - b) for new, old in zip(trained, alone.old) for a, b in zip(new, old)) > 0.1
+    source._check_ratio(True, 0.5)
+    with pytest.raises(TrainingError, match="sampler and trainer disagree"):
+        rl.source("exact", {"preset": "topr"})._check_ratio(True, 0.5)
+
+
+def test_a_shared_critic_of_one_value_per_prompt_learns_at_the_first_token(tiny):
+    from stages import critics
+    from stages.batching import collate
+
+    config = Config(preset="ppo", critic_mode="shared", critic_target="bandit", kl_coef=0.0)
+    objective = PolicyGradient(resolve_preset(config)[0], config, value_head=critics.new_value_head(32, 1))
+    values, returns = [0.2, 0.2, 0.2], [1.0, 1.0, 1.0]
+    for mask, at in (([1, 1, 1], 0), ([0, 1, 1], 1)):
+        item = make_item("r", [20, 30], [[40, 50, 60]], [mask], advantages=[1.0], old_logps=[[-5.0] * 3], values=[values], returns=[[1.0 if t == at else 99.0 for t in range(3)]])
+        value, unit = objective(load_policy(tiny["policy"]), collate([item])).loss["value"]
+        assert unit == "sequences" and 0 < value.item() < 0.5 * 2 ** 2
+
+
+def test_start_up_and_validation_completions_are_as_long_as_the_run_allows(rl):
+    source = rl.source("long", {"preset": "dr_grpo", "max_completion_length": 2, "context_schedule": [[0, 9], [5, 12]], "eval_prompts": 4})
+    prompts = source.order.prompts[:4]
+    assert max(len(s.ids) for g in source.groups.of_every_prompt(prompts, "baseline", 2) for s in g) == 9
+    assert source.evaluate(prompts, 0)["completions/max_length"] == 12
+
+
+# --- metrics that say what happened -------------------------------------------------------------------------------------------------------
+
+def test_a_group_of_one_is_not_dead(rl):
+    samples = [Sample({}, [1], g, [2], [0.0], "eos", "x", 0.1, {}, {}) for g in range(3)]
+    assert "reward/frac_zero_std" not in rollout_metrics(samples, np.array([0.1, 0.2, 0.3]), np.arange(3))
+    assert rollout_metrics(samples, np.array([0.1, 0.1, 0.3]), np.array([0, 0, 1]))["reward/frac_zero_std"] == 1.0
+    for preset, watched in (("reinforce", False), ("dr_grpo", True)):
+        source = rl.source(f"dead-{preset}", {"preset": preset, "stop_on": [] if watched else ["dead_groups"]})
+        for step in range(4):
+            source.watch({"step": step, "reward/frac_zero_std": 1.0})
+        assert all(("reward/frac_zero_std" in row) == watched for row in source.history)
+
+
+@pytest.mark.parametrize("surrogate, changes, expected", [
+    ("clip", {}, {"clip_low": 1, "clip_high": 1}), ("clip", {"clip_ratio_c": 3.0}, {"clip_low": 1, "clip_high": 1, "clip_dual": 1}),
+    ("none", {}, {"clip_low": 0, "clip_high": 0}), ("cispo", {}, {"clip_low": 0, "clip_high": 0, "capped": 2})])
+def test_clip_metrics_count_the_tokens_that_lose_their_gradient(surrogate, changes, expected):
+    ratio, advantages = torch.tensor([[2.0, 0.5, 4.0, 1.0]]), torch.tensor([[1.0, -1.0, -1.0, 1.0]])
+    logps = ratio.log().requires_grad_()
+    losses, sums = policy_loss(logps, torch.zeros(1, 4), advantages, torch.ones(1, 4), surrogate=surrogate, **changes)
+    assert {name: int(v) for name, v in sums.items() if name.startswith("clip_") or name == "capped"} == expected
+    (gradient,) = torch.autograd.grad(losses.sum(), logps)
+    assert int((gradient == 0).sum()) == sum(v for name, v in expected.items() if name.startswith("clip_"))
+
+
+def test_metrics_of_advantages_and_of_the_update_say_which_tokens_they_are_of(rl):
+    row = rl_preset("dr_grpo")
+    cut = batch(kept_B=np.array([True, False]), values_BT=None)
+    credit = assign(row, cut, 0.0)
+    assert credit_metrics(cut, credit, cut.kept_B, 0.0, 0.0)["advantage/std"] == 0.0  # one completion, one advantage
+    source = rl.source("share", {"preset": "dr_grpo", "reward_override": "none", "rewards": [SPREAD]})
+    alive, dead = completions(source, [(1.0, "eos"), (0.0, "eos")]), completions(source, [(1.0, "eos")] * 4)
+    assert source.crediting([alive, dead], 0, 0).metrics["groups/forwarded_fraction"] == pytest.approx(2 / 6)
+
+
 def test_every_admitted_prompt_comes_once_in_a_pass():
     """pass_at_k, self_paced: shuffled passes over those admitted, judged anew for every batch, also behind a resume."""
     prompts = [({"row_id": str(i), "prompt_id": str(i)}, [i]) for i in range(12)]
@@ -506,13 +666,18 @@ def test_every_admitted_prompt_comes_once_in_a_pass():
     assert len(set(second)) == 12 and second != first + rest
 
 
-@pytest.mark.parametrize("surrogate, changes, expected", [
-    ("clip", {}, {"clip_low": 1, "clip_high": 1}), ("clip", {"clip_ratio_c": 3.0}, {"clip_low": 1, "clip_high": 1, "clip_dual": 1}),
-    ("none", {}, {"clip_low": 0, "clip_high": 0}), ("cispo", {}, {"clip_low": 0, "clip_high": 0, "capped": 2})])
-def test_clip_metrics_count_the_tokens_that_lose_their_gradient(surrogate, changes, expected):
-    ratio, advantages = torch.tensor([[2.0, 0.5, 4.0, 1.0]]), torch.tensor([[1.0, -1.0, -1.0, 1.0]])
-    logps = ratio.log().requires_grad_()
-    losses, sums = policy_loss(logps, torch.zeros(1, 4), advantages, torch.ones(1, 4), surrogate=surrogate, **changes)
-    assert {name: int(v) for name, v in sums.items() if name.startswith("clip_") or name == "capped"} == expected
-    (gradient,) = torch.autograd.grad(losses.sum(), logps)
-    assert int((gradient == 0).sum()) == sum(v for name, v in expected.items() if name.startswith("clip_"))
+def test_pretraining_rows_count_the_documents_they_hold(tiny, tmp_path):
+    """PPO-PTX: seq-mean-token-sum is a sum per document, however texts are cut into rows."""
+    from stages.chat import renderer_for
+    from stages.rollouts.source import pretraining_items
+    from storage.datasets import open_dataset, write_dataset
+    from storage.schema import complete_row
+
+    path = str(tmp_path / "text")
+    write_dataset(path, "text", "text/1", [complete_row("text/1", {"text": f"two plus {i} is a sum. " * (1 + i)}, dataset="t", source="s", origin="human") for i in range(6)])
+    config, found = Config(preset="ppo_ptx", ptx_agg="seq-mean-token-sum"), []
+    for length in (8, 64):
+        items = pretraining_items(open_dataset(path), renderer_for(tiny["policy"]), length)
+        assert sum(i.extra["documents"] for i in items) == pytest.approx(6.0) and len(items) != 6
+        found.append(PolicyGradient(resolve_preset(config)[0], config).counts(items)["ptx_documents"])
+    assert found == pytest.approx([6.0, 6.0])
