@@ -506,7 +506,7 @@ def warnings(stage, metrics: dict, records: list[dict], unscored_pairs: int = 0)
         stage.warn("pairs_unscored", f"{unscored_pairs} pairs have no score and are in no mean. Look at their length, and at the reward model's own warnings.")
     truncated, chance = metrics.get("truncation_rate"), metrics.get("accuracy")
     missing: dict[str, Counter] = {}  # component -> reasons
-    may_miss = {component.name for component in stage.config.rewards if component.missing_policy == "skip"}
+    may_miss = {component.name for component in stage.config.rewards if component.on_missing == "skip"}
     for record in (r for r in records if not r.get("error")):
         for name, reason in (record.get("unscorable") or {}).items():
             if name not in may_miss and not reason.startswith(NOTHING_TO_SCORE):

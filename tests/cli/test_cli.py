@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.common import stage_processes
+
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = "run stage rerun up down status deploy ls show lineage compare promote export chat doctor".split()
 TINY = [part for kind in ("text", "demonstrations", "comparisons", "prompts") for part in ("--set", f"{kind}={{train: 8, validation: 2, test: 2}}")]
@@ -113,18 +115,18 @@ def test_failed_stage_exits_1_with_its_own_message(posttrain):
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupt_takes_the_stage_process_down(posttrain, number, code):
+def test_interrupt_takes_the_stage_process_down(posttrain, tmp_path, number, code):
     running = posttrain("stage", "tests.flows.slow_stage", "--set", "seconds=120", start=True)
     children = []
     deadline = time.monotonic() + 60
     while not children and time.monotonic() < deadline:
         time.sleep(0.2)
-        children = [child for child in psutil.Process(running.pid).children(recursive=True) if "stages" in child.cmdline()]
+        children = stage_processes(tmp_path / "home")
     assert children
     running.send_signal(number)
     _, error = running.communicate(timeout=60)
     assert running.returncode == code, error
-    assert not any(child.is_running() for child in children)
+    assert psutil.wait_procs(children, timeout=10)[1] == []
     assert ("goes on where it stopped: posttrain stage tests.flows.slow_stage --set seconds=120" if number == signal.SIGINT else "same command continues") in error
 
 

@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from tests.flows.test_servers import stage_processes
+from tests.common import stage_processes
 
 CHROME = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(not (CHROME and shutil.which("chromedriver")), reason="needs chromium and chromedriver")

@@ -9,7 +9,7 @@ import jsonschema
 import psutil
 
 from flows.services import answers
-from storage.files import read_json
+from tests.common import stage_processes
 
 TINY = {"train": 8, "validation": 2, "test": 2}
 WORLD = {"text": TINY, "demonstrations": TINY, "comparisons": TINY, "prompts": TINY}
@@ -112,12 +112,6 @@ def test_run_against_the_servers_is_one_parent_with_children_in_mlflow(servers):
     (parent,) = [one for one in runs if one.data.tags.get("posttrain.kind") == "flow" and one.data.tags.get("posttrain.run") == run]
     children = [one for one in runs if one.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
     assert [one.info.status for one in (parent, *children)] == ["FINISHED"] * 2
-
-
-def stage_processes(home):
-    """The processes of the stages that run now."""
-    found = [read_json(path, {}).get("child") for path in (home / "leases").glob("stage-*")]
-    return [psutil.Process(child["pid"]) for child in found if child and psutil.pid_exists(child["pid"])]
 
 
 def test_cancel_kills_the_stage_and_frees_its_slot(servers):

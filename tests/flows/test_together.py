@@ -19,6 +19,7 @@ from flows import env, services
 from flows.recipe import Run, get_recipe, load_config
 from stages.registry import get_stage
 from tasks.together import at_once, together
+from tests.common import stage_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -46,10 +47,6 @@ def start(home: Path, url: str, **config) -> subprocess.Popen:
                     "PREFECT_API_URL": url, "DO_NOT_TRACK": "true"}
     return subprocess.Popen([sys.executable, "-c", PROGRAM, json.dumps(config)], env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # ignored in what a shell has put in the background
-
-
-def stages(home: Path) -> list[psutil.Process]:
-    return [process for process in psutil.process_iter(["cmdline"]) if "stages" in (line := process.info["cmdline"] or []) and str(home) in " ".join(line)]
 
 
 def spans(home: Path) -> dict[str, tuple[float, float]]:
@@ -81,13 +78,13 @@ def test_two_slots_run_two_parts_at_a_time_and_results_keep_their_order(prefect,
 def test_what_ends_the_run_ends_every_part(prefect, tmp_path):
     process = start(tmp_path, prefect, seconds=[300.0, 300.0, 300.0])
     deadline = time.monotonic() + 120
-    while len(ours := stages(tmp_path)) < 2:
+    while len(ours := stage_processes(tmp_path)) < 2:
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()[1]
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert not [one for one in ours if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] and not stages(tmp_path), err
+    assert not [one for one in ours if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] and not stage_processes(tmp_path), err
     assert not list((tmp_path / "leases").rglob("slot-*.json")), "slots are free again"
 
 

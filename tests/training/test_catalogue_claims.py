@@ -150,6 +150,10 @@ def test_the_token_that_begins_a_document_is_not_trained():
         def iter_rows(columns, split):
             return iter([{"text": "ab"}, {"text": "c"}, {"text": "de"}])
 
+        @staticmethod
+        def rows_of(split):
+            return 3
+
     renderer = SimpleNamespace(tokenizer=SimpleNamespace(bos_token_id=0), text_ids=lambda text: [0, *map(ord, text), 0])
     (first, second), _ = encode_text(Texts, "train", renderer, SimpleNamespace(max_length=8))
     assert first.responses[0].tolist() == [0, 97, 98, 0, 0, 99, 0, 0] and first.masks[0].tolist() == [0, 1, 1, 1, 0, 1, 1, 0]
