@@ -22,7 +22,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from stages.rewards import REWARD_INPUTS, RewardComponent
+from stages.rewards import NOT_ASKED, REWARD_INPUTS, RewardComponent
 from stages.settings import PROMPT_TEMPLATE, AgentConfig, PromptTemplate, SamplingConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
@@ -491,14 +491,18 @@ def write_scores(stage, plan: Plan, meta: dict, metrics: dict, tables: dict) -> 
 
 
 #: Beginnings of the reasons why a prompt or answer is none of a component's business: known before the evaluation, counted in unscorable_rate.
-NOTHING_TO_SCORE = ("the prompt row has no ", "the prompt row asks for no ", "an earlier tier decided", "environment failed")
+NOTHING_TO_SCORE = ("the prompt row has no ", "the prompt row asks for no ", NOT_ASKED, "environment failed")
 
 
 def warnings(stage, metrics: dict, records: list[dict], unscored_pairs: int = 0) -> None:
     """Named warnings about results that should not be trusted as they are."""
     checkable = [r for r in records if r["mode"] in ("sample", "greedy") and not r.get("error") and not r.get("transcript") and (r.get("answer") is not None or r.get("constraints"))]
-    unread = [(r.get("constraints") or {}).get("unscorable") or "the answer of the prompt cannot be read" for r in checkable
-              if all(reason.startswith(NOTHING_TO_SCORE) for reason in (r.get("unscorable") or {}).values()) and ("unscorable" in (r.get("constraints") or {}) or (r.get("answer") is not None and r["correct"] is None))]  # components say theirs below
+    unread = []
+    for r in checkable:
+        constraints = r.get("constraints") or {}
+        told = any(not reason.startswith(NOTHING_TO_SCORE) for reason in (r.get("unscorable") or {}).values())  # components say theirs below
+        if not told and ("unscorable" in constraints or (r.get("answer") is not None and r["correct"] is None)):
+            unread.append(constraints.get("unscorable") or "the answer of the prompt cannot be read")
     if unread:
         stage.warn("answers_unscorable", f"{len(unread)} of {len(checkable)} answers to prompts with an answer or constraints have no verdict and are in no mean, for example: "
                    f"{max(unread, key=unread.count)}. Repair these prompts, or leave them out.")

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from stages import adapters, lean, pending, ranks, sharding
-from stages.batching import Batch, choose_form, collate, make_item, pad
+from stages.batching import Batch, Padded, choose_form, collate, make_item, pad
 from stages.chat import Renderer
 from stages.tensor_files import TensorFiles, writer_of
 
@@ -53,16 +53,8 @@ def load_policy(path: str, device: str = "cpu", dtype: torch.dtype = torch.float
     """
     from transformers import AutoModelForCausalLM
 
-    def load(attention: str):
-        return pending.load(AutoModelForCausalLM, path, device, in_shards, dtype=dtype, attn_implementation=attention)
-
     try:
-        try:
-            model = load("sdpa")
-        except ValueError as error:
-            if "scaled_dot_product_attention" not in str(error):
-                raise
-            model = load("eager")  # Gemma2-class models have an attention of their own
+        model = pending.load(AutoModelForCausalLM, path, device, in_shards, dtype=dtype)
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} is not a causal language model that transformers can load ({error}). Give a directory "
                          "with config.json, *.safetensors and tokenizer files, or a hub id that is reachable.") from error
@@ -155,10 +147,7 @@ def hidden_states(model, batch: Batch, at_N=None) -> torch.Tensor:
         with torch.autocast(kind, enabled=False):
             return lean.states(model, batch.ids_U, batch.positions_U, batch.segments, at_N, low,
                                recompute=model.training and getattr(lean.core_of(model).layers[0], "gradient_checkpointing", False))
-    rows = pad(batch, form_for(model, batch.segments))
-    out = lean.core_of(model)(input_ids=rows.ids_BT, position_ids=rows.positions_BT, attention_mask=rows.attention_B1TT,
-                           use_cache=False).last_hidden_state.flatten(0, 1)
-    return out[rows.where_U if at_N is None else rows.where_U[at_N]]
+    return _padded_states(lean.core_of(model), pad(batch, form_for(model, batch.segments)), at_N)
 
 
 def form_for(model, segments) -> str:
@@ -187,17 +176,25 @@ def _reads_masks(model) -> bool:
     core, device = lean.core_of(model), next(model.parameters()).device
     vocabulary = model.config.get_text_config().vocab_size
     tokens = [[(7 * i + 3) % vocabulary for i in part] for part in (range(3), range(3, 5), range(5, 7))]  # shorter than any window
-    batch, found = collate([make_item("probe", tokens[0], tokens[1:], [[1] * 2] * 2)], str(device)), []
+    batch = collate([make_item("probe", tokens[0], tokens[1:], [[1] * 2] * 2)], str(device))
+
+    def states(form: str) -> torch.Tensor:
+        return _padded_states(core, pad(batch, form))
+
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        for form in ("rows", "tree"):
-            rows = pad(batch, form)
-            try:
-                out = core(input_ids=rows.ids_BT, position_ids=rows.positions_BT, attention_mask=rows.attention_B1TT, use_cache=False).last_hidden_state
-            except (TypeError, ValueError, RuntimeError, NotImplementedError):  # it takes no such mask
-                return False
-            found.append(out.flatten(0, 1)[rows.where_U].float())
-    error = (found[0] - found[1]).norm() / found[0].norm().clamp_min(1e-12)
-    return bool(error < (1e-3 if out.dtype in (torch.float32, torch.float64) else 3e-2))
+        alone = states("rows")
+        try:
+            masked = states("tree")
+        except (TypeError, ValueError, RuntimeError):  # it takes no such mask
+            return False
+    error = (masked.float() - alone.float()).norm() / alone.float().norm().clamp_min(1e-12)
+    return bool(error < (1e-3 if alone.dtype in (torch.float32, torch.float64) else 3e-2))
+
+
+def _padded_states(core, rows: Padded, at_N=None) -> torch.Tensor:
+    """Last hidden states of a backbone's own forward over padded rows, at the flat positions ``at_N`` or of all tokens."""
+    out = core(input_ids=rows.ids_BT, position_ids=rows.positions_BT, attention_mask=rows.attention_B1TT, use_cache=False).last_hidden_state.flatten(0, 1)
+    return out[rows.where_U if at_N is None else rows.where_U[at_N]]
 
 
 def precise(x: torch.Tensor) -> torch.Tensor:

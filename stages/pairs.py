@@ -68,7 +68,7 @@ def identical(responses, was_cut: bool) -> str | None:
 
 
 def is_tie(row: dict) -> bool:
-    """Whether a pair prefers neither side (``label_prob`` 0.5): nothing for a loss of hard labels (``rm.bt``)."""
+    """Whether a pair prefers neither side (``label_prob`` 0.5): nothing for a loss of hard labels (``rm.bt``), or a kind of rows without soft ones."""
     return row.get("label_prob") == 0.5
 
 

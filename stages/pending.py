@@ -31,9 +31,18 @@ class Pending:
 
 def load(factory, path: str, device: str, in_shards: bool = False, settings: dict | None = None, **options):
     """``factory.from_pretrained(path, **settings, **options)`` on ``device``, its weights left in their files where ``in_shards`` asks for it and that can be
-    done. ``settings`` are the config's."""
-    model = pending(factory, path, device, settings or {}, **options) if in_shards else None
-    return factory.from_pretrained(path, **(settings or {}), **options).to(device) if model is None else model
+    done. ``settings`` are the config's. With SDPA attention, or the architecture's own where it has none (Gemma2- and DeBERTa-class models)."""
+    def made(attention: str):
+        chosen = {**options, "attn_implementation": attention}
+        model = pending(factory, path, device, settings or {}, **chosen) if in_shards else None
+        return factory.from_pretrained(path, **(settings or {}), **chosen).to(device) if model is None else model
+
+    try:
+        return made("sdpa")
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        return made("eager")
 
 
 def pending(factory, path: str, device: str, settings: dict, **options):

@@ -88,15 +88,7 @@ def load_reward_model(path: str, device: str = "cpu", dtype: torch.dtype = torch
         labels = {} if outputs is None else {"num_labels": outputs}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # layers that the checkpoint lacks (a pooler) must not depend on who ran before
-            def make(attention: str):
-                return pending.load(AutoModelForSequenceClassification, path, device, in_shards, labels, dtype=dtype, attn_implementation=attention,
-                                    ignore_mismatched_sizes=outputs is not None)
-            try:
-                model = make("sdpa")
-            except ValueError as error:
-                if "scaled_dot_product_attention" not in str(error):
-                    raise
-                model = make("eager")  # Gemma2- and DeBERTa-class models have an attention of their own
+            model = pending.load(AutoModelForSequenceClassification, path, device, in_shards, labels, dtype=dtype, ignore_mismatched_sizes=outputs is not None)
     except (OSError, ValueError) as error:
         if isinstance(error, ModelError):
             raise

@@ -283,12 +283,16 @@ def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_
     if flow_run and not str(flow_run.get("recipe", "")).startswith("stage:"):  # a recipe, whose next steps will run, too
         processes.expect()
     try:
-        result = _finished_result(workdir, p)
-        if result is None:
-            devices = _devices_of(p.spec, devices)
-            slots, device, environment = _devices(p.spec, devices, wait, tell)
-            result = _process(p, workdir, lock, device, devices, environment, unit, tell)
-        record = _publish(p, workdir, result, label, name_as, started, attempt, flow_run)
+        try:
+            result = _finished_result(workdir, p)
+            if result is None:
+                devices = _devices_of(p.spec, devices)
+                slots, device, environment = _devices(p.spec, devices, wait, tell)
+                result = _process(p, workdir, lock, device, devices, environment, unit, tell)
+            record = _publish(p, workdir, result, label, name_as, started, attempt, flow_run)
+        finally:  # before MLflow is waited for
+            for slot in slots:
+                slot.release()
     except BaseException as error:
         status = "FAILED" if isinstance(error, Exception) else "KILLED"
         with contextlib.suppress(OSError):  # on a full disk the error itself is what must be told
@@ -296,9 +300,6 @@ def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_
             tracking.flush(unit, timeout=_tracking_wait())  # else MLflow shows it as running until the next command
         tell({"event": "ended", "status": status, "label": label, "key": p.key})
         raise
-    finally:
-        for slot in slots:
-            slot.release()
     tracking.put({**document, **_projected(record), "status": "FINISHED", "ended": record["finished"]})
     work.tidy(workdir)
     return record, unit

@@ -13,6 +13,7 @@ from typing import Any, Callable
 from stages.ingestion import pairing
 from stages.ingestion.rules import Bad, same_completion
 from stages.ingestion.sources import canonical_bytes
+from stages.pairs import is_tie
 from storage.schema import prompt_id, row_id
 
 ROWWISE = {
@@ -123,11 +124,6 @@ def _ranking_to_pairs(row: dict, options, draw, gaps) -> list[dict]:
 def rank_gaps(ranks: list[int]) -> set[int]:
     """Rank gaps between the items of a ranking. Those of all rankings give the stages of pair_mode rank_gap (`data.curriculum`)."""
     return {gap for gap, _ in pairing.rank_gap_stages(ranks)}
-
-
-def is_tie(pair: dict) -> bool:
-    """Whether a pair prefers neither side (tie_policy soft): nothing for a kind without soft labels."""
-    return pair.get("label_prob") == 0.5
 
 
 def finish_pair(row: dict, options) -> dict:

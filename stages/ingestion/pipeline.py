@@ -597,9 +597,9 @@ class Ingestion:
             "source_file": source, "line_no": record.line, "raw_json": text, "codes": codes, "stage": "ingest"},
             dataset=self.name, source=source, origin=self.config.origin)])
 
-    # -- near duplicates ------------------------------------------------------------------------------
-    def _cluster(self) -> None:
-        """A pass of its own that finds the clusters: a later row may join two of them."""
+    # -- passes before the first row is placed --------------------------------------------------------
+    def _pass(self) -> Iterator[tuple[int, str, dict]]:
+        """(input position, kind, native row) of the readable rows, in a pass of its own that counts nothing."""
         limit, counts = self.config.limit, self.counts
         self.counts = Counts()
         for seq, (_, adapter, record) in enumerate(self._records()):
@@ -609,31 +609,21 @@ class Ingestion:
             if row is None or (adapter is None and self.dataset is None):
                 continue
             try:
-                kind, native, _ = (self.dataset.kind, row, None) if self.dataset is not None else adapter(row)
-                self.near.join(seq, self._group_text(kind, native))
-            except (Bad, RecursionError, OverflowError):
-                continue
-        self.counts = counts
-        self.near.finish()
-
-    def _rank_gaps(self) -> set[int]:
-        """A pass of its own that finds the rank gaps of all rankings: a gap is the same stage in every one of them (`data.curriculum`)."""
-        counts, gaps = self.counts, set()
-        self.counts = Counts()
-        for seq, (_, adapter, record) in enumerate(self._records()):
-            if self.config.limit is not None and seq >= self.config.limit:
-                break
-            row = record.row if record.row is not None or record.code else parse_json(record.raw)[0]
-            if row is None or (adapter is None and self.dataset is None):
-                continue
-            try:
                 kind, native = (self.dataset.kind, row) if self.dataset is not None else adapter(row)[:2]
             except (Bad, RecursionError, OverflowError):
                 continue
-            if kind == "rankings/1":
-                gaps |= conversions.rank_gaps(native["ranks"])
+            yield seq, kind, native
         self.counts = counts
-        return gaps
+
+    def _cluster(self) -> None:
+        """Find the clusters of near duplicates: a later row may join two of them."""
+        for seq, kind, native in self._pass():
+            self.near.join(seq, self._group_text(kind, native))
+        self.near.finish()
+
+    def _rank_gaps(self) -> set[int]:
+        """The rank gaps of all rankings: a gap is the same stage in every one of them (`data.curriculum`)."""
+        return {gap for _, kind, native in self._pass() if kind == "rankings/1" for gap in conversions.rank_gaps(native["ranks"])}
 
     # -- the account ----------------------------------------------------------------------------------
     def _account(self) -> None:

@@ -88,8 +88,7 @@ def test_a_stage_on_two_ranks_and_a_resume(case, tiny, encoder, data, spec, tmp_
     for key, value in one.items():
         if "encoder" in case and key.endswith("bias"):  # softmax cannot see a key's, a comparison not the last one: Adam follows the rounding of a zero gradient
             continue
-        strayed = ((two[key] - value).abs() > 2e-5).float().mean()
-        assert strayed <= (2e-3 if "encoder" in case else 0), key  # for the same reason single weights of an encoder may move by a whole step
+        assert torch.allclose(two[key], value, atol=2e-5), key
         assert torch.equal(changed[key], two[key]) if sharded else torch.allclose(changed[key], value, atol=2e-5), key
     if sharded:
         assert again["summary"] == result["summary"]
