@@ -25,7 +25,7 @@ from pydantic import Field, model_validator
 
 from flows.recipe import Run, recipe
 from flows.start import IteratedConfig, decided, evaluated, reward_inputs, starting_policy, trained_scorer
-from flows.steps import Source, ingest, win_rates
+from flows.steps import Source, compared, ingest, judge_of
 from stages.ai_labels import Config as LabelConfig
 from stages.rejection import Config as RejectionConfig
 from stages.reward_combine import Config as CombineConfig
@@ -96,12 +96,9 @@ def rlaif(run: Run, config: Config) -> dict:
         models["teacher_sft"] = run("sft", "imitate", model=start, data=taught, config=config.imitate, name_as="teacher-sft")["model"]
 
     evaluations, given = evaluated(run, source, config, models, prompts, scorer)
-    final = None if config.win_rate.endpoint else config.final_judge or judge
-    settings = config.win_rate
-    if final is None and not settings.endpoint:  # the server that labels
-        settings = settings.model_copy(update={name: getattr(config.label, name) for name in ("endpoint", "endpoint_model", "key_variable", "timeout_s")})
-    won = run("win_rate", answers={name: outputs["samples"] for name, outputs in evaluations.items()}, prompts=prompts, judge=final, config=settings)
-    return {**decided(run, config, models, evaluations, given), "win_rates": win_rates(won.metrics, [name for name in models if name != settings.baseline], settings.baseline)}
+    final, section = judge_of(config.final_judge or judge, config.win_rate, None if config.final_judge else config.label)
+    rates = compared(run, {name: outputs["samples"] for name, outputs in evaluations.items()}, final, section, prompts=prompts)
+    return {**decided(run, config, models, evaluations, given), "win_rates": rates}
 
 
 def ai_reward_model(run: Run, source: Source, config: Config, start: str, judge: str | None, prompts: str) -> str:

@@ -250,7 +250,7 @@ def publish(stage, part: Part, best: dict) -> None:
             blocks.append((f"Accuracy by {field}", reports.markdown_table(grid)))
     changed = signs.side_by_side({name: metrics[name] for name in names})
     if changed:
-        stage.report("signs", table=changed)
+        stage.report(f"{before}signs", table=changed)
         blocks.append(("Style, reasoning, diversity", reports.markdown_table(changed)))
     answers = side_by_side(names, records)
     if answers:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stages.evaluation.preference import OUTCOME
 from stages.http_json import ServerError, request_json
 from stages.reward_scorers import ComparingScorer, LabelScorer, Response, label_probability, same_prompt
 
@@ -41,7 +42,6 @@ PROMPTS = {
 _MARK = re.compile(r"\[((?:end of )?(?:question|(?:reference )?answer(?: [ab])?))\]", re.IGNORECASE)
 _VERDICT = re.compile(r"\[\[([ABC])\]\]")
 _FIVE_WAY = re.compile(r"\[\[(A>>B|A>B|A=B|B>A|B>>A)\]\]")
-OUTCOME = {"A": 1.0, "tie": 0.5, "B": 0.0}
 
 
 class JudgeError(RuntimeError):
@@ -383,13 +383,23 @@ class Judge(ComparingScorer):
     def _texts(self, texts) -> list[str | None]:
         """Verdict of each request at temperature 0; unreadable answers are asked for again ``retries`` times, with what was wrong."""
         found = self._known(texts)
-        for attempt in range(self.retries + 1):
-            fresh = [t for t in dict.fromkeys(texts) if found.get(t) is None]
-            if fresh:
-                found |= ((t, parse_verdict(said)) for t, said in zip(fresh, self.asked.answers([t + AGAIN * attempt for t in fresh], self.limit, 0)))
+        fresh = until_read(self.asked, [t for t in texts if found.get(t) is None], parse_verdict, AGAIN, self.retries, self.limit)
+        found |= {t: verdict for t, (verdict, _) in fresh.items()}
         self._keep(found)
         self.unparsed += sum(found[t] is None for t in texts)
         return [found[t] for t in texts]
+
+
+def until_read(asked, texts: Sequence[str], read, again: str, retries: int, max_tokens: int) -> dict[str, tuple]:
+    """{request: (what ``read`` makes of the answer, the answer)} of a local or served judge at temperature 0, equal requests asked once. What cannot be read (None) is asked for
+    up to ``retries`` times more, each time with ``again`` behind the request once more."""
+    found: dict[str, tuple] = {}
+    for attempt in range(retries + 1):
+        fresh = [text for text in dict.fromkeys(texts) if found.get(text, (None,))[0] is None]
+        if not fresh:
+            break
+        found |= {text: (read(said), said) for text, said in zip(fresh, asked.answers([text + again * attempt for text in fresh], max_tokens, 0))}
+    return found
 
 
 def _key(text: str) -> bytes:

@@ -194,8 +194,8 @@ def both_orders(first: float, second: float) -> float:
 
 def opinion_of(calls: Sequence[dict], config: JudgeSettings) -> Opinion:
     """The opinion in the ``judgements/1`` rows of one item: of each order the last word counts."""
-    from stages.evaluation.preference import OUTCOME, SWAPPED, swap_combine
-    from stages.judge import soft_label
+    from stages.evaluation.preference import OUTCOME, swap_combine
+    from stages.judge import soft_label, two_orders
 
     noted = [(row, json.loads(row["extra_json"])) for row in calls]
     last = {row["order"]: row for row, note in noted if not note.get("reasoning")}
@@ -214,7 +214,7 @@ def opinion_of(calls: Sequence[dict], config: JudgeSettings) -> Opinion:
         return Opinion(None, f"error: {failed}", printed, **about)
     about["words"] = words if config.mode == "five_way" else ()
     if config.inconsistent == "average":
-        return Opinion((OUTCOME[printed[0]] + OUTCOME[SWAPPED.get(printed[1], printed[1])]) / 2, "", printed, **about)
+        return Opinion(two_orders(*printed), "", printed, **about)
     combined = swap_combine(printed[:1], printed[1:], config.inconsistent)[0]
     return Opinion(OUTCOME.get(combined), "inconsistent" if combined == "drop" else "", printed, **about)
 

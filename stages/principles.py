@@ -77,19 +77,9 @@ def _row(given, where: str, problems: list[str]) -> dict | None:
 
 def ingest(stage) -> None:
     """The ingest stage for principles: all of a file, or an error that lists all its problems."""
-    from stages.spec import ConfigError
-    from storage.schema import complete_row
+    from stages.ingestion.whole import ingest_whole
 
-    name = stage.config.dataset or Path(stage.path("data")).name.split(".")[0]
-    try:
-        rows = read_principles(stage.path("data"))
-    except (PrincipleError, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"stage ingest, kind={KIND}: {error}") from None
-    writer = stage.writer("data", KIND)
-    writer.write([complete_row(KIND, row, dataset=name, source=name, origin=stage.config.origin) for row in rows])
-    writer.close({"rows": len(rows)})
-    stage.writer("quarantine", "quarantine/1").close({})
-    stage.summary({"rows_in": len(rows), "rows_kept": len(rows), "rows_quarantined": 0, "active": sum(row["active"] for row in rows)})
+    ingest_whole(stage, KIND, read_principles, PrincipleError, lambda rows: {"active": sum(row["active"] for row in rows)})
 
 
 def load(stage, name: str = "principles") -> list[dict]:

@@ -452,6 +452,7 @@ def run(stage):
         return freeze(load_policy(path, stage.device, in_shards=in_shards))
 
     reference = old = critic = None
+    apart = False  # whether the reference is in shards of its own
     if row.needs_reference or row.opponent == "mixture" or config.monitor_kl:
         if stage.has("reference"):
             _same_vocabulary(renderer, stage.path("reference"), "reference")
@@ -480,7 +481,7 @@ def run(stage):
     sampled_here = config.engine == "builtin" or row.opponent == "mixture"  # other engines hold weights of their own
     acting = sharding.Acting(model, sampled_here and (sharding.asked(config) or config.async_rollouts))
     anchor = old if row.kl_target == "old" else reference
-    if sharding.asked(config) and reference is not None and not isinstance(reference, AdapterOff) and apart:
+    if apart:
         sharding.shard(reference, stage.device)
     source = Rollouts(stage, row, renderer, acting, rewards, prompts, reference=reference, old=old, critic=critic)
     objective = PolicyGradient(row, config, source.kl_loss_coef, anchor,

@@ -282,19 +282,9 @@ def _component(given, where: str, problems: list[str]) -> dict:
 def ingest(stage) -> None:
     """The ingest stage for rubrics: all of a file, or an error that lists all its problems; weights are checked per category, so no item can
     be left out by itself."""
-    from stages.spec import ConfigError
-    from storage.schema import complete_row
+    from stages.ingestion.whole import ingest_whole
 
-    name = stage.config.dataset or Path(stage.path("data")).name.split(".")[0]
-    try:
-        rows = read_rubric(stage.path("data"))
-    except (RubricError, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"stage ingest, kind={KIND}: {error}") from None
-    writer = stage.writer("data", KIND)
-    writer.write([complete_row(KIND, row, dataset=name, source=name, origin=stage.config.origin) for row in rows])
-    writer.close({"rows": len(rows)})
-    stage.writer("quarantine", "quarantine/1").close({})
-    stage.summary({"rows_in": len(rows), "rows_kept": len(rows), "rows_quarantined": 0, "categories": len({row["category"] for row in rows})})
+    ingest_whole(stage, KIND, read_rubric, RubricError, lambda rows: {"categories": len({row["category"] for row in rows})})
 
 
 def load(stage, name: str = "rubric") -> Rubric:

@@ -46,12 +46,9 @@ class AskedJudge(StageConfig):
 
         Equal requests are asked once, at temperature 0; what cannot be read is asked for again with ``again`` behind the request.
         """
-        found: dict[str, tuple] = {}
-        for attempt in range(self.judge_retries + 1):
-            fresh = [text for text in dict.fromkeys(texts) if found.get(text, (None,))[0] is None]
-            if not fresh:
-                break
-            found |= {text: (read(said), said) for text, said in zip(fresh, judge.answers([text + again * attempt for text in fresh], self.judge_tokens, 0))}
+        from stages.judge import until_read
+
+        found = until_read(judge, texts, read, again, self.judge_retries, self.judge_tokens)
         return [found[text] for text in texts]
 
 

@@ -4,6 +4,8 @@ sources.py     files, directories and hub sets -> raw records, damage included
 formats.py     raw record -> row of one of our kinds (TRL, HH, AlpacaEval, GSM8K, ratings ...)
 choices.py     multiple-choice rows of MMLU, ARC, HellaSwag, tables ... -> prompts with choices
 rules.py       the quarantine codes of `data.validate`
+plain.py       rows of a file as they are, uncurated
+whole.py       files that are read as a whole or not at all (rubrics, principles)
 pairing.py     rankings, ratings, Likert labels, votes and thumbs -> pairs (and back)
 conversions.py the conversion matrix A.1 as row-wise and grouped converters
 curation.py    splits, near duplicates, decontamination, bias audit, agreement

@@ -112,7 +112,6 @@ class GroupSampler:
             return [[self.stage.seed_for(kind, iteration, first + k, row["row_id"], g) for g in range(count)] for k, (row, _) in enumerate(prompts)]
 
         own = seeds(purpose, config.num_generations)
-        self.policy.update()
         drawn = self.members.sample(self.policy.engine, prompts, params, own, iteration, first) if self.members.active else self.policy.draw(prompts, own, params)
         greedy = opponents = [None] * len(prompts)
         if self.row.baseline == "greedy":
@@ -144,7 +143,6 @@ class GroupSampler:
 
     def of_every_prompt(self, prompts, purpose: str, n: int) -> list[list[Sample]]:
         """``n`` scored completions of every prompt by the policy as it is, unscorable where the engine lost one: what pass rates and baselines start from."""
-        self.policy.update()
         params = replace(self.policy.params, max_new_tokens=self.config.completion_limit(0))
         drawn = self.policy.draw(prompts, [[self.stage.seed_for(purpose, row["row_id"], g) for g in range(n)] for row, _ in prompts], params)
         warn_of_failures(self.stage, self.policy.engine, [s for group in drawn for s in group])

@@ -36,7 +36,6 @@ class PolicySampler:
         config = stage.config
         self.renderer, self.model, self.acting, self.agent = renderer, acting.source, acting, agent  # model: what is trained, in shards if it is
         self.home = stage.workdir / "engine"
-        self.held = False  # the engine keeps its weights while it samples ahead
         self.engine = make_engine(stage, renderer, acting.model, sleeps=config.engine_sleep)
         if self.engine.reencodes and not config.allow_reencoded_ids:
             raise ValueError(f"{self.engine.name} returns text, so the ids trained on would be an encoding of it and not what was sampled. Use an engine that "
@@ -54,8 +53,6 @@ class PolicySampler:
 
     def update(self) -> None:
         """Give the engine the policy's current weights (users.md C2: every push is named by the digest of what it must hold); every rank must call."""
-        if self.held:
-            return
         self.acting.refresh()
         if self.engine.shares_weights:
             return

@@ -215,6 +215,8 @@ class Rollouts:
         if self.iteration >= 0:
             self.crediting.finish(self.batch)
         self._wait_for_ahead()
+        if self.stored is None:
+            self.policy.update()  # once for all that is sampled in this iteration, or ahead in it
         self.rewards.step = step
         self._prepare()
         self.iteration, self.inner, self.version = self.iteration + 1, 0, step
@@ -266,8 +268,6 @@ class Rollouts:
         """Begin to sample the next iteration's groups from the weights as they are now, where there is a next iteration."""
         if self.ahead is None or self.version + self.steps_per_batch >= self.total_steps:
             return
-        self.policy.update()
-        self.policy.held = True
         wanted, iteration, version = self.config.prompts_per_step, self.iteration + 1, self.version
         self.ahead.submit(lambda: self._fill(wanted, iteration, version))
 
@@ -275,7 +275,7 @@ class Rollouts:
         """Until nothing is sampled ahead any more: then engine, rewards and prompt order are free for others."""
         if self.ahead is None or (found := self.ahead.take()) is None:
             return
-        self.sampled_ahead, self.policy.held = found, False
+        self.sampled_ahead = found
         self.stage.perf(self.version, {"async/waited_seconds": self.ahead.waited, "async/sampling_seconds": self.ahead.worked})
 
     def _prepare(self) -> None:

@@ -2,11 +2,6 @@
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
@@ -16,7 +11,7 @@ from storage.datasets import open_dataset, write_dataset
 from storage.files import tree_digest
 from storage.schema import complete_row
 from tests.data.driver import ingest, write_lines
-from tests.evaluation.test_stages import ROOT, spec
+from tests.evaluation.test_stages import spec
 
 COLOURS = ["red", "green", "blue", "off white"]
 
@@ -147,21 +142,16 @@ def test_a_generated_choice_is_read_from_its_last_sentence(tiny, quiz, tmp_path,
     assert protocol["multiple_choice"]["readings"] == ["generation"] and protocol["multiple_choice"]["forms"]
 
 
-def test_a_killed_evaluation_of_choices_and_texts_ends_with_the_same_bytes(tiny, quiz, texts, tmp_path):
+def test_a_killed_evaluation_of_choices_and_texts_ends_with_the_same_bytes(tiny, quiz, texts, tmp_path, forks):
     inputs = {"model": tiny["other"], "prompts": quiz, "texts": texts}
     config = {"num_samples": 0, "max_completion_length": 4, "chunk": 1, "few_shot": 1, "few_shot_orders": 2, "max_length": 16, "multiple_choice": ["letter", "text"]}
     undisturbed = execute(spec("evaluate", tmp_path / "whole", inputs, config))
     file = tmp_path / "spec.json"
     file.write_text(json.dumps(spec("evaluate", tmp_path / "work", inputs, config)))
-    command, environment = [sys.executable, "-m", "stages", str(file)], {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
     done = lambda: max((int(path.name[5:]) for path in (tmp_path / "work" / "checkpoints").glob("step-*") if path.name[5:].isdigit()), default=0)
-    while process.poll() is None and done() < 26:  # 24 chunks of choices, then texts
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    forks.start(str(file)).kill_when(lambda: done() >= 26)  # 24 chunks of choices, then texts
     assert not (tmp_path / "work" / "result.json").exists()
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+    forks.run(str(file))
     result = json.loads((tmp_path / "work" / "result.json").read_text())
     assert result["resumed_from"] >= 26 and result["summary"] == undisturbed["summary"]
     for name in ("samples", "scores"):

@@ -1,11 +1,6 @@
 """What a model was trained on is found through its lineage and matched against a benchmark; scores stand beside those of the clean items."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
@@ -15,7 +10,7 @@ from storage.datasets import open_dataset, write_dataset
 from storage.files import tree_digest
 from storage.schema import complete_row
 from tests.data.driver import write_lines
-from tests.evaluation.test_stages import ROOT, spec
+from tests.evaluation.test_stages import spec
 
 QUESTIONS = [f"Each of the {n} {who} of {where} sells {n + 5} {what} before noon; what is left of {n * 99} by then?"  # six words in a row are in all of them
              for n, (who, where, what) in enumerate((("millers", "Alder", "sacks"), ("bakers", "Birch", "loaves"), ("fishers", "Cedar", "eels"), ("weavers", "Dogwood", "shirts"),
@@ -121,20 +116,15 @@ def test_what_cannot_be_looked_through_is_said(tmp_path):
         run(tmp_path, {"prompts": prompts, "training.captured": ids}, "split", split="train")
 
 
-def test_a_killed_report_continues_behind_its_last_dataset(tmp_path):
+def test_a_killed_report_continues_behind_its_last_dataset(tmp_path, forks):
     prompts = dataset(tmp_path / "bench", "prompts/1", [{"prompt": user(question)} for question in QUESTIONS], "test")
     inputs = {"prompts": prompts} | {f"training.part{i}": dataset(tmp_path / f"part{i}", "prompts/1", [{"prompt": user(f"{i} {j} " + QUESTIONS[i] * (j == 7))} for j in range(6000)]) for i in range(5)}
     run(tmp_path, inputs, "whole")
     file = tmp_path / "spec.json"
     file.write_text(json.dumps(spec("contamination", tmp_path / "work", inputs, {})))
-    command, environment = [sys.executable, "-m", "stages", str(file)], {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
-    while process.poll() is None and not list((tmp_path / "work" / "checkpoints").glob("step-0000000002")):
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    forks.start(str(file)).kill_when((tmp_path / "work" / "checkpoints" / "step-0000000002").exists)
     assert not (tmp_path / "work" / "result.json").exists()
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+    forks.run(str(file))
     result = json.loads((tmp_path / "work" / "result.json").read_text())
     assert result["resumed_from"] >= 2 and result["summary"]["contamination_rate"] == pytest.approx(5 / 6)
     for name in ("scores", "items"):

@@ -222,7 +222,7 @@ def test_rlaif_labels_its_own_answers_and_runs_its_arms_from_one_start(monkeypat
     assert steps["rl_rlaif"][1] == {"model": "(given.model)", "data": "(ingest_prompts.data)", "reward_model": "(reward_model.model)"}
     assert steps["win_rate"][1] == {"answers.start": "(evaluate_start.samples)", "answers.rlaif": "(evaluate_rlaif.samples)", "prompts": "(ingest_prompts.data)", "judge": "(my.judge)"}
     assert steps["win_rate"][2].baseline == "start" and steps["evaluate_rlaif"][1]["reward_model"] == "(reward_model.model)"
-    from flows.rlaif import win_rates
+    from flows.steps import win_rates
 
     found = {"rlaif/win_rate": 0.61234, "rlaif/win_rate_low": 0.5, "rlaif/win_rate_high": 0.7, "rlaif/lc_win_rate": 0.58, "start/win_rate": 0.5}
     assert win_rates(found, ["rlaif", "direct"], "start") == [{"model": "rlaif", "against": "start", "win rate": 0.6123, "win rate 95%": "[0.500, 0.700]", "length-controlled": 0.58}]
