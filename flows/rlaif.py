@@ -118,7 +118,7 @@ def ai_reward_model(run: Run, source: Source, config: Config, start: str, judge:
 
 def directly(config: Config) -> RLConfig:
     """RL's settings with the judge's score in the place of the reward model's."""
-    asked = {name: getattr(config.label, name) for name in ("endpoint", "endpoint_model", "key_variable", "timeout_s")}
+    asked = {name: getattr(config.label, name) for name in ("endpoint", "endpoint_model", "key_variable", "timeout_s", "concurrency")}
     rewards = [RewardComponent(name=c.name, kind="judge", weight=c.weight, judge_mode="score", **asked) if c.kind == "model" else c for c in config.rl.rewards]
     return config.rl.model_copy(update={"rewards": rewards})
 

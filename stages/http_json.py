@@ -1,24 +1,37 @@
-"""JSON over HTTP to servers with an OpenAI interface (judges, sampling engines): one call, one deadline, one kind of error."""
+"""JSON over HTTP to servers with an OpenAI interface (judges, writers, sampling engines): one call, one deadline, one kind of error, one way of asking again."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+#: Seconds before a server that is away or overloaded is asked again, unless it asks for more (``Retry-After``).
+WAITS = (1.0, 4.0, 15.0)
+#: Seconds of a server's ``Retry-After`` that are waited at most.
+LONGEST_WAIT = 120.0
 
 
 class ServerError(RuntimeError):
-    """A server did not answer as it should; ``status`` is its HTTP status, None where there was no answer."""
+    """A server did not answer as it should; ``status`` is its HTTP status, None where there was no answer; ``retry_after``: seconds after which it wants to be asked again."""
 
-    def __init__(self, text: str, status: int | None = None):
+    def __init__(self, text: str, status: int | None = None, retry_after: float = 0.0):
         super().__init__(text)
-        self.status = status
+        self.status, self.retry_after = status, retry_after
 
     @property
     def passing(self) -> bool:
         """Whether asking again may help: no answer, overload, or a fault of the server."""
         return self.status is None or self.status in (408, 429) or self.status >= 500
+
+    @property
+    def refusal(self) -> bool:
+        """Whether it is about this one request (too long, refused content, an answer that is none) and not about the server."""
+        return self.status in (200, 400, 413, 422)
 
 
 def request_json(url: str, body: dict | None = None, *, key_variable: str = "", timeout_s: float = 60.0):
@@ -40,6 +53,70 @@ def request_json(url: str, body: dict | None = None, *, key_variable: str = "", 
             text = answer.read()
         return json.loads(text) if text.strip() else None
     except urllib.error.HTTPError as error:
-        raise ServerError(f"HTTP {error.code}: {error.read(400).decode(errors='replace').strip() or error.reason}", error.code) from error
+        raise ServerError(f"HTTP {error.code}: {error.read(400).decode(errors='replace').strip() or error.reason}", error.code, _seconds(error.headers.get("Retry-After"))) from error
     except (urllib.error.URLError, OSError, ValueError) as error:
         raise ServerError(f"{type(error).__name__}: {error}") from error
+
+
+def _seconds(text: str | None) -> float:
+    """Seconds of a Retry-After header; a date counts as none."""
+    try:
+        return max(0.0, float(text or 0))
+    except ValueError:
+        return 0.0
+
+
+def patiently(ask: Callable):
+    """What ``ask()`` gives. Where asking again may help it is asked again, after growing waits.
+
+    Raises the last ServerError.
+    """
+    for wait in (*WAITS, None):
+        try:
+            return ask()
+        except ServerError as error:
+            if wait is None or not error.passing:
+                raise
+            time.sleep(max(wait, min(error.retry_after, LONGEST_WAIT)))
+
+
+class ChatServer:
+    """The model of a server with the OpenAI chat interface (``/chat/completions``).
+
+    Args:
+        endpoint: base URL, for example ``http://localhost:8000/v1``. model: name the server knows. key_variable: environment variable that holds
+            the key, if one is needed; keys never enter a configuration. timeout_s: seconds of one answer. concurrency: requests under way at once.
+    """
+
+    def __init__(self, endpoint: str, model: str, key_variable: str = "", timeout_s: float = 60.0, concurrency: int = 8):
+        self.endpoint, self.model, self.key_variable, self.timeout_s, self.concurrency = endpoint.rstrip("/"), model, key_variable, timeout_s, concurrency
+
+    def ask(self, text: str, **settings) -> dict:
+        """The choice that answers a user's message, with the answer's ``usage``.
+
+        Raises ServerError, after asking again where that may help.
+        """
+        body = {"model": self.model, "messages": [{"role": "user", "content": text}], **settings}
+        answer = patiently(lambda: request_json(self.endpoint + "/chat/completions", body, key_variable=self.key_variable, timeout_s=self.timeout_s))
+        try:
+            return {**answer["choices"][0], "usage": answer.get("usage") or {}}
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ServerError(f"the answer is no chat completion ({type(error).__name__}: {error})", 200) from error
+
+    def each(self, function: Callable, of: Iterable) -> list:
+        """``function`` of each, in their order, as many under way at once as the server is to be asked at once; its first error ends it."""
+        of = list(of)
+        if len(of) < 2 or self.concurrency == 1:
+            return [function(one) for one in of]
+        with ThreadPoolExecutor(min(self.concurrency, len(of))) as pool:
+            futures = [pool.submit(function, one) for one in of]
+            try:
+                return [future.result() for future in futures]
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+def said(choice: dict) -> str:
+    """The text of a choice; empty where it has none."""
+    return (choice.get("message") or {}).get("content") or ""

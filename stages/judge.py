@@ -14,14 +14,13 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from stages.evaluation.preference import OUTCOME
-from stages.http_json import ServerError, request_json
+from stages.http_json import ChatServer, ServerError, said
 from stages.reward_scorers import ComparingScorer, LabelScorer, Response, label_probability, same_prompt
 
 MODES = ("score", "reference", "preference", "verdict")
@@ -176,25 +175,23 @@ class LocalJudge(LabelScorer):
 
 
 class ServerJudge:
-    """A server with the OpenAI chat interface (``/v1/chat/completions``).
+    """The model of a server with the OpenAI chat interface (:class:`stages.http_json.ChatServer`, with its arguments).
 
-    Args:
-        endpoint: base URL, for example ``http://localhost:8000/v1``. model: name the server knows. key_variable: environment variable that holds
-            the key, if one is needed; keys never enter a configuration.
+    A request that the server refuses has no answer; JudgeError is raised where it answers nobody: it is away, overloaded for long, or does not know the key
+    or the model.
     """
 
-    def __init__(self, endpoint: str, model: str, key_variable: str = "", timeout_s: float = 60.0):
-        self.endpoint, self.model, self.timeout_s = endpoint.rstrip("/"), model, timeout_s
-        self.key_variable = key_variable
+    def __init__(self, endpoint: str, model: str, key_variable: str = "", timeout_s: float = 60.0, concurrency: int = 8):
+        self.server = ChatServer(endpoint, model, key_variable, timeout_s, concurrency)
         self.one_token: dict[str, bool] = {}
+        self.refusal = ""  # why the last request that it refused was refused
 
     def _ask(self, text: str, **more) -> dict:
-        body = {"model": self.model, "messages": [{"role": "user", "content": text}], **more}
         try:
-            answer = request_json(self.endpoint + "/chat/completions", body, key_variable=self.key_variable, timeout_s=self.timeout_s)
-            return {**answer["choices"][0], "usage": answer.get("usage") or {}}
-        except (ServerError, TypeError, KeyError, IndexError) as error:
-            raise JudgeError(f"The judge at {self.endpoint} did not answer as a chat server does ({type(error).__name__}: {error}). Check endpoint and model, "
+            return self.server.ask(text, **more)
+        except ServerError as error:
+            self.refusal = str(error) if error.refusal else self.refusal
+            raise JudgeError(f"The judge at {self.server.endpoint} did not answer as a chat server does ({type(error).__name__}: {error}). Check endpoint and model, "
                              "or use a local model (input=...).") from error
 
     def _likely(self, text: str, tokens: int, choice: dict | None = None) -> tuple[list[dict], str, bool]:
@@ -202,7 +199,7 @@ class ServerJudge:
         choice = choice or self._ask(text, max_tokens=tokens, temperature=0, logprobs=True, top_logprobs=20)
         content = (choice.get("logprobs") or {}).get("content") or []
         if not content:
-            raise JudgeError(f"The judge at {self.endpoint} gives no token probabilities; use judge_mode=verdict, which reads its text.")
+            raise JudgeError(f"The judge at {self.server.endpoint} gives no token probabilities; use judge_mode=verdict, which reads its text.")
         return [{e["token"]: e["logprob"] for e in position.get("top_logprobs") or []} for position in content], content[0]["token"].strip(), choice.get("finish_reason") == "stop"
 
     def _one_token(self, word: str) -> bool:
@@ -217,10 +214,16 @@ class ServerJudge:
         Where a server writes a word as several tokens and the first is another word ("1" of "10"), the second token tells them apart in answers that begin
         with it. In others each gets half of its probability, or, where that is more than ``UNDECIDED`` of all words, the request has no answer.
         """
-        table = np.full((len(texts), len(words)), -math.inf)
         split = [(i, j) for i, short in enumerate(words) for j, long in enumerate(words) if i != j and long.startswith(short) and not self._one_token(long)]
-        for row, text in zip(table, texts):
-            likely, written, ended = self._likely(text, 2 if split else 1)
+
+        def of(text: str) -> np.ndarray:
+            row = np.full(len(words), -math.inf)
+            try:
+                likely, written, ended = self._likely(text, 2 if split else 1)
+            except JudgeError as error:
+                if _refused(error):
+                    return np.full(len(words), math.nan)
+                raise
             for token, logp in likely[0].items():
                 if token.strip() in words:
                     row[words.index(token.strip())] = np.logaddexp(row[words.index(token.strip())], logp)
@@ -232,18 +235,17 @@ class ServerJudge:
                     longer = sum(math.exp(logp) for token, logp in likely[1].items() if token.startswith(rest)) if len(likely) > 1 else 0.0 if ended else math.nan
                 with np.errstate(divide="ignore"):
                     row[[i, j]] = np.log([p[i] * max(1.0 - longer, 0.0), p[i] * min(longer, 1.0)])
-        return table
+            return row
+
+        return np.array(self.server.each(of, texts)).reshape(len(texts), len(words))
 
     def answers(self, texts, max_tokens: int, attempt: int) -> list[str]:
-        return [(self._ask(t, max_tokens=max_tokens, temperature=0.7 if attempt else 0.0, seed=attempt).get("message") or {}).get("content") or "" for t in texts]
+        """One answer per request, empty where the server refuses it: at temperature 0 at attempt 0, 0.7 in later ones."""
+        return [reply.text for reply in self.server.each(lambda text: self.reply(text, max_tokens, attempt), texts)]
 
-    def reply(self, text: str, max_tokens: int) -> Reply:
-        """The answer to one request at temperature 0, with what it cost. A request that the server refuses has none, and says why.
-
-        Raises JudgeError where the server answers nobody: it is away, overloaded for long, or does not know the key or the model.
-        """
-        return self._patiently(lambda: self._ask(text, max_tokens=max_tokens, temperature=0.0, seed=0),
-                               lambda choice: {"text": (choice.get("message") or {}).get("content") or ""})
+    def reply(self, text: str, max_tokens: int, attempt: int = 0) -> Reply:
+        """As :meth:`answers` to one request, with what it cost, or why there is no answer."""
+        return self._replied(lambda: self._ask(text, max_tokens=max_tokens, temperature=0.7 if attempt else 0.0, seed=attempt), lambda choice: {"text": said(choice)})
 
     def choice(self, text: str, words: Sequence[str]) -> Reply:
         """As :meth:`reply`, with the log-probability of each of the words, none of which begins another, as the first token; -inf beyond the 20 most likely."""
@@ -256,27 +258,22 @@ class ServerJudge:
                 return {"error": f"none of {', '.join(words)} is among the most likely first tokens ({', '.join(map(repr, list(likely[0])[:5]))} ...)"}
             return {"logps": tuple(found.values())}
 
-        return self._patiently(lambda: self._ask(text, max_tokens=1, temperature=0, logprobs=True, top_logprobs=20), read)
+        return self._replied(lambda: self._ask(text, max_tokens=1, temperature=0, logprobs=True, top_logprobs=20), read)
 
-    def _patiently(self, ask, read) -> Reply:
-        """What ``read`` makes of an answer; asked for again where that may help, with growing waits."""
-        for wait in (*WAITS, None):
-            try:
-                choice = ask()
-                return Reply(**read(choice), tokens_in=int(choice["usage"].get("prompt_tokens") or 0), tokens_out=int(choice["usage"].get("completion_tokens") or 0))
-            except JudgeError as error:
-                cause = error.__cause__
-                if cause is not None and (not isinstance(cause, ServerError) or cause.status in REFUSALS):
-                    return Reply(error=f"{type(cause).__name__}: {cause}")
-                if cause is None or not cause.passing or wait is None:
-                    raise
-                time.sleep(wait)
+    def _replied(self, ask, read) -> Reply:
+        try:
+            choice = ask()
+        except JudgeError as error:
+            if _refused(error):
+                return Reply(error=str(error.__cause__))
+            raise
+        return Reply(**read(choice), tokens_in=int(choice["usage"].get("prompt_tokens") or 0), tokens_out=int(choice["usage"].get("completion_tokens") or 0))
 
 
-#: Seconds before a server that is away or overloaded is asked again.
-WAITS = (1.0, 4.0, 15.0)
-#: HTTP statuses that are about one request (too long, refused content) and not about the server.
-REFUSALS = (400, 413, 422)
+def _refused(error: JudgeError) -> bool:
+    return isinstance(error.__cause__, ServerError) and error.__cause__.refusal
+
+
 #: Share of the words' probability that may stay open between 1 and 10: half of it for each moves a score in [-1, 1] by no more than this.
 UNDECIDED = 0.01
 #: Tokens that a local judge must have positions for behind a request: less holds no explanation, and is not asked.
@@ -293,8 +290,11 @@ class Judge(ComparingScorer):
     """A judge in one of the ``MODES``, with the interface of a reward model. Answers that were asked for last are kept (:attr:`cache`, by digest of
     the request), up to ``KEPT_ANSWERS``."""
 
-    why_not = ("the judge gave no readable answer, the request is longer than it can read, or a server's first token cannot tell 1 from 10 (then use a local judge, "
-               "or judge_mode=preference or verdict)")
+    @property
+    def why_not(self) -> str:
+        """Why a response may have no score."""
+        return ("the judge gave no readable answer, the request is longer than it can read, or a server's first token cannot tell 1 from 10 (then use a local judge, "
+                "or judge_mode=preference or verdict)") + (f"; the server last refused one: {refusal}" if (refusal := getattr(self.asked, "refusal", "")) else "")
 
     def __init__(self, asked, mode: str, *, prompt: str = "", max_tokens: int = 2048, retries: int = 3):
         if mode not in MODES:

@@ -263,7 +263,7 @@ class PairJudge:
             from stages.reward_heads import RewardCard
 
             config = self.config
-            self._asked = ServerJudge(config.endpoint, config.endpoint_model, config.key_variable, config.timeout_s) if config.endpoint else \
+            self._asked = ServerJudge(config.endpoint, config.endpoint_model, config.key_variable, config.timeout_s, config.concurrency) if config.endpoint else \
                 LocalJudge(self.stage.path("judge"), RewardCard(), self.stage.device)
         return self._asked
 

@@ -86,6 +86,7 @@ class RewardComponent(StageConfig):
     endpoint: str = Field("", description="judge: base URL of a server with the OpenAI chat interface; empty: the local model of `input`.")
     endpoint_model: str = Field("", description="judge: name of the model on the server.")
     key_variable: str = Field("", description="judge: environment variable with the server's key.")
+    concurrency: int = Field(8, ge=1, description="judge: requests to the server under way at once.", json_schema_extra={"identity": False})
     judge_tokens: int = Field(2048, ge=1, description="judge, verdict and rubric: tokens of an answer (explanation and verdict, or critique) at most, and what a local "
                                                       "judge has positions for (MT-Bench 2048).")
     judge_retries: int = Field(3, ge=0, description="judge, verdict and rubric: times an unreadable answer is asked for again, with what is wrong with it (3 is ours).")
@@ -343,7 +344,7 @@ def load_asked(component: RewardComponent, inputs: dict, device: str):
     from stages.reward_heads import RewardCard
 
     if component.endpoint:
-        return ServerJudge(component.endpoint, component.endpoint_model, component.key_variable, max(component.timeout_s, 60.0))
+        return ServerJudge(component.endpoint, component.endpoint_model, component.key_variable, max(component.timeout_s, 60.0), component.concurrency)
     return LocalJudge(_model_path(component, inputs), RewardCard(), device)
 
 

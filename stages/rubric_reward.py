@@ -26,7 +26,7 @@ SCORE_WITH_CRITIQUE = ("Score a response on one criterion only. An expert's crit
                        "[Response]\n{response}\n\n[Criterion]\n{criterion}\n\n[Critique]\n{critique}\n\n" + FORM)
 CRITIQUE = "{instruction}\n\n[Criterion]\n{criterion}\n\n[Question]\n{context}\n\n[Response]\n{response}\n\nCritique:"
 AGAIN = "\n\nYour last reply could not be read: {error}. Reply again in exactly that form."
-JUDGE_SETTINGS = ("input", "endpoint", "endpoint_model", "key_variable", "judge_tokens", "judge_retries", "timeout_s")
+JUDGE_SETTINGS = ("input", "endpoint", "endpoint_model", "key_variable", "judge_tokens", "judge_retries", "timeout_s", "concurrency")
 
 
 class RubricScorer:

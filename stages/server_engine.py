@@ -15,11 +15,10 @@ Where text comes back, rows are marked ``reencoded``.
 from __future__ import annotations
 
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 from stages.engines import EngineError, refuse_all_failed, vocabulary_of
-from stages.http_json import ServerError, request_json
+from stages.http_json import ServerError, patiently, request_json
 from stages.sampler import Completion, DerivedText, SamplerError, check_request
 from stages.sampling import bad_word_ids
 
@@ -106,18 +105,16 @@ class ServerEngine:
             raise SamplerError(f"a server of kind {self.api} has no {name}: leave it out, or use engine=builtin or a vLLM server")
 
     def _row(self, prompt, seed, params, text) -> Completion:
-        """One completion; asked for again once where that may help."""
-        for attempt in range(2):
-            try:
-                sent = prompt if self.api == "vllm" else self._as_text(prompt)
-                answer = self._call(self.url + "/completions", {"model": self.model, "prompt": sent, **self._settings(params, int(seed))})
-                return self._completion(answer, prompt, params, text)
-            except ServerError as error:
-                if attempt or not error.passing:
-                    return Completion([], None, "error", "", self.api != "vllm", str(error))
-                time.sleep(1.0)
-            except (KeyError, IndexError, TypeError, ValueError) as error:
-                return Completion([], None, "error", "", self.api != "vllm", f"the answer is not a completion ({type(error).__name__}: {error})")
+        """One completion; asked for again where that may help."""
+        try:
+            sent = prompt if self.api == "vllm" else self._as_text(prompt)
+            body = {"model": self.model, "prompt": sent, **self._settings(params, int(seed))}
+            return self._completion(patiently(lambda: self._call(self.url + "/completions", body)), prompt, params, text)
+        except ServerError as error:
+            why = str(error)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            why = f"the answer is not a completion ({type(error).__name__}: {error})"
+        return Completion([], None, "error", "", self.api != "vllm", why)
 
     def _as_text(self, prompt: list[int]) -> str:
         """The text that the server's tokenizer turns into these ids again (it may add the same special tokens in front that ours does)."""

@@ -162,11 +162,12 @@ def _drop_non_identity(model: type[BaseModel], values: dict[str, Any]) -> None:
         extra = info.json_schema_extra
         if isinstance(extra, dict) and extra.get("identity") is False:
             values.pop(name, None)
-        elif isinstance(values.get(name), dict):
-            for inner in _models_in(info.annotation):
-                if set(values[name]) <= set(inner.model_fields):
-                    _drop_non_identity(inner, values[name])
-                    break
+            continue
+        given = values.get(name)
+        for part in given if isinstance(given, list) else [given]:
+            inner = next((m for m in _models_in(info.annotation) if set(part) <= set(m.model_fields)), None) if isinstance(part, dict) else None
+            if inner is not None:
+                _drop_non_identity(inner, part)
 
 
 def _plain(value: Any, where: str) -> Any:

@@ -6,9 +6,7 @@ With a model input a text is a function of (weights, request, seed); what a serv
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -100,38 +98,30 @@ class ServerWriter:
     role = None
 
     def __init__(self, config: WriterConfig):
-        self.config, self.url = config, config.endpoint.rstrip("/") + "/chat/completions"
+        from stages.http_json import ChatServer
+
+        self.config, self.server = config, ChatServer(config.endpoint, config.endpoint_model, config.key_variable, config.timeout_s, config.engine_concurrency)
 
     def write(self, requests: Sequence[str], seeds: Sequence[int], max_tokens: int, temperature: float) -> list[Written]:
-        """One text per request; each is asked for three times at most."""
+        """One text per request; one that the server does not answer is that request's error."""
         from stages.engines import EngineError
 
-        with ThreadPoolExecutor(self.config.engine_concurrency) as pool:
-            out = list(pool.map(lambda pair: self._one(*pair, max_tokens, temperature), zip(requests, seeds)))
+        out = self.server.each(lambda pair: self._one(*pair, max_tokens, temperature), zip(requests, seeds))
         if out and all(w.error is not None for w in out):
             raise EngineError(f"the server at {self.config.endpoint} failed on all {len(out)} requests ({out[0].error}). Check endpoint and endpoint_model; run the stage again to "
                               "continue with this block.")
         return out
 
     def _one(self, request: str, seed: int, max_tokens: int, temperature: float) -> Written:
-        from stages.http_json import ServerError, request_json
+        from stages.http_json import ServerError, said
 
         gen = {"model_id": self.config.endpoint_model, "engine": "chat server", "temperature": temperature, "max_tokens": max_tokens, "rng_seed": seed}
-        body = {"model": self.config.endpoint_model, "messages": [{"role": "user", "content": request}], "temperature": temperature, "max_tokens": max_tokens,
-                "seed": seed % 2**31}
-        for attempt in range(3):
-            try:
-                choice = request_json(self.url, body, key_variable=self.config.key_variable, timeout_s=self.config.timeout_s)["choices"][0]
-                text, reason = choice["message"].get("content") or "", choice.get("finish_reason")
-                if reason not in ("stop", "length"):
-                    return Written("", "error", gen, f"finish_reason is {reason!r}")
-                return Written(text, reason, gen)
-            except ServerError as error:
-                if attempt == 2 or not error.passing:
-                    return Written("", "error", gen, str(error))
-                time.sleep(1.0 + attempt)
-            except (KeyError, IndexError, TypeError, AttributeError) as error:
-                return Written("", "error", gen, f"the answer is no chat completion ({type(error).__name__}: {error})")
+        try:
+            choice = self.server.ask(request, temperature=temperature, max_tokens=max_tokens, seed=seed % 2**31)
+        except ServerError as error:
+            return Written("", "error", gen, str(error))
+        reason = choice.get("finish_reason")
+        return Written(said(choice), reason, gen) if reason in ("stop", "length") else Written("", "error", gen, f"finish_reason is {reason!r}")
 
 
 def make_writer(stage, *roles: str, engines: dict | None = None):

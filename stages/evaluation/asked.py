@@ -17,6 +17,7 @@ class AskedJudge(StageConfig):
     endpoint: str = Field("", description="Base URL of a server with the OpenAI chat interface; empty: the local model of `input`.")
     endpoint_model: str = Field("", description="Name of the model on the server.")
     key_variable: str = Field("", description="Environment variable with the server's key.")
+    concurrency: int = Field(8, ge=1, description="Requests to a server under way at the same time.", json_schema_extra={"identity": False})
     judge_tokens: int = Field(2048, ge=1, description="Tokens of a judge's answer at most (MT-Bench 2048).")
     judge_retries: int = Field(3, ge=0, description="Times an unreadable answer is asked for again (ours 3); after that it is missing.")
     timeout_s: float = Field(60.0, gt=0, le=600, description="Seconds that a server has for one answer; at least 60.", json_schema_extra={"identity": False})
@@ -38,7 +39,7 @@ class AskedJudge(StageConfig):
         """The judge (:class:`~stages.judge.LocalJudge` or :class:`~stages.judge.ServerJudge`). ``name`` is what an error calls it."""
         from stages.rewards import RewardComponent, load_asked
 
-        shared = {field: getattr(self, field) for field in ("input", "endpoint", "endpoint_model", "key_variable", "timeout_s")}
+        shared = {field: getattr(self, field) for field in ("input", "endpoint", "endpoint_model", "key_variable", "timeout_s", "concurrency")}
         return load_asked(RewardComponent(name=name, kind="judge", **shared), inputs, device)
 
     def ask(self, judge, texts: Sequence[str], read: Callable[[str], object | None], again: str) -> list[tuple[object | None, str]]:

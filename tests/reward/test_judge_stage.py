@@ -277,10 +277,10 @@ def test_candidates_rankings_and_comparisons_give_pairs(judge, given):
 
 def test_a_server_that_dies_midway_is_not_asked_again_for_what_it_answered(judge, given, tmp_path, monkeypatch):
     """The first run ends with an error that says so; the next goes on behind the last answer, and ends with the bytes of one without interruption."""
-    from stages import judge as asking
+    from stages import http_json
     from storage.files import tree_digest
 
-    monkeypatch.setattr(asking, "WAITS", (0.01,))
+    monkeypatch.setattr(http_json, "WAITS", (0.01,))
     data = {"data": given("pairs/1", pairs(12))}
     with chat_server(by_quality) as server:
         config = at(server, block=4, concurrency=1)
@@ -332,9 +332,9 @@ def test_kill9_ends_with_the_same_bytes(given, tmp_path, tiny, forks):
 
 
 def test_a_judge_that_cannot_be_read_or_asked_is_said_at_once(judge, given, tiny, monkeypatch):
-    from stages import judge as asking
+    from stages import http_json
 
-    monkeypatch.setattr(asking, "WAITS", ())
+    monkeypatch.setattr(http_json, "WAITS", ())
     data = {"data": given("pairs/1", pairs(30))}
     with chat_server(lambda body: said("I like both.")) as server:
         with pytest.raises(StageFailure, match=r"no readable answer to any of 16 requests.*I like both"):

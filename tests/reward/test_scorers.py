@@ -1,6 +1,8 @@
 """Reward models at work: other templates, ensembles, comparisons, judges, combinations, and the stages around them."""
 
 import math
+import re
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -317,6 +319,47 @@ def test_a_server_is_asked_through_the_chat_interface(monkeypatch):
         judging.ServerJudge(url, "judge", timeout_s=1).answers(["x"], 4, 0)
     with pytest.raises(judging.JudgeError, match="NO_SUCH_KEY"):
         judging.ServerJudge(url, "judge", "NO_SUCH_KEY").answers(["x"], 4, 0)
+
+
+def test_a_served_judge_is_asked_for_many_answers_at_once_and_again_where_it_is_overloaded(monkeypatch):
+    """Eight requests are under way at a time; 429 is asked again after what the server says; a refused request is that answer's, which has no score and says why."""
+    from stages import http_json
+
+    monkeypatch.setattr(http_json, "WAITS", (0.01, 0.01))
+    overloaded, slept = set(), []
+    monkeypatch.setattr(http_json.time, "sleep", slept.append)
+
+    def choice(body):
+        text = body["messages"][0]["content"]
+        threading.Event().wait(0.1)
+        if "answer 3" in text and text not in overloaded:
+            overloaded.add(text)
+            return 429
+        if "answer 5" in text:
+            return 400
+        rating = re.search(r"answer (\d)", text)[1]
+        return {"logprobs": {"content": [{"token": rating, "top_logprobs": [{"token": rating, "logprob": 0.0}]}]}}
+
+    ratings = [i % 8 + 2 for i in range(16)]
+    rows = [{"prompt_row": {"prompt": user(f"q{i}")}, "prompt_ids": [1], "completion_ids": [2], "completion_text": f"answer {rating}", "finish_reason": "eos"} for i, rating in enumerate(ratings)]
+    with chat_server(choice) as server:
+        monkeypatch.setattr(judging.ServerJudge, "_one_token", lambda self, word: True)
+        scored = build_rewards([RewardComponent(kind="judge", endpoint=server.url, endpoint_model="judge")], {}).score(rows)
+        assert 4 <= server.most <= 8
+        assert slept == [0.2, 0.2], "the server's Retry-After is longer than our wait; two answers were asked for again"
+        for rating, row in zip(ratings, scored):
+            if rating == 5:
+                assert row.total is None and "HTTP 400" in str(row.reasons)
+            else:
+                assert row.total == pytest.approx(2 * (rating - 1) / 9 - 1)
+        server.choice = lambda body: 503
+        with pytest.raises(judging.JudgeError, match="HTTP 503"):
+            judging.ServerJudge(server.url, "judge").answers(["x", "y"], 4, 0)
+        server.choice = lambda body: 404
+        before = len(server.seen)
+        with pytest.raises(judging.JudgeError, match="HTTP 404"):
+            judging.ServerJudge(server.url, "judge").answers(["x"], 4, 0)
+        assert len(server.seen) == before + 1, "an unknown model is not asked for again"
 
 
 def test_a_rule_reads_tags_that_are_special_tokens(tiny):
