@@ -298,7 +298,7 @@ def warn_about(stage, found: dict[str, float], train_accuracy: float | None = No
     if fooled:
         worst = max(fooled, key=fooled.get)
         stage.warn("reward_model_fooled", f"The probe {worst.removeprefix('probe/')} scores at least as high as the chosen answer in {fooled[worst]:.0%} of "
-                   "cases. Add such answers as rejected ones before optimising against this model.")
+                   "cases. Train it with spoiled_fraction=0.1 (pairs), or add such answers as rejected ones, before optimising against this model.")
     if found.get("chosen_from_stronger_model", 0.0) > 0.9:
         stage.warn("labels_name_the_model", f"In {found['chosen_from_stronger_model']:.0%} of the pairs the chosen answer comes from the stronger model: the reward "
                    "model can learn who wrote it. Mix answers of equal models.")

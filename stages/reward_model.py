@@ -76,6 +76,10 @@ class Config(OptimizerConfig):
     drift_alarm: float = Field(0.05, ge=0, le=1, description="Fall in accuracy of the `previous` model on these rows that warns (rm.refresh; catalogue H: 5 points).")
     eval_every: int = Field(0, ge=0, description="Optimizer steps between validation passes; 0 = only at start and end.")
     eval_rows: int = Field(2000, ge=0, description="Held-out rows used at most.")
+    spoiled_fraction: float = Field(0.0, ge=0, lt=1, description="pairs: share of the training rows that set a chosen answer over a spoiled copy of it, by the probes of the report "
+                                    "(reward.hack_probes): what the warning reward_model_fooled advises before anything is optimised against the model. 0 = none.")
+    spoiled_by: list[str] = Field(default_factory=list, description="pairs: the probes that spoil, for example [repeated,padded]; empty: all. What is left out shows in the report how "
+                                                                     "the model takes what it did not see.")
     probe_pairs: int = Field(64, ge=0, description="Held-out pairs on which probes and surface changes are tried at the end; 0 = none.")
 
     @model_validator(mode="after")
@@ -86,6 +90,15 @@ class Config(OptimizerConfig):
             raise ValueError("label_words are two different words; write for example label_words=[Good,Bad]")
         if self.aggregation == "prod" and self.objective == "orm":
             raise ValueError("aggregation=prod multiplies the steps of a prm; the tokens of an orm are read by last, mean or min")
+        if self.spoiled_by:
+            from stages.evaluation.reward_model import PROBES
+
+            if unknown := sorted(set(self.spoiled_by) - set(PROBES)):
+                raise ValueError(f"spoiled_by={unknown}: there is no such probe; write some of {', '.join(PROBES)}")
+        if self.spoiled_by and not self.spoiled_fraction:
+            raise ValueError("spoiled_by names probes, but spoiled_fraction=0 adds none of them; write for example spoiled_fraction=0.1")
+        if self.spoiled_fraction and self.curriculum != "none":
+            raise ValueError("spoiled_fraction adds pairs that have no difficulty; write curriculum=none, or spoiled_fraction=0")
         if self.objective != "auto":
             refuse_unread(self.objective, self)
         return self
@@ -277,8 +290,8 @@ def run(stage):
     train = setup.items(data, config.split, dropped, training=True)
     if setup.config.use_margin and not any(item.extra.get("margin") for item in train):
         stage.warn("no_margins", "No pair has a margin, so objective=margin is bt. Ingest with margin_mode=llama2_small (strength labels) or score_diff (scores), or write objective=bt.")
-    replayed = replay(stage, setup, len(train))
-    train += replayed
+    worse, replayed = spoiled(stage, setup, data, len(train), dropped), replay(stage, setup, len(train))
+    train += worse + replayed
     validation = setup.items(data, "validation", Counter(), config.eval_rows)
     stage.log(f"{setup.row.name} on {data.kind}: {len(train)} training rows, {len(validation)} validation; dropped {dict(dropped)}")
     source = staged_rows(stage, train, setup.config)
@@ -294,6 +307,8 @@ def run(stage):
                **{f"dropped/{k}": v for k, v in sorted(dropped.items())}, **{f"train/final_{k}": final[k] for k in ("accuracy", "loss") if k in final}}
     if data.kind == "pairs/1":
         summary["pairs"] = len(train)
+    if config.spoiled_fraction:
+        summary["spoiled"] = len(worse)
     if stage.many("replay"):
         summary["replayed"] = len(replayed)
     judged = {}
@@ -312,6 +327,36 @@ def run(stage):
     if judged:
         warn_about(stage, best, final.get("accuracy"))
     training_report(stage, f"Reward model ({setup.row.name})", summary)
+
+
+def spoiled(stage, setup: Setup, data, fresh: int, dropped) -> list:
+    """Items that set a chosen answer over a spoiled copy of it, one for each of so many rows, drawn with the stage's seed, that they are `spoiled_fraction` of all training rows."""
+    import numpy as np
+
+    from stages.algorithms import resolve
+    from stages.evaluation.reward_model import probes
+    from stages.pairs import is_tie
+    from stages.reward_data import Drop
+
+    config, items = setup.config, []
+    if not config.spoiled_fraction:
+        return items
+    wanted, make, there = round(fresh * config.spoiled_fraction / (1.0 - config.spoiled_fraction)), resolve(setup.row.encode), data.rows_of(config.split)
+    times = np.bincount(stage.rng("spoiled").permutation(there * -(-wanted // there))[:wanted] % there, minlength=there) if there else []
+    for row, copies in zip(data.iter_rows(split=config.split), times):
+        answer, prompt = row["chosen"][-1].get("content"), row["prompt"][-1].get("content") if row["prompt"] else ""
+        if not copies or not isinstance(answer, str) or is_tie(row):
+            continue
+        made = {name: text for name, text in probes(answer, stage.rng("spoiled", row["row_id"]), prompt or "").items() if not config.spoiled_by or name in config.spoiled_by}
+        names = list(made)
+        for name in (names[i] for i in stage.rng("spoiled", row["row_id"], "names").permutation(len(names))[:copies]):
+            pair = {**row, "row_id": f"{row['row_id']}/{name}", "rejected": [*row["chosen"][:-1], {**row["chosen"][-1], "content": made[name]}], "label_prob": None, "margin": None,
+                    "chosen_score": None, "rejected_score": None, "strength": None}
+            try:
+                items.extend(make(pair, setup.reader, config, dropped))
+            except Drop as reason:
+                dropped[f"spoiled_{reason}"] += 1
+    return items
 
 
 def replay(stage, setup: Setup, fresh: int) -> list:

@@ -67,7 +67,7 @@ KINDS = tuple(NATURAL)
 _BT = ("bt", "margin", "soft_label")
 #: Settings that some objectives read and the others would ignore.
 READ_BY: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("use_margin", "center_rewards_coefficient", "curriculum"), _BT), **dict.fromkeys(("use_soft_labels", "label_smoothing"), (*_BT, "pairwise")),
+    **dict.fromkeys(("use_margin", "center_rewards_coefficient", "curriculum", "spoiled_fraction", "spoiled_by"), _BT), **dict.fromkeys(("use_soft_labels", "label_smoothing"), (*_BT, "pairwise")),
     "lm_loss_weight": (*_BT, "orm"), "pair_weighting": ("kwise_pairs",), **dict.fromkeys(("tie_policy", "top_ranks", "normalise_by_k"), ("plackett_luce",)),
     **dict.fromkeys(("attributes", "attribute_weights", "regression_loss", "centre_annotators"), ("regression",)),
     **dict.fromkeys(("balance", "outcome_head", "outcome_token"), ("orm",)), "aggregation": ("orm", "prm"),

@@ -23,6 +23,11 @@ BOXES = " ".join(f"\\boxed{{{i}}}" for i in range(10))
 FOREIGN = "La réponse est évidente et il n'y a rien à ajouter."
 
 
+#: Names of the probes.
+PROBES = ("repeated", "incoherent_formatted", "shuffled_words", "sycophantic", "padded", "one_word", "prompt_echo", "wrong_numbers", "stock_phrases", "special_characters",
+          "injection", "hidden_instruction", "boxes", "another_language")
+
+
 def probes(answer: str, rng: np.random.Generator, prompt: str = "") -> dict[str, str]:
     """Answers that a sound scorer puts below ``answer``: {probe name: text}. Probes equal to the answer are left out.
 

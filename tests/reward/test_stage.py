@@ -125,3 +125,24 @@ def test_an_anchor_that_is_given_is_used(tiny, rows, data, train):
     assert scorer.card.anchor == "demonstrations" and np.mean(scores) == pytest.approx(0, abs=1e-5)
     with pytest.raises(ValueError, match="anchor=auto"):
         train("reward_model", {**config, "anchor": "chosen"}, {"model": tiny["policy"], "data": rows["pairs"], "anchor": data["demonstrations"]}, "refused")
+
+
+def test_spoiled_copies_of_answers_are_learned_to_be_worse(tiny, rows, train):
+    """spoiled_fraction: so many of the rows trained on are an answer over a spoiled copy of it, by the probes named; these fool the model no more."""
+    import numpy as np
+
+    from stages.evaluation.reward_model import PROBES, probes
+
+    assert set(PROBES) == set(probes("Three words and 7.", np.random.default_rng(0), "What?"))
+    inputs = {"model": tiny["policy"], "data": rows["pairs"]}
+    config = {**COMMON, "num_train_epochs": 4, "probe_pairs": 20}
+    plain, hardened = (train("reward_model", {**config, **more}, inputs, name)["summary"] for name, more in (
+        ("plain", {}), ("hardened", {"spoiled_fraction": 0.5, "spoiled_by": ["repeated", "padded"]})))
+    assert "spoiled" not in plain and hardened["spoiled"] == plain["rows"] and hardened["rows"] == 2 * plain["rows"]
+    names = ("test/probe/repeated", "test/probe/padded")
+    assert max(hardened[name] for name in names) < 0.2 < max(plain[name] for name in names)
+    assert hardened["test/accuracy"] >= 0.9
+    for wrong, message in (({"spoiled_fraction": 0.1, "spoiled_by": ["empty"]}, "no such probe"), ({"spoiled_by": ["padded"]}, "spoiled_fraction=0 adds none"),
+                           ({"spoiled_fraction": 0.1, "objective": "pairwise"}, "does not read")):
+        with pytest.raises(ValueError, match=message):
+            train("reward_model", {**COMMON, **wrong}, inputs, "refused")
