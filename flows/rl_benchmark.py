@@ -27,7 +27,8 @@ from stages.rl import arm_of
 #: What a preset needs to be itself at a small scale; everything else is the section `rl`.
 NEEDS: dict[str, dict[str, Any]] = {
     "astar_po": {"num_generations": 1, "options": {"beta": 0.1}}, "ppo_ptx": {"ptx_coef": 0.1, "ptx_batch_ratio": 0.25, "ptx_max_length": 128}, "vapo": {"critic_warmup_steps": 5},
-    "ppo_penalty_adaptive": {"target_kl": 0.01}, "grpo_plus": {"context_schedule": []}, "sppo": {"options": {"eta": 10.0}}, "online_ipo": {"options": {"tau": 0.5}}}
+    "ppo_penalty_adaptive": {"target_kl": 0.01}, "grpo_plus": {"context_schedule": []}, "sppo": {"options": {"eta": 10.0}}, "online_ipo": {"options": {"tau": 0.5}},
+    "trpo": {"fisher_fraction": 0.125}}
 
 
 class Config(IteratedConfig):

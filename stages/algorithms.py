@@ -259,7 +259,7 @@ RL_READ_WHEN = (
     (("replay_window",), lambda r, c: c.replay_fraction > 0, "nothing is replayed; write replay_fraction=0.25 (with an off-policy preset)"),
     (("max_staleness",), lambda r, c: c.replay_fraction > 0 or c.async_rollouts, "nothing old is trained on; write replay_fraction=0.25 (with an off-policy preset), or async_rollouts=true"),
     (("ptx_batch_ratio", "ptx_agg", "ptx_max_length"), lambda r, c: r.ptx_coef > 0, "no pretraining text is mixed in; write ptx_coef (and the input ptx)"),
-    (("max_kl", "cg_iters", "cg_damping", "backtrack_coeff", "backtrack_iters", "trust_region_max_parameters"), lambda r, c: r.update == "trust_region",
+    (("max_kl", "cg_iters", "fisher_fraction", "cg_damping", "backtrack_coeff", "backtrack_iters", "trust_region_max_parameters"), lambda r, c: r.update == "trust_region",
      "the preset takes gradient steps; write preset=trpo (early_stop_kl bounds the KL of the others)"),
     # prompts, groups, validation
     (("curriculum_mix",), lambda r, c: c.curriculum == "easy_to_hard", "write curriculum=easy_to_hard"),

@@ -175,6 +175,7 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
     ptx_max_length: int = Field(512, ge=2, description="Tokens per pretraining row.")
     max_kl: float = Field(0.01, gt=0, description="update=trust_region: mean KL(old||new) per step (TRPO).")
     cg_iters: int = Field(10, ge=1, description="Conjugate-gradient steps (TRPO).")
+    fisher_fraction: float = Field(1.0, gt=0, le=1, description="Share of a batch's prompts whose Fisher matrix bounds the step (TRPO, appendix C: 0.1); the KL of the step taken is that of all.")
     cg_damping: float = Field(0.1, ge=0, description="Damping of the Fisher matrix (TRPO).")
     backtrack_coeff: float = Field(0.8, gt=0, lt=1, description="Step shrink of the line search (TRPO).")
     backtrack_iters: int = Field(10, ge=1, description="Line-search tries (TRPO).")

@@ -6,6 +6,7 @@ Fisher-vector products, full step, backtracking line search, over whatever is tr
 At new = old the Hessian of the mean KL is the Fisher matrix J' M J (J: logits by parameters; M: diag(p) - p p' of every token's
 distribution, over T^2 and the count of tokens). A product with it is one forward-mode derivative of the hidden states, M on a chunk of
 logits at a time, and one backward: exact, without second derivatives, in the memory of an ordinary step whatever the vocabulary.
+``fisher_fraction`` takes the matrix of a part of the batch's prompts (Schulman et al. 2015, appendix C: a tenth), the gradient, the KL and the line search remain those of all.
 All of it is computed in the weights' own type.
 """
 
@@ -96,17 +97,18 @@ class TrustRegionTrainer(Trainer):
         if not math.isfinite(totals["grad_norm"] + totals["loss"]):
             self._skip(items)
         elif totals["grad_norm"] > 0:
-            totals |= self._natural_step(batches, counts, g, totals["loss"], parameters)
+            some = batches if self.config.fisher_fraction == 1.0 else [collate(group, self.device) for group, _ in self._micro_batches(thinned(live, self.config.fisher_fraction))]
+            totals |= self._natural_step(batches, some, counts, g, totals["loss"], parameters)
             self._average()
         return {**totals, "skipped_steps": float(self.skipped)}
 
-    def _natural_step(self, batches, counts, g, loss, parameters) -> dict[str, float]:
+    def _natural_step(self, batches, some, counts, g, loss, parameters) -> dict[str, float]:
         config = self.config
-        tokens = int(ranks.sum_numbers({"tokens": sum(len(b.src_N) for b in batches)})["tokens"])
+        tokens, seen = (int(ranks.sum_numbers({"tokens": sum(len(b.src_N) for b in of)})["tokens"]) for of in (batches, some))
         old = self._distributions(batches)
 
         def product(v):
-            return ranks.sum_tensor(self._fisher_product(batches, tokens, v)) + config.cg_damping * v
+            return ranks.sum_tensor(self._fisher_product(some, seen, v)) + config.cg_damping * v
 
         x, residual = conjugate_gradient(product, g, config.cg_iters)
         curvature = float(x @ product(x))
@@ -211,6 +213,12 @@ def head_fisher(head: Head, hidden_NH, moved_NH, d_weight, d_bias, temperature: 
         if by_bias is not None:
             by_bias += pulled.sum(0)
     return by_hidden, by_weight, by_bias
+
+
+def thinned(items: Sequence[Item], fraction: float) -> list[Item]:
+    """``fraction`` of the items, at least one, evenly spaced."""
+    wanted = max(1, round(len(items) * fraction))
+    return [items[i * len(items) // wanted] for i in range(wanted)]
 
 
 def flat(parts, parameters) -> torch.Tensor:

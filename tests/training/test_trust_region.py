@@ -122,7 +122,22 @@ def test_a_fresh_adapter_is_moved_through_b_alone(tiny):
 
 # --- the stage -----------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("lora", ({}, {"lora_rank": 4}), ids=("all weights", "adapter"))
+def test_a_part_of_the_batch_gives_the_fisher_matrix(monkeypatch, tiny):
+    """fisher_fraction: evenly spaced items, at least one; products are of these and their tokens, the KL and the gain of the step are those of all."""
+    from stages.trust_region import thinned
+
+    assert thinned(list(range(10)), 0.3) == [0, 3, 6] and thinned([1, 2], 0.1) == [1] and thinned(list(range(7)), 1.0) == list(range(7))
+    config = Config(preset="trpo", num_generations=2, truncation_policy="score", fisher_fraction=0.5)
+    model = load_policy(tiny["policy"])
+    trainer, seen = TrustRegionTrainer(model, PolicyGradient(rl_preset("trpo"), config), config, 2), []
+    product = trainer._fisher_product
+    monkeypatch.setattr(trainer, "_fisher_product", lambda batches, tokens, v: (seen.append((sum(len(b.src_N) for b in batches), tokens)), product(batches, tokens, v))[1])
+    items = [make_item(name, [20, 30, 40], [[50, 60], [70, 80, 90]], [[1, 1], [1, 1, 1]], advantages=[1.0, -1.0], old_logps=[[-5.0] * 2, [-5.0] * 3]) for name in "abcd"]
+    step = trainer.step(items)
+    assert set(seen) == {(10, 10)} and len(seen) > 2 and 0 < step["trpo/kl"] <= config.max_kl and step["trpo/surrogate_gain"] > 0
+
+
+@pytest.mark.parametrize("lora", ({}, {"lora_rank": 4}, {"fisher_fraction": 0.25}), ids=("all weights", "adapter", "part of the batch"))
 def test_trpo_stays_in_the_region_and_improves_the_surrogate(tiny, data, spec, lora):
     config = {**SMALL, "preset": "trpo", "max_kl": 0.01, **lora}
     made, result, metrics = run(spec, "trpo", inputs_of("trpo", tiny, data), config, label="trpo-region")
@@ -131,7 +146,7 @@ def test_trpo_stays_in_the_region_and_improves_the_surrogate(tiny, data, spec, l
     assert max(m["metrics"]["trpo/kl"] for m in metrics) > 1e-3, "the step uses the region"
     after, before = (load_file(f"{path}/model.safetensors") for path in (result["outputs"]["model"]["path"], tiny["policy"]))
     moved = {n for n in before if not torch.equal(before[n], after[n])}
-    assert moved and (moved == {n for n in before if n.endswith("_proj.weight")} if lora else "lm_head.weight" in moved)
+    assert moved and (moved == {n for n in before if n.endswith("_proj.weight")} if "lora_rank" in lora else "lm_head.weight" in moved)
 
 
 def test_trpo_refuses_what_it_cannot_do(tiny, data, spec):
