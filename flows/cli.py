@@ -10,7 +10,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-EXIT_CODES = "Exit codes: 0 done, 1 a stage or a gate failed, 2 wrong usage or configuration, 130 interrupted."
+EXIT_CODES = "Exit codes: 0 done, 1 a stage or a gate failed, 2 wrong usage or configuration, 3 waits for people, 130 interrupted."
 
 app = typer.Typer(
     name="posttrain", no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
@@ -243,6 +243,14 @@ def execute(recipe: str, values: dict[str, Any], force: list[str], as_json: bool
         screen = stack.enter_context(display.Display())
         stack.enter_context(listening(screen))
         result = get_recipe(recipe)(config=config, force=force)
+    result = result.result() if hasattr(result, "result") else result  # a Prefect state that has a name of its own
+    if result.get("status") == "waiting":
+        if as_json:
+            emit({**result, "exit_code": 3})
+        else:
+            print(f"Step {result['step']} waits for people: fill in {result['file']} (what is asked stands beside it), then\n"
+                  f"  posttrain answer {result['task']} FILE\n  posttrain rerun {result['run']}")
+        raise typer.Exit(3)
     if as_json:
         return emit({"status": "finished", **result})
     from flows.report import print_result
@@ -255,16 +263,50 @@ def print_plan(recipe: str, config: Any, force: list[str], as_json: bool) -> Non
     import yaml
 
     from flows import display
+    from flows.config import ConfigError
     from flows.recipe import Plan, check_force, get_recipe
 
     plan = Plan(recipe, config.seed, force)
     get_recipe(recipe).method(plan, config)
     check_force(force, [row["step"] for row in plan.table])
     resolved = config.model_dump(mode="json")
+    if not as_json:
+        print(yaml.safe_dump(resolved, sort_keys=False))
+        display.table(plan.table, "plan")
+        for line in plan.advice:
+            print(f"advice  {line}")
+    if plan.refused:
+        raise ConfigError("\n  ".join(plan.refused))
     if as_json:
-        return emit({"recipe": recipe, "config": resolved, "plan": plan.table})
-    print(yaml.safe_dump(resolved, sort_keys=False))
-    display.table(plan.table, "plan")
+        emit({"recipe": recipe, "config": resolved, "plan": plan.table, "advice": plan.advice})
+
+
+@app.command(rich_help_panel="Pipelines", epilog=EXIT_CODES)
+def answer(
+    task: Annotated[Optional[str], typer.Argument(help="Task id, or the beginning of one; without it the tasks are listed.")] = None,
+    file: Annotated[Optional[Path], typer.Argument(help="The filled copy of its task.csv (CSV, JSON Lines or Parquet).")] = None,
+    json_: Json = False,
+) -> None:
+    """Bring in what people filled in for a step that waits for them. A run that is suspended in Prefect goes on by itself; give others again.
+
+    Example: posttrain answer 3f2a filled.csv && posttrain rerun latest
+    """
+    from flows import display, env, services
+    from flows.config import ConfigError
+    from tasks import people
+
+    state = env.prepare(quiet=True)
+    if task is None or file is None:
+        if task is not None:
+            raise ConfigError(f"give the filled file too: posttrain answer {task} FILE")
+        rows = people.open_tasks()
+        return emit({"tasks": rows}) if json_ else display.table(rows)
+    value = people.answer(task, file)
+    services.connect(state)
+    value["resumed"] = people.resume(value["task"])
+    if json_:
+        return emit(value)
+    print(f"{value['answered']} of {value['items']} items are answered" + (f"; resumed in Prefect: {', '.join(value['resumed'])}" if value["resumed"] else "; go on with: posttrain rerun latest"))
 
 
 # ------------------------------------------------------------------------------------------------ stage
@@ -470,6 +512,27 @@ def show(
 
 
 @app.command(rich_help_panel="Results", epilog=EXIT_CODES)
+def cost(
+    what: Annotated[str, typer.Argument(metavar="RUN|REF", help="A run id, or a model or dataset: then everything that it was made by counts.")],
+    prices: Annotated[Optional[Path], typer.Option(metavar="FILE", help="YAML file of prices in USD, e.g. {gpu_hours: 2.5, judge_mtokens_in: 3, human_labels: 1}; default: prices.yaml in the state directory.")] = None,
+    against: Annotated[Optional[str], typer.Option(metavar="MODEL", help="Also what the gain over this model cost, by their evaluations.")] = None,
+    metric: Annotated[str, typer.Option(help="With --against: the metric that gained.")] = "accuracy",
+    json_: Json = False,
+) -> None:
+    """The cost ledger of a run, model or dataset: hours, generated tokens, judge calls and labels by people, with their prices.
+
+    Example: posttrain cost model:policy@champion --against model:sft/1 --prices prices.yaml
+    """
+    from flows import env, report
+
+    env.prepare(quiet=True)
+    value = report.cost(what, prices, against, metric)
+    if json_:
+        return emit(value)
+    report.print_cost(value)
+
+
+@app.command(rich_help_panel="Results", epilog=EXIT_CODES)
 def lineage(ref: Annotated[str, typer.Argument(help="A dataset or model ref.")], json_: Json = False) -> None:
     """Show everything a dataset or model was made from: stages, configs, data files."""
     from flows import env, report
@@ -622,7 +685,7 @@ def terminate(signum: int, frame: Any) -> None:
 def classify(error: BaseException) -> int | None:
     """Exit code of an error that has a message for the user; None for a defect, whose traceback is wanted."""
     names = {cls.__name__ for cls in type(error).__mro__}
-    if names & {"ConfigError", "UnhashableError", "StoreError", "RegistryError"}:
+    if names & {"ConfigError", "UnhashableError", "StoreError", "RegistryError", "PriceError"}:
         return 2
     if names & {"StageError", "ServiceError", "DatasetError", "LeaseBusy"}:
         return 1

@@ -38,6 +38,7 @@ RECIPES = {
     "rl_benchmark": "flows.rl_benchmark",
     "overoptimisation": "flows.overoptimisation",
     "objective_discovery": "flows.objective_discovery",
+    "human_feedback": "flows.human_feedback",
     "sweep": "flows.sweep",
 }
 
@@ -137,6 +138,20 @@ class Run:
                                   self.record.as_flow_run(label), label in self.force)
         return state.result() if isinstance(state, State) else state
 
+    def people(self, label: str, *, task: StageConfig, answers: StageConfig, data: str, name_as: str | None = None) -> Outputs:
+        """Ask people about data and go on with what they say (ops.human_gate): stage `human_task`, then, once its file is filled in, `human_answers`.
+
+        Raises tasks.people.Waiting where it is not, which ends the run as WAITING; a run of a deployment is suspended instead.
+        """
+        asked = self("human_task", label, data=data, config=task)["tasks"]
+        file = None if answers.labeler == "stub" else self.answered(label, asked)
+        return self("human_answers", f"{label}_answers", tasks=asked, data=data, answers=file, config=answers, name_as=name_as)
+
+    def answered(self, label: str, task: str) -> str:
+        from tasks.people import answered
+
+        return answered(label, task)
+
     def conclude(self, candidate: str, outputs: Outputs, name: str) -> dict[str, Any]:
         """Act on the decision of the `promote` stage and keep it: {promoted, model, name, alias, version, reasons}."""
         from storage import store
@@ -151,6 +166,9 @@ class Plan(Run):
     def __init__(self, recipe: str, seed: int, force: list[str]):
         super().__init__(recipe, seed, force)
         self.table: list[dict[str, str]] = []
+        self.refused: list[str] = []
+        self.advice: list[str] = []
+        self.shapes: dict[str, Any] = {}  # of models that are not there yet: those they are trained from
 
     def execute(self, stage, label, inputs, config, name_as, seed):
         from storage import records
@@ -161,15 +179,63 @@ class Plan(Run):
         found = None
         if label not in self.force and not any(ref.startswith("(") for ref in inputs.values()):
             found = records.find(prepare(stage, inputs, config, seed=seed).key)
-        self.table.append({"step": label, "stage": stage, "plan": "cached" if found else "run",
-                           "inputs": ", ".join(f"{name}={short(ref)}" for name, ref in inputs.items())})
+        row = {"step": label, "stage": stage, "plan": "cached" if found else "run", "inputs": ", ".join(f"{name}={short(ref)}" for name, ref in inputs.items())}
+        self.table.append(row if found else row | self.memory(label, spec, inputs, config))
         if found:
             return {"outputs": {name: output["ref"] for name, output in found["outputs"].items()},
                     "metrics": found["metrics"], "cached": True, "seconds": 0.0}
         return {"outputs": {name: f"({label}.{name})" for name in spec.outputs}, "metrics": {}, "cached": False, "seconds": 0.0}
 
+    def memory(self, label, spec, inputs, config) -> dict[str, str]:
+        """{"memory": GiB that a training step needs of GiB of the device}; what cannot fit goes to ``refused``. {} where shapes are not known yet."""
+        from stages import memory
+        from stages.spec import parse_config
+        from storage import store
+        from tasks.run import cuda_devices, wanted_devices
+
+        def shape(ref: str):
+            if ref.startswith("(") or not (store.is_ref(ref) or os.path.isdir(ref)):  # not there yet, or on the hub
+                return self.shapes.get(ref)
+            return memory.shape_of(store.resolve(ref, "model").path)
+
+        known = {name: shape(ref) for name, ref in inputs.items() if spec.input_spec(name).kind == "model"}
+        self.shapes |= {f"({label}.{name})": known["model"] for name, output in spec.outputs.items() if output.kind == "model" and known.get("model") is not None}
+        if spec.roles is None:
+            return {}
+        settings, devices = parse_config(spec, config.model_dump(mode="json") if config else {}), wanted_devices() if spec.parallel else 1
+        try:
+            roles = spec.roles(settings, set(inputs))
+        except ValueError as error:
+            raise ConfigError(f"{label}: {error}") from None
+        limit = memory.limit_of(settings, "cuda" if cuda_devices() else "cpu", devices)
+        found = memory.need(roles, known, settings, devices)
+        if limit is not None and settings.memory_check == "refuse" and (reason := memory.refusal(label, roles, known, settings, limit, devices)):
+            self.refused.append(reason)
+        self._advise(label, spec, inputs, settings, known.get("model"))
+        if found.missing:
+            return {"memory": f"not known before {', '.join(inputs[name] for name in found.missing)} is there"}
+        return {"memory": memory.shown(found.states) + ("" if limit is None else f" of {memory.shown(limit)}")}
+
+    def _advise(self, label, spec, inputs, settings, shape) -> None:
+        """Collect what the rules of `advise` say of a training step whose data is there already."""
+        from stages.advise import of_stage
+        from storage import store
+        from storage.datasets import open_dataset
+
+        ref = inputs.get("data", "")
+        if store.is_ref(ref) or (os.path.isdir(ref) and store.is_dataset_dir(ref)):
+            data = open_dataset(store.resolve(ref, "dataset").path)
+            self.advice += [f"{label}: {text}" for text in of_stage(spec.name, settings, data.kind, data, shape.parameters if shape else 0)]
+
     def together(self, parts: Sequence[Callable[[], Any]]) -> list[Any]:
         return [part() for part in parts]
+
+    def answered(self, label: str, task: str) -> str:
+        from storage import store
+        from tasks.people import answers_of
+
+        found = None if task.startswith("(") else answers_of(store.resolve(task, "dataset").digest)
+        return str(found) if found else f"(people, {label})"
 
     def conclude(self, candidate: str, outputs: Outputs, name: str) -> dict[str, Any]:
         return {}
@@ -226,9 +292,16 @@ def recipe(config_type: type[RecipeConfig]):
 
 def conduct(name: str, method: Callable, config: RecipeConfig, force: list[str]) -> dict[str, Any]:
     """Run a recipe inside its Prefect flow run; returns the method's small JSON result with the steps."""
-    with recorded(name, config, config.seed, force) as run:
-        result = method(run, config)
-        check_force(force, [step.label for step in run.steps])
+    from prefect.states import Completed
+
+    from tasks.people import Waiting
+
+    try:
+        with recorded(name, config, config.seed, force) as run:
+            result = method(run, config)
+            check_force(force, [step.label for step in run.steps])
+    except Waiting as waiting:
+        return Completed(name="Waiting", message=str(waiting), data={"status": "waiting", "run": run.record.run_id, "recipe": name, "step": waiting.label, "task": waiting.task, "file": waiting.file})
     steps = [{"step": step.label, "stage": step.stage, "cached": step.cached, "seconds": round(step.seconds, 2),
               "outputs": step.refs} for step in run.steps]
     return {"run": run.record.run_id, "recipe": name, **(result or {}), "steps": steps}
@@ -245,9 +318,11 @@ def check_force(force: list[str], steps: list[str]) -> None:
 def recorded(recipe: str, config: BaseModel, seed: int, force: list[str], inputs: Mapping[str, Any] | None = None):
     """A `Run` whose run record says what came of it, whatever that is. The same run, given again after it failed or was killed, goes on
     in its record and its MLflow run, whatever Prefect calls it this time."""
+    from prefect.exceptions import Pause
     from prefect.runtime import flow_run
 
     from storage.files import canonical_json, sha256_text
+    from tasks.people import Waiting
     from tasks.run import finish_flow, start_flow
     from tasks.stages import close_lost
 
@@ -259,6 +334,9 @@ def recorded(recipe: str, config: BaseModel, seed: int, force: list[str], inputs
         close_lost(record.data["flow_runs"], prefect["flow_run_id"])
     try:
         yield Run(recipe, seed, force, record)
+    except (Waiting, Pause) as error:  # the latter: suspended in Prefect, by tasks.people
+        finish_flow(record.run_id, "WAITING", str(error) if isinstance(error, Waiting) else "waits for people, suspended in Prefect", timeout=10)
+        raise
     except BaseException as error:
         finish_flow(record.run_id, "FAILED" if isinstance(error, Exception) else "KILLED", f"{type(error).__name__}: {error}", timeout=10)
         raise

@@ -213,6 +213,48 @@ def print_lineage(node: dict[str, Any]) -> None:
     print("\n".join(lines(node)))
 
 
+# ---------------------------------------------------------------- cost
+
+
+def cost(what: str, prices_file: Path | None, against: str | None = None, metric: str = "accuracy") -> dict[str, Any]:
+    """The ledger of a run (its own steps; those it found done had been paid for) or of a model or dataset (every stage behind it)."""
+    from storage import costs
+
+    prices = costs.prices_from(prices_file)
+    if store.is_ref(what) or Path(what).exists():
+        steps = [(record.get("label") or record["stage"], record, False) for record in costs.behind(what).values()]
+        if not steps:
+            raise ConfigError(f"{what} was brought from outside, so nothing here was paid for it")
+    else:
+        steps = costs.of_run(records.get_run(what))
+    rows = costs.ledger(((label, costs.counts_of(record)) for label, record, reused in steps if not reused), prices)
+    value = {"what": what, "ledger": rows, **costs.totals(rows), "reused": [label for label, _, reused in steps if reused],
+             "without_counts": [label for label, record, reused in steps if not reused and "usage" not in record]}
+    if against is not None:
+        if not what.startswith("model:"):
+            raise ConfigError(f"--against compares two models by their evaluations, and {what} is none; write a model, such as model:policy@champion")
+        value["gain"] = costs.gain(what, against, metric, prices)
+    return value
+
+
+def print_cost(value: dict[str, Any]) -> None:
+    from storage.costs import ITEMS
+
+    table([{"step": row["stage"], "item": row["item"], "count": row["count"], "unit": ITEMS[row["item"]][0], "USD per unit": "" if row["unit_cost"] is None else row["unit_cost"],
+            "USD": "" if row["total"] is None else row["total"]} for row in value["ledger"]])
+    print("total   " + ", ".join(f"{number(n)} {item}" for item, n in value["items"].items()) + ("" if value["total"] is None else f"; {number(value['total'])} USD"))
+    if value["unpriced"]:
+        print(f"no price for {', '.join(value['unpriced'])}; give them with --prices FILE or in prices.yaml of the state directory")
+    if value["reused"]:
+        print(f"found done, paid for by earlier runs: {', '.join(value['reused'])}")
+    if value["without_counts"]:
+        print(f"made by an older version, tokens and judge calls not counted: {', '.join(value['without_counts'])}")
+    if "gain" in value:
+        gain = value["gain"]
+        print(f"{gain['metric']} {number(gain['model'])} against {number(gain['against'])}: gain {gain['gain']:+.4g}; per unit spent beyond the other model:")
+        table([{"item": item, "gain per unit": n} for item, n in gain["gain_per"].items()])
+
+
 # ---------------------------------------------------------------- results of a run
 
 

@@ -17,6 +17,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from stages.memory import Role
 from stages.settings import OptimizerConfig
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
@@ -66,8 +67,21 @@ class Config(OptimizerConfig):
         return {"options": {**row.options, **row.settings, **self.options}, **{name: value for name, value in of_method.items() if getattr(self, name) is None}}
 
 
+def roles(config, given) -> list[Role]:
+    """The policy; a frozen reference of its own until its log-probabilities are known, a moving one all along."""
+    from stages.algorithms import DIRECT_METHODS
+
+    found = [Role("policy", "model", trained=True, sharded=True)]
+    source = "reference" if "reference" in given else "model"
+    if not DIRECT_METHODS[config.method].needs_reference:
+        return found
+    if config.reference_update != "frozen":
+        return [*found, Role("reference", source)]
+    return found + [Role("reference", source, before=True, sharded=True)] * ("reference" in given)
+
+
 SPEC = StageSpec(
-    name="align", config=Config, gpu=True, parallel=True,
+    name="align", config=Config, gpu=True, parallel=True, roles=roles,
     inputs={"model": InputSpec("model", doc="Policy to start from (normally the SFT model)."),
             "data": InputSpec("dataset", kinds=("pairs/1", "unpaired/1", "rankings/1", "segments/1"), doc="Preference data of the method's kind, or convertible to it."),
             "reference": InputSpec("model", required=False, doc="Reference policy; default: the starting policy."),

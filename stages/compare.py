@@ -7,6 +7,9 @@ protocols are refused; reward columns appear only where the same reward model sc
 Every model after the first is also set against the first: the *alignment tax*, what each benchmark and the loss of held-out text gained or lost, with paired
 errors and a warning of what fell by more than two of them (``stages/evaluation/tax.py``).
 
+Models whose KL to one reference was measured are drawn as reward (or right answers) against KL: which no other beats at equal or lower KL, and the best reward
+within a KL (``stages/evaluation/frontier.py``); right answers are also drawn against the tokens that they may take.
+
 With ``select_by`` the summary names the ``best`` model, chosen on half of the prompts only, so that the promotion gate can test that choice on
 the other half (``stages/evaluation/halves.py``).
 """
@@ -22,6 +25,8 @@ class Config(StageConfig):
     metric: str = Field("accuracy", description="Metric of the paired differences and the figure, with a value per prompt; of several benchmarks, one without it shows its first.")
     order: list[str] = Field(default_factory=list, description="Names in the order of the table; each model is compared with the one before. Empty: as given.")
     confidence: float = Field(0.95, gt=0.5, lt=1, description="Level of the bootstrap intervals over prompts.")
+    prompted: bool = Field(False, description="The evaluations may differ in system message and examples, which then belong to the model: arms that are aligned by a prompt (eval.urial, eval.hhh_prompt).")
+    kl_budgets: list[float] = Field(default_factory=list, description="KL to the reference, nats per answer, at which the best reward within it is reported (eval.kl_frontier).")
     select_by: str | None = Field(None, title="Select by", description="Metric that chooses the best model on the selection half of the prompts; empty: none is named.")
 
 
@@ -30,11 +35,15 @@ SPEC = StageSpec(
     inputs={"evaluations": InputSpec("dataset", kinds=("eval_samples/1",), many=True, doc="Samples of each model's evaluation, as evaluations.NAME or evaluations.NAME/BENCHMARK.")},
     outputs={"comparison": OutputSpec("dataset", doc="eval_scores/1: metrics per model and paired differences.")})
 
+#: What a protocol says of the prompt around a question.
+PROMPT = ("system", "few_shot")
+
 COLUMNS = ("accuracy", "greedy_accuracy", "prompt_level_strict_acc", "mc_letter_acc", "mc_text_acc", "mc_text_acc_norm", "perplexity", "bits_per_byte", "mt_bench", "over_refusal_rate",
            "refusal_rate_unsafe", "refusal_balanced", "rewardbench", "reward", "kl_reference", "length_mean", "truncation_rate")
 
 
 def run(stage):
+    from stages.evaluation import scores
     from stages.evaluation.tax import told
     from stages.spec import ConfigError
 
@@ -53,6 +62,7 @@ def run(stage):
     summary = {"models": len(parts[0].names), "protocol_hash": parts[0].protocol_hash}
     for part in parts:
         summary |= part.summary()
+    summary |= {f"{name or 'model'}/{key}": value for name, m in h4(parts).items() for key, value in scores.flatten({"h4": m}).items()}
     for name, tax in taxes.items():
         summary |= {f"{name}/regressed": len(tax["regressed"]), f"{name}/mean_delta": tax["mean_delta"], f"{name}/worst_delta": tax["worst"]}
     stage.summary({key: value for key, value in {**summary, **best}.items() if value is not None})
@@ -94,15 +104,17 @@ class Part:
     def __init__(self, stage, benchmark: str, inputs: dict[str, str]):
         from stages.evaluation import scores
         from stages.evaluation.protocol import differing_inputs, protocol_hash, require_same, require_same_scorers
+        from stages.evaluation.scores import lower_is_better
         from stages.spec import ConfigError
 
-        config, self.benchmark, self.names = stage.config, benchmark, list(inputs)
+        config, self.benchmark, self.names, self.kl_budgets = stage.config, benchmark, list(inputs), stage.config.kl_budgets
         self.metas = {name: stage.dataset(inputs[name]).manifest.get("meta") or {} for name in inputs}
         missing = [name for name in inputs if "protocol" not in self.metas[name]]
         if missing:
             raise ConfigError(f"compare: {inputs[missing[0]]} was not written by the evaluate stage; give its samples output")
-        require_same({name: self.metas[name]["protocol"] for name in inputs})
-        self.protocol_hash = protocol_hash(self.metas[self.names[0]]["protocol"])
+        protocols = {name: {field: value for field, value in self.metas[name]["protocol"].items() if not (config.prompted and field in PROMPT)} for name in inputs}
+        require_same(protocols)
+        self.protocol_hash = protocol_hash(protocols[self.names[0]])
         for metric in (config.metric, config.select_by):
             require_same_scorers(metric, self.metas)
         self.records = {name: scores.records_of(stage.dataset(inputs[name]).iter_rows()) for name in inputs}
@@ -113,11 +125,13 @@ class Part:
         if len({(meta.get("scorers") or {}).get("reward_model") for meta in self.metas.values()}) > 1:
             stage.warn("different_reward_models", "The evaluations were scored by different reward models, so rewards are left out of the comparison. Evaluate all "
                        "models with the same reward_model.")
+        gain = next((name for name in ("reward", self.metric) if name in self.columns and not lower_is_better(name)), None)
+        self.frontier_of = gain if gain and "kl_reference" in self.columns and len(self.names) > 1 else None
         self.differences = paired_differences(self.names, self.records, self.columns, self.metric, config.confidence)
 
     def summary(self) -> dict[str, float]:
         """Its numbers, under the benchmark's name where there is one."""
-        from stages.evaluation import scores
+        from stages.evaluation import frontier, scores
 
         found, before = {}, f"{self.benchmark}/" if self.benchmark else ""
         for name in self.names:
@@ -126,7 +140,16 @@ class Part:
             if (name, self.metric) in self.differences:
                 d, stem = self.differences[name, self.metric], f"{before}{name}/{self.metric}_gain"
                 found |= {stem: d["difference"], f"{stem}_low": d["low"], f"{stem}_high": d["high"]}
+        if points := self.points():
+            best, spread = frontier.of(points), list(points.values())
+            found |= {f"{before}{name or 'model'}/on_kl_frontier": float(name in best) for name in self.names}
+            found |= {f"{before}kl_frontier/{self.frontier_of}_mean_over_kl": frontier.area(spread, max(kl for kl, _ in spread))}
+            found |= {f"{before}kl_frontier/{self.frontier_of}_at_kl={budget:g}": frontier.reward_at(spread, budget) for budget in self.kl_budgets}
         return found
+
+    def points(self) -> dict[str, tuple[float, float]]:
+        """{model: (KL to the reference, reward or right answers)}; {} where these were not measured for all."""
+        return {name: (self.metrics[name]["kl_reference"].value, self.metrics[name][self.frontier_of].value) for name in self.names} if self.frontier_of else {}
 
 
 def alignment_taxes(parts: list[Part]) -> dict[str, dict]:
@@ -139,6 +162,27 @@ def alignment_taxes(parts: list[Part]) -> dict[str, dict]:
         if rows:
             found[name] = {"rows": rows, **judged(rows)}
     return found
+
+
+#: The suites of the H4 average, by how their benchmark's name begins, and the metric that each is known by; else its share of right answers.
+H4 = {"arc": "mc_text_acc_norm", "hellaswag": "mc_text_acc_norm", "mmlu": "mc_letter_acc", "truthfulqa": "mc_text_acc"}
+
+
+def h4(parts: list[Part]) -> dict:
+    """{model: mean of ARC, HellaSwag, MMLU and TruthfulQA} where benchmarks of these names are compared (eval.h4), with the interval of independent suites; else {}."""
+    from dataclasses import replace
+
+    from stages.evaluation.scores import weighted
+    from stages.evaluation.suites import h4_mean
+
+    found = {}
+    for suite, metric in H4.items():
+        part = next((part for part in parts if part.benchmark.lower().replace("-", "").replace("_", "").startswith(suite)), None)
+        name = next((name for name in (metric, "accuracy") if part is not None and all(name in m for m in part.metrics.values())), None)
+        if name is None:
+            return {}
+        found[suite] = {model: part.metrics[model][name] for model in part.names}
+    return {model: replace(weighted([(0.25, found[suite][model]) for suite in H4]), value=h4_mean(*(found[suite][model].value for suite in H4))) for model in parts[0].names}
 
 
 def select(stage, config: Config, records: dict) -> dict:
@@ -224,8 +268,8 @@ def publish_taxes(stage, first: str, taxes: dict[str, dict]) -> None:
 def publish(stage, part: Part, best: dict) -> None:
     """The table as a page, bars per metric, and answers of all models to the same prompts side by side."""
     from stages import reports
-    from stages.evaluation import signs
-    from stages.evaluation.scores import by_group
+    from stages.evaluation import compute, frontier, signs
+    from stages.evaluation.scores import by_group, originals
 
     names, metrics, columns, records = part.names, part.metrics, part.columns, part.records
     rows, before = table(names, metrics, columns, part.differences, part.metric), f"{part.benchmark}-" if part.benchmark else ""
@@ -248,6 +292,20 @@ def publish(stage, part: Part, best: dict) -> None:
         if grid and any(value is not None for row in grid for key, value in row.items() if key != field):
             stage.report(f"{before}compare-by-{field}", table=grid)
             blocks.append((f"Accuracy by {field}", reports.markdown_table(grid)))
+    if points := part.points():
+        rows_of = frontier.table(points, part.frontier_of)
+        stairs = [row for row in rows_of if row["on the frontier"]]
+        stage.report(f"{before}kl-frontier", table=rows_of, png=reports.line_chart(
+            {"frontier": ([row["kl"] for row in stairs], [row[part.frontier_of] for row in stairs]), **{row["model"]: ([row["kl"]], [row[part.frontier_of]]) for row in rows_of}},
+            title=f"{part.frontier_of} against KL to the reference", xlabel="KL, nats per answer", ylabel=part.frontier_of, markers=True))
+        blocks.append(("Reward against KL", reports.markdown_table(rows_of)))
+    longest = max((r["tokens"] for name in names for r in records[name] if r["mode"] in ("sample", "greedy")), default=0)
+    budgets = sorted({max(1, -(-longest // 2**i)) for i in range(compute.BUDGETS)})
+    spent = {name: compute.by_tokens(originals(records[name]), budgets) for name in names} if longest else {}
+    if spent and all(spent.values()):
+        stage.report(f"{before}accuracy-by-tokens", table=[{"tokens": budget, **{name or "model": spent[name][i]["accuracy"] for name in names}} for i, budget in enumerate(budgets)],
+                     png=reports.line_chart({name or "model": (budgets, [row["accuracy"] for row in spent[name]]) for name in names}, title="Right and within the token budget",
+                                            xlabel="tokens per answer", ylabel="accuracy", markers=True, log_x=True))
     changed = signs.side_by_side({name: metrics[name] for name in names})
     if changed:
         stage.report(f"{before}signs", table=changed)

@@ -21,6 +21,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from stages.memory import Role
 from stages.sft import RowsConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
@@ -54,8 +55,14 @@ class Config(RowsConfig):
         return self
 
 
+def roles(config, given) -> list[Role]:
+    """Student and teacher; captured distributions need none, and the model under an adapter is its own."""
+    own = config.method == "context" and not config.lora_rank
+    return [Role("student", "model", trained=True, sharded=True)] + ([Role("teacher", "teacher")] if "teacher" in given else [Role("teacher", "model")] * own)
+
+
 SPEC = StageSpec(
-    name="distill", config=Config, gpu=True, parallel=True,
+    name="distill", config=Config, gpu=True, parallel=True, roles=roles,
     inputs={"model": InputSpec("model", doc="The student."),
             "teacher": InputSpec("model", required=False, doc="The teacher, with the student's tokenizer; method=context: default the student as it starts."),
             "data": InputSpec("dataset", kinds=("demonstrations/1", "teacher_logps/1"),

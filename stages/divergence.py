@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from stages.modeling import Head, _head_chunks, precise
+from stages.modeling import Head, head_chunks, precise
 
 DIRECTIONS = ("forward", "reverse", "jsd")
 
@@ -79,7 +79,7 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, teacher_hidden, student, teacher, direction, temperature, beta):
         out = hidden.new_empty(hidden.shape[0], dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
-        for rows in _head_chunks(hidden.shape[0], weight):
+        for rows in head_chunks(hidden.shape[0], weight):
             out[rows] = _values(*_logs(student, hidden[rows], teacher, teacher_hidden[rows], temperature), direction, beta) * temperature ** 2
         ctx.save_for_backward(hidden, weight, bias, teacher_hidden)
         ctx.settings = student, teacher, direction, temperature, beta
@@ -92,7 +92,7 @@ class _Divergence(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=grad.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=grad.dtype) if bias is not None and ctx.needs_input_grad[2] else None
-        for rows in _head_chunks(hidden.shape[0], weight):
+        for rows in head_chunks(hidden.shape[0], weight):
             logq, logp = _logs(student, hidden[rows], teacher, teacher_hidden[rows], temperature)
             # d(value)/d(logit / T) = q (g - sum q g) with g = d(value)/dq up to a constant
             if direction == "forward":

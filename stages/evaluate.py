@@ -9,6 +9,8 @@
                          Prompts with ``choices`` are also read by the log-probability of their letters and of their texts
                          (``stages/evaluation/multiple_choice.py``); ``few_shot`` shows examples first (``stages/evaluation/few_shot.py``); plain
                          ``texts`` give perplexity and bits per byte (``stages/evaluation/held_out_text.py``).
+                         Prompts that bring perturbed forms: what the change costs (``evaluation/perturbed.py``). ``token_shift``: how much alignment changed
+                         (``evaluation/shift.py``). Several samples: what more samples and tokens buy (``evaluation/compute.py``).
                          Prompts with a label safe or unsafe, or with a mirror image: refusals (``evaluation/refusals.py``); with ``mt_bench``
                          questions of several turns, rated by a judge (``evaluation/mt_bench.py``). Always signs of style, reasoning, diversity.
 ``target=reward_model``  scores held-out pairs: accuracy, calibration, length bias, probes that should score low (``rm.eval``); of pairs that name a
@@ -53,6 +55,11 @@ class Config(SamplingConfig, AgentConfig, BenchmarkConfig):
     probe_pairs: int = Field(64, ge=0, description="Pairs on which a reward model is probed (repetition, flattery, typos ...); 0 = none.")
     mt_bench: MTBench | None = Field(None, title="MT-Bench", description="Ask questions of several turns (column turns) and have a judge rate each answer, 1 to 10: {} with "
                                      "--input judge=MODEL, or {endpoint: URL, endpoint_model: NAME}; empty: prompts are answered once (eval.mt_bench).")
+    think_max: int | None = Field(None, ge=0, title="Thought at most", description="Tokens of a thought at most: then </think> is put in and the answer follows; 0: no thinking (budget forcing).")
+    think_min: int = Field(0, ge=0, description="Tokens of a thought at least: a </think> that comes before is replaced by Wait; 0 = off.")
+    think_waits: int = Field(1, ge=1, description="Times that Wait is put in at most (think_min).")
+    token_shift: bool = Field(False, description="Rank every token of the greedy answers under the input reference, the base model: unshifted, marginal and shifted shares (eval.token_shift).")
+    perturb_options: bool = Field(False, description="Also ask prompts with choices with their options in another order, and report what that changes (eval.perturbed).")
     refusal_judge: AskedJudge | None = Field(None, title="Refusal judge", description="Judge that says whether an answer to a prompt with a label safe or unsafe, or with a mirror image, "
                                              "refuses in full, in part or not; empty: a list of phrases decides (eval.over_refusal).")
     chunk: int = Field(64, ge=1, description="Prompts, pairs or texts per resumable unit.")
@@ -65,7 +72,13 @@ class Config(SamplingConfig, AgentConfig, BenchmarkConfig):
             raise ValueError("num_samples=0 and greedy=false leave nothing to generate; write greedy=true or num_samples=1")
         if self.num_samples and self.temperature == 0:
             raise ValueError("temperature=0 makes all samples equal; write num_samples=0 (greedy only) or a temperature such as 1.0")
-        refuse_unread(self, [(("judge_mode",), lambda c: c.target == "judge", "only target=judge asks for one; write target=judge")])
+        refuse_unread(self, [(("token_shift",), lambda c: c.target == "policy" and c.greedy and not c.environment and not c.mt_bench, "it ranks a policy's greedy answers to prompts; write greedy=true"),
+                             (("think_max", "think_min"), lambda c: c.target == "policy" and not c.environment and not c.mt_bench and c.engine != "server", "thoughts are forced in a policy's answers to "
+                              "prompts, whose exact tokens engine=builtin or vllm give; write target=policy and no environment"),
+                             (("think_waits",), lambda c: c.think_min > 0, "no thought has a least length; write think_min=TOKENS"),
+                             (("system",), lambda c: c.target == "policy" and not c.mt_bench, "it stands before the prompts of a policy; write target=policy"),
+                             (("perturb_options",), lambda c: c.target == "policy" and not c.mt_bench, "only a policy is asked prompts with choices; write target=policy"),
+                             (("judge_mode",), lambda c: c.target == "judge", "only target=judge asks for one; write target=judge")])
         if self.mt_bench:
             refuse_unread(self, [(("target", "num_samples", "greedy", "temperature", "rewards", "prompt_template", "environment", "stop_strings", "refusal_judge"), lambda c: False,
                                   "mt_bench asks a policy every turn once, under its chat template and at the temperatures of its categories, and a judge rates the answers; leave "
@@ -140,6 +153,15 @@ class Plan:
                                  ("examples", config.few_shot > 0, "no examples are shown; write few_shot=5, or leave them out")):
             if stage.has(name) and not needs:
                 raise ConfigError(f"evaluate: the input {name} would change nothing: {why}")
+        from stages.evaluation import forcing
+
+        if forcing.asked(config) and (stage.has("reference") or config.token_shift):
+            raise ConfigError("evaluate: behind forced thoughts there are tokens that the policy did not sample, so their KL to the reference and their ranks say nothing; leave the input reference out, "
+                              "or think_max and think_min")
+        if config.think_max is not None and config.think_max < config.think_min:
+            raise ConfigError(f"evaluate: think_max={config.think_max} is below think_min={config.think_min}; write a larger think_max, or a smaller think_min")
+        if config.system and not stage.has("prompts"):
+            raise ConfigError("evaluate: system stands before prompts, and none are evaluated; give --input prompts=REF_OR_PATH, or leave system out")
         if config.few_shot and not (policy and stage.has("prompts")):
             raise ConfigError("evaluate: few_shot shows examples before prompts, and none are evaluated; give --input prompts=REF_OR_PATH, or write few_shot=0")
         self.renderer = renderer_for(stage.path("model")) if policy else None  # a reward model reads text in its own way
@@ -165,6 +187,12 @@ class Plan:
         self.debate = next((component.name for component in config.rewards if component.kind == "debate"), None)
         if (config.environment == "debate") != (self.debate is not None):
             raise ConfigError("evaluate: environment=debate is decided by a judge; write rewards='[{kind: debate}]' with it and only with it, and give judge=MODEL or an endpoint")
+        if config.token_shift and not (stage.has("reference") and self.prompts):
+            raise ConfigError("evaluate: token_shift ranks answers to prompts under the base model; give --input prompts=REF_OR_PATH and --input reference=BASE_MODEL, or leave token_shift out")
+        if config.token_shift and renderer_for(stage.path("reference")).vocabulary_hash != self.renderer.vocabulary_hash:
+            raise ConfigError("evaluate: the input reference has another tokenizer, so its ranks would be those of other tokens; token_shift needs the base model with the policy's vocabulary")
+        if config.perturb_options and not self.with_choices:
+            raise ConfigError("evaluate: perturb_options reorders the options of prompts with choices, and there are none; leave it out")
         if config.environment and (config.target != "policy" or config.stop_strings):
             raise ConfigError("evaluate: an environment takes the turns of a policy, which end at its stop tokens; write target=policy and no stop_strings")
 
@@ -173,8 +201,9 @@ class Plan:
 
         from stages.choices import is_choice
         from stages.evaluation.few_shot import Shots
-        from stages.evaluation import mt_bench, refusals
+        from stages.evaluation import mt_bench, opinions, perturbed, refusals
         from stages.generation import prompt_rows
+        from stages.spec import ConfigError
 
         config, data = self.config, self.stage.dataset("prompts")
         room = getattr(AutoConfig.from_pretrained(self.stage.path("model")).get_text_config(decoder=True), "max_position_embeddings", None)
@@ -186,12 +215,18 @@ class Plan:
         orders = lambda row: [{**row, "order": order} for order in range(config.few_shot_orders)] if config.few_shot_orders > 1 else [row]
         read = prompt_rows(self.stage, data, config.split, self.renderer, longest, config.limit, config.prompt_template,
                            ids_of=lambda row: max(map(ids_of, orders(row)), key=len))
-        self.n_prompts, self.readings = len(read), [reading for reading in config.multiple_choice if reading != "generation"]
+        perturbed.check([row for row, _ in read])
+        if config.perturb_options:
+            if any(perturbed.asked_of(row) for row, _ in read):
+                raise ConfigError("evaluate: these prompts bring their perturbed forms (columns pair_id and perturbation); leave perturb_options out")
+            forms = [perturbed.with_reordered(row, self.stage.rng("options", row["row_id"])) if is_choice(row) else (row,) for row, _ in read]
+            read = [(form, ids_of(form)) for each in forms for form in each]
+        self.n_prompts, self.readings = sum(perturbed.asked_of(row).get("perturbation", "") == "" for row, _ in read), [reading for reading in config.multiple_choice if reading != "generation"]
         if config.few_shot_orders > 1:
             read = [(again, ids_of(again)) for row, _ in read for again in orders(row)]
         self.with_choices = any(is_choice(row) for row, _ in read)
         self.choices = [row for row, _ in read if is_choice(row)] if self.readings else []
-        self.prompts = [(row, ids) for row, ids in read if not is_choice(row) or "generation" in config.multiple_choice]
+        self.prompts = [(row, ids) for row, ids in read if not is_choice(row) or ("generation" in config.multiple_choice and not opinions.of(row))]
         if self.prompts and config.few_shot and config.prompt_template == "none" and not config.stop_strings:
             self.stage.warn("few_shot_runs_on", "Behind plain-text examples a model without an end of turn goes on with questions of its own, and the last answer in the text counts. Write "
                             "stop_strings='[\"Question:\"]'.")
@@ -249,7 +284,7 @@ class Plan:
 
             protocol |= {"judge_mode": config.judge_mode, "template": sha256_text(PROMPTS[config.judge_mode])[:12]}
         if self.prompts:
-            from stages.evaluation import mt_bench, refusals
+            from stages.evaluation import forcing, mt_bench, refusals
             from stages.evaluation.protocol import grader_version
             from storage.files import canonical_json
 
@@ -263,6 +298,8 @@ class Plan:
             if config.prompt_template != "chat":
                 protocol["prompt_template"] = config.prompt_template
             protocol["few_shot"] = self.shots.facts
+            protocol |= {"system": config.system} if config.system else {}
+            protocol |= {name: getattr(config, name) for name in ("think_max", "think_min", "think_waits")} if forcing.asked(config) else {}
             protocol |= refusals.protocol(self) | mt_bench.protocol(self)
             if config.environment:
                 protocol |= {name: getattr(config, name) for name in ("environment", "environment_options", "environment_digest", "max_turns", "max_turn_length",
@@ -270,6 +307,7 @@ class Plan:
         if self.with_choices:
             from stages.evaluation.protocol import source_of
 
+            protocol |= ({"perturb_options": True} if config.perturb_options else {}) | ({"system": config.system} if config.system else {})
             protocol |= {"prompts": stage.dataset("prompts").digest, "prompt_template": config.prompt_template, "few_shot": self.shots.facts,
                          "multiple_choice": {"readings": config.multiple_choice, "forms": source_of("stages.choices", "stages.evaluation.few_shot", "stages.evaluation.multiple_choice")}}
         if self.plain:
@@ -312,10 +350,14 @@ class Plan:
         """Answers, or in an environment trajectories, of each ``(row, prompt ids)``."""
         from stages.agents import Agent
         from stages.debate import Debaters
+        from stages.evaluation import forcing
         from stages.generation import sample_groups
 
         if not self.config.environment:
-            return sample_groups(sampler, rows, params, seeds)
+            groups = sample_groups(sampler, rows, params, seeds)
+            if not forcing.asked(self.config):
+                return groups
+            return forcing.forced(self.config, sampler, self.renderer, rows, groups, params, lambda row, k, n: self.stage.seed_for("forced", row["row_id"], row.get("order", 0), k, n))
         return self._once("agent", lambda: (Debaters if self.debate else Agent)(self.config, self.renderer)).sample(sampler, rows, params, seeds)
 
     def close(self) -> None:
@@ -355,8 +397,10 @@ class Plan:
         warn_of_failures(stage, sampler, [sample for _, sample in flat])
         score(rewards, [sample for _, sample in flat])
         model_scores = self._reward([s for _, s in flat]) if stage.has("reward_model") else [None] * len(flat)
+        ranks = iter(self._ranks([s for mode, s in flat if mode == "greedy"])) if config.token_shift else iter(())
         divergences = self._kl([s for _, s in flat]) if stage.has("reference") else [None] * len(flat)
         refused = refusals.answered(self, [s for _, s in flat])
+        refused = [more | (next(ranks) if config.token_shift and mode == "greedy" else {}) for (mode, _), more in zip(flat, refused)]
         made = [self._answer_row(mode, sample, model_score, kl, more) for (mode, sample), model_score, kl, more in zip(flat, model_scores, divergences, refused)]
         return made, [sample.items for _, sample in flat]
 
@@ -380,7 +424,17 @@ class Plan:
         found = iter([sampled_kl(mine[0], theirs[0]) for mine, theirs in zip(*sums)])
         return [next(found) if s.error is None else None for s in samples]
 
+    def _ranks(self, samples) -> list[dict]:
+        """Fields of greedy answers' rows: their tokens, and the rank of each under the reference; {} of those without tokens."""
+        from stages.batching import make_item
+        from stages.evaluation.likelihood import response_ranks
+
+        items = [make_item(s.prompt["row_id"], s.prompt_ids, [s.ids], [[1] * len(s.ids)]) for s in samples if s.ids]
+        found = iter(response_ranks(self.policy("reference"), items, self.config.max_tokens_per_micro_batch, self.stage.device))
+        return [{"token_ids": list(s.ids), "base_ranks": next(found)[0]} if s.ids else {} for s in samples]
+
     def _answer_row(self, mode: str, sample, model_score, kl, more: dict) -> dict:
+        from stages.evaluation import perturbed
         from stages.rewards import program_of
         from stages.verifiers import view
 
@@ -392,7 +446,7 @@ class Plan:
             "category": source.get("category") or source.get("domain"), "difficulty": difficulty_of(source),
             "prompt": source["prompt"][-1]["content"], "answer": source.get("answer"), "flexible_correct": flexible,
             "constraints": constraint_verdicts(source, sample.text, self.constraints) if sample.error is None else None,
-            "reencoded": sample.reencoded or None, "error": sample.error, "order": source.get("order"),
+            "reencoded": sample.reencoded or None, "forced": sample.forced, "error": sample.error, "order": source.get("order"), **perturbed.asked_of(source),
             **more,
             "nll": -sum(sample.logps) if mode == "sample" and sample.logps and sample.turns is None else None,
         }
@@ -431,12 +485,13 @@ class Plan:
         """Read one chunk of prompts with choices by likelihood: a row per reading, its output the choice that it takes."""
         from stages.choices import LETTERS
         from stages.decoders import max_positions
+        from stages.evaluation import perturbed
         from stages.evaluation.multiple_choice import read
 
         made = []
         for row, reading, result in read(rows, self.readings, self.shots, self.renderer, self.logps_of, max_positions(self.policy())):
             known = {"mode": reading, "prompt": row["prompt"][-1]["content"], "answer": row.get("answer"), "category": row.get("category") or row.get("domain"),
-                     "difficulty": difficulty_of(row), "order": row.get("order")}
+                     "difficulty": difficulty_of(row), "order": row.get("order"), **perturbed.asked_of(row)}
             choice, reason = result.pop("choice", None), result.pop("unscorable", None)
             correct, tokens = result.pop("correct", None), result.pop("tokens", 0)
             made.append(self._row(row, reading, row.get("order", 0), "" if choice is None else LETTERS[choice] if reading == "letter" else row["choices"][choice], tokens,
@@ -583,9 +638,10 @@ def difficulty_of(row: dict) -> str | None:
 
 def conclude(stage, plan: Plan, meta: dict, records: list[dict]) -> None:
     """Metrics from the stored samples, the scores dataset, the summary and the reports."""
-    from stages.evaluation import few_shot, mt_bench, multiple_choice, refusals, rewardbench, scores
+    from stages.evaluation import few_shot, mt_bench, multiple_choice, perturbed, refusals, rewardbench, scores
 
     metrics = scores.all_metrics(records)
+    changed, records = perturbed.table(records), scores.originals(every := records)
     probe_table = scores.probe_metrics(records)[1]
     tables = {field: scores.by_group([r for r in records if r["mode"] in ("sample", "greedy", "letter", "text")], field) for field in ("category", "difficulty")} if plan.n_prompts else {}
     write_scores(stage, plan, meta, metrics, tables)
@@ -599,7 +655,8 @@ def conclude(stage, plan: Plan, meta: dict, records: list[dict]) -> None:
     rewardbench.warn(stage, records)
     refusals.warn(stage, records, metrics)
     mt_bench.warn(stage, records, [row for row, _ in plan.prompts])
-    publish(stage, plan, meta, metrics, tables | {"order": orders}, probe_table, records)
+    perturbed.warn(stage, every, metrics)
+    publish(stage, plan, meta, metrics, tables | {"order": orders}, probe_table, records, changed)
 
 
 def benchmark_name(stage) -> str:
@@ -692,18 +749,23 @@ HEADLINES = {
     "refusal_balanced": "mean of safe prompts not refused and unsafe ones refused", "refusal_rate": "mirrored prompts of a side that are refused",
     "refusal_rate_difference": "refusal rate of the first side - of the second", "refusal_unequal_pairs": "mirrored prompts that are treated differently",
     "refusal_unclassified_rate": "answers that are empty or were not read by the judge", "mt_bench": "rating by the judge, 1 to 10", "mt_bench_missing_rate": "turns without a rating",
-    "score_length_pearson": "correlation of score and length", "score_length_within_prompt": "the same inside a pair",
+    "group_alignment": "likeness of the model's answers to a group's, 1 where the shares are equal (of groups: their mean)", "length_correct_correlation": "correlation of an answer's length with its being right; below 0 long answers are wasted", "score_length_pearson": "correlation of score and length", "score_length_within_prompt": "the same inside a pair",
 }
 
 
 def meaning(name: str, target: str) -> str:
     """What a metric says, for a reader of the report."""
-    from stages.evaluation import held_out_text, multiple_choice
+    from stages.evaluation import held_out_text, multiple_choice, shift
     from stages.evaluation.signs import MEANINGS
 
     stem = name.split("/")[0]
     if name in MEANINGS:
         return MEANINGS[name]
+    if stem == "token_shift":
+        return shift.MEANINGS[name.split("/")[1]]
+    if stem == "perturbed":
+        _, metric, form, *_ = name.split("/")
+        return f"{metric} of items that have both forms: " + {"original": "the original ones", "perturbed": "the perturbed ones", "gap": "original less perturbed, paired"}[form]
     if stem.endswith("_macro"):
         return f"{meaning(stem.removesuffix('_macro'), target)}: mean over categories, whatever their sizes"
     for known in (multiple_choice.HEADLINES, held_out_text.HEADLINES):
@@ -721,10 +783,10 @@ def meaning(name: str, target: str) -> str:
     return f"{HEADLINES.get(stem[5:], '')} (by the policy's own likelihood)" if stem.startswith("pair_") and stem[5:] in HEADLINES else ""
 
 
-def publish(stage, plan: Plan, meta: dict, metrics: dict, tables: dict, probe_table: list[dict], records: list[dict]) -> None:
+def publish(stage, plan: Plan, meta: dict, metrics: dict, tables: dict, probe_table: list[dict], records: list[dict], changed: list[dict]) -> None:
     """Figures, tables and the page that a person reads."""
     from stages import reports
-    from stages.evaluation import mt_bench, refusals, rewardbench, signs
+    from stages.evaluation import compute, mt_bench, refusals, rewardbench, shift, signs
     from stages.evaluation.scores import item_values
 
     rows = [{"metric": name, "value": m.value, "low": m.low, "high": m.high, "se": m.se, "n": m.n, "meaning": meaning(name, stage.config.target)} for name, m in metrics.items()]
@@ -770,7 +832,7 @@ def publish(stage, plan: Plan, meta: dict, metrics: dict, tables: dict, probe_ta
     if probe_table:
         stage.report("probes", table=probe_table)
     prefix = "pair_" if stage.config.target == "policy" else ""
-    suites = {"RewardBench": rewardbench.table(records, metrics, prefix), "Refusals": refusals.table(metrics), "MT-Bench": mt_bench.table(metrics, records),
+    suites = {"RewardBench": rewardbench.table(records, metrics, prefix), "Refusals": refusals.table(metrics), "MT-Bench": mt_bench.table(metrics, records), "Original and perturbed items": changed,
               "Style, reasoning, diversity": signs.table(metrics), "Right answers to look at": signs.odd_but_right(records, stage.config.examples)}
     for name, part in suites.items():
         if part:
@@ -781,6 +843,8 @@ def publish(stage, plan: Plan, meta: dict, metrics: dict, tables: dict, probe_ta
     headline = [{"metric": name, "value": reports.with_interval(m.value, m.low, m.high), "n": m.n, "meaning": meaning(name, stage.config.target)} for name, m in metrics.items() if "/" not in name]
     columns = {"prompts": "prompts", "accuracy": "accuracy", "accuracy_low": "low", "accuracy_high": "high", "greedy_accuracy": "greedy", "mc_letter_acc": "letter", "mc_text_acc_norm": "text", "reward": "reward", "length_mean": "tokens", "truncation_rate": "cut"}
     blocks = [(f"By {field}", reports.markdown_table(table, {field: field, **{key: head for key, head in columns.items() if any(key in row for row in table)}})) for field, table in tables.items() if table]
+    blocks += compute.publish(stage, records, metrics) if answered else []
+    blocks += shift.publish(stage, records, lambda token: plan.renderer.tokenizer.decode([token])) if stage.config.token_shift else []
     graded = item_values(answered, "accuracy") if answered else {}
     what = f"{plan.n_prompts} prompts, {len(plan.pairs)} pairs{f', {len(plan.plain)} texts' if plan.plain else ''} of split `{stage.config.split}`; {len(graded)} prompts with a checkable answer."
     stage.report("summary", markdown=reports.document(

@@ -51,6 +51,7 @@ class Sample:
     error: str | None = None
     debate: dict | None = None  # of a debater: answers, its seat, what both sides said
     weights: dict[str, float] | None = None
+    forced: dict | None = None  # what budget forcing did to its thought (stages.evaluation.forcing)
     turn_parts: dict[str, list[float]] | None = None
 
     @property

@@ -39,7 +39,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Callable, Iterator
 
-from stages import allocator, randomness
+from stages import advise, allocator, memory, randomness, usage
 from stages.registry import get_stage
 from stages.spec import PROJECT_ROOT, ConfigError, StageConfig, StageSpec, parse_config
 from storage.checkpoints import Checkpoint, Checkpoints
@@ -104,6 +104,7 @@ class Stage:
         self._state = _State()
         self._last_progress = 0.0
         self._perf: dict[str, list[float]] = {}
+        self._used: dict[str, float] = {}
         self._metrics_path = self.workdir / "metrics.jsonl"
         self._perf_path = self.workdir / "perf.jsonl"
         self._restored = self.checkpoints._find() if self.rank == 0 else None
@@ -234,6 +235,15 @@ class Stage:
             handle.write(json.dumps({"step": int(step), "metrics": clean}, sort_keys=True, separators=(",", ":")) + "\n")
         self.emit(event, step=int(step), metrics=clean)
 
+    def total_usage(self) -> None:
+        """Add up over the ranks what was used; every rank must call."""
+        if self.world_size > 1:
+            from stages import ranks
+
+            ranks.connect(self.device)
+            for one in ranks.gather(usage.so_far()):
+                self._used = {name: self._used.get(name, 0) + one.get(name, 0) for name in sorted({*self._used, *one})}
+
     # -- outputs -----------------------------------------------------------------------------------------------------
 
     def _declared(self, name: str, kind: str) -> None:
@@ -341,6 +351,7 @@ class Stage:
             "warnings": self._state.warnings,
             "reports": self._state.reports,
             "outputs": self._state.outputs,
+            "usage": usage.so_far(),
         }
 
     def _restore(self, checkpoint: Checkpoint | None) -> None:
@@ -352,6 +363,7 @@ class Stage:
             size = harness.get("sizes", {}).get(path.name, 0)
             if path.exists():
                 os.truncate(path, size)
+        usage.begin(harness.get("usage"))
         self._state = _State(
             dict(harness.get("summary", {})), list(harness.get("warnings", [])), list(harness.get("reports", [])), dict(harness.get("outputs", {}))
         )
@@ -401,6 +413,7 @@ class Stage:
                 raise ValueError(f"stage {self.name} ended without its output {name!r}; save it before run() returns, or declare it with required=False")
         perf = {name: (statistics.median(v) if name.endswith("_per_second") else v[-1]) for name, v in self._perf.items() if v}
         perf["seconds"] = round(seconds, 3)
+        perf |= {"devices": self.world_size} if self.world_size > 1 else {}
         perf["peak_memory_mib"] = peak_memory_mib()
         cuda = _cuda_peak_mib()
         if cuda is not None:
@@ -413,6 +426,7 @@ class Stage:
             "warnings": self._state.warnings,
             "reports": self._state.reports,
             "perf": perf,
+            "usage": self._used or usage.so_far(),
             "resumed_from": self._restored.step if self._restored else None,
             "versions": _versions(),
         }
@@ -474,7 +488,10 @@ def execute(spec: dict[str, Any], emit: Callable[[dict[str, Any]], None] | None 
     """Run a stage in this process (a debugger, a test, a notebook) and return its result. ``emit`` receives the events."""
     started = time.monotonic()
     stage = Stage(get_stage(spec["stage"]), spec, emit or (lambda event: None))
+    memory.check(stage)
+    advise.tell(stage)
     stage._module.run(stage)
+    stage.total_usage()
     return stage.finish(time.monotonic() - started) if stage.rank == 0 else {}
 
 

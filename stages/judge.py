@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stages import usage
 from stages.evaluation.preference import OUTCOME
 from stages.http_json import ChatServer, ServerError, said
 from stages.reward_scorers import ComparingScorer, LabelScorer, Response, label_probability, same_prompt
@@ -144,6 +145,7 @@ class LocalJudge(LabelScorer):
         ids = [self.reader.instruction(t) for t in texts]
         table = np.full((len(texts), len(words)), math.nan)
         fits = [i for i, row in enumerate(ids) if len(row) + 8 <= self.reader.room]
+        usage.count(local_judge_calls=len(fits))
         if fits:
             table[fits] = without_longer(self.word_logps([ids[i] for i in fits], words), [self.reader.plain(word) for word in words])
         return table
@@ -168,6 +170,7 @@ class LocalJudge(LabelScorer):
         ids = [self.reader.instruction(t) for t in texts]
         rooms = [min(max_tokens, self.reader.room - len(row)) for row in ids]
         fits = [i for i, room in enumerate(rooms) if room >= min(max_tokens, SHORTEST_ANSWER)]
+        usage.count(local_judge_calls=len(fits))
         said = [Reply(error=TOO_LONG)] * len(texts)
         for i, group in zip(fits, sample_with_room(self._sampler, [ids[i] for i in fits], params, [[attempt] for _ in fits], [rooms[i] for i in fits]) if fits else []):
             said[i] = Reply(group[0].text, tokens_in=len(ids[i]), tokens_out=len(group[0].ids))
@@ -188,11 +191,13 @@ class ServerJudge:
 
     def _ask(self, text: str, **more) -> dict:
         try:
-            return self.server.ask(text, **more)
+            choice = self.server.ask(text, **more)
         except ServerError as error:
             self.refusal = str(error) if error.refusal else self.refusal
             raise JudgeError(f"The judge at {self.server.endpoint} did not answer as a chat server does ({type(error).__name__}: {error}). Check endpoint and model, "
                              "or use a local model (input=...).") from error
+        usage.count(judge_calls=1, judge_tokens_in=choice["usage"].get("prompt_tokens") or 0, judge_tokens_out=choice["usage"].get("completion_tokens") or 0)
+        return choice
 
     def _likely(self, text: str, tokens: int, choice: dict | None = None) -> tuple[list[dict], str, bool]:
         """({token: log-probability} of the 20 most likely tokens at each position of an answer, the first token written, whether the answer ended by itself)."""

@@ -79,12 +79,15 @@ class JudgeSettings(StageConfig):
     concurrency: int = Field(8, ge=1, description="Requests to a server under way at the same time.", json_schema_extra={"identity": False})
     price_in: float = Field(0.0, ge=0, description="USD per million tokens read, for the cost in the report.")
     price_out: float = Field(0.0, ge=0, description="USD per million tokens written.")
+    budget_usd: float | None = Field(None, gt=0, title="Budget", description="Ask no further block of pairs once so much was spent by these prices; the rest has no label (ops.cost). Empty: all are asked.")
     block: int = Field(64, ge=1, description="Pairs judged as one resumable unit.")
 
     @model_validator(mode="after")
     def _possible(self):
         if self.endpoint and not self.endpoint_model:
             raise ValueError("endpoint needs endpoint_model, the name of the model on that server")
+        if self.budget_usd is not None and not (self.price_in or self.price_out):
+            raise ValueError("budget_usd is spent by price_in and price_out, and both are 0; write what the judge's tokens cost, for example price_in=3 price_out=15")
         if self.clamp is not None and not (len(self.clamp) == 2 and 0 <= self.clamp[0] <= 0.5 <= self.clamp[1] <= 1):
             raise ValueError(f"clamp={self.clamp} is no range of probabilities around 0.5; write for example clamp=[0.4,0.6]")
         if self.clamp is not None and self.mode != "preference":
@@ -179,6 +182,7 @@ class Opinion:
 
 
 IDENTICAL = Opinion(0.5, "identical", ("tie", "tie"))
+OVER_BUDGET = Opinion(None, "over budget")
 THREE = {"A>>B": "A", "A>B": "A", "A=B": "tie", "B>A": "B", "B>>A": "B"}
 
 
@@ -279,7 +283,13 @@ class PairJudge:
         done = stage.units_done
         if stage.has("judgements") and done * config.block < len(items):
             self.known = {row["cache_key"]: row for row in stage.dataset("judgements").iter_rows() if row["raw"] or not row["error"]}
+        checkpoint = stage.checkpoints.latest()
+        spent = checkpoint.state.get("spent", 0.0) if checkpoint else 0.0
         for start in range(done * config.block, len(items), config.block):
+            if config.budget_usd is not None and spent >= config.budget_usd:
+                stage.warn("over_budget", f"{spent:.2f} USD are spent, budget_usd={config.budget_usd:g}: {len(items) - start} of {len(items)} pairs were not asked about and have no label. Raise budget_usd "
+                           "and give this run's judgements as --input judgements=REF: what they answer is not asked again.")
+                break
             began = time.monotonic()
             try:
                 calls = self._block(items[start: start + config.block])
@@ -293,7 +303,8 @@ class PairJudge:
             stage.perf(start // config.block + 1, {"tokens_per_second": sum(row["tokens_in"] + row["tokens_out"] for row in rows) / max(1e-9, time.monotonic() - began)})
             writer.write(rows)
             writer.flush()
-            stage.save_checkpoint(start // config.block + 1, {}, {})
+            spent += sum(row["cost_usd"] for row in rows)
+            stage.save_checkpoint(start // config.block + 1, {"spent": spent}, {})
             stage.progress(min(start + config.block, len(items)), len(items), "pairs")
         writer.close({"items": len(items)})
 
@@ -302,7 +313,7 @@ class PairJudge:
         calls: dict[str, list[dict]] = {}
         for row in self.rows():
             calls.setdefault(row["item_id"], []).append(row)
-        return [IDENTICAL if item.identical else opinion_of(calls[item.item_id], self.config) for item in items]
+        return [IDENTICAL if item.identical else opinion_of(calls[item.item_id], self.config) if item.item_id in calls else OVER_BUDGET for item in items]
 
     def rows(self) -> Iterable[dict]:
         """The judgements that were written."""
@@ -498,9 +509,9 @@ def judge_metrics(items: Sequence[Item], opinions: Sequence[Opinion], calls: Ite
     """How far the judge can be trusted: errors, consistency over both orders, preference for the place shown first and for the longer answer (``eval.judge_bias``), and cost."""
     from stages.evaluation.preference import judge_bias
 
-    asked = [(item, found) for item, found in zip(items, opinions) if not item.identical]
-    rows = list(calls)
-    out = {"pairs": len(items), "identical": len(items) - len(asked), "judge/calls": len(rows), "judge/errors": sum(found.why.startswith("error") for _, found in asked),
+    asked = [(item, found) for item, found in zip(items, opinions) if not item.identical and found is not OVER_BUDGET]
+    rows, unasked = list(calls), sum(found is OVER_BUDGET for found in opinions)
+    out = ({"judge/over_budget": unasked} if unasked else {}) | {"pairs": len(items), "identical": len(items) - len(asked) - unasked, "judge/calls": len(rows), "judge/errors": sum(found.why.startswith("error") for _, found in asked),
            "judge/tokens_in": sum(row["tokens_in"] for row in rows), "judge/tokens_out": sum(row["tokens_out"] for row in rows), "judge/cost_usd": sum(row["cost_usd"] for row in rows)}
     if asked:
         out["judge/error_rate"] = out["judge/errors"] / len(asked)

@@ -20,12 +20,12 @@ from torch import nn
 from stages import adapters, lean, pending, ranks, sharding
 from stages.batching import Batch, Padded, choose_form, collate, make_item, pad
 from stages.chat import Renderer
+from stages.memory import HEAD_KEEP_ELEMENTS
 from stages.tensor_files import TensorFiles, writer_of
 
-#: Elements of logits computed at a time by the head (a few MiB, so that they stay in a CPU's cache; 16 times as many on a GPU),
-#: and of log-probabilities kept for backward. Both are fixed, so peak memory is flat in vocabulary size.
+#: Elements of logits computed at a time by the head (a few MiB, so that they stay in a CPU's cache; 16 times as many on a GPU). Like those kept for backward
+#: (HEAD_KEEP_ELEMENTS) fixed, so that peak memory is flat in vocabulary size.
 HEAD_CHUNK_ELEMENTS = 1 << 20
-HEAD_KEEP_ELEMENTS = 1 << 25
 
 
 class ModelError(ValueError):
@@ -263,7 +263,7 @@ class _ChunkedLogps(torch.autograd.Function):
         head = Head(weight.to(low), None if bias is None else bias.to(low), scale, softcap)
         logps = hidden.new_empty(n, dtype=wide)
         entropies = hidden.new_zeros(n if want_entropy else 0, dtype=wide)
-        chunks = _head_chunks(n, weight)
+        chunks = head_chunks(n, weight)
         keep = HEAD_KEEP_ELEMENTS // weight.shape[0] if any(ctx.needs_input_grad) and not softcap else 0
         kept = []
         for rows in chunks:
@@ -324,7 +324,8 @@ class _ChunkedLogps(torch.autograd.Function):
                 None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None, None, None, None, None)
 
 
-def _head_chunks(n: int, weight) -> list[slice]:
+def head_chunks(n: int, weight) -> list[slice]:
+    """Slices of ``n`` positions whose logits are computed at a time."""
     size = max(1, (HEAD_CHUNK_ELEMENTS if weight.device.type == "cpu" else 16 * HEAD_CHUNK_ELEMENTS) // weight.shape[0])
     return [slice(i, min(n, i + size)) for i in range(0, n, size)]
 
@@ -359,7 +360,7 @@ class _ChunkedColumns(torch.autograd.Function):
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logps = hidden.new_empty(columns.shape, dtype=wide)
         rest = hidden.new_zeros(columns.shape[0] if want_rest else 0, dtype=wide)
-        for rows in _head_chunks(len(hidden), weight):
+        for rows in head_chunks(len(hidden), weight):
             logp, _ = _ChunkedColumns._logs(Head(weight, bias, scale, softcap), hidden[rows], temperature, low)
             logps[rows] = logp.gather(1, columns[rows])
             if want_rest:
@@ -381,7 +382,7 @@ class _ChunkedColumns(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=grad_logps.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=grad_logps.dtype) if bias is not None and ctx.needs_input_grad[2] else None
-        for rows in _head_chunks(len(hidden), weight):
+        for rows in head_chunks(len(hidden), weight):
             logp, z = _ChunkedColumns._logs(Head(weight, bias, scale, softcap), hidden[rows], temperature, low)
             g = grad_logps[rows]
             total = g.sum(-1, keepdim=True)
@@ -427,7 +428,7 @@ def top_logps(head: Head, hidden_NH, k: int, temperature: float = 1.0):
     """
     k = min(k, head.weight.shape[0])
     parts = []
-    for rows in _head_chunks(len(hidden_NH), head.weight):
+    for rows in head_chunks(len(hidden_NH), head.weight):
         logp = torch.log_softmax(precise(head.logits(hidden_NH[rows])) / temperature, -1)
         best, ids = logp.topk(k, -1)
         parts.append((ids, best, logp.scatter_(1, ids, -torch.inf).logsumexp(-1)))

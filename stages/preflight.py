@@ -168,11 +168,13 @@ def held_bytes(models, trainers) -> tuple[int, int]:
 
 def kv_bytes(source, longest_prompt: int) -> int:
     """Keys and values of the sequences that are decoded together, all at their greatest length."""
+    from stages import memory
+
     config, model = source.config, source.policy.model.config.get_text_config()
     rows = min(config.generation_batch, config.prompts_per_step * config.num_generations)
     heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
-    width = heads * (getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads)
-    return 2 * model.num_hidden_layers * width * rows * (longest_prompt + config.longest_completion) * next(iter(source.policy.model.parameters())).element_size()
+    width = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    return memory.kv_bytes(model.num_hidden_layers, heads, width, rows * (longest_prompt + config.longest_completion), next(iter(source.policy.model.parameters())).element_size())
 
 
 def tried_samples(stage, source) -> list[list]:

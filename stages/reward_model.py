@@ -18,6 +18,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from stages.memory import Role
 from stages.reward_objectives import KINDS, refuse_unread
 from stages.settings import OptimizerConfig
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
@@ -105,7 +106,7 @@ class Config(OptimizerConfig):
 
 
 SPEC = StageSpec(
-    name="reward_model", config=Config, gpu=True, parallel=True,
+    name="reward_model", config=Config, gpu=True, parallel=True, roles=lambda config, given: [Role("reward model", "model", trained=True, sharded=True, headless=True)],
     inputs={"model": InputSpec("model", doc="Backbone: the SFT model (default choice), a base model, a smaller one, an encoder, or a reward model to go on from."),
             "data": InputSpec("dataset", kinds=KINDS, doc="Pairs, rankings, ratings, labels or steps; validation and test splits judge the model."),
             "anchor": InputSpec("dataset", kinds=("demonstrations/1", "candidates/1"), required=False,

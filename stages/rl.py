@@ -22,6 +22,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from stages.memory import SAMPLING, Role
 from stages.rewards import REWARD_INPUTS, RewardComponent
 from stages.settings import PROMPT_TEMPLATE, AgentConfig, OptimizerConfig, PromptTemplate, SamplingConfig, unread
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
@@ -247,8 +248,29 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
         return step_function(self.context_schedule, step, self.max_completion_length)
 
 
+def roles(config, given) -> list[Role]:
+    """The models that `run` holds (section F.0): policy, sampling copy, reference, behaviour policy, critic, opponent, and those that give rewards."""
+    row, _ = resolve_preset(config)
+    found = [Role("policy", "model", trained=True, sharded=True)]
+    reference = "reference" if "reference" in given else "model"
+    follows = config.ref_mode in ("ema", "refresh")
+    if (row.needs_reference or row.opponent == "mixture" or config.monitor_kl) and not (config.lora_rank and not follows and reference == "model"):
+        found.append(Role("reference", reference, sharded=not follows and row.kl_loss_estimator != "full" and row.opponent != "mixture"))
+    if config.async_rollouts:
+        found.append(Role(SAMPLING, "model"))
+    if row.kl_loss_coef and row.kl_target == "old" and row.kl_loss_estimator == "full":
+        found.append(Role("old policy", "model"))
+    if row.advantage == "win_rate" and row.opponent == "ema":
+        found.append(Role("opponent", "model"))
+    if row.needs_critic and config.critic_mode == "separate":
+        start = "critic" if "critic" in given else "reward_model" if "reward_model" in given and config.critic_init != "policy" else "model"
+        found.append(Role("critic", start, trained=True, whole=True, sharded=True, headless=True))
+    asked = {c.input for c in config.rewards if c.kind == "model"}
+    return found + [Role(name, name) for name in ("reward_model", "gold", "judge", "group_preference") if name in given and (name != "reward_model" or name in asked)]
+
+
 SPEC = StageSpec(
-    name="rl", config=Config, gpu=True, parallel=True,
+    name="rl", config=Config, gpu=True, parallel=True, roles=roles,
     inputs={"model": InputSpec("model", doc="Policy to start from."),
             "data": InputSpec("dataset", kinds=("prompts/1",), doc="Prompts, with answers for verifiers."),
             "reward_model": InputSpec("model", required=False, doc="Scorer of components with kind=model; the critic's start."),

@@ -25,6 +25,7 @@ from typing import Callable, Sequence
 import numpy as np
 import torch
 
+from stages import usage
 from stages.decoders import Prefilled, SlotKV, make_decoder, max_positions
 from stages.sampling import SamplingParams, bad_word_ids, processed_logits, sample_step, uniforms
 from stages.verifiers import TAGS
@@ -76,6 +77,7 @@ class Sampler:
         self.max_batch = int(max_batch)
         self.lean = lean
 
+    @usage.generated
     def generate(
         self,
         prompts: Sequence[Sequence[int]],

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 
+from stages import usage
 from stages.engines import EngineError, refuse_all_failed, vocabulary_of
 from stages.http_json import ServerError, patiently, request_json
 from stages.sampler import Completion, DerivedText, SamplerError, check_request
@@ -80,6 +81,7 @@ class ServerEngine:
 
     # -- completions -----------------------------------------------------------------------------------------------------
 
+    @usage.generated
     def generate(self, prompts, params, seeds, progress=None):
         """See :class:`stages.engines.Engine`."""
         check_request(prompts, params, seeds, vocabulary=self.vocabulary, positions=self.positions, tokenizer=self.tokenizer)

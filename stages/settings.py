@@ -70,6 +70,10 @@ class OptimizerConfig(StageConfig):
     ema_decay: float = Field(0.0, ge=0, lt=1, description="Train, but validate and publish the exponential moving average of the weights with this decay; 0 = off.")
     select_by: str | None = Field(None, title="Select by", description="Validation metric whose best pass gives the published weights (for example loss, accuracy); empty: the last weights. Needs eval_every.")
     early_stopping_patience: int = Field(0, ge=0, description="Stop after this many validation passes in a row without a better select_by; 0 = never.")
+    device_memory_gib: float | None = Field(None, gt=0, title="Device memory", description="Memory of one device, GiB, that weights, gradients and optimizer must fit into; empty: what the device has.",
+                                            json_schema_extra={"identity": False})
+    memory_check: Literal["refuse", "warn"] = Field("refuse", description="What is done about a plan that does not fit: refused before anything is loaded, or only said.",
+                                                    json_schema_extra={"identity": False})
 
     @model_validator(mode="after")
     def _adapter_rate(self):
@@ -190,6 +194,7 @@ class BenchmarkConfig(StageConfig):
     multiple_choice: list[Literal["letter", "text", "generation"]] = Field(
         ["letter", "text", "generation"], description="How prompts with choices are read: the letter's probability behind \"Answer:\", the log-likelihood of each choice's text, a generated "
         "answer that ends \"Therefore, the answer is (X)\" (eval.mc_letter, eval.mc_answer_text, eval.mc_generation).")
+    system: str = Field("", description="System message before every prompt: with few_shot a prompted arm that needs no training (URIAL, the HHH prompt). A prompt's own follows it.")
     few_shot: int = Field(0, ge=0, le=64, description="Examples shown before every question, k; 0 = none. GSM8K 5 or 8, MMLU 5, MATH 4.")
     few_shot_split: str = Field("train", description="Split of the examples: of the input `examples`, else of the prompts. Rows that are evaluated are never shown.")
     few_shot_by: Literal["any", "category"] = Field("any", description="category: the examples of a question are of its own category (MMLU's subjects).")
@@ -200,6 +205,8 @@ class BenchmarkConfig(StageConfig):
     def _benchmark(self):
         if not self.multiple_choice or len(set(self.multiple_choice)) < len(self.multiple_choice):
             raise ValueError("multiple_choice lists each reading once; write for example multiple_choice=[letter,text]")
+        if self.system and getattr(self, "environment", ""):
+            raise ValueError(f"environment={self.environment} has a system message of its own; leave system out")
         if self.few_shot and getattr(self, "environment", ""):
             raise ValueError(f"environment={self.environment} has prompts of its own, without examples; write few_shot=0")
         refuse_unread(self, (

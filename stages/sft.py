@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from stages.memory import Role
 from stages.settings import OptimizerConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
@@ -58,8 +59,13 @@ class Config(RowsConfig):
         return self
 
 
+def roles(config, given) -> list[Role]:
+    """The policy, and the reward model that judges its answers."""
+    return [Role("policy", "model", trained=True, sharded=True)] + [Role("reward_model", "reward_model")] * ("reward_model" in given)
+
+
 SPEC = StageSpec(
-    name="sft", config=Config, gpu=True, parallel=True,
+    name="sft", config=Config, gpu=True, parallel=True, roles=roles,
     inputs={"model": InputSpec("model", doc="Causal LM to start from."),
             "data": InputSpec("dataset", kinds=("demonstrations/1", "text/1"),
                               doc="Demonstrations; plain text rows are trained in full."),

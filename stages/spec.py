@@ -94,7 +94,8 @@ class StageSpec:
     """A stage as the platform sees it. ``resources``: project-relative data files that are part of the stage's code.
     ``judges``: name of the model input that the stage's summary metrics are about (evaluation stages). ``parallel``: the stage can
     run as several ranks, one per device (``POSTTRAIN_DEVICES``). ``behind``: (config, input name -> path) -> what these inputs name without
-    holding it, as text, so that it is part of the run's identity too ("": nothing)."""
+    holding it, as text, so that it is part of the run's identity too ("": nothing).
+    ``roles``: (config, names of the inputs given) -> the models that a training stage holds (``stages.memory.Role``), for its memory plan."""
 
     name: str
     config: type["StageConfig"]
@@ -106,6 +107,7 @@ class StageSpec:
     judges: str = ""
     parallel: bool = False
     behind: Callable[["StageConfig", dict[str, Path]], str] | None = None
+    roles: Callable[["StageConfig", set[str]], list] | None = None
 
     def input_spec(self, name: str) -> InputSpec:
         """The declaration behind an input name (``eval.a`` belongs to ``eval`` when that takes many)."""

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stages import lean, ranks
 from stages.batching import Item, collate, pad
 from stages.divergence import exact_kl
-from stages.modeling import Head, _head_chunks, head_of, hidden_states, precise
+from stages.modeling import Head, head_chunks, head_of, hidden_states, precise
 from stages.training import Trainer, TrainingError
 
 
@@ -199,7 +199,7 @@ def head_fisher(head: Head, hidden_NH, moved_NH, d_weight, d_bias, temperature: 
     by_hidden = torch.empty_like(hidden_NH)
     by_weight = torch.zeros_like(head.weight) if d_weight is not None else None
     by_bias = torch.zeros_like(head.bias) if d_bias is not None else None
-    for rows in _head_chunks(len(hidden_NH), head.weight):
+    for rows in head_chunks(len(hidden_NH), head.weight):
         z = precise(head.logits(hidden_NH[rows]))
         dz = torch.nn.functional.linear(moved_NH[rows], head.weight, d_bias)
         if d_weight is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 
+from stages import usage
 from stages.engines import EngineError, refuse_all_failed, vocabulary_of
 from stages.sampler import Completion, DerivedText, SamplerError, check_request
 
@@ -45,6 +46,7 @@ class VLLMEngine:
         self.llm = vllm.LLM(model=path, **{"max_num_seqs": max_batch, "enable_prefix_caching": True, "logprobs_mode": "processed_logprobs", "seed": 0,
                                            **({"enable_sleep_mode": True} if sleeps else {}), **options})
 
+    @usage.generated
     def generate(self, prompts, params, seeds, progress=None):
         """See :class:`stages.engines.Engine`."""
         check_request(prompts, params, seeds, vocabulary=self.vocabulary, positions=self.positions, tokenizer=self.tokenizer)

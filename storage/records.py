@@ -109,7 +109,7 @@ class RunRecord:
 
     @property
     def status(self) -> str:
-        """RUNNING, FINISHED, FAILED, KILLED; a run whose process is gone without saying so is KILLED."""
+        """RUNNING, FINISHED, FAILED, KILLED, WAITING (for people to fill in a task); a run whose process is gone without saying so is KILLED."""
         if self.data["status"] == "RUNNING" and not leases.alive(self.data.get("owner")):
             return "KILLED"
         return self.data["status"]
@@ -133,7 +133,7 @@ def _locked(run_id: str) -> Iterator[None]:
 def start_run(recipe: str, config: dict[str, Any], *, run_id: str | None = None, parent: str | None = None, prefect: dict[str, Any] | None = None,
               identity: str | None = None) -> RunRecord:
     """Begin a flow run, or continue one: that of a known ``run_id``, else the last one of the same ``identity`` (whatever makes two
-    runs the same: recipe, config, seed, inputs) if it failed or was killed. ``flow_runs`` lists the Prefect runs that worked on it."""
+    runs the same: recipe, config, seed, inputs) if it failed, was killed or waits for people. ``flow_runs`` lists the Prefect runs that worked on it."""
     with _locked("start"):
         run_id = run_id or time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + uuid.uuid4().hex[:6]
         known = read_json(home.runs_dir() / f"{run_id}.json", None) or _unfinished(identity)
@@ -150,7 +150,7 @@ def start_run(recipe: str, config: dict[str, Any], *, run_id: str | None = None,
 def _unfinished(identity: str | None) -> dict[str, Any] | None:
     """The newest run of an identity, if it neither finished nor still runs."""
     newest = next((run for run in all_runs() if identity and run.data.get("identity") == identity), None)
-    return newest.data if newest is not None and newest.status in ("FAILED", "KILLED") else None
+    return newest.data if newest is not None and newest.status in ("FAILED", "KILLED", "WAITING") else None
 
 
 def append_stage(run_id: str, entry: dict[str, Any]) -> None:
@@ -165,9 +165,9 @@ def append_stage(run_id: str, entry: dict[str, Any]) -> None:
 
 
 def finish_run(run_id: str, status: str, error: str | None = None) -> None:
-    """Close a flow run with FINISHED, FAILED or KILLED."""
-    if status not in ("FINISHED", "FAILED", "KILLED"):
-        raise ValueError(f"status {status!r}: write FINISHED, FAILED or KILLED")
+    """Close a flow run with FINISHED, FAILED, KILLED or WAITING."""
+    if status not in ("FINISHED", "FAILED", "KILLED", "WAITING"):
+        raise ValueError(f"status {status!r}: write FINISHED, FAILED, KILLED or WAITING")
     with _locked(run_id):
         path = home.runs_dir() / f"{run_id}.json"
         data = read_json(path, None)

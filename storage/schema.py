@@ -150,6 +150,7 @@ _KINDS: dict[str, dict[str, pa.DataType]] = {
                        "extracted?": STR, "correct?": BOOL, "format_error": BOOL, "tokens": I32},
     "eval_scores/1": {"run_id": STR, "benchmark": STR, "metric": STR, "value": F64, "se?": F64,
                       "n": I64, "config_json": STR},
+    "human_tasks/1": {"item_id": STR, "ask": STR, "shown_json": STR, "instructions_version": STR},
     "objectives/1": {"name": STR, "code": STR, "thought?": STR, "valid": BOOL, "failure?": STR, "proposer": STR, "attempts": I32},
     # `at` stays null: a time would make two runs over the same bytes differ. The time of the check
     # is in the stage record.
@@ -202,6 +203,7 @@ CONTENT_COLUMNS: dict[str, tuple[str, ...]] = {
     "eval_items/1": ("benchmark", "item_id"),
     "eval_samples/1": ("run_id", "item_id", "sample_idx"),
     "eval_scores/1": ("run_id", "benchmark", "metric"),
+    "human_tasks/1": ("item_id", "ask", "shown_json", "instructions_version"),
     "objectives/1": ("name", "code"),
     "quarantine/1": ("source_file", "line_no", "raw_json", "codes", "stage"),
 }

@@ -503,6 +503,7 @@ class Projector:
         status = run["status"]
         if status == "RUNNING" and not leases.alive(run.get("owner")):
             status = "KILLED"
+        told, status = status, {"WAITING": "SCHEDULED"}.get(status, status)  # MLflow's word for a run that is to go on
         prefect = run.get("prefect") or {}
         tags = {"posttrain.run": run["run_id"], "posttrain.recipe": run["recipe"], "posttrain.kind": "flow"}
         run_id = self._ensure_run(document["unit"], cursor, self.experiment(run["recipe"]), f"{run['recipe']} {run['run_id']}", run["started"], tags, status)
@@ -515,7 +516,7 @@ class Projector:
             *(["", f"error: `{run['error']}`"] if run.get("error") else []),
         ])  # fmt: skip
         self._tags(run_id, cursor, {
-            "mlflow.note.content": note, "posttrain.status": status, "posttrain.record": str(home.runs_dir() / f"{run['run_id']}.json"),
+            "mlflow.note.content": note, "posttrain.status": told, "posttrain.record": str(home.runs_dir() / f"{run['run_id']}.json"),
             **{f"prefect.{k}": str(v) for k, v in prefect.items() if v},
         })  # fmt: skip
         finals = {f"{s['label']}/{k}": v for s in run["stages"] for k, v in _numbers(s.get("metrics") or {}).items()}

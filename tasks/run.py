@@ -232,7 +232,7 @@ def start_flow(recipe: str, config: dict[str, Any], *, run_id: str | None = None
 
 
 def finish_flow(run_id: str, status: str, error: str | None = None, *, timeout: float = 60.0) -> str | None:
-    """Close a flow run (FINISHED, FAILED or KILLED) and wait, at most ``timeout`` seconds, until MLflow knows; its MLflow run id."""
+    """Close a flow run (FINISHED, FAILED, KILLED or WAITING) and wait, at most ``timeout`` seconds, until MLflow knows; its MLflow run id."""
     records.finish_run(run_id, status, error)
     run = records.get_run(run_id)
     deadline = time.monotonic() + timeout
@@ -538,7 +538,7 @@ def _publish(p: Prepared, workdir: Path, result: dict[str, Any], label: str, nam
     record = {
         "stage": p.spec.name, "module": p.module, "label": label, "key": p.key, "config": p.resolved, "effective": p.config.effective(), "seed": p.seed, "name_as": name_as,
         "inputs": {n: {**_input_entry(i), "given": p.given[n]} for n, i in p.inputs.items()}, "outputs": outputs,
-        "metrics": result["summary"], "perf": result["perf"], "warnings": result["warnings"], "reports": result["reports"],
+        "metrics": result["summary"], "perf": result["perf"], "usage": result.get("usage") or {}, "warnings": result["warnings"], "reports": result["reports"],
         "code": p.code, "git": records.git_commit(PROJECT_ROOT), "versions": {**records.versions(), **result.get("versions", {})},
         "started": started, "finished": finished, "attempts": attempt, "resumed_from": result.get("resumed_from"),
         "host": leases.this_process()["host"], "workdir": str(workdir), "metrics_file": str(workdir / "metrics.jsonl"),

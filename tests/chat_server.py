@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 @contextlib.contextmanager
 def chat_server(choice=None):
     """Yields a server: ``choice(body)`` makes the one choice of an answer, or the HTTP status of a refusal; ``seen`` are the requests' bodies, ``calls`` their (path,
-    Authorization), ``url`` the endpoint, ``most`` the requests that were under way at once."""
+    Authorization), ``url`` the endpoint, ``most`` the requests that were under way at once, ``usage`` what it says of tokens."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -28,7 +28,7 @@ def chat_server(choice=None):
             if isinstance(choice, int):
                 self.send_header("Retry-After", "0.2")
             self.end_headers()
-            self.wfile.write(b"no" if isinstance(choice, int) else json.dumps({"choices": [choice]}).encode())
+            self.wfile.write(b"no" if isinstance(choice, int) else json.dumps({"choices": [choice]} | ({"usage": server.usage} if server.usage else {})).encode())
 
         def log_message(self, *args):
             pass
@@ -41,7 +41,7 @@ def chat_server(choice=None):
 
     lock = threading.Lock()
     server = Server(("127.0.0.1", 0), Handler)
-    server.under_way = server.most = 0
+    server.under_way, server.most, server.usage = 0, 0, None
     server.seen, server.calls, server.choice, server.url = [], [], choice, f"http://127.0.0.1:{server.server_port}/v1"
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:

@@ -4,6 +4,9 @@ The examples of an item are the first ``few_shot`` of a seeded permutation of th
 ``few_shot_by=category``). No example is a row of the evaluated split, or shares prompt, group or question with one. ``few_shot_orders`` permutations give as many
 prompts per item, and the spread of the scores over them says what choice and order of the examples decide (eval.kshot_order).
 
+``system`` stands before all of it, the same for every prompt: with examples this is an arm that is aligned by its prompt alone, without training (eval.urial:
+a system text and three restyled examples; eval.hhh_prompt: fourteen conversations).
+
 With ``prompt_template=chat`` an example is a user turn and an assistant turn; with ``none`` the whole is one text of blocks "Question: ... Answer: ...".
 """
 
@@ -88,12 +91,17 @@ class Shots:
                               "or give --input examples=MULTIPLE_CHOICE_DATA")
         if chat:
             opening = [message for message in row["prompt"] if message["role"] == "system"]
+            if self.config.system:
+                opening = [{"role": "system", "content": "\n\n".join([self.config.system, *(message["content"] or "" for message in opening)])}]
             turns = [turn for example, answer in zip(examples, answers) for turn in [*_asking(example, reading), {"role": "assistant", "content": answer}]]
             return [*opening, *turns, *_asking(row, reading)]
         if reading == "generation" and not examples:
-            return PROMPT_TEMPLATES[self.template].replace("{question}", _said(row, reading, chat))
+            return self._behind_system(PROMPT_TEMPLATES[self.template].replace("{question}", _said(row, reading, chat)))
         blocks = [f"{_block(example, reading)} {answer.strip()}" for example, answer in zip(examples, answers)]
-        return "\n\n".join([*blocks, _block(row, reading)])
+        return self._behind_system("\n\n".join([*blocks, _block(row, reading)]))
+
+    def _behind_system(self, text: str) -> str:
+        return f"{self.config.system}\n\n{text}" if self.config.system else text
 
     def ids(self, renderer, row: dict, reading: str = "generation") -> list[int]:
         """Token ids of :meth:`show`: what a completion starts from."""

@@ -25,6 +25,28 @@ def response_logps(model, items: Sequence, max_tokens: int, device: str) -> list
     return per_response(items, max_tokens, device, compute)
 
 
+def response_ranks(model, items: Sequence, max_tokens: int, device: str) -> list[list[list[int]]]:
+    """Per item, per response, the rank of each target token among the vocabulary: 1 + number of strictly larger logits (float32), so ties share the better rank."""
+    import torch
+
+    from stages.batching import per_response
+    from stages.modeling import head_chunks, head_of, hidden_states, precise
+
+    def compute(batch):
+        head, hidden, ranks = head_of(model), hidden_states(model, batch, batch.src_N), []
+        for rows in head_chunks(len(hidden), head.weight):
+            logits = precise(head.logits(hidden[rows]))
+            ranks += (1 + (logits > logits.gather(1, batch.target_N[rows, None])).sum(1)).tolist()
+        found: list[list[int]] = [[] for _ in range(len(batch.last_S))]
+        for sequence, rank in zip(batch.seq_N.tolist(), ranks):
+            found[sequence].append(rank)
+        return found
+
+    model.eval()
+    with torch.no_grad():
+        return per_response(items, max_tokens, device, compute)
+
+
 def sampled_kl(policy: Sequence[float], reference: Sequence[float]) -> float:
     """KL(policy || reference) of one sampled response, nats, estimated as sum log pi - log ref over its tokens (k1, unbiased
     for samples at temperature 1)."""

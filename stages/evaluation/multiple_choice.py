@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from stages.choices import LETTERS, NEUTRAL, gold_of
+from stages.evaluation import opinions
 
 NORMALISATIONS = {"acc": "acc", "acc_per_char": "acc_norm", "acc_bytes": "acc_bytes", "acc_per_token": "acc_per_token", "acc_mutual_info": "acc_mutual_info"}
 RATES = ("mc_letter_acc", *(f"mc_text_{name}" for name in NORMALISATIONS.values()))  # right answers by each reading; a value per item
@@ -38,7 +39,7 @@ def read(rows: Sequence[dict], readings: Sequence[str], shots, renderer, logps_o
     asked: list[tuple[list[int], list[int]]] = []  # (prompt ids, ids behind them)
     plans = []
     for row in rows:
-        for reading in readings:
+        for reading in (name for name in readings if name == "letter" or not opinions.of(row)):
             prompt = shots.show(row, reading)
             plain = isinstance(prompt, str)
             space = " " if plain else ""
@@ -101,11 +102,16 @@ def _gold(row: dict) -> tuple[int | None, str | None]:
 def _letter(row: dict, values: list[list[float]], said) -> dict:
     from stages.evaluation.suites import mc_letter
 
-    gold, reason = _gold(row)
+    asked = opinions.of(row)
+    gold, reason = (0, None) if asked else _gold(row)
     if gold is None:
         return {"unscorable": reason}
     logliks = [float(np.logaddexp.reduce(each)) for each in values]
     result = mc_letter(logliks, gold)
+    if asked:
+        if reason := opinions.wrong(asked["groups"], len(row["choices"])):
+            return {"unscorable": reason}
+        return {"choice": result["argmax"], "loglik": logliks, "probabilities": result["prob_over_letters"], "mass": float(np.exp(np.logaddexp.reduce(logliks))), **asked}
     best = result["argmax"]
     return {"choice": best, "correct": best == gold, "tokens": max(len(behind) for _, behind in said[best]), "loglik": logliks, "probabilities": result["prob_over_letters"],
             "brier": result["brier"], "mass": float(np.exp(np.logaddexp.reduce(logliks))), "several_tokens": any(len(each[0][1]) > 1 for each in said)}
@@ -178,7 +184,7 @@ def macro(records: Sequence[dict], metrics: Sequence[str]) -> dict:
 def warnings(stage, records: Sequence[dict], metrics: dict) -> None:
     """Named warnings about readings that say little."""
     read_ = [r for r in records if r["mode"] in ("letter", "text")]
-    lost = [r for r in read_ if r["correct"] is None]
+    lost = [r for r in read_ if r["correct"] is None and not r.get("groups")]
     if lost:
         stage.warn("choices_unscorable", f"{len(lost)} of {len(read_)} readings of choices have no verdict and are in no mean, for example: {lost[0]['unscorable']['choices']}")
     mass = metrics.get("mc_letter_mass")

@@ -48,6 +48,8 @@ def scored_with(metric: str, meta: Mapping) -> set[str]:
     protocol, given = meta.get("protocol") or {}, meta.get("scorers") or {}
     graders = {grader["name"]: grader for grader in protocol.get("graders") or ()}
     stem, _, name = metric.partition("/")
+    if stem == "token_shift":
+        return {"reference"}
     if stem == "reward" and name:  # reward/NAME, reward/NAME/disagreement ...
         return _inputs_of(graders.get(name) or graders.get(name.rpartition("/")[0]) or {}, graders, given)
     if stem in ("reward", "greedy_reward") or stem.startswith("best_of_"):

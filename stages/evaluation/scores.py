@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stages import selection, statistics
-from stages.evaluation import held_out_text, multiple_choice, reward_model, sampling, suites, text
+from stages.evaluation import held_out_text, multiple_choice, opinions, reward_model, sampling, suites, text
 from stages.rewards import failures
 from stages.verifiers import as_rational, normalise_math
 
@@ -206,11 +206,11 @@ def policy_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED) -> dict[
     graded = _values(records, "accuracy")
     if graded:
         k_max = min(len(values) for values, _ in graded.values())
-        for k in _powers(k_max):
+        for k in powers(k_max):
             if k > 1:
                 found = item_values(records, f"pass_at_{k}")
                 metrics[f"pass_at_{k}"] = share(*map(list, zip(*found.values())))
-        voted = _majority(sampled, k_max, seed) if k_max > 1 else []
+        voted = by_votes(sampled, k_max, seed) if k_max > 1 else []
         if voted:
             metrics[f"maj_at_{k_max}"] = share(*map(list, zip(*voted)))
         if k_max > 1:  # how much more k samples know than one does: by the best of them, and by their vote
@@ -245,7 +245,8 @@ def _components(records: Sequence[dict]) -> list[str]:
     return [f"reward/{name}" for name in names if any(value(r, name) is not None and value(r, name) != _flag(r["correct"]) for r in records)]
 
 
-def _powers(limit: int) -> list[int]:
+def powers(limit: int) -> list[int]:
+    """1, 2, 4, ... and ``limit`` itself."""
     return sorted({2**i for i in range(limit.bit_length()) if 2**i <= limit} | {limit}) if limit else []
 
 
@@ -256,7 +257,7 @@ def answer_class(extracted: str) -> Hashable:
     return plain if number is None else number
 
 
-def _majority(sampled: Sequence[dict], k: int, seed: int) -> list[tuple[float, str]]:
+def by_votes(sampled: Sequence[dict], k: int, seed: int = BOOTSTRAP_SEED) -> list[tuple[float, str]]:
     """(is the most frequent answer of ``k`` right, over all k-subsets of an item's answers; cluster) per item. All right answers are one class, ties are
     shared, no vote is wrong. Empty without extraction."""
     groups: dict[str, list[dict]] = defaultdict(list)
@@ -276,7 +277,7 @@ def best_of_n_metrics(groups: Iterable[Sequence[dict]]) -> dict[str, Metric]:
     if not usable:
         return {}
     metrics = {}
-    for n in _powers(min(map(len, usable))):
+    for n in powers(min(map(len, usable))):
         if n > 1:
             gold = [selection.best_of_n_estimate([r["reward"] for r in g], n, [float(r["correct"]) for r in g]) for g in usable]
             metrics[f"best_of_{n}_accuracy"] = share(gold, [cluster_of(g[0]) for g in usable])
@@ -341,20 +342,33 @@ def flatten(metrics: dict[str, Metric]) -> dict[str, float]:
 
 def all_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED) -> dict[str, Metric]:
     """Every metric of an evaluation's samples: answers to prompts, pairs (``pair_`` where a policy scored them), probes."""
+    every, records = records, originals(records)
     answered = [r for r in records if r["mode"] in ("sample", "greedy")]
     implicit = any(r["mode"] == "chosen" and r.get("logp") is not None for r in records)
     metrics = policy_metrics(answered, seed) if answered else {}
     prefix = "pair_" if implicit else ""
-    metrics |= pair_metrics(records, seed, prefix) | probe_metrics(records)[0] | _suites(records, seed, prefix)
-    metrics |= multiple_choice.metrics_of(records, seed) | held_out_text.metrics_of(records)
+    metrics |= pair_metrics(records, seed, prefix) | probe_metrics(records)[0] | _suites(records, seed, prefix) | _changed(every)
+    metrics |= multiple_choice.metrics_of(records, seed) | opinions.metrics(records, seed) | held_out_text.metrics_of(records)
     return metrics | multiple_choice.macro(records, ("accuracy", "greedy_accuracy", *multiple_choice.RATES))
 
 
 def _suites(records: Sequence[dict], seed: int, prefix: str) -> dict[str, Metric]:
     """Metrics of the suites that have a module of their own; each is empty where the samples are none of its business."""
-    from stages.evaluation import mt_bench, refusals, rewardbench, signs
+    from stages.evaluation import compute, mt_bench, refusals, rewardbench, shift, signs
 
-    return rewardbench.metrics(records, prefix) | refusals.metrics(records) | mt_bench.metrics(records, seed) | signs.metrics(records)
+    return (rewardbench.metrics(records, prefix) | refusals.metrics(records) | mt_bench.metrics(records, seed) | signs.metrics(records) | shift.metrics(records)
+            | compute.metrics(records))
+
+
+def originals(records: Sequence[dict]) -> list[dict]:
+    """The records without those of perturbed forms, which are in no number but their own (``stages.evaluation.perturbed``)."""
+    return [r for r in records if not r.get("perturbation")]
+
+
+def _changed(records: Sequence[dict]) -> dict[str, Metric]:
+    from stages.evaluation import perturbed
+
+    return perturbed.metrics(records)
 
 
 # -- pairs: reward models, and policies as implicit scorers --------------------------------------------------------------------
@@ -450,6 +464,7 @@ def paired(candidate: Sequence[dict], champion: Sequence[dict], metric: str, con
     by bootstrap over clusters, p-value two-sided normal on the paired (clustered) error, McNemar's exact test added for one yes/no answer
     per cluster. ``*_missing``: share of the other's values that this side lacks, None where it lacks none.
     """
+    candidate, champion = originals(candidate), originals(champion)
     if metric in held_out_text.DENOMINATORS:
         return held_out_text.paired(candidate, champion, metric, confidence)
     a, b = item_values(candidate, metric), item_values(champion, metric)

@@ -56,8 +56,8 @@ def choices_of(row: dict) -> tuple[list[str], list[str] | None, tuple[str, ...]]
 
 
 def is_multiple_choice(row: dict) -> bool:
-    """Whether a source row asks a question with choices and says which one is right."""
-    if _question(row) is None or (_answer(row) is None and not isinstance(row.get("mc1_targets"), dict)):
+    """Whether a source row asks a question with choices and says which one is right, or how groups of people answer it."""
+    if _question(row) is None or (_answer(row) is None and not isinstance(row.get("mc1_targets"), dict) and not isinstance(row.get("groups"), dict)):
         return False
     try:
         return choices_of(row) is not None
@@ -85,6 +85,12 @@ def multiple_choice(row: dict, options) -> tuple[str, dict, set]:
         if len(right) != 1 or right[0] >= len(texts):
             raise Bad("choice_unknown")
         gold = right[0]
+    elif answered is None and isinstance(row.get("groups"), dict):  # an opinion: nothing is right
+        from stages.evaluation.opinions import wrong
+
+        if wrong(row["groups"], len(texts)):
+            raise Bad("choice_unknown")
+        gold = None
     else:
         gold = chosen(row.get(answered), texts, labels, options.choice_base)
     group = next((column for column in ("category", "subject") if isinstance(row.get(column), (str, int)) and row[column] != ""), None)
@@ -92,7 +98,7 @@ def multiple_choice(row: dict, options) -> tuple[str, dict, set]:
     read = {name, answered, group, "system", *columns}
     extra = {key: row[key] for key in USED if key not in read and row.get(key) is not None}  # what only looks like a part of the question
     extra |= {"choices_are": "continuations"} if "endings" in columns or "ending0" in columns else {}
-    return "prompts/1", {"prompt": prompt, "answer": LETTERS[gold], "answer_type": "mc", "choices": texts, "_extra": extra,
+    return "prompts/1", {"prompt": prompt, "answer": None if gold is None else LETTERS[gold], "answer_type": None if gold is None else "mc", "choices": texts, "_extra": extra,
                          **({"category": str(row[group])} if group else {})}, set()
 
 

@@ -16,7 +16,7 @@ import pytest
 from tests.common import stage_processes
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = "run stage rerun up down status deploy ls show lineage compare promote export chat doctor".split()
+COMMANDS = "run stage rerun answer up down status deploy ls show cost lineage compare promote export chat doctor".split()
 TINY = [part for kind in ("text", "demonstrations", "comparisons", "prompts") for part in ("--set", f"{kind}={{train: 8, validation: 2, test: 2}}")]
 
 

@@ -66,14 +66,12 @@ synth.constraint synth.deliberative
 synth.cold_start synth.ultrafeedback synth.nectar_k synth.matrix synth.ditto synth.saro
 synth.urial_demos
 reward.composite reward.tampering reward.safety
-eval.kl_frontier eval.token_shift eval.perturbed eval.trace_error
-eval.test_time_compute eval.urial eval.h4 eval.hhh_prompt eval.group_alignment eval.conformance eval.failure_modes
-eval.bias_before_after eval.safety_suite eval.smoke eval.reward_per_compute
+eval.conformance eval.failure_modes
+eval.bias_before_after eval.safety_suite
 recipe.instructgpt recipe.hh recipe.llama2 recipe.tulu3 recipe.deepseekmath recipe.r1 recipe.zephyr recipe.sppo
 recipe.hhh_lab recipe.llama3 recipe.llama4 recipe.starling recipe.slic recipe.deliberative recipe.saro
 recipe.matrix_ditto recipe.fact_rlhf recipe.tampering recipe.distill_small recipe.vendor_cycle recipe.merge recipe.budget_toggle recipe.one_shot_rlvr
 recipe.midtrain
-ops.memory ops.cost ops.advisor ops.human_gate
 """.split()
 
 

@@ -126,6 +126,22 @@ def test_a_server_labels_pairs_softly_in_both_orders(judge, given):
     assert {row["order"] for row in calls} == {0, 1} and {row["verdict"] for row in calls} == {"A", "B"} and all(len(row["cache_key"]) == 32 for row in calls)
 
 
+def test_a_spent_budget_leaves_the_rest_unlabelled(judge, given):
+    """Four tokens a call, a dollar each: two blocks of two pairs cost 16 and 32 dollars, and the third is not asked. Judgements given again cost nothing, so the rest is asked then."""
+    data = given("pairs/1", pairs())
+    settings = {"price_in": 5e5, "price_out": 1e6, "block": 2, "fallback": "given"}
+    with chat_server(by_quality) as server:
+        server.usage = {"prompt_tokens": 6, "completion_tokens": 1}
+        result, made, calls = judge(at(server, **settings, budget_usd=20), {"data": data})
+        assert len(server.seen) == len(calls) == 8 and sum(row["cost_usd"] for row in calls) == pytest.approx(32)
+        summary = result["summary"]
+        assert summary["judge/over_budget"] == 6 and summary["without_label/over budget"] == 6 and summary["judge/error_rate"] == 0 and "over_budget" in warned(result)
+        assert result["usage"] == {"judge_calls": 8, "judge_tokens_in": 48, "judge_tokens_out": 8}
+        assert sum(row["ann"]["annotator_type"] == "human" for row in made) == 6
+    with pytest.raises(ValueError, match="price_in=3"):
+        judging.JudgeSettings(budget_usd=1)
+
+
 def test_labels_train_a_reward_model_and_a_policy(judge, given, tiny, train):
     """A local judge that knows nothing; its pairs go into reward_model and align as they are."""
     data = given("pairs/1", [{**row, "split": "validation" if i % 5 == 1 else "train"} for i, row in enumerate(pairs(20))])

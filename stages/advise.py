@@ -1,0 +1,168 @@
+"""advise: which method fits this data and model, and whether there is enough of it (ops.advisor).
+
+The rules are those that the field's texts agree on, not laws: pairs that are clean and a small or medium model, DPO; a large model or noisy feedback, PPO; labels by
+machines, DPO; pairs that hardly differ, APO; thumbs, KTO; verifiable tasks (or little memory), the GRPO family; rewards at every step, PPO. Every training stage and
+`posttrain run --dry-run` tell the same of what they are given, in the log and in the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
+
+KINDS = ("pairs/1", "unpaired/1", "rankings/1", "demonstrations/1", "prompts/1", "stepwise/1", "text/1")
+SMALL, LARGE = 7e9, 13e9  # parameters (texts)
+#: Rows that the texts use: SFT 10k to 100k, comparisons 100k to 1M (50k to several million), prompts of RL 10k to 100k.
+SIZES = {"demonstrations/1": (10_000, 100_000), "pairs/1": (50_000, 5_000_000), "rankings/1": (50_000, 5_000_000), "unpaired/1": (50_000, 5_000_000), "prompts/1": (10_000, 100_000)}
+NOISY = 0.15    # share of labels that are known to be wrong or even: beyond it labels are noisy (ours)
+MINIMAL = 0.7   # mean word overlap of chosen and rejected from which pairs count as minimally contrasting (ours)
+READ = 2000     # rows looked at
+#: Methods of `align` by what they are for.
+THUMBS, CONTRAST = ("kto", "bco", "apo_zero_unpaired"), ("apo_zero", "apo_down", "apo_zero_unpaired")
+
+
+class Config(StageConfig):
+    split: str = Field("train", description="Split that would be trained on.")
+
+
+SPEC = StageSpec(
+    name="advise", config=Config,
+    inputs={"data": InputSpec("dataset", kinds=KINDS, doc="What is to be trained on."), "model": InputSpec("model", required=False, doc="The model that is to be trained.")},
+    outputs={"advice": OutputSpec("dataset", doc="text/1: one row per piece of advice.")})
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rules read: kind and number of rows; shares of rows labelled by machines, of doubtful labels (label_prob near half, contradicting pairs), of prompts that can be
+    verified; mean word overlap of chosen and rejected; parameters of the model, 0 where unknown."""
+
+    kind: str
+    rows: int
+    by_machine: float = 0.0
+    doubtful: float = 0.0
+    overlap: float = 0.0
+    verifiable: float = 0.0
+    parameters: int = 0
+
+
+def facts_of(kind: str, rows: Sequence[Mapping], count: int, parameters: int = 0) -> Facts:
+    """Facts of the first rows of ``count``."""
+    share = lambda flags: sum(flags) / max(1, len(rows))
+    found: dict[str, float] = {"by_machine": share([row["origin"] in ("ai", "verifier", "revision") for row in rows])}
+    if kind == "pairs/1":
+        text = lambda messages: " ".join(message.get("content") or "" for message in messages)
+        said: dict[tuple, set] = {}
+        for row in rows:
+            a, b = text(row["chosen"]), text(row["rejected"])
+            said.setdefault((row["prompt_id"], *sorted((a, b))), set()).add(a < b)
+        against = [len(said[row["prompt_id"], *sorted((text(row["chosen"]), text(row["rejected"])))]) > 1 for row in rows]
+        doubt = lambda row: 0.0 if row["label_prob"] is None else 1.0 - row["label_prob"]  # expected share of wrong labels
+        found |= {"doubtful": share([max(doubt(row), 0.5 * other) for row, other in zip(rows, against)]),
+                  "overlap": share([len(a & b) / max(1, len(a | b)) for row in rows for a, b in [(set(text(row["chosen"]).split()), set(text(row["rejected"]).split()))]])}
+    if kind == "prompts/1":
+        found["verifiable"] = share([row["answer"] is not None or bool(row["tests"]) or bool(row["constraints"]) for row in rows])
+    return Facts(kind, count, parameters=parameters, **found)
+
+
+def method_for(facts: Facts) -> tuple[str, str] | None:
+    """(how to train, why) for this data; None where the data leaves no choice."""
+    if facts.kind == "unpaired/1":
+        return "align method=kto", "single answers with a thumb up or down"
+    if facts.kind == "prompts/1":
+        if facts.verifiable >= 0.5:
+            return "rl preset=grpo (or dapo, dr_grpo, rloo)", f"{facts.verifiable:.0%} of the prompts can be verified, and these presets need neither critic nor reward model"
+        return "rl preset=ppo with a reward_model", "the prompts cannot be verified, so a learned reward decides"
+    if facts.kind == "stepwise/1":
+        return "reward_model objective=prm, then rl preset=ppo", "rewards at every step are dense, which a critic makes use of"
+    if facts.kind not in ("pairs/1", "rankings/1"):
+        return None
+    if facts.overlap >= MINIMAL:
+        return "align method=apo_zero (apo_down where the model is better than the chosen answers)", f"chosen and rejected share {facts.overlap:.0%} of their words"
+    if facts.by_machine >= 0.5:
+        return "align method=dpo", f"{facts.by_machine:.0%} of the labels are by machines"
+    if facts.parameters > LARGE or facts.doubtful > NOISY:
+        why = f"about {facts.doubtful:.0%} of the labels are wrong" if facts.doubtful > NOISY else f"the model has {facts.parameters / 1e9:.0f} billion parameters"
+        return "reward_model, then rl preset=ppo", why + ": a reward model averages over noise, and large models gain most from RL"
+    return "align method=dpo", "clean pairs" + (f" and a model of {facts.parameters / 1e9:.1f} billion parameters" if facts.parameters else "")
+
+
+def size_advice(facts: Facts) -> str | None:
+    """What the number of rows is to what the texts use, where it is outside of it."""
+    low, high = SIZES.get(facts.kind, (0, float("inf")))
+    if facts.rows < low:
+        return f"{facts.rows:,} rows of {facts.kind} are few: the texts use {low:,} to {high:,}; watch the validation loss, train one epoch, or make more (rejection, judge, write_prompts)"
+    if facts.rows > high:
+        return f"{facts.rows:,} rows of {facts.kind} are more than the texts use ({low:,} to {high:,}); a curated part is often as good and cheaper (ingest dedup, curriculum, limit)"
+    return None
+
+
+def advice(stage: str, config, facts: Facts) -> list[str]:
+    """Advice on a training stage with these settings and data; [] where nothing speaks against it."""
+    found = [size] if (size := size_advice(facts)) else []
+    wanted = method_for(facts)
+    if wanted is None:
+        return found
+    from stages.algorithms import rl_preset
+
+    how, why = wanted
+    method, preset = getattr(config, "method", ""), getattr(config, "preset", "")
+    critic = stage == "rl" and rl_preset(preset).needs_critic
+    fits = {"align": method in THUMBS if facts.kind == "unpaired/1" else method in CONTRAST if "apo" in how else how.startswith("align"),
+            "rl": not critic if "grpo" in how else True}.get(stage, True)
+    dense = [c.kind for c in getattr(config, "rewards", ()) if c.kind in ("milestones", "step_weighted")]
+    if dense and not critic and preset != "agent":
+        found.append(f"rewards of kind {', '.join(dense)} pay at every step, and preset={preset} gives a whole answer one advantage: preset=ppo (or agent) credits the steps")
+    elif not fits:
+        found.append(f"{stage} {'method=' + method if method else 'preset=' + preset}: the rules of thumb would take {how}, since {why}")
+    return found
+
+
+def of_stage(stage: str, config, kind: str | None, data, parameters: int) -> list[str]:
+    """As :func:`advice`, of an opened dataset."""
+    if kind not in KINDS:
+        return []
+    counts = data.manifest.get("splits") or {}
+    split = getattr(config, "split", "train")
+    rows = [row for _, row in zip(range(READ), data.iter_rows(split=split if split in counts else None))]
+    return advice(stage, config, facts_of(kind, rows, counts.get(split, data.num_rows), parameters))
+
+
+def tell(stage) -> None:
+    """Say in the log of a training stage what the rules say; on a fresh start only."""
+    if stage.spec.roles is None or stage.rank != 0 or "data" not in stage.inputs or stage.checkpoints.latest() is not None:
+        return
+    from stages.memory import shape_of
+
+    data, shape = stage.dataset("data"), shape_of(stage.path("model"))
+    for text in of_stage(stage.name, stage.config, data.kind, data, shape.parameters if shape else 0):
+        stage.log("advice: " + text)
+
+
+def run(stage):
+    from dataclasses import asdict
+
+    from stages.memory import shape_of
+    from stages.reports import document, facts as listed
+    from stages.spec import ConfigError
+    from storage.schema import complete_row
+
+    data = stage.dataset("data")
+    counts = data.manifest.get("splits") or {}
+    if stage.config.split not in counts:
+        raise ConfigError(f"advise: the data has no split {stage.config.split!r} (splits: {', '.join(counts) or 'none'}); write split=NAME")
+    shape = shape_of(stage.path("model")) if stage.has("model") else None
+    rows = [row for _, row in zip(range(READ), data.iter_rows(split=stage.config.split))]
+    facts = facts_of(data.kind, rows, counts[stage.config.split], shape.parameters if shape else 0)
+    wanted, size = method_for(facts), size_advice(facts)
+    told = ([f"{wanted[0]}, since {wanted[1]}"] if wanted else []) + ([size] if size else [])
+    writer = stage.writer("advice", "text/1")
+    writer.write(complete_row("text/1", {"text": text}, dataset="advice", source=data.name, origin="conversion", split="train") for text in told or ["nothing speaks for or against this data"])
+    writer.close({"advice": len(told)})
+    stage.summary({**{name: value for name, value in asdict(facts).items()}, "method": wanted[0] if wanted else "none to choose"})
+    for text in told:
+        stage.log("advice: " + text)
+    stage.report("summary", markdown=document(f"Advice on {data.name}", listed(asdict(facts)), "\n".join(f"- {text}" for text in told)))

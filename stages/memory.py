@@ -1,0 +1,259 @@
+"""How much memory a training stage needs, before it loads anything (catalogue ``ops.memory``).
+
+    weights, gradients and Adam moments are known from shapes: what they alone need and the device has not is refused (:func:`check`)
+    KV cache and logits are upper bounds: where they would not fit besides, that is a warning
+    activations are tried, on the dearest micro-batch (``stages/preflight.py``)
+
+A stage declares which models it holds (``StageSpec.roles``). Master weights are float32, so a trained parameter takes 4 bytes, its gradient 4 and AdamW's
+moments 8, 16 in all as in mixed precision (2 + 2 + 4 + 8); a frozen one takes 4 (in bfloat16 2). Imports no torch: ``posttrain run --dry-run`` asks, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from stages.spec import ConfigError
+from storage.files import read_json
+
+TRAINED, FROZEN = 16, 4  # bytes per parameter
+GIB = 2**30
+SAMPLING = "policy that samples"
+#: Elements of log-probabilities that the LM head keeps for backward at most, whatever the vocabulary.
+HEAD_KEEP_ELEMENTS = 1 << 25
+
+
+@dataclass(frozen=True)
+class Role:
+    """One model that a stage holds.
+
+    Args:
+        source: input that it has the shape of.
+        whole: all its weights are trained, whatever ``lora_rank`` says (a critic).
+        before: only until training starts (a reference whose log-probs are then cached).
+        sharded: split over the devices under ``sharding=full``.
+        headless: without the output layer (critics and reward models read hidden states).
+    """
+
+    name: str
+    source: str
+    trained: bool = False
+    whole: bool = False
+    before: bool = False
+    sharded: bool = False
+    headless: bool = False
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Parameters of a model directory; ``matrices``: {name: (rows, columns)} of its weight matrices; ``config``: its text config."""
+
+    parameters: int
+    matrices: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    config: Mapping = field(default_factory=dict)
+
+
+def shape_of(path: str | Path) -> Shape | None:
+    """Read from the headers of the safetensors files alone; of other weights from their size. None where there are none."""
+    folder, matrices, parameters = Path(path), {}, 0
+    config = read_json(folder / "config.json", {})
+    files = [f for f in sorted(folder.rglob("*.safetensors")) if "adapter" not in f.relative_to(folder).parts]
+    for file in files:
+        with open(file, "rb") as handle:
+            entries = json.loads(handle.read(int.from_bytes(handle.read(8), "little")))
+        for name, entry in entries.items():
+            if name != "__metadata__":
+                count = 1
+                for n in entry["shape"]:
+                    count *= n
+                parameters += count
+                if len(entry["shape"]) == 2:
+                    matrices[name] = tuple(entry["shape"])
+    if not files:
+        size = {"float32": 4, "float64": 8}.get(config.get("torch_dtype") or config.get("dtype"), 2)
+        parameters = sum(f.stat().st_size for f in folder.glob("pytorch_model*.bin")) // size
+    return Shape(parameters, matrices, config.get("text_config") or config) if parameters else None
+
+
+def lora_parameters(shape: Shape, config) -> int:
+    """rank * (rows + columns) of every matrix that gets an adapter: all but embeddings and output layer, or those named."""
+    named = None if config.lora_targets == "all-linear" else config.lora_targets.replace(" ", "").split(",")
+    total = 0
+    for name, (rows, columns) in shape.matrices.items():
+        layer = name.removesuffix(".weight").rsplit(".", 1)[-1]
+        if layer in named if named else not any(word in name for word in ("embed", "lm_head", "wte", "wpe", "score.")):
+            total += config.lora_rank * (rows + columns)
+    return total
+
+
+def state_bytes(trained: Collection[int], frozen: Collection[int], bytes_trained: int = TRAINED, bytes_frozen: int = FROZEN) -> int:
+    """Weights, gradients and optimizer of models with these numbers of parameters."""
+    return bytes_trained * sum(trained) + bytes_frozen * sum(frozen)
+
+
+def kv_bytes(layers: int, kv_heads: int, head_dim: int, tokens: int, bytes_per_value: int) -> int:
+    """Keys and values of ``tokens`` tokens, over all sequences."""
+    return 2 * layers * kv_heads * head_dim * tokens * bytes_per_value
+
+
+def logits_bytes(tokens: int, vocabulary: int, bytes_per_value: int = 4) -> int:
+    """Logits of all tokens of a forward at once; here they are made in chunks (``HEAD_KEEP_ELEMENTS``)."""
+    return tokens * vocabulary * bytes_per_value
+
+
+def shown(size: int) -> str:
+    """Bytes for a person."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.2f} MiB"
+
+
+def copies(roles: Sequence[Role]) -> int:
+    """Role multiple: models of the transformer's size that are held at a time at most."""
+    return max(sum(not r.before for r in roles), sum(r.trained or r.before for r in roles))
+
+
+@dataclass
+class Need:
+    """What a stage needs on one device, bytes: ``rows`` per role, ``states`` certain, ``caches`` at most on top."""
+
+    rows: list[dict]
+    states: int
+    caches: dict[str, int]
+    missing: list[str]
+
+    def told(self, device: int | None) -> str:
+        more = " or ".join(f"{shown(size)} of {name}" for name, size in self.caches.items())
+        held = ", ".join(f"{row['model']} {shown(row['bytes'])}" for row in self.rows)
+        return f"{shown(self.states)} for weights, gradients and optimizer ({held})" + (f" + at most {more}" if more else "") + ("" if device is None else f", of {shown(device)}")
+
+
+def need(roles: Sequence[Role], shapes: Mapping[str, Shape | None], config, devices: int = 1) -> Need:
+    """What these roles need on each of ``devices`` devices; models whose shape is not known are named as missing."""
+    rows, during, before = [], 0, 0
+    lora, sharded = getattr(config, "lora_rank", 0), getattr(config, "sharding", "none") == "full" and devices > 1
+    if sharded and not any(r.name == SAMPLING for r in roles) and getattr(config, "engine", "") == "builtin" and hasattr(config, "num_generations"):
+        roles = [*roles, Role(SAMPLING, "model")]  # what is sharded cannot be sampled from (stages.sharding.Acting)
+    for role in roles:
+        shape = shapes.get(role.source)
+        if shape is None:
+            continue
+        if role.headless:
+            shape = replace(shape, parameters=shape.parameters - sum(a * b for name, (a, b) in shape.matrices.items() if name == "lm_head.weight"))
+        share = devices if sharded and role.sharded else 1
+        adapter = lora_parameters(shape, config) if lora and role.trained and not role.whole else None
+        trained = 0 if not role.trained else shape.parameters if adapter is None else adapter
+        frozen = shape.parameters if not role.trained or adapter is not None else 0
+        extra = 0 if role.whole or not role.trained else trained * 4 * (bool(getattr(config, "ema_decay", 0)) + bool(getattr(config, "select_by", None)))
+        size = (state_bytes([trained], [frozen]) + extra) // share
+        weights = 4 * shape.parameters // share
+        during += 0 if role.before else size
+        before += weights if role.before or role.trained else 0
+        rows.append({"model": role.name, "parameters": shape.parameters, "trained": trained, "bytes": weights if role.before else size} | ({"while": "before training"} if role.before else {}))
+    return Need(rows, max(during, before), caches_of(config, shapes.get("model")), sorted({r.source for r in roles if shapes.get(r.source) is None}))
+
+
+def caches_of(config, shape: Shape | None) -> dict[str, int]:
+    """Logits kept for backward, and the KV cache of what is sampled together, every sequence as long as it may be."""
+    text = shape.config if shape is not None else {}
+    logits = min(logits_bytes(config.max_tokens_per_micro_batch, text["vocab_size"]), 4 * HEAD_KEEP_ELEMENTS) if "vocab_size" in text else 0
+    if not hasattr(config, "generation_batch") or getattr(config, "engine", "builtin") != "builtin" or "num_hidden_layers" not in text:
+        return {"logits": logits} if logits else {}
+    heads = text.get("num_key_value_heads") or text["num_attention_heads"]
+    width = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    rows = min(config.generation_batch, getattr(config, "prompts_per_step", config.generation_batch) * getattr(config, "num_generations", 1))
+    length = getattr(config, "max_prompt_length", 0) + getattr(config, "longest_completion", config.max_completion_length)
+    if text.get("max_position_embeddings"):
+        length = min(length, text["max_position_embeddings"])
+    return {"KV cache": kv_bytes(text["num_hidden_layers"], heads, width, rows * length, 4), "logits": logits}
+
+
+# ---------------------------------------------------------------------------------------------------------------- refusing
+
+
+def device_bytes(device: str, devices: int = 1) -> int | None:
+    """Memory of one GPU (the smallest that is visible), or on a CPU this process's share of the machine's or container's; None where it cannot be known."""
+    if device.startswith("cuda") or device == "auto":
+        try:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            found = subprocess.run(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", *([f"--id={visible}"] if visible else [])],
+                                   capture_output=True, text=True, timeout=20, check=True).stdout.split()
+            return min(int(float(mib)) for mib in found) * 2**20
+        except (OSError, ValueError, subprocess.SubprocessError):
+            return None
+    import psutil
+
+    total = psutil.virtual_memory().total
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            total = min(total, int(Path(name).read_text()))
+        except (OSError, ValueError):
+            pass
+    return total // devices
+
+
+def limit_of(config, device: str, devices: int = 1) -> int | None:
+    """Bytes that the plan must fit into: ``device_memory_gib`` where it is given, else what the device has."""
+    given = getattr(config, "device_memory_gib", None)
+    return int(given * GIB) if given else device_bytes(device, devices)
+
+
+def refusal(name: str, roles: Sequence[Role], shapes: Mapping[str, Shape | None], config, limit: int, devices: int = 1) -> str | None:
+    """Why a stage cannot run in ``limit`` bytes per device and what to write instead; None where weights, gradients and optimizer fit."""
+    found = need(roles, shapes, config, devices)
+    if found.states <= limit:
+        return None
+    fits = lambda held=roles, **changes: need(held, shapes, config.model_copy(update=changes), devices).states
+    says = lambda size: f"needs {shown(size)}" + ("" if size <= limit else ", still too much")
+    advice = []
+    if not config.lora_rank and any(r.trained and not r.whole for r in roles):
+        advice.append(f"lora_rank=16 ({says(fits(lora_rank=16))})")
+    for setting, off in (("ema_decay", 0.0), ("select_by", None)):
+        if getattr(config, setting, None):
+            advice.append(f"{setting} left out ({says(fits(**{setting: off}))})")
+    for role in roles:
+        without = [r for r in roles if r is not role]
+        if role.before:
+            advice.append(f"no input reference, where it is the starting policy: that stands for it until it is trained ({says(fits(without))})")
+        elif role.name == "critic":
+            advice.append(f"critic_mode=shared, or a preset without a critic such as grpo or rloo ({says(fits(without))})")
+        elif role.name == "reference":
+            advice.append(f"a plan without a resident reference: {'beta=0 kl_coef=0' if name == 'rl' else 'reference_update=frozen, whose log-probabilities are cached'} ({says(fits(without))})")
+        elif role.name in ("reward_model", "judge", "gold", "teacher"):
+            advice.append(f"a smaller {role.name.replace('_', ' ')}")
+    if any(r.sharded for r in roles):
+        many = next((n for n in range(2, 65) if need(roles, shapes, config.model_copy(update={"sharding": "full"}), n).states <= limit), None)
+        if many and many != devices:
+            advice.append(f"sharding=full with --devices {many}")
+    return (f"{name} cannot fit on this device: it needs {found.told(limit)}. Write instead " + "; or ".join(advice or ["a smaller model"])
+            + ". Another device's memory is device_memory_gib=GIB; memory_check=warn goes on anyway.")
+
+
+def check(stage) -> None:
+    """Refuse, before any weight is loaded, a stage whose models cannot fit on its device, and tell what it will need; a resumed run has fitted.
+
+    Raises:
+        ConfigError: says what to write instead (``memory_check=warn``: a warning).
+    """
+    if stage.spec.roles is None or stage.checkpoints.latest() is not None:
+        return
+    try:
+        roles = stage.spec.roles(stage.config, set(stage.inputs))
+    except ValueError:
+        return  # settings that do not fit together: the stage itself says it better
+    shapes = {role.source: shape_of(stage.inputs[role.source].path) for role in roles}
+    limit = limit_of(stage.config, stage.device, stage.world_size)
+    found = need(roles, shapes, stage.config, stage.world_size)
+    stage.log("memory: " + found.told(limit))
+    if limit is None:
+        return
+    reason = refusal(stage.name, roles, shapes, stage.config, limit, stage.world_size)
+    if reason and stage.config.memory_check == "refuse":
+        raise ConfigError(reason)
+    if reason:
+        stage.warn("memory", reason)
+    elif found.states + (most := max(found.caches.values(), default=0)) > limit:
+        what = "generation_batch or max_completion_length" if most == found.caches.get("KV cache") else "max_tokens_per_micro_batch"
+        stage.warn("memory", f"{found.told(limit)}: at its most this does not fit. Write a smaller {what}; the preflight tries the dearest micro-batch.")

@@ -1,0 +1,133 @@
+"""A task for people and what comes back of it: blind order, votes, and what is no answer."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from stages.harness import execute
+from stages.human_answers import read_answers
+from stages.human_task import as_row
+from stages.spec import ConfigError
+from storage.datasets import open_dataset, write_dataset
+from storage.schema import complete_row
+from tests.common import assistant, user
+from tests.evaluation.test_stages import spec
+
+
+@pytest.fixture()
+def pairs(tmp_path):
+    rows = [complete_row("pairs/1", {"prompt": user(f"question {i}"), "chosen": assistant(f"good {i}"), "rejected": assistant(f"bad {i}")}, dataset="made", source="s", origin="ai",
+                         split=("train", "test")[i % 4 == 0]) for i in range(12)]
+    write_dataset(str(tmp_path / "pairs"), "made", "pairs/1", rows)
+    return str(tmp_path / "pairs")
+
+
+def asked(tmp_path, data, **config):
+    execute(spec("human_task", tmp_path / "task", {"data": data}, config))
+    return str(tmp_path / "task" / "out" / "tasks")
+
+
+def fill(path, tasks, choose, columns=("item_id", "choice", "annotator")):
+    """Writes the filled file: ``choose(item, shown)`` gives the lines' (entry, annotator)."""
+    with open(path, "w", encoding="utf-8", newline="") as handle:
+        out = csv.writer(handle)
+        out.writerow(columns)
+        for row in open_dataset(tasks).iter_rows():
+            out.writerows([row["item_id"], entry, who] for entry, who in choose(row["item_id"], json.loads(row["shown_json"])))
+    return str(path)
+
+
+def answered(tmp_path, data, tasks, file=None, name="answers", **config):
+    made = spec("human_answers", tmp_path / name, {"tasks": tasks, "data": data}, config)
+    if file:
+        made["inputs"]["answers"] = {"path": file, "kind": "file", "digest": "d"}
+    result = execute(made)
+    return result, list(open_dataset(tmp_path / name / "out" / "data").iter_rows())
+
+
+def place(shown, word):
+    return str(1 + next(k for k, answer in enumerate(shown["answers"]) if answer[0]["content"].startswith(word)))
+
+
+def test_nobody_can_tell_the_chosen_answer_from_its_place(tmp_path, pairs):
+    tasks = asked(tmp_path, pairs)
+    rows = [json.loads(row["shown_json"]) for row in open_dataset(tasks).iter_rows()]
+    places = [place(shown, "good") for shown in rows]
+    assert len(rows) == 12 and {"1", "2"} == set(places)
+    line = as_row("compare", "i", rows[0])
+    assert list(line) == ["item_id", "prompt", "answer_1", "answer_2", "choice", "annotator", "comment"] and line["choice"] == "" and line["prompt"].startswith("question")
+    assert len(list(open_dataset(asked(tmp_path / "few", pairs, limit=5, split="train")).iter_rows())) == 5
+
+
+def test_people_turn_labels_around_and_votes_are_shares(tmp_path, pairs):
+    """Two of three want the bad answer of every item; ties and skips are counted and no label."""
+    tasks = asked(tmp_path, pairs)
+    items = [row["item_id"] for row in open_dataset(tasks).iter_rows()]
+
+    def choose(item, shown):
+        if item == items[0]:
+            return [("tie", "ann")]
+        if item == items[1]:
+            return [("skip", "ann"), ("skip", "bob")]
+        bad, good = place(shown, "bad"), place(shown, "good")
+        return [(bad, "ann"), (bad, "bob"), (good, "eve")] if item != items[2] else [(good, "ann")]
+
+    result, made = answered(tmp_path, pairs, tasks, fill(tmp_path / "f.csv", tasks, choose))
+    summary = result["summary"]
+    assert (summary["items"], summary["rows"], summary["dropped/tie"], summary["dropped/skipped"], summary["annotators"]) == (12, 10, 1, 1, 3)
+    assert sum(row["chosen"][0]["content"].startswith("bad") for row in made) == 9
+    for row in made:
+        many = row["chosen"][0]["content"].startswith("bad")
+        assert row["label_prob"] == (pytest.approx(2 / 3) if many else None) and row["origin"] == "human"
+        assert row["ann"]["annotator_type"] == "human" and row["ann"]["annotator_id"] == (None if many else "ann")
+    assert {row["split"] for row in made} == {"train", "test"}
+
+
+def test_what_is_no_answer_is_an_error_that_says_what_to_write(tmp_path, pairs):
+    tasks = asked(tmp_path, pairs)
+    items = {row["item_id"]: "compare" for row in open_dataset(tasks).iter_rows()}
+    one, two = list(items)[:2]
+    for lines, says in (([(one, "3", "")], r"line 2: '3' is no answer; write one of 1, 2, tie, skip"), ([("nobody", "1", "")], "line 2: there is no item 'nobody'"),
+                        ([(one, "1", "a"), (two, "", ""), (one, "2", "a")], "line 4: a has answered")):
+        file = tmp_path / "wrong.csv"
+        file.write_text("item_id,choice,annotator\n" + "\n".join(",".join(line) for line in lines))
+        with pytest.raises(ConfigError, match=says):
+            read_answers(file, items)
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ConfigError, match="needs the columns item_id and choice"):
+        read_answers(tmp_path / "other.csv", items)
+    lines = [{"item_id": item, "choice": 1 if k else None} for k, item in enumerate(items)]
+    (tmp_path / "all.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert len(read_answers(tmp_path / "all.jsonl", items)) == 11
+    with pytest.raises(ConfigError, match="1 of 12 items have no answer"):
+        answered(tmp_path, pairs, tasks, str(tmp_path / "all.jsonl"))
+    result, made = answered(tmp_path, pairs, tasks, str(tmp_path / "all.jsonl"), "most", min_answered=0.9)
+    assert len(made) == 11 and result["summary"]["dropped/unanswered"] == 1
+
+
+def test_rows_are_kept_as_they_are_and_a_stub_says_that_it_is_one(tmp_path, pairs):
+    tasks = asked(tmp_path, pairs, ask="keep", instructions="Is the chosen answer polite?")
+    before = {row["row_id"]: row for row in open_dataset(pairs).iter_rows()}
+    keep = set(list(before)[:3])
+    result, made = answered(tmp_path, pairs, tasks, fill(tmp_path / "k.csv", tasks, lambda item, shown: [("yes" if item in keep else "no", "ann")]))
+    assert made == [before[item] for item in before if item in keep] and result["summary"]["dropped/not_kept"] == 9
+    other = asked(tmp_path / "other", pairs)
+    result, made = answered(tmp_path, pairs, other, name="stub", labeler="stub")
+    assert [w["code"] for w in result["warnings"]] == ["stub_labels"] and {row["ann"]["annotator_type"] for row in made} == {"stub"} and {row["origin"] for row in made} == {"conversion"}
+    with pytest.raises(ConfigError, match="write labeler=stub"):
+        answered(tmp_path, pairs, other, name="none")
+    version = [open_dataset(path).manifest["meta"]["version"] for path in (tasks, other)]
+    assert version[0] != version[1] and Path(tasks).name == "tasks"
+
+
+def test_candidates_are_compared_where_two_differ(tmp_path):
+    rows = [complete_row("candidates/1", {"prompt": user(f"q {i}"), "prompt_idx": i, "completion_idx": k, "completion": assistant("same" if i == 0 else f"answer {min(k, 1)}"), "scores": [],
+                                          "reward": 0.0, "kept": True}, dataset="c", source="s", origin="ai", split="train") for i in range(3) for k in range(3)]
+    write_dataset(str(tmp_path / "c"), "c", "candidates/1", rows)
+    shown = [json.loads(row["shown_json"]) for row in open_dataset(asked(tmp_path, str(tmp_path / "c"))).iter_rows()]
+    assert len(shown) == 2 and all({answer[0]["content"] for answer in one["answers"]} == {"answer 0", "answer 1"} for one in shown)
+    write_dataset(str(tmp_path / "same"), "c", "candidates/1", rows[:3])
+    with pytest.raises(ConfigError, match="no prompt has two different candidates"):
+        asked(tmp_path / "x", str(tmp_path / "same"))

@@ -1,0 +1,112 @@
+"""The cost ledger, from what stages really used, and what a gain cost."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli import app
+from stages import usage
+from stages.harness import execute
+from storage import costs, records
+from tests.evaluation.conftest import tiny  # noqa: F401
+from tests.training.conftest import data  # noqa: F401
+from tests.evaluation.test_stages import POLICY, spec
+
+
+def command(*arguments, code=0):
+    done = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    assert done.exit_code == code or (code and done.exception), done.output
+    return json.loads(done.stdout.splitlines()[-1]) if not code else done.exception
+
+
+@pytest.fixture()
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def test_rows_without_a_price_have_no_total():
+    rows = costs.ledger([("a", {"gpu_hours": 2.0, "judge_calls": 10}), ("b", {"gpu_hours": 0.5, "generated_mtokens": 0})], {"gpu_hours": 3.0})
+    assert [(row["stage"], row["item"], row["total"]) for row in rows] == [("a", "gpu_hours", 6.0), ("a", "judge_calls", None), ("b", "gpu_hours", 1.5)]
+    assert costs.totals(rows) == {"items": {"gpu_hours": 2.5, "judge_calls": 10}, "total": 7.5, "unpriced": ["judge_calls"]}
+    assert costs.totals([]) == {"items": {}, "total": None, "unpriced": []}
+    assert costs.counts_of({"stage": "rl", "inputs": {}, "outputs": {}, "perf": {"seconds": 1800, "devices": 4, "peak_gpu_memory_mib": 9}}) == {"gpu_hours": 2.0}
+
+
+def test_a_price_list_says_what_is_wrong_with_it(tmp_path, home):
+    assert costs.prices_from() == {}
+    file = tmp_path / "p.yaml"
+    for text, says in (("gpu_hour: 2", "did you mean 'gpu_hours'"), ("gpu_hours: -1", "is no price"), ("- 1", "is no list of prices")):
+        file.write_text(text)
+        with pytest.raises(costs.PriceError, match=says):
+            costs.prices_from(file)
+    with pytest.raises(costs.PriceError, match="there is no price list"):
+        costs.prices_from(tmp_path / "none.yaml")
+
+
+def test_generated_tokens_are_those_of_the_samples_also_after_a_kill(tiny, tmp_path):  # noqa: F811
+    """An evaluation's own count; a run that goes on behind a checkpoint has the counts of both parts."""
+    from storage.datasets import open_dataset
+
+    made = spec("evaluate", tmp_path / "whole", {"model": tiny["policy"], "prompts": tiny["prompts"]}, POLICY)
+    result = execute(made)
+    tokens = sum(row["tokens"] for row in open_dataset(tmp_path / "whole" / "out" / "samples").iter_rows())
+    assert result["usage"] == {"completions": 20 * 4, "generated_tokens": tokens}
+
+    class Killed(BaseException):
+        pass
+
+    def until(event):
+        if event["event"] == "progress" and event["done"] == 2:
+            raise Killed
+
+    again = spec("evaluate", tmp_path / "killed", {"model": tiny["policy"], "prompts": tiny["prompts"]}, {**POLICY, "examples": 5})
+    with pytest.raises(Killed):
+        execute(again, until)
+    usage.begin()
+    assert execute(again)["usage"] == result["usage"]
+
+
+def test_a_served_judge_is_counted_by_what_the_server_says():
+    from stages.judge import ServerJudge
+    from tests.chat_server import chat_server
+
+    usage.begin()
+    with chat_server(lambda body: {"message": {"content": "[[A]]"}, "finish_reason": "stop"}) as server:
+        server.usage = {"prompt_tokens": 7, "completion_tokens": 2}
+        ServerJudge(server.url, "m").answers(["one", "two"], 8, 0)
+    assert usage.so_far() == {"judge_calls": 2, "judge_tokens_in": 14, "judge_tokens_out": 4}
+
+
+def test_the_ledger_of_models_and_what_a_gain_cost(tiny, data, home, tmp_path):  # noqa: F811
+    """Two fine-tunings of one model, the second from the first: its own cost is what the first did not need, and the gain is per that."""
+    common = ("--set", "max_steps=2", "--set", "max_length=96", "--set", "batch_size=4")
+    first = command("stage", "sft", "--input", f"model={tiny['policy']}", "--input", f"data={data['demonstrations']}", *common, "--set", "learning_rate=1e-3", "--name-as", "first")
+    second = command("stage", "sft", "--input", f"model={first['outputs']['model']}", "--input", f"data={data['demonstrations']}", *common, "--set", "learning_rate=1e-2", "--name-as", "second")
+    models = [one["outputs"]["model"] for one in (first, second)]
+    judged = [command("stage", "evaluate", "--input", f"model={model}", "--input", f"prompts={tiny['prompts']}", "--set", "num_samples=0", "--set", "max_completion_length=8") for model in models]
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("cpu_hours: 3600\n")
+    value = command("cost", models[1], "--prices", prices, "--against", models[0], "--metric", "length_mean")
+    seconds = [records.read(one["key"])["perf"]["seconds"] for one in (first, second)]
+    assert value["total"] == pytest.approx(sum(seconds)) and len([row for row in value["ledger"] if row["item"] == "cpu_hours"]) == 2
+    difference = judged[1]["metrics"]["length_mean"] - judged[0]["metrics"]["length_mean"]
+    assert value["gain"]["gain"] == pytest.approx(difference) and value["gain"]["usd"] == pytest.approx(seconds[1])
+    assert value["gain"]["gain_per"]["cpu_hours"] == pytest.approx(difference / (seconds[1] / 3600)) and value["gain"]["gain_per"]["usd"] == pytest.approx(difference / seconds[1])
+    assert command("cost", models[0])["total"] is None
+    assert "no evaluation with 'reward'" in str(command("cost", models[1], "--against", models[0], "--metric", "reward", code=2))
+    assert "brought from outside" in str(command("cost", tiny["policy"], code=2))
+
+
+def test_labels_by_people_count_where_they_come_in(home, tmp_path):
+    rows = [{"prompt": f"q {i}", "chosen": "yes", "rejected": "no"} for i in range(6)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    made = command("stage", "ingest", "--input", f"data={tmp_path / 'pairs.jsonl'}")
+    record = records.read(made["key"])
+    from storage.datasets import open_dataset
+
+    people = sum(row["origin"] == "human" for row in open_dataset(next(o["path"] for o in record["outputs"].values() if o["manifest"]["kind"] == "pairs/1")).iter_rows())
+    assert costs.counts_of(record).get("human_labels", 0) == people
+    synthetic = command("stage", "ingest", "--input", f"data={tmp_path / 'pairs.jsonl'}", "--set", "origin=ai")
+    assert "human_labels" not in costs.counts_of(records.read(synthetic["key"]))

@@ -1,0 +1,117 @@
+"""The memory plan of a training stage against what it really holds, and what is refused before anything is loaded."""
+
+import json
+
+import pytest
+
+from stages import memory
+from stages.harness import execute
+from stages.modeling import load_policy, policy_to_train
+from stages.preflight import held_bytes
+from stages.registry import get_spec
+from stages.spec import ConfigError
+from tests.common import silent
+
+SFT = {"learning_rate": 1e-3, "batch_size": 4, "max_length": 96, "max_tokens_per_micro_batch": 256}
+RL = {"preset": "ppo", "beta": 0.1, "kl_coef": 0, "max_steps": 1, "prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4, "rewards": [{"kind": "length"}]}
+
+
+def told(events):
+    return next(e["text"] for e in events if e["event"] == "log" and e["text"].startswith("memory: "))
+
+
+def test_the_shape_is_that_of_the_loaded_model(tiny):
+    shape = memory.shape_of(tiny["policy"])
+    assert shape.parameters == sum(p.numel() for p in load_policy(tiny["policy"]).parameters())
+    assert shape.config["num_hidden_layers"] == 2 and memory.shape_of("/nonexistent") is None
+
+
+@pytest.mark.parametrize("targets", ("all-linear", "q_proj,v_proj"))
+def test_adapters_have_the_parameters_that_peft_gives_them(tiny, targets):
+    class Stage:
+        config = get_spec("sft").config(lora_rank=4, lora_targets=targets)
+        device, inputs = "cpu", {}
+        path = staticmethod(lambda name: tiny["policy"])
+        log = seed_for = staticmethod(lambda *a: 0)
+
+    adapted = sum(p.numel() for p in policy_to_train(Stage).parameters() if p.requires_grad)
+    assert memory.lora_parameters(memory.shape_of(tiny["policy"]), Stage.config) == adapted > 0
+
+
+@pytest.mark.parametrize("changes", ({}, {"lora_rank": 4, "kl_coef": 0.1, "beta": 0}, {"ref_mode": "ema", "ema_decay": 0.9}, {"critic_mode": "shared"}))
+def test_the_plan_of_rl_is_what_it_holds(tiny, data, spec, monkeypatch, changes):
+    """Against an independent count: every storage of every model that the stage has, gradients, moments and averages, just before training."""
+    from stages import preflight
+
+    held = []
+
+    def rl_preflight(stage, trainer, source):
+        trainers = [t for t in (trainer, getattr(source.critic, "trainer", None)) if t is not None]
+        held.append(sum(held_bytes([m for m in (trainer.model, source.policy.model, source.reference, source.old, getattr(source.critic, "model", None)) if m is not None], trainers)))
+        raise InterruptedError
+
+    monkeypatch.setattr(preflight, "rl_preflight", rl_preflight)
+    events = []
+    inputs = {"model": tiny["policy"], "data": data["prompts"]}
+    with pytest.raises(InterruptedError):
+        execute(spec("rl", {**RL, **changes}, inputs, "held"), events.append)
+    config = get_spec("rl").config(**{**RL, **changes})
+    shapes = {"model": memory.shape_of(tiny["policy"])}
+    found = memory.need(get_spec("rl").roles(config, set(inputs)), shapes, config)
+    assert found.states == pytest.approx(held[0], rel=0.02)  # heads of critics come on top
+    assert f"{memory.shown(found.states)} for weights" in told(events) and "KV cache" in told(events)
+
+
+def test_a_plan_that_cannot_fit_is_refused_before_anything_is_loaded(tiny, data, spec, monkeypatch):
+    states = 16 * memory.shape_of(tiny["policy"]).parameters
+    config, inputs = {**SFT, "max_steps": 1}, {"model": tiny["policy"], "data": data["demonstrations"]}
+    small = {"device_memory_gib": 0.6 * states / memory.GIB}
+    monkeypatch.setattr("stages.modeling.load_policy", lambda *a, **k: pytest.fail("loaded"))
+    with pytest.raises(ConfigError, match=r"sft cannot fit on this device: it needs 0.\d+ MiB for weights, .*lora_rank=16 \(needs 0.\d+ MiB.*sharding=full with --devices 2.*memory_check=warn"):
+        execute(spec("sft", {**config, **small}, inputs, "small"), silent)
+    with pytest.raises(ConfigError, match="a plan without a resident reference: beta=0 kl_coef=0.*; or critic_mode=shared"):
+        execute(spec("rl", {**RL, **small}, {"model": tiny["policy"], "data": data["prompts"]}, "rl"), silent)
+    monkeypatch.undo()
+    events = []
+    result = execute(spec("sft", {**config, **small, "memory_check": "warn"}, inputs, "warned"), events.append)
+    plain = execute(spec("sft", config, inputs, "plain"), silent)
+    assert any(w["code"] == "memory" for w in result["warnings"]) and not any(w["code"] == "memory" for w in plain["warnings"])
+    assert result["summary"] == plain["summary"]
+
+
+def test_what_fits_by_certain_bytes_only_is_a_warning(tiny, data, spec):
+    config = get_spec("rl").config(**RL)
+    shapes = {"model": memory.shape_of(tiny["policy"])}
+    found = memory.need(get_spec("rl").roles(config, {"model", "data"}), shapes, config)
+    assert set(found.caches) == {"KV cache", "logits"}
+    text, rows, length = shapes["model"].config, 4, 256  # max_prompt_length is 512 by default, the model has 256 positions
+    assert found.caches["KV cache"] == 2 * text["num_hidden_layers"] * 32 * rows * length * 4
+    events = []
+    result = execute(spec("rl", {**RL, "device_memory_gib": (found.states + 1) / memory.GIB}, {"model": tiny["policy"], "data": data["prompts"]}, "tight"), events.append)
+    (warned,) = [w["text"] for w in result["warnings"] if w["code"] == "memory"]
+    assert "generation_batch or max_completion_length" in warned or "max_tokens_per_micro_batch" in warned
+
+
+def test_sharding_divides_what_is_sharded_and_sampling_needs_a_whole_copy(tiny):
+    spec, n = get_spec("rl"), memory.shape_of(tiny["policy"]).parameters
+    config = spec.config(**{**RL, "preset": "grpo", "sharding": "full"})
+    need = memory.need(spec.roles(config, {"model", "data"}), {"model": memory.shape_of(tiny["policy"])}, config, devices=4)
+    assert need.states == 16 * n // 4 + 4 * n // 4 + 4 * n
+    sft = get_spec("sft").config(sharding="full", ema_decay=0.9)
+    assert memory.need(get_spec("sft").roles(sft, {"model"}), {"model": memory.shape_of(tiny["policy"])}, sft, devices=2).states == 20 * n // 2
+
+
+def test_a_dry_run_tells_and_refuses(tiny, data, tmp_path, monkeypatch):
+    """Shapes of models that are not there yet are those they are trained from."""
+    from typer.testing import CliRunner
+
+    from flows.cli import app
+
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "home"))
+    command = ["run", "preference", f"data.path={data['pairs']}", f"model={tiny['policy']}", "sft_first=true", "--dry-run", "--json"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    plan = {row["step"]: row for row in json.loads(done.stdout.splitlines()[-1])["plan"]}
+    assert "MiB of" in plan["sft"]["memory"] and plan["dpo"]["memory"] == plan["sft"]["memory"] and "memory" not in plan["evaluate_dpo"]
+    done = CliRunner().invoke(app, [*command, "dpo.device_memory_gib=1e-4"])
+    assert isinstance(done.exception, ConfigError) and str(done.exception).startswith("dpo cannot fit") and "dpo  " not in str(done.exception)
