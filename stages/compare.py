@@ -119,6 +119,7 @@ class Part:
             require_same_scorers(metric, self.metas)
         self.records = {name: scores.records_of(stage.dataset(inputs[name]).iter_rows()) for name in inputs}
         self.metrics = {name: scores.all_metrics(records) for name, records in self.records.items()}
+        self.records = {name: scores.originals(records) for name, records in self.records.items()}
         self.comparable = lambda metric: not differing_inputs(metric, self.metas)
         self.columns = [column for column in COLUMNS if self.comparable(column) and all(column in m for m in self.metrics.values())]
         self.metric = config.metric if not benchmark or all(config.metric in m for m in self.metrics.values()) else next(iter(self.columns), config.metric)
@@ -269,7 +270,7 @@ def publish(stage, part: Part, best: dict) -> None:
     """The table as a page, bars per metric, and answers of all models to the same prompts side by side."""
     from stages import reports
     from stages.evaluation import compute, frontier, signs
-    from stages.evaluation.scores import by_group, originals
+    from stages.evaluation.scores import by_group
 
     names, metrics, columns, records = part.names, part.metrics, part.columns, part.records
     rows, before = table(names, metrics, columns, part.differences, part.metric), f"{part.benchmark}-" if part.benchmark else ""
@@ -301,7 +302,7 @@ def publish(stage, part: Part, best: dict) -> None:
         blocks.append(("Reward against KL", reports.markdown_table(rows_of)))
     longest = max((r["tokens"] for name in names for r in records[name] if r["mode"] in ("sample", "greedy")), default=0)
     budgets = sorted({max(1, -(-longest // 2**i)) for i in range(compute.BUDGETS)})
-    spent = {name: compute.by_tokens(originals(records[name]), budgets) for name in names} if longest else {}
+    spent = {name: compute.by_tokens(records[name], budgets) for name in names} if longest else {}
     if spent and all(spent.values()):
         stage.report(f"{before}accuracy-by-tokens", table=[{"tokens": budget, **{name or "model": spent[name][i]["accuracy"] for name in names}} for i, budget in enumerate(budgets)],
                      png=reports.line_chart({name or "model": (budgets, [row["accuracy"] for row in spent[name]]) for name in names}, title="Right and within the token budget",

@@ -220,7 +220,7 @@ def refusal(name: str, roles: Sequence[Role], shapes: Mapping[str, Shape | None]
         elif role.name == "critic":
             advice.append(f"critic_mode=shared, or a preset without a critic such as grpo or rloo ({says(fits(without))})")
         elif role.name == "reference":
-            advice.append(f"a plan without a resident reference: {'beta=0 kl_coef=0' if name == 'rl' else 'reference_update=frozen, whose log-probabilities are cached'} ({says(fits(without))})")
+            advice.append(f"a plan without a resident reference: {'beta=0 kl_coef=0' if hasattr(config, 'kl_coef') else 'reference_update=frozen, whose log-probabilities are cached'} ({says(fits(without))})")
         elif role.name in ("reward_model", "judge", "gold", "teacher"):
             advice.append(f"a smaller {role.name.replace('_', ' ')}")
     if any(r.sharded for r in roles):

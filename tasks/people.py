@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -136,9 +138,10 @@ def _suspended(label: str, digest: str, file: Path, attempt: int) -> None:
     class Answers(RunInput):
         answers: str = Field("", description=f"Path of the filled copy of {file}; empty where `posttrain answer {digest[:16]} FILE` has brought it in.")
 
-    create_markdown_artifact(key=f"people-{label}".lower().replace("_", "-"), markdown=(file.parent / "README.md").read_text(encoding="utf-8") + f"\nFile: `{file}`. Fill it in, then *Resume* this "
+    slug = re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")  # all that Prefect takes in a key
+    create_markdown_artifact(key=f"people-{slug}", markdown=(file.parent / "README.md").read_text(encoding="utf-8") + f"\nFile: `{file}`. Fill it in, then *Resume* this "
                              f"run with the path of the filled file, or `posttrain answer {digest[:16]} FILE`.\n")
-    given = suspend_flow_run(wait_for_input=Answers, timeout=None, key=f"{label}-{digest[:16]}-{attempt}")
+    given = suspend_flow_run(wait_for_input=Answers, timeout=None, key=f"{slug}-{digest[:16]}-{attempt}")
     if given is not None and given.answers.strip():
         try:
             answer(digest[:16], given.answers.strip())
@@ -148,8 +151,6 @@ def _suspended(label: str, digest: str, file: Path, attempt: int) -> None:
 
 def resume(task: str) -> list[str]:
     """Resume the suspended flow runs that wait for a task, where a server is configured; their ids."""
-    import os
-
     if not os.environ.get("PREFECT_API_URL"):
         return []
     from prefect.client.orchestration import get_client

@@ -135,7 +135,7 @@ def test_a_spent_budget_leaves_the_rest_unlabelled(judge, given):
         result, made, calls = judge(at(server, **settings, budget_usd=20), {"data": data})
         assert len(server.seen) == len(calls) == 8 and sum(row["cost_usd"] for row in calls) == pytest.approx(32)
         summary = result["summary"]
-        assert summary["judge/over_budget"] == 6 and summary["without_label/over budget"] == 6 and summary["judge/error_rate"] == 0 and "over_budget" in warned(result)
+        assert summary["judge/over_budget"] == 6 and summary["without_label/over budget, the given label kept"] == 6 and summary["judge/error_rate"] == 0 and "over_budget" in warned(result)
         assert result["usage"] == {"judge_calls": 8, "judge_tokens_in": 48, "judge_tokens_out": 8}
         assert sum(row["ann"]["annotator_type"] == "human" for row in made) == 6
     with pytest.raises(ValueError, match="price_in=3"):
