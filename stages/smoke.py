@@ -29,7 +29,7 @@ SPEC = StageSpec(
 
 
 def run(stage):
-    from stages.chat import load_tokenizer, renderer_for
+    from stages.chat import PLAIN_TEMPLATE, load_tokenizer, renderer_for
     from stages.engines import make_engine
     from stages.generation import prompt_ids, sampling_params
     from stages.reports import document, markdown_table, sample_table
@@ -48,7 +48,7 @@ def run(stage):
         if index >= done:
             role = f"models.{name}" if name else "models"
             renderer = renderer_for(stage.path(role))
-            template = "chat" if load_tokenizer(stage.path(role)).chat_template else "none"
+            template = "none" if load_tokenizer(stage.path(role)).chat_template in (None, PLAIN_TEMPLATE) else "chat"
             ids = [prompt_ids(renderer, [{"role": "user", "content": prompt}], template) for prompt in config.prompts]
             groups = make_engine(stage, renderer, role=role).generate(ids, sampling_params(config, renderer), [[stage.seed_for("smoke", k)] for k in range(len(ids))])
             writer.write(complete_row("eval_samples/1", {
