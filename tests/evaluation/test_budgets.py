@@ -183,7 +183,7 @@ def test_thoughts_are_closed_and_drawn_out(tiny, tmp_path):
     assert result["summary"]["forced/closed_rate"] == 1.0 and all("</think>" in r["output"] and r["forced"] == {"closed": True, "waits": 0} for r in closed)
     for before, after in zip(free, closed):
         thought = after["output"].split("\n</think>")[0]
-        assert before["output"].startswith(thought) and after["tokens"] <= 24
+        assert before["output"].startswith(thought.split("\ufffd")[0]) and after["tokens"] <= 24  # up to a character that was cut in two
     _, none = run("none", think_max=0)
     assert all(r["output"].startswith("\n</think>\n\n") for r in none)
     result, waited = run("waited", think_min=20)

@@ -72,6 +72,7 @@ recipe.instructgpt recipe.hh recipe.llama2 recipe.tulu3 recipe.deepseekmath reci
 recipe.hhh_lab recipe.llama3 recipe.llama4 recipe.starling recipe.slic recipe.deliberative recipe.saro
 recipe.matrix_ditto recipe.fact_rlhf recipe.tampering recipe.distill_small recipe.vendor_cycle recipe.merge recipe.budget_toggle recipe.one_shot_rlvr
 recipe.midtrain
+ops.human_gate
 """.split()
 
 
