@@ -24,6 +24,7 @@ RECIPES = {
     "post_training": "flows.post_training",
     "preference": "flows.preference",
     "verifiable": "flows.verifiable",
+    "instruction_following": "flows.instruction_following",
     "agent": "flows.agent",
     "iterated_rlhf": "flows.iterated_rlhf",
     "online_dpo": "flows.online_dpo",

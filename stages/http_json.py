@@ -91,12 +91,12 @@ class ChatServer:
     def __init__(self, endpoint: str, model: str, key_variable: str = "", timeout_s: float = 60.0, concurrency: int = 8):
         self.endpoint, self.model, self.key_variable, self.timeout_s, self.concurrency = endpoint.rstrip("/"), model, key_variable, timeout_s, concurrency
 
-    def ask(self, text: str, **settings) -> dict:
-        """The choice that answers a user's message, with the answer's ``usage``.
+    def ask(self, messages: list[dict], **settings) -> dict:
+        """The choice that answers a conversation, with the answer's ``usage``.
 
         Raises ServerError, after asking again where that may help.
         """
-        body = {"model": self.model, "messages": [{"role": "user", "content": text}], **settings}
+        body = {"model": self.model, "messages": messages, **settings}
         answer = patiently(lambda: request_json(self.endpoint + "/chat/completions", body, key_variable=self.key_variable, timeout_s=self.timeout_s))
         try:
             return {**answer["choices"][0], "usage": answer.get("usage") or {}}

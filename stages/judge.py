@@ -191,7 +191,7 @@ class ServerJudge:
 
     def _ask(self, text: str, **more) -> dict:
         try:
-            choice = self.server.ask(text, **more)
+            choice = self.server.ask([{"role": "user", "content": text}], **more)
         except ServerError as error:
             self.refusal = str(error) if error.refusal else self.refusal
             raise JudgeError(f"The judge at {self.server.endpoint} did not answer as a chat server does ({type(error).__name__}: {error}). Check endpoint and model, "

@@ -19,6 +19,7 @@ STAGES: dict[str, str] = {
     "reward_combine": "stages.reward_combine",
     "label_steps": "stages.label_steps",
     "write_prompts": "stages.write_prompts",
+    "constrain": "stages.constrain",
     "overoptimisation": "stages.overoptimisation",
     "overoptimisation_arms": "stages.overoptimisation_arms",
     "rejection": "stages.rejection",

@@ -1,4 +1,4 @@
-"""Language models that are asked in words for a text: a model input of the stage under its engine, or a chat server (stages ``revise``, ``write_prompts``).
+"""Language models that are asked in words for a text: a model input of the stage under its engine, or a chat server (stages ``revise``, ``write_prompts``, ``constrain``).
 
 A writer answers every request or says why not: what fails on one request is that request's error, and EngineError is raised only where all of a batch failed.
 With a model input a text is a function of (weights, request, seed); what a server makes of a seed is its own.
@@ -16,6 +16,13 @@ from stages.settings import SamplingConfig
 
 #: Ends each worked example of a request in plain text, and so the text that continues it.
 STOP = "\n###"
+#: What is asked: a text, or the messages of a conversation.
+Request = str | list[dict]
+
+
+def messages_of(request: Request) -> list[dict]:
+    """A request as chat messages; those of rows without the columns that are empty."""
+    return [{"role": "user", "content": request}] if isinstance(request, str) else [{name: value for name, value in message.items() if value is not None} for message in request]
 
 
 class WriterConfig(SamplingConfig):
@@ -72,20 +79,23 @@ class ModelWriter:
             self.params = replace(self.params, stop_strings=(*self.params.stop_strings, STOP))
         self.positions = vocabulary_of(stage.path(role))[1]
 
-    def write(self, requests: Sequence[str], seeds: Sequence[int], max_tokens: int, temperature: float) -> list[Written]:
-        """One text per request."""
+    def write(self, requests: Sequence[Request], seeds: Sequence[int], max_tokens: int, temperature: float) -> list[Written]:
+        """One text per request; equal requests in a row are one group, whose prompt is computed once."""
+        from itertools import groupby
+
         from stages.engines import EngineError
         from stages.generation import gen_record
 
         params = replace(self.params, max_new_tokens=max_tokens, temperature=temperature, min_tokens=min(self.params.min_tokens, max_tokens))
-        ids = [self.renderer.text_ids(text, end=False) if self.config.request_format == "text" else self.renderer.prompt_ids([{"role": "user", "content": text}])
+        ids = [self.renderer.text_ids(text, end=False) if self.config.request_format == "text" else self.renderer.prompt_ids(messages_of(text))
                for text in requests]
         limit = min(self.config.max_request_length, self.positions - max_tokens if self.positions is not None else self.config.max_request_length)
         asked = [i for i, row in enumerate(ids) if len(row) <= limit]
-        groups = self.engine.generate([ids[i] for i in asked], params, [[seeds[i]] for i in asked]) if asked else []
+        alike = [list(group) for _, group in groupby(asked, key=lambda i: ids[i])]
+        groups = self.engine.generate([ids[group[0]] for group in alike], params, [[seeds[i] for i in group] for group in alike]) if asked else []
         gens = [{**gen_record(self.stage, self.config, self.renderer, seed, engine=self.engine.name, role=self.role), "temperature": temperature, "max_tokens": max_tokens} for seed in seeds]
         out = [Written("", "too_long", gen) for gen in gens]
-        for i, (c,) in zip(asked, groups):
+        for i, c in zip(asked, (c for group in groups for c in group)):
             out[i] = Written(c.text, c.finish_reason, gens[i], c.error)
         if asked and all(out[i].error is not None for i in asked):  # engines other than servers do not raise by themselves
             raise EngineError(f"{self.engine.name} failed on all {len(asked)} requests. The first one: {out[asked[0]].error}")
@@ -102,7 +112,7 @@ class ServerWriter:
 
         self.config, self.server = config, ChatServer(config.endpoint, config.endpoint_model, config.key_variable, config.timeout_s, config.engine_concurrency)
 
-    def write(self, requests: Sequence[str], seeds: Sequence[int], max_tokens: int, temperature: float) -> list[Written]:
+    def write(self, requests: Sequence[Request], seeds: Sequence[int], max_tokens: int, temperature: float) -> list[Written]:
         """One text per request; one that the server does not answer is that request's error."""
         from stages.engines import EngineError
 
@@ -112,12 +122,12 @@ class ServerWriter:
                               "continue with this block.")
         return out
 
-    def _one(self, request: str, seed: int, max_tokens: int, temperature: float) -> Written:
+    def _one(self, request: Request, seed: int, max_tokens: int, temperature: float) -> Written:
         from stages.http_json import ServerError, said
 
         gen = {"model_id": self.config.endpoint_model, "engine": "chat server", "temperature": temperature, "max_tokens": max_tokens, "rng_seed": seed}
         try:
-            choice = self.server.ask(request, temperature=temperature, max_tokens=max_tokens, seed=seed % 2**31)
+            choice = self.server.ask(messages_of(request), temperature=temperature, max_tokens=max_tokens, seed=seed % 2**31)
         except ServerError as error:
             return Written("", "error", gen, str(error))
         reason = choice.get("finish_reason")

@@ -61,8 +61,8 @@ def indexed(text: str) -> dict[str, str]:
 
 #: Central and described entries of the third page that have no row yet: nothing reaches them, or a part of what they say is missing. A new row shortens this.
 GAPS = """
-data.constraint_pairs data.implicit data.vendor data.agreement data.fasttext_mining data.answer_format
-synth.constraint synth.deliberative
+data.implicit data.vendor data.agreement data.fasttext_mining data.answer_format
+synth.deliberative
 synth.cold_start synth.ultrafeedback synth.nectar_k synth.matrix synth.ditto synth.saro
 synth.urial_demos
 reward.composite reward.tampering reward.safety
