@@ -195,9 +195,11 @@ RL_READ_WHEN = (
     # advantages
     (("baseline", "scale_rewards", "std_ddof", "std_eps", "whiten", "adv_norm_ddof", "advantage_clip"), lambda r, c: r.unit != "pairs",
      "the preset's loss compares the rewards of pairs and reads no advantages; write another preset"),
+    (("multi_objective_aggregation",), lambda r, c: r.advantage == "group_mean" and r.unit != "pairs",
+     "components are normalised in a prompt's group, which advantage=group_mean compares in; write that"),
     (("scale_rewards",), lambda r, c: r.advantage == "group_mean" or (r.advantage == "turn_returns" and r.scale in ("none", "group")),
      "advantage=group_mean divides by a std (turn_returns: by the group's), no other does; write advantage=group_mean"),
-    (("std_ddof", "std_eps"), lambda r, c: r.advantage == "process" or (r.scale != "none" and r.advantage in ("group_mean", "turn_returns")),
+    (("std_ddof", "std_eps"), lambda r, c: r.advantage == "process" or c.multi_objective_aggregation == "normalize_then_sum" or (r.scale != "none" and r.advantage in ("group_mean", "turn_returns")),
      "no std of a group or batch is taken; write advantage=group_mean scale_rewards=group"),
     (("adv_norm_ddof",), lambda r, c: r.whiten, "advantages are not whitened; write whiten=true"),
     (("gamma",), lambda r, c: r.advantage in ("turn_returns", "reward_to_go", "gae") or (

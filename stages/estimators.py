@@ -75,6 +75,17 @@ def group_advantage(rewards, group_ids, mode: str = "mean_std", std_ddof: int = 
     return out, informative
 
 
+def normalized_sum(parts_KB, weights_KB, group_ids, std_ddof: int = 1, std_eps: float = 1e-4, valid=None):
+    """Reward per completion, each component normalised in its prompt's group before it is weighted: sum_k w_k (r_k - mean) / (std + eps) (reward.composite, normalize_then_sum): float64 [B].
+
+    ``parts_KB``, ``weights_KB``: a row per component. A component that is not finite on a row leaves its statistics and adds 0 there; one that is equal over a group adds 0 to all of it.
+    """
+    total = np.zeros(len(list(group_ids)))
+    for values, weights in zip(parts_KB, weights_KB, strict=True):
+        total += np.where(np.isfinite(_f64(values)), _f64(weights), 0.0) * group_advantage(values, group_ids, "mean_std", std_ddof, std_eps, valid)[0]
+    return total
+
+
 def _std(values, ddof):
     return float(np.sqrt(np.square(values - values.mean()).sum() / max(len(values) - ddof, 1)))
 

@@ -51,7 +51,28 @@ CONSISTENCY, FIRST_RATE, ERRORS, LONGER = 0.7, 0.1, 0.02, 0.6
 HOPELESS = 8
 
 
-class JudgeSettings(StageConfig):
+class AskedSettings(StageConfig):
+    """Who is asked, and how patiently."""
+
+    judge_tokens: int = Field(2048, ge=1, description="Tokens of a written reply at most (MT-Bench 2048).")
+    judge_retries: int = Field(3, ge=0, description="Times an unreadable verdict is asked for again, with what is wrong with it (3 is ours).")
+    endpoint: str = Field("", description="Base URL of a server with the OpenAI chat interface; empty: the local model of the input `judge`.")
+    endpoint_model: str = Field("", description="Name of the model on the server.")
+    key_variable: str = Field("", description="Environment variable with the server's key.")
+    timeout_s: float = Field(60.0, gt=0, description="Seconds to wait for one answer of a server.", json_schema_extra={"identity": False})
+    concurrency: int = Field(8, ge=1, description="Requests to a server under way at the same time.", json_schema_extra={"identity": False})
+    price_in: float = Field(0.0, ge=0, description="USD per million tokens read, for the cost in the report.")
+    price_out: float = Field(0.0, ge=0, description="USD per million tokens written.")
+    block: int = Field(64, ge=1, description="Pairs, or prompts with their answers, judged as one resumable unit.")
+
+    @model_validator(mode="after")
+    def _server(self):
+        if self.endpoint and not self.endpoint_model:
+            raise ValueError("endpoint needs endpoint_model, the name of the model on that server")
+        return self
+
+
+class JudgeSettings(AskedSettings):
     """Who is asked, what, and how."""
 
     mode: Literal["preference", "verdict", "five_way"] = Field("preference", description="What the judge says: the probabilities of the letters A and B, a written verdict A, B or tie, or "
@@ -70,22 +91,10 @@ class JudgeSettings(StageConfig):
     principle_of: Literal["drawn", "row"] = Field("drawn", description="Which of the input principles an item is judged by: one that is drawn by its row, or the trait that its answers were "
                                                   "sampled for, else that of the prompt's category (character training).")
     view: Literal["full", "answer_only"] = Field("answer_only", description="What is shown of an answer: all, or what follows its thought (a judge must not see hidden reasoning).")
-    judge_tokens: int = Field(2048, ge=1, description="Tokens of a written reply at most (MT-Bench 2048).")
-    judge_retries: int = Field(3, ge=0, description="Times an unreadable verdict is asked for again, with what is wrong with it (3 is ours).")
-    endpoint: str = Field("", description="Base URL of a server with the OpenAI chat interface; empty: the local model of the input `judge`.")
-    endpoint_model: str = Field("", description="Name of the model on the server.")
-    key_variable: str = Field("", description="Environment variable with the server's key.")
-    timeout_s: float = Field(60.0, gt=0, description="Seconds to wait for one answer of a server.", json_schema_extra={"identity": False})
-    concurrency: int = Field(8, ge=1, description="Requests to a server under way at the same time.", json_schema_extra={"identity": False})
-    price_in: float = Field(0.0, ge=0, description="USD per million tokens read, for the cost in the report.")
-    price_out: float = Field(0.0, ge=0, description="USD per million tokens written.")
     budget_usd: float | None = Field(None, gt=0, title="Budget", description="Ask no further block of pairs once so much was spent by these prices; the rest has no label (ops.cost). Empty: all are asked.")
-    block: int = Field(64, ge=1, description="Pairs judged as one resumable unit.")
 
     @model_validator(mode="after")
     def _possible(self):
-        if self.endpoint and not self.endpoint_model:
-            raise ValueError("endpoint needs endpoint_model, the name of the model on that server")
         if self.budget_usd is not None and not (self.price_in or self.price_out):
             raise ValueError("budget_usd is spent by price_in and price_out, and both are 0; write what the judge's tokens cost, for example price_in=3 price_out=15")
         if self.clamp is not None and not (len(self.clamp) == 2 and 0 <= self.clamp[0] <= 0.5 <= self.clamp[1] <= 1):
@@ -230,31 +239,15 @@ def _logps(row: dict) -> list[float]:
 # -- asking -------------------------------------------------------------------------------------------------------------------
 
 
-class PairJudge:
-    """The judge of a stage. Every call is a row of the output ``judgements``."""
+class Asker:
+    """The judge of a stage, asked for texts or for the probabilities of letters; equal requests once, a server with a journal of its answers. ``judge_id`` names it."""
 
     def __init__(self, stage):
-        from stages import principles
-        from stages.judge import IMPARTIAL
-        from storage.files import canonical_json, sha256_text
-
-        self.stage, self.config = stage, stage.config
         config = stage.config
         if bool(config.endpoint) == stage.has("judge"):
             raise ConfigError(f"stage {stage.name} asks one judge: give --input judge=MODEL, or endpoint=URL with endpoint_model=NAME" + " and not both" * stage.has("judge"))
-        self.principles = principles.load(stage) if stage.has("principles") else []
-        if mute := [p["principle_id"] for p in self.principles if not principles.comparison_request(p)]:
-            raise ConfigError(f"stage {stage.name}: the principles {', '.join(mute[:5])} say nothing that two answers could be judged by; write their text or comparison_request, or "
-                              "active: false")
-        if self.principles and "{principle}" not in config.template:
-            raise ConfigError(f"stage {stage.name}: template shows no principle; write {{principle}} in it, or leave the input `principles` out")
-        self.preamble = config.preamble or IMPARTIAL
-        if config.principle_of == "row" and not self.principles:
-            raise ConfigError(f"stage {stage.name}: principle_of=row judges each item by its own trait; give --input principles=FILE with the traits, or write principle_of=drawn")
+        self.stage, self.config = stage, config
         self.judge_id = config.endpoint_model if config.endpoint else f"model:{stage.inputs['judge'].digest[:16] or 'local'}"
-        shown = [config.mode, config.template, self.preamble, config.few_shot]
-        self.prompt_id = f"{config.mode}-{sha256_text(canonical_json([*shown, config.asks]))[:8]}"
-        self.reason_id = f"reasoning-{sha256_text(canonical_json([*shown, REASON]))[:8]}"
         self.known: dict[str, dict] = {}
         self._asked = None
         self._journal = Journal(stage.workdir / "answers.jsonl") if config.endpoint else None
@@ -271,6 +264,71 @@ class PairJudge:
                 LocalJudge(self.stage.path("judge"), RewardCard(), self.stage.device)
         return self._asked
 
+    def recall(self) -> None:
+        """Take the answers of an earlier run (input ``judgements``), where one is given."""
+        if self.stage.has("judgements"):
+            self.known = {row["cache_key"]: row for row in self.stage.dataset("judgements").iter_rows() if row["raw"] or not row["error"]}
+
+    def cost(self, reply) -> float:
+        """USD of a reply."""
+        return (reply.tokens_in * self.config.price_in + reply.tokens_out * self.config.price_out) / 1e6
+
+    def rows(self) -> Iterable[dict]:
+        """The judgements that were written."""
+        from storage.datasets import open_dataset
+
+        return open_dataset(str(self.stage.workdir / "out" / "judgements")).iter_rows()
+
+    def _replies(self, texts: Sequence[str], attempt: int) -> list:
+        limit = self.config.judge_tokens
+        keys = [self._key(text, "text", limit, attempt) for text in texts]
+        return self._answered(keys, texts, lambda some: self.asked.replies(some, limit), lambda text: self.asked.reply(text, limit))
+
+    def _choices(self, texts: Sequence[str]) -> list:
+        keys = [self._key(text, "letters", 1, 0) for text in texts]
+        return self._answered(keys, texts, lambda some: self.asked.chosen(some, ("A", "B")), lambda text: self.asked.choice(text, ("A", "B")))
+
+    def _key(self, text: str, what: str, tokens: int, attempt: int) -> str:
+        """Digest of judge, request, sampling (temperature 0) and attempt: equal ones have one answer."""
+        from storage.files import canonical_json, sha256_text
+
+        return sha256_text(canonical_json([self.judge_id, text.encode("utf-8", "surrogatepass").hex(), what, tokens, attempt]))[:32]
+
+    def _answered(self, keys: Sequence[str], texts: Sequence[str], together, one_by_one) -> list:
+        """(key, Reply) of each request: from earlier judgements, else from the server's answers so far, else asked for, equal requests once."""
+        found = {key: _reply(self.known[key]) for key in keys if key in self.known}
+        if self._journal is not None:
+            found |= {key: self._journal.known[key] for key in keys if key in self._journal.known and key not in found}
+        fresh = {key: text for key, text in zip(keys, texts) if key not in found}
+        if fresh and self._journal is None:
+            found |= zip(fresh, together(list(fresh.values())))
+        elif fresh:
+            found |= self._journal.ask(fresh, one_by_one, self.config.concurrency)
+        return [(key, found[key]) for key in keys]
+
+
+class PairJudge(Asker):
+    """The judge of a stage about pairs. Every call is a row of the output ``judgements``."""
+
+    def __init__(self, stage):
+        from stages import principles
+        from stages.judge import IMPARTIAL
+        from storage.files import canonical_json, sha256_text
+
+        super().__init__(stage)
+        config = stage.config
+        self.principles = principles.load(stage) if stage.has("principles") else []
+        if mute := [p["principle_id"] for p in self.principles if not principles.comparison_request(p)]:
+            raise ConfigError(f"stage {stage.name}: the principles {', '.join(mute[:5])} say nothing that two answers could be judged by; write their text or comparison_request, or "
+                              "active: false")
+        if self.principles and "{principle}" not in config.template:
+            raise ConfigError(f"stage {stage.name}: template shows no principle; write {{principle}} in it, or leave the input `principles` out")
+        self.preamble = config.preamble or IMPARTIAL
+        if config.principle_of == "row" and not self.principles:
+            raise ConfigError(f"stage {stage.name}: principle_of=row judges each item by its own trait; give --input principles=FILE with the traits, or write principle_of=drawn")
+        shown = [config.mode, config.template, self.preamble, config.few_shot]
+        self.prompt_id = f"{config.mode}-{sha256_text(canonical_json([*shown, config.asks]))[:8]}"
+        self.reason_id = f"reasoning-{sha256_text(canonical_json([*shown, REASON]))[:8]}"
     def run(self, items: Sequence[Item]) -> None:
         """Ask about every item whose answers differ. Raises StageFailure where the judge cannot be asked or read at all; the next run goes on behind the last answer."""
         from stages.harness import StageFailure
@@ -281,8 +339,8 @@ class PairJudge:
         writer = stage.writer("judgements", "judgements/1", meta={"judge": self.judge_id, "template": config.template, "request": config.asks, "preamble": self.preamble,
                                                                   "few_shot": config.few_shot})
         done = stage.units_done
-        if stage.has("judgements") and done * config.block < len(items):
-            self.known = {row["cache_key"]: row for row in stage.dataset("judgements").iter_rows() if row["raw"] or not row["error"]}
+        if done * config.block < len(items):
+            self.recall()
         checkpoint = stage.checkpoints.latest()
         spent = checkpoint.state.get("spent", 0.0) if checkpoint else 0.0
         for start in range(done * config.block, len(items), config.block):
@@ -314,12 +372,6 @@ class PairJudge:
         for row in self.rows():
             calls.setdefault(row["item_id"], []).append(row)
         return [IDENTICAL if item.identical else opinion_of(calls[item.item_id], self.config) if item.item_id in calls else OVER_BUDGET for item in items]
-
-    def rows(self) -> Iterable[dict]:
-        """The judgements that were written."""
-        from storage.datasets import open_dataset
-
-        return open_dataset(str(self.stage.workdir / "out" / "judgements")).iter_rows()
 
     def _block(self, items: Sequence[Item]) -> list[_Call]:
         """The calls about a block of items, in the order of the items and of their orders."""
@@ -395,37 +447,9 @@ class PairJudge:
         if reply.logps:
             more["logps"], p_a = [value if math.isfinite(value) else None for value in reply.logps], soft_label(*reply.logps)
             verdict = verdict_of(p_a)
-        cost = (reply.tokens_in * self.config.price_in + reply.tokens_out * self.config.price_out) / 1e6
         return _completed(call, {"item_id": call.item.item_id, "judge_id": self.judge_id, "judge_prompt_id": prompt_id, "order": call.order, "raw": reply.text, "verdict": verdict,
-                                 "p_a": p_a, "error": reply.error or error, "attempt": attempt, "tokens_in": reply.tokens_in, "tokens_out": reply.tokens_out, "cost_usd": cost,
+                                 "p_a": p_a, "error": reply.error or error, "attempt": attempt, "tokens_in": reply.tokens_in, "tokens_out": reply.tokens_out, "cost_usd": self.cost(reply),
                                  "cache_key": key, "extra_json": _extra(call, more)})
-
-    def _replies(self, texts: Sequence[str], attempt: int) -> list:
-        limit = self.config.judge_tokens
-        keys = [self._key(text, "text", limit, attempt) for text in texts]
-        return self._answered(keys, texts, lambda some: self.asked.replies(some, limit), lambda text: self.asked.reply(text, limit))
-
-    def _choices(self, texts: Sequence[str]) -> list:
-        keys = [self._key(text, "letters", 1, 0) for text in texts]
-        return self._answered(keys, texts, lambda some: self.asked.chosen(some, ("A", "B")), lambda text: self.asked.choice(text, ("A", "B")))
-
-    def _key(self, text: str, what: str, tokens: int, attempt: int) -> str:
-        """Digest of judge, request, sampling (temperature 0) and attempt: equal ones have one answer."""
-        from storage.files import canonical_json, sha256_text
-
-        return sha256_text(canonical_json([self.judge_id, text.encode("utf-8", "surrogatepass").hex(), what, tokens, attempt]))[:32]
-
-    def _answered(self, keys: Sequence[str], texts: Sequence[str], together, one_by_one) -> list:
-        """(key, Reply) of each request: from earlier judgements, else from the server's answers so far, else asked for, equal requests once."""
-        found = {key: _reply(self.known[key]) for key in keys if key in self.known}
-        if self._journal is not None:
-            found |= {key: self._journal.known[key] for key in keys if key in self._journal.known and key not in found}
-        fresh = {key: text for key, text in zip(keys, texts) if key not in found}
-        if fresh and self._journal is None:
-            found |= zip(fresh, together(list(fresh.values())))
-        elif fresh:
-            found |= self._journal.ask(fresh, one_by_one, self.config.concurrency)
-        return [(key, found[key]) for key in keys]
 
 
 @dataclass

@@ -4,11 +4,15 @@
 
 Quotas are by largest remainder, ties to the first source in the order of the labels; rows are drawn once each with the stage's seed and keep their
 order. Every row says in ``extra_json.mixed_from`` which source it is from. Rows of the held-out categories are in the split ``test``, whatever their
-source, so that instruction tuning is judged on tasks it never saw. Validation and test rows pass through as they are; a training row whose prompt or group is
+source, so that instruction tuning is judged on tasks it never saw. Sources whose solutions end in different styles (a box, ####, "The answer is") are warned of, and
+rewritten to one with ``answer_format`` (``data.answer_format``). Validation and test rows pass through as they are; a training row whose prompt or group is
 held out in any source, and a row that an earlier source has, are left out and counted.
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -27,6 +31,10 @@ class Config(StageConfig):
     max_paragraph_chars: int | None = Field(None, ge=1, title="Max paragraph chars", description="Drop answers with a longer paragraph (R1's readability "
                                                                                                  "filter); empty: any length.")
 
+    answer_format: Literal["warn", "boxed", "hash", "phrase", "answer_tag"] = Field(
+        "warn", description="Sources whose worked solutions end in different styles: say so, or rewrite all to one (data.answer_format): \\boxed{12}, #### 12, The answer is: 12, "
+        "<answer>12</answer>. An answer that would not be read as the same stays as it is, and is counted; weights={NAME: 0} leaves a source out.")
+
     @model_validator(mode="after")
     def _shares(self):
         if any(w < 0 for w in self.weights.values()) or (self.weights and not sum(self.weights.values())):
@@ -43,7 +51,7 @@ SPEC = StageSpec(
 def run(stage):
     import json
 
-    from stages.reports import document, facts
+    from stages.reports import document, facts, markdown_table
     from stages.selection import largest_remainder
     from stages.spec import ConfigError
 
@@ -85,17 +93,71 @@ def run(stage):
                 continue
             raise ConfigError(f"mix: {quota} of total={config.total} rows would come from {name!r}, which has {len(sources[name])}; write total={fits} or "
                               f"less, or another weight")
+    formats, counted = answer_formats(stage, {name: rows for name, rows, quota in zip(labels, (sources[name] for name in labels), quotas) if quota}), Counter()
     writer = stage.writer("data", "demonstrations/1")
     for name, quota in zip(labels, quotas):
         chosen = sorted(stage.rng("mix", name).permutation(len(sources[name]))[:quota].tolist())
-        writer.write([completed(sources[name][i]) for i in chosen])
-    writer.write([completed(row) for row in aside])
+        writer.write([completed(in_format(sources[name][i], config, counted)) for i in chosen])
+    writer.write([completed(in_format(row, config, counted)) for row in aside])
     writer.close({**{f"rows/{name}": quota for name, quota in zip(labels, quotas)}, "held_out": len(aside),
                   **{f"dropped/{k}": v for k, v in sorted(dropped.items())}})
     summary = {"rows": sum(quotas), "held_out": len(aside), **{f"rows/{name}": quota for name, quota in zip(labels, quotas)},
                **{f"left/{name}": len(sources[name]) - quota for name, quota in zip(labels, quotas)}, **{f"dropped/{k}": v for k, v in sorted(dropped.items())}}
+    summary |= {f"answer_format/{name}": n for name, n in sorted(counted.items())}
     stage.summary(summary)
-    stage.report("summary", markdown=document("Mixture", facts(summary)))
+    stage.report("summary", markdown=document("Mixture", facts(summary), ("How the sources end their answers", markdown_table(formats))))
+
+
+def answer_formats(stage, sources: dict[str, list[dict]]) -> list[dict]:
+    """How the answers of each source end, a row per source; a warning where they end in more than one style and nobody asked for one. A source with rows of several origins (column
+    source) is told apart by them."""
+    from stages.answer_format import STYLES, ending_of, style_of
+
+    found: dict[str, Counter] = {}
+    for label, rows in sources.items():
+        several = len({row["source"] for row in rows}) > 1
+        for row in rows:
+            where = found.setdefault(f"{label or 'data'}/{row['source']}" if several else label or "data", Counter())
+            where.update([getattr(ending_of(text), "style", None) for text in answers_of(row)[-1:]])
+    styles = {name: style_of(endings) for name, endings in found.items()}
+    used = sorted({style for own in styles.values() for style in own}, key=STYLES.index)
+    if len(used) > 1 and stage.config.answer_format == "warn":
+        said = "; ".join(f"{name}: {', '.join(own)}" for name, own in styles.items() if own)
+        total = sum(found.values(), Counter())
+        stage.warn("answer_formats", f"The answers end in {len(used)} styles ({said}), between which a model learns to waver. Write answer_format={max(used, key=total.get)} to rewrite them to "
+                   "one, or leave a source out with weights.")
+    return [{"source": name, **{style: endings[style] for style in STYLES}, "none": endings[None]} for name, endings in found.items()]
+
+
+def in_format(row: dict, config, counted: Counter) -> dict:
+    """The row with its trained answers in the style asked for; an answer without a style stays as it is."""
+    import json
+
+    from stages.answer_format import ending_of, rewritten
+
+    if config.answer_format == "warn":
+        return row
+    messages, changed = list(row["messages"]), set()
+    for i in trained_turns(row):
+        found = ending_of(text := messages[i]["content"] or "")
+        new = rewritten(text, config.answer_format) if found else None
+        counted["rewritten" if new not in (None, text) else "none" if not found else "already" if new == text else "not_rewritten"] += 1
+        if new not in (None, text):
+            messages[i] = {**messages[i], "content": new}
+            changed.add(found.style)
+    if not changed:
+        return row
+    return {**row, "messages": messages, "extra_json": json.dumps(json.loads(row["extra_json"] or "{}") | {"answer_format_was": sorted(changed)}, sort_keys=True)}
+
+
+def trained_turns(row: dict) -> list[int]:
+    """Places of the answers of a row that are trained: all of the assistant's where none is named."""
+    return [i for i in row["train_turns"] or range(len(row["messages"])) if row["messages"][i]["role"] == "assistant"]
+
+
+def answers_of(row: dict) -> list[str]:
+    """The texts of a row that are trained."""
+    return [row["messages"][i].get("content") or "" for i in trained_turns(row)]
 
 
 def completed(row: dict) -> dict:
@@ -106,7 +168,7 @@ def completed(row: dict) -> dict:
 
 def unreadable(row: dict, config) -> str | None:
     """Why the trained answers of a row are left out, or None."""
-    texts = [row["messages"][i].get("content") or "" for i in row["train_turns"] or range(len(row["messages"])) if row["messages"][i]["role"] == "assistant"]
+    texts = answers_of(row)
     if config.drop_code_blocks and any("```" in text for text in texts):
         return "code_block"
     if config.max_paragraph_chars is not None and any(len(part) > config.max_paragraph_chars for text in texts for part in text.split("\n\n")):

@@ -29,6 +29,7 @@ STAGES: dict[str, str] = {
     "judge": "stages.ai_labels",
     "human_task": "stages.human_task",
     "human_answers": "stages.human_answers",
+    "rate": "stages.rate",
     "curriculum": "stages.curriculum",
     "rl": "stages.rl",
     "align": "stages.align",

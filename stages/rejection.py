@@ -49,6 +49,8 @@ class Config(SamplingConfig):
     in_context: bool = Field(False, description="Sample with the demonstrations of the component kind=icdpo in the prompt (rs.icdpo).")
     system: str = Field("", description="System message in front of every prompt while sampling; rows are kept without it. With the input traits, {trait} in it is the text of the prompt's "
                                         "trait; empty: a sentence that asks for answers of this character.")
+    trait_of: Literal["category", "drawn"] = Field("category", description="traits: a prompt's is the one that its column category names, or one drawn at random for it, a principle in the "
+                                                   "system message that varies the answers (UltraFeedback).")
     split: str = Field("train", description="Prompt split to sample from; candidates and selected rows stay in it.")
     validation_fraction: float = Field(0.0, ge=0, lt=1, description="Share of the selected training prompts whose rows become the validation split, for sft to judge itself by.")
     max_prompts: int | None = Field(None, ge=1, title="Max prompts", description="Prompts used at most.")
@@ -83,7 +85,7 @@ SPEC = StageSpec(
             "rubric": InputSpec("dataset", kinds=("rubric_items/1",), required=False, doc="Rubric of the component with kind=rubric: a file or a dataset."),
             **REWARD_INPUTS,
             "traits": InputSpec("dataset", kinds=("principles/1",), required=False, doc="Traits of a character: each prompt is answered behind the text of the one that its column category names, "
-                                                                                       "which stage write_prompts writes."),
+                                                                                       "which stage write_prompts writes, or of one that is drawn (trait_of)."),
             "candidates": InputSpec("dataset", kinds=("candidates/1",), required=False, many=True,
                                     doc="Scored candidates of earlier runs: select again without generating. Those of several models, checkpoints or settings "
                                         "(candidates.LABEL) are joined by prompt (rs.mix).")},
@@ -258,7 +260,7 @@ class Context:
         config, self.renderer, self.traits = stage.config, renderer, {}
         self.system = config.system
         if stage.has("traits"):
-            from stages.principles import load
+            from stages.principles import draw, load
 
             if other := next((name for name in OTHER_CONTEXTS if getattr(config, name)), None):
                 raise ConfigError(f"rejection: traits and {other} both say what answers are sampled from; leave one of them out")
@@ -266,19 +268,24 @@ class Context:
             self.traits = {row["principle_id"]: row for row in load(stage, "traits")}
             if "{trait}" not in self.system:
                 raise ConfigError("rejection: system does not show the trait; write {trait} in it, or leave it out")
-            lost = [row for row, _ in rows if row["category"] not in self.traits]
+            self.drawn = {row["row_id"]: draw(stage, list(self.traits.values()), row["row_id"]) for row, _ in rows} if config.trait_of == "drawn" else {}
+            lost = [row for row, _ in rows if not self.drawn and row["category"] not in self.traits]
             if lost:
                 raise ConfigError(f"rejection: {len(lost)} of {len(rows)} prompts have no trait (the first one's category is {lost[0]['category']!r}); write the id of a trait into the column category, "
-                                  f"one of {', '.join(list(self.traits)[:10])}")
+                                  f"one of {', '.join(list(self.traits)[:10])}, or trait_of=drawn")
         long = [n for row, _ in rows if self.system and (n := len(self.ids(row))) > config.max_prompt_length]
         if long:
             raise ConfigError(f"rejection: behind their system message {len(long)} of {len(rows)} prompts have more than max_prompt_length={config.max_prompt_length} tokens; shorten it, or write "
                               f"max_prompt_length={max(long)} (lower max_completion_length where the model has no more positions)")
 
+    def trait(self, row: dict) -> dict:
+        """The trait of a prompt."""
+        return self.drawn[row["row_id"]] if self.drawn else self.traits[row["category"]]
+
     def messages(self, row: dict) -> list[dict]:
         from stages.members import with_system
 
-        return with_system(row["prompt"], self.system.replace("{trait}", self.traits[row["category"]]["text"]) if self.traits else self.system)
+        return with_system(row["prompt"], self.system.replace("{trait}", self.trait(row)["text"]) if self.traits else self.system)
 
     def ids(self, row: dict) -> list[int]:
         return self.renderer.prompt_ids(self.messages(row))
@@ -287,7 +294,7 @@ class Context:
         """What a candidate says about it."""
         from storage.schema import prompt_id
 
-        trait = {"trait": row["category"], "trait_version": self.traits[row["category"]]["version"]} if self.traits else {}
+        trait = {"trait": self.trait(row)["principle_id"], "trait_version": self.trait(row)["version"]} if self.traits else {}
         return {"sampling_prompt_id": prompt_id(self.messages(row)), **trait}
 
 

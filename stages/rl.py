@@ -147,6 +147,9 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
         "none", description="Control experiments: random rewards, inverted ones, or the components of kind format alone. Nothing else of the task counts then: no "
         "verdicts, no penalties of long or cut completions. Of stored rollouts too.")
     step_separator: str = Field("\n\n", description="End of a reasoning step (advantage=process, vine).")
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
+        "sum_then_normalize", description="Several reward components: their weighted sum is compared within the group, or each is normalised there by std_ddof and std_eps and then weighted, "
+        "so that weights do not depend on scales (reward.composite; TRL's name). normalize_then_sum needs advantage=group_mean and takes the place of its scale_rewards.")
     baseline_value: float = Field(0.0, description="baseline=constant.")
     baseline_decay: float = Field(0.9, ge=0, lt=1, description="Moving-average baseline of reinforce.")
     baseline_samples: int = Field(8, ge=1, description="Completions of the starting policy per prompt behind baseline=table and v_star (A*-PO 8).")
@@ -306,7 +309,10 @@ def row_of(config: Config):
         if unknown:
             raise ConfigError(f"options {', '.join(sorted(unknown))}: preset {config.preset} has {', '.join(start.options) or 'none'}; remove them.")
         changes["options"] = {**start.options, **config.options}
-    return rl_preset(config.preset, **{k: v for k, v in changes.items() if v is not None})
+    row = rl_preset(config.preset, **{k: v for k, v in changes.items() if v is not None})
+    if config.multi_objective_aggregation == "normalize_then_sum" and config.scale_rewards is None and row.advantage == "group_mean":
+        return replace(row, scale="none")  # the components are divided by their std, their sum is not again
+    return row
 
 
 def not_read(config: Config) -> dict[str, str]:
@@ -338,6 +344,12 @@ def resolve_preset(config: Config):
     if (config.reward_norm != "none" or config.reward_clip) and (config.environment or row.advantage in ("process", "win_rate", "vine")):
         raise ValueError(f"reward_norm and reward_clip change the reward of whole completions, which {'turns' if config.environment else f'advantage={row.advantage}'} "
                          "do not read; leave them out, or normalise the component (kind=model, normalise=batch).")
+    if config.multi_objective_aggregation == "normalize_then_sum":
+        refused = {"reward_override replaces what the components say; leave one of them out": config.reward_override != "none",
+                   f"scale_rewards={config.scale_rewards} would divide the sum by a std once more; leave it out": row.scale != "none",
+                   f"truncation_policy={row.truncation_policy} sets rewards on the scale of the plain sum; write truncation_policy=score or mask": row.truncation_policy not in ("score", "mask")}
+        for text in (text for text, on in refused.items() if on):
+            raise ValueError(f"multi_objective_aggregation=normalize_then_sum: {text}.")
     if row.advantage == "process":
         unread = [f"reward_override={config.reward_override}"] * (config.reward_override != "none") + [f"truncation_policy={row.truncation_policy}"] * (row.truncation_policy in ("zero", "penalty"))
         unread += ["the soft overlong penalty (write soft_punish_cache=0)"] * bool(row.soft_punish_share if config.soft_punish_cache is None else config.soft_punish_cache)

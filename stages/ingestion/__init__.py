@@ -8,6 +8,7 @@ plain.py       rows of a file as they are, uncurated
 whole.py       files that are read as a whole or not at all (rubrics, principles)
 pairing.py     rankings, ratings, Likert labels, votes and thumbs -> pairs (and back)
 conversions.py the conversion matrix A.1 as row-wise and grouped converters
-curation.py    splits, near duplicates, decontamination, bias audit, agreement
+curation.py    splits, near duplicates, decontamination, bias audit, statistics of agreement
+agreement.py   who labelled what how, and agreement per batch and slice
 seen.py        duplicate detection and grouping on disk
 """

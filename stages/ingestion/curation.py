@@ -1,4 +1,4 @@
-"""Splits, near duplicates, decontamination, bias audit and agreement.
+"""Splits, near duplicates, decontamination, bias audit and statistics of agreement.
 
 Catalogue: data.split, data.dedup, data.decontam, data.bias_audit, data.agreement, data.difficulty, data.ifd.
 """
@@ -387,23 +387,29 @@ def cohen_kappa(confusion: Sequence[Sequence[float]]) -> dict:
     return {"p_observed": observed, "p_expected": expected, "kappa": (observed - expected) / (1 - expected) if expected != 1 else None}
 
 
-def fleiss_kappa(counts: Sequence[Sequence[int]]) -> dict:
-    """P_bar, P_e, kappa of an items x categories table with the same number of raters per item."""
-    n, items = sum(counts[0]), len(counts)
-    p_bar = math.fsum((sum(v * v for v in row) - n) / (n * (n - 1)) for row in counts) / items
-    p_e = math.fsum((sum(column) / (items * n)) ** 2 for column in zip(*counts))
+def fleiss_kappa(counts: Sequence[Sequence[int]], times: Sequence[int] | None = None) -> dict:
+    """P_bar, P_e, kappa of an items x categories table with the same number of raters per item, rows counted ``times`` (default once); None without items or with one rater,
+    and kappa where P_e = 1. Raises ValueError where the raters differ in number."""
+    times = [1] * len(counts) if times is None else times
+    n, items = sum(counts[0]) if counts else 0, sum(times)
+    if any(sum(row) != n for row in counts):
+        raise ValueError("Fleiss's kappa takes items with the same number of labels; leave the others out, or take krippendorff_alpha")
+    if n < 2 or not items:
+        return {"P_bar": None, "P_e": None, "kappa": None}
+    p_bar = math.fsum(t * (sum(v * v for v in row) - n) / (n * (n - 1)) for row, t in zip(counts, times)) / items
+    p_e = math.fsum((sum(v * t for v, t in zip(column, times)) / (items * n)) ** 2 for column in zip(*counts))
     return {"P_bar": p_bar, "P_e": p_e, "kappa": (p_bar - p_e) / (1 - p_e) if p_e != 1 else None}
 
 
-def krippendorff_alpha(units: Sequence[Sequence], metric: str = "nominal") -> float | None:
-    """alpha = 1 - D_o/D_e over units of labels; units with fewer than two labels are dropped."""
+def krippendorff_alpha(units: Sequence[Sequence], metric: str = "nominal", times: Sequence[int] | None = None) -> float | None:
+    """alpha = 1 - D_o/D_e over units of labels, counted ``times`` (default once); units with fewer than two labels are dropped. None where D_e = 0 or no unit is left."""
     pairs: Counter = Counter()
-    for unit in units:
+    for unit, t in zip(units, [1] * len(units) if times is None else times):
         if len(unit) >= 2:
             for i, a in enumerate(unit):
                 for j, b in enumerate(unit):
                     if i != j:
-                        pairs[a, b] += Fraction(1, len(unit) - 1)
+                        pairs[a, b] += Fraction(t, len(unit) - 1)
     totals: Counter = Counter()
     for (a, _), value in pairs.items():
         totals[a] += value

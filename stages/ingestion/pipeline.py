@@ -15,7 +15,7 @@ from typing import Any, Iterator
 
 from stages.choices import question_of
 from stages.harness import StageFailure
-from stages.ingestion import conversions, curation, rules, votes
+from stages.ingestion import agreement, conversions, curation, rules, votes
 from stages.ingestion.formats import _ASKED, ALIASES, Adapter, detect, fold_system, known_columns, rename
 from stages.ingestion.rules import Bad
 from stages.ingestion.seen import SeenRows
@@ -400,6 +400,10 @@ class Ingestion:
             raise Bad("contaminated")
         if kind == "stepwise/1" and row.get("is_quality_control") and self.kind != kind:
             raise Bad("quality_control")
+        if labels := agreement.labels_of(kind, row):
+            slices = agreement.slices_of(row)
+            for label in labels:
+                self.seen.label(*label, slices, seq)
         key, exact = None, False
         flagging = self.config.contradictions == "flag_second"
         annotated = kind == "comparisons/1" and bool((row.get("ann") or {}).get("annotator_id"))
@@ -647,13 +651,20 @@ class Ingestion:
             account["prefixes"] = self.bias.prefix_bias()
         if self.benchmarks is not None:
             account["decontamination"] = self.benchmarks.report()
+        agreed = agreement.agreement(self.seen.labels())
+        if agreed:
+            account["agreement"] = agreed["all", ""]
+            stage.report("agreement", table=[{"slice": part, "value": value, **found} for (part, value), found in agreed.items()])
         splits = self.data.close(account)["splits"]
         self.quarantine.close({"rows": counts.rows_quarantined, "codes": account["codes"]})
         stage.summary({"rows_in": counts.rows_in, "rows_kept": counts.rows_kept, "rows_quarantined": counts.rows_quarantined,
                        "rows_out": counts.rows_out} | {f"split.{name}": n for name, n in splits.items()} | {f"quarantine.{code}": n for code, n in account["codes"].items()}
                       | {f"dropped.{reason}": n for reason, n in sorted(counts.dropped.items())}
                       | {f"bias.{name}": value for name, value in bias.items()}
-                      | {f"decontamination.{name}": value for name, value in account.get("decontamination", {}).items()})
+                      | {f"decontamination.{name}": value for name, value in account.get("decontamination", {}).items()}
+                      | {f"agreement.{name}": value for name, value in account.get("agreement", {}).items() if value is not None})
+        for text in agreement.warnings(agreed):
+            stage.warn("agreement", text)
         self._warnings(account)
         stage.report("ingest", markdown=self._markdown(account),
                      table=[{"code": code, "rows": n, "meaning": rules.CODES.get(code, ""), "first": _places(counts.samples.get(code, []))}
@@ -731,7 +742,8 @@ class Ingestion:
             lines += ["Splits that files say: " + ", ".join(f"{name} = {split}" for name, split in self._file_splits.items()), ""]
         if account["conversion"]["dropped"]:
             lines += ["Dropped by the conversion: " + ", ".join(f"{n} {reason}" for reason, n in account["conversion"]["dropped"].items()), ""]
-        for title, values in (("Preference bias", account.get("bias")), ("Decontamination", account.get("decontamination"))):
+        for title, values in (("Preference bias", account.get("bias")), ("Decontamination", account.get("decontamination")),
+                              ("Agreement of annotators", account.get("agreement"))):
             if values:
                 lines += [f"## {title}", "", "| | |", "|---|---|", *(f"| {k} | {v:.4g} |" if isinstance(v, float) else f"| {k} | {v} |"
                                                                       for k, v in values.items()), ""]

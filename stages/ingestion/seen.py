@@ -35,7 +35,7 @@ class SeenRows:
                 self._remove()
                 self.valid, self.db = False, self._connect()
             else:
-                for table, first in (("seen", resume_at), ("splits", resume_at), ("groups", resume_at * ROWS_PER_SEQ), ("staged", resume_at * ROWS_PER_SEQ)):
+                for table, first in (("seen", resume_at), ("splits", resume_at), ("labels", resume_at), ("groups", resume_at * ROWS_PER_SEQ), ("staged", resume_at * ROWS_PER_SEQ)):
                     self.db.execute(f"DELETE FROM {table} WHERE seq >= ?", (first,))
         self._insert = "INSERT OR IGNORE INTO seen VALUES (?, ?)"
 
@@ -49,6 +49,7 @@ class SeenRows:
         db.execute("CREATE TABLE IF NOT EXISTS staged (gid INTEGER, seq INTEGER, row BLOB, "
                    "PRIMARY KEY (gid, seq)) WITHOUT ROWID")
         db.execute("CREATE TABLE IF NOT EXISTS splits (key BLOB PRIMARY KEY, split TEXT, seq INTEGER) WITHOUT ROWID")
+        db.execute("CREATE TABLE IF NOT EXISTS labels (item BLOB, annotator TEXT, category TEXT, number REAL, slices BLOB, seq INTEGER, PRIMARY KEY (item, annotator)) WITHOUT ROWID")
         db.execute("CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value INTEGER)")
         db.execute("BEGIN")
         return db
@@ -98,6 +99,15 @@ class SeenRows:
             rows.append((seq, orjson.loads(blob)))
         if rows:
             yield current, rows
+
+    def label(self, item: bytes, annotator: str, category: str, number: float, slices: dict, seq: int) -> None:
+        """Remember what an annotator said of an item; the first time counts."""
+        self.db.execute("INSERT OR IGNORE INTO labels VALUES (?, ?, ?, ?, ?, ?)", (item, annotator, category, number, orjson.dumps(slices), seq))
+
+    def labels(self) -> Iterator[tuple[bytes, str, str, float, dict]]:
+        """(item, annotator, category, number, slices) of all labels, those of an item together."""
+        for *label, slices in self.db.execute("SELECT item, annotator, category, number, slices FROM labels ORDER BY item, annotator"):
+            yield *label, orjson.loads(slices)
 
     def count_groups(self) -> int:
         """Number of groups staged."""

@@ -19,7 +19,7 @@ from stages.algorithms import BASELINE_ADVANTAGES, RLPreset
 from stages.batching import Item, make_item, per_response
 from stages.credit import Batch, Credit, assign
 from stages.debate import debate_metrics
-from stages.estimators import KLController, MovingAverageBaseline, RunningScale, apply_truncation, normalise_rewards, overlong_penalty, table_baseline, v_star
+from stages.estimators import KLController, MovingAverageBaseline, RunningScale, apply_truncation, normalise_rewards, normalized_sum, overlong_penalty, table_baseline, v_star
 from stages.generation import Sample
 from stages.members import Members
 from stages.rollouts.groups import Group
@@ -118,6 +118,8 @@ class Crediting:
             metrics["kl/sequence_sum"] = self.last_kl = float(d.sum(1).mean())
         metrics |= trajectory_metrics(config, self.policy, drawn)
         finite = np.isfinite(rewards)
+        if config.multi_objective_aggregation == "normalize_then_sum":  # behind the metrics: alarms compare the plain sums of iterations, these have mean 0
+            rewards = np.where(finite, self._normalized(samples, overlong, group_of), np.nan)
         if config.reward_norm != "none" or config.reward_clip is not None:
             paid = finite & np.array([row.truncation_policy != "bootstrap" or s.terminated for s in samples])  # a bootstrapped completion has no reward: its end's value stands in for it
             if paid.any():
@@ -219,6 +221,14 @@ class Crediting:
         cache = round(self.row.soft_punish_share * limit) if self.config.soft_punish_cache is None else self.config.soft_punish_cache
         cache = cache if self.config.reward_override == "none" else 0
         return overlong_penalty([len(s.ids) for s in samples], limit, cache) if cache else np.zeros(len(samples)), cache
+
+    def _normalized(self, samples, overlong, group_of):
+        """Rewards whose components, the penalty of long completions one of them, are normalised in their group and then weighted (``multi_objective_aggregation``)."""
+        names = list(dict.fromkeys(name for s in samples for name in s.weights or ()))
+        parts = [[s.parts[name] if name in (s.weights or ()) else np.nan for s in samples] for name in names]
+        weights = [[(s.weights or {}).get(name, 0.0) for s in samples] for name in names]
+        counted = np.array([np.isfinite(s.total) and (self.row.truncation_policy != "mask" or self.config.truncated_in_stats or s.terminated) for s in samples])
+        return normalized_sum([*parts, overlong], [*weights, np.ones(len(samples))], group_of, self.row.std_ddof, self.row.std_eps, counted)
 
     def _truncated(self, samples, overlong, after):
         """(rewards [B], NaN = unscorable; value after the last token [B]; rows that are kept [B]) by the rule for completions without end."""

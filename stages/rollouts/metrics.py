@@ -43,6 +43,11 @@ def rollout_metrics(samples: Sequence[Sample], rewards, group_of) -> dict[str, f
         values = [s.parts[name] for s in samples if s.parts.get(name) is not None]
         if values:
             out[f"reward/{name}"] = float(np.mean(values))
+            if "/" not in name:
+                out[f"reward/{name}/std"] = float(np.std(values))
+                longer = [len(s.ids) for s in samples if s.parts.get(name) is not None]
+                if not is_constant(values) and not is_constant(longer):
+                    out[f"reward/{name}/length_correlation"] = float(np.corrcoef(values, longer)[0, 1])
     verdicts = [s.correct for s in samples if s.correct is not None]
     if verdicts:
         out["train/correct"] = float(np.mean(verdicts))

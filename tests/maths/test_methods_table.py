@@ -61,9 +61,9 @@ def indexed(text: str) -> dict[str, str]:
 
 #: Central and described entries of the third page that have no row yet: nothing reaches them, or a part of what they say is missing. A new row shortens this.
 GAPS = """
-data.implicit data.vendor data.agreement data.fasttext_mining data.answer_format
+data.implicit data.vendor data.fasttext_mining
 synth.deliberative
-synth.cold_start synth.ultrafeedback synth.nectar_k synth.matrix synth.ditto synth.saro
+synth.cold_start synth.matrix synth.ditto synth.saro
 synth.urial_demos
 reward.composite reward.tampering reward.safety
 eval.conformance eval.failure_modes

@@ -694,3 +694,50 @@ def test_pretraining_rows_count_the_documents_they_hold(tiny, tmp_path):
         assert sum(i.extra["documents"] for i in items) == pytest.approx(6.0) and len(items) != 6
         found.append(PolicyGradient(resolve_preset(config)[0], config).counts(items)["ptx_documents"])
     assert found == pytest.approx([6.0, 6.0])
+
+
+# --- several rewards -----------------------------------------------------------------------------------------------------------------
+
+def test_components_are_normalised_before_they_are_weighted(rl):
+    """reward.composite: normalize_then_sum does not depend on a component's scale, the sum's comparison does; a missing part leaves the statistics; equal parts add nothing."""
+    letter = {"name": "letter", "kind": "python", "source": "def score(prompt, completion, answer):\n    return None if len(completion) % 5 == 4 else float(len(completion) % 3)", "on_missing": "skip"}
+    flat = {"name": "flat", "kind": "python", "source": "def score(prompt, completion, answer):\n    return 7.0"}
+    wide = {**SPREAD, "source": SPREAD["source"].replace("return ", "return 1000 * (") + ")"}
+    config = {"preset": "grpo", "beta": 0.0, "multi_objective_aggregation": "normalize_then_sum", "std_ddof": 0, "std_eps": 0.0, "max_steps": 1, "reward_override": "none"}
+
+    def advantages(name, rewards, **more):
+        result, metrics = rl(name, {**config, **more, "rewards": rewards})
+        rows = rows_of(result)
+        return [row["advantages"][0] for row in rows], rows, metrics
+
+    found, rows, metrics = advantages("then", [{**SPREAD, "weight": 2.0}, letter, flat])
+    groups = {}
+    for i, row in enumerate(rows):
+        groups.setdefault(row["prompt_id"], []).append(i)
+    for members in groups.values():
+        total = np.zeros(len(members))
+        for name, weight in (("spread", 2.0), ("letter", 1.0), ("flat", 1.0)):
+            value = np.array([next(c["value"] for c in rows[i]["reward_components"] if c["name"] == name) for i in members], float)  # None -> nan
+            there = np.isfinite(value)
+            if there.sum() > 1 and np.ptp(value[there]) > 0:
+                total[there] += weight * (value[there] - value[there].mean()) / value[there].std()
+        np.testing.assert_allclose([found[i] for i in members], total - total.mean(), atol=1e-9)
+    assert any(c["value"] is None for row in rows for c in row["reward_components"])
+    assert "reward/spread/std" in metrics[0] and metrics[0]["reward/flat/std"] == 0.0 and 0 < metrics[0]["reward/letter/unscorable_fraction"] < 1
+    np.testing.assert_allclose(advantages("scaled", [{**wide, "weight": 2.0}, letter, flat])[0], found, atol=1e-9)
+    plain = {**config, "multi_objective_aggregation": "sum_then_normalize"}
+    assert not np.allclose(advantages("sum", [{**wide, "weight": 2.0}, letter, flat], **plain)[0], advantages("sum2", [{**SPREAD, "weight": 2.0}, letter, flat], **plain)[0], atol=1e-3)
+
+
+def test_every_components_spread_and_its_correlation_with_length_are_logged():
+    samples = [Sample({}, [1], g, [2] * n, [0.0] * n, "eos", "x", 1.0, {"a": a, "flat": 1.0, "gone": None}, {}) for g, (n, a) in enumerate([(1, 0.0), (2, 1.0), (3, 0.5), (5, None)])]
+    found = rollout_metrics(samples, np.ones(4), np.arange(4))
+    assert found["reward/a/length_correlation"] == pytest.approx(np.corrcoef([0, 1, 0.5], [1, 2, 3])[0, 1]) and found["reward/a/std"] == pytest.approx(np.std([0, 1, 0.5]))
+    assert "reward/flat/length_correlation" not in found and found["reward/flat/std"] == 0.0 and "reward/gone/std" not in found
+
+
+@pytest.mark.parametrize("config,message", [({"preset": "rloo"}, "advantage=group_mean compares in"), ({"scale_rewards": "group"}, "leave it out"), ({"reward_override": "random"}, "leave one of them out"),
+                                            ({"truncation_policy": "penalty"}, "truncation_policy=score or mask")])
+def test_where_components_cannot_be_normalised(config, message):
+    with pytest.raises(Exception, match=message):
+        resolve_preset(Config(**{"preset": "grpo", **config, "multi_objective_aggregation": "normalize_then_sum"}))

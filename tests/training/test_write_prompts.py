@@ -213,3 +213,27 @@ def test_answers_are_sampled_behind_the_trait_and_kept_without_it(roomy, traits,
     write_dataset(str(tmp_path / "other"), "p", "prompts/1", other)
     with pytest.raises(Exception, match="have no trait"):
         run("none", config, {**inputs, "prompts": str(tmp_path / "other")})
+
+
+def test_a_principle_can_be_drawn_for_each_prompt(roomy, traits, spec, tmp_path):  # noqa: F811
+    """UltraFeedback: prompts need no category; the candidate names the principle that it was sampled behind, the same one for all answers to a prompt, another with another seed."""
+    from stages.chat import renderer_for
+    from stages.members import with_system
+    from stages.modeling import freeze, load_policy
+    from stages.generation import sampling_params
+    from stages.rejection import CHARACTER
+    from stages.rejection import Config as Rejection
+    from stages.sampler import Sampler
+
+    rows = [complete_row("prompts/1", {"prompt": user(f"What about {i}?")}, dataset="p", source="s", origin="ai") for i in range(8)]
+    write_dataset(str(tmp_path / "prompts"), "p", "prompts/1", rows)
+    config = {"num_generations": 2, "max_completion_length": 4, "rewards": [{"kind": "truncation"}], "allow_empty": True, "trait_of": "drawn"}
+    drawn = []
+    for seed in (5, 6):
+        made = {**spec("rejection", config, {"model": roomy[0], "prompts": str(tmp_path / "prompts"), "traits": traits}, f"drawn{seed}"), "seed": seed}
+        candidates = rows_of(execute(made, silent), "candidates")
+        drawn.append([json.loads(c["extra_json"])["trait"] for c in candidates])
+    assert set(drawn[0]) == set(TRAITS) and drawn[0] != drawn[1] and drawn[0][::2] == drawn[0][1::2]
+    renderer, sampler = renderer_for(roomy[0]), Sampler(freeze(load_policy(roomy[0], "cpu")), renderer_for(roomy[0]).tokenizer)
+    ids = renderer.prompt_ids(with_system(candidates[0]["prompt"], CHARACTER.format(trait=TRAITS[drawn[1][0]])))
+    assert sampler.generate([ids], sampling_params(Rejection(**config), renderer), [[c["gen"]["rng_seed"] for c in candidates[:2]]])[0][0].text == candidates[0]["completion"][0]["content"]

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 
-from stages.estimators import apply_truncation
+from stages.estimators import apply_truncation, group_advantage, normalized_sum
 from stages.rewards import RewardComponent, build_rewards, combine, vote
 from stages.verifiers import (SCRIPTS, STRICT_ORDER, as_rational, check_constraint, code_reward, constraint_reward, extract, extract_boxed,
                               extract_hash, extract_last_number, extract_mc_letter, format_reward, language_share, math_equal, soft_overlong, view)
@@ -50,6 +50,13 @@ def composite(inputs, params):
     columns, weights = inputs["components"], params["weights"]
     n = len(next(iter(columns.values())))
     return {policy: [combine({k: columns[k][i] for k in columns}, weights, policy) for i in range(n)] for policy in ("skip", "renormalise")}
+
+
+def normalise_order(inputs, params):
+    parts, weights, one = [inputs["accuracy"], inputs["format"]], params["weights"], [0] * len(inputs["accuracy"])
+    total = [sum(w * part[i] for w, part in zip(weights, parts)) for i in range(len(one))]
+    return {"sum_then_normalize": group_advantage(total, one, "mean_std", params["ddof"], 0.0)[0].tolist(),
+            "normalize_then_sum": normalized_sum(parts, [[w] * len(one) for w in weights], one, params["ddof"], 0.0).tolist()}
 
 
 def rlvr(inputs, params):
@@ -158,6 +165,7 @@ ADAPTERS = {
     "eos_subtract": truncation,
     "eos_gate_tulu": tulu,
     "composite_missing": composite,
+    "composite_normalise_order": normalise_order,
     "rlvr_accuracy_plus_format": rlvr,
     "reward_view": views,
     "reward_view_missing_tags": views,

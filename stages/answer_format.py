@@ -1,0 +1,78 @@
+r"""How worked solutions end, and the same solutions with another ending (``data.answer_format``).
+
+boxed        ... so the area is $\boxed{12}$.          hash      ... \n#### 12
+phrase       ... The answer is: 12                     answer_tag ... <answer>12</answer>
+
+Sources that end in different ways teach a model to waver between them. An ending counts only where it closes the text; of several marks the innermost counts ("The answer is
+$\boxed{12}$." is boxed), for that is what verifiers read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from stages.verifiers import extract, extract_boxed, math_equal
+
+STYLES = ("boxed", "hash", "phrase", "answer_tag")
+#: A source has a style where so large a share of its answers has any, and a second one where so large a share of these has it (ours).
+MARKED, MIXED = 0.2, 0.1
+_CLOSING = re.compile(r"[\s.$*\\)\]]*\Z")  # what may follow the box that ends a text
+_HASH = re.compile(r"\n?[ \t]*#### *([^\n]+?)\s*\Z")
+_TAG = re.compile(r"\n?<answer>([^\n]*?)</answer>\s*\Z")
+_PHRASE = re.compile(r"(?i)(?:\A|(?<=[\s*]))(?:\*\*)?(?:(?:so|thus|hence|therefore),? )?the (?:final )?answer is:?\s*([^\n]*?)\s*\Z")
+ENDINGS = {"boxed": "The answer is $\\boxed{{{}}}$.", "hash": "#### {}", "phrase": "The answer is: {}", "answer_tag": "<answer>{}</answer>"}
+
+
+@dataclass(frozen=True)
+class Ending:
+    """style, the answer it gives, and the text without the mark: what comes before the ending, or, of a box in a sentence, the sentence with what was in the box."""
+
+    style: str
+    answer: str
+    before: str
+
+
+def ending_of(text: str) -> Ending | None:
+    """How a text ends, None where it has none of the ``STYLES``."""
+    if found := _TAG.search(text):
+        inside = found[1].strip()
+        answer = extract_boxed(inside) or extract(inside, ("hash",)) or inside
+        return Ending("answer_tag", answer.strip(), text[:found.start()]) if answer.strip() else None
+    if found := _HASH.search(text):
+        return Ending("hash", found[1].strip(), text[:found.start()])
+    box = extract_boxed(text)
+    if box is not None and box.strip():
+        start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
+        end = text.index("{", start) + len(box) + 2
+        if _CLOSING.match(text, end):
+            said = _PHRASE.search(text)
+            return Ending("boxed", box.strip(), text[:said.start()] if said and said.start() < start else text[:start] + box + text[end:])
+    if (found := _PHRASE.search(text)) and (answer := found[1].strip("* ").rstrip(".").strip()) and not re.search(r"[.!?]\s+\S", answer):
+        return Ending("phrase", answer, text[:found.start()])
+    return None
+
+
+def rewritten(text: str, style: str) -> str | None:
+    """The text with its answer in another style; itself where it has that style already, None where it has no ending or the answer would not be read as the same."""
+    found = ending_of(text)
+    if found is None or found.style == style:
+        return text if found else None
+    answer = found.answer.strip()
+    answer = answer[1:-1].strip() if len(answer) > 2 and answer[0] == answer[-1] == "$" else answer
+    if style in ("phrase", "answer_tag") and "\\" in answer:
+        answer = f"${answer}$"
+    before = found.before.rstrip()
+    new = f"{before}\n{ENDINGS[style].format(answer)}" if before else ENDINGS[style].format(answer)
+    read, again = ending_of(new), extract(new, (style,))
+    return new if read and read.style == style and again is not None and math_equal(again, found.answer) else None
+
+
+def style_of(endings: Counter) -> list[str]:
+    """Styles of a source whose answers ended so often in each (None: in none): the commonest, and others that are no rare exceptions; empty where few answers are marked at all."""
+    marked = {name: n for name, n in endings.items() if name is not None and n}
+    total = sum(marked.values())
+    if not total or total < MARKED * endings.total():
+        return []
+    return [name for name in sorted(marked, key=lambda name: (-marked[name], STYLES.index(name))) if marked[name] >= MIXED * total]
