@@ -27,7 +27,6 @@ def labels_of(kind: str, row: dict) -> list[Label]:
     """What a row says of its items, by whom; nothing where it names nobody and has no votes. An item does not depend on the order in which its two answers were shown."""
     who = (row.get("ann") or {}).get("annotator_id")
     if kind == "comparisons/1":
-        turned = prompt_id(stripped(row["response_a"])) > prompt_id(stripped(row["response_b"]))
         if row["label_kind"] in ("votes", "choice") and (who is None or len(row["votes"]) > 1):
             said = [(f"{who or 'vote'} {n}", _signed(vote)) for n, vote in enumerate(row["votes"], 1)] if len(row["votes"]) > 1 else []
         elif who is None:
@@ -36,6 +35,7 @@ def labels_of(kind: str, row: dict) -> list[Label]:
             said = [(who, float(pairing.likert(row["label"], row["n_points"], row.get("orientation") or "low_is_a")[2]))]
         else:
             said = [(who, _signed(row["votes"][0]) if row["label_kind"] in ("votes", "choice") else 2 * row["p_a"] - 1)]
+        turned = bool(said) and prompt_id(stripped(row["response_a"])) > prompt_id(stripped(row["response_b"]))
         return [(item_key(row), name, *_side(-value if turned else value)) for name, value in said]
     if who is None:
         return []
