@@ -165,7 +165,7 @@ def run(stage):
         objective.soft_weight = config.soft_weight if config.soft_weight_end is None else config.soft_weight_end
         return trainer.evaluate(validation)
 
-    before, final = fit(stage, trainer, source, evaluate=evaluate if validation else None, eval_every=config.eval_every)
+    before, final = fit(stage, trainer, source, evaluate=evaluate if validation else None, eval_every=config.steps_between_validations(len(train)))
     with stage.output_model("model", role="policy") as directory:
         save_policy(model, renderer.tokenizer, directory, base=stage.inputs["model"].ref)
     summary = {"steps": trainer.step_index, "rows": len(train), "skipped_steps": trainer.skipped, **{f"dropped/{k}": v for k, v in dropped.items()}}

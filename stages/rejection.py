@@ -2,8 +2,9 @@
 
 Writes the whole M x N reward matrix in long form (``candidates/1``) and the selected rows as demonstrations for an ``sft``
 stage (catalogue ``rs.sft``, ``rs.select``, ``rs.best_of_n``). Given ``candidates`` of an earlier run, only the selection is
-repeated. Completions cut by the length limit, empty and unscorable ones are never selected. A killed run continues at the
-last complete block of prompts and ends with the same bytes.
+repeated, with ``rescore`` behind other rewards: those of a newer reward model, or of whoever labels the best of many. Completions cut
+by the length limit, empty and unscorable ones are never selected. A killed run continues at the last complete block of prompts and
+ends with the same bytes.
 
 ``rationalise`` asks again, with the answer as a hint, where no completion was right, and keeps right ones without the hint (``rs.star``).
 ``in_context`` samples behind the demonstrations that a component with kind=icdpo retrieves, ``system`` and the input ``traits`` behind a system message
@@ -18,7 +19,7 @@ from pydantic import Field, model_validator
 
 from stages.rewards import REWARD_INPUTS, RewardComponent
 from stages.settings import SamplingConfig
-from stages.spec import InputSpec, OutputSpec, StageSpec
+from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 
 #: Settings beside ``system`` that change what answers are sampled from.
@@ -27,8 +28,12 @@ OTHER_CONTEXTS = ("in_context", "mixture_coef", "rationalise")
 
 class Config(SamplingConfig):
     num_generations: int = Field(16, ge=1, description="Completions per prompt, N (texts 10-30; ours 16).")
+    min_generations: int | None = Field(None, ge=1, title="Min generations", description="Completions per prompt are drawn, prompt by prompt, between this and num_generations (InstructGPT "
+                                        "ranks 4 to 9 answers); empty: num_generations of each.")
     rewards: list[RewardComponent] = Field(default_factory=lambda: [RewardComponent(name="verifier", kind="verifier")],
                                            description="Named, weighted reward components.")
+    rescore: bool = Field(False, description="candidates: score them with these rewards instead of keeping the rewards that they came with.")
+    rescore_best: int | None = Field(None, ge=1, title="Rescore best", description="rescore: of each prompt only so many candidates, the best by the rewards that they came with; empty: all.")
     select: Literal["top_per_prompt", "top_k_per_prompt", "top_k_overall", "threshold", "all_correct", "random_per_prompt", "random_k_overall"] = Field(
         "top_per_prompt", description="Selector on the reward matrix (rs.select).")
     k: int = Field(1, ge=1, description="Rows kept per prompt (top_k_per_prompt) or in all (top_k_overall, random_k_overall).")
@@ -60,6 +65,10 @@ class Config(SamplingConfig):
 
     @model_validator(mode="after")
     def _possible(self):
+        if self.min_generations is not None and self.min_generations > self.num_generations:
+            raise ValueError(f"min_generations={self.min_generations} is above num_generations={self.num_generations}; write the smaller number of completions there")
+        if self.rescore_best is not None and not self.rescore:
+            raise ValueError("rescore_best says which candidates are scored anew; write rescore=true with it")
         if self.difficulty_band is not None and not (len(self.difficulty_band) == 2 and 0 <= self.difficulty_band[0] <= self.difficulty_band[1] <= 1):
             raise ValueError(f"difficulty_band={self.difficulty_band} is no range of pass rates; write for example difficulty_band=[0.2,0.8]")
         if self.rationalise and not any(c.kind in ("verifier", "code", "python") for c in self.rewards):
@@ -101,7 +110,11 @@ def run(stage):
     from storage.datasets import open_dataset
 
     config = stage.config
-    if stage.many("candidates"):
+    if config.rescore and not stage.many("candidates"):
+        raise ConfigError("rejection: rescore scores candidates of earlier runs; give them as candidates.LABEL=REF, or write rescore=false")
+    if config.rescore:
+        rescore(stage)
+    elif stage.many("candidates"):
         writer = stage.writer("candidates", "candidates/1")
         writer.write(joined(stage))
         writer.close({"copied": sum(len(stage.dataset(f"candidates.{label}" if label else "candidates")) for label in stage.many("candidates"))})
@@ -143,6 +156,48 @@ def joined(stage):
             counts[at] = counts.get(at, -1) + 1
             yield complete_row("candidates/1", {**row, "prompt_idx": at, "completion_idx": counts[at]}, dataset="candidates", source=row["source"],
                                origin=row["origin"])
+
+
+def rescore(stage) -> None:
+    """Score candidates of earlier runs with the configured rewards, one Parquet part per block of prompts; what was sampled does not change."""
+    import json
+    from itertools import groupby
+
+    from stages.chat import renderer_for
+    from stages.generation import Sample, score
+    from stages.rewards import build_rewards
+    from stages.selection import top_k_per_prompt
+    from storage.schema import complete_row
+
+    config = stage.config
+    if any(component.kind == "rubric" for component in config.rewards):
+        raise ConfigError("rejection: a rubric is scored anew by stage rescore; give its output as candidates, or leave kind=rubric out")
+    prompts = {row["prompt_id"]: row for row in stage.dataset("prompts").iter_rows()}
+    groups = [list(rows) for _, rows in groupby(sorted(joined(stage), key=lambda row: (row["prompt_idx"], row["completion_idx"])), key=lambda row: row["prompt_idx"])]
+    lost = [rows[0]["prompt_id"] for rows in groups if rows[0]["prompt_id"] not in prompts]
+    if lost:
+        raise ConfigError(f"rejection: the input prompts lacks {len(lost)} prompts of the candidates (first {lost[0]}); give the prompts that they were sampled for")
+    if config.rescore_best is not None:
+        best = lambda rows: top_k_per_prompt([[row["reward"] if row["kept"] is not False and row["reward"] is not None else float("nan") for row in rows]], config.rescore_best)[0]
+        groups = [[rows[i] for i in sorted(best(rows))] for rows in groups]
+    writer = stage.writer("candidates", "candidates/1")
+    renderer, done = renderer_for(stage.path("model")), stage.units_done
+    if done * config.block < len(groups):
+        rewards = build_rewards(config.rewards, stage.inputs, renderer=renderer, device=stage.device)
+        rewards.check([prompts[rows[0]["prompt_id"]] for rows in groups if rows])
+    for start in range(done * config.block, len(groups), config.block):
+        rows = [row for group in groups[start:start + config.block] for row in group]
+        extras = [json.loads(row["extra_json"] or "{}") for row in rows]
+        samples = [Sample(prompts[row["prompt_id"]], renderer.prompt_ids(row["prompt"]), row["completion_idx"], extra.get("completion_ids") or [], None, extra.get("finish_reason") or "eos",
+                          row["completion"][-1]["content"] or "", error=extra.get("error")) for row, extra in zip(rows, extras)]
+        score(rewards, samples)
+        writer.write([complete_row("candidates/1", {**row, **verdict(sample, extra), "extra_json": json.dumps(
+            extra | {"unscorable": sample.reasons, "tier": sample.tier}, sort_keys=True)}, dataset="candidates", source=row["source"], origin=row["origin"])
+            for row, extra, sample in zip(rows, extras, samples)])
+        writer.flush()
+        stage.save_checkpoint(start // config.block + 1, {}, {})
+        stage.progress(min(start + config.block, len(groups)), len(groups), "prompts")
+    writer.close({"prompts": len(groups), "completions": sum(map(len, groups))})
 
 
 def write_banded(stage, rows) -> None:
@@ -196,6 +251,8 @@ def generate(stage) -> None:
     rows = prompt_rows(stage, stage.dataset("prompts"), config.split, renderer, config.max_prompt_length, None if config.prompt_offset else config.max_prompts)
     first = config.prompt_offset % len(rows)
     rows = (rows[first:] + rows[:first])[:config.max_prompts]
+    counts = [config.num_generations if config.min_generations is None else int(stage.rng("generations", row["row_id"]).integers(config.min_generations, config.num_generations + 1))
+              for row, _ in rows]
     writer = stage.writer("candidates", "candidates/1")
     rubric = any(component.kind == "rubric" for component in config.rewards)
     items = stage.writer("rubric_scores", "rubric_scores/1") if rubric else None
@@ -219,7 +276,7 @@ def generate(stage) -> None:
         params = sampling_params(config, renderer)
     for start in range(done * config.block, total, config.block):
         block = rows[start:start + config.block]
-        seeds = [[stage.seed_for("rejection", row["row_id"], k) for k in range(config.num_generations)] for row, _ in block]
+        seeds = [[stage.seed_for("rejection", row["row_id"], k) for k in range(n)] for (row, _), n in zip(block, counts[start:])]
         groups, notes = sample_block(stage, rewards, sampler, block, params, seeds, context)
         warn_of_failures(stage, sampler, [s for group in groups for s in group])
         score(rewards, [s for group in groups for s in group])
@@ -238,7 +295,7 @@ def generate(stage) -> None:
             items.flush()
         stage.save_checkpoint(start // config.block + 1, {}, {})
         stage.progress(min(start + config.block, total), total, "prompts")
-    writer.close({"prompts": total, "completions": total * config.num_generations})
+    writer.close({"prompts": total, "completions": sum(counts)})
     if rubric:
         items.close({})
         write_review(stage)
@@ -255,8 +312,6 @@ class Context:
     """
 
     def __init__(self, stage, renderer, rows):
-        from stages.spec import ConfigError
-
         config, self.renderer, self.traits = stage.config, renderer, {}
         self.system = config.system
         if stage.has("traits"):
@@ -345,9 +400,8 @@ def rationalised(stage, renderer, rewards, sampler, block, params, groups) -> di
     return out
 
 
-def candidate(sample, prompt_idx: int, gen: dict, note: dict) -> dict:
-    """One ``candidates/1`` row; an answer that is empty, or rationalised and not right, is never kept."""
-    import json
+def verdict(sample, note: dict) -> dict:
+    """What scoring says of a candidate; an answer that is empty, or rationalised and not right, is never kept."""
     import math
 
     reason = None if sample.terminated else "engine_error" if sample.error is not None else "truncated"
@@ -357,11 +411,17 @@ def candidate(sample, prompt_idx: int, gen: dict, note: dict) -> dict:
         reason = "unscorable"
     if reason is None and note.get("mode") == "rationalised" and not sample.correct:
         reason = "hint_did_not_help"
+    return {"scores": [{"source": k, "value": v} for k, v in sample.parts.items()], "reward": None if math.isnan(sample.total) else sample.total, "correct": sample.correct,
+            "kept": reason is None, "drop_reason": reason}
+
+
+def candidate(sample, prompt_idx: int, gen: dict, note: dict) -> dict:
+    """One ``candidates/1`` row."""
+    import json
+
     return {"prompt": sample.prompt["prompt"], "prompt_id": sample.prompt["prompt_id"], "group_id": sample.prompt["group_id"],
-            "prompt_idx": prompt_idx, "completion_idx": sample.index, "completion": [{"role": "assistant", "content": sample.text}],
-            "scores": [{"source": k, "value": v} for k, v in sample.parts.items()],
-            "reward": None if math.isnan(sample.total) else sample.total, "correct": sample.correct, "kept": reason is None,
-            "drop_reason": reason, "gen": gen, "split": sample.prompt["split"],
+            "prompt_idx": prompt_idx, "completion_idx": sample.index, "completion": [{"role": "assistant", "content": sample.text}], **verdict(sample, note),
+            "gen": gen, "split": sample.prompt["split"],
             "extra_json": json.dumps({"completion_ids": sample.ids, "finish_reason": sample.finish_reason, "logp_sum": None if sample.logps is None else sum(sample.logps),
                                       "unscorable": sample.reasons, "category": sample.prompt.get("category"), "tier": sample.tier, **note,
                                       **({"reencoded": True} if sample.reencoded else {}), **({"error": sample.error} if sample.error else {})}, sort_keys=True)}

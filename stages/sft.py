@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import contextmanager, nullcontext
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -28,8 +28,13 @@ class RowsConfig(OptimizerConfig):
     max_length: int = Field(1024, ge=8, description="Tokens per row (TRL default 1024); longer rows are cut and counted.")
     train_on: Literal["all_assistant", "final_turn", "final_message", "full"] = Field(
         "all_assistant", description="Which tokens are trained (sft.mask). Rows with train_turns use those under all_assistant.")
-    eval_every: int = Field(0, ge=0, description="Optimizer steps between validation passes; 0 = only at the end.")
+    eval_every: Annotated[int, Field(ge=0)] | Literal["epoch"] = Field(0, description="Optimizer steps between validation passes; epoch = one behind every pass over the training rows; 0 = only "
+                                                                                  "at the end.")
     eval_rows: int = Field(512, ge=0, description="Validation rows used at most.")
+
+    def steps_between_validations(self, rows: int) -> int:
+        """``eval_every`` in optimizer steps, of so many training rows."""
+        return max(1, -(-rows // self.batch_size)) if self.eval_every == "epoch" else self.eval_every
 
 
 class Config(RowsConfig):
@@ -214,7 +219,7 @@ def run(stage):
         with source.all_rows() if config.self_paced_threshold is not None else nullcontext():
             return {**trainer.evaluate(validation), **(answers.judge() if answers else {})}
 
-    before, final = fit(stage, trainer, source, eval_every=config.eval_every, evaluate=evaluate)
+    before, final = fit(stage, trainer, source, eval_every=config.steps_between_validations(len(train)), evaluate=evaluate)
     with stage.output_model("model", role="policy") as directory:
         save_policy(model, renderer.tokenizer, directory, base=stage.inputs["model"].ref)
     summary = {"steps": trainer.step_index, "rows": len(train), "skipped_steps": trainer.skipped,

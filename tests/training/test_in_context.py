@@ -304,3 +304,81 @@ def test_sources_are_mixed_in_their_shares_and_tasks_held_out(spec, tmp_path):
                         ({"held_out_categories": ["poetry"]}, "the categories are: chat, math")):
         with pytest.raises(Exception, match=text):
             mixed(wrong, "no")
+
+
+# -- candidates scored again, and as many as are drawn ---------------------------------------------------------------------------
+
+LENGTH, SHORT = [{"name": "length", "kind": "length", "max_length": 12, "cache_length": 12}], [{"name": "short", "kind": "python", "source": "def score(prompt, completion, answer):\n"
+                                                                                           "    return None if 'e' in completion else -len(completion)\n"}]
+
+
+def test_candidates_are_scored_again_by_other_rewards(spec, tiny, data):
+    """What was sampled stays to the last token; scores, verdicts and what is kept are those of sampling under the new rewards; the selection goes by them."""
+    first, _ = sampled(spec, tiny, data, {"rewards": LENGTH}, "first")
+    direct, _ = sampled(spec, tiny, data, {"rewards": SHORT, "allow_empty": True}, "direct")
+    again, _ = sampled(spec, tiny, data, {"rewards": SHORT, "rescore": True, "allow_empty": True}, "again", candidates=first["outputs"]["candidates"]["path"])
+    same = ("prompt_id", "prompt_idx", "completion_idx", "completion", "scores", "reward", "correct", "kept", "drop_reason", "split", "extra_json")
+    assert [[row[name] for name in same] for row in rows_of(again)] == [[row[name] for name in same] for row in rows_of(direct)]
+    assert {row["drop_reason"] for row in rows_of(again)} >= {"unscorable", None} and [row["gen"] for row in rows_of(again)] == [row["gen"] for row in rows_of(first)]
+    assert [row["messages"] for row in rows_of(again, "selected")] == [row["messages"] for row in rows_of(direct, "selected")] != [row["messages"] for row in rows_of(first, "selected")]
+
+    best, _ = sampled(spec, tiny, data, {"rewards": SHORT, "rescore": True, "rescore_best": 2, "allow_empty": True}, "best", candidates=first["outputs"]["candidates"]["path"])
+    groups = {}
+    for row in rows_of(first):
+        groups.setdefault(row["prompt_id"], []).append(row)
+    expected = [(row["prompt_id"], row["completion_idx"]) for rows in groups.values()
+                for row in sorted(sorted((r for r in rows if r["kept"]), key=lambda r: -r["reward"])[:2], key=lambda r: r["completion_idx"])]
+    assert [(row["prompt_id"], row["completion_idx"]) for row in rows_of(best)] == expected and 0 < len(expected) < len(rows_of(first))
+
+    several, made = sampled(spec, tiny, data, {"rewards": SHORT, "rescore": True, "allow_empty": True}, "several", **{f"candidates.{n}": one["outputs"]["candidates"]["path"] for n, one in
+                                                                                                         (("a", first), ("b", best))})
+    assert len(rows_of(several)) == len(rows_of(first)) + len(rows_of(best)) and len({(row["prompt_idx"], row["completion_idx"]) for row in rows_of(several)}) == len(rows_of(several))
+
+
+def test_scoring_again_needs_candidates_and_their_prompts(spec, tiny, data, shown):
+    with pytest.raises(ValueError, match="candidates.LABEL=REF, or write rescore=false"):
+        sampled(spec, tiny, data, {"rewards": LENGTH, "rescore": True}, "nothing")
+    first, _ = sampled(spec, tiny, data, {"rewards": LENGTH}, "first")
+    path = str(Path(data["prompts"]).parent / "others")
+    write_dataset(path, "others", "prompts/1", [complete_row("prompts/1", {"prompt": [{"role": "user", "content": "who?"}]}, dataset="o", source="s", origin="human")])
+    with pytest.raises(ValueError, match="lacks 12 prompts of the candidates"):
+        sampled(spec, tiny, {"prompts": path}, {"rewards": LENGTH, "rescore": True}, "others", candidates=first["outputs"]["candidates"]["path"])
+    with pytest.raises(ValueError, match="write rescore=true with it"):
+        sampled(spec, tiny, data, {"rescore_best": 2}, "best")
+
+
+def test_a_killed_scoring_ends_with_the_same_bytes(spec, tiny, data, forks):
+    from storage.files import tree_digest
+
+    first, _ = sampled(spec, tiny, data, {"rewards": LENGTH, "num_generations": 8}, "first")
+    config = {**RS, "num_generations": 8, "rewards": SHORT, "rescore": True, "block": 1, "allow_empty": True}
+
+    def asked(name):
+        made = spec("rejection", config, {"model": tiny["policy"], "prompts": data["prompts"]}, name)
+        made["inputs"]["candidates"] = {"kind": "dataset", "path": first["outputs"]["candidates"]["path"], "ref": "c", "digest": "c"}
+        Path(spec.path(name)).write_text(json.dumps(made))
+        return made
+
+    whole, killed = asked("whole"), asked("killed")
+    execute(whole, silent)
+    parts = Path(killed["workdir"], "checkpoints")
+    forks.start(spec.path("killed")).kill_when(lambda: any(parts.glob("step-*3")))
+    assert not Path(killed["workdir"], "result.json").exists()
+    forks.run(spec.path("killed"))
+    result = json.loads(Path(killed["workdir"], "result.json").read_text())
+    assert result["resumed_from"] >= 3
+    for name in ("candidates", "selected"):
+        assert tree_digest(Path(killed["workdir"], "out", name)) == tree_digest(Path(whole["workdir"], "out", name)), name
+
+
+def test_the_number_of_completions_is_drawn_prompt_by_prompt(spec, tiny, data):
+    """Between min_generations and num_generations, every number; each completion is the one of that index where all are sampled."""
+    drawn, _ = sampled(spec, tiny, data, {"rewards": LENGTH, "num_generations": 5, "min_generations": 2, "max_prompts": 40}, "drawn")
+    every, _ = sampled(spec, tiny, data, {"rewards": LENGTH, "num_generations": 5, "max_prompts": 40}, "every")
+    counts, whole = {}, {(row["prompt_id"], row["completion_idx"]): row for row in rows_of(every)}
+    for row in rows_of(drawn):
+        assert row["completion_idx"] == counts.get(row["prompt_id"], 0) and row["completion"] == whole[row["prompt_id"], row["completion_idx"]]["completion"]
+        counts[row["prompt_id"]] = row["completion_idx"] + 1
+    assert set(counts.values()) == {2, 3, 4, 5} and open_dataset(drawn["outputs"]["candidates"]["path"]).manifest["counts"]["completions"] == sum(counts.values()) == drawn["summary"]["completions"]
+    with pytest.raises(ValueError, match="min_generations=9 is above num_generations=4"):
+        sampled(spec, tiny, data, {"min_generations": 9}, "wrong")

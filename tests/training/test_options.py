@@ -178,6 +178,17 @@ def test_the_best_pass_by_reward_score_is_published(tiny, data, spec):
     assert result["summary"]["validation/reward"] == pytest.approx(max(passes.values()), rel=1e-5)
 
 
+def test_a_validation_pass_behind_every_epoch(tiny, data, spec):
+    """eval_every=epoch: 42 rows in batches of 8 are 6 steps; the weights of the best such pass are published."""
+    for stage, more in (("sft", {}), ("distill", {"method": "context", "context": "Be brief."})):
+        config = {**SFT, "learning_rate": 3.0, "warmup_ratio": 0, "lr_schedule": "constant", "batch_size": 8, "num_train_epochs": 3, "eval_every": "epoch", "select_by": "loss", **more}
+        made = spec(stage, config, {"model": tiny["policy"], "data": data["demonstrations"]}, f"epochs-{stage}")
+        result = execute(made, silent)
+        rows = [json.loads(line) for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()]
+        passes = {r["step"]: r["metrics"]["validation/loss"] for r in rows if "validation/loss" in r["metrics"]}
+        assert list(passes) == [0, 6, 12, 18] and result["summary"]["selected_step"] == min(passes, key=passes.get), stage
+
+
 def test_a_curriculum_goes_from_short_to_long(tiny, data, spec):
     from stages.chat import renderer_for
     from stages.harness import Stage
