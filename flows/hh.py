@@ -7,7 +7,7 @@
 
 1. `behind_prompt`: the pretrained model answers behind a prompt of conversations with a helpful, honest and harmless assistant (`hhh_prompt`; fourteen of ours by default).
    `distil`: the same model learns to answer so without it. That is the start of every policy; there is no SFT.
-2. `pmp`: the preference model is pre-trained to tell good from bad answers (data.pmp: public votes and edits), where there are any.
+2. `pmp`: the preference model, from the pretrained model, first learns to tell good from bad answers (data.pmp: public votes and edits), where there are any.
 3. `early`: a preference model on the given comparisons. labels=fresh: `best_of_n` of the start by it, of whose two best per prompt `gold.rewards` says which is better.
 4. `preference_k` on all comparisons so far, from the pre-trained one, then `rl_k`, PPO from the start with a KL coefficient of 0.001. labels=fresh: the policy answers
    (`online_k`), `gold.rewards` compares, and the next round begins again from the start.
@@ -18,16 +18,17 @@ front as a system message. People's comparisons of the rejection-sampled and onl
 
 from __future__ import annotations
 
-from typing import Literal, Optional
+from typing import ClassVar, Literal, Optional
 
 from pydantic import Field, model_validator
 
 from flows.config import PRESETS, load_yaml
-from flows.published import EVERYTHING, Data, PublishedConfig, alignment_tax, held_out_text, scaled
+from flows.published import EVERYTHING, WORLDS_AND_JUDGES, Data, PublishedConfig, alignment_tax, held_out_text, scaled
 from flows.recipe import Run, recipe
-from flows.start import decided, evaluated, next_prompts, reward_inputs, small_base_model
+from flows.start import decided, evaluated, next_prompts, reward_inputs, starting_policy
 from flows.steps import HELD_OUT, Source, compared, ingest, judge_of
 from stages.distill import Config as DistillConfig
+from stages.evaluate import Config as EvaluateConfig
 from stages.ingest import Config as IngestConfig
 from stages.preferences import Config as PreferencesConfig
 from stages.rejection import Config as RejectionConfig
@@ -37,6 +38,8 @@ from stages.rl import Config as RLConfig
 from stages.win_rate import Config as WinRateConfig
 
 REWARD = [RewardComponent(name="reward", kind="model")]
+#: How long answers are and where they end: a pretrained model goes on with the next person's turn.
+ANSWER = dict(max_completion_length=512, stop_strings=["\n\nHuman:"])
 
 
 class HHData(Data):
@@ -45,23 +48,27 @@ class HHData(Data):
 
 
 class Config(PublishedConfig):
+    UNSCALED: ClassVar[tuple[str, ...]] = (*WORLDS_AND_JUDGES, "sft")  # the embedded world's start
+    model: Optional[str] = Field(None, title="Model", description="Pretrained model (ref, directory or hub id); empty: a small one is trained here on the embedded world, with SFT, since so small a model "
+                                 "answers nothing that it has seen no answers to.")
     data: HHData = Field(HHData(), description="Your own data; empty: the embedded world. Published: 44k helpfulness and 42k harmlessness comparisons of the first tranche, more later.")
     hhh_prompt: Optional[str] = Field(None, title="Prompt", description="Text that context distillation bakes in; empty: fourteen conversations of ours (flows/presets/hhh_prompt.yaml).")
     rounds: int = Field(1, ge=1, description="Rounds of comparisons, preference model and PPO; more than one needs labels=fresh (published: weekly).")
     labels: Literal["given", "fresh"] = Field("given", description="Comparisons: those given, or also fresh ones of the start's best of n and of each round's policy, by gold.rewards.")
     final_judge: Optional[str] = Field(None, title="Final judge", description="Who decides win rates and Elo scores at the end: a language model (ref); win_rate.endpoint asks a server; empty: nobody.")
     ingest_pmp: IngestConfig = Field(IngestConfig(kind="unpaired/1", **HELD_OUT), description="Checks and splits of data.pmp, as good and bad answers.")
-    behind_prompt: RejectionConfig = Field(RejectionConfig(num_generations=1, select="random_per_prompt", max_completion_length=512, max_prompt_length=8192, validation_fraction=0.05,
+    behind_prompt: RejectionConfig = Field(RejectionConfig(num_generations=1, select="random_per_prompt", **ANSWER, max_prompt_length=8192, validation_fraction=0.05,
                                                            rewards=[RewardComponent(name="ended", kind="truncation")]), description="The pretrained model's answers behind the prompt.")
     distil: DistillConfig = Field(DistillConfig(learning_rate=1e-5), description="Context distillation on them.")
     pmp: RewardModelConfig = Field(RewardModelConfig(objective="pointwise_bce", num_train_epochs=1), description="Pre-training of the preference model: good against bad.")
     preference: RewardModelConfig = Field(RewardModelConfig(objective="bt", num_train_epochs=1), description="The preference model on comparisons, one pass.")
-    best_of_n: RejectionConfig = Field(RejectionConfig(num_generations=16, max_completion_length=512, max_prompts=1000, allow_empty=True, rewards=REWARD),
+    best_of_n: RejectionConfig = Field(RejectionConfig(num_generations=16, **ANSWER, max_prompts=1000, allow_empty=True, rewards=REWARD),
                                        description="labels=fresh: answers of the start, of which the best two by the early preference model are compared.")
-    gold: RejectionConfig = Field(RejectionConfig(num_generations=2, max_completion_length=512, max_prompts=1000, allow_empty=True), description="labels=fresh: who compares, and how many answers of a policy.")
+    gold: RejectionConfig = Field(RejectionConfig(num_generations=2, **ANSWER, max_prompts=1000, allow_empty=True), description="labels=fresh: who compares, and how many answers of a policy.")
     gold_pairs: PreferencesConfig = Field(PreferencesConfig(select="all"), description="Comparisons from the labelled answers.")
-    rl: RLConfig = Field(RLConfig(preset="ppo", kl_coef=0.001, num_generations=1, num_iterations=1, num_minibatches=8, prompts_per_step=512, max_steps=2344, max_completion_length=512, rewards=REWARD),
+    rl: RLConfig = Field(RLConfig(preset="ppo", kl_coef=0.001, num_generations=1, num_iterations=1, num_minibatches=8, prompts_per_step=512, max_steps=2344, **ANSWER, rewards=REWARD),
                          description="PPO against the preference model: 293 batches of 512, the 150k episodes up to which two preference models agreed.")
+    evaluate: EvaluateConfig = Field(EvaluateConfig(**ANSWER), description="Evaluation on held-out prompts, the same for every round.")
     win_rate: WinRateConfig = Field(WinRateConfig(), description="Win rates and Elo scores among all policies.")
 
     @model_validator(mode="after")
@@ -78,7 +85,7 @@ def hh(run: Run, config: Config) -> dict:
     source = Source(run, config)
     prompts = ingest(run, "prompts", source("prompts"), config)
     pairs = ingest(run, "pairs", source("pairs"), config)
-    base = config.model if config.model is not None else small_base_model(run, source, config, ingest(run, "demonstrations", source("demonstrations"), config))
+    base = starting_policy(run, source, config)
     text = held_out_text(run, source, config)
 
     context = config.hhh_prompt or our_prompt()
@@ -87,9 +94,9 @@ def hh(run: Run, config: Config) -> dict:
     start = run("distill", "distil", model=base, data=shown, config=config.distil.model_copy(update={"method": "context", "context": context}), name_as="hh-start")["model"]
 
     votes = config.data.pmp or (source("pairs") if config.data.pairs is None else None)
-    scorer, settings = start, config.preference
+    scorer, settings = base, config.preference
     if votes:
-        scorer = run("reward_model", "pmp", model=start, data=ingest(run, "pmp", votes, config), config=config.pmp, name_as="hh-pmp")["model"]
+        scorer = run("reward_model", "pmp", model=base, data=ingest(run, "pmp", votes, config), config=config.pmp, name_as="hh-pmp")["model"]
         settings = settings.model_copy(update={"init_head": "keep"})
 
     judge, fresh, models, history = None, {}, {"start": start}, []

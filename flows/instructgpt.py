@@ -16,11 +16,11 @@ Not stated by the paper in numbers that hold for every size, and ours: RL's lear
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import ClassVar, Optional
 
 from pydantic import Field, model_validator
 
-from flows.published import EVERYTHING, Data, PublishedConfig, alignment_tax, held_out_text, pretrained, scaled
+from flows.published import EVERYTHING, WORLDS_AND_JUDGES, Data, PublishedConfig, alignment_tax, held_out_text, pretrained, scaled
 from flows.recipe import Run, recipe
 from flows.start import decided, evaluated, next_prompts, reward_inputs, scorer
 from flows.steps import HELD_OUT, Source, ingest
@@ -39,6 +39,7 @@ class InstructData(Data):
 
 
 class Config(PublishedConfig):
+    UNSCALED: ClassVar[tuple[str, ...]] = (*WORLDS_AND_JUDGES, "train_reward_model")  # the ranker that stands for people
     data: InstructData = Field(InstructData(), description="Your own data; empty: the embedded world. Published: 13k demonstrations, 33k prompts with rankings, 31k prompts for RL.")
     reward_model: Optional[str] = Field(None, title="Ranker", description="Reward model that ranks answers in people's place (components of kind=model in rank.rewards); empty: trained on data.pairs.")
     backbone: Optional[str] = Field(None, title="Backbone", description="What the reward model starts from (InstructGPT 6B whatever the policy); empty: the SFT model.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 from pydantic import BaseModel, Field
 
@@ -25,7 +25,12 @@ class Data(WorldData):
                                                                          "the loss of held-out data.text.")
 
 
+#: Sections that are no part of what was published: the small models of the embedded world, and the judgement at the end.
+WORLDS_AND_JUDGES = ("world", "base_model", "pretraining", "evaluate", "tax", "win_rate", "promote")
+
+
 class PublishedConfig(IteratedConfig):
+    UNSCALED: ClassVar[tuple[str, ...]] = WORLDS_AND_JUDGES
     model: Optional[str] = Field(None, title="Model", description="Pretrained model (ref, directory or hub id); empty: a small one is trained here on the embedded world.")
     data: Data = Field(Data(), description="Your own data; empty: the embedded world.")
     scale: float = Field(1.0, gt=0, le=1, description="Size of the run as a share of the published one: prompts that are sampled and episodes by this factor, batches and optimizer steps each by its "
@@ -35,16 +40,12 @@ class PublishedConfig(IteratedConfig):
                                                                                           "(step alignment_tax).")
 
 
-#: Sections that are no part of what was published: the small base model of the embedded world, and the judgement at the end.
-UNSCALED = ("world", "base_model", "pretraining", "evaluate", "tax", "win_rate", "promote")
-
-
 def scaled(config: Any) -> Any:
     """The configuration with every section at ``config.scale`` of its size."""
     if config.scale == 1:
         return config
     return config.model_copy(update={name: resized(section, config.scale) for name in type(config).model_fields
-                                     if name not in UNSCALED and isinstance(section := getattr(config, name), BaseModel)})
+                                     if name not in config.UNSCALED and isinstance(section := getattr(config, name), BaseModel)})
 
 
 def resized(section: BaseModel, scale: float) -> BaseModel:

@@ -1,12 +1,16 @@
-"""mix: demonstrations of several sources in given shares, whole tasks held out (``rs.mix``, ``sft.instruct``).
+"""mix: demonstrations, prompts or plain text of several sources in given shares, whole tasks held out (``rs.mix``, ``sft.instruct``, ``data.mixture``).
 
     posttrain stage mix --input data.reasoning=A --input data.general=B --set weights='{reasoning: 3, general: 1}' --set held_out_categories=[translation]
+    posttrain stage mix --input data.maths=A --input data.code=B --input data.web=C --set weights='{maths: 56, code: 20, web: 24}'      # plain text, shares of characters
 
 Quotas are by largest remainder, ties to the first source in the order of the labels; rows are drawn once each with the stage's seed and keep their
 order. Every row says in ``extra_json.mixed_from`` which source it is from. Rows of the held-out categories are in the split ``test``, whatever their
 source, so that instruction tuning is judged on tasks it never saw. Sources whose solutions end in different styles (a box, ####, "The answer is") are warned of, and
 rewritten to one with ``answer_format`` (``data.answer_format``). Validation and test rows pass through as they are; a training row whose prompt or group is
-held out in any source, and a row that an earlier source has, are left out and counted.
+held out in any source, and a row that an earlier source has, are left out and counted. One source alone goes through the same filters.
+
+Prompts are mixed alike; ``label_domains`` writes their source into the column domain, by which rewards are routed (``reward.domain_route``). Of plain text, whole
+documents are drawn as long as they fit into their source's share of the characters.
 """
 
 from __future__ import annotations
@@ -21,8 +25,8 @@ from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
 class Config(StageConfig):
     weights: dict[str, float] = Field(default_factory=dict, description="Share of each source by its label, in any unit (R1: reasoning 3, general 1); empty: "
-                                                                        "their sizes.")
-    total: int | None = Field(None, ge=1, title="Total", description="Training rows of the mixture; empty: as many as the shares allow without a row twice.")
+                                                                        "their sizes. Of rows; of plain text of characters.")
+    total: int | None = Field(None, ge=1, title="Total", description="Training rows of the mixture, of plain text characters; empty: as many as the shares allow without a row twice.")
     held_out_categories: list[str] = Field(default_factory=list, description="Tasks (column category) of which no row is trained on: all of them become the "
                                                                              "split `test`.")
     drop_mixed_languages: bool = Field(False, description="Drop answers in which more than a tenth of the letters are of another script than most (R1's "
@@ -34,6 +38,7 @@ class Config(StageConfig):
     answer_format: Literal["warn", "boxed", "hash", "phrase", "answer_tag"] = Field(
         "warn", description="Sources whose worked solutions end in different styles: say so, or rewrite all to one (data.answer_format): \\boxed{12}, #### 12, The answer is: 12, "
         "<answer>12</answer>. An answer that would not be read as the same stays as it is, and is counted; weights={NAME: 0} leaves a source out.")
+    label_domains: bool = Field(False, description="prompts: write the source's label into the column domain, which rewards are routed by (R1's last stage: reasoning, general).")
 
     @model_validator(mode="after")
     def _shares(self):
@@ -44,12 +49,18 @@ class Config(StageConfig):
 
 SPEC = StageSpec(
     name="mix", config=Config,
-    inputs={"data": InputSpec("dataset", kinds=("demonstrations/1",), many=True, doc="Sources, one label each: data.NAME=REF.")},
-    outputs={"data": OutputSpec("dataset", doc="demonstrations/1: the mixture.")})
+    inputs={"data": InputSpec("dataset", kinds=("demonstrations/1", "prompts/1", "text/1"), many=True, doc="Sources of one kind, one label each: data.NAME=REF.")},
+    outputs={"data": OutputSpec("dataset", doc="The mixture, of the same kind.")})
+
+#: Settings that one kind of rows reads.
+READ_BY = {**dict.fromkeys(("drop_mixed_languages", "drop_code_blocks", "max_paragraph_chars", "answer_format"), ("demonstrations/1",)), "label_domains": ("prompts/1",),
+           "held_out_categories": ("demonstrations/1", "prompts/1")}
 
 
 def run(stage):
     import json
+
+    import numpy as np
 
     from stages.reports import document, facts, markdown_table
     from stages.selection import largest_remainder
@@ -62,15 +73,17 @@ def run(stage):
                           f"per input")
     sources, dropped, aside, seen = {name: [] for name in labels}, {}, [], set()
     datasets = {name: stage.dataset(f"data.{name}" if name else "data") for name in labels}
-    columns = ["prompt_id", "group_id", "split", "category"]
-    held_out = {row[key] for dataset in datasets.values() for row in dataset.iter_rows(columns=columns) if row["split"] != "train" or
-                row["category"] in config.held_out_categories for key in ("prompt_id", "group_id")} - {None}
+    kind = kind_of(config, datasets)
+    text = kind == "text/1"
+    keys = ("row_id",) if text else ("prompt_id", "group_id")  # what may be on one side of the splits only
+    held_out = {row[key] for dataset in datasets.values() for row in dataset.iter_rows(columns=[*keys, "split", *([] if text else ["category"])]) if row["split"] != "train" or
+                row.get("category") in config.held_out_categories for key in keys} - {None}
     for name in labels:
         for row in datasets[name].iter_rows():
-            row = {**row, "extra_json": json.dumps(json.loads(row["extra_json"] or "{}") | {"mixed_from": name}, sort_keys=True)}
-            split = "test" if row["category"] in config.held_out_categories else row["split"]
-            reason = "not_kept" if row["kept"] is False else unreadable(row, config)
-            if reason is None and split == "train" and {row["prompt_id"], row["group_id"]} & held_out:
+            row = {**row, "extra_json": json.dumps(json.loads(row["extra_json"] or "{}") | {"mixed_from": name}, sort_keys=True), **({"domain": name} if config.label_domains else {})}
+            split = "test" if row.get("category") in config.held_out_categories else row["split"]
+            reason = "not_kept" if row.get("kept") is False else unreadable(row, config) if kind == "demonstrations/1" else None
+            if reason is None and split == "train" and {row[key] for key in keys} & held_out:
                 reason = "held_out_elsewhere"
             if reason is None and row["row_id"] in seen:
                 reason = "duplicate_row"
@@ -79,33 +92,55 @@ def run(stage):
                 continue
             seen.add(row["row_id"])
             (sources[name] if split == "train" else aside).append({**row, "split": split})
-    missing = sorted(set(config.held_out_categories) - {row["category"] for row in aside})
+    missing = sorted(set(config.held_out_categories) - {row.get("category") for row in aside})
     if missing:
         raise ConfigError(f"mix: held_out_categories names {', '.join(missing)}, which no row has; the categories are: "
                           f"{', '.join(sorted({r['category'] for rows in [aside, *sources.values()] for r in rows if r['category']})[:20]) or 'none'}")
-    shares = [len(sources[name]) if weights[name] is None else weights[name] for name in labels]
-    fits = min(int(len(sources[name]) * sum(shares) / share + 1e-9) for name, share in zip(labels, shares) if share)
+    sizes = {name: [len(row["text"]) if text else 1 for row in rows] for name, rows in sources.items()}
+    there = {name: sum(sizes[name]) for name in labels}
+    shares = [there[name] if weights[name] is None else weights[name] for name in labels]
+    fits = min(int(there[name] * sum(shares) / share + 1e-9) for name, share in zip(labels, shares) if share)
     quotas = largest_remainder(config.total or fits, shares)
     for name, quota in zip(labels, quotas):
-        if quota > len(sources[name]):
+        if quota > there[name]:
             if config.total is None:  # the remainder went to a source that has no row left for it
-                quotas[labels.index(name)] = len(sources[name])
+                quotas[labels.index(name)] = there[name]
                 continue
-            raise ConfigError(f"mix: {quota} of total={config.total} rows would come from {name!r}, which has {len(sources[name])}; write total={fits} or "
+            raise ConfigError(f"mix: {quota} of total={config.total} {'characters' if text else 'rows'} would come from {name!r}, which has {there[name]}; write total={fits} or "
                               f"less, or another weight")
-    formats, counted = answer_formats(stage, {name: rows for name, rows, quota in zip(labels, (sources[name] for name in labels), quotas) if quota}), Counter()
-    writer = stage.writer("data", "demonstrations/1")
+    formats = answer_formats(stage, {name: sources[name] for name, quota in zip(labels, quotas) if quota}) if kind == "demonstrations/1" else []
+    writer, taken, characters, counted = stage.writer("data", kind), {}, {}, Counter()
     for name, quota in zip(labels, quotas):
-        chosen = sorted(stage.rng("mix", name).permutation(len(sources[name]))[:quota].tolist())
-        writer.write([completed(in_format(sources[name][i], config, counted)) for i in chosen])
-    writer.write([completed(in_format(row, config, counted)) for row in aside])
-    writer.close({**{f"rows/{name}": quota for name, quota in zip(labels, quotas)}, "held_out": len(aside),
-                  **{f"dropped/{k}": v for k, v in sorted(dropped.items())}})
-    summary = {"rows": sum(quotas), "held_out": len(aside), **{f"rows/{name}": quota for name, quota in zip(labels, quotas)},
-               **{f"left/{name}": len(sources[name]) - quota for name, quota in zip(labels, quotas)}, **{f"dropped/{k}": v for k, v in sorted(dropped.items())}}
-    summary |= {f"answer_format/{name}": n for name, n in sorted(counted.items())}
+        order = stage.rng("mix", name).permutation(len(sources[name]))
+        filled = np.cumsum([sizes[name][i] for i in order])
+        chosen = sorted(order[:int(np.searchsorted(filled, quota, side="right"))].tolist())  # of text, whole documents up to the quota
+        taken[name], characters[name] = len(chosen), sum(sizes[name][i] for i in chosen)
+        writer.write([completed(kind, in_format(sources[name][i], config, counted)) for i in chosen])
+    writer.write([completed(kind, in_format(row, config, counted)) for row in aside])
+    writer.close({**{f"rows/{name}": n for name, n in taken.items()}, "held_out": len(aside), **{f"dropped/{k}": v for k, v in sorted(dropped.items())}})
+    summary = {"rows": sum(taken.values()), "held_out": len(aside), **{f"rows/{name}": n for name, n in taken.items()}, **({f"characters/{name}": n for name, n in characters.items()} if text else {}),
+               **{f"left/{name}": len(sources[name]) - n for name, n in taken.items()}, **{f"dropped/{k}": v for k, v in sorted(dropped.items())},
+               **{f"answer_format/{name}": n for name, n in sorted(counted.items())}}
     stage.summary(summary)
-    stage.report("summary", markdown=document("Mixture", facts(summary), ("How the sources end their answers", markdown_table(formats))))
+    stage.report("summary", markdown=document("Mixture", facts(summary), *([("How the sources end their answers", markdown_table(formats))] if formats else [])))
+
+
+def kind_of(config: Config, datasets: dict) -> str:
+    """The kind of all sources.
+
+    Raises:
+        ConfigError: they are not of one kind, or a setting is for another.
+    """
+    from stages.spec import ConfigError
+
+    kinds = {name: dataset.kind for name, dataset in datasets.items()}
+    if len(set(kinds.values())) > 1:
+        raise ConfigError(f"mix: the sources are {' and '.join(f'data.{name} ({kind})' for name, kind in kinds.items())}; give sources of one kind")
+    (kind,) = set(kinds.values())
+    for name, readers in READ_BY.items():
+        if kind not in readers and getattr(config, name) != Config.model_fields[name].get_default(call_default_factory=True):
+            raise ConfigError(f"mix: {name} is for {' and '.join(readers)}, and the sources are {kind}; leave it out")
+    return kind
 
 
 def answer_formats(stage, sources: dict[str, list[dict]]) -> list[dict]:
@@ -160,10 +195,10 @@ def answers_of(row: dict) -> list[str]:
     return [row["messages"][i].get("content") or "" for i in trained_turns(row)]
 
 
-def completed(row: dict) -> dict:
+def completed(kind: str, row: dict) -> dict:
     from storage.schema import complete_row
 
-    return complete_row("demonstrations/1", row, dataset="mix", source=row["source"], origin=row["origin"], split=row["split"])
+    return complete_row(kind, row, dataset="mix", source=row["source"], origin=row["origin"], split=row["split"])
 
 
 def unreadable(row: dict, config) -> str | None:
@@ -181,7 +216,6 @@ def unreadable(row: dict, config) -> str | None:
 def mixed_scripts(text: str) -> float:
     """Share of the letters that are not of the text's most frequent script (Latin, Cyrillic, CJK ...), by their Unicode names."""
     import unicodedata
-    from collections import Counter
 
     scripts = Counter(unicodedata.name(letter, "?").split()[0] for letter in text if letter.isalpha())
     return 1.0 - max(scripts.values()) / sum(scripts.values()) if scripts else 0.0

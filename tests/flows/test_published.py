@@ -91,7 +91,7 @@ def test_a_scaled_run_keeps_its_ratios(recipe):
     assert numbers(small.rl, kept) == numbers(whole.rl, kept) and small.evaluate == whole.evaluate and small.world == whole.world and small.pretraining == whole.pretraining
     for name in type(whole).model_fields:
         before, after = getattr(whole, name), getattr(small, name)
-        if hasattr(before, "batch_size") and name != "pretraining":
+        if hasattr(before, "batch_size") and name not in whole.UNSCALED:
             assert after.batch_size == max(1, round(before.batch_size / 10)) and after.num_train_epochs == before.num_train_epochs, name
         if getattr(before, "max_prompts", None):
             assert after.max_prompts == before.max_prompts // 100, name
@@ -178,7 +178,7 @@ def test_hh_distils_a_prompt_pretrains_and_begins_every_round_from_the_start(mon
     steps = plan("hh", monkeypatch, {"pmp": "(votes)"}, labels="fresh", rounds=2, hhh_prompt="Be kind.", final_judge="(judge)")
     assert steps["behind_prompt"][1]["model"] == "(given.model)" and steps["behind_prompt"][2].system == "Be kind." and "sft" not in steps
     assert steps["distil"][1] == {"model": "(given.model)", "data": "(behind_prompt.selected)"} and (steps["distil"][2].method, steps["distil"][2].context) == ("context", "Be kind.")
-    assert steps["ingest_pmp"][1]["data"] == "(votes)" and steps["ingest_pmp"][2].kind == "unpaired/1" and steps["pmp"][1] == {"model": "(distil.model)", "data": "(ingest_pmp.data)"}
+    assert steps["ingest_pmp"][1]["data"] == "(votes)" and steps["ingest_pmp"][2].kind == "unpaired/1" and steps["pmp"][1] == {"model": "(given.model)", "data": "(ingest_pmp.data)"}
     assert steps["early"][1] == {"model": "(pmp.model)", "data": "(ingest_pairs.data)"} and steps["early"][2].init_head == "keep"
     best = steps["label_best"]
     assert steps["best_of_n"][1]["reward_model"] == "(early.model)" and best[1]["candidates"] == "(best_of_n.candidates)" and (best[2].rescore, best[2].rescore_best) == (True, 2)
@@ -190,7 +190,7 @@ def test_hh_distils_a_prompt_pretrains_and_begins_every_round_from_the_start(mon
     assert steps["online_1"][1]["model"] == "(rl_1.model)" and steps["win_rate"][1]["judge"] == "(judge)" and steps["win_rate"][2].baseline == "start"
 
     least = plan("hh", monkeypatch)
-    assert least["preference_1"][1] == {"model": "(distil.model)", "data": "(ingest_pairs.data)"} and least["preference_1"][2].init_head == "fresh"
+    assert least["preference_1"][1] == {"model": "(given.model)", "data": "(ingest_pairs.data)"} and least["preference_1"][2].init_head == "fresh"
     assert not {"pmp", "early", "best_of_n", "win_rate", "online_1"} & set(least) and least["behind_prompt"][2].system.count("Human: ") == 15
     with pytest.raises(Exception, match="write labels=fresh"):
         plan("hh", monkeypatch, rounds=2)

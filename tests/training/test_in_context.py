@@ -306,6 +306,40 @@ def test_sources_are_mixed_in_their_shares_and_tasks_held_out(spec, tmp_path):
             mixed(wrong, "no")
 
 
+def test_plain_text_is_mixed_by_characters(spec, tmp_path):
+    """Shares of characters to within one document of each source; a document that is held out anywhere is trained on nowhere; short and long sources alike."""
+    def write(name, texts, held_out=()):
+        write_dataset(str(tmp_path / name), name, "text/1", [complete_row("text/1", {"text": text}, dataset=name, source=name, origin="human", split="validation" if i in held_out else "train")
+                                                             for i, text in enumerate(texts)])
+        return str(tmp_path / name)
+
+    paths = {"maths": write("maths", [f"sum {i} " + "1" * (i % 40) for i in range(200)]), "code": write("code", [f"x{i} = " + "y" * (400 + i) for i in range(20)], held_out=[0]),
+             "web": write("web", ["sum 7 " + "1" * 7, f"x0 = {'y' * 400}", *(f"page {i}" for i in range(300))])}
+
+    def mixed(config, name, **more):
+        made = spec("mix", config, {}, name)
+        made["inputs"] = {f"data.{k}": {"kind": "dataset", "path": v, "ref": k, "digest": k} for k, v in {**paths, **more}.items()}
+        return execute(made, silent)
+
+    result = mixed({"weights": {"maths": 5, "code": 3, "web": 2}, "total": 4000}, "text")
+    rows = rows_of(result, "data")
+    train = [row for row in rows if row["split"] == "train"]
+    sources = {name: [row for row in train if json.loads(row["extra_json"])["mixed_from"] == name] for name in paths}
+    for name, quota in (("maths", 2000), ("code", 1200), ("web", 800)):
+        filled = sum(len(row["text"]) for row in sources[name])
+        assert quota - 420 < filled <= quota and filled == result["summary"][f"characters/{name}"] and len(sources[name]) == result["summary"][f"rows/{name}"], name
+    assert result["summary"]["dropped/held_out_elsewhere"] == 1 and result["summary"]["dropped/duplicate_row"] == 1 and result["summary"]["held_out"] == 1
+    assert len({row["text"] for row in rows}) == len(rows) and open_dataset(result["outputs"]["data"]["path"]).kind == "text/1"
+    whole = mixed({}, "sizes")["summary"]
+    assert sum(whole[f"rows/{name}"] for name in paths) == 200 + 19 + 300
+    write_dataset(str(tmp_path / "talk"), "talk", "demonstrations/1", [complete_row("demonstrations/1", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "train_turns": [1],
+                                                                                                        "kept": True}, dataset="t", source="s", origin="human")])
+    for config, more, text in (({}, {"talk": str(tmp_path / "talk")}, "sources of one kind"), ({"drop_code_blocks": True}, {}, "plain text has no tasks"),
+                               ({"weights": {"maths": 1, "code": 1, "web": 1}, "total": 30_000}, {}, "characters would come from")):
+        with pytest.raises(Exception, match=text):
+            mixed(config, "no", **more)
+
+
 # -- candidates scored again, and as many as are drawn ---------------------------------------------------------------------------
 
 LENGTH, SHORT = [{"name": "length", "kind": "length", "max_length": 12, "cache_length": 12}], [{"name": "short", "kind": "python", "source": "def score(prompt, completion, answer):\n"
