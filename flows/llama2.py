@@ -7,7 +7,7 @@
 
 Defaults are the published numbers (`scale` for smaller runs). The grades of comparisons (significantly better ... negligibly better, or a strength of 1 to 4) become
 margins inside the loss. One reward model learns helpfulness, one safety (data.safety_pairs); together (`reward`) the safety model decides on prompts whose column category or
-domain is safety, and wherever it says less than 0.15. Without data.safety_pairs, as on the embedded world, there is one reward model and it decides alone.
+domain is safety, and wherever it says less than 0.15 (safety.anchor=chosen makes an average safe answer 0.5, where comparisons alone leave that open). Without data.safety_pairs, as on the embedded world, there is one reward model and it decides alone.
 
 Round k: `sample_k` of the current policy, `select_k` of each prompt's best answer of this and all earlier rounds, scored by the reward model of now, `improve_k`, fine-tuning
 on them. Behind the last round `rl`, PPO with whitened rewards. With labels=fresh, two answers to each prompt, of the last two policies, are compared by

@@ -253,14 +253,14 @@ class InProcess(Run):
 
 
 #: What a random model writes ends at its first letter, and has a reward by rules; sizes of a few rows and steps.
-ENDS = {"max_completion_length": 8, "stop_strings": list("abcdefghijklmnopqrstuvwxyz")}
+ENDS = {"max_completion_length": 24, "min_tokens": 2, "stop_strings": list("abcdefghijklmnopqrstuvwxyz")}
 RULE = [{"name": "signs", "kind": "python", "source": "def score(prompt, completion, answer):\n    return float(len(completion) % 5)\n"}]
 ROWS = {"batch_size": 8, "max_length": 96}
 RL = {**ENDS, "prompts_per_step": 8, "max_steps": 8}
 SMALL = {
     "instructgpt": {"rank": {**ENDS, "max_prompts": 8, "rewards": RULE}, "sft": {**ROWS, "num_train_epochs": 2, "eval_completion_length": 4}, "kwise": ROWS, "rl": {**RL, "ptx_batch_ratio": 1.0, "ptx_max_length": 16},
                     "rounds": 2, "plain_ppo": True},
-    "llama2": {"sft": ROWS, "helpful": ROWS, "safety": ROWS, "improve": ROWS, "gold": {**ENDS, "max_prompts": 8, "rewards": RULE}, "sample": {**ENDS, "num_generations": 3}, "rl": RL, "rounds": 2, "labels": "fresh"},
+    "llama2": {"sft": ROWS, "helpful": ROWS, "safety": ROWS, "improve": ROWS, "gold": {**ENDS, "max_prompts": 16, "rewards": RULE}, "sample": {**ENDS, "num_generations": 3}, "rl": RL, "rounds": 2, "labels": "fresh"},
     "hh": {"hhh_prompt": "Be kind.", "behind_prompt": ENDS, "distil": ROWS, "pmp": ROWS, "preference": ROWS, "best_of_n": {**ENDS, "max_prompts": 8, "num_generations": 6}, "gold": {**ENDS, "max_prompts": 8, "rewards": RULE},
            "rl": RL, "rounds": 2, "labels": "fresh"},
     "deepseekmath": {"midtrain": {**ROWS, "max_steps": 2}, "sft": {**ROWS, "max_steps": 2}, "solutions": {**ENDS, "num_generations": 4, "rewards": [*RULE, {"name": "verifier", "kind": "verifier", "weight": 0.0}]},
