@@ -76,7 +76,9 @@ def load_preset(recipe: str, name: str) -> dict[str, Any]:
     path = PRESETS / f"{recipe}.{name}.yaml"
     if not path.exists():
         raise ConfigError(f"recipe {recipe} has no preset {name!r}; it has: {', '.join(presets(recipe)) or 'none'}")
-    return load_yaml(path)
+    values = load_yaml(path)
+    below = values.pop("extends", None)  # a preset of the same recipe that this one is laid over
+    return values if below is None else merge(load_preset(recipe, below), values)
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ aligns on the pairs. With other settings it is
     IPO-MD            align.method=ipo  sample.mixture_coef=0.25   answers from the mixture of policy and starting policy
     self-rewarding    sample.rewards=[{kind: judge}]        the policy of each round judges its own answers (judge=REF: another model does)
     online KTO        pairs.kind=unpaired/1  align.method=kto
-    SPPO              pairs.kind=rankings/1  align.method=sppo  align.win_probability=bradley_terry  reference=previous
+    SPPO              --preset sppo: win probabilities among five answers by a preference model, best and worst of them, an equal part of the prompts per round
+    SLiC-HF           --preset slic: one round, answers of the SFT model ranked in a knock-out, calibrated with a hinge
 """
 
 from __future__ import annotations
@@ -39,8 +40,16 @@ class Config(IteratedConfig):
     reference: Literal["sft", "previous"] = Field("sft", description="Reference of every round: the starting policy, or the policy that sampled the round.")
     sample: RejectionConfig = Field(RejectionConfig(num_generations=4, temperature=0.9, allow_empty=True), description="Sampling and scoring of each round (TRL online: temperature 0.9).")
     fresh_prompts: bool = Field(True, description="With sample.max_prompts, every round takes the next prompts instead of the same ones.")
+    split_prompts: bool = Field(False, description="Every round takes a part of its own of the prompts, all equally large (SPPO: three).")
     pairs: PreferencesConfig = Field(PreferencesConfig(), description="Preferences from the scored answers.")
     align: AlignConfig = Field(AlignConfig(), description="Direct alignment of each round.")
+
+
+def round_prompts(config: Config, number: int) -> RejectionConfig:
+    """The sampling of round ``number`` (1-based), with the prompts that it takes."""
+    if config.split_prompts:
+        return config.sample.model_copy(update={"prompt_part": (number, config.rounds)})
+    return next_prompts(config.sample, number if config.fresh_prompts else 1)
 
 
 @recipe(Config)
@@ -58,7 +67,7 @@ def online_dpo(run: Run, config: Config) -> dict:
     for number in range(1, config.rounds + 1):
         sampled = run("rejection", f"sample_{number}", model=policy, prompts=prompts, reward_model=judge, **reward_inputs(source, config, config.sample.rewards, policy),
                       reference=start if config.sample.mixture_coef else None,
-                      seed=run.seed + number, config=next_prompts(config.sample, number if config.fresh_prompts else 1))
+                      seed=run.seed + number, config=round_prompts(config, number))
         pairs = run("preferences", f"pairs_{number}", candidates=sampled["candidates"], config=config.pairs, seed=run.seed + number)["data"]
         policy = run("align", f"align_{number}", model=policy, data=pairs, reference=start if fixed and number > 1 else None, 
                      config=config.align.model_copy(update={"max_steps": steps[number - 1]}), seed=run.seed + number, name_as=f"online-{config.align.method.replace('_', '-')}-{number}")["model"]

@@ -9,11 +9,12 @@ falling learning rate, each time on the same samples. With other settings it is
     STaR              the same with sample.rationalise=4: answers given away as a hint where no sample was right, trained on without it
     expert iteration  sample.select=top_per_prompt  thresholds=[]
     RAFT              expert iteration with small sample.max_prompts and many rounds
+    distillation      --preset distill_small --set teacher=MODEL: a larger model's right answers, learned by a small one; rl_after=true goes on with RL
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Optional
 
 from pydantic import Field
 
@@ -21,6 +22,7 @@ from flows.recipe import Run, recipe
 from flows.start import IteratedConfig, conclusion, next_prompts, reward_inputs, scorer, starting_policy
 from flows.steps import Source, ingest
 from stages.rejection import Config as RejectionConfig
+from stages.rl import Config as RLConfig
 from stages.sft import Config as SFTConfig
 
 
@@ -28,11 +30,15 @@ class Config(IteratedConfig):
     rounds: int = Field(2, ge=1, description="Grow rounds: the policy is sampled anew in each.")
     thresholds: list[float] = Field([0.5], description="Rising thresholds of the Improve steps of a round, as sample.threshold_mode says (paper: rewards in [0, 1], 0.7, 0.8, 0.9, "
                                     "0.95, 0.99); empty: one step on what sample.select takes.")
+    teacher: Optional[str] = Field(None, title="Teacher", description="Model whose answers are learned from, with any tokenizer (distillation): a ref, directory or hub id; empty: the policy of "
+                                                                     "each round.")
     improve_from: Literal["current", "start"] = Field("current", description="Model each Improve step starts from: the last one, or the starting policy (ReST-EM).")
     learning_rate_decay: float = Field(0.5, gt=0, le=1, description="Factor on the learning rate from one Improve step of a round to the next.")
     sample: RejectionConfig = Field(RejectionConfig(allow_empty=True), description="Sampling, scoring and selection.")
     fresh_prompts: bool = Field(True, description="With sample.max_prompts, every round takes the next prompts instead of the same ones.")
     improve: SFTConfig = Field(SFTConfig(), description="Fine-tuning of each Improve step.")
+    rl_after: bool = Field(False, description="RL from the last policy, with the settings of rl, as one more model.")
+    rl: RLConfig = Field(RLConfig(), description="rl_after: reinforcement learning at the end.")
 
 
 @recipe(Config)
@@ -41,19 +47,20 @@ def rest(run: Run, config: Config) -> dict:
     source = Source(run, config)
     prompts = ingest(run, "prompts", source("prompts"), config)
     start = starting_policy(run, source, config)
-    judge = scorer(run, source, config, config.sample.rewards, start)
+    judge = scorer(run, source, config, [*config.sample.rewards, *(config.rl.rewards if config.rl_after else ())], start)
 
     models = {"start": start}
     policy = start
     for number in range(1, config.rounds + 1):
         sampling = next_prompts(config.sample, number if config.fresh_prompts else 1).model_copy(update={"allow_empty": True})
-        grown = run("rejection", f"grow_{number}", model=policy, prompts=prompts, reward_model=judge, **reward_inputs(source, config, config.sample.rewards, policy),
+        sampler = config.teacher or policy
+        grown = run("rejection", f"grow_{number}", model=sampler, prompts=prompts, reward_model=judge, **reward_inputs(source, config, config.sample.rewards, policy),
                     config=sampling, seed=run.seed + number)
         for step, threshold in enumerate(config.thresholds or [None], 1):
             label = f"{number}_{step}"
             kept = grown
             if threshold is not None:
-                kept = run("rejection", f"filter_{label}", model=policy, prompts=prompts, reward_model=judge, candidates=grown["candidates"], seed=run.seed + number,
+                kept = run("rejection", f"filter_{label}", model=sampler, prompts=prompts, reward_model=judge, candidates=grown["candidates"], seed=run.seed + number,
                            config=sampling.model_copy(update={"threshold": threshold, **({"select": "threshold"} if config.sample.select == "top_per_prompt" else {})}))
             if kept.metrics.get("selected") == 0:  # nothing above this threshold, so nothing above a higher one
                 break
@@ -61,4 +68,6 @@ def rest(run: Run, config: Config) -> dict:
             policy = run("sft", f"improve_{label}", model=policy if config.improve_from == "current" else start, data=kept["selected"], config=slower,
                          name_as=f"rest-{label.replace('_', '-')}", seed=run.seed + number)["model"]
             models[f"round_{label}"] = policy
+    if config.rl_after:
+        models["rl"] = run("rl", model=policy, data=prompts, reward_model=judge, config=config.rl, name_as="rest-rl", **reward_inputs(source, config, config.rl.rewards, policy))["model"]
     return conclusion(run, source, config, models, prompts, judge)

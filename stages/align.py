@@ -36,6 +36,8 @@ class Config(OptimizerConfig):
     max_steps: int | None = Field(None, ge=1, title="Max steps", description="Optimizer steps; overrides num_train_epochs.")
     max_length: int = Field(1024, ge=8, description="Tokens of prompt and longest response.")
     options: dict[str, bool | float | str] = Field(default_factory=dict, description="The method's own options, e.g. label_smoothing for cdpo.")
+    mask_formatting: bool = Field(False, description="Leave formatting tokens out of the log-probs of all responses: turn headers and end of turn, which chosen and rejected share and whose "
+                                                     "likelihood the loss would push both ways (Llama 3).")
     logp_reduction: Literal["sum", "mean"] | None = Field(
         None, title="Log-prob reduction", description="Token log-probs of a pair's responses summed or averaged; default the method's (TRL's ipo: mean).")
     nll_coef: float | None = Field(None, ge=0, title="NLL coefficient", description="Coefficient of an NLL term on the chosen response; default the method's "
@@ -334,7 +336,7 @@ def agrees(cached: list, live: list, config) -> bool:
 def fingerprints(stage, role: str, renderer) -> dict[str, str]:
     """What a cached log-prob depends on besides the row: weights, tokenizer, template, truncation (``da.ref_cache``)."""
     config = stage.config
-    template = f"{renderer.template_hash}:{config.max_length}:{config.compute_dtype}"
+    template = f"{renderer.template_hash}:{config.max_length}:{config.compute_dtype}{':unformatted' * config.mask_formatting}"
     if config.method == "mdpo":
         template += f":{config.corruption}:{config.corruption_share}:{stage.seed}"
     if config.method == "2d_dpo":

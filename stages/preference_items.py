@@ -67,6 +67,9 @@ class Encoder:
 
     def __init__(self, renderer, method, config, rng, targets: dict[str, list[dict]] | None = None):
         self.renderer, self.method, self.config, self.rng, self.targets = renderer, method, config, rng, targets
+        self.formatting = frozenset()
+        if config.mask_formatting:
+            self.formatting = renderer.stop_ids | {i for i, token in renderer.tokenizer.added_tokens_decoder.items() if token.special}
         self.dropped = Counter({"truncated": 0, "identical_after_truncation": 0, "no_target": 0})
 
     def __call__(self, dataset, split: str, limit: int | None = None) -> list:
@@ -110,7 +113,7 @@ class Encoder:
         compared = responses[:2] if self.method.data == "pairs" else responses  # a target answer may well be the chosen one
         if same := identical([ids for ids, _ in compared], was_cut):
             return self._drop(same)
-        responses = [trim(ids, mask) for ids, mask in responses]
+        responses = [trim(ids, [0 if i in self.formatting else m for i, m in zip(ids, mask)] if self.formatting else mask) for ids, mask in responses]
         if not all(sum(mask) for _, mask in responses):
             return self._drop("no_target")
         return prompt, responses

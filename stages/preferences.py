@@ -1,6 +1,6 @@
 """preferences: scored candidates of the rejection stage -> preference pairs, rankings or labelled rows.
 
-Pair building is a selector on each prompt's rewards: best against worst (catalogue ``da.online_dpo``, ``rs.triplet``), every pair with a
+Pair building is a selector on each prompt's rewards: best against worst (catalogue ``da.online_dpo``, ``rs.triplet``) or a random other, every pair with a
 large enough gap (``rs.rs_dpo``), pairs of statistically accepted candidates (``rs.rso``), correct against incorrect (``da.dpo_nll``), or
 all. Candidates that were cut by the length limit or could not be scored are in no pair; prompts that give none are counted. Rows stay in the
 split of their prompt; a validation split is cut from the training prompts where the candidates have none.
@@ -18,8 +18,9 @@ from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
 class Config(StageConfig):
     kind: Literal["pairs/1", "rankings/1", "unpaired/1"] = Field("pairs/1", description="Rows wanted: pairs, one ranking per prompt (by reward), or labelled responses.")
-    select: Literal["best_vs_worst", "gap", "rso", "correct_vs_incorrect", "all"] = Field(
-        "best_vs_worst", description="pairs: which. best_vs_worst (da.online_dpo), gap (rs.rs_dpo), rso (rs.rso), correct_vs_incorrect (da.dpo_nll), all with different rewards.")
+    select: Literal["best_vs_worst", "best_vs_random", "gap", "rso", "correct_vs_incorrect", "all"] = Field(
+        "best_vs_worst", description="pairs: which. best_vs_worst (da.online_dpo), best_vs_random (a random one of the lower ones: Zephyr, Tulu 3), gap (rs.rs_dpo), rso (rs.rso), correct_vs_incorrect (da.dpo_nll), all with different rewards.")
+    members: Literal["all", "best_and_worst"] = Field("all", description="rankings: the responses of a prompt that are kept; best_and_worst with the scores that they have among all (SPPO).")
     tau: float = Field(1.0, gt=0, description="gap: temperature of the reward difference (RS-DPO 1.0).")
     eta: float = Field(0.85, ge=0.5, lt=1, description="gap: keep pairs with sigma((r_i - r_j)/tau) above this (RS-DPO 0.85); lower = more, noisier pairs.")
     rso_beta: float = Field(0.5, gt=0, description="rso: temperature of acceptance (RSO 0.5); small = only the best, large = plain samples.")
@@ -35,6 +36,8 @@ class Config(StageConfig):
     def _possible(self):
         if self.soft_labels and self.select == "correct_vs_incorrect":
             raise ValueError("soft_labels are made of rewards, and select=correct_vs_incorrect goes by the verdicts; write soft_labels=false, or another select")
+        if self.members != "all" and self.kind != "rankings/1":
+            raise ValueError(f"members={self.members} is for rankings; write kind=rankings/1, or select=best_vs_worst for {self.kind}")
         return self
 
 
@@ -82,7 +85,7 @@ def run(stage):
     if not counts["rows"]:
         why = ", ".join(f"{n} {reason}" for reason, n in unusable.most_common())
         advice = ["raise num_generations or temperature of the sampling", *(["its max_completion_length"] if unusable["truncated"] else []),
-                  *([] if config.kind != "pairs/1" or config.select in ("best_vs_worst", "all") else ["or take select=best_vs_worst"]), *(["or a lower eta"] if config.kind == "pairs/1" and config.select == "gap" else [])]
+                  *([] if config.kind != "pairs/1" or config.select in ("best_vs_worst", "best_vs_random", "all") else ["or take select=best_vs_worst"]), *(["or a lower eta"] if config.kind == "pairs/1" and config.select == "gap" else [])]
         lack = ("none is left" if not everything else "no two differ in reward" + f" as select={config.select} asks for" * (config.kind == "pairs/1"))
         raise ValueError(f"No prompt gave a row of {config.kind}: of {len(groups)} prompts with {len(everything)} usable candidates ({why or 'none'} left aside) {lack}; {', '.join(advice)}.")
     writer.close(counts)
@@ -106,6 +109,9 @@ def pairs_of(stage, rows, counts) -> list[dict]:
     config, rewards = stage.config, [r["reward"] for r in rows]
     if config.select == "best_vs_worst":
         pair = selection.best_vs_worst(rewards)
+        found = [] if pair is None else [pair]
+    elif config.select == "best_vs_random":
+        pair = selection.best_vs_random(rewards, lambda n: int(stage.rng("best_vs_random", rows[0]["prompt_id"]).integers(n)))
         found = [] if pair is None else [pair]
     elif config.select == "gap":
         found = [(i, j) for i, j, _ in selection.gap_pairs(rewards, config.tau, config.eta)]
@@ -143,7 +149,12 @@ def rso_pairs(stage, prompt_id: str, rewards, counts) -> list[tuple[int, int]]:
 
 def ranking_of(stage, rows, counts) -> list[dict]:
     """One ranking by reward; equal rewards share a rank, and a prompt with one reward only gives none."""
+    from stages.selection import best_vs_worst
+
     rewards = [r["reward"] for r in rows]
+    if stage.config.members == "best_and_worst":
+        rows = [rows[i] for i in best_vs_worst(rewards) or ()]
+        rewards = [r["reward"] for r in rows]
     levels = sorted(set(rewards), reverse=True)
     if len(levels) < 2:
         return []

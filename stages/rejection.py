@@ -18,7 +18,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from stages.rewards import REWARD_INPUTS, RewardComponent
-from stages.settings import SamplingConfig
+from stages.settings import PROMPT_TEMPLATE, PromptTemplate, SamplingConfig
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 
@@ -56,9 +56,12 @@ class Config(SamplingConfig):
                                         "trait; empty: a sentence that asks for answers of this character.")
     trait_of: Literal["category", "drawn"] = Field("category", description="traits: a prompt's is the one that its column category names, or one drawn at random for it, a principle in the "
                                                    "system message that varies the answers (UltraFeedback).")
+    prompt_template: PromptTemplate = Field("chat", description=PROMPT_TEMPLATE)
     split: str = Field("train", description="Prompt split to sample from; candidates and selected rows stay in it.")
     validation_fraction: float = Field(0.0, ge=0, lt=1, description="Share of the selected training prompts whose rows become the validation split, for sft to judge itself by.")
     max_prompts: int | None = Field(None, ge=1, title="Max prompts", description="Prompts used at most.")
+    prompt_part: tuple[int, int] | None = Field(None, title="Prompt part", description="[k, n]: of n equal parts of the prompts, every n-th one each, only the k-th, counted from 1 (SPPO: one "
+                                                                                       "part per round); empty: all.")
     prompt_offset: int = Field(0, ge=0, description="Prompts passed over before the first one used, in a circle: other prompts in each round.")
     max_prompt_length: int = Field(1024, ge=1, description="Prompt tokens at most; longer prompts are left out and counted.")
     block: int = Field(64, ge=1, description="Prompts generated and scored as one resumable unit.")
@@ -71,11 +74,15 @@ class Config(SamplingConfig):
             raise ValueError("rescore_best says which candidates are scored anew; write rescore=true with it")
         if self.difficulty_band is not None and not (len(self.difficulty_band) == 2 and 0 <= self.difficulty_band[0] <= self.difficulty_band[1] <= 1):
             raise ValueError(f"difficulty_band={self.difficulty_band} is no range of pass rates; write for example difficulty_band=[0.2,0.8]")
+        if self.prompt_part is not None and not 1 <= self.prompt_part[0] <= self.prompt_part[1]:
+            raise ValueError(f"prompt_part={list(self.prompt_part)} is no part of a whole; write for example prompt_part=[1,3], the first of three")
         if self.rationalise and not any(c.kind in ("verifier", "code", "python") for c in self.rewards):
             raise ValueError("rationalise asks again where no completion was right, which nothing here can say; add a reward component of kind verifier, code "
                              "or python")
         if self.rationalise and not ("{question}" in self.hint and "{answer}" in self.hint):
             raise ValueError("hint shows question and answer; write both {question} and {answer} in it")
+        if self.prompt_template != "chat" and (other := next((name for name in ("system", "in_context", "rationalise") if getattr(self, name)), None)):
+            raise ValueError(f"{other} shows prompts by the chat template; write prompt_template=chat, or leave {other} out")
         if self.system and (other := next((name for name in OTHER_CONTEXTS if getattr(self, name)), None)):
             raise ValueError(f"system and {other} both say what answers are sampled from; write one of them")
         if self.in_context and not any(c.kind == "icdpo" for c in self.rewards):
@@ -242,13 +249,20 @@ def generate(stage) -> None:
     from stages.modeling import freeze, load_policy
     from stages.rewards import build_rewards
     from stages.rubric_reward import score_rows, write_review
+    from stages.spec import ConfigError
     from storage.schema import complete_row
 
     config = stage.config
     if bool(config.mixture_coef) != stage.has("reference"):
         raise ValueError("mixture_coef and the input `reference` go together; write for example mixture_coef=0.25 with --input reference=MODEL, or neither.")
     renderer = renderer_for(stage.path("model"))
-    rows = prompt_rows(stage, stage.dataset("prompts"), config.split, renderer, config.max_prompt_length, None if config.prompt_offset else config.max_prompts)
+    rows = prompt_rows(stage, stage.dataset("prompts"), config.split, renderer, config.max_prompt_length, None if config.prompt_offset or config.prompt_part else config.max_prompts,
+                       config.prompt_template)
+    if config.prompt_part is not None:
+        part, parts = config.prompt_part
+        if parts > len(rows):
+            raise ConfigError(f"rejection: prompt_part={list(config.prompt_part)} cuts {len(rows)} prompts into empty parts; write fewer parts")
+        rows = rows[part - 1::parts]
     first = config.prompt_offset % len(rows)
     rows = (rows[first:] + rows[:first])[:config.max_prompts]
     counts = [config.num_generations if config.min_generations is None else int(stage.rng("generations", row["row_id"]).integers(config.min_generations, config.num_generations + 1))
@@ -317,6 +331,8 @@ class Context:
         if stage.has("traits"):
             from stages.principles import draw, load
 
+            if config.prompt_template != "chat":
+                raise ConfigError("rejection: traits are shown as system messages of the chat template; write prompt_template=chat")
             if other := next((name for name in OTHER_CONTEXTS if getattr(config, name)), None):
                 raise ConfigError(f"rejection: traits and {other} both say what answers are sampled from; leave one of them out")
             self.system = config.system or CHARACTER

@@ -226,6 +226,8 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig):
     sft_in_loss: bool = Field(True, description="SFT members are trained on; false: they only enter the group's mean.")
 
     split: str = Field("train", description="Prompt split to train on.")
+    max_prompts: int | None = Field(None, ge=1, title="Max prompts", description="Training prompts used at most, the first ones of the split; with fewer than prompts_per_step a step draws one several "
+                                                                               "times, a group each (RLVR on 1 to 8 examples).")
     prompt_template: PromptTemplate = Field("chat", description=PROMPT_TEMPLATE)
     max_prompt_length: int = Field(1024, ge=1, description="Prompt tokens at most; longer prompts are left out and counted.")
     stop_on: list[AlarmName] = Field(default_factory=list, description="Alarms that end the stage, its last checkpoint kept, instead of warning only.",
@@ -475,7 +477,7 @@ def run(stage):
     for text in warnings:
         stage.warn("rl_settings", text)
     renderer = renderer_for(stage.path("model"))
-    prompts = prompt_rows(stage, stage.dataset("data"), config.split, renderer, config.max_prompt_length, template=config.prompt_template)
+    prompts = prompt_rows(stage, stage.dataset("data"), config.split, renderer, config.max_prompt_length, config.max_prompts, config.prompt_template)
     held_out = []
     if config.eval_prompts:
         held_out = prompt_rows(stage, stage.dataset("data"), "validation", renderer, config.max_prompt_length, config.eval_prompts, config.prompt_template)

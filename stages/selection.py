@@ -141,6 +141,14 @@ def best_vs_worst(rewards) -> tuple[int, int] | None:
     return order[0], worst
 
 
+def best_vs_random(rewards, draw) -> tuple[int, int] | None:
+    """(chosen, rejected) of one prompt: the best, and by ``draw(n)`` -> index one of those with a lower score; None when all valid scores are equal (synth.onpolicy_pairs)."""
+    order = _ordered(rewards)
+    flat = np.asarray(rewards, dtype=np.float64)
+    lower = sorted(i for i in order if flat[i] < flat[order[0]])
+    return (order[0], lower[draw(len(lower))]) if lower else None
+
+
 def gap_pairs(rewards, tau: float = 1.0, eta: float = 0.85, max_pairs: int | None = None):
     """Every ordered pair with sigma((r_i - r_j)/tau) > eta, strict: [(i, j, probability)] in index order (rs.rs_dpo)."""
     r = np.asarray(rewards, dtype=np.float64)

@@ -76,7 +76,7 @@ def test_every_command_has_help_with_exit_codes(command):
     (["run", "post_training", "--set", "sft"], "write key=value"),
     (["run", "post_training", "sft"], "write key=value"),
     (["run", "post_training", "--preset", "dmo"], "has no preset"),
-    (["run", "preference"], "model"),
+    (["run", "preference", "data.path=pairs.jsonl"], "write model="), (["run", "verifiable"], "model"),
     (["stage", "sftt"], "did you mean 'sft'"),
     (["stage", "world", "--set", "prompt={train: 3}"], "did you mean 'prompts'"),
     (["stage", "sft", "--input", "modle=x"], "did you mean 'model'"),
@@ -185,8 +185,15 @@ def test_presets_are_valid_configurations():
     for recipe in RECIPES:
         for preset in presets(recipe):
             values = load_preset(recipe, preset)
-            if recipe not in ("preference", "verifiable"):  # those need the user's data
+            if recipe != "verifiable":  # which needs the user's data
                 load_config(recipe, values)
+
+
+def test_a_preset_extends_another():
+    from flows.config import load_preset
+
+    below, above = load_preset("preference", "zephyr"), load_preset("preference", "zephyr_release")
+    assert "extends" not in above and above["sft"] == below["sft"] and above["dpo"] == {**below["dpo"], "beta": 0.01, "batch_size": 128, "num_train_epochs": 1}
 
 
 def test_show_says_why_rows_were_quarantined(posttrain, tmp_path):

@@ -65,13 +65,11 @@ data.implicit data.vendor data.fasttext_mining
 synth.deliberative
 synth.cold_start synth.matrix synth.ditto synth.saro
 synth.urial_demos
-reward.composite reward.tampering reward.safety
+reward.tampering reward.safety
 eval.conformance eval.failure_modes
 eval.bias_before_after eval.safety_suite
-recipe.instructgpt recipe.hh recipe.llama2 recipe.tulu3 recipe.deepseekmath recipe.r1 recipe.zephyr recipe.sppo
-recipe.hhh_lab recipe.llama3 recipe.llama4 recipe.starling recipe.slic recipe.deliberative recipe.saro
-recipe.matrix_ditto recipe.fact_rlhf recipe.tampering recipe.distill_small recipe.vendor_cycle recipe.merge recipe.budget_toggle recipe.one_shot_rlvr
-recipe.midtrain
+recipe.hhh_lab recipe.llama4 recipe.deliberative recipe.saro
+recipe.matrix_ditto recipe.fact_rlhf recipe.tampering recipe.vendor_cycle recipe.budget_toggle
 ops.human_gate
 """.split()
 

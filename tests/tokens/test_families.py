@@ -231,7 +231,7 @@ def test_the_row_that_a_template_refuses_is_named():
     gemma = renderer_of("gemma")
     row = {"row_id": "d-7", "messages": SYSTEM, "prompt": SYSTEM[:2], "chosen": SYSTEM[2:], "rejected": [{"role": "assistant", "content": "no"}], "train_turns": None}
     rows = SimpleNamespace(rows_of=lambda split: 1, iter_rows=lambda **_: iter([row]), kind="pairs/1", name="rows")
-    config = SimpleNamespace(train_on="final_turn", max_length=64, stage_index=None, context="Be brief.")
+    config = SimpleNamespace(train_on="final_turn", max_length=64, stage_index=None, context="Be brief.", mask_formatting=False)
     fine = SimpleNamespace(rows_of=lambda split: 1, iter_rows=lambda **_: iter([{**row, "messages": SHORT}]), kind="demonstrations/1", name="rows")
     for encode in (lambda: encode_demonstrations(fine, "train", gemma, config, None, behind_context(gemma, config)), lambda: encode_demonstrations(rows, "train", gemma, config), lambda: encode_pairs(rows, "train", gemma, 64), lambda: prompt_rows(None, rows, "train", gemma, 64),
                    lambda: build(ChatReader(gemma, 64), row, row["prompt"], [row["chosen"]], Counter(), counts={}),

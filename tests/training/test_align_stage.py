@@ -46,6 +46,21 @@ def test_a_stage_run_trains_and_says_what_it_saw(tiny, preferences, spec, method
         assert counts["from_cache"] == counts["rows"] and second["summary"] == result["summary"]
 
 
+def test_formatting_tokens_are_left_out_of_both_sides(tiny, preferences):
+    """mask_formatting (Llama 3): without the end of turn nothing but the text's own tokens is a target, of chosen and rejected alike; nothing else changes."""
+    from stages.algorithms import DIRECT_METHODS
+    from stages.chat import renderer_for
+    from stages.preference_items import Encoder
+
+    renderer, rows = renderer_for(tiny["policy"]), open_dataset(preferences["pairs"])
+    plain, masked = (Encoder(renderer, DIRECT_METHODS["dpo"], Config(max_length=96, mask_formatting=on), None)(rows, "train") for on in (False, True))
+    assert plain and [item.row_id for item in plain] == [item.row_id for item in masked]
+    for before, after in zip(plain, masked):
+        assert list(before.prompt) == list(after.prompt)
+        for ids, mask, own, own_mask in (map(list, four) for four in zip(before.responses, before.masks, after.responses, after.masks)):
+            assert ids[-1] in renderer.stop_ids and own == ids[:-1] and own_mask == mask[:-1] and sum(own_mask) == sum(mask) - 1
+
+
 def test_loss_at_the_reference(tiny, preferences, spec):
     """Policy equals reference before the first step: DPO ln 2, KTO half its weight, APO 1, IPO (1/(2 tau))^2, 2D-DPO ln 2 per segment."""
     for method, kind, expected in (("dpo", "pairs", math.log(2)), ("kto", "unpaired", 0.5), ("apo_zero", "pairs", 1.0), ("ipo", "pairs", 25.0),

@@ -273,6 +273,34 @@ def test_candidates_of_two_models_are_joined_by_prompt(spec, tiny, data):
     assert [s["gen"]["model_id"] for s in rows_of(result, "selected")] == [best[i]["gen"]["model_id"] for i in sorted(best)]
 
 
+def test_prompts_are_mixed_and_say_where_they_are_from(spec, tmp_path):
+    """mix of prompts/1: the source becomes the domain that rewards are routed by; a prompt that is held out anywhere is in no training row; kinds are not mixed."""
+    def write(name, kind, rows):
+        write_dataset(str(tmp_path / name), name, kind, [complete_row(kind, row, dataset=name, source=name, origin="human", split=split) for row, split in rows])
+        return {"kind": "dataset", "path": str(tmp_path / name), "ref": name, "digest": name}
+
+    def question(text, **more):
+        return {"prompt": [{"role": "user", "content": text}], "domain": "old", **more}
+
+    sums = write("sums", "prompts/1", [(question(f"sum {i}", answer=str(i), answer_type="integer"), "test" if i == 0 else "train") for i in range(6)])
+    chats = write("chats", "prompts/1", [(question(f"chat {i}"), "train") for i in range(4)] + [(question("sum 0"), "train")])
+    demos = write("demos", "demonstrations/1", [({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "train_turns": [1], "kept": True}, "train")])
+
+    def mixed(name, given, **config):
+        made = spec("mix", config, {}, name)
+        made["inputs"] = {f"data.{k}": v for k, v in given.items()}
+        return execute(made, silent)
+
+    result = mixed("prompts", {"reasoning": sums, "general": chats}, label_domains=True)
+    rows = rows_of(result, "data")
+    assert {(r["prompt"][0]["content"].split()[0], r["domain"]) for r in rows} == {("sum", "reasoning"), ("chat", "general")} and all(r["answer"] is not None for r in rows if r["domain"] == "reasoning")
+    assert [r["split"] for r in rows].count("test") == 1 and len(rows) == 10 and result["summary"]["dropped/held_out_elsewhere"] == 1
+    assert {r["domain"] for r in rows_of(mixed("plain", {"a": sums, "b": chats}), "data")} == {"old"}
+    for given, config, text in (({"a": sums, "b": demos}, {}, "sources of one kind"), ({"a": sums}, {"drop_code_blocks": True}, "for demonstrations"), ({"a": demos}, {"label_domains": True}, "for prompts")):
+        with pytest.raises(Exception, match=text):
+            mixed("no", given, **config)
+
+
 def test_sources_are_mixed_in_their_shares_and_tasks_held_out(spec, tmp_path):
     """rs.mix and the mixture of sft.instruct: largest remainder, no row twice, a held-out task is in no training row, unreadable answers are counted."""
     def write(name, n, category, text=lambda i: "fine answer"):
@@ -334,7 +362,7 @@ def test_plain_text_is_mixed_by_characters(spec, tmp_path):
     assert sum(whole[f"rows/{name}"] for name in paths) == 200 + 19 + 300
     write_dataset(str(tmp_path / "talk"), "talk", "demonstrations/1", [complete_row("demonstrations/1", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "train_turns": [1],
                                                                                                         "kept": True}, dataset="t", source="s", origin="human")])
-    for config, more, text in (({}, {"talk": str(tmp_path / "talk")}, "sources of one kind"), ({"drop_code_blocks": True}, {}, "plain text has no tasks"),
+    for config, more, text in (({}, {"talk": str(tmp_path / "talk")}, "sources of one kind"), ({"drop_code_blocks": True}, {}, "is for demonstrations"),
                                ({"weights": {"maths": 1, "code": 1, "web": 1}, "total": 30_000}, {}, "characters would come from")):
         with pytest.raises(Exception, match=text):
             mixed(config, "no", **more)

@@ -62,6 +62,26 @@ def test_best_vs_worst_and_what_gives_no_pair(candidates, build):
     assert "label_prob" in rows[0] and rows[0]["label_prob"] is None
 
 
+def test_best_against_a_random_lower_one(candidates, build):
+    """synth.onpolicy_pairs: chosen is the best; rejected is drawn among the lower ones, the same in every run; equal rewards give no pair."""
+    path = candidates([[0.1, 0.9, 0.5, 0.9, 0.3]] * 40 + [[0.5, 0.5]])
+    _, rows = build({"select": "best_vs_random"}, path)
+    assert len(rows) == 40 and {answers(r, "chosen")[0] for r in rows} == {"answer 1"}
+    assert {answers(r, "rejected")[0] for r in rows} == {"answer 0", "answer 2", "answer 4"}
+    assert [answers(r, "rejected") for r in build({"select": "best_vs_random"}, path)[1]] == [answers(r, "rejected") for r in rows]
+
+
+def test_rankings_of_the_best_and_the_worst_keep_their_scores(candidates, build):
+    """SPPO trains on two of K answers with the win probabilities that they have among all (vector sppo_pair_selection)."""
+    path = candidates([[0.9, 0.9, 0.1], [0.2, 0.2, 0.2], [0.4, 0.7, 0.5]])
+    _, rows = build({"kind": "rankings/1", "members": "best_and_worst"}, path)
+    assert [[c[0]["content"] for c in r["completions"]] for r in rows] == [["answer 0", "answer 2"], ["answer 1", "answer 0"]]
+    assert [(r["scores"], r["ranks"]) for r in rows] == [([0.9, 0.1], [1, 2]), ([0.7, 0.4], [1, 2])]
+    assert len(build({"kind": "rankings/1"}, path)[1][0]["completions"]) == 3
+    with pytest.raises(ValueError, match="write kind=rankings/1"):
+        Config(members="best_and_worst")
+
+
 def test_gap_pairs_cap_and_soft_labels(candidates, build):
     path = candidates([[0.0, 1.0, 3.0, 5.0]])
     _, rows = build({"select": "gap", "eta": 0.85, "soft_labels": True}, path)

@@ -529,6 +529,18 @@ def test_an_adapter_and_a_shared_value_head_train_together(tiny, rl, monkeypatch
     assert after.keys() == before.keys() and {n for n in before if not torch.equal(before[n], after[n])} == {n for n in before if n.endswith("_proj.weight")}
 
 
+def test_one_prompt_fills_a_batch_with_groups_of_its_own(tiny, data, spec):
+    """recipe.one_shot_rlvr: max_prompts=1 draws the first prompt of the split several times in a step, each time with other completions."""
+    made = spec("rl", {**SMALL, "preset": "dr_grpo", "max_steps": 2, "prompts_per_step": 3, "num_generations": 4, "max_prompts": 1}, {"model": tiny["policy"], "data": data["prompts"]}, "one")
+    rows = list(open_dataset(execute(made, lambda event: None)["outputs"]["rollouts"]["path"]).iter_rows())
+    first = next(iter(open_dataset(data["prompts"]).iter_rows(split="train")))
+    assert len(rows) == 2 * 12 and {r["prompt_id"] for r in rows} == {first["prompt_id"]} and len({tuple(r["completion_ids"]) for r in rows}) > 18
+    for iteration in (0, 1):  # a group is four draws, not all twelve
+        part = [r for r in rows if r["iteration"] == iteration]
+        for group in (part[k:k + 4] for k in (0, 4, 8)):
+            assert sum(r["advantages"][0] for r in group) == pytest.approx(0, abs=1e-4)
+
+
 def test_a_base_model_is_prompted_with_plain_text(tiny, data, spec):
     """RL-ZERO: the prompt template is a setting of RL and of the evaluation; none and think_answer hold no chat tokens."""
     from stages.chat import renderer_for

@@ -97,6 +97,33 @@ def test_rejection_keeps_every_candidate_and_selects_again_without_sampling(tiny
     assert second["summary"]["selected"] == 5 and second["summary"]["completions"] == len(rows)
 
 
+def test_parts_of_the_prompts_are_disjoint_and_together_all_of_them(tiny, data, spec):
+    """prompt_part: every n-th prompt, the same completions as in one run over all; max_prompts bounds the part; impossible parts are refused."""
+    config = {"num_generations": 1, "max_completion_length": 4, "rewards": [{"name": "length", "kind": "length"}], "allow_empty": True}
+
+    def texts(name, **more):
+        made = execute(spec("rejection", {**config, **more}, {"model": tiny["policy"], "prompts": data["prompts"]}, name), silent)
+        return {r["prompt_id"]: r["completion"][0]["content"] for r in open_dataset(made["outputs"]["candidates"]["path"]).iter_rows()}
+
+    whole, parts = texts("whole"), [texts(f"part-{k}", prompt_part=[k, 3]) for k in (1, 2, 3)]
+    assert sum(map(len, parts)) == len(whole) and {**parts[0], **parts[1], **parts[2]} == whole and [*whole][1::3] == [*parts[1]]
+    assert [*texts("few", prompt_part=[2, 3], max_prompts=2)] == [*parts[1]][:2]
+    for part, message in (([0, 3], "the first of three"), ([1, 1000], "fewer parts")):
+        with pytest.raises(Exception, match=message):
+            texts("no", prompt_part=part)
+
+
+def test_answers_to_plain_text_prompts_are_kept_behind_the_messages(tiny, data, spec):
+    """rejection prompt_template: a base model is asked as it was trained (R1-Zero), and what is selected is a conversation."""
+    config = {"num_generations": 1, "max_completion_length": 4, "max_prompts": 4, "rewards": [{"name": "length", "kind": "length"}], "allow_empty": True, "max_prompt_length": 1000}
+    given = {"model": tiny["policy"], "prompts": data["prompts"]}
+    found = {t: list(open_dataset(execute(spec("rejection", {**config, "prompt_template": t}, given, f"t-{t}"), silent)["outputs"]["candidates"]["path"]).iter_rows()) for t in ("chat", "none")}
+    assert [r["prompt"] for r in found["none"]] == [r["prompt"] for r in found["chat"]] and [r["completion"] for r in found["none"]] != [r["completion"] for r in found["chat"]]
+    for more in ({"system": "Be kind."}, {"rationalise": 2, "rewards": [{"kind": "verifier"}]}):
+        with pytest.raises(Exception, match="write prompt_template=chat"):
+            execute(spec("rejection", {**config, "prompt_template": "none", **more}, given, "no"), silent)
+
+
 @pytest.mark.parametrize("preset", ["reinforce", "rloo", "grpo", "dr_grpo"])
 def test_rl_rollouts_explain_the_update(tiny, data, spec, preset):
     """Advantages in the rollout dataset follow from its rewards; log-probs are there; learning raises the reward."""
