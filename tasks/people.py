@@ -114,13 +114,13 @@ def answered(label: str, ref: str) -> str:
     Raises:
         Waiting: there are none yet (in a run without a deployment).
     """
-    from prefect.runtime import flow_run
+    from prefect.runtime import deployment
 
     digest = store.resolve(ref, "dataset").digest
     file = export(ref)
     attempt = 0
     while answers_of(digest) is None:
-        if not flow_run.deployment_id:
+        if not deployment.id:
             raise Waiting(label, digest[:16], str(file))
         attempt += 1
         _suspended(label, digest, file, attempt)
