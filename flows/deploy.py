@@ -40,11 +40,11 @@ def deploy(*, gpu_slots: int | None = None, trigger_model: str = "model:policy@c
 
 
 def recipe_deployments():
-    """(flow, name, options) for every recipe: `form` with the class defaults, one per preset, and the nightly demo."""
+    """(flow, name, options) for every recipe: `form` with the class defaults, one per preset (all but small tries of another one, NAME_demo), and the nightly demo."""
     for name in RECIPES:
         flow = get_recipe(name)
         yield flow, "form", {"queue": "cpu"}
-        for preset in presets(name):
+        for preset in (one for one in presets(name) if not one.endswith("_demo")):
             parameters = {"config": full(flow.config_type, load_preset(name, preset))}
             yield flow, preset, {"queue": "cpu", "parameters": parameters}
             if (name, preset) == ("post_training", "demo"):
@@ -69,10 +69,11 @@ def stage_deployments():
 def apply(flow, name: str, options: dict[str, Any], client=None) -> str:
     """Register one deployment unless the server has it as it is; returns its full name.
 
-    An update makes the server check the whole schema, during which it answers nobody: minutes for all deployments on a
-    small machine.
+    The server checks the whole schema twice where a deployment comes with its enforcement, and once where that is switched on afterwards; it
+    answers nobody meanwhile, minutes for all deployments on a small machine.
     """
     from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import DeploymentUpdate
     from prefect.exceptions import ObjectNotFound
     from prefect.types.entrypoint import EntrypointType
 
@@ -90,9 +91,11 @@ def apply(flow, name: str, options: dict[str, Any], client=None) -> str:
         except ObjectNotFound:
             pass
         plain = deployment.model_dump(mode="json", include={*COMPARED})
-        client.create_deployment(  # or updates; not deployment.apply(), whose other calls often meet a locked SQLite and wait seconds
+        enforced = plain.pop("enforce_parameter_schema")
+        registered = client.create_deployment(  # or updates; not deployment.apply(), whose other calls often meet a locked SQLite and wait seconds
             client.create_flow_from_name(flow.name), name, version=deployment.version, schedules=deployment.schedules, pull_steps=[],
-            parameter_openapi_schema=schema.model_dump(mode="json", exclude_unset=True), **plain)
+            parameter_openapi_schema=schema.model_dump(mode="json", exclude_unset=True), enforce_parameter_schema=False, **plain)
+        client.update_deployment(registered, DeploymentUpdate(enforce_parameter_schema=enforced))
     return deployment.full_name
 
 

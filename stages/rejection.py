@@ -54,7 +54,7 @@ class Config(SamplingConfig):
     in_context: bool = Field(False, description="Sample with the demonstrations of the component kind=icdpo in the prompt (rs.icdpo).")
     system: str = Field("", description="System message in front of every prompt while sampling; rows are kept without it. With the input traits, {trait} in it is the text of the prompt's "
                                         "trait; empty: a sentence that asks for answers of this character.")
-    trait_of: Literal["category", "drawn"] = Field("category", description="traits: a prompt's is the one that its column category names, or one drawn at random for it, a principle in the "
+    trait_of: Literal["category", "drawn"] = Field("category", description="traits: a prompt's is the one that its column category names, or one drawn for it (of those of kind trait, or of all where none is), a principle in the "
                                                    "system message that varies the answers (UltraFeedback).")
     prompt_template: PromptTemplate = Field("chat", description=PROMPT_TEMPLATE)
     split: str = Field("train", description="Prompt split to sample from; candidates and selected rows stay in it.")
@@ -330,6 +330,7 @@ class Context:
         self.system = config.system
         if stage.has("traits"):
             from stages.principles import draw, load
+            from stages.write_prompts import traits_of
 
             if config.prompt_template != "chat":
                 raise ConfigError("rejection: traits are shown as system messages of the chat template; write prompt_template=chat")
@@ -339,7 +340,7 @@ class Context:
             self.traits = {row["principle_id"]: row for row in load(stage, "traits")}
             if "{trait}" not in self.system:
                 raise ConfigError("rejection: system does not show the trait; write {trait} in it, or leave it out")
-            self.drawn = {row["row_id"]: draw(stage, list(self.traits.values()), row["row_id"]) for row, _ in rows} if config.trait_of == "drawn" else {}
+            self.drawn = {row["row_id"]: draw(stage, traits_of(list(self.traits.values())), row["row_id"]) for row, _ in rows} if config.trait_of == "drawn" else {}
             lost = [row for row, _ in rows if not self.drawn and row["category"] not in self.traits]
             if lost:
                 raise ConfigError(f"rejection: {len(lost)} of {len(rows)} prompts have no trait (the first one's category is {lost[0]['category']!r}); write the id of a trait into the column category, "

@@ -27,6 +27,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from typing import Any, Callable
 
 #: What nearly every stage that trains or samples imports. None of it starts a thread that a fork would lose.
@@ -88,10 +89,21 @@ def serve(channel: socket.socket, run: Callable[[dict[str, Any]], int]) -> int:
                 return run(request)
             for descriptor in descriptors:
                 os.close(descriptor)
+            wait_for_session(answer)
         else:
             answer = True
         with contextlib.suppress(BrokenPipeError):
             channel.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def wait_for_session(pid: int | None) -> None:
+    """Until a forked process leads its session: who is told of it may signal that at once."""
+    until = time.monotonic() + 5.0
+    while pid is not None and time.monotonic() < until:
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(pid) == pid:
+                return
+        time.sleep(0.0002)
 
 
 def become(environment: dict[str, str], descriptors: list[int]) -> None:

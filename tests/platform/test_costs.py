@@ -45,7 +45,7 @@ def test_a_price_list_says_what_is_wrong_with_it(tmp_path, home):
         costs.prices_from(tmp_path / "none.yaml")
 
 
-def test_generated_tokens_are_those_of_the_samples_also_after_a_kill(tiny, tmp_path):  # noqa: F811
+def test_generated_tokens_are_those_of_the_samples_also_after_a_kill(tiny, tmp_path, monkeypatch):  # noqa: F811
     """An evaluation's own count; a run that goes on behind a checkpoint has the counts of both parts."""
     from storage.datasets import open_dataset
 
@@ -56,6 +56,8 @@ def test_generated_tokens_are_those_of_the_samples_also_after_a_kill(tiny, tmp_p
 
     class Killed(BaseException):
         pass
+
+    monkeypatch.setattr("stages.harness.PROGRESS_SECONDS", 0.0)  # every one is told
 
     def until(event):
         if event["event"] == "progress" and event["done"] == 2:

@@ -141,9 +141,9 @@ def test_a_vllm_that_cannot_reload_from_a_directory_is_named(engines, monkeypatc
 
 
 def test_a_server_row_is_asked_for_twice_and_then_named(made, monkeypatch):
-    from stages import server_engine
+    from stages import http_json, server_engine
 
-    monkeypatch.setattr(server_engine.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(http_json, "WAITS", (0.0,))
     path = made["policy"][0]
     for broken, reasons in ((lambda n: n == 2, ["length"] * 3), (lambda n: n in (2, 3), ["length", "error", "length"])):
         with vllm_server(fake_vllm.LLM(path), broken) as (url, _):

@@ -151,7 +151,7 @@ def other_value(name):
 ALWAYS = {"preset", "rewards", "max_steps", "prompts_per_step", "num_generations", "num_iterations", "num_minibatches", "advantage", "options", "beta", "kl_coef", "kl_controller",
           "monitor_kl", "allow_double_kl", "entropy_coef", "log_entropy", "truncation_policy", "reward_norm", "reward_clip", "soft_punish_cache", "context_schedule",
           "dynamic_sampling", "reward_override", "async_rollouts", "engine_sleep", "engine_max_mismatch", "allow_reencoded_ids", "replay_fraction", "ptx_coef", "curriculum", "difficulty_band",
-          "no_resampling_pass_rate", "mode_mix", "sft_member", "split", "prompt_template", "max_prompt_length", "stop_on", "eval_prompts"}
+          "no_resampling_pass_rate", "mode_mix", "sft_member", "split", "prompt_template", "max_prompt_length", "max_prompts", "stop_on", "eval_prompts"}
 
 
 def test_every_setting_says_when_it_is_read():
