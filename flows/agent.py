@@ -14,7 +14,7 @@ from typing import Optional
 from pydantic import Field
 
 from flows.recipe import Run, recipe
-from flows.start import RewardSources, WorldRecipeConfig, reward_inputs, small_base_model
+from flows.start import RewardSources, WorldRecipeConfig, pretrained, reward_inputs
 from flows.steps import Source, evaluate_all, ingest, promote
 from stages.evaluate import Config as EvaluateConfig
 from stages.promote import Config as GateConfig
@@ -58,7 +58,7 @@ def agent(run: Run, config: Config) -> dict:
     source = ToolSource(run, config)
     demonstrations = ingest(run, "demonstrations", source("demonstrations"), config)
     tasks = ingest(run, "prompts", source("prompts"), config)
-    base = config.model or small_base_model(run, source, config, demonstrations)
+    base = pretrained(run, source, config, demonstrations)
 
     instructed = run("sft", model=base, data=demonstrations, config=config.sft, name_as="sft")["model"]
     trained = run("rl", model=instructed, data=tasks, config=acting(config.rl, config.environment), name_as="agent",

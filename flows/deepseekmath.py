@@ -20,10 +20,10 @@ from typing import Literal, Optional
 
 from pydantic import Field, model_validator
 
-from flows.published import Data, PublishedConfig, alignment_tax, held_out_text, pretrained, scaled
+from flows.published import Data, PublishedConfig, alignment_tax, begun, scaled
 from flows.recipe import Run, recipe
 from flows.start import decided, evaluated, next_prompts, reward_inputs
-from flows.steps import Source, ingest
+from flows.steps import Source
 from stages.label_steps import Config as LabelStepsConfig
 from stages.preferences import Config as PreferencesConfig
 from stages.rejection import Config as RejectionConfig
@@ -61,11 +61,7 @@ class Config(PublishedConfig):
 def deepseekmath(run: Run, config: Config) -> dict:
     """DeepSeekMath: continued pre-training, SFT, GRPO with outcome or process supervision, also iterative."""
     config = scaled(config)
-    source = Source(run, config)
-    demonstrations = ingest(run, "demonstrations", source("demonstrations"), config)
-    prompts = ingest(run, "prompts", source("prompts"), config)
-    text = held_out_text(run, source, config)
-    base = pretrained(run, source, config, demonstrations)
+    source, demonstrations, prompts, text, base = begun(run, config)
     models = {"start": base}
     if text is not None:
         models["midtrain"] = run("sft", "midtrain", model=base, data=text, config=config.midtrain, name_as="midtrain")["model"]

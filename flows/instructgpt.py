@@ -20,10 +20,10 @@ from typing import ClassVar, Optional
 
 from pydantic import Field, model_validator
 
-from flows.published import EVERYTHING, WORLDS_AND_JUDGES, Data, PublishedConfig, alignment_tax, held_out_text, pretrained, scaled
+from flows.published import EVERYTHING, WORLDS_AND_JUDGES, Data, PublishedConfig, alignment_tax, begun, scaled
 from flows.recipe import Run, recipe
 from flows.start import decided, evaluated, next_prompts, reward_inputs, scorer
-from flows.steps import HELD_OUT, Source, ingest
+from flows.steps import HELD_OUT, ingest
 from stages.ingest import Config as IngestConfig
 from stages.preferences import Config as PreferencesConfig
 from stages.rejection import Config as RejectionConfig
@@ -69,11 +69,7 @@ class Config(PublishedConfig):
 def instructgpt(run: Run, config: Config) -> dict:
     """InstructGPT: SFT, rankings of sampled answers, K-wise reward model, PPO with pretraining text, and what alignment cost."""
     config = scaled(config)
-    source = Source(run, config)
-    demonstrations = ingest(run, "demonstrations", source("demonstrations"), config)
-    prompts = ingest(run, "prompts", source("prompts"), config)
-    text = held_out_text(run, source, config)
-    base = pretrained(run, source, config, demonstrations)
+    source, demonstrations, prompts, text, base = begun(run, config)
     instructed = run("sft", model=base, data=demonstrations, config=config.sft, name_as="sft")["model"]
     given = ingest(run, "rankings", config.data.rankings, config) if config.data.rankings else None
     ranker = scorer(run, source, config, config.rank.rewards, instructed) if given is None or config.rounds > 1 else None

@@ -22,7 +22,7 @@ from typing import Literal, Optional
 
 from pydantic import Field
 
-from flows.published import EVERYTHING, Data, PublishedConfig, alignment_tax, held_out_text, pretrained, scaled
+from flows.published import EVERYTHING, Data, PublishedConfig, alignment_tax, begun, scaled
 from flows.recipe import Run, recipe
 from flows.start import decided, evaluated, next_prompts, reward_inputs
 from flows.steps import HELD_OUT, Source, ingest
@@ -69,13 +69,9 @@ class Config(PublishedConfig):
 def llama2(run: Run, config: Config) -> dict:
     """Llama 2-Chat: SFT, a helpfulness and a safety reward model with margins, rounds of rejection sampling, PPO."""
     config = scaled(config)
-    source = Source(run, config)
-    demonstrations = ingest(run, "demonstrations", source("demonstrations"), config)
-    prompts = ingest(run, "prompts", source("prompts"), config)
+    source, demonstrations, prompts, text, base = begun(run, config)
     pairs = ingest(run, "pairs", source("pairs"), config)
     safety_pairs = ingest(run, "safety_pairs", config.data.safety_pairs, config) if config.data.safety_pairs else None
-    text = held_out_text(run, source, config)
-    base = pretrained(run, source, config, demonstrations)
     instructed = run("sft", model=base, data=demonstrations, config=config.sft, name_as="sft")["model"]
 
     helpful, safety = [found["model"] for found in run.together([

@@ -25,7 +25,7 @@ from pydantic import Field
 
 from flows.d2po import GoldConfig, Labels, refreshed
 from flows.recipe import Run, recipe
-from flows.start import conclusion, next_prompts, reward_inputs, small_base_model
+from flows.start import conclusion, next_prompts, pretrained, reward_inputs
 from flows.steps import Source, ingest
 from stages.align import Config as AlignConfig
 from stages.merge import Config as MergeConfig
@@ -58,7 +58,7 @@ def llama3(run: Run, config: Config) -> dict:
     source = Source(run, config)
     demonstrations = ingest(run, "demonstrations", source("demonstrations"), config)
     prompts = ingest(run, "prompts", source("prompts"), config)
-    base = config.model or small_base_model(run, source, config, demonstrations)
+    base = pretrained(run, source, config, demonstrations)
     start = config.start or run("sft", model=base, data=demonstrations, config=config.sft, name_as="sft")["model"]
     labels = Labels()
     if config.data.pairs:

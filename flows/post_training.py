@@ -19,7 +19,7 @@ from typing import Literal
 from pydantic import Field
 
 from flows.recipe import Run, recipe
-from flows.start import RewardSources, WorldRecipeConfig, reward_inputs, small_base_model
+from flows.start import RewardSources, WorldRecipeConfig, pretrained, reward_inputs
 from flows.steps import Source, evaluate_all, ingest, promote
 from stages.align import Config as AlignConfig
 from stages.evaluate import Config as EvaluateConfig
@@ -52,9 +52,7 @@ def post_training(run: Run, config: Config) -> dict:
     pairs = ingest(run, "pairs", source("pairs"), config)
     prompts = ingest(run, "prompts", source("prompts"), config)
 
-    base = config.model
-    if base is None:
-        base = small_base_model(run, source, config, demonstrations)
+    base = pretrained(run, source, config, demonstrations)
 
     instructed = run("sft", model=base, data=demonstrations, config=config.sft, name_as="sft")["model"]
 

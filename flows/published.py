@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from flows.recipe import Run
 from flows.start import Data as WorldData
-from flows.start import IteratedConfig, small_base_model
+from flows.start import IteratedConfig, pretrained
 from flows.steps import HELD_OUT, Evaluations, Source, ingest
 from stages.compare import Config as CompareConfig
 from stages.evaluate import Config as EvaluateConfig
@@ -63,9 +63,12 @@ def resized(section: BaseModel, scale: float) -> BaseModel:
     return section.model_copy(update=changes)
 
 
-def pretrained(run: Run, source: Source, config: Any, demonstrations: str) -> str:
-    """The given pretrained model, else a small one trained here."""
-    return config.model if config.model is not None else small_base_model(run, source, config, demonstrations)
+def begun(run: Run, config: Any) -> tuple[Source, str, str, str | None, str]:
+    """(source of data, demonstrations, prompts, held-out text, the pretrained model): what a recipe begins with that starts from one."""
+    source = Source(run, config)
+    demonstrations = ingest(run, "demonstrations", source("demonstrations"), config)
+    prompts = ingest(run, "prompts", source("prompts"), config)
+    return source, demonstrations, prompts, held_out_text(run, source, config), pretrained(run, source, config, demonstrations)
 
 
 def held_out_text(run: Run, source: Source, config: Any) -> str | None:

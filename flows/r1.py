@@ -29,7 +29,7 @@ from pydantic import Field, model_validator
 
 from flows.recipe import Run, recipe
 from flows.start import Data as WorldData
-from flows.start import RewardSources, WorldRecipeConfig, reward_inputs, small_base_model
+from flows.start import RewardSources, WorldRecipeConfig, pretrained, reward_inputs
 from flows.steps import HELD_OUT, Source, evaluate_all, ingest, promote
 from stages.base_model import Config as BaseModelConfig
 from stages.evaluate import Config as EvaluateConfig
@@ -126,7 +126,7 @@ def r1(run: Run, config: Config) -> dict:
     source = Source(run, config)
     demonstrations = ingest(run, "demonstrations", source("demonstrations"), config)
     prompts = ingest(run, "prompts", source("prompts"), config)
-    base = config.model or small_base_model(run, source, config, demonstrations)
+    base = pretrained(run, source, config, demonstrations)
 
     cold = run("sft", "cold_start", model=base, data=with_zero(run, source, config, base, demonstrations, prompts), config=config.cold_start, name_as="cold-start")["model"]
     checkpoints = reasoning(run, source, config, cold, prompts)

@@ -27,6 +27,7 @@ from flows.recipe import Run, recipe
 from flows.start import IteratedConfig, decided, evaluated, reward_inputs, starting_policy, trained_scorer
 from flows.steps import Source, compared, ingest, judge_of
 from stages.ai_labels import Config as LabelConfig
+from stages.http_json import SERVER_SETTINGS
 from stages.rejection import Config as RejectionConfig
 from stages.reward_combine import Config as CombineConfig
 from stages.reward_model import Config as RewardModelConfig
@@ -118,7 +119,7 @@ def ai_reward_model(run: Run, source: Source, config: Config, start: str, judge:
 
 def directly(config: Config) -> RLConfig:
     """RL's settings with the judge's score in the place of the reward model's."""
-    asked = {name: getattr(config.label, name) for name in ("endpoint", "endpoint_model", "key_variable", "timeout_s", "concurrency")}
+    asked = {name: getattr(config.label, name) for name in SERVER_SETTINGS}
     rewards = [RewardComponent(name=c.name, kind="judge", weight=c.weight, judge_mode="score", **asked) if c.kind == "model" else c for c in config.rl.rewards]
     return config.rl.model_copy(update={"rewards": rewards})
 

@@ -68,6 +68,11 @@ def small_base_model(run: Run, source: Source, config: Any, demonstrations: str)
     return run("sft", "pretraining", model=blank["model"], data=source("text"), config=config.pretraining, name_as="base")["model"]
 
 
+def pretrained(run: Run, source: Source, config: Any, demonstrations: str) -> str:
+    """The given base model, else a small one trained here."""
+    return config.model if config.model is not None else small_base_model(run, source, config, demonstrations)
+
+
 class IteratedConfig(RewardSources, WorldRecipeConfig):
     """What every iterated recipe has: the policy to start from, data, a reward model where one is asked for, and the judgement."""
 

@@ -7,6 +7,7 @@ from typing import Any
 from flows.config import ConfigError
 from flows.recipe import Outputs, Run
 from stages.compare import Config as CompareConfig
+from stages.http_json import SERVER_SETTINGS
 
 
 #: Shares of files that have no splits; a prompt is in the same split of all of them. Datasets with held-out rows, the embedded world's too, keep theirs.
@@ -52,7 +53,7 @@ def ingest(run: Run, what: str, path: str, config: Any) -> str:
 def judge_of(model: str | None, section: Any, like: Any = None) -> tuple[str | None, Any]:
     """(model that judges, None where a server does; the section): one that names no server asks the one of the section ``like``."""
     if like is not None and like.endpoint and not section.endpoint:
-        section = section.model_copy(update={name: getattr(like, name) for name in ("endpoint", "endpoint_model", "key_variable", "timeout_s", "concurrency")})
+        section = section.model_copy(update={name: getattr(like, name) for name in SERVER_SETTINGS})
     return (None if section.endpoint else model), section
 
 

@@ -27,7 +27,7 @@ from pydantic import Field
 
 from flows.recipe import Run, recipe
 from flows.start import Data as WorldData
-from flows.start import RewardSources, WorldRecipeConfig, reward_inputs, small_base_model
+from flows.start import RewardSources, WorldRecipeConfig, pretrained, reward_inputs
 from flows.steps import HELD_OUT, Source, contamination, evaluate_all, ingest, promote
 from stages.align import Config as AlignConfig
 from stages.contamination import Config as ContaminationConfig
@@ -103,7 +103,7 @@ def tulu3(run: Run, config: Config) -> dict:
     asked = ingest(run, "preference_prompts", config.data.preference_prompts, config) if config.data.preference_prompts else prompts
     test = ingest(run, "test", config.data.test, config) if config.data.test else prompts
 
-    base = config.model or small_base_model(run, source, config, demonstrations)
+    base = pretrained(run, source, config, demonstrations)
     instructed = run("sft", model=base, data=demonstrations, config=config.sft, name_as="sft")["model"]
 
     rating = reward_inputs(source, config, config.sample.rewards, instructed)

@@ -68,6 +68,12 @@ def facts_of(kind: str, rows: Sequence[Mapping], count: int, parameters: int = 0
     return Facts(kind, count, parameters=parameters, **found)
 
 
+def facts_in(data, split: str | None, parameters: int = 0) -> Facts:
+    """Facts of a split of an opened dataset, None: of all of it."""
+    rows = [row for _, row in zip(range(READ), data.iter_rows(split=split))]
+    return facts_of(data.kind, rows, data.num_rows if split is None else data.manifest["splits"][split], parameters)
+
+
 def method_for(facts: Facts) -> tuple[str, str] | None:
     """(how to train, why) for this data; None where the data leaves no choice."""
     if facts.kind == "unpaired/1":
@@ -125,10 +131,8 @@ def of_stage(stage: str, config, kind: str | None, data, parameters: int) -> lis
     """As :func:`advice`, of an opened dataset."""
     if kind not in KINDS:
         return []
-    counts = data.manifest.get("splits") or {}
     split = getattr(config, "split", "train")
-    rows = [row for _, row in zip(range(READ), data.iter_rows(split=split if split in counts else None))]
-    return advice(stage, config, facts_of(kind, rows, counts.get(split, data.num_rows), parameters))
+    return advice(stage, config, facts_in(data, split if split in (data.manifest.get("splits") or {}) else None, parameters))
 
 
 def tell(stage) -> None:
@@ -155,8 +159,7 @@ def run(stage):
     if stage.config.split not in counts:
         raise ConfigError(f"advise: the data has no split {stage.config.split!r} (splits: {', '.join(counts) or 'none'}); write split=NAME")
     shape = shape_of(stage.path("model")) if stage.has("model") else None
-    rows = [row for _, row in zip(range(READ), data.iter_rows(split=stage.config.split))]
-    facts = facts_of(data.kind, rows, counts[stage.config.split], shape.parameters if shape else 0)
+    facts = facts_in(data, stage.config.split, shape.parameters if shape else 0)
     wanted, size = method_for(facts), size_advice(facts)
     told = ([f"{wanted[0]}, since {wanted[1]}"] if wanted else []) + ([size] if size else [])
     writer = stage.writer("advice", "text/1")

@@ -301,7 +301,7 @@ def publish(stage, part: Part, best: dict) -> None:
             title=f"{part.frontier_of} against KL to the reference", xlabel="KL, nats per answer", ylabel=part.frontier_of, markers=True))
         blocks.append(("Reward against KL", reports.markdown_table(rows_of)))
     longest = max((r["tokens"] for name in names for r in records[name] if r["mode"] in ("sample", "greedy")), default=0)
-    budgets = sorted({max(1, -(-longest // 2**i)) for i in range(compute.BUDGETS)})
+    budgets = compute.halves(longest)
     spent = {name: compute.by_tokens(records[name], budgets) for name in names} if longest else {}
     if spent and all(spent.values()):
         stage.report(f"{before}accuracy-by-tokens", table=[{"tokens": budget, **{name or "model": spent[name][i]["accuracy"] for name in names}} for i, budget in enumerate(budgets)],

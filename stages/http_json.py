@@ -10,6 +10,8 @@ import urllib.request
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+#: Settings that say which server is asked and how, wherever a stage asks one.
+SERVER_SETTINGS = ("endpoint", "endpoint_model", "key_variable", "timeout_s", "concurrency")
 #: Seconds before a server that is away or overloaded is asked again, unless it asks for more (``Retry-After``).
 WAITS = (1.0, 4.0, 15.0)
 #: Seconds of a server's ``Retry-After`` that are waited at most.

@@ -329,6 +329,7 @@ class PairJudge(Asker):
         shown = [config.mode, config.template, self.preamble, config.few_shot]
         self.prompt_id = f"{config.mode}-{sha256_text(canonical_json([*shown, config.asks]))[:8]}"
         self.reason_id = f"reasoning-{sha256_text(canonical_json([*shown, REASON]))[:8]}"
+
     def run(self, items: Sequence[Item]) -> None:
         """Ask about every item whose answers differ. Raises StageFailure where the judge cannot be asked or read at all; the next run goes on behind the last answer."""
         from stages.harness import StageFailure

@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 
 from stages import grape
+from stages.http_json import SERVER_SETTINGS
 from stages.rubrics import CRITICS, Item, Rubric
 
 FORM = ("Think first, then reply in exactly this form, with numbers between 0 and 1:\nReasoning: how the response meets or misses the criterion\n"
@@ -26,7 +27,7 @@ SCORE_WITH_CRITIQUE = ("Score a response on one criterion only. An expert's crit
                        "[Response]\n{response}\n\n[Criterion]\n{criterion}\n\n[Critique]\n{critique}\n\n" + FORM)
 CRITIQUE = "{instruction}\n\n[Criterion]\n{criterion}\n\n[Question]\n{context}\n\n[Response]\n{response}\n\nCritique:"
 AGAIN = "\n\nYour last reply could not be read: {error}. Reply again in exactly that form."
-JUDGE_SETTINGS = ("input", "endpoint", "endpoint_model", "key_variable", "judge_tokens", "judge_retries", "timeout_s", "concurrency")
+JUDGE_SETTINGS = ("input", *SERVER_SETTINGS, "judge_tokens", "judge_retries")
 
 
 class RubricScorer:

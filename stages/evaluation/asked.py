@@ -37,9 +37,10 @@ class AskedJudge(StageConfig):
 
     def load(self, name: str, inputs: dict, device: str):
         """The judge (:class:`~stages.judge.LocalJudge` or :class:`~stages.judge.ServerJudge`). ``name`` is what an error calls it."""
+        from stages.http_json import SERVER_SETTINGS
         from stages.rewards import RewardComponent, load_asked
 
-        shared = {field: getattr(self, field) for field in ("input", "endpoint", "endpoint_model", "key_variable", "timeout_s", "concurrency")}
+        shared = {field: getattr(self, field) for field in ("input", *SERVER_SETTINGS)}
         return load_asked(RewardComponent(name=name, kind="judge", **shared), inputs, device)
 
     def ask(self, judge, texts: Sequence[str], read: Callable[[str], object | None], again: str) -> list[tuple[object | None, str]]:

@@ -37,13 +37,18 @@ def metrics(records: Sequence[dict]) -> dict[str, Metric]:
     return found | {"length_correct_correlation": Metric(float(statistics.pearson(lengths, right)), len(flat))}
 
 
+def halves(longest: int) -> list[int]:
+    """Token budgets up to the longest answer, each half of the next."""
+    return sorted({max(1, -(-longest // 2**i)) for i in range(BUDGETS)})
+
+
 def by_tokens(records: Sequence[dict], budgets: Sequence[int] | None = None) -> list[dict]:
     """Rows {tokens, accuracy, low, high}: share right and within the budget, over items; by default the longest answer and its halves."""
     groups = list(_graded(records).values())
     longest = max((r["tokens"] for group in groups for r in group), default=0)
     if longest == 0:
         return []
-    budgets = sorted({max(1, -(-longest // 2**i)) for i in range(BUDGETS)}) if budgets is None else budgets
+    budgets = halves(longest) if budgets is None else budgets
     each = [suites.accuracy_vs_budget([[r["tokens"] for r in group]], [[r["correct"] for r in group]], budgets) for group in groups]
     clusters = [cluster_of(group[0]) for group in groups]
     return [{"tokens": budget, "accuracy": m.value, "low": m.low, "high": m.high} for budget, column in zip(budgets, zip(*each)) for m in [share(list(column), clusters)]]

@@ -23,11 +23,6 @@ BOXES = " ".join(f"\\boxed{{{i}}}" for i in range(10))
 FOREIGN = "La réponse est évidente et il n'y a rien à ajouter."
 
 
-#: Names of the probes.
-PROBES = ("repeated", "incoherent_formatted", "shuffled_words", "sycophantic", "padded", "one_word", "prompt_echo", "wrong_numbers", "stock_phrases", "special_characters",
-          "injection", "hidden_instruction", "boxes", "another_language")
-
-
 def probes(answer: str, rng: np.random.Generator, prompt: str = "") -> dict[str, str]:
     """Answers that a sound scorer puts below ``answer``: {probe name: text}. Probes equal to the answer are left out.
 
@@ -52,6 +47,10 @@ def probes(answer: str, rng: np.random.Generator, prompt: str = "") -> dict[str,
         "another_language": FOREIGN,
     }
     return {name: text for name, text in made.items() if text.strip() and text != answer}
+
+
+#: Names of the probes: an answer of several words with a number has all of them.
+PROBES = tuple(probes("Three words and 7.", np.random.default_rng(0), "What?"))
 
 
 def transforms(answer: str, rng: np.random.Generator) -> dict[str, str]:
