@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from pathlib import Path
@@ -66,9 +67,8 @@ def stages() -> list[dict[str, Any]]:
     rows = []
     for name in STAGES:
         spec = get_stage(name).SPEC
-        rows.append({"stage": name, "gpu": "gpu" if spec.gpu else "", "inputs": " ".join(
-            (key + ("…" if one.many else "")) if one.required else f"[{key}]" for key, one in spec.inputs.items()),
-            "outputs": " ".join(spec.outputs), "what": first_line(get_stage(name).__doc__)})
+        rows.append({"stage": name, "gpu": "gpu" if spec.gpu else "", "what": first_line(get_stage(name).__doc__), "outputs": " ".join(spec.outputs),
+                     "inputs": " ".join((key + ("…" if one.many else "")) if one.required else f"[{key}]" for key, one in spec.inputs.items())})
     return rows
 
 
@@ -76,8 +76,8 @@ def recipes() -> list[dict[str, Any]]:
     from flows.config import presets
     from flows.recipe import get_recipe
 
-    return [{"recipe": name, "presets": " ".join(presets(name)), "steps": " ".join(sections(get_recipe(name).config_type)),
-             "what": first_line(get_recipe(name).description)} for name in RECIPES]
+    return [{"recipe": name, "what": first_line(get_recipe(name).description), "presets": " ".join(presets(name)),
+             "sections": " ".join(sections(get_recipe(name).config_type))} for name in RECIPES]
 
 
 def sections(config_type) -> list[str]:
@@ -87,9 +87,10 @@ def sections(config_type) -> list[str]:
 
 
 def first_line(text: str | None) -> str:
-    line = (text or "").strip().splitlines()[0] if (text or "").strip() else ""
+    """The first line of a docstring, without the module's own name before it and catalogue IDs in brackets."""
+    line = (text or "").strip().partition("\n")[0]
     head, sign, rest = line.partition(": ")
-    return rest if sign and " " not in head else line
+    return re.sub(r" \((``|[a-z]+\.[a-z_]+)[^)]*\)", "", rest if sign and head.islower() and " " not in head else line)
 
 
 def when(seconds: float | None) -> str:

@@ -141,6 +141,7 @@ def _suspended(label: str, digest: str, file: Path, attempt: int) -> None:
     slug = re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")  # all that Prefect takes in a key
     create_markdown_artifact(key=f"people-{slug}", markdown=(file.parent / "README.md").read_text(encoding="utf-8") + f"\nFile: `{file}`. Fill it in, then *Resume* this "
                              f"run with the path of the filled file, or `posttrain answer {digest[:16]} FILE`.\n")
+    get_run_logger().warning("%s waits for people: fill in %s, then Resume this run with the path of the filled file, or `posttrain answer %s FILE`", label, file, digest[:16])
     given = suspend_flow_run(wait_for_input=Answers, timeout=None, key=f"{slug}-{digest[:16]}-{attempt}")
     if given is not None and given.answers.strip():
         try:

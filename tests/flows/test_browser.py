@@ -65,10 +65,15 @@ def submit(servers, page, deployment: str, values: dict[str, object]) -> str:
     raise AssertionError(page.find_element("css selector", "body").text)
 
 
-def cancel(servers, page, run: str) -> None:
+def menu(servers, page, run: str, item: str) -> None:
+    """Choose an item of a flow run's menu."""
     page.get(f"{servers.urls['prefect']}/v2/runs/flow-run/{run}")
-    servers.wait(lambda: page.find_elements("css selector", "button[aria-haspopup='menu']"))[-1].click()
-    servers.wait(lambda: named(page, "[role=menuitem]", "Cancel")).click()
+    servers.wait(lambda: named(page, "button[aria-haspopup='menu']", "Open menu")).click()
+    servers.wait(lambda: named(page, "[role=menuitem]", item)).click()
+
+
+def cancel(servers, page, run: str) -> None:
+    menu(servers, page, run, "Cancel")
     servers.wait(lambda: named(page, "[role=dialog] button, [role=alertdialog] button", "Cancel Flow Run")).click()
 
 

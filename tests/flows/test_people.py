@@ -6,6 +6,7 @@ import json
 import pytest
 
 from tests.evaluation.conftest import tiny_policy
+from tests.flows.test_browser import CHROME, menu, named, page  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +50,28 @@ def test_a_run_ends_as_waiting_and_goes_on_with_the_filled_file(servers, given, 
     assert steps["sample"] and steps["labels"] and not steps["labels_answers"] and "evaluate_dpo" in steps
 
 
-def test_a_run_of_a_deployment_is_suspended_and_resumed_with_the_path(servers, given, tmp_path):
-    """Resumed as the UI does it: first with a path that is none, upon which it waits again."""
+def test_a_run_of_a_deployment_is_suspended_and_resumed_with_the_path(servers, given, tmp_path, request):
+    """First with a path that is none, upon which it waits again; then in the browser, where there is one."""
     run = servers.start("human_feedback/form", {"config": {**given, "seed": 2}})
     assert servers.wait(lambda: servers.state(run) in ("Suspended", "Failed", "Crashed") and servers.state(run), limit=300) == "Suspended"
     (task,) = [row for row in servers.json("answer")["tasks"] if not row["answered"]]
     first = servers.api(f"/flow_runs/{run}")["state"]["id"]
     servers.api(f"/flow_runs/{run}/resume", {"run_input": {"answers": str(tmp_path / "none.csv")}})
     servers.wait(lambda: servers.state(run) == "Suspended" and servers.api(f"/flow_runs/{run}")["state"]["id"] != first, limit=300)
+    said = " ".join(row["message"] for row in servers.api("/logs/filter", {"logs": {"flow_run_id": {"any_": [run]}}, "limit": 200}))
+    assert task["file"] in said and f"posttrain answer {task['task']}" in said and f"there is no file {tmp_path / 'none.csv'}" in said
     fill(task["file"], tmp_path / "filled.csv")
-    servers.api(f"/flow_runs/{run}/resume", {"run_input": {"answers": str(tmp_path / "filled.csv")}})
+    if CHROME:
+        resume(servers, request.getfixturevalue("page"), run, tmp_path / "filled.csv")
+    else:
+        servers.api(f"/flow_runs/{run}/resume", {"run_input": {"answers": str(tmp_path / "filled.csv")}})
     assert servers.wait(lambda: (state := servers.state(run)) in ("Completed", "Failed", "Crashed") and state, limit=400) == "Completed"
+
+
+def resume(servers, page, run, path):  # noqa: F811
+    """What a person does: the run's menu, Resume, the path into the form, Resume."""
+    menu(servers, page, run, "Resume")
+    (field,) = servers.wait(lambda: page.find_elements("css selector", "[role=dialog] textarea"))
+    field.send_keys(str(path))
+    servers.wait(lambda: named(page, "[role=dialog] button", "Resume")).click()
+    servers.wait(lambda: servers.state(run) != "Suspended")
