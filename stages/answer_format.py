@@ -13,12 +13,13 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from stages.verifiers import extract, extract_boxed, math_equal
+from stages.verifiers import FLEXIBLE_ORDER, extract, extract_boxed, extract_number, math_equal
 
 STYLES = ("boxed", "hash", "phrase", "answer_tag")
 #: A source has a style where so large a share of its answers has any, and a second one where so large a share of these has it (ours).
 MARKED, MIXED = 0.2, 0.1
 _CLOSING = re.compile(r"[\s.$*\\)\]]*\Z")  # what may follow the box that ends a text
+_BARE = re.compile(r"[\s.$*\\()\[\]]*(?:[A-Za-z]\s?=)?[\s.$*\\()\[\]]*")  # what may be around a box behind "The answer is", for it to be all that is said there
 _HASH = re.compile(r"\n?[ \t]*#### *([^\n]+?)\s*\Z")
 _TAG = re.compile(r"\n?<answer>([^\n]*?)</answer>\s*\Z")
 _PHRASE = re.compile(r"(?i)(?:\A|(?<=[\s*]))(?:\*\*)?(?:(?:so|thus|hence|therefore),? )?the (?:final )?answer is:?\s*([^\n]*?)\s*\Z")
@@ -40,7 +41,7 @@ def ending_of(text: str) -> Ending | None:
         inside = found[1].strip()
         answer = extract_boxed(inside) or extract(inside, ("hash",)) or inside
         return Ending("answer_tag", answer.strip(), text[:found.start()]) if answer.strip() else None
-    if found := _HASH.search(text):
+    if (found := _HASH.search(text)) and found[1].strip():
         return Ending("hash", found[1].strip(), text[:found.start()])
     box = extract_boxed(text)
     if box is not None and box.strip():
@@ -48,25 +49,34 @@ def ending_of(text: str) -> Ending | None:
         end = text.index("{", start) + len(box) + 2
         if _CLOSING.match(text, end):
             said = _PHRASE.search(text)
-            return Ending("boxed", box.strip(), text[:said.start()] if said and said.start() < start else text[:start] + box + text[end:])
+            alone = said and said.start(1) <= start and _BARE.fullmatch(text[said.start(1):start] + text[end:])
+            return Ending("boxed", box.strip(), text[:said.start()] if alone else text[:start] + box + text[end:])
     if (found := _PHRASE.search(text)) and (answer := found[1].strip("* ").rstrip(".").strip()) and not re.search(r"[.!?]\s+\S", answer):
         return Ending("phrase", answer, text[:found.start()])
     return None
 
 
 def rewritten(text: str, style: str) -> str | None:
-    """The text with its answer in another style; itself where it has that style already, None where it has no ending or the answer would not be read as the same."""
+    """The text with its answer in another style; itself where it has that style already, None where it has no ending or the answer would not be read as the same: an earlier mark in the
+    text, such as a second box, can come before the new ending for who reads it."""
     found = ending_of(text)
     if found is None or found.style == style:
         return text if found else None
     answer = found.answer.strip()
-    answer = answer[1:-1].strip() if len(answer) > 2 and answer[0] == answer[-1] == "$" else answer
-    if style in ("phrase", "answer_tag") and "\\" in answer:
+    if found.style == "hash" and (number := extract_number(f"#### {answer}")) and not math_equal(number, answer):  # verifiers read "#### 18 dollars" as 18, but not a box or a tag with words
+        answer = number
+    answer = answer[1:-1].strip() if len(answer) > 2 and answer[0] == answer[-1] == "$" and "$" not in answer[1:-1] else answer
+    same = answer
+    if style == "boxed":
+        if "$" in answer and not re.fullmatch(r"\\?\$ ?[\d,.]+", answer):
+            return None  # a formula within the formula
+        answer = re.sub(r"(?<!\\)([$%])", r"\\\1", answer)
+    elif style in ("phrase", "answer_tag") and "\\" in answer and "$" not in answer:
         answer = f"${answer}$"
     before = found.before.rstrip()
     new = f"{before}\n{ENDINGS[style].format(answer)}" if before else ENDINGS[style].format(answer)
-    read, again = ending_of(new), extract(new, (style,))
-    return new if read and read.style == style and again is not None and math_equal(again, found.answer) else None
+    ending, read = ending_of(new), (extract(new, (style,)), extract(new, FLEXIBLE_ORDER))
+    return new if ending and ending.style == style and all(one is not None and math_equal(one, same) for one in read) else None
 
 
 def style_of(endings: Counter) -> list[str]:

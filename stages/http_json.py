@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import time
@@ -27,8 +28,8 @@ class ServerError(RuntimeError):
 
     @property
     def passing(self) -> bool:
-        """Whether asking again may help: no answer, overload, or a fault of the server."""
-        return self.status is None or self.status in (408, 429) or self.status >= 500
+        """Whether asking again may help: no answer or one that is none, overload, or a fault of the server."""
+        return self.status is None or self.status in (200, 408, 429) or self.status >= 500
 
     @property
     def refusal(self) -> bool:
@@ -41,8 +42,10 @@ def request_json(url: str, body: dict | None = None, *, key_variable: str = "", 
 
     key_variable: environment variable that holds the bearer key, if one is needed.
 
+    timeout_s: seconds until the server says something, and until all of its answer is there.
+
     Raises:
-        ServerError: no answer in time, an HTTP error, an answer that is no JSON, or a key that is not set.
+        ServerError: no whole answer in time, an HTTP error, an answer that is no JSON, or a key that is not set.
     """
     headers = {"Content-Type": "application/json"}
     if key_variable:
@@ -52,12 +55,28 @@ def request_json(url: str, body: dict | None = None, *, key_variable: str = "", 
     request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            text = answer.read()
+            text = _whole(answer, timeout_s)
         return json.loads(text) if text.strip() else None
     except urllib.error.HTTPError as error:
-        raise ServerError(f"HTTP {error.code}: {error.read(400).decode(errors='replace').strip() or error.reason}", error.code, _seconds(error.headers.get("Retry-After"))) from error
-    except (urllib.error.URLError, OSError, ValueError) as error:
+        try:
+            said = error.read(400).decode(errors="replace").strip()
+        except (OSError, http.client.HTTPException):  # the status is what counts
+            said = ""
+        raise ServerError(f"HTTP {error.code}: {said or error.reason}", error.code, _seconds(error.headers.get("Retry-After"))) from error
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise ServerError(f"{type(error).__name__}: {error}") from error
+
+
+def _whole(answer, timeout_s: float) -> bytes:
+    """The body of an answer. A socket's time-out begins anew with every byte, which servers send to keep a waiting request alive, so the whole has a deadline of its own."""
+    parts, deadline = [], time.monotonic() + timeout_s
+    while part := answer.read1(1 << 16):
+        parts.append(part)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"only a part of the answer came in {timeout_s:g} seconds")
+    if answer.length:  # read1 does not say so by itself
+        raise http.client.IncompleteRead(b"".join(parts), answer.length)
+    return b"".join(parts)
 
 
 def _seconds(text: str | None) -> float:
@@ -99,11 +118,15 @@ class ChatServer:
         Raises ServerError, after asking again where that may help.
         """
         body = {"model": self.model, "messages": messages, **settings}
-        answer = patiently(lambda: request_json(self.endpoint + "/chat/completions", body, key_variable=self.key_variable, timeout_s=self.timeout_s))
-        try:
-            return {**answer["choices"][0], "usage": answer.get("usage") or {}}
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise ServerError(f"the answer is no chat completion ({type(error).__name__}: {error})", 200) from error
+
+        def once() -> dict:
+            answer = request_json(self.endpoint + "/chat/completions", body, key_variable=self.key_variable, timeout_s=self.timeout_s)
+            try:
+                return {**answer["choices"][0], "usage": answer.get("usage") or {}}
+            except (KeyError, IndexError, TypeError, AttributeError) as error:
+                raise ServerError(f"the answer is no chat completion ({type(error).__name__}: {error})" + f": {json.dumps(answer)[:200]}" * (answer is not None), 200) from error
+
+        return patiently(once)
 
     def each(self, function: Callable, of: Iterable) -> list:
         """``function`` of each, in their order, as many under way at once as the server is to be asked at once; its first error ends it."""
@@ -120,5 +143,6 @@ class ChatServer:
 
 
 def said(choice: dict) -> str:
-    """The text of a choice; empty where it has none."""
-    return (choice.get("message") or {}).get("content") or ""
+    """The text of a choice, which some servers send in parts; empty where it has none."""
+    content = (choice.get("message") or {}).get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)

@@ -203,6 +203,9 @@ class ServerJudge:
         """({token: log-probability} of the 20 most likely tokens at each position of an answer, the first token written, whether the answer ended by itself)."""
         choice = choice or self._ask(text, max_tokens=tokens, temperature=0, logprobs=True, top_logprobs=20)
         content = (choice.get("logprobs") or {}).get("content") or []
+        if not content and choice.get("finish_reason") == "content_filter":  # this request's answer was withheld, which says nothing about the server
+            self.refusal = "the server's content filter withheld the answer"
+            raise JudgeError(self.refusal) from ServerError(self.refusal, 200)
         if not content:
             raise JudgeError(f"The judge at {self.server.endpoint} gives no token probabilities; use judge_mode=verdict, which reads its text.")
         return [{e["token"]: e["logprob"] for e in position.get("top_logprobs") or []} for position in content], content[0]["token"].strip(), choice.get("finish_reason") == "stop"
@@ -268,11 +271,12 @@ class ServerJudge:
     def _replied(self, ask, read) -> Reply:
         try:
             choice = ask()
+            found = read(choice)
         except JudgeError as error:
             if _refused(error):
                 return Reply(error=str(error.__cause__))
             raise
-        return Reply(**read(choice), tokens_in=int(choice["usage"].get("prompt_tokens") or 0), tokens_out=int(choice["usage"].get("completion_tokens") or 0))
+        return Reply(**found, tokens_in=int(choice["usage"].get("prompt_tokens") or 0), tokens_out=int(choice["usage"].get("completion_tokens") or 0))
 
 
 def _refused(error: JudgeError) -> bool:

@@ -10,7 +10,7 @@ rewritten to one with ``answer_format`` (``data.answer_format``). Validation and
 held out in any source, and a row that an earlier source has, are left out and counted. One source alone goes through the same filters.
 
 Prompts are mixed alike; ``label_domains`` writes their source into the column domain, by which rewards are routed (``reward.domain_route``). Of plain text, whole
-documents are drawn as long as they fit into their source's share of the characters.
+documents are drawn as long as they fit into their source's share of the characters; shares that are missed by that are warned of.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ SPEC = StageSpec(
     inputs={"data": InputSpec("dataset", kinds=("demonstrations/1", "prompts/1", "text/1"), many=True, doc="Sources of one kind, one label each: data.NAME=REF.")},
     outputs={"data": OutputSpec("dataset", doc="The mixture, of the same kind.")})
 
+#: Share of its characters below which a source's whole documents are too long for its quota (ours).
+SHORT = 0.9
 #: Settings that one kind of rows reads.
 READ_BY = {**dict.fromkeys(("drop_mixed_languages", "drop_code_blocks", "max_paragraph_chars", "answer_format"), ("demonstrations/1",)), "label_domains": ("prompts/1",),
            "held_out_categories": ("demonstrations/1", "prompts/1")}
@@ -99,6 +101,10 @@ def run(stage):
     sizes = {name: [len(row["text"]) if text else 1 for row in rows] for name, rows in sources.items()}
     there = {name: sum(sizes[name]) for name in labels}
     shares = [there[name] if weights[name] is None else weights[name] for name in labels]
+    if lacking := [name for name, share in zip(labels, shares) if share and not there[name]] or labels * (not any(there.values())):
+        why = "; left out: " + ", ".join(f"{n} {reason}" for reason, n in sorted(dropped.items())) if dropped else ""
+        raise ConfigError(f"mix: {', '.join(f'data.{name}' if name else 'data' for name in lacking)} {'has' if len(lacking) == 1 else 'have'} no training row to take a share from ({len(aside)} rows of all sources are in "
+                          f"other splits{why}); give another dataset, or weights={{{lacking[0]}: 0}} beside others")
     fits = min(int(there[name] * sum(shares) / share + 1e-9) for name, share in zip(labels, shares) if share)
     quotas = largest_remainder(config.total or fits, shares)
     for name, quota in zip(labels, quotas):
@@ -116,6 +122,10 @@ def run(stage):
         chosen = sorted(order[:int(np.searchsorted(filled, quota, side="right"))].tolist())  # of text, whole documents up to the quota
         taken[name], characters[name] = len(chosen), sum(sizes[name][i] for i in chosen)
         writer.write([completed(kind, in_format(sources[name][i], config, counted)) for i in chosen])
+    if not any(taken.values()):
+        raise ConfigError(f"mix: the mixture has no row: {'no document fits into its share of' if text else 'there is no share of'} total={config.total}; write a greater total")
+    if short := [f"{name} has {characters[name]} of {quota}" for name, quota in zip(labels, quotas) if text and characters[name] < SHORT * quota]:
+        stage.warn("shares_missed", f"Whole documents are taken until the next does not fit, which misses the shares: {'; '.join(short)} characters. Write a greater total, or cut long documents before.")
     writer.write([completed(kind, in_format(row, config, counted)) for row in aside])
     writer.close({**{f"rows/{name}": n for name, n in taken.items()}, "held_out": len(aside), **{f"dropped/{k}": v for k, v in sorted(dropped.items())}})
     summary = {"rows": sum(taken.values()), "held_out": len(aside), **{f"rows/{name}": n for name, n in taken.items()}, **({f"characters/{name}": n for name, n in characters.items()} if text else {}),

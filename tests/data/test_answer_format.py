@@ -41,6 +41,27 @@ def test_what_stays_as_it_is():
     assert "the sum is $12$." in rewritten("Then the sum is $\\boxed{12}$.", "hash"), "a box in a sentence leaves its content there"
 
 
+@pytest.mark.parametrize("text,style", [
+    ("The roots are $\\boxed{3}$ and $\\boxed{4}$.", "hash"), ("The roots are $\\boxed{3}$ and $\\boxed{4}$.", "phrase"), ("First \\boxed{7}, then more.\n#### 12", "phrase"),
+    ("We have \\boxed{a} here.\nThe answer is: 7", "hash"), ("The answer is $x$ and $y$", "boxed"), ("so\n#### ", "boxed")])
+def test_a_mark_that_is_left_before_the_new_ending_would_be_read_for_it(text, style):
+    assert rewritten(text, style) is None
+
+
+@pytest.mark.parametrize("text,answer,boxed", [
+    ("so\n#### 18 dollars", "18", "so\nThe answer is $\\boxed{18}$."), ("so\n#### **18**", "18", "so\nThe answer is $\\boxed{18}$."), ("so\n#### 1,800", "1800", "so\nThe answer is $\\boxed{1,800}$."),
+    ("The answer is $12", "12", "The answer is $\\boxed{\\$12}$."), ("The answer is 12%", "12", "The answer is $\\boxed{12\\%}$.")])
+def test_an_answer_in_a_box_is_what_a_verifier_reads(text, answer, boxed):
+    """Behind #### a verifier reads the number of "18 dollars", in a box it does not; $ and % are no LaTeX there as they stand."""
+    assert rewritten(text, "boxed") == boxed and verify_math({"answer": answer}, text, flexible=True)[0] and verify_math({"answer": answer}, boxed)[0]
+
+
+def test_a_step_in_the_sentence_of_the_box_is_kept():
+    text = "The answer is the sum of both, which is $10 + 2 = \\boxed{12}$."
+    assert rewritten(text, "hash") == "The answer is the sum of both, which is $10 + 2 = 12$.\n#### 12"
+    assert rewritten("So.\nThe answer is $x = \\boxed{12}$.", "hash") == "So.\n#### 12"
+
+
 def test_a_style_of_a_source_is_no_rare_exception():
     assert style_of(Counter({"hash": 95, "boxed": 5})) == ["hash"] and style_of(Counter({"hash": 80, "boxed": 20})) == ["hash", "boxed"]
     assert style_of(Counter({None: 95, "boxed": 5})) == [] and style_of(Counter()) == [] and style_of(Counter({None: 3, "phrase": 1})) == ["phrase"]

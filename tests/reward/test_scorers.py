@@ -1,7 +1,10 @@
 """Reward models at work: other templates, ensembles, comparisons, judges, combinations, and the stages around them."""
 
+import contextlib
+import json
 import math
 import re
+import socket
 import threading
 from types import SimpleNamespace
 
@@ -319,6 +322,85 @@ def test_a_server_is_asked_through_the_chat_interface(monkeypatch):
         judging.ServerJudge(url, "judge", timeout_s=1).answers(["x"], 4, 0)
     with pytest.raises(judging.JudgeError, match="NO_SUCH_KEY"):
         judging.ServerJudge(url, "judge", "NO_SUCH_KEY").answers(["x"], 4, 0)
+
+
+def broken_server(answer):
+    """A context manager with the URL of a server that says ``answer`` (bytes, or a function of the connection and the number of the request) to every request, and the number of requests."""
+    @contextlib.contextmanager
+    def serve():
+        listening, asked = socket.create_server(("127.0.0.1", 0)), []
+
+        def loop():
+            while True:
+                try:
+                    connection, _ = listening.accept()
+                except OSError:
+                    return
+                with connection, contextlib.suppress(OSError):
+                    head, _, rest = connection.recv(1 << 16).partition(b"\r\n\r\n")
+                    missing = int(re.search(rb"(?i)content-length: (\d+)", head)[1]) - len(rest)
+                    while missing > 0:
+                        missing -= len(connection.recv(1 << 16))
+                    asked.append(1)
+                    answer(connection, len(asked)) if callable(answer) else connection.sendall(answer)
+
+        threading.Thread(target=loop, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1", asked
+        finally:
+            listening.close()
+    return serve()
+
+
+WHOLE = json.dumps({"choices": [{"message": {"content": "fine"}, "finish_reason": "stop"}]}).encode()
+SIZED = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(WHOLE)
+
+
+@pytest.mark.parametrize("broken, said", [
+    (SIZED + WHOLE[:20], "IncompleteRead"), (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n40\r\nabc", "IncompleteRead"), (SIZED, "IncompleteRead"),
+    (b"what?\r\n\r\n", "BadStatusLine"), (b"", "RemoteDisconnected"), (b"HTTP/1.1 200 OK\r\n\r\n" + WHOLE[:20], "JSONDecodeError"),
+    (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", "no chat completion"), (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", "no chat completion"),
+    (b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 500\r\n\r\ncut", "HTTP 502: cut")])
+def test_an_answer_that_is_broken_on_its_way_is_asked_for_again(broken, said, monkeypatch):
+    """Whatever is wrong with an answer is a ServerError, of which the next answer tells whether it passes; no other exception ends a run."""
+    from stages import http_json
+
+    monkeypatch.setattr(http_json, "WAITS", (0.01, 0.01))
+    with broken_server(lambda connection, number: connection.sendall(broken if number < 3 else SIZED + WHOLE)) as (url, asked):
+        assert http_json.said(http_json.ChatServer(url, "judge").ask(user("q"))) == "fine" and len(asked) == 3
+    with broken_server(broken) as (url, asked), pytest.raises(http_json.ServerError, match=said):
+        http_json.ChatServer(url, "judge").ask(user("q"))
+    assert len(asked) == 3
+
+
+def test_an_answer_has_one_deadline_however_its_bytes_come(monkeypatch):
+    """Servers send blank lines to keep a waiting request alive: a socket's own time-out would begin anew with each."""
+    from stages import http_json
+
+    monkeypatch.setattr(http_json, "WAITS", ())
+
+    def slow(connection, number):
+        connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        for _ in range(100):
+            connection.sendall(b"\n")
+            threading.Event().wait(0.05)
+
+    with broken_server(slow) as (url, asked), pytest.raises(http_json.ServerError, match="only a part of the answer came in 0.3 seconds") as raised:
+        http_json.ChatServer(url, "judge", timeout_s=0.3).ask(user("q"))
+    assert raised.value.passing and not raised.value.refusal
+    with broken_server(lambda connection, number: (connection.sendall(b"\n".join([SIZED.replace(b"%d" % len(WHOLE), b"%d" % (len(WHOLE) + 3)) + b"\n\n", WHOLE])))) as (url, _):
+        assert http_json.said(http_json.ChatServer(url, "judge", timeout_s=5).ask(user("q"))) == "fine", "blank lines before an answer are no part of it"
+
+
+def test_an_answer_that_a_filter_withholds_is_that_requests(monkeypatch):
+    """No probabilities because of the content filter end nothing; a text in parts is their text."""
+    top = {"token": "A", "top_logprobs": [{"token": "A", "logprob": -0.1}, {"token": "B", "logprob": -3.0}]}
+    with chat_server(lambda body: {"message": {"content": None}, "finish_reason": "content_filter", "logprobs": None} if "bad" in body["messages"][0]["content"] else
+                     {"message": {"content": [{"type": "text", "text": "fi"}, {"type": "text", "text": "ne"}]}, "finish_reason": "stop", "logprobs": {"content": [top]}}) as server:
+        asked = judging.ServerJudge(server.url, "judge")
+        assert asked.choice("good", ("A", "B")).logps == (-0.1, -3.0) and asked.reply("good", 5).text == "fine"
+        assert asked.choice("bad", ("A", "B")).error == "the server's content filter withheld the answer"
+        assert np.isnan(asked.word_table(["good", "bad"], ["A", "B"])).all(1).tolist() == [False, True]
 
 
 def test_a_served_judge_is_asked_for_many_answers_at_once_and_again_where_it_is_overloaded(monkeypatch):

@@ -329,7 +329,9 @@ def test_sources_are_mixed_in_their_shares_and_tasks_held_out(spec, tmp_path):
     again = mixed({**config, "total": 10}, "ten")
     assert (again["summary"]["rows/general"], again["summary"]["rows/reasoning"]) == (3, 7)  # 2.5 and 7.5: the tie goes to the first label
     for wrong, text in (({"weights": {"reasoning": 1}}, "one weight per input"), ({**config, "total": 100}, "total=37 or less"),
-                        ({"held_out_categories": ["poetry"]}, "the categories are: chat, math")):
+                        ({"held_out_categories": ["poetry"]}, "the categories are: chat, math"),
+                        ({**config, "max_paragraph_chars": 3}, "data.general, data.reasoning have no training row.*left out: .* long_paragraph"),
+                        ({"max_paragraph_chars": 3}, "have no training row"), ({"held_out_categories": ["math"], "weights": {"reasoning": 1, "general": 1}}, "data.reasoning has no training row")):
         with pytest.raises(Exception, match=text):
             mixed(wrong, "no")
 
@@ -360,6 +362,11 @@ def test_plain_text_is_mixed_by_characters(spec, tmp_path):
     assert len({row["text"] for row in rows}) == len(rows) and open_dataset(result["outputs"]["data"]["path"]).kind == "text/1"
     whole = mixed({}, "sizes")["summary"]
     assert sum(whole[f"rows/{name}"] for name in paths) == 200 + 19 + 300
+    assert not result["warnings"]
+    missed = mixed({"weights": {"maths": 1, "code": 1, "web": 1}, "total": 600}, "missed")  # a document of code is longer than its 200 characters
+    assert missed["summary"]["characters/code"] == 0 and [w["text"] for w in missed["warnings"] if w["code"] == "shares_missed" and "code has 0 of 200 characters" in w["text"]]
+    with pytest.raises(Exception, match="no document fits into its share of total=3"):
+        mixed({"total": 3}, "none")
     write_dataset(str(tmp_path / "talk"), "talk", "demonstrations/1", [complete_row("demonstrations/1", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "train_turns": [1],
                                                                                                         "kept": True}, dataset="t", source="s", origin="human")])
     for config, more, text in (({}, {"talk": str(tmp_path / "talk")}, "sources of one kind"), ({"drop_code_blocks": True}, {}, "is for demonstrations"),
