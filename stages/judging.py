@@ -63,10 +63,14 @@ class AskedSettings(StageConfig):
     concurrency: int = Field(8, ge=1, description="Requests to a server under way at the same time.", json_schema_extra={"identity": False})
     price_in: float = Field(0.0, ge=0, description="USD per million tokens read, for the cost in the report.")
     price_out: float = Field(0.0, ge=0, description="USD per million tokens written.")
+    budget_usd: float | None = Field(None, gt=0, title="Budget", description="Ask no further block once so much was spent by these prices; the rest has no label (ops.cost). What the input judgements "
+                                     "answers costs nothing. Empty: all are asked.")
     block: int = Field(64, ge=1, description="Pairs, or prompts with their answers, judged as one resumable unit.")
 
     @model_validator(mode="after")
     def _server(self):
+        if self.budget_usd is not None and not (self.price_in or self.price_out):
+            raise ValueError("budget_usd is spent by price_in and price_out, and both are 0; write what the judge's tokens cost, for example price_in=3 price_out=15")
         if self.endpoint and not self.endpoint_model:
             raise ValueError("endpoint needs endpoint_model, the name of the model on that server")
         return self
@@ -91,12 +95,9 @@ class JudgeSettings(AskedSettings):
     principle_of: Literal["drawn", "row"] = Field("drawn", description="Which of the input principles an item is judged by: one that is drawn by its row, or the trait that its answers were "
                                                   "sampled for, else that of the prompt's category (character training).")
     view: Literal["full", "answer_only"] = Field("answer_only", description="What is shown of an answer: all, or what follows its thought (a judge must not see hidden reasoning).")
-    budget_usd: float | None = Field(None, gt=0, title="Budget", description="Ask no further block of pairs once so much was spent by these prices; the rest has no label (ops.cost). Empty: all are asked.")
 
     @model_validator(mode="after")
     def _possible(self):
-        if self.budget_usd is not None and not (self.price_in or self.price_out):
-            raise ValueError("budget_usd is spent by price_in and price_out, and both are 0; write what the judge's tokens cost, for example price_in=3 price_out=15")
         if self.clamp is not None and not (len(self.clamp) == 2 and 0 <= self.clamp[0] <= 0.5 <= self.clamp[1] <= 1):
             raise ValueError(f"clamp={self.clamp} is no range of probabilities around 0.5; write for example clamp=[0.4,0.6]")
         if self.clamp is not None and self.mode != "preference":
@@ -279,6 +280,47 @@ class Asker:
 
         return open_dataset(str(self.stage.workdir / "out" / "judgements")).iter_rows()
 
+    def each_block(self, units: Sequence, ask, what: str, counted: str, advice: str, meta: dict) -> None:
+        """Ask about all units, a block at a time: ``ask(units)`` gives calls, each with the ``rows`` that it left for the output ``judgements``. A killed run goes on behind the last complete
+        block; once ``budget_usd`` is spent no further one is asked.
+
+        what, counted: what the units are called in messages and in the manifest; advice: what to write where nothing can be read.
+
+        Raises StageFailure where the judge cannot be asked or read at all; the next run goes on behind the last answer.
+        """
+        from stages.harness import StageFailure
+        from stages.judge import JudgeError
+
+        stage, config = self.stage, self.config
+        writer = stage.writer("judgements", "judgements/1", meta={"judge": self.judge_id, **meta})
+        done = stage.units_done
+        if done * config.block < len(units):
+            self.recall()
+        checkpoint = stage.checkpoints.latest()
+        spent = checkpoint.state.get("spent", 0.0) if checkpoint else 0.0
+        for start in range(done * config.block, len(units), config.block):
+            if config.budget_usd is not None and spent >= config.budget_usd:
+                stage.warn("over_budget", f"{spent:.2f} USD are spent, budget_usd={config.budget_usd:g}: {len(units) - start} of {len(units)} {what} were not asked about and have no label. Raise budget_usd, "
+                           "or give this run's judgements as --input judgements=REF: what they answer is not asked again and costs nothing.")
+                break
+            began = time.monotonic()
+            try:
+                calls = ask(units[start: start + config.block])
+            except JudgeError as error:
+                raise StageFailure(f"{error} Then give the same command again: it goes on where it stopped.") from error
+            final = [call.rows[-1] for call in calls]
+            if start == 0 and len(final) >= HOPELESS and all(row["error"] for row in final):
+                raise StageFailure(f"The judge gave no readable answer to any of {len(final)} requests: {_brief(final[-1]['error'])}"
+                                 + f". Its last reply was {_brief(final[-1]['raw'])!r}" * bool(final[-1]["raw"]) + f". {advice}")
+            rows = [row for call in calls for row in call.rows]
+            stage.perf(start // config.block + 1, {"tokens_per_second": sum(row["tokens_in"] + row["tokens_out"] for row in rows) / max(1e-9, time.monotonic() - began)})
+            writer.write(rows)
+            writer.flush()
+            spent += sum({row["cache_key"]: row["cost_usd"] for row in rows if row["cache_key"] not in self.known}.values())  # equal requests are asked once
+            stage.save_checkpoint(start // config.block + 1, {"spent": spent}, {})
+            stage.progress(min(start + config.block, len(units)), len(units), what)
+        writer.close({counted: len(units)})
+
     def _replies(self, texts: Sequence[str], attempt: int) -> list:
         limit = self.config.judge_tokens
         keys = [self._key(text, "text", limit, attempt) for text in texts]
@@ -331,41 +373,10 @@ class PairJudge(Asker):
         self.reason_id = f"reasoning-{sha256_text(canonical_json([*shown, REASON]))[:8]}"
 
     def run(self, items: Sequence[Item]) -> None:
-        """Ask about every item whose answers differ. Raises StageFailure where the judge cannot be asked or read at all; the next run goes on behind the last answer."""
-        from stages.harness import StageFailure
-        from stages.judge import JudgeError
-
-        stage, config = self.stage, self.config
-        items = [item for item in items if not item.identical]
-        writer = stage.writer("judgements", "judgements/1", meta={"judge": self.judge_id, "template": config.template, "request": config.asks, "preamble": self.preamble,
-                                                                  "few_shot": config.few_shot})
-        done = stage.units_done
-        if done * config.block < len(items):
-            self.recall()
-        checkpoint = stage.checkpoints.latest()
-        spent = checkpoint.state.get("spent", 0.0) if checkpoint else 0.0
-        for start in range(done * config.block, len(items), config.block):
-            if config.budget_usd is not None and spent >= config.budget_usd:
-                stage.warn("over_budget", f"{spent:.2f} USD are spent, budget_usd={config.budget_usd:g}: {len(items) - start} of {len(items)} pairs were not asked about and have no label. Raise budget_usd "
-                           "and give this run's judgements as --input judgements=REF: what they answer is not asked again.")
-                break
-            began = time.monotonic()
-            try:
-                calls = self._block(items[start: start + config.block])
-            except JudgeError as error:
-                raise StageFailure(f"{error} Then give the same command again: it goes on where it stopped.") from error
-            final = [call.rows[-1] for call in calls]
-            if start == 0 and len(final) >= HOPELESS and all(row["error"] for row in final):
-                raise StageFailure(f"The judge gave no readable answer to any of {len(final)} requests: {_brief(final[-1]['error'])}"
-                                 + f". Its last reply was {_brief(final[-1]['raw'])!r}" * bool(final[-1]["raw"]) + ". Take another judge, mode or request.")
-            rows = [row for call in calls for row in call.rows]
-            stage.perf(start // config.block + 1, {"tokens_per_second": sum(row["tokens_in"] + row["tokens_out"] for row in rows) / max(1e-9, time.monotonic() - began)})
-            writer.write(rows)
-            writer.flush()
-            spent += sum(row["cost_usd"] for row in rows)
-            stage.save_checkpoint(start // config.block + 1, {"spent": spent}, {})
-            stage.progress(min(start + config.block, len(items)), len(items), "pairs")
-        writer.close({"items": len(items)})
+        """Ask about every item whose answers differ, as :meth:`Asker.each_block` does."""
+        config = self.config
+        self.each_block([item for item in items if not item.identical], self._block, "pairs", "items", "Take another judge, mode or request.",
+                        {"template": config.template, "request": config.asks, "preamble": self.preamble, "few_shot": config.few_shot})
 
     def opinions(self, items: Sequence[Item]) -> list[Opinion]:
         """What the written judgements say of each item; identical answers are a tie that nobody was asked about."""

@@ -23,7 +23,7 @@ from typing import Literal, Optional
 
 from pydantic import Field, model_validator
 
-from stages.judging import ERRORS, HOPELESS, AskedSettings, Asker, safely, text_of
+from stages.judging import ERRORS, AskedSettings, Asker, safely, text_of
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 ASPECTS = {
@@ -109,8 +109,11 @@ def run(stage):
     judge = Asker(stage)
     ask(stage, judge, groups)
     found = {(row["item_id"], row["order"]): row for row in judge.rows()}  # of each request the last word counts
-    rows, lost = [], Counter()
+    rows, lost, asked = [], Counter(), {row["prompt_id"] for row in found.values()}
     for group in groups:
+        if group.prompt_id not in asked:
+            lost["prompts over budget"] += 1
+            continue
         made = (ratings if config.mode == "aspects" else ranking)(stage, judge, group, found, lost)
         rows += made
     write(stage, rows, lost, groups)
@@ -218,31 +221,18 @@ def parse_ranking(text: str, n: int) -> tuple[list[int] | None, str]:
 
 
 def ask(stage, judge: Asker, groups: list[Group]) -> None:
-    """Ask about every prompt, a block at a time; every request and reply is a row of ``judgements``."""
-    from stages.harness import StageFailure
-    from stages.judge import IMPARTIAL, JudgeError
+    """Ask about every prompt, as :meth:`stages.judging.Asker.each_block` does; every request and reply is a row of ``judgements``."""
+    from stages.judge import IMPARTIAL
 
-    config = stage.config
-    preamble = config.preamble or IMPARTIAL
-    writer = stage.writer("judgements", "judgements/1", meta={"judge": judge.judge_id, "mode": config.mode, "preamble": preamble, "aspects": config.aspects if config.mode == "aspects" else {}})
-    done = stage.units_done
-    if done * config.block < len(groups):
-        judge.recall()
-    for start in range(done * config.block, len(groups), config.block):
-        calls = [call for group in groups[start:start + config.block] for call in calls_of(stage, group, preamble)]
-        try:
-            answer(stage, judge, calls)
-        except JudgeError as error:
-            raise StageFailure(f"{error} Then give the same command again: it goes on where it stopped.") from error
-        last = [call.rows[-1] for call in calls]
-        if start == 0 and len(last) >= HOPELESS and all(row["error"] for row in last):
-            raise StageFailure(f"The judge gave no readable answer to any of {len(last)} requests: {last[-1]['error'][:200]}. Its last reply was {last[-1]['raw'][:200]!r}. Take another judge, fewer "
-                               "answers_per_prompt, or together=false.")
-        writer.write([row for call in calls for row in call.rows])
-        writer.flush()
-        stage.save_checkpoint(start // config.block + 1, {}, {})
-        stage.progress(min(start + config.block, len(groups)), len(groups), "prompts")
-    writer.close({"prompts": len(groups)})
+    config, preamble = stage.config, stage.config.preamble or IMPARTIAL
+
+    def block(some: list[Group]) -> list[Call]:
+        calls = [call for group in some for call in calls_of(stage, group, preamble)]
+        answer(stage, judge, calls)
+        return calls
+
+    judge.each_block(groups, block, "prompts", "prompts", "Take another judge, fewer answers_per_prompt, or together=false.",
+                     {"mode": config.mode, "preamble": preamble, "aspects": config.aspects if config.mode == "aspects" else {}})
 
 
 def answer(stage, judge: Asker, calls: list[Call]) -> None:
