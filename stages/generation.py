@@ -6,6 +6,7 @@ killed stage repeats only the unit it was in.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 
 
@@ -227,6 +228,24 @@ def gen_record(stage, config, renderer, seed: int, version: int = 0, engine: str
     return {"model_id": stage.inputs[role].ref, "checkpoint_id": stage.inputs[role].digest, "policy_version": version,
             "template_id": renderer.template_hash, "engine": engine, "temperature": config.temperature, "top_p": config.top_p,
             "top_k": config.top_k, "max_tokens": config.max_completion_length, "rng_seed": seed}
+
+
+def stored_completion(renderer, row: dict) -> tuple[list[int], str, str | None]:
+    """(token ids, finish reason, error) of a ``candidates/1`` row, for scoring it again. The stored ids are taken where they spell its text in the renderer's vocabulary; a row without ids
+    (ingested, or of stages that keep texts), or of a model with another tokenizer, has the ids of its text, and its end of turn where it ended by itself."""
+    from stages.pairs import trim
+    from stages.sampler import text_of
+
+    extra, text = json.loads(row["extra_json"] or "{}"), row["completion"][-1]["content"] or ""
+    lost = row["drop_reason"] if row["kept"] is False and row["drop_reason"] in ("engine_error", "request_too_long") else None
+    finish = extra.get("finish_reason") or ("error" if lost else "length" if row["kept"] is False and row["drop_reason"] == "truncated" else "eos")
+    ids = extra.get("completion_ids") or []
+    if text and renderer is not None and not (ids and max(ids) < len(renderer.tokenizer) and text_of(renderer.tokenizer, ids).startswith(text)):
+        _, ids, mask = renderer.completion_ids(row["prompt"], row["completion"])
+        ids, _ = trim(ids, mask)
+        while finish == "length" and ids and ids[-1] in renderer.stop_ids:
+            ids = ids[:-1]
+    return ids, finish, extra.get("error") or lost
 
 
 class MixtureSampler:

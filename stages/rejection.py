@@ -171,7 +171,7 @@ def rescore(stage) -> None:
     from itertools import groupby
 
     from stages.chat import renderer_for
-    from stages.generation import Sample, score
+    from stages.generation import Sample, prompt_ids, score, stored_completion
     from stages.rewards import build_rewards
     from stages.selection import top_k_per_prompt
     from storage.schema import complete_row
@@ -195,8 +195,9 @@ def rescore(stage) -> None:
     for start in range(done * config.block, len(groups), config.block):
         rows = [row for group in groups[start:start + config.block] for row in group]
         extras = [json.loads(row["extra_json"] or "{}") for row in rows]
-        samples = [Sample(prompts[row["prompt_id"]], renderer.prompt_ids(row["prompt"]), row["completion_idx"], extra.get("completion_ids") or [], None, extra.get("finish_reason") or "eos",
-                          row["completion"][-1]["content"] or "", error=extra.get("error")) for row, extra in zip(rows, extras)]
+        stored = [stored_completion(renderer, row) for row in rows]
+        samples = [Sample(prompts[row["prompt_id"]], prompt_ids(renderer, row["prompt"], config.prompt_template), row["completion_idx"], ids, None, finish,
+                          row["completion"][-1]["content"] or "", error=error) for row, (ids, finish, error) in zip(rows, stored)]
         score(rewards, samples)
         writer.write([complete_row("candidates/1", {**row, **verdict(sample, extra), "extra_json": json.dumps(
             extra | {"unscorable": sample.reasons, "tier": sample.tier}, sort_keys=True)}, dataset="candidates", source=row["source"], origin=row["origin"])
@@ -509,7 +510,7 @@ def write_selected(stage, rows, candidates=()) -> None:
     splits = generated_splits(rows, stage.config.validation_fraction)
     writer = stage.writer("selected", "demonstrations/1")
     writer.write([complete_row("demonstrations/1", {
-        "messages": row["prompt"] + row["completion"], "train_turns": [len(row["prompt"])], "kept": True, "gen": row["gen"],
+        "messages": row["prompt"] + row["completion"], "train_turns": [len(row["prompt"])], "kept": True, "gen": row["gen"], "category": json.loads(row["extra_json"] or "{}").get("category"),
         "prompt_id": row["prompt_id"], "group_id": row["group_id"]}, dataset="selected", source=row["source"], origin="ai",
         split=splits[row["prompt_id"]])
         for row in rows])

@@ -8,8 +8,6 @@ Confidences are averaged over the whole dataset. The answers come back with new 
 
 from __future__ import annotations
 
-import json
-
 from pydantic import Field
 
 from stages.rewards import RewardComponent
@@ -117,6 +115,7 @@ def _renderer(stage, kind: str):
 
 def _asked(stage, kind: str, rows, renderer) -> list[dict]:
     """The rows as scorers take them."""
+    from stages.generation import stored_completion
     from stages.sampler import text_of
     from stages.spec import ConfigError
 
@@ -131,8 +130,7 @@ def _asked(stage, kind: str, rows, renderer) -> list[dict]:
             ids, finish = list(row["completion_ids"]), "eos" if row["terminated"] else "length"
             text = text_of(renderer.tokenizer, [t for t in ids if t not in renderer.stop_ids])
         else:
-            extra = json.loads(row["extra_json"] or "{}")
-            ids, finish, text = extra.get("completion_ids") or [], extra.get("finish_reason") or "eos", row["completion"][-1]["content"] or ""
+            (ids, finish, _), text = stored_completion(renderer, row), row["completion"][-1]["content"] or ""
         out.append({"row_id": row["row_id"], "prompt_row": prompts[row["prompt_id"]], "completion_text": text, "completion_ids": ids, "finish_reason": finish})
     return out
 

@@ -27,6 +27,7 @@ from stages.judging import IDENTICAL, JUDGE_INPUTS, Item, JudgeSettings, Opinion
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 ANSWERS = ("demonstrations/1", "eval_samples/1", "candidates/1")
+NEVER_GIVEN = "answers that an engine or server failed to give"
 
 
 class Config(JudgeSettings):
@@ -112,11 +113,17 @@ def _answers(stage, name: str, left_out: Counter) -> dict[str, dict]:
         one = {"category": row.get("category"), "group_id": row["group_id"], "split": row["split"], "source": row["source"], "prompt": None, "text": None, "at": 0, "mode": "sample"}
         if kind == "eval_samples/1":
             extra = json.loads(row["extra_json"] or "{}")
-            if extra.get("mode") not in ("sample", "greedy") or extra.get("error"):
+            if extra.get("mode") not in ("sample", "greedy"):
+                continue
+            if extra.get("error"):
+                left_out[NEVER_GIVEN] += 1
                 continue
             one |= {"answer": [{"role": "assistant", "content": row["output"]}], "text": extra.get("prompt"), "at": row["sample_idx"], "mode": extra["mode"],
                     "category": extra.get("category")}
         elif kind == "candidates/1":
+            if row["drop_reason"] in ("engine_error", "request_too_long"):  # no answer is not a bad one
+                left_out[NEVER_GIVEN] += 1
+                continue
             one |= {"answer": row["completion"], "prompt": row["prompt"], "at": row["completion_idx"]}
         else:
             turn = row["train_turns"][-1] if row["train_turns"] else len(row["messages"])

@@ -105,6 +105,20 @@ def test_samples_of_evaluate_meet_by_prompt_and_index(rate, file, tmp_path, tiny
         assert scores["a:b/win_rate"]["se"] == pytest.approx(math.sqrt((4 * means**2).sum()) / 8), "two samples of a prompt are one cluster"
 
 
+def test_an_answer_that_an_engine_failed_to_give_is_no_loss(rate, tmp_path):
+    """Candidates of a server that failed on one request are left out and counted; one that was cut is judged as what it is."""
+    def candidates(name, quality, lost=None):
+        write_dataset(tmp_path / name, name, "candidates/1", [complete_row("candidates/1", {
+            "prompt": user(f"q{i}"), "prompt_idx": i, "completion_idx": 0, "completion": assistant("" if reason == "engine_error" else f"quality {quality}"), "scores": [], "kept": reason is None,
+            "drop_reason": reason}, dataset=name, source="s", origin="ai") for i in range(4) for reason in [(lost or {}).get(i)]])
+        return tmp_path / name
+
+    with chat_server(by_quality) as server:
+        result, battles, _ = rate(at(server, baseline="b"), {"answers.a": candidates("a", 5, {1: "engine_error", 2: "truncated"}), "answers.b": candidates("b", 3)})
+    assert len(battles) == 3 and result["summary"]["discrete_win_rate"] == 1.0
+    assert result["summary"]["left_out/answers that an engine or server failed to give"] == 1 and result["summary"]["left_out/prompts that not all models answered"] == 1
+
+
 def test_a_reward_model_judges_by_the_difference_of_its_scores(rate, file, tiny):
     from stages.reward_scorers import Response, load_scorer
 

@@ -330,7 +330,7 @@ def test_sources_are_mixed_in_their_shares_and_tasks_held_out(spec, tmp_path):
     assert (again["summary"]["rows/general"], again["summary"]["rows/reasoning"]) == (3, 7)  # 2.5 and 7.5: the tie goes to the first label
     for wrong, text in (({"weights": {"reasoning": 1}}, "one weight per input"), ({**config, "total": 100}, "total=37 or less"),
                         ({"held_out_categories": ["poetry"]}, "the categories are: chat, math"),
-                        ({**config, "max_paragraph_chars": 3}, "data.general, data.reasoning have no training row.*left out: .* long_paragraph"),
+                        ({"weights": {"reasoning": 3, "general": 1}, "max_paragraph_chars": 3}, "data.general, data.reasoning have no training row.*left out: 52 long_paragraph"),
                         ({"max_paragraph_chars": 3}, "have no training row"), ({"held_out_categories": ["math"], "weights": {"reasoning": 1, "general": 1}}, "data.reasoning has no training row")):
         with pytest.raises(Exception, match=text):
             mixed(wrong, "no")
@@ -362,7 +362,6 @@ def test_plain_text_is_mixed_by_characters(spec, tmp_path):
     assert len({row["text"] for row in rows}) == len(rows) and open_dataset(result["outputs"]["data"]["path"]).kind == "text/1"
     whole = mixed({}, "sizes")["summary"]
     assert sum(whole[f"rows/{name}"] for name in paths) == 200 + 19 + 300
-    assert not result["warnings"]
     missed = mixed({"weights": {"maths": 1, "code": 1, "web": 1}, "total": 600}, "missed")  # a document of code is longer than its 200 characters
     assert missed["summary"]["characters/code"] == 0 and [w["text"] for w in missed["warnings"] if w["code"] == "shares_missed" and "code has 0 of 200 characters" in w["text"]]
     with pytest.raises(Exception, match="no document fits into its share of total=3"):
@@ -402,6 +401,32 @@ def test_candidates_are_scored_again_by_other_rewards(spec, tiny, data):
     several, made = sampled(spec, tiny, data, {"rewards": SHORT, "rescore": True, "allow_empty": True}, "several", **{f"candidates.{n}": one["outputs"]["candidates"]["path"] for n, one in
                                                                                                          (("a", first), ("b", best))})
     assert len(rows_of(several)) == len(rows_of(first)) + len(rows_of(best)) and len({(row["prompt_idx"], row["completion_idx"]) for row in rows_of(several)}) == len(rows_of(several))
+
+
+def test_candidates_without_token_ids_are_scored_by_their_text(spec, tiny, data):
+    """Ingested candidates, those of stages that keep texts, and those of a model with another tokenizer: a reward model that reads token ids reads the text's, a length is that of the text;
+    what was cut or never answered is not taken for a complete answer."""
+    from stages.pairs import trim
+    from stages.reward_scorers import Response, load_scorer
+
+    renderer = renderer_for(tiny["policy"])
+    prompts = [row for row in open_dataset(data["prompts"]).iter_rows() if row["split"] == "train"][:2]
+    answers = [("one and two", {}, True, None), ("three", {}, True, None), ("four five six", {"completion_ids": [5, 9, 2, 7], "finish_reason": "eos"}, True, None),
+               ("cut of", {}, False, "truncated"), ("", {}, False, "engine_error"), ("seven", {"completion_ids": [10 ** 6], "finish_reason": "eos"}, True, None)]
+    path = str(Path(data["prompts"]).parent / "texts")
+    write_dataset(path, "texts", "candidates/1", [complete_row("candidates/1", {
+        "prompt": row["prompt"], "prompt_idx": i, "completion_idx": k, "completion": [{"role": "assistant", "content": text}], "scores": [], "reward": 0.0, "kept": kept, "drop_reason": reason,
+        "extra_json": json.dumps(extra)}, dataset="texts", source="s", origin="human") for i, row in enumerate(prompts) for k, (text, extra, kept, reason) in enumerate(answers)])
+    rewards = [{"name": "rm", "kind": "model"}, {"name": "short", "kind": "length_penalty", "length_alpha": 1.0, "weight": 0.0}]
+    made = spec("rejection", {**RS, "rewards": rewards, "rescore": True}, {"model": tiny["policy"], "prompts": data["prompts"], "reward_model": tiny["reward"]}, "texts")
+    made["inputs"]["candidates"] = {"kind": "dataset", "path": path, "ref": "c", "digest": "c"}
+    found = rows_of(execute(made, silent))
+    assert [row["drop_reason"] for row in found] == [None, None, None, "truncated", "engine_error", None] * 2
+    kept = [row for row in found if row["kept"]]
+    expected = load_scorer(tiny["reward"]).score([Response(row["prompt"], row["completion"]) for row in kept])
+    assert [row["reward"] for row in kept] == pytest.approx(expected) and len({round(value, 4) for value in expected[:4]}) == 4, "the prompt alone would give all of them one score"
+    tokens = [len(trim(*renderer.completion_ids(row["prompt"], row["completion"])[1:])[0]) for row in kept]
+    assert [{one["source"]: one["value"] for one in row["scores"]}["short"] for row in kept] == [-n for n in tokens]
 
 
 def test_scoring_again_needs_candidates_and_their_prompts(spec, tiny, data, shown):
