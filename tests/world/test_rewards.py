@@ -429,6 +429,13 @@ SAID = {"en": "I would love to see it with you.", "de": "Guten Tag, wie geht es 
         "pa": "ਮੈਂ ਪੰਜਾਬ ਵਿੱਚ ਰਹਿੰਦਾ ਹਾਂ", "gu": "હું ગુજરાતમાં રહું છું", "te": "నేను హైదరాబాద్ లో ఉంటాను", "ta": "நான் சென்னையில் வசிக்கிறேன்", "th": "ฉันอยู่ที่กรุงเทพ", "bn": "আমি ঢাকায় থাকি"}
 
 
+@pytest.mark.parametrize("text", ["A man eats 5 sandwiches a day, his wife eats 4, a kid eats a bun.", "Suggest a recipe for a vegan dessert.", "is a banana a fruit or a herb", "Help me find a good rated electric saw.",
+                                  "once upon a time a fox met a hen and a duck at a pond"])
+def test_english_with_many_articles_is_english(text):
+    """"a" is a word of Portuguese, Spanish and Italian too: it must not outvote the rest."""
+    assert guess_language(text) == "en" and check_constraint("change_case:english_lowercase", {}, text.lower()) and check_constraint("change_case:english_capital", {}, text.upper())
+
+
 def test_languages_of_ifeval_are_recognised():
     assert {name: guess_language(text) for name, text in SAID.items()} == {name: name for name in SAID} and guess_language("12!") is None
     assert check_constraint("language:response_language", {"language": "de"}, SAID["de"]) and not check_constraint("language:response_language", {"language": "de"}, SAID["en"])
