@@ -153,10 +153,17 @@ def joined(stage):
 
     labels = sorted(stage.many("candidates"))
     datasets = [stage.dataset(f"candidates.{label}" if label else "candidates") for label in labels]
+    prompts, counts, cells = {}, {}, set()
     if len(datasets) == 1:
-        yield from datasets[0].iter_rows()
+        for row in datasets[0].iter_rows():
+            cell = row["prompt_idx"], row["completion_idx"]
+            if cell in cells or prompts.setdefault(cell[0], row["prompt_id"]) != row["prompt_id"]:
+                what = f"two rows for completion_idx={cell[1]} of prompt_idx={cell[0]}" if cell in cells else f"two prompts with prompt_idx={cell[0]}"
+                raise ConfigError(f"rejection: the candidates have {what}, as files of several runs one behind the other have; give each as a dataset of its own "
+                                  "(candidates.A=..., candidates.B=...), or number them through")
+            cells.add(cell)
+            yield row
         return
-    prompts, counts = {}, {}
     for dataset in datasets:
         for row in dataset.iter_rows():
             at = prompts.setdefault(row["prompt_id"], len(prompts))
@@ -554,7 +561,7 @@ def report(stage, rows, matrix, correct, chosen, duplicates: int) -> None:
     summary["distinct_2"] = float(np.mean(distinct)) if distinct else None  # different word pairs per prompt: falls over rounds that narrow the policy (rs.sft)
     hinted = np.array([rationalised_row(r) for r in rows], bool)
     if any(r["correct"] is not None for r in rows):
-        summary |= {"correct/mean": float(np.mean([bool(r["correct"]) for r, with_hint in zip(rows, hinted) if not with_hint])),
+        summary |= {"correct/mean": float(np.mean([r["correct"] for r, with_hint in zip(rows, hinted) if not with_hint and r["correct"] is not None] or [0.0])),  # no verdict is no wrong answer
                     "correct/selected": float(correct.ravel()[chosen].mean()) if chosen else None}
     if hinted.any():  # per prompt, what training can take from it (rs.star)
         first, second = ({r["prompt_idx"]: False for r in rows if r["correct"] is not None} for _ in range(2))

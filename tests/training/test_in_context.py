@@ -11,6 +11,7 @@ from stages.chat import renderer_for
 from stages.harness import execute
 from stages.in_context import InContextScorer, TfIdf, nearest, with_demonstrations
 from stages.modeling import freeze, load_policy
+from stages.spec import ConfigError
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
 from tests.common import silent
@@ -427,6 +428,25 @@ def test_candidates_without_token_ids_are_scored_by_their_text(spec, tiny, data)
     assert [row["reward"] for row in kept] == pytest.approx(expected) and len({round(value, 4) for value in expected[:4]}) == 4, "the prompt alone would give all of them one score"
     tokens = [len(trim(*renderer.completion_ids(row["prompt"], row["completion"])[1:])[0]) for row in kept]
     assert [{one["source"]: one["value"] for one in row["scores"]}["short"] for row in kept] == [-n for n in tokens]
+
+
+def test_candidates_of_two_runs_in_one_file_are_not_taken_for_one(spec, tiny, data, tmp_path):
+    """Rows with one place in the matrix would replace each other; no verdict is no wrong answer in the share of right ones, and a task stays one that mix can hold out."""
+    def candidates(name, rows):
+        write_dataset(str(tmp_path / name), name, "candidates/1", [complete_row("candidates/1", {
+            "prompt": [{"role": "user", "content": text}], "prompt_idx": i, "completion_idx": k, "completion": [{"role": "assistant", "content": f"{text} {k}"}], "scores": [], "reward": 1.0 if kept else None,
+            "correct": correct, "kept": kept, "drop_reason": None if kept else "engine_error", "extra_json": json.dumps({"category": "sums"})}, dataset=name, source="s", origin="ai")
+            for text, i, k, correct, kept in rows])
+        return str(tmp_path / name)
+
+    for name, second, message in (("two", ("b", 0, 1), "two prompts with prompt_idx=0"), ("same", ("a", 0, 0), "two rows for completion_idx=0 of prompt_idx=0")):
+        path = candidates(name, [("a", 0, 0, True, True), (*second, True, True)])
+        for config in ({}, {"rescore": True}):
+            with pytest.raises(ConfigError, match=f"{message}.*candidates.A="):
+                sampled(spec, tiny, data, {"rewards": LENGTH, **config}, name, candidates=path)
+    result, _ = sampled(spec, tiny, data, {"rewards": LENGTH}, "good", candidates=candidates("good", [("a", 0, 0, True, True), ("a", 0, 1, None, False), ("b", 1, 0, False, True), ("b", 1, 1, None, False)]))
+    assert result["summary"]["correct/mean"] == 0.5 and result["summary"]["failed"] == 2
+    assert [row["category"] for row in rows_of(result, "selected")] == ["sums", "sums"]
 
 
 def test_scoring_again_needs_candidates_and_their_prompts(spec, tiny, data, shown):
