@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import time
 import urllib.error
 import urllib.request
@@ -56,7 +57,7 @@ def request_json(url: str, body: dict | None = None, *, key_variable: str = "", 
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             text = _whole(answer, timeout_s)
-        return json.loads(text) if text.strip() else None
+        return _writable(json.loads(text)) if text.strip() else None
     except urllib.error.HTTPError as error:
         try:
             said = error.read(400).decode(errors="replace").strip()
@@ -65,6 +66,15 @@ def request_json(url: str, body: dict | None = None, *, key_variable: str = "", 
         raise ServerError(f"HTTP {error.code}: {said or error.reason}", error.code, _seconds(error.headers.get("Retry-After"))) from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise ServerError(f"{type(error).__name__}: {error}") from error
+
+
+def _writable(value):
+    """A parsed answer whose texts can be written as UTF-8: half of a character (a server that streams bytes cuts emoji in two) becomes the replacement character."""
+    if isinstance(value, str):
+        return value if value.isascii() else re.sub("[\ud800-\udfff]", "\ufffd", value)
+    if isinstance(value, list):
+        return [_writable(one) for one in value]
+    return {_writable(name): _writable(one) for name, one in value.items()} if isinstance(value, dict) else value
 
 
 def _whole(answer, timeout_s: float) -> bytes:

@@ -145,7 +145,8 @@ def kind_of(config: Config, datasets: dict) -> str:
 
     kinds = {name: dataset.kind for name, dataset in datasets.items()}
     if len(set(kinds.values())) > 1:
-        raise ConfigError(f"mix: the sources are {' and '.join(f'data.{name} ({kind})' for name, kind in kinds.items())}; give sources of one kind")
+        raise ConfigError(f"mix: the sources are {' and '.join(f'data.{name} ({kind})' for name, kind in kinds.items())}; give sources of one kind: "
+                          f"`posttrain stage ingest --input data=FILE --set kind={sorted(kinds.values())[0]}` makes that of a file, where it can be made of it")
     (kind,) = set(kinds.values())
     for name, readers in READ_BY.items():
         if kind not in readers and getattr(config, name) != Config.model_fields[name].get_default(call_default_factory=True):

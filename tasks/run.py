@@ -25,7 +25,7 @@ import uuid
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, get_args
 
 from stages.registry import get_stage, stage_module_name
 from stages.spec import PROJECT_ROOT, ConfigError, StageConfig, StageSpec, closure_digest, parse_config, stage_key
@@ -251,6 +251,9 @@ def _ingest(spec: StageSpec, name: str, text: str, kinds: tuple[str, ...], seed:
     """Run raw data through the ingest stage, asking for the kind that the input wants."""
     ingest = get_stage("ingest")
     chosen = _matching_kind(ingest, text, kinds)
+    if chosen and chosen not in get_args(ingest.Config.model_fields["kind"].annotation):
+        raise ConfigError(f"input {name} of stage {spec.name}: {text} is raw data, and rows of kind {' or '.join(kinds)} are what a stage makes; give its output as dataset:NAME@latest "
+                          "(`posttrain ls datasets` shows the kind of each)")
     settings = {"kind": chosen} if chosen and "kind" in ingest.Config.model_fields else {}
     flow = {**flow_run, "label": f"{flow_run.get('label') or spec.name}.ingest-{name}"} if flow_run else None
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(text.split("@")[0].rstrip("/")).name.split(".")[0]).strip("-.") or "data"

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from stages.spec import PROJECT_ROOT
+from stages.spec import PROJECT_ROOT, ConfigError
 from storage import records, tracking
 from storage.files import refusal
 from tasks.run import StageError, prepare, run_stage
@@ -32,6 +32,13 @@ def command(tmp_path):
                               capture_output=True, text=True, timeout=300, preexec_fn=hold if limit else None)
 
     return call
+
+
+def test_rows_that_only_stages_make_are_not_looked_for_in_a_file(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    path.write_text(json.dumps({"prompt": "q", "completion": "a"}) + "\n")
+    with pytest.raises(ConfigError, match="input candidates of stage rate: .* is raw data, and rows of kind candidates/1 are what a stage makes; give its output"):
+        prepare("rate", {"candidates": str(path)}, {"endpoint": "http://h/v1", "endpoint_model": "m"})
 
 
 @pytest.fixture

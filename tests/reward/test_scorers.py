@@ -392,6 +392,15 @@ def test_an_answer_has_one_deadline_however_its_bytes_come(monkeypatch):
         assert http_json.said(http_json.ChatServer(url, "judge", timeout_s=5).ask(user("q"))) == "fine", "blank lines before an answer are no part of it"
 
 
+def test_half_a_character_of_a_server_can_be_written(tmp_path):
+    """JSON can say half of a surrogate pair, which no dataset can hold: a run would end at it, and with a journal of answers end there again."""
+    from stages import http_json
+
+    with chat_server(lambda body: {"message": {"content": "so \ud83d or \U0001f600"}, "finish_reason": "stop"}) as server:
+        text = http_json.said(http_json.ChatServer(server.url, "judge").ask(user("q")))
+    assert text == "so \ufffd or \U0001f600" and text.encode()
+
+
 def test_an_answer_that_a_filter_withholds_is_that_requests(monkeypatch):
     """No probabilities because of the content filter end nothing; a text in parts is their text."""
     top = {"token": "A", "top_logprobs": [{"token": "A", "logprob": -0.1}, {"token": "B", "logprob": -3.0}]}
