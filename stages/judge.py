@@ -23,6 +23,7 @@ from stages import usage
 from stages.evaluation.preference import OUTCOME
 from stages.http_json import ChatServer, ServerError, said
 from stages.reward_scorers import ComparingScorer, LabelScorer, Response, label_probability, same_prompt
+from stages.verifiers import view
 
 MODES = ("score", "reference", "preference", "verdict")
 SCORES = tuple(str(i) for i in range(1, 11))
@@ -50,15 +51,20 @@ class JudgeError(RuntimeError):
 
 # -- reading what a judge says ----------------------------------------------------------------------------------------------
 
+def spoken(text: str) -> str:
+    """What a judge says behind its thought: what it weighs in there, or in a thought that is cut, is no verdict."""
+    return view(text, "answer_only")
+
+
 def parse_verdict(text: str) -> str | None:
     """"A", "B" or "tie" when the text holds exactly one distinct marker, else None (``rm.judge``)."""
-    found = set(_VERDICT.findall(text))
+    found = set(_VERDICT.findall(spoken(text)))
     return {"A": "A", "B": "B", "C": "tie"}[found.pop()] if len(found) == 1 else None
 
 
 def parse_five_way(text: str) -> str | None:
     """One of A>>B, A>B, A=B, B>A, B>>A when the text holds exactly one distinct marker, else None (``eval.arena_hard``)."""
-    found = set(_FIVE_WAY.findall(text))
+    found = set(_FIVE_WAY.findall(spoken(text)))
     return found.pop() if len(found) == 1 else None
 
 
@@ -70,7 +76,7 @@ def quoted(text: str) -> str:
 def parse_rating(text: str, low: float = 1.0, high: float = 10.0) -> float | None:
     """The number in [[..]], else in [..]; None when there is none in the range, or two different ones (``synth.judge``)."""
     for pattern in (r"\[\[(-?\d+(?:\.\d+)?)\]\]", r"\[(-?\d+(?:\.\d+)?)\]"):
-        found = set(map(float, re.findall(pattern, text)))
+        found = set(map(float, re.findall(pattern, spoken(text))))
         if found:
             return found.pop() if len(found) == 1 and low <= min(found) <= high else None
     return None

@@ -265,7 +265,9 @@ def answer(stage, judge: Asker, calls: list[Call]) -> None:
 
 
 def read_reply(config: Config, call: Call, text: str):
-    return parse_ratings(text, len(call.shown), config.scale) if config.mode == "aspects" else parse_ranking(text, len(call.shown))
+    from stages.judge import spoken
+
+    return parse_ratings(spoken(text), len(call.shown), config.scale) if config.mode == "aspects" else parse_ranking(spoken(text), len(call.shown))
 
 
 # -- what comes of it -----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from stages import judge
 from stages.harness import execute
 from stages.rate import ASPECTS, parse_ranking, parse_ratings
 from storage.datasets import open_dataset, write_dataset
@@ -183,6 +184,21 @@ def test_a_spent_budget_leaves_the_rest_unrated(candidates, rate):
         assert [(r["score"], r["completion"]) for r in rows_of(whole)] == [(r["score"], r["completion"]) for r in rows_of(second)]
     with pytest.raises(Exception, match="price_in=3"):
         rate({"endpoint": "http://h/v1", "endpoint_model": "j", "budget_usd": 1}, sets, "unpriced")
+
+
+def test_what_a_judge_weighs_in_its_thought_is_no_rating(candidates, rate):
+    """Numbers in a thought are not read; of a thought that is cut nothing is, so it is asked again."""
+    thought = "<think>\nAnswer 1: [[1]] perhaps\nAnswer 2: [[1]]\n[[A]] [7]"
+
+    def thinking(body):
+        again = "could not be read" in shown(body)[2]
+        return says(thought + ("</think>\n" + rater(body)["message"]["content"] if again or shown(body)[1] == "helpfulness" else " hm"))
+
+    with chat_server(thinking) as server:
+        result = rate({"endpoint": server.url, "endpoint_model": "j"}, {"a": candidates("A", [["good"]]), "b": candidates("B", [["poor"]])})
+    assert {row["completion"][0]["content"]: row["score"] for row in rows_of(result)} == {"good": 3.75, "poor": 1.75} and result["summary"]["judge/calls"] == 7 and result["summary"]["judge/error_rate"] == 0
+    for text, verdict, five, rating in ((thought, None, None, None), (thought + "</think>[[B]]", "B", None, None), (thought + "</think>[[A=B]]", None, "A=B", None), (thought + "</think>[[3]]", None, None, 3.0)):
+        assert (judge.parse_verdict(text), judge.parse_five_way(text), judge.parse_rating(text)) == (verdict, five, rating)
 
 
 def test_an_answer_cannot_pose_as_another(candidates, rate):
