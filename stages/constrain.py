@@ -49,7 +49,7 @@ class Config(WriterConfig):
             if name not in CHECKERS and name not in groups:
                 raise ValueError(f"kinds: there is no {name!r}; {did_you_mean(name, [*CHECKERS, *groups])}the kinds are: {', '.join(CHECKERS)}")
         if unknown := [name for name in self.languages if name not in LANGUAGE_NAMES]:
-            raise ValueError(f"languages: {unknown[0]!r} cannot be recognised; write some of {', '.join(LANGUAGE_NAMES)}")
+            raise ValueError(f"languages: {unknown[0]!r} is no language that can be asked for instead of English; write some of {', '.join(LANGUAGE_NAMES)}")
         if any(share < 0 for share in self.counts) or not sum(self.counts):
             raise ValueError(f"counts={self.counts} are no shares; write for example counts=[0.5,0.3,0.2]")
         if odd := [word for word in [*self.keywords, *self.forbidden_words] if not word.isalpha() or not word.islower()]:

@@ -211,7 +211,7 @@ def test_a_killed_run_ends_with_the_same_bytes(roomy, prompts, spec, forks):  # 
 
 
 @pytest.mark.parametrize("config,inputs,message", [
-    ({"kinds": ["keyword"]}, [], "did you mean 'keywords'"), ({"languages": ["xx"]}, [], "cannot be recognised"), ({"counts": [0]}, [], "counts="), ({"keywords": ["a", "b", "C", "d"]}, [], "small letters"),
+    ({"kinds": ["keyword"]}, [], "did you mean 'keywords'"), ({"languages": ["xx"]}, [], "no language that can be asked for"), ({"counts": [0]}, [], "counts="), ({"keywords": ["a", "b", "C", "d"]}, [], "small letters"),
     ({"endpoint": "http://x", "endpoint_model": "m"}, ["model"], "leave one of them out"), ({}, ["plain_model"], "give model=REF too"), ({"split": "validation"}, ["model"], "Write split=train"),
     ({"kinds": ["detectable_format:constrained_response"]}, [], "8 none_fits|6 none_fits"), ({"request_format": "text"}, [], "leave it out")])
 def test_refused_settings(config, inputs, message, spec, prompts, tiny):
