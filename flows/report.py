@@ -228,7 +228,7 @@ def cost(what: str, prices_file: Path | None, against: str | None = None, metric
             raise ConfigError(f"{what} was brought from outside, so nothing here was paid for it")
     else:
         steps = costs.of_run(records.get_run(what))
-    rows = costs.ledger(((label, costs.counts_of(record)) for label, record, reused in steps if not reused), prices)
+    rows = costs.ledger(costs.counted((label, record) for label, record, reused in steps if not reused), prices)
     value = {"what": what, "ledger": rows, **costs.totals(rows), "reused": [label for label, _, reused in steps if reused],
              "without_counts": [label for label, record, reused in steps if not reused and "usage" not in record]}
     if against is not None:

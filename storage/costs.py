@@ -1,13 +1,15 @@
 """The cost ledger (catalogue ``ops.cost``): what stages used, by their records, times what it costs.
 
 Rows {stage, item, count, unit_cost, total}. Counted are the seconds of a stage's process per device (of the attempt that finished it: what was lost to kills is in no
-record), completions and tokens that it generated, questions to judges with the tokens that servers charge, and labels by people in data that came from outside.
+record), completions and tokens that it generated, questions to judges with the tokens that servers charge, and labels by people: rows of files that came from outside, once
+per file, and lines of filled tasks.
 A price list is a YAML file {item: USD per unit}, the units being those of :data:`ITEMS`; an item without a price has a count and no total.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from storage import home, records, store
 ITEMS = {
     "gpu_hours": ("hour of one GPU", 1 / 3600), "cpu_hours": ("hour of a stage without a GPU", 1 / 3600), "generated_mtokens": ("million tokens sampled from policies and local judges", 1e-6),
     "judge_calls": ("question to a judge on a server", 1), "judge_mtokens_in": ("million tokens that it read", 1e-6), "judge_mtokens_out": ("million tokens that it wrote", 1e-6),
-    "local_judge_calls": ("question to a judge in the stage's process", 1), "human_labels": ("row labelled by people", 1),
+    "local_judge_calls": ("question to a judge in the stage's process", 1), "human_labels": ("row or line labelled by people", 1),
 }
 COUNTED = {"generated_tokens": "generated_mtokens", "judge_calls": "judge_calls", "judge_tokens_in": "judge_mtokens_in", "judge_tokens_out": "judge_mtokens_out", "local_judge_calls": "local_judge_calls"}
 #: Kinds of data whose rows by people are their labels.
@@ -68,16 +70,38 @@ def counts_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _labels(record: Mapping[str, Any]) -> int:
-    """Rows by people in what a stage brought in from outside: of data that was there already they were paid before."""
-    if record["stage"] != "ingest" or any(str(one.get("ref", "")).startswith("dataset:") for one in record["inputs"].values()):
+    """Rows by people in what a stage brought in from outside (of data that was there already they were paid before), lines that people filled in of a task."""
+    if record["stage"] == "human_answers":
+        return int(record["metrics"]["answers"]) if "answers" in record["inputs"] else 0
+    if record["stage"] != "ingest" or str(_brought_in(record).get("ref", "")).startswith("dataset:"):
         return 0
     from storage.datasets import open_dataset
 
-    total = 0
+    total, converted, by_people = 0, set(), (record.get("config") or {}).get("origin", "human") == "human"
     for output in record["outputs"].values():
-        if output["kind"] == "dataset" and (output.get("manifest") or {}).get("kind") in LABELS:
-            total += sum(row["origin"] == "human" for row in open_dataset(output["path"]).iter_rows(columns=["origin"]))
-    return total
+        if output["kind"] != "dataset" or (output.get("manifest") or {}).get("kind") not in LABELS:
+            continue
+        for row in open_dataset(output["path"]).iter_rows():
+            total += row["origin"] == "human"
+            if row["origin"] == "conversion" and by_people and (row.get("ann") or {}).get("annotator_type") != "ai":  # people labelled the rows that it was made of: a ranking, a rating
+                converted |= set(json.loads(row["extra_json"] or "{}").get("row_ids") or ())
+    return total + len(converted)
+
+
+def _brought_in(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The input that holds what people did."""
+    return record["inputs"].get("answers" if record["stage"] == "human_answers" else "data") or {}
+
+
+def counted(steps: Iterable[tuple[str, Mapping[str, Any]]]) -> list[tuple[str, dict[str, float]]]:
+    """(step, {item: units}) of (step, stage record): what several of them read from one file was labelled once."""
+    found, paid = [], {}
+    for step, record in steps:
+        counts = counts_of(record)
+        if file := "human_labels" in counts and _brought_in(record).get("digest"):
+            counts["human_labels"], paid[file] = max(0, counts["human_labels"] - paid.get(file, 0)), max(counts["human_labels"], paid.get(file, 0))
+        found.append((step, counts))
+    return found
 
 
 def ledger(counts: Iterable[tuple[str, Mapping[str, float]]], prices: Mapping[str, float]) -> list[dict[str, Any]]:
@@ -101,7 +125,7 @@ def totals(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def of_run(run: records.RunRecord) -> list[tuple[str, dict[str, Any], bool]]:
     """(step, stage record, whether an earlier run had paid for it) of every step of a run whose record is there."""
-    return [(label, record, bool(entry["cached"])) for label, entry in run.stages().items() if (record := records.read(entry["key"])) is not None]
+    return [(label, record, not entry.get("paid", not entry["cached"])) for label, entry in run.stages().items() if (record := records.read(entry["key"])) is not None]
 
 
 def behind(ref: str) -> dict[str, dict[str, Any]]:
@@ -139,7 +163,7 @@ def gain(model: str, against: str, metric: str, prices: Mapping[str, float]) -> 
         raise store.StoreError(f"{model} and {against} were only evaluated under different protocols, so their {metric} does not compare; evaluate both with the same prompts and settings")
     difference = pair[0]["metrics"][metric] - pair[1]["metrics"][metric]
     paid = behind(against)
-    spent = totals(ledger(((r["stage"], counts_of(r)) for key, r in behind(model).items() if key not in paid), prices))
+    spent = totals(ledger(counted((r["stage"], r) for key, r in behind(model).items() if key not in paid), prices))
     per = {item: difference / n for item, n in spent["items"].items() if n}
     return {"metric": metric, "model": pair[0]["metrics"][metric], "against": pair[1]["metrics"][metric], "gain": difference, "spent": spent["items"], "usd": spent["total"],
             "gain_per": per | ({"usd": difference / spent["total"]} if spent["total"] else {})}

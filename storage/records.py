@@ -154,13 +154,15 @@ def _unfinished(identity: str | None) -> dict[str, Any] | None:
 
 
 def append_stage(run_id: str, entry: dict[str, Any]) -> None:
-    """Add one finished stage to a flow run; an earlier entry of the same label is replaced."""
+    """Add one finished stage to a flow run; an earlier entry of the same label is replaced. ``paid``: whether an attempt of this run executed it, also one that failed later."""
     with _locked(run_id):
         path = home.runs_dir() / f"{run_id}.json"
         data = read_json(path, None)
         if data is None:
             return
-        data["stages"] = [s for s in data["stages"] if s["label"] != entry["label"]] + [entry]
+        before = next((s for s in data["stages"] if s["label"] == entry["label"] and s.get("key") == entry.get("key")), None)
+        paid = not entry["cached"] or before is not None and before.get("paid", not before["cached"])
+        data["stages"] = [s for s in data["stages"] if s["label"] != entry["label"]] + [{**entry, "paid": paid}]
         atomic_write_json(path, data)
 
 

@@ -112,3 +112,65 @@ def test_labels_by_people_count_where_they_come_in(home, tmp_path):
     assert costs.counts_of(record).get("human_labels", 0) == people
     synthetic = command("stage", "ingest", "--input", f"data={tmp_path / 'pairs.jsonl'}", "--set", "origin=ai")
     assert "human_labels" not in costs.counts_of(records.read(synthetic["key"]))
+
+
+def test_benchmarks_that_are_datasets_take_no_labels_away(home, tmp_path):
+    """Only the data says whether labels were paid for before: a file that is looked through for test problems brings its labels in all the same."""
+    (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps({"prompt": f"q {i}", "chosen": "yes", "rejected": "no"}) for i in range(6)))
+    (tmp_path / "test.jsonl").write_text("\n".join(json.dumps({"prompt": f"how many are {i} and one and nothing more than that?", "answer": str(i + 1)}) for i in range(4)))
+    plain = command("stage", "ingest", "--input", f"data={tmp_path / 'pairs.jsonl'}")
+    problems = command("stage", "ingest", "--input", f"data={tmp_path / 'test.jsonl'}", "--name-as", "problems")["outputs"]["data"]
+    checked = command("stage", "ingest", "--input", f"data={tmp_path / 'pairs.jsonl'}", "--input", f"benchmarks.test={problems}", "--set", "decontaminate=coverage")
+    assert problems.startswith("dataset:") and costs.counts_of(records.read(checked["key"]))["human_labels"] == costs.counts_of(records.read(plain["key"]))["human_labels"] == 6
+
+
+def test_labels_of_one_file_are_paid_for_once(home, tmp_path):
+    """A file that is read as pairs and once more as good and bad answers was labelled once."""
+    (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps({"prompt": f"q {i}", "chosen": "yes", "rejected": "no"}) for i in range(6)))
+    made = [records.read(command("stage", "ingest", "--input", f"data={tmp_path / 'pairs.jsonl'}", "--set", f"kind={kind}")["key"]) for kind in ("pairs/1", "unpaired/1")]
+    assert [costs.counts_of(record)["human_labels"] for record in made] == [6, 6]
+    rows = costs.ledger(costs.counted((record["stage"], record) for record in made), {"human_labels": 2.0})
+    assert costs.totals(rows)["items"]["human_labels"] == 6 and sum(row["total"] or 0 for row in rows) == 12
+    (tmp_path / "rankings.jsonl").write_text("\n".join(json.dumps({"prompt": f"q {i}", "completions": ["one", "two", "three"], "ranks": [1, 2, 3]}) for i in range(5)))
+    ranked = command("stage", "ingest", "--input", f"data={tmp_path / 'rankings.jsonl'}", "--set", "kind=pairs/1")
+    assert ranked["metrics"]["rows_out"] == 15 and costs.counts_of(records.read(ranked["key"]))["human_labels"] == 5, "a ranking is one row by people, whatever is made of it"
+
+
+def test_answers_of_people_to_a_task_are_labels(home, tmp_path):
+    """Every filled line was paid for, also that of a second annotator; what a stub drew was not."""
+    import csv
+
+    from storage import store
+    from storage.datasets import open_dataset
+
+    (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps({"prompt": f"q {i}", "chosen": f"yes {i}", "rejected": "no", "origin": "ai"}) for i in range(6)))
+    data = command("stage", "ingest", "--input", f"data={tmp_path / 'pairs.jsonl'}", "--set", "origin=ai")["outputs"]["data"]
+    task = command("stage", "human_task", "--input", f"data={data}")["outputs"]["tasks"]
+    with open(tmp_path / "filled.csv", "w", newline="") as handle:
+        out = csv.writer(handle)
+        out.writerow(["item_id", "choice", "annotator"])
+        for row in open_dataset(store.resolve(task).path).iter_rows():
+            out.writerows([[row["item_id"], "1", "ann"], [row["item_id"], "skip", "bob"]])
+    given = ("stage", "human_answers", "--input", f"tasks={task}", "--input", f"data={data}")
+    people = command(*given, "--input", f"answers={tmp_path / 'filled.csv'}")
+    assert costs.counts_of(records.read(people["key"]))["human_labels"] == 12
+    assert "human_labels" not in costs.counts_of(records.read(command(*given, "--set", "labeler=stub")["key"]))
+
+
+def test_a_run_that_was_continued_paid_for_what_it_had_done(home, tmp_path):
+    """Steps of an attempt that failed later are found done by the next one of the same run, and are still its cost; those of other runs are not."""
+    entry = {"label": "sft", "stage": "sft", "key": "k1", "cached": False, "seconds": 1.0, "outputs": {}}
+    first = records.start_run("r", {}, run_id="one", identity="same")
+    records.append_stage(first.run_id, entry)
+    records.append_stage(first.run_id, {**entry, "label": "dpo", "key": "k2", "cached": True})
+    records.finish_run(first.run_id, "FAILED", "broke")
+    again = records.start_run("r", {}, identity="same")
+    for label, key in (("sft", "k1"), ("dpo", "k2")):
+        records.append_stage(again.run_id, {**entry, "label": label, "key": key, "cached": True})
+    other = records.start_run("r", {}, run_id="two")
+    records.append_stage(other.run_id, {**entry, "cached": True})
+    known = {"k1": {"stage": "sft"}, "k2": {"stage": "align"}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records, "read", known.get)
+        reused = {run: {label: free for label, _, free in costs.of_run(records.get_run(run))} for run in ("one", "two")}
+    assert again.run_id == "one" and reused == {"one": {"sft": False, "dpo": True}, "two": {"sft": True}}
