@@ -79,8 +79,8 @@ class Config(RewardSources, WorldRecipeConfig):
     checkpoints: int = Field(3, ge=1, description="Parts of the reasoning RL, each of which leaves a checkpoint that is sampled (the report: several; ours 3). Each starts with a new optimizer and "
                                                       "reference.")
     student_rl: bool = Field(False, description="Control of the distillation: RL of every student's own base, with the settings of `reason`.")
-    ingest_general: IngestConfig = Field(IngestConfig(kind="demonstrations/1"), description="Checks of the general demonstrations.")
-    ingest_general_prompts: IngestConfig = Field(IngestConfig(kind="prompts/1"), description="Checks of the general prompts.")
+    ingest_general: IngestConfig = Field(IngestConfig(kind="demonstrations/1", **HELD_OUT), description="Checks and splits of the general demonstrations.")
+    ingest_general_prompts: IngestConfig = Field(IngestConfig(kind="prompts/1", **HELD_OUT), description="Checks and splits of the general prompts.")
     ingest_safety_pairs: IngestConfig = Field(IngestConfig(kind="pairs/1", **HELD_OUT), description="Checks and splits of the harmlessness pairs.")
     zero: RLConfig = Field(RLConfig(**GRPO, prompt_template="think_answer", max_steps=10_400, context_schedule=[(0, 32768), (8200, 65536)],
                                     rewards=accurate(RewardComponent(name="format", kind="format", weight=1.0))), description="zero_branch: RL from the base, right answers in the asked form.")

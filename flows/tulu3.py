@@ -71,8 +71,8 @@ class Config(RewardSources, WorldRecipeConfig):
     ingest_demonstrations: IngestConfig = Field(IngestConfig(kind="demonstrations/1", decontaminate="coverage", **HELD_OUT), description="Checks and splits of the demonstrations; those of test "
                                                                                                                                        "problems (data.test) are left out.")
     ingest_prompts: IngestConfig = Field(IngestConfig(kind="prompts/1", decontaminate="coverage", **HELD_OUT), description="Checks and splits of the problems, without those of data.test.")
-    ingest_preference_prompts: IngestConfig = Field(IngestConfig(kind="prompts/1", decontaminate="coverage"),
-                                                    description="Checks of the prompts whose answers are compared, without those of data.test.")
+    ingest_preference_prompts: IngestConfig = Field(IngestConfig(kind="prompts/1", decontaminate="coverage", **HELD_OUT),
+                                                    description="Checks and splits of the prompts whose answers are compared, without those of data.test.")
     ingest_test: IngestConfig = Field(IngestConfig(kind="prompts/1", test_fraction=0.999), description="Checks and splits of the test problems.")
     sft: SFTConfig = Field(SFTConfig(learning_rate=5e-6, lr_schedule="linear", warmup_ratio=0.03, batch_size=128, max_length=4096, num_train_epochs=2, loss_agg_mode="seq-mean-token-sum-norm"),
                            description="Fine-tuning on all skills: sums over tokens, with a constant divisor (8B 5e-6, 70B 2e-6, 939k rows).")

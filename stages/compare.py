@@ -62,6 +62,11 @@ def run(stage):
     summary = {"models": len(parts[0].names), "protocol_hash": parts[0].protocol_hash}
     for part in parts:
         summary |= part.summary()
+    leaderboard = suites_of_h4(parts)
+    for suite, found in leaderboard.items():
+        if len(found) > 1 and all(leaderboard.values()):
+            stage.warn("h4_ambiguous", f"Several benchmarks begin with {suite} ({', '.join(part.benchmark for part in found)}), so there is no h4 average: which of them belongs to it cannot be told. Call the others "
+                       "otherwise, or leave them out.")
     summary |= {f"{name or 'model'}/{key}": value for name, m in h4(parts).items() for key, value in scores.flatten({"h4": m}).items()}
     for name, tax in taxes.items():
         summary |= {f"{name}/regressed": len(tax["regressed"]), f"{name}/mean_delta": tax["mean_delta"], f"{name}/worst_delta": tax["worst"]}
@@ -169,6 +174,15 @@ def alignment_taxes(parts: list[Part]) -> dict[str, dict]:
 H4 = {"arc": "mc_text_acc_norm", "hellaswag": "mc_text_acc_norm", "mmlu": "mc_letter_acc", "truthfulqa": "mc_text_acc"}
 
 
+def suites_of_h4(parts: list[Part]) -> dict[str, list[Part]]:
+    """{suite: the benchmarks whose names begin with it}; of ARC's two sets the challenge."""
+    plain = lambda part: part.benchmark.lower().replace("-", "").replace("_", "")
+    found = {suite: [part for part in parts if plain(part).startswith(suite)] for suite in H4}
+    if len(found["arc"]) > 1:
+        found["arc"] = [part for part in found["arc"] if "challenge" in plain(part)] or found["arc"]
+    return found
+
+
 def h4(parts: list[Part]) -> dict:
     """{model: mean of ARC, HellaSwag, MMLU and TruthfulQA} where benchmarks of these names are compared (eval.h4), with the interval of independent suites; else {}."""
     from dataclasses import replace
@@ -176,9 +190,9 @@ def h4(parts: list[Part]) -> dict:
     from stages.evaluation.scores import weighted
     from stages.evaluation.suites import h4_mean
 
-    found = {}
+    found, given = {}, suites_of_h4(parts)
     for suite, metric in H4.items():
-        part = next((part for part in parts if part.benchmark.lower().replace("-", "").replace("_", "").startswith(suite)), None)
+        part = given[suite][0] if len(given[suite]) == 1 else None
         name = next((name for name in (metric, "accuracy") if part is not None and all(name in m for m in part.metrics.values())), None)
         if name is None:
             return {}

@@ -162,9 +162,9 @@ def conclude(stage, rows: list[dict], state: dict) -> None:
 def clean_scores(stage, rows: list[dict], dirty: set[int]) -> list[dict]:
     """Every accuracy over all items, the clean ones and the contaminated ones, with intervals and counts; None without an item."""
     from stages.evaluation.multiple_choice import RATES
-    from stages.evaluation.scores import item_values, records_of, share
+    from stages.evaluation.scores import item_values, originals, records_of, share
 
-    records = records_of(stage.dataset("samples").iter_rows())
+    records = originals(records_of(stage.dataset("samples").iter_rows()))
     where = {row["row_id"]: position for position, row in enumerate(rows)}
     records = [r for r in records if r["item_id"] in where]
     found = []

@@ -1,6 +1,6 @@
 """human_task: questions for people as a file to fill in (ops.human_gate): which of two answers is better, or whether a row is to be kept.
 
-``ask=compare``  pairs, or the first two different candidates of each prompt; which stands first is drawn, so that nobody can tell the chosen one from its place.
+``ask=compare``  pairs, or the first two different candidates of each prompt that ended by themselves and say something; which stands first is drawn, so that nobody can tell the chosen one from its place.
 ``ask=keep``     rows of any kind: inspection of answers, traits, principles, rubric items; the kept ones come back unchanged.
 
 A recipe writes the task as a CSV file, pauses, and goes on when the filled file is there (``posttrain answer TASK FILE``, or *Resume* in Prefect's UI); the stage
@@ -18,6 +18,8 @@ from stages.spec import ConfigError, InputSpec, OutputSpec, StageConfig, StageSp
 
 INSTRUCTIONS = {"compare": "Which answer is better? Write 1, 2, tie or skip into the column choice.", "keep": "Is this to be kept? Write yes, no or skip into the column choice."}
 CHOICES = {"compare": ("1", "2", "tie", "skip"), "keep": ("yes", "no", "skip")}
+#: Why a candidate is nothing that people could compare: whoever learned from their choice would learn to be cut, or to say nothing.
+NO_ANSWER = ("truncated", "engine_error", "empty")
 KINDS = ("pairs/1", "candidates/1", "demonstrations/1", "prompts/1", "unpaired/1", "principles/1", "rubric_items/1", "text/1")
 
 
@@ -40,7 +42,7 @@ def comparisons(stage, rows: list[dict], kind: str) -> list[tuple[str, dict]]:
         found = [(row["row_id"], row["prompt"], [(row["chosen"], row["chosen_gen"]), (row["rejected"], row["rejected_gen"])], row) for row in rows]
     elif kind == "candidates/1":
         groups: dict[str, list[dict]] = {}
-        for row in rows:
+        for row in (row for row in rows if row["drop_reason"] not in NO_ANSWER):
             groups.setdefault(row["prompt_id"], []).append(row)
         found = []
         for group in groups.values():
@@ -68,7 +70,7 @@ def run(stage):
     items = comparisons(stage, rows, data.kind) if config.ask == "compare" else [(row["row_id"], {name: row[name] for name in SHOWN if row.get(name) is not None}) for row in rows]
     if not items:
         raise ConfigError(f"human_task: {data.name} has nothing to ask about{f' in split {config.split!r}' if config.split else ''}; " + (
-            "no prompt has two different candidates: sample more of them, or at a higher temperature" if data.kind == "candidates/1" and config.ask == "compare" else "write split=NAME, or give other data"))
+            "no prompt has two different candidates that ended by themselves: sample more of them, at a higher temperature, or raise max_completion_length" if data.kind == "candidates/1" and config.ask == "compare" else "write split=NAME, or give other data"))
     if config.limit is not None:
         items = sorted(items, key=lambda one: stage.seed_for("item", one[0]))[: config.limit]
     instructions = config.instructions or INSTRUCTIONS[config.ask]

@@ -44,10 +44,10 @@ def run(stage):
     metas = {name: stage.dataset(name).manifest.get("meta") or {} for name in names}
     require_same({name: meta.get("protocol") for name, meta in metas.items()})
     require_same_scorers(config.metric, metas)
-    start = scores.item_values(scores.records_of(stage.dataset("start").iter_rows()), config.metric) if stage.has("start") else None
+    start = scores.item_values(scores.originals(scores.records_of(stage.dataset("start").iter_rows())), config.metric) if stage.has("start") else None
     table, curves = [], {}
     for method, seeds in judged.items():
-        records = {seed: scores.records_of(stage.dataset(f"evaluations.{method}.{seed}").iter_rows()) for seed in seeds}
+        records = {seed: scores.originals(scores.records_of(stage.dataset(f"evaluations.{method}.{seed}").iter_rows())) for seed in seeds}
         table.append({"method": method, **summarise({seed: scores.item_values(r, config.metric) for seed, r in records.items()}, start)})
         for name in config.also:
             found = [v for r in records.values() for v, _ in scores.item_values(r, name).values()]

@@ -30,7 +30,7 @@ SCORES = ("proxy", "gold", "verdict")
 
 def run(stage):
     from stages.evaluation.protocol import require_same
-    from stages.evaluation.scores import records_of
+    from stages.evaluation.scores import originals, records_of
     from stages.reports import document, markdown_table
     from stages.spec import ConfigError
 
@@ -41,7 +41,7 @@ def run(stage):
         raise ConfigError(f"overoptimisation_arms: curves.{empty[0]} has no points of proxy or gold; give the curve output of the stage overoptimisation")
     names = {**({"start": "start"} if stage.has("start") else {}), **{arm: f"evaluations.{arm}" if arm else "evaluations" for arm in judged}}
     require_same({name: (stage.dataset(path).manifest.get("meta") or {}).get("protocol") for name, path in names.items()})
-    records = {name: records_of(stage.dataset(path).iter_rows()) for name, path in names.items()}
+    records = {name: originals(records_of(stage.dataset(path).iter_rows())) for name, path in names.items()}
     figure(stage, curves)
     ends = [row_of(arm, curve) for arm, curve in curves.items()]
     held_out, shown = on_prompts(records, {"proxy": f"reward/{stage.config.proxy}", "gold": f"reward/{stage.config.gold}", "accuracy": "accuracy",

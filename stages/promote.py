@@ -157,9 +157,9 @@ class Evaluation:
 
 def group_metrics(records: list[dict]) -> dict:
     """Metrics per category and difficulty under the names that the evaluate stage gives them (accuracy/category=add)."""
-    from stages.evaluation.scores import Metric, by_group
+    from stages.evaluation.scores import Metric, by_group, originals
 
-    answered = [r for r in records if r["mode"] in ("sample", "greedy")]
+    answered = [r for r in originals(records) if r["mode"] in ("sample", "greedy")]
     return {f"{metric}/{field}={row[field]}": Metric(row[metric], row["prompts"], None, row.get(f"{metric}_low"), row.get(f"{metric}_high"))
             for field in ("category", "difficulty") for row in by_group(answered, field)
             for metric in ("accuracy", "greedy_accuracy", "reward") if row.get(metric) is not None}
@@ -211,12 +211,12 @@ def decide(config: Config, candidate: Evaluation, *, champion: Evaluation | None
 
 def _paired(metric: str, candidate: Evaluation, other: Evaluation, config: Config) -> dict:
     from stages.evaluation.protocol import require_same_scorers
-    from stages.evaluation.scores import paired
+    from stages.evaluation.scores import originals, paired
     from stages.spec import ConfigError
 
     require_same_scorers(metric, {e.name: e.meta for e in (candidate, other)})
     try:
-        return paired(candidate.records, other.records, metric, config.confidence)
+        return paired(originals(candidate.records), originals(other.records), metric, config.confidence)
     except ValueError as error:
         raise ConfigError(f"promote: {error}") from None
 

@@ -128,6 +128,14 @@ def test_candidates_are_compared_where_two_differ(tmp_path):
     write_dataset(str(tmp_path / "c"), "c", "candidates/1", rows)
     shown = [json.loads(row["shown_json"]) for row in open_dataset(asked(tmp_path, str(tmp_path / "c"))).iter_rows()]
     assert len(shown) == 2 and all({answer[0]["content"] for answer in one["answers"]} == {"answer 0", "answer 1"} for one in shown)
+    for row in rows:
+        if row["completion_idx"] == 0 and row["prompt_idx"]:  # cut answers, failed ones and empty ones teach nobody anything; unscorable ones are what people are there for
+            row |= {"kept": False, "drop_reason": ("truncated", "engine_error")[row["prompt_idx"] - 1]}
+        elif row["prompt_idx"] == 1:
+            row |= {"kept": False, "drop_reason": "unscorable", "completion": assistant(f"ended {row['completion_idx']}")}
+    write_dataset(str(tmp_path / "cut"), "c", "candidates/1", rows)
+    (task,) = open_dataset(asked(tmp_path / "y", str(tmp_path / "cut"))).iter_rows()
+    assert {answer[0]["content"] for answer in json.loads(task["shown_json"])["answers"]} == {"ended 1", "ended 2"}
     write_dataset(str(tmp_path / "same"), "c", "candidates/1", rows[:3])
-    with pytest.raises(ConfigError, match="no prompt has two different candidates"):
+    with pytest.raises(ConfigError, match="no prompt has two different candidates that ended"):
         asked(tmp_path / "x", str(tmp_path / "same"))

@@ -73,6 +73,13 @@ def test_the_h4_average_is_over_benchmarks_of_these_names(tiny, quiz, tmp_path):
     for name, m in made.items():
         assert summary[f"{name}/h4"] == pytest.approx((2 * m["mc_text_acc_norm"] + m["mc_letter_acc"] + m["mc_text_acc"]) / 4)
         assert summary[f"{name}/h4_low"] < summary[f"{name}/h4"] < summary[f"{name}/h4_high"]
+    easy = {f"evaluations.{name}/arc_easy": str(tmp_path / "easy" / name / "out" / "samples") for name in made}
+    for name in made:
+        evaluate(tmp_path / "easy" / name, {"model": tiny[name], "prompts": quiz}, multiple_choice=["text"], limit=1)
+    both = execute(spec("compare", tmp_path / "both", {**easy, **inputs}, {"metric": "mc_text_acc"}))["summary"]
+    assert all(both[f"{name}/h4"] == summary[f"{name}/h4"] for name in made), "ARC of the average is its challenge set"
+    two = execute(spec("compare", tmp_path / "two", {**inputs, **{f"evaluations.{name}/mmlu_pro": path for name in made for path in [inputs[f"evaluations.{name}/mmlu"]]}}, {"metric": "mc_letter_acc"}))
+    assert "policy/h4" not in two["summary"] and any(w["code"] == "h4_ambiguous" and "mmlu, mmlu_pro" in w["text"] for w in two["warnings"])
     fewer = execute(spec("compare", tmp_path / "d", {key: path for key, path in inputs.items() if "mmlu" not in key}, {"metric": "mc_letter_acc"}))["summary"]
     assert "policy/h4" not in fewer and compare.h4([]) == {}
 

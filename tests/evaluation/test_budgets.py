@@ -115,6 +115,29 @@ def test_perturbed_items_are_paired_with_their_originals(tiny, changed, tmp_path
     assert metrics["perturbed/greedy_accuracy/gap/perturbation=names"].value == 0.25
 
 
+def test_perturbed_items_are_in_no_number_of_the_gate_and_of_clean_scores(tmp_path):
+    """Originals all right, their forms all wrong: whoever reads the samples says what the evaluation said."""
+    from types import SimpleNamespace
+
+    from stages import promote
+
+    asked = [complete_row("prompts/1", {"prompt": [{"role": "user", "content": f"what is {i} plus two, and what is it not?"}], "answer": "1"}, dataset="bench", source="s", origin="human", split="test") for i in range(8)]
+    write_dataset(str(tmp_path / "prompts"), "bench", "prompts/1", asked)
+    samples = str(tmp_path / "samples")
+    write_dataset(samples, "samples", "eval_samples/1", [complete_row("eval_samples/1", {
+        "run_id": "r", "item_id": row["row_id"], "sample_idx": 0, "output": "", "correct": i % 2 == 0, "format_error": False, "tokens": 1, "group_id": row["group_id"], "prompt_id": row["prompt_id"],
+        "extra_json": json.dumps({"mode": "greedy", "finish": "stop", "pair": str(i // 2), "perturbation": "numbers" * (i % 2)})}, dataset="bench", source="s", origin="ai", split="test")
+        for i, row in enumerate(asked)], meta={"protocol": {"prompts": "p"}, "model": "m"})
+    assert scores.all_metrics(scores.records_of(open_dataset(samples).iter_rows()))["accuracy"].value == 1.0
+    text = str(tmp_path / "text")
+    write_dataset(text, "text", "text/1", [complete_row("text/1", {"text": "nothing of it"}, dataset="text", source="s", origin="human", split="train")])
+    clean = execute(spec("contamination", tmp_path / "c", {"prompts": str(tmp_path / "prompts"), "samples": samples, "training.text": text}, {}))["summary"]
+    assert clean["accuracy"] == clean["accuracy_clean"] == clean["greedy_accuracy"] == 1.0
+    judged = promote.Evaluation("candidate", *promote.load_records(SimpleNamespace(dataset=lambda name: open_dataset(samples)), "candidate_samples"), {"protocol": {"prompts": "p"}, "model": "m"})
+    (row,) = promote.decide(promote.Config(min_prompts=2), judged, baseline=judged)["evidence"]
+    assert judged.metrics["accuracy"].value == row["candidate"] == 1.0 and row["n"] == 4 and judged.on("all").metrics.keys() >= {"perturbed/accuracy/gap"}
+
+
 def test_options_are_reordered_and_the_letter_moves_along(tiny, quiz, tmp_path):  # noqa: F811
     inputs = {"model": tiny["other"], "prompts": quiz}
     plain, before = evaluate(tmp_path / "plain", inputs)

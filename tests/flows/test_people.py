@@ -15,7 +15,7 @@ def given(tmp_path_factory):
     tiny_policy(str(root / "policy"), 0)
     prompts = root / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"what is {i} plus two?", "answer": str(i + 2)}) for i in range(24)))
-    small = {"max_completion_length": 6}
+    small = {"max_completion_length": 24, "min_tokens": 2, "stop_strings": list("abcdefghijklmnopqrstuvwxyz")}  # a random model's answers end at their first letter
     return {"model": str(root / "policy"), "data": {"prompts": str(prompts)}, "ingest_prompts": {"kind": "prompts/1", "test_fraction": 0.3}, "sample": {"num_generations": 2, "allow_empty": True, **small},
             "dpo": {"max_steps": 1, "batch_size": 4, "max_length": 96}, "evaluate": {"num_samples": 1, **small}}
 

@@ -68,6 +68,33 @@ def ran(recipe, tmp_path, monkeypatch, **values):
     return run, get_recipe(recipe).method(run, load_config(recipe, {"seed": 3, **TINY, **values}))
 
 
+# ---------------------------------------------------------------- splits
+
+
+def test_a_prompt_that_is_held_out_of_one_file_is_held_out_of_all(tmp_path):
+    """Every file that a recipe trains on has the shares of its prompts: what the models are evaluated on is in no other file's training rows."""
+    import json
+
+    from flows.recipe import RECIPES
+    from stages.ingest import Config as IngestConfig
+
+    apart = {("overoptimisation", "ingest_pairs"): "cut in halves for two reward models", ("character", "ingest_pool"): "shown to who writes prompts, not trained on"}
+    shares = lambda section: (section.validation_fraction, section.test_fraction)
+    for recipe in RECIPES:
+        sections = {name: field.default for name, field in get_recipe(recipe).config_type.model_fields.items() if isinstance(field.default, IngestConfig)}
+        for name, section in sections.items():
+            if name != "ingest_test" and (recipe, name) not in apart:
+                assert shares(section) == shares(sections.get("ingest_prompts", section)) and section.test_fraction, (recipe, name)
+    (tmp_path / "asked.jsonl").write_text("\n".join(json.dumps({"prompt": f"how many are {i} and one?", "answer": str(i + 1)}) for i in range(200)))
+    config, splits = load_config("tulu3", {}), {}
+    for section in ("ingest_prompts", "ingest_preference_prompts"):
+        given = {"data": {"kind": "dataset", "path": str(tmp_path / "asked.jsonl"), "ref": "asked", "digest": "a"}}
+        made = execute({"stage": "ingest", "key": section, "config": getattr(config, section).model_copy(update={"decontaminate": "off"}).model_dump(mode="json"), "seed": 0, "device": "cpu", "inputs": given,
+                        "workdir": str(tmp_path / section)}, silent)
+        splits[section] = {row["prompt_id"]: row["split"] for row in open_dataset(made["outputs"]["data"]["path"]).iter_rows()}
+    assert splits["ingest_prompts"] == splits["ingest_preference_prompts"] and list(splits["ingest_prompts"].values()).count("test") > 5
+
+
 # ---------------------------------------------------------------- R1
 
 
