@@ -17,7 +17,7 @@ from stages.rl import Config as RLConfig
 from stages.rl import row_of
 
 #: Share of replayed rows that no earlier rows can fill: all of them are trained on again.
-EVERYTHING = 0.999
+EVERYTHING = 1 - 1e-9
 
 
 class Data(WorldData):

@@ -219,6 +219,23 @@ def test_deepseekmath_goes_from_text_to_grpo_under_three_kinds_of_supervision(mo
             plan("deepseekmath", monkeypatch, **values)
 
 
+def test_few_fresh_comparisons_push_none_of_the_given_ones_out():
+    """Llama 2's 1.4M given comparisons beside some hundreds of a round: all of them are trained on again."""
+    from types import SimpleNamespace
+
+    import numpy as np
+
+    from flows.published import EVERYTHING
+    from stages.reward_model import Config, replay
+
+    settings = Config(replay_fraction=EVERYTHING)
+    stage = SimpleNamespace(many=lambda name: ["given"], dataset=lambda name: SimpleNamespace(kind="pairs/1"), rng=lambda *a: np.random.default_rng(0))
+    setup = SimpleNamespace(config=settings, items=lambda *a: range(1_400_000))
+    assert len(replay(stage, setup, 300)) == len(set(replay(stage, setup, 300))) == 1_400_000
+    settings = settings.model_copy(update={"replay_fraction": 0.1})
+    assert len(replay(stage, SimpleNamespace(config=settings, items=setup.items), 900)) == 100
+
+
 # -- to the end ------------------------------------------------------------------------------------------------------------------
 
 
