@@ -306,6 +306,8 @@ def answer(
     value["resumed"] = people.resume(value["task"])
     if json_:
         return emit(value)
+    for who, n in value["replaced"].items():
+        print(f"{n} earlier answers of {who or 'a nameless annotator'} are not in this file and count no longer; to keep them, put their lines into it and bring it in again", file=sys.stderr)
     print(f"{value['answered']} of {value['items']} items are answered" + (f"; resumed in Prefect: {', '.join(value['resumed'])}" if value["resumed"] else "; go on with: posttrain rerun latest"))
 
 

@@ -14,7 +14,7 @@ from typing import Literal, Optional
 from pydantic import Field
 
 from flows.recipe import RecipeConfig, Run, recipe
-from flows.steps import HELD_OUT, contamination, evaluate_all, ingest, promote
+from flows.steps import ALL_TEST, HELD_OUT, contamination, evaluate_all, ingest, promote
 from stages.align import Config as AlignConfig
 from stages.constrain import Config as ConstrainConfig
 from stages.contamination import Config as ContaminationConfig
@@ -40,7 +40,7 @@ class Config(RecipeConfig):
     writer: Optional[str] = Field(None, title="Writer", description="Model that answers (or constrain.endpoint); empty: the policy itself.")
     steps: list[Literal["sft", "dpo", "rl"]] = Field(["sft", "dpo", "rl"], min_length=1, description="What is done with the constraints, in this order.")
     ingest_prompts: IngestConfig = Field(IngestConfig(kind="prompts/1", decontaminate="coverage", **HELD_OUT), description="Checks and splits of the prompts; those of data.test are left out.")
-    ingest_test: IngestConfig = Field(IngestConfig(kind="prompts/1", test_fraction=0.999), description="Checks and splits of the test prompts.")
+    ingest_test: IngestConfig = Field(IngestConfig(kind="prompts/1", **ALL_TEST), description="Checks and splits of the test prompts.")
     constrain: ConstrainConfig = Field(ConstrainConfig(), description="Constraints, answers and pairs.")
     sft: SFTConfig = Field(SFTConfig(), description="Fine-tuning on answers that meet their constraints.")
     dpo: AlignConfig = Field(AlignConfig(method="dpo"), description="Direct alignment on answers that meet them over answers that do not.")

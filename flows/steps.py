@@ -12,6 +12,8 @@ from stages.http_json import SERVER_SETTINGS
 
 #: Shares of files that have no splits; a prompt is in the same split of all of them. Datasets with held-out rows, the embedded world's too, keep theirs.
 HELD_OUT = {"validation_fraction": 0.05, "test_fraction": 0.1}
+#: Of a file of test problems: every row is one (the share of training rows cannot be 0, but no file is so long that one falls into it).
+ALL_TEST = {"test_fraction": 1 - 1e-9}
 
 
 class Source:

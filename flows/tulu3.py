@@ -28,7 +28,7 @@ from pydantic import Field
 from flows.recipe import Run, recipe
 from flows.start import Data as WorldData
 from flows.start import RewardSources, WorldRecipeConfig, pretrained, reward_inputs
-from flows.steps import HELD_OUT, Source, contamination, evaluate_all, ingest, promote
+from flows.steps import ALL_TEST, HELD_OUT, Source, contamination, evaluate_all, ingest, promote
 from stages.align import Config as AlignConfig
 from stages.contamination import Config as ContaminationConfig
 from stages.evaluate import Config as EvaluateConfig
@@ -73,7 +73,7 @@ class Config(RewardSources, WorldRecipeConfig):
     ingest_prompts: IngestConfig = Field(IngestConfig(kind="prompts/1", decontaminate="coverage", **HELD_OUT), description="Checks and splits of the problems, without those of data.test.")
     ingest_preference_prompts: IngestConfig = Field(IngestConfig(kind="prompts/1", decontaminate="coverage", **HELD_OUT),
                                                     description="Checks and splits of the prompts whose answers are compared, without those of data.test.")
-    ingest_test: IngestConfig = Field(IngestConfig(kind="prompts/1", test_fraction=0.999), description="Checks and splits of the test problems.")
+    ingest_test: IngestConfig = Field(IngestConfig(kind="prompts/1", **ALL_TEST), description="Checks and splits of the test problems.")
     sft: SFTConfig = Field(SFTConfig(learning_rate=5e-6, lr_schedule="linear", warmup_ratio=0.03, batch_size=128, max_length=4096, num_train_epochs=2, loss_agg_mode="seq-mean-token-sum-norm"),
                            description="Fine-tuning on all skills: sums over tokens, with a constant divisor (8B 5e-6, 70B 2e-6, 939k rows).")
     sample: RejectionConfig = Field(RejectionConfig(num_generations=4, max_completion_length=2048, max_prompt_length=2048, allow_empty=True, rewards=aspects()),

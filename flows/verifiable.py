@@ -11,7 +11,7 @@ from pydantic import Field
 
 from flows.recipe import RecipeConfig, Run, recipe
 from flows.start import RewardSources, reward_inputs
-from flows.steps import Source, contamination, evaluate_all, ingest, promote
+from flows.steps import ALL_TEST, Source, contamination, evaluate_all, ingest, promote
 from stages.contamination import Config as ContaminationConfig
 from stages.evaluate import Config as EvaluateConfig
 from stages.ingest import Config as IngestConfig
@@ -34,7 +34,7 @@ class Config(RewardSources, RecipeConfig):
                                               description="Checks and splits of the solutions; those of test problems (data.test) are left out.")
     ingest_prompts: IngestConfig = Field(IngestConfig(kind="prompts/1", validation_fraction=0.02, test_fraction=0.05, decontaminate="coverage"),
                                         description="Checks and splits of the problems; those among the test problems (data.test) are left out.")
-    ingest_test: IngestConfig = Field(IngestConfig(kind="prompts/1", test_fraction=0.999), description="Checks and splits of the test problems.")
+    ingest_test: IngestConfig = Field(IngestConfig(kind="prompts/1", **ALL_TEST), description="Checks and splits of the test problems.")
     sft: SFTConfig = Field(SFTConfig(), description="Fine-tuning on the solutions.")
     rl: RLConfig = Field(RLConfig(), description="Reinforcement learning against the verifier.")
     evaluate: EvaluateConfig = Field(EvaluateConfig(), description="Evaluation on held-out problems.")

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,11 @@ def export(ref: str) -> Path:
 
 def answers_of(digest: str) -> Path | None:
     """The checked answers to a task, if they are there."""
-    return next(iter(sorted(folder(digest).glob("answers.*"))), None)
+    return answers_of_folder(folder(digest))
+
+
+def answers_of_folder(where: Path) -> Path | None:
+    return next(iter(sorted(where.glob("answers.*"))), None)
 
 
 def open_tasks() -> list[dict[str, Any]]:
@@ -79,7 +84,7 @@ def open_tasks() -> list[dict[str, Any]]:
 
 
 def answer(task: str, file: str | Path) -> dict[str, Any]:
-    """Check a filled file and keep it as the answers to a task (the beginning of its id is enough).
+    """Check a filled file and keep it as the answers to a task (the beginning of its id is enough), in place of earlier ones: ``replaced`` says whose they were, by annotator.
 
     Raises:
         ConfigError: no such task or file, or a line that is no answer.
@@ -100,12 +105,14 @@ def answer(task: str, file: str | Path) -> dict[str, Any]:
     given = read_answers(file, items)
     if not given:
         raise ConfigError(f"{file}: no line is filled in; write an entry into the column choice")
+    earlier = answers_of_folder(where)
+    replaced = Counter(who for item, _, who in read_answers(earlier, items) if (item, who) not in {(one, by) for one, _, by in given}) if earlier else {}
     suffix = file.suffix if file.suffix in (".jsonl", ".json", ".parquet") else ".csv"
     shutil.copyfile(file, where / ".new")
     for old in where.glob("answers.*"):
         old.unlink()
     (where / ".new").rename(where / f"answers{suffix}")
-    return {"task": matching[0], "items": len(items), "answered": len({item for item, _, _ in given}), "answers": str(where / f"answers{suffix}")}
+    return {"task": matching[0], "items": len(items), "answered": len({item for item, _, _ in given}), "answers": str(where / f"answers{suffix}"), "replaced": dict(replaced)}
 
 
 def answered(label: str, ref: str) -> str:

@@ -122,6 +122,22 @@ def test_rows_are_kept_as_they_are_and_a_stub_says_that_it_is_one(tmp_path, pair
     assert version[0] != version[1] and Path(tasks).name == "tasks"
 
 
+def test_a_second_file_says_whose_answers_it_takes_away(tmp_path, pairs, monkeypatch):
+    """Files of two people, one after the other: the second takes the place of the first, and says so; a corrected file takes nothing away."""
+    from storage import store
+    from tasks import people
+
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "home"))
+    tasks = asked(tmp_path, pairs)
+    ref = store.resolve(tasks, "dataset")
+    people.export(tasks)
+    files = {who: fill(tmp_path / f"{who}.csv", tasks, lambda item, shown, who=who: [("1", who)]) for who in ("ann", "bob")}
+    assert people.answer(ref.digest[:8], files["ann"])["replaced"] == {}
+    corrected = fill(tmp_path / "again.csv", tasks, lambda item, shown: [("2", "ann")])
+    assert people.answer(ref.digest[:8], corrected)["replaced"] == {} and people.answer(ref.digest[:8], files["bob"])["replaced"] == {"ann": 12}
+    assert {who for _, _, who in read_answers(people.answers_of(ref.digest), {row["item_id"]: "compare" for row in open_dataset(tasks).iter_rows()})} == {"bob"}
+
+
 def test_candidates_are_compared_where_two_differ(tmp_path):
     rows = [complete_row("candidates/1", {"prompt": user(f"q {i}"), "prompt_idx": i, "completion_idx": k, "completion": assistant("same" if i == 0 else f"answer {min(k, 1)}"), "scores": [],
                                           "reward": 0.0, "kept": True}, dataset="c", source="s", origin="ai", split="train") for i in range(3) for k in range(3)]

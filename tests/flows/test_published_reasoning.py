@@ -95,6 +95,16 @@ def test_a_prompt_that_is_held_out_of_one_file_is_held_out_of_all(tmp_path):
     assert splits["ingest_prompts"] == splits["ingest_preference_prompts"] and list(splits["ingest_prompts"].values()).count("test") > 5
 
 
+@pytest.mark.parametrize("recipe", ["verifiable", "instruction_following", "tulu3"])
+def test_no_problem_of_a_benchmark_is_left_out(recipe):
+    """A file of test problems (data.test) is evaluated on to its last row: GSM8K's 1319 and MATH's 5000 alike."""
+    from stages.ingestion.curation import split_of
+    from storage.files import sha256_text
+
+    section = get_recipe(recipe).config_type.model_fields["ingest_test"].default
+    assert {split_of(sha256_text(f"{i}"), section.salt, section.fractions()) for i in range(20_000)} == {"test"}
+
+
 # ---------------------------------------------------------------- R1
 
 

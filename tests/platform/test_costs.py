@@ -144,14 +144,14 @@ def test_answers_of_people_to_a_task_are_labels(home, tmp_path):
     from storage.datasets import open_dataset
 
     (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps({"prompt": f"q {i}", "chosen": f"yes {i}", "rejected": "no", "origin": "ai"}) for i in range(6)))
-    data = command("stage", "ingest", "--input", f"data={tmp_path / 'pairs.jsonl'}", "--set", "origin=ai")["outputs"]["data"]
-    task = command("stage", "human_task", "--input", f"data={data}")["outputs"]["tasks"]
+    asked = command("stage", "ingest", "--input", f"data={tmp_path / 'pairs.jsonl'}", "--set", "origin=ai")["outputs"]["data"]
+    task = command("stage", "human_task", "--input", f"data={asked}")["outputs"]["tasks"]
     with open(tmp_path / "filled.csv", "w", newline="") as handle:
         out = csv.writer(handle)
         out.writerow(["item_id", "choice", "annotator"])
         for row in open_dataset(store.resolve(task).path).iter_rows():
             out.writerows([[row["item_id"], "1", "ann"], [row["item_id"], "skip", "bob"]])
-    given = ("stage", "human_answers", "--input", f"tasks={task}", "--input", f"data={data}")
+    given = ("stage", "human_answers", "--input", f"tasks={task}", "--input", f"data={asked}")
     people = command(*given, "--input", f"answers={tmp_path / 'filled.csv'}")
     assert costs.counts_of(records.read(people["key"]))["human_labels"] == 12
     assert "human_labels" not in costs.counts_of(records.read(command(*given, "--set", "labeler=stub")["key"]))
