@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Optional
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 from flows.recipe import Run
 from flows.start import Data as WorldData
@@ -23,6 +23,13 @@ EVERYTHING = 1 - 1e-9
 class Data(WorldData):
     benchmarks: dict[str, str] = Field(default_factory=dict, description="Name -> prompts with answers (ref, file or hub id) on which no model was trained: what alignment cost there, beside "
                                                                          "the loss of held-out data.text.")
+
+    @field_validator("benchmarks")
+    @classmethod
+    def _names_free(cls, benchmarks):
+        if taken := {"prompts", "text"} & set(benchmarks):
+            raise ValueError(f"{sorted(taken)[0]} is what the recipe calls its own held-out prompts or text; call the benchmark otherwise")
+        return benchmarks
 
 
 #: Sections that are no part of what was published: the small models of the embedded world, and the judgement at the end.

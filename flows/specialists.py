@@ -42,8 +42,8 @@ class Config(WorldRecipeConfig):
             raise ValueError("each of the specialists has demonstrations of its own; leave data.demonstrations out, or specialists")
         if len(self.specialists) == 1:
             raise ValueError("one specialist alone is merged with nothing; write two or more, or none and copies=3")
-        if taken := {"base", "merged"} & set(self.specialists):
-            raise ValueError(f"{', '.join(sorted(taken))} is the name of another model of this recipe; call the specialist otherwise")
+        if taken := {"base", "merged", "champion", "prompts"} & set(self.specialists):
+            raise ValueError(f"{', '.join(sorted(taken))} is the name of another model or step of this recipe; call the specialist otherwise")
         return self
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import Optional
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from flows.recipe import Run, recipe
 from flows.start import Data as WorldData
@@ -92,6 +92,13 @@ class Config(RewardSources, WorldRecipeConfig):
     contamination: ContaminationConfig = Field(ContaminationConfig(), description="What of the held-out problems is in the training data of the last model and its ancestors.")
     promote: GateConfig = Field(GateConfig(prompts="confirmation"), description="The promotion gate; the best model is chosen on the other half of the prompts.")
     promote_as: str = Field("policy", description="Registered name whose champion the best model challenges.")
+
+    @field_validator("others")
+    @classmethod
+    def _policy_is_ours(cls, others):
+        if "policy" in others:
+            raise ValueError("policy is the name of the model that the recipe trains, whose answers it would take the place of; call the other model otherwise")
+        return others
 
 
 @recipe(Config)

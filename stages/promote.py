@@ -211,12 +211,12 @@ def decide(config: Config, candidate: Evaluation, *, champion: Evaluation | None
 
 def _paired(metric: str, candidate: Evaluation, other: Evaluation, config: Config) -> dict:
     from stages.evaluation.protocol import require_same_scorers
-    from stages.evaluation.scores import originals, paired
+    from stages.evaluation.scores import paired
     from stages.spec import ConfigError
 
     require_same_scorers(metric, {e.name: e.meta for e in (candidate, other)})
     try:
-        return paired(originals(candidate.records), originals(other.records), metric, config.confidence)
+        return paired(candidate.records, other.records, metric, config.confidence)
     except ValueError as error:
         raise ConfigError(f"promote: {error}") from None
 

@@ -105,6 +105,19 @@ def test_no_problem_of_a_benchmark_is_left_out(recipe):
     assert {split_of(sha256_text(f"{i}"), section.salt, section.fractions()) for i in range(20_000)} == {"test"}
 
 
+@pytest.mark.parametrize("recipe, values, says", [
+    ("tulu3", {"others": {"policy": "a-model"}}, "policy is the name of the model that the recipe trains"),
+    ("specialists", {"specialists": {"prompts": "a.jsonl", "code": "b.jsonl"}}, "prompts is the name of another"),
+    ("specialists", {"specialists": {"maths": "a.jsonl", "champion": "b.jsonl"}}, "champion is the name of another"),
+    ("llama2", {"data": {"benchmarks": {"text": "quiz.jsonl"}}}, "text is what the recipe calls"), ("hh", {"data": {"benchmarks": {"prompts": "quiz.jsonl"}}}, "prompts is what the recipe calls")])
+def test_a_name_that_would_take_the_place_of_another_is_refused(recipe, values, says):
+    """Else the one would stand for the other without a word: a teacher for the policy's own answers, held-out text for a benchmark."""
+    from stages.spec import ConfigError
+
+    with pytest.raises(ConfigError, match=says):
+        load_config(recipe, values)
+
+
 # ---------------------------------------------------------------- R1
 
 

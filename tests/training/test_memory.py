@@ -62,6 +62,39 @@ def test_the_plan_of_rl_is_what_it_holds(tiny, data, spec, monkeypatch, changes)
     assert f"{memory.shown(found.states)} for weights" in told(events) and "KV cache" in told(events)
 
 
+@pytest.mark.parametrize("stage,changes,inputs", (
+    ("sft", {"ema_decay": 0.9, "eval_every": 1, "select_by": "loss"}, {"data": "demonstrations"}),
+    ("sft", {"lora_rank": 4}, {"data": "demonstrations"}),
+    ("align", {"method": "dpo", "reference_update": "ema"}, {"data": "pairs"}),
+    ("align", {"method": "dpo"}, {"data": "pairs", "reference": "tiny"}),
+    ("reward_model", {}, {"data": "pairs"}),
+    ("distill", {"method": "logit"}, {"data": "demonstrations", "teacher": "tiny"}),
+    ("distill", {"method": "context", "context": "Be kind."}, {"data": "demonstrations"})))
+def test_the_plan_of_other_stages_is_what_they_hold(tiny, data, spec, monkeypatch, stage, changes, inputs):
+    """Against every model that is alive when training begins, gradients, moments and averages; heads of reward models come on top."""
+    import gc
+
+    from transformers import PreTrainedModel
+
+    alive = lambda: {id(one): one for one in gc.get_objects() if isinstance(one, PreTrainedModel)}
+    gc.collect()
+    before, held = set(alive()), []
+
+    def looked_at(running, trainer, *arguments, **more):
+        gc.collect()
+        held.append(sum(held_bytes([one for key, one in alive().items() if key not in before], [trainer])))
+        raise InterruptedError
+
+    monkeypatch.setattr("stages.preflight.preflight", looked_at)
+    given = {"model": tiny["policy"], **{name: tiny["policy"] if what == "tiny" else data[what] for name, what in inputs.items()}}
+    config = get_spec(stage).config(**{**SFT, "max_steps": 1, **changes})
+    with pytest.raises(InterruptedError):
+        execute(spec(stage, {**SFT, "max_steps": 1, **changes}, given, "held"), silent)
+    shape = memory.shape_of(tiny["policy"])
+    found = memory.need(get_spec(stage).roles(config, set(given)), {name: shape for name in given if name != "data"}, config)
+    assert found.states == pytest.approx(held[0], rel=0.02)
+
+
 def test_a_plan_that_cannot_fit_is_refused_before_anything_is_loaded(tiny, data, spec, monkeypatch):
     states = 16 * memory.shape_of(tiny["policy"]).parameters
     config, inputs = {**SFT, "max_steps": 1}, {"model": tiny["policy"], "data": data["demonstrations"]}
