@@ -323,6 +323,8 @@ def run(stage):
     with stage.output_model("model", role="reward") as directory:
         setup.save(directory, card)
     if stage.has("previous"):
+        trainer = None  # gradients and moments make room for the earlier model
+        setup.model.zero_grad(set_to_none=True)
         summary |= drift(stage, data, best)
     stage.summary(summary)
     if judged:

@@ -92,7 +92,30 @@ def test_the_plan_of_other_stages_is_what_they_hold(tiny, data, spec, monkeypatc
         execute(spec(stage, {**SFT, "max_steps": 1, **changes}, given, "held"), silent)
     shape = memory.shape_of(tiny["policy"])
     found = memory.need(get_spec(stage).roles(config, set(given)), {name: shape for name in given if name != "data"}, config)
-    assert found.states == pytest.approx(held[0], rel=0.02)
+    best = 4 * shape.parameters if "select_by" in changes else 0  # the best weights are kept from the first validation pass on
+    assert found.states == pytest.approx(held[0] + best, rel=0.02)
+
+
+def test_the_previous_reward_model_is_loaded_when_training_holds_nothing_any_more(tiny, data, spec, monkeypatch):
+    """The plan has one reward model: the earlier one is compared with it once gradients and moments are gone, not on top of them."""
+    import gc
+
+    import torch
+
+    from stages import reward_model
+
+    alive = lambda: {id(one): one for one in gc.get_objects() if isinstance(one, torch.optim.Optimizer) and one.state}
+    gc.collect()
+    before, left = set(alive()), []
+
+    def compared(*arguments):
+        gc.collect()
+        left.append([one for key, one in alive().items() if key not in before])
+        return {}
+
+    monkeypatch.setattr(reward_model, "drift", compared)
+    execute(spec("reward_model", {**SFT, "max_steps": 1}, {"model": tiny["policy"], "data": data["pairs"], "previous": tiny["reward"]}, "previous"), silent)
+    assert left == [[]]
 
 
 def test_a_plan_that_cannot_fit_is_refused_before_anything_is_loaded(tiny, data, spec, monkeypatch):
