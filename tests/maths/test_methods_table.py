@@ -70,7 +70,6 @@ eval.conformance eval.failure_modes
 eval.bias_before_after eval.safety_suite
 recipe.hhh_lab recipe.llama4 recipe.deliberative recipe.saro
 recipe.matrix_ditto recipe.fact_rlhf recipe.tampering recipe.vendor_cycle recipe.budget_toggle
-ops.human_gate
 """.split()
 
 

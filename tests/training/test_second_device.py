@@ -1,0 +1,94 @@
+"""Every stage that computes, on a device that is not the CPU: nothing is left on the other one, and the numbers are those of the CPU."""
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from stages.harness import execute
+from tests.second_device import DEVICE, second_device
+from tests.training.test_resume import _RL, KINDS, STAGES, STATEFUL, labelled  # noqa: F401
+
+CASES = {**{name: (name.split("/")[0].split()[0], config, rows[1], {}) for name, (config, rows) in STAGES.items()},
+         **{name: ("rl", {**_RL, **config}, "prompts", {}) for name, config in STATEFUL.items() if config["preset"] != "trpo"},  # no forward-mode gradients there
+         **{name: (name.split()[0], config, rows, more) for name, (config, rows, more) in KINDS.items()}}
+
+
+#: How many lines to compare where rounding decides what follows: advantages that are zero but for it.
+LINES = {"old policy, averaged opponent": 2}
+#: Shares of rows on one side of zero: of a policy that is its own reference, rounding decides.
+SIDES = ("accuracies", "positive_fraction", "zero_fraction")
+
+
+def test_tensors_of_two_devices_do_not_meet(monkeypatch):
+    with second_device(monkeypatch):
+        there, here = torch.ones(2, 3, device=DEVICE, requires_grad=True), torch.ones(3, 2)
+        with pytest.raises(RuntimeError, match="aten::mm: tensors on lazy:0 and on the CPU"):
+            there @ here
+        with pytest.raises((RuntimeError, TypeError)):
+            there.detach().numpy()
+        product = (there @ here.to(DEVICE) * torch.tensor(2.0)).sum()
+        product.backward()
+        assert there.grad.device.type == "lazy" and there.grad.tolist() == [[4.0] * 3] * 2 and product.item() == 24.0
+        assert there[torch.tensor([0])].device.type == "lazy" and there.cpu().device.type == "cpu"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_stage_computes_on_another_device(tiny, data, labelled, spec, case, monkeypatch):  # noqa: F811
+    stage, config, rows, more = CASES[case]
+    inputs = {"model": tiny["policy"], "data": {**data, **labelled}[rows], **{name: tiny[which] for name, which in more.items()}}
+    config = {**config, **({"max_steps": 3} if stage != "group_preference" else {})}
+    config.pop("num_train_epochs", None)
+    here = execute(spec(stage, config, inputs, "here"), lambda event: None)
+    with second_device(monkeypatch):
+        there = execute({**spec(stage, config, inputs, "there"), "device": DEVICE}, lambda event: None)
+    assert here["summary"].keys() == there["summary"].keys()
+    lines = [[json.loads(line) for line in Path(spec.path(name)).with_suffix("").joinpath("metrics.jsonl").read_text().splitlines()] for name in ("here", "there")]
+    assert len(lines[0]) == len(lines[1]) and lines[0]
+    for i, (one, other) in enumerate([*zip(*lines)][:LINES.get(case)]):
+        near = {"rel": 5e-2, "abs": 2e-3} if i else {"rel": 1e-3, "abs": 1e-4}  # Adam makes much of little
+        assert one["metrics"].keys() == other["metrics"].keys()
+        far = {key: (value, other["metrics"][key]) for key, value in one["metrics"].items() if not key.endswith(SIDES)
+               and value != pytest.approx(other["metrics"][key], **near, nan_ok=True)}
+        assert not far, f"step {one.get('step')}"
+
+
+SHORT = {"max_steps": 2, "batch_size": 6, "max_length": 96, "learning_rate": 1e-3}
+ODD = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2, "frequency_penalty": 0.1, "stop_strings": ["e e"], "bad_words": ["x"], "logit_bias": {5: 1.0}}
+READS = {  # stage, settings, inputs: which of the tiny models and datasets
+    "evaluate prompts": ("evaluate", {"num_samples": 2, "max_completion_length": 6, "split": "test", "rewards": [{"kind": "verifier"}, {"kind": "model"}], "token_shift": True},
+                         {"model": "policy", "prompts": "prompts", "reward_model": "reward", "reference": "other"}),
+    "evaluate pairs by a reward model": ("evaluate", {"target": "reward_model", "split": "test"}, {"model": "reward", "pairs": "pairs"}),
+    "evaluate pairs by a policy": ("evaluate", {"target": "policy", "split": "test"}, {"model": "policy", "pairs": "pairs", "reference": "other"}),
+    "rejection, every filter": ("rejection", {"num_generations": 2, "max_completion_length": 6, "split": "test", "allow_empty": True, "rewards": [{"kind": "model"}], **ODD},
+                                {"model": "policy", "prompts": "prompts", "reward_model": "reward"}),
+    "capture": ("capture", {"top_k": 5, "max_length": 64}, {"model": "policy", "data": "demonstrations"}),
+    "sft, model's own code": ("sft", {**SHORT, "forward": "model", "activation_checkpointing": True}, {"model": "policy", "data": "demonstrations"}),
+    "sft, bfloat16 with checkpoints of activations": ("sft", {**SHORT, "compute_dtype": "bfloat16", "activation_checkpointing": True}, {"model": "policy", "data": "demonstrations"}),
+    "align, LoRA": ("align", {**SHORT, "lora_rank": 4}, {"model": "policy", "data": "pairs"}),
+    "reward_model that also speaks": ("reward_model", {**SHORT, "lm_loss_weight": 0.1}, {"model": "policy", "data": "pairs"}),
+    "rl, exact KL, reference": ("rl", {**_RL, "preset": "grpo", "max_steps": 2, "beta": 0.1, "kl_estimator": "full", "kl_target": "ref", "eval_prompts": 3, "eval_every": 1,
+                                       "monitor_kl": True}, {"model": "policy", "data": "prompts"}),
+}
+
+
+@pytest.mark.parametrize("case", READS)
+def test_other_stages_and_ways_compute_there_too(tiny, data, spec, case, monkeypatch):
+    stage, config, given = READS[case]
+    training = "max_steps" in config or stage == "capture"
+    inputs = {name: {**tiny, **data}[which] if training else {**data, **tiny}[which] for name, which in given.items()}
+    found = []
+    for name, device in (("here", "cpu"), ("there", DEVICE)):
+        made = {**spec(stage, config, inputs, name), "device": device}
+        for key in ("pairs", "prompts"):
+            if key in made["inputs"]:
+                made["inputs"][key]["kind"] = "dataset"
+        with second_device(monkeypatch) if device == DEVICE else nullcontext():
+            found.append(execute(made, lambda event: None)["summary"])
+    here, there = found
+    assert here.keys() == there.keys()
+    near = {"rel": 5e-2, "abs": 2e-2 if "bfloat16" in case else 2e-3}
+    far = {key: (value, there[key]) for key, value in here.items() if isinstance(value, float) and not key.endswith(SIDES) and value != pytest.approx(there[key], **near, nan_ok=True)}
+    assert not far
