@@ -6,7 +6,7 @@ first, and alone where it shares nothing, so that no process is left with a long
 
 import pytest
 
-SERVERS = ("flows/test_servers.py", "flows/test_browser.py")
+SERVERS = ("flows/test_servers.py", "flows/test_browser.py", "flows/test_people.py")
 ALONE = ("training/test_distributed.py", "training/test_resume.py", "training/test_rank_kill.py", "training/test_options.py::test_compiled_forward_trains_alike")
 LONG = ("/training/", "/platform/", "/reward/")
 

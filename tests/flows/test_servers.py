@@ -186,7 +186,7 @@ def test_new_pairs_start_the_preference_recipe(servers, tmp_path):
     data.write_text("".join(f'{{"prompt": "say {i}", "chosen": "number {i} it is", "rejected": "no {i}"}}\n' for i in range(40)))
     result = servers.json("stage", "ingest", "--input", f"data={data}", "--set", "kind=pairs/1", "--name-as", "incoming")
     deployment = servers.deployment("preference/form")["id"]
-    runs = servers.wait(lambda: servers.api("/flow_runs/filter", {"deployments": {"id": {"any_": [deployment]}}}), limit=60)
+    runs = servers.wait(lambda: servers.api("/flow_runs/filter", {"deployments": {"id": {"any_": [deployment]}}}), limit=300)
     assert runs[0]["parameters"]["config"]["data"]["path"] == result["outputs"]["data"]
     for run in runs:
         servers.api(f"/flow_runs/{run['id']}/set_state", {"state": {"type": "CANCELLED", "name": "Cancelled"}, "force": True})
