@@ -230,6 +230,10 @@ def gen_record(stage, config, renderer, seed: int, version: int = 0, engine: str
             "top_k": config.top_k, "max_tokens": config.max_completion_length, "rng_seed": seed}
 
 
+#: Why a candidate has no answer at all: its engine or server never gave one, which says nothing about the model.
+UNANSWERED = ("engine_error", "request_too_long")
+
+
 def stored_completion(renderer, row: dict) -> tuple[list[int], str, str | None]:
     """(token ids, finish reason, error) of a ``candidates/1`` row, for scoring it again. The stored ids are taken where they spell its text in the renderer's vocabulary; a row without ids
     (ingested, or of stages that keep texts), or of a model with another tokenizer, has the ids of its text, and its end of turn where it ended by itself."""
@@ -237,7 +241,7 @@ def stored_completion(renderer, row: dict) -> tuple[list[int], str, str | None]:
     from stages.sampler import text_of
 
     extra, text = json.loads(row["extra_json"] or "{}"), row["completion"][-1]["content"] or ""
-    lost = row["drop_reason"] if row["kept"] is False and row["drop_reason"] in ("engine_error", "request_too_long") else None
+    lost = row["drop_reason"] if row["kept"] is False and row["drop_reason"] in UNANSWERED else None
     finish = extra.get("finish_reason") or ("error" if lost else "length" if row["kept"] is False and row["drop_reason"] == "truncated" else "eos")
     ids = extra.get("completion_ids") or []
     if text and renderer is not None and not (ids and max(ids) < len(renderer.tokenizer) and text_of(renderer.tokenizer, ids).startswith(text)):

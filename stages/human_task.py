@@ -14,12 +14,13 @@ from typing import Literal
 
 from pydantic import Field
 
+from stages.generation import UNANSWERED
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageConfig, StageSpec
 
 INSTRUCTIONS = {"compare": "Which answer is better? Write 1, 2, tie or skip into the column choice.", "keep": "Is this to be kept? Write yes, no or skip into the column choice."}
 CHOICES = {"compare": ("1", "2", "tie", "skip"), "keep": ("yes", "no", "skip")}
 #: Why a candidate is nothing that people could compare: whoever learned from their choice would learn to be cut, or to say nothing.
-NO_ANSWER = ("truncated", "engine_error", "empty")
+NO_ANSWER = (*UNANSWERED, "truncated", "empty")
 KINDS = ("pairs/1", "candidates/1", "demonstrations/1", "prompts/1", "unpaired/1", "principles/1", "rubric_items/1", "text/1")
 
 

@@ -22,6 +22,7 @@ from typing import Literal, Optional
 
 from pydantic import Field
 
+from stages.generation import UNANSWERED
 from stages.ingestion.plain import read_rows
 from stages.judging import IDENTICAL, JUDGE_INPUTS, Item, JudgeSettings, Opinion, PairJudge, judge_metrics, text_of, verdict_of, warn_about_judge
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
@@ -121,7 +122,7 @@ def _answers(stage, name: str, left_out: Counter) -> dict[str, dict]:
             one |= {"answer": [{"role": "assistant", "content": row["output"]}], "text": extra.get("prompt"), "at": row["sample_idx"], "mode": extra["mode"],
                     "category": extra.get("category")}
         elif kind == "candidates/1":
-            if row["drop_reason"] in ("engine_error", "request_too_long"):  # no answer is not a bad one
+            if row["drop_reason"] in UNANSWERED:  # no answer is not a bad one
                 left_out[NEVER_GIVEN] += 1
                 continue
             one |= {"answer": row["completion"], "prompt": row["prompt"], "at": row["completion_idx"]}

@@ -81,7 +81,8 @@ def _labels(record: Mapping[str, Any]) -> int:
     for output in record["outputs"].values():
         if output["kind"] != "dataset" or (output.get("manifest") or {}).get("kind") not in LABELS:
             continue
-        for row in open_dataset(output["path"]).iter_rows():
+        data = open_dataset(output["path"])
+        for row in data.iter_rows([name for name in ("origin", "ann", "extra_json") if name in data.schema.names]):
             total += row["origin"] == "human"
             if row["origin"] == "conversion" and by_people and (row.get("ann") or {}).get("annotator_type") != "ai":  # people labelled the rows that it was made of: a ranking, a rating
                 converted |= set(json.loads(row["extra_json"] or "{}").get("row_ids") or ())

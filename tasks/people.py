@@ -66,11 +66,7 @@ def export(ref: str) -> Path:
 
 def answers_of(digest: str) -> Path | None:
     """The checked answers to a task, if they are there."""
-    return answers_of_folder(folder(digest))
-
-
-def answers_of_folder(where: Path) -> Path | None:
-    return next(iter(sorted(where.glob("answers.*"))), None)
+    return next(iter(sorted(folder(digest).glob("answers.*"))), None)
 
 
 def open_tasks() -> list[dict[str, Any]]:
@@ -105,8 +101,8 @@ def answer(task: str, file: str | Path) -> dict[str, Any]:
     given = read_answers(file, items)
     if not given:
         raise ConfigError(f"{file}: no line is filled in; write an entry into the column choice")
-    earlier = answers_of_folder(where)
-    replaced = Counter(who for item, _, who in read_answers(earlier, items) if (item, who) not in {(one, by) for one, _, by in given}) if earlier else {}
+    earlier, now = answers_of(matching[0]), {(item, who) for item, _, who in given}
+    replaced = Counter(who for item, _, who in read_answers(earlier, items) if (item, who) not in now) if earlier else {}
     suffix = file.suffix if file.suffix in (".jsonl", ".json", ".parquet") else ".csv"
     shutil.copyfile(file, where / ".new")
     for old in where.glob("answers.*"):

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = "lazy:0"
 
-#: Operations whose tensors may be on two devices, and those that take indices from the CPU: (positions of the arguments that must agree).
+#: Operations whose tensors may be on two devices, and those whose indices may come from the CPU.
 ACROSS = {"aten::_to_copy", "aten::to", "aten::copy_"}
 INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index", "aten::_unsafe_index_put", "aten::_index_put_impl_"}
 

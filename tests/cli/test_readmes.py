@@ -52,8 +52,8 @@ def test_commands_name_settings_and_inputs_that_exist(file, words):
     known = set(keys(config))
     line = " ".join(rest)
     for key in re.findall(r"--set '?([a-z_.0-9]+)=", line):
-        parents = [".".join(key.split(".")[:n]) for n in range(1, key.count(".") + 2)]
-        assert any(one in known for one in parents), f"{file}: {key} of {name}"
+        free = [one for n in range(1, key.count(".") + 1) if (one := ".".join(key.split(".")[:n])) in known and not any(other.startswith(one + ".") for other in known)]
+        assert key in known or free, f"{file}: {key} of {name}"  # free: a mapping whose keys are the user's
     if what == "stage":
         for key in re.findall(r"--input ([\w]+)[./\w]*=", line):
             assert key in get_stage(name).SPEC.inputs, f"{file}: input {key} of {name}"

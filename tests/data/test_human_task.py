@@ -152,6 +152,11 @@ def test_candidates_are_compared_where_two_differ(tmp_path):
     write_dataset(str(tmp_path / "cut"), "c", "candidates/1", rows)
     (task,) = open_dataset(asked(tmp_path / "y", str(tmp_path / "cut"))).iter_rows()
     assert {answer[0]["content"] for answer in json.loads(task["shown_json"])["answers"]} == {"ended 1", "ended 2"}
+    asked_too_much = [{**row, "kept": False, "drop_reason": "request_too_long"} if row["completion_idx"] == 0 else row for row in rows[3:6]]  # of stages that keep the reason
+    asked_too_much[0]["completion"] = assistant("")
+    write_dataset(str(tmp_path / "long"), "c", "candidates/1", asked_too_much)
+    (task,) = open_dataset(asked(tmp_path / "z", str(tmp_path / "long"))).iter_rows()
+    assert {answer[0]["content"] for answer in json.loads(task["shown_json"])["answers"]} == {"ended 1", "ended 2"}
     write_dataset(str(tmp_path / "same"), "c", "candidates/1", rows[:3])
     with pytest.raises(ConfigError, match="no prompt has two different candidates that ended"):
         asked(tmp_path / "x", str(tmp_path / "same"))

@@ -78,13 +78,13 @@ READS = {  # stage, settings, inputs: which of the tiny models and datasets
 def test_other_stages_and_ways_compute_there_too(tiny, data, spec, case, monkeypatch):
     stage, config, given = READS[case]
     training = "max_steps" in config or stage == "capture"
-    inputs = {name: {**tiny, **data}[which] if training else {**data, **tiny}[which] for name, which in given.items()}
+    known = {**tiny, **data} if training else {**data, **tiny}
+    inputs = {name: known[which] for name, which in given.items()}
     found = []
     for name, device in (("here", "cpu"), ("there", DEVICE)):
         made = {**spec(stage, config, inputs, name), "device": device}
-        for key in ("pairs", "prompts"):
-            if key in made["inputs"]:
-                made["inputs"][key]["kind"] = "dataset"
+        if "pairs" in made["inputs"]:
+            made["inputs"]["pairs"]["kind"] = "dataset"
         with second_device(monkeypatch) if device == DEVICE else nullcontext():
             found.append(execute(made, lambda event: None)["summary"])
     here, there = found
