@@ -8,6 +8,7 @@ are lost whenever it is paused and resumed.
 from __future__ import annotations
 
 import asyncio
+import functools
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -69,51 +70,52 @@ def stage_deployments():
 def apply(flow, name: str, options: dict[str, Any], client=None) -> str:
     """Register one deployment unless the server has it as it is; returns its full name.
 
-    The server checks the whole schema twice where a deployment comes with its enforcement, and once where that is switched on afterwards; it
-    answers nobody meanwhile, minutes for all deployments on a small machine.
+    Enforcing the form is left to the server's default: where a request states it, the server checks the whole schema, answers nobody
+    meanwhile, and needs most of a minute for all deployments on a small machine.
     """
     from prefect.client.orchestration import get_client
-    from prefect.client.schemas.actions import DeploymentUpdate
+    from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate
+    from prefect.client.schemas.schedules import CronSchedule
     from prefect.exceptions import ObjectNotFound
-    from prefect.types.entrypoint import EntrypointType
 
-    deployment = flow.to_deployment(
-        name=name, parameters=options.get("parameters") or {}, tags=["posttrain", RECOVER],
-        description=flow.description, work_pool_name=POOL, work_queue_name=options["queue"],
-        cron=options.get("cron"), interval=options.get("interval"), concurrency_limit=options.get("concurrency_limit"),
-        entrypoint_type=EntrypointType.MODULE_PATH)
-    schema = deployment._parameter_openapi_schema
-    schema.properties, schema.definitions = titled(schema.properties, schema.definitions or {})
+    full_name = f"{flow.name}/{name}"
+    wanted = {"description": flow.description, "tags": ["posttrain", RECOVER], "parameters": options.get("parameters") or {},
+              "entrypoint": f"{flow.fn.__module__}.{flow.fn.__name__}", "work_pool_name": POOL, "work_queue_name": options["queue"],
+              "concurrency_limit": options.get("concurrency_limit"), "paused": False, "job_variables": {},
+              "parameter_openapi_schema": form(flow)}
+    schedules = [DeploymentScheduleCreate(schedule=CronSchedule(cron=options["cron"]))] if options.get("cron") else []
     with nullcontext(client) if client else get_client(sync_client=True) as client:
         try:
-            if registered_as(client.read_deployment_by_name(deployment.full_name), deployment):
-                return deployment.full_name
+            existing = client.read_deployment_by_name(full_name)
         except ObjectNotFound:
-            pass
-        plain = deployment.model_dump(mode="json", include={*COMPARED})
-        enforced = plain.pop("enforce_parameter_schema")
-        registered = client.create_deployment(  # or updates; not deployment.apply(), whose other calls often meet a locked SQLite and wait seconds
-            client.create_flow_from_name(flow.name), name, version=deployment.version, schedules=deployment.schedules, pull_steps=[],
-            parameter_openapi_schema=schema.model_dump(mode="json", exclude_unset=True), enforce_parameter_schema=False, **plain)
-        client.update_deployment(registered, DeploymentUpdate(enforce_parameter_schema=enforced))
-    return deployment.full_name
+            existing = None
+        if existing and registered_as(existing, wanted, schedules):
+            return full_name
+        registered = client.create_deployment(  # or updates
+            client.create_flow_from_name(flow.name), name, version=flow.version, schedules=schedules, pull_steps=[], **wanted)
+        if existing and not existing.enforce_parameter_schema:
+            client.update_deployment(registered, DeploymentUpdate(enforce_parameter_schema=True))
+    return full_name
 
 
-COMPARED = ("description", "tags", "parameters", "entrypoint", "work_pool_name", "work_queue_name", "concurrency_limit",
-            "enforce_parameter_schema", "paused", "job_variables")
-
-
-def registered_as(existing, wanted) -> bool:
-    """Whether a deployment of the server is what a RunnerDeployment would make of it: what was paused or edited in the UI is not.
+def registered_as(existing, wanted: dict[str, Any], schedules: list) -> bool:
+    """Whether a deployment of the server is what :func:`apply` makes of it: what was paused or edited in the UI is not.
 
     Its version is the commit from which it was registered last and may be older than the code.
     """
-    plain = wanted.model_dump(mode="json")
-    there = existing.model_dump(mode="json", include={*COMPARED, "parameter_openapi_schema", "schedules"})
-    return (all((there[field] or None) == (plain[field] or None) for field in COMPARED)
-            and there["parameter_openapi_schema"] == wanted._parameter_openapi_schema.model_dump(mode="json", exclude_unset=True)
+    there = existing.model_dump(mode="json", include={*wanted, "schedules"})
+    return (existing.enforce_parameter_schema
+            and all((there[field] or None) == (value or None) for field, value in wanted.items())
             and [(row["schedule"], row["active"]) for row in there["schedules"]]
-            == [(row["schedule"], row["active"] is not False) for row in plain["schedules"] or []])
+            == [(row.schedule.model_dump(mode="json"), True) for row in schedules])
+
+
+@functools.cache
+def form(flow) -> dict[str, Any]:
+    """The JSON schema of a flow's parameters from which the UI makes its form."""
+    schema = flow.parameters.model_dump(mode="json", exclude_unset=True)
+    properties, definitions = titled(schema["properties"], schema.get("definitions") or {})
+    return {**schema, "properties": properties, "definitions": definitions}
 
 
 ACRONYMS = {"sft": "SFT", "rl": "RL", "dpo": "DPO"}
