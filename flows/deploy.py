@@ -42,6 +42,8 @@ def deploy(*, gpu_slots: int | None = None, trigger_model: str = "model:policy@c
 
 def recipe_deployments():
     """(flow, name, options) for every recipe: `form` with the class defaults, one per preset (all but small tries of another one, NAME_demo), and the nightly demo."""
+    from prefect.client.schemas.schedules import CronSchedule
+
     for name in RECIPES:
         flow = get_recipe(name)
         yield flow, "form", {"queue": "cpu"}
@@ -49,7 +51,7 @@ def recipe_deployments():
             parameters = {"config": full(flow.config_type, load_preset(name, preset))}
             yield flow, preset, {"queue": "cpu", "parameters": parameters}
             if (name, preset) == ("post_training", "demo"):
-                yield flow, "nightly", {"queue": "cpu", "parameters": parameters, "cron": NIGHTLY}
+                yield flow, "nightly", {"queue": "cpu", "parameters": parameters, "schedule": CronSchedule(cron=NIGHTLY)}
 
 
 def full(config_type, values: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +77,6 @@ def apply(flow, name: str, options: dict[str, Any], client=None) -> str:
     """
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate
-    from prefect.client.schemas.schedules import CronSchedule
     from prefect.exceptions import ObjectNotFound
 
     full_name = f"{flow.name}/{name}"
@@ -83,7 +84,7 @@ def apply(flow, name: str, options: dict[str, Any], client=None) -> str:
               "entrypoint": f"{flow.fn.__module__}.{flow.fn.__name__}", "work_pool_name": POOL, "work_queue_name": options["queue"],
               "concurrency_limit": options.get("concurrency_limit"), "paused": False, "job_variables": {},
               "parameter_openapi_schema": form(flow)}
-    schedules = [DeploymentScheduleCreate(schedule=CronSchedule(cron=options["cron"]))] if options.get("cron") else []
+    schedules = [DeploymentScheduleCreate(schedule=options["schedule"])] if options.get("schedule") else []
     with nullcontext(client) if client else get_client(sync_client=True) as client:
         try:
             existing = client.read_deployment_by_name(full_name)

@@ -39,11 +39,18 @@ class DecoderError(ValueError):
 
 @dataclass
 class Prefilled:
-    """KV of B prompts and the logits of their last token. keys[l], values[l]: [B, K, T, D]; logits [B, V] float32."""
+    """KV of B prompts and the logits of their last token. keys[l], values[l]: [B, K, T, D]; logits [B, V] float32. past: one row that all of
+    them begin with, whose tokens are not among the T."""
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
     logits: torch.Tensor
+    past: Prefilled | None = None
+
+    @property
+    def shared(self) -> int:
+        """Tokens of the row that all begin with."""
+        return 0 if self.past is None else self.past.keys[0].shape[2]
 
 
 class SlotKV:
@@ -65,11 +72,13 @@ class SlotKV:
         self.columns = columns
 
     def load(self, slot: int, prefilled: Prefilled, row: int, length: int) -> None:
-        """Put a prefilled prompt of `length` tokens into a slot."""
-        for into, source in zip(self.keys, prefilled.keys):
-            into[slot, :, :length].copy_(source[row, :, :length])
-        for into, source in zip(self.values, prefilled.values):
-            into[slot, :, :length].copy_(source[row, :, :length])
+        """Put a prefilled prompt of `length` tokens, those that it shares included, into a slot."""
+        shared = prefilled.shared
+        if shared:
+            for into, source in zip((*self.keys, *self.values), (*prefilled.past.keys, *prefilled.past.values)):
+                into[slot, :, :shared].copy_(source[0])
+        for into, source in zip((*self.keys, *self.values), (*prefilled.keys, *prefilled.values)):
+            into[slot, :, shared:length].copy_(source[row, :, : length - shared])
         self.mask[slot, :length] = 0
         self.mask[slot, length:] = self.closed
 
@@ -138,19 +147,25 @@ class GenericDecoder:
             raise DecoderError(f"{type(self.model).__name__} mixes full and sliding layers (window {self.window}) and rows reach "
                                f"{total} tokens: keep prompt + max_new_tokens <= {self.window} or use the vLLM engine")
 
-    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> Prefilled:
-        """ids [B, T] int64 right-padded, lengths [B] int64 -> their KV and last-token logits."""
+    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor, past: Prefilled | None = None) -> Prefilled:
+        """ids [B, T] int64 right-padded, lengths [B] int64 -> their KV and last-token logits. past: one row that all B begin with, whose
+        tokens are neither in ids nor in the KV returned."""
         from transformers.cache_utils import DynamicCache
 
-        cache = DynamicCache()
-        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        cache, start = DynamicCache(), 0
+        if past is not None:
+            start = past.keys[0].shape[2]
+            for index, (keys, values) in enumerate(zip(past.keys, past.values)):
+                cache.update(keys.expand(ids.shape[0], -1, -1, -1), values.expand(ids.shape[0], -1, -1, -1), index)
+        positions = torch.arange(start, start + ids.shape[1], device=ids.device).expand_as(ids)
         last = lengths - 1
         extra = {}
         if self.keep_logits:
             extra["logits_to_keep"], last = torch.unique(last, return_inverse=True)
         out = self.model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, **extra)
         logits = out.logits[torch.arange(ids.shape[0], device=ids.device), last].float()
-        return Prefilled([layer.keys for layer in cache.layers], [layer.values for layer in cache.layers], logits)
+        own = (lambda kv: kv[:, :, start:].clone()) if start else (lambda kv: kv)
+        return Prefilled([own(layer.keys) for layer in cache.layers], [own(layer.values) for layer in cache.layers], logits, past)
 
     def decode(self, kv: SlotKV, tokens: torch.Tensor, columns: torch.Tensor, bounds) -> torch.Tensor:
         """Append tokens [n] at columns [n] of slots 0..n-1; next-token logits [n, V] float32.
@@ -364,22 +379,27 @@ class LeanDecoder:
         gate, up = layer.gate_up(self._norm(x, layer.norm2, layer.eps2)).chunk(2, -1)
         return layer.down(F.silu(gate).mul_(up), x)
 
-    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor) -> Prefilled:
-        """ids [B, T] int64 right-padded, lengths [B] int64 -> their KV and last-token logits."""
+    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor, past: Prefilled | None = None) -> Prefilled:
+        """ids [B, T] int64 right-padded, lengths [B] int64 -> their KV and last-token logits. past: one row that all B begin with, whose
+        tokens are neither in ids nor in the KV returned."""
         count, width = ids.shape
-        rotation = self._rotations(width)[:width].repeat(count, 1)[:, None]
+        start = 0 if past is None else past.keys[0].shape[2]
+        rotation = self._rotations(start + width)[start : start + width].repeat(count, 1)[:, None]
+        mask = None if past is None else torch.ones(width, start + width, dtype=torch.bool, device=ids.device).tril_(start)
         x = F.embedding(ids.reshape(-1), self.embedding)
         keys, values = [], []
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             q, k, v = (t.reshape(count, width, -1, self.head_dim).transpose(1, 2) for t in self._project(layer, x, rotation))
             keys.append(k)
             values.append(v)
+            if past is not None:
+                k, v = (torch.cat([before[index].expand(count, -1, -1, -1), own], 2) for before, own in ((past.keys, k), (past.values, v)))
             if self.heads != self.groups:
                 k, v = (t.repeat_interleave(self.heads // self.groups, 1) for t in (k, v))
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=past is None, scale=1.0)
             x = self._finish(layer, x, attended.transpose(1, 2).reshape(count * width, -1))
         last = x.view(count, width, -1)[torch.arange(count, device=ids.device), lengths - 1]
-        return Prefilled(keys, values, self._logits(last))
+        return Prefilled(keys, values, self._logits(last), past)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self._norm(x, self.norm, self.eps)).float()

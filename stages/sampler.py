@@ -13,8 +13,8 @@ What a caller may rely on:
 * Log-probs are those of the sampled distribution in float32 (temperature and filters included).
 * Weights are read at every `generate` call, so an optimizer step between calls is seen.
 
-Each prompt is prefilled once, whatever its number of completions; prompts are prefilled together, sorted by length;
-a finished row's slot is given to the next waiting row before the next step.
+Each prompt is prefilled once, whatever its number of completions, and so is a long beginning that prompts share (``stages.prefixes``);
+prompts are prefilled together, sorted by length; a finished row's slot is given to the next waiting row before the next step.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ import torch
 
 from stages import usage
 from stages.decoders import Prefilled, SlotKV, make_decoder, max_positions
+from stages.prefixes import shared_beginnings
 from stages.sampling import SamplingParams, bad_word_ids, processed_logits, sample_step, uniforms
 from stages.verifiers import TAGS
 
 __all__ = ["Completion", "DerivedText", "Sampler", "SamplerError", "SamplingParams", "check_request", "text_of"]
 
 PREFILL_TOKENS = 4096  # padded tokens of one prefill batch (a longer prompt goes alone)
+PREFILL_COLUMNS = 16384  # KV columns that one prefill batch attends to, a beginning that its rows share counted for each
 COLUMN_STEP = 128  # KV columns are added in multiples of this
 BLOCK = 16  # slots that share one attention length; longer rows are kept in earlier blocks
 
@@ -157,8 +159,9 @@ class _Run:
         self.text = DerivedText(sampler.tokenizer, params)
         self.bad_ids = bad_word_ids(sampler.tokenizer, params.bad_words)
         order = sorted((i for i in range(len(prompts)) if len(seeds[i])), key=lambda i: (-len(prompts[i]), i))
-        self.waiting_prompts = order
-        self.next_prompt = 0
+        self.waiting = shared_beginnings(prompts, order)  # (prompts not prefilled yet, tokens they begin with)
+        order = [i for members, _ in self.waiting for i in members]
+        self.beginning: Prefilled | None = None  # of the group that is prefilled now
         self.queue = [(i, g, int(s)) for i in order for g, s in enumerate(seeds[i])]
         self.next_row = 0
         self.prefilled: dict[int, tuple[Prefilled, int]] = {}
@@ -269,18 +272,26 @@ class _Run:
             x[target] = x[source]
 
     def _prefill(self) -> None:
-        """Prefill the next waiting prompts together (they are sorted by length, longest first)."""
-        start = self.next_prompt
-        width = len(self.prompts[self.waiting_prompts[start]])
-        take = self.waiting_prompts[start : start + max(1, min(PREFILL_TOKENS // width, self.slots))]
-        self.next_prompt += len(take)
+        """Prefill the next waiting prompts together (those of a group are sorted by length, longest first)."""
+        members, shared = self.waiting[0]
+        if shared and self.beginning is None:
+            ids = np.array([self.prompts[members[0]][:shared]], np.int64)
+            self.beginning = self.decoder.prefill(self._send(ids), self._send(np.array([shared])))
+        longest = len(self.prompts[members[0]])
+        width = longest - shared
+        rows = max(1, min(PREFILL_TOKENS // width, PREFILL_COLUMNS // longest, self.slots))
+        take, left = members[:rows], members[rows:]
         ids = np.zeros((len(take), width), np.int64)
         for j, i in enumerate(take):
-            ids[j, : len(self.prompts[i])] = self.prompts[i]
-        lengths = np.array([len(self.prompts[i]) for i in take], np.int64)
-        batch = self.decoder.prefill(self._send(ids), self._send(lengths))
+            ids[j, : len(self.prompts[i]) - shared] = self.prompts[i][shared:]
+        lengths = np.array([len(self.prompts[i]) - shared for i in take], np.int64)
+        batch = self.decoder.prefill(self._send(ids), self._send(lengths), self.beginning)
         for j, i in enumerate(take):
             self.prefilled[i] = (batch, j)
+        if left:
+            self.waiting[0] = left, shared
+        else:
+            self.waiting, self.beginning = self.waiting[1:], None
 
     def _load(self, slot: int, i: int, g: int, batch: Prefilled, j: int) -> None:
         length = len(self.prompts[i])

@@ -23,7 +23,8 @@ def test_prefect_server_imports():
 def test_interval_schedule_creates_runs(servers):
     """With SQLAlchemy 2.1 no runs appear, and nothing but the server's log says so."""
     servers.python("from flows.deploy import apply; from flows.single import stage_flow\n"
-                   "apply(stage_flow('world'), 'hourly', {'queue': 'cpu', 'interval': 3600})")
+                   "from datetime import timedelta; from prefect.client.schemas.schedules import IntervalSchedule\n"
+                   "apply(stage_flow('world'), 'hourly', {'queue': 'cpu', 'schedule': IntervalSchedule(interval=timedelta(hours=1))})")
     deployment = servers.deployment("stage-world/hourly")["id"]
     runs = servers.wait(lambda: servers.api("/flow_runs/filter", {
         "deployments": {"id": {"any_": [deployment]}}, "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}}}), limit=30)

@@ -102,7 +102,7 @@ def test_weights_are_read_at_every_call(models, prompts):
 def test_prompts_are_prefilled_once_per_group(models, prompts, monkeypatch):
     rows = []
     original = LeanDecoder.prefill
-    monkeypatch.setattr(LeanDecoder, "prefill", lambda self, ids, lengths: rows.extend(lengths.tolist()) or original(self, ids, lengths))
+    monkeypatch.setattr(LeanDecoder, "prefill", lambda self, ids, lengths, past=None: rows.extend(lengths.tolist()) or original(self, ids, lengths, past))
     Sampler(models("llama"), None, max_batch=2).generate(prompts, SamplingParams(max_new_tokens=3), [list(range(5))] * len(prompts))
     assert sorted(rows) == sorted(len(p) for p in prompts)
 

@@ -1,0 +1,90 @@
+"""Beginnings that prompts share are computed once, and nothing else changes."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from stages import prefixes
+from stages.decoders import GenericDecoder, LeanDecoder
+from stages.prefixes import shared_beginnings
+from stages.sampler import Sampler, SamplingParams
+from tests.sampler.test_sampler import ENGINES, ids_of, trainer_logps
+
+
+def prompts_of(seed=0, vocabulary=96):
+    """Two long beginnings with tails of 1 to 12 tokens, one of them cut (the whole beginning and less), and prompts that begin like nobody."""
+    rng = random.Random(seed)
+    draw = lambda n: [rng.randrange(vocabulary) for _ in range(n)]
+    first, second = draw(70), draw(66)
+    prompts = [first + draw(n) for n in (1, 12, 5, 5, 9)] + [second + draw(n) for n in (3, 1, 11, 4, 6)] + [draw(n) for n in (9, 2, 80)] + [list(first), list(first)]
+    rng.shuffle(prompts)
+    return prompts
+
+
+@pytest.mark.parametrize("name, lean", ENGINES)
+def test_a_shared_beginning_changes_nothing_but_the_work(models, monkeypatch, name, lean):
+    model, prompts = models(name), prompts_of()
+    params = SamplingParams(max_new_tokens=10, stop_ids={1, 2, 3}, temperature=0.8, top_p=0.95)
+    seeds = [[i, 100 + i] for i in range(len(prompts))]
+    seen = []
+    decoder = LeanDecoder if lean else GenericDecoder
+    original = decoder.prefill
+
+    def counted(self, ids, lengths, past=None):
+        seen.append((int(lengths.sum()), past is not None))
+        return original(self, ids, lengths, past)
+    monkeypatch.setattr(decoder, "prefill", counted)
+    out = Sampler(model, None, max_batch=4, lean=lean).generate(prompts, params, seeds)
+    shared, seen[:] = list(seen), []
+    monkeypatch.setattr(prefixes, "MIN_SAVED", 10**9)
+    apart = Sampler(model, None, max_batch=4, lean=lean).generate(prompts, params, seeds)
+    everything = sum(map(len, prompts))
+    assert sum(n for n, _ in seen) == everything and not any(past for _, past in seen)
+    assert sum(n for n, _ in shared) == everything - 6 * 69 - 4 * 66 and any(past for _, past in shared)
+    assert ids_of(out) == ids_of(apart)
+    for prompt, group, other in zip(prompts, out, apart):
+        for c, d in zip(group, other):
+            torch.testing.assert_close(torch.tensor(c.logps), trainer_logps(model, prompt, c.ids, params), atol=2e-5, rtol=0)
+            torch.testing.assert_close(torch.tensor(c.logps), torch.tensor(d.logps), atol=2e-5, rtol=0)
+
+
+def test_penalties_read_the_whole_prompt(models):
+    """repetition_penalty counts the tokens of a shared beginning too."""
+    prompts, seeds = prompts_of(3), [[i] for i in range(15)]
+    params = SamplingParams(max_new_tokens=10, repetition_penalty=1.7)
+    sampler = Sampler(models("llama"), None, max_batch=5)
+    assert ids_of(sampler.generate(prompts, params, seeds)) == ids_of([sampler.generate([p], params, [s])[0] for p, s in zip(prompts, seeds)])
+
+
+def test_groups_share_what_they_say():
+    for seed in range(200):
+        rng = random.Random(seed)
+        trunk = [rng.randrange(3) for _ in range(300)]
+        prompts = [[*trunk[: rng.choice((60, 64, 65, 130, 200, 300))], *(rng.randrange(3) for _ in range(rng.randrange(1, 40)))] for _ in range(rng.randrange(1, 30))]
+        prompts += [list(rng.choice(prompts)) for _ in range(rng.randrange(4))]
+        order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
+        groups = shared_beginnings(prompts, order)
+        assert sorted(i for members, _ in groups for i in members) == sorted(order)
+        assert [members[0] for members, _ in groups] == sorted((members[0] for members, _ in groups), key=order.index)
+        for members, shared in groups:
+            assert members == sorted(members, key=order.index)
+            assert len({tuple(prompts[i][:shared]) for i in members}) == 1 and all(len(prompts[i]) > shared for i in members)
+            assert shared == 0 or (shared >= prefixes.MIN_SHARED and (len(members) - 1) * shared >= prefixes.MIN_SAVED)
+        assert sum(shared == 0 for _, shared in groups) <= 1
+
+
+def test_the_groups_that_save_most_of_what_one_level_can():
+    """Few-shot: one beginning per category. An agent: the tools once for all tasks, or each task's own start, whichever saves more."""
+    base = np.random.default_rng(0)
+    draw = lambda n: base.integers(0, 1000, n).tolist()
+    categories = [draw(400) for _ in range(3)]
+    prompts = [start + draw(20) for start in categories for _ in range(10)]
+    assert sorted((len(m), s) for m, s in shared_beginnings(prompts, range(30))) == [(10, 400)] * 3
+    tools = draw(300)
+    short, long = ([tools + task + draw(9) for task in [draw(length) for _ in range(8)] for _ in range(4)] for length in (10, 400))
+    assert [(len(m), s) for m, s in shared_beginnings(short, range(32))] == [(32, 300)]
+    assert [(len(m), s) for m, s in shared_beginnings(long, range(32))] == [(4, 700)] * 8
+    assert shared_beginnings([draw(40) for _ in range(5)], [3, 1, 0, 2, 4]) == [([3, 1, 0, 2, 4], 0)]
+    assert shared_beginnings([], []) == []
