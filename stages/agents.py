@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from stages import ranks
 from stages.agent_rewards import milestones_by_turn, milestones_of
 from stages.environments import GOAL, EnvironmentLimits, EnvironmentPool
-from stages.generation import Sample, room_after, sample_with_room
+from stages.generation import Sample, remembering, room_after, sample_with_room
 from stages.randomness import seed_for
 
 
@@ -116,12 +116,13 @@ class Agent:
                 trajectory.finish = "failure"
                 trajectory.failure = f"the first messages have {len(trajectory.prompt_ids)} tokens, all that the model has positions for"
                 trajectory.prompt_ids = self.renderer.prompt_ids(trajectory.task["prompt"])
-        for turn in range(self.config.max_turns):
-            live = [t for t in everyone if t.finish is None and len(t.turns) == turn]
-            self._turn(sampler, live, params)
-            acting = [t for t in live if t.finish is None]
-            for trajectory, seen in zip(acting, self.pool.step([episode_of[id(t)] for t in acting], [t.turns[-1]["text"] for t in acting])):
-                self._observe(trajectory, seen)
+        with remembering(sampler):
+            for turn in range(self.config.max_turns):
+                live = [t for t in everyone if t.finish is None and len(t.turns) == turn]
+                self._turn(sampler, live, params)
+                acting = [t for t in live if t.finish is None]
+                for trajectory, seen in zip(acting, self.pool.step([episode_of[id(t)] for t in acting], [t.turns[-1]["text"] for t in acting])):
+                    self._observe(trajectory, seen)
         self.pool.end(episodes)
         return groups
 

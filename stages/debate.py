@@ -17,7 +17,7 @@ import numpy as np
 
 from stages import ranks
 from stages.agents import Trajectory
-from stages.generation import Sample, room_after, sample_with_room
+from stages.generation import Sample, remembering, room_after, sample_with_room
 from stages.randomness import seed_for
 
 SEAT = "Argue that the right answer is: {answer}. Another debater argues for: {other}. A judge decides from what both of you say."
@@ -97,14 +97,15 @@ class Debaters:
                         for k, seed in enumerate(own)]
         share = params.max_new_tokens // (2 * self.rounds)
         limit = max(1, min(self.config.max_turn_length or share, share))  # both sides' statements of all rounds fit into one transcript
-        for number in range(self.rounds):
-            live = [t for _, pair in debates for t in pair if t.finish is None]
-            found = sample_with_room(sampler, [t.prompt_ids + t.ids for t in live], params, [[seed_for(t.seed, "turn", number)] for t in live],
-                                     [min(limit, t.limit - len(t.ids)) for t in live]) if live else []
-            for trajectory, completions in zip(live, found):
-                trajectory.say(completions[0], trajectory.limit - len(trajectory.ids))
-            for _, pair in debates:
-                self._listen(pair, number)
+        with remembering(sampler):
+            for number in range(self.rounds):
+                live = [t for _, pair in debates for t in pair if t.finish is None]
+                found = sample_with_room(sampler, [t.prompt_ids + t.ids for t in live], params, [[seed_for(t.seed, "turn", number)] for t in live],
+                                         [min(limit, t.limit - len(t.ids)) for t in live]) if live else []
+                for trajectory, completions in zip(live, found):
+                    trajectory.say(completions[0], trajectory.limit - len(trajectory.ids))
+                for _, pair in debates:
+                    self._listen(pair, number)
         out, at = [], 0
         for task, own in zip(tasks, seeds):
             pairs = [pair for _, pair in debates[at: at + len(own)]]

@@ -38,19 +38,50 @@ class DecoderError(ValueError):
 
 
 @dataclass
+class Past:
+    """KV of the tokens with which the B rows of a prefill begin and which are not computed again: keys[l], values[l] [B, K, P, D], of row j the
+    first lengths[j] columns. One row stands for any number of rows that begin alike."""
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    lengths: list[int]
+
+    @classmethod
+    def of(cls, rows: list[tuple[list[torch.Tensor], list[torch.Tensor], int]]) -> Past:
+        """From (keys [K, at least n, D] per layer, values, n) of every row."""
+        longest = max(n for _, _, n in rows)
+
+        def stacked(which: int) -> list[torch.Tensor]:
+            return [torch.stack([F.pad(row[which][layer][:, : row[2]], (0, 0, 0, longest - row[2])) for row in rows]) for layer in range(len(rows[0][which]))]
+        return cls(stacked(0), stacked(1), [n for _, _, n in rows])
+
+    def expanded(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [count, K, P, D] of a layer."""
+        return self.keys[layer].expand(count, -1, -1, -1), self.values[layer].expand(count, -1, -1, -1)
+
+    def positions(self, width: int, device) -> torch.Tensor:
+        """Of so many tokens that follow, [B, width]."""
+        return torch.tensor(self.lengths, device=device)[:, None] + torch.arange(width, device=device)
+
+    def seen(self, width: int, device, window: int | None = None) -> torch.Tensor:
+        """Which of the P + width columns each of so many tokens that follow sees, bool [B, 1, width, P + width]. window: how many at most."""
+        columns = self.keys[0].shape[2]
+        at = self.positions(width, device)
+        old = torch.arange(columns, device=device).expand(len(self.lengths), -1)
+        held = torch.cat([old.masked_fill(old >= at[:, :1], columns + width), at], 1)[:, None, None]  # position of every column, past all where it is padding
+        own = at[:, None, :, None]
+        return held <= own if window is None else (held <= own) & (held > own - window)
+
+
+@dataclass
 class Prefilled:
-    """KV of B prompts and the logits of their last token. keys[l], values[l]: [B, K, T, D]; logits [B, V] float32. past: one row that all of
-    them begin with, whose tokens are not among the T."""
+    """KV of B prompts and the logits of their last token. keys[l], values[l]: [B, K, T, D]; logits [B, V] float32. past: what they begin with,
+    which is not among the T columns."""
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
     logits: torch.Tensor
-    past: Prefilled | None = None
-
-    @property
-    def shared(self) -> int:
-        """Tokens of the row that all begin with."""
-        return 0 if self.past is None else self.past.keys[0].shape[2]
+    past: Past | None = None
 
 
 class SlotKV:
@@ -72,15 +103,21 @@ class SlotKV:
         self.columns = columns
 
     def load(self, slot: int, prefilled: Prefilled, row: int, length: int) -> None:
-        """Put a prefilled prompt of `length` tokens, those that it shares included, into a slot."""
-        shared = prefilled.shared
-        if shared:
-            for into, source in zip((*self.keys, *self.values), (*prefilled.past.keys, *prefilled.past.values)):
-                into[slot, :, :shared].copy_(source[0])
+        """Put a prefilled prompt of `length` tokens, its past included, into a slot."""
+        past, known = prefilled.past, 0
+        if past is not None:
+            at = row if len(past.lengths) > 1 else 0
+            known = past.lengths[at]
+            for into, source in zip((*self.keys, *self.values), (*past.keys, *past.values)):
+                into[slot, :, :known].copy_(source[at, :, :known])
         for into, source in zip((*self.keys, *self.values), (*prefilled.keys, *prefilled.values)):
-            into[slot, :, shared:length].copy_(source[row, :, : length - shared])
+            into[slot, :, known:length].copy_(source[row, :, : length - known])
         self.mask[slot, :length] = 0
         self.mask[slot, length:] = self.closed
+
+    def copy(self, slot: int, length: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Keys and values [K, length, D] of a row, per layer."""
+        return [x[slot, :, :length].clone() for x in self.keys], [x[slot, :, :length].clone() for x in self.values]
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy a row of `length` tokens to another slot."""
@@ -147,24 +184,26 @@ class GenericDecoder:
             raise DecoderError(f"{type(self.model).__name__} mixes full and sliding layers (window {self.window}) and rows reach "
                                f"{total} tokens: keep prompt + max_new_tokens <= {self.window} or use the vLLM engine")
 
-    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor, past: Prefilled | None = None) -> Prefilled:
-        """ids [B, T] int64 right-padded, lengths [B] int64 -> their KV and last-token logits. past: one row that all B begin with, whose
-        tokens are neither in ids nor in the KV returned."""
+    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor, past: Past | None = None) -> Prefilled:
+        """ids [B, T] int64 right-padded, lengths [B] int64 -> their KV and last-token logits. past: what the rows begin with, neither in ids
+        nor in the KV returned."""
         from transformers.cache_utils import DynamicCache
 
-        cache, start = DynamicCache(), 0
+        (count, width), cache, known = ids.shape, DynamicCache(), 0
+        positions, extra = torch.arange(width, device=ids.device).expand_as(ids), {}
         if past is not None:
-            start = past.keys[0].shape[2]
-            for index, (keys, values) in enumerate(zip(past.keys, past.values)):
-                cache.update(keys.expand(ids.shape[0], -1, -1, -1), values.expand(ids.shape[0], -1, -1, -1), index)
-        positions = torch.arange(start, start + ids.shape[1], device=ids.device).expand_as(ids)
+            known = past.keys[0].shape[2]
+            for layer in range(len(past.keys)):
+                cache.update(*past.expanded(layer, count), layer)
+            seen = past.seen(width, ids.device, self.window).expand(count, -1, -1, -1)
+            positions = past.positions(width, ids.device).expand(count, -1)
+            extra["attention_mask"] = torch.zeros(seen.shape, dtype=past.keys[0].dtype, device=ids.device).masked_fill_(~seen, torch.finfo(past.keys[0].dtype).min)
         last = lengths - 1
-        extra = {}
         if self.keep_logits:
             extra["logits_to_keep"], last = torch.unique(last, return_inverse=True)
         out = self.model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, **extra)
-        logits = out.logits[torch.arange(ids.shape[0], device=ids.device), last].float()
-        own = (lambda kv: kv[:, :, start:].clone()) if start else (lambda kv: kv)
+        logits = out.logits[torch.arange(count, device=ids.device), last].float()
+        own = (lambda kv: kv[:, :, known:].clone()) if known else (lambda kv: kv)
         return Prefilled([own(layer.keys) for layer in cache.layers], [own(layer.values) for layer in cache.layers], logits, past)
 
     def decode(self, kv: SlotKV, tokens: torch.Tensor, columns: torch.Tensor, bounds) -> torch.Tensor:
@@ -379,13 +418,15 @@ class LeanDecoder:
         gate, up = layer.gate_up(self._norm(x, layer.norm2, layer.eps2)).chunk(2, -1)
         return layer.down(F.silu(gate).mul_(up), x)
 
-    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor, past: Prefilled | None = None) -> Prefilled:
-        """ids [B, T] int64 right-padded, lengths [B] int64 -> their KV and last-token logits. past: one row that all B begin with, whose
-        tokens are neither in ids nor in the KV returned."""
+    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor, past: Past | None = None) -> Prefilled:
+        """ids [B, T] int64 right-padded, lengths [B] int64 -> their KV and last-token logits. past: what the rows begin with, neither in ids
+        nor in the KV returned."""
         count, width = ids.shape
-        start = 0 if past is None else past.keys[0].shape[2]
-        rotation = self._rotations(start + width)[start : start + width].repeat(count, 1)[:, None]
-        mask = None if past is None else torch.ones(width, start + width, dtype=torch.bool, device=ids.device).tril_(start)
+        if past is None:
+            mask, rotation = None, self._rotations(width)[:width].repeat(count, 1)[:, None]
+        else:
+            mask, positions = past.seen(width, ids.device), past.positions(width, ids.device).expand(count, -1).reshape(-1)
+            rotation = self._rotations(max(past.lengths) + width)[positions][:, None]
         x = F.embedding(ids.reshape(-1), self.embedding)
         keys, values = [], []
         for index, layer in enumerate(self.layers):
@@ -393,7 +434,7 @@ class LeanDecoder:
             keys.append(k)
             values.append(v)
             if past is not None:
-                k, v = (torch.cat([before[index].expand(count, -1, -1, -1), own], 2) for before, own in ((past.keys, k), (past.values, v)))
+                k, v = (torch.cat([before, own], 2) for before, own in zip(past.expanded(index, count), (k, v)))
             if self.heads != self.groups:
                 k, v = (t.repeat_interleave(self.heads // self.groups, 1) for t in (k, v))
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=past is None, scale=1.0)

@@ -7,6 +7,7 @@ killed stage repeats only the unit it was in.
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 
@@ -143,6 +144,11 @@ def room_after(sampler, prompt, tokens: int) -> int:
     model = getattr(sampler, "model", None)
     positions = max_positions(model) if model is not None else None
     return tokens if positions is None else min(tokens, positions - len(prompt))
+
+
+def remembering(sampler):
+    """A context for turns: the built-in sampler keeps the KV of its rows for prompts that continue them; other engines look after that themselves."""
+    return getattr(sampler, "remembering", nullcontext)()
 
 
 def sample_with_room(sampler, prompts, params, seeds, rooms) -> list[list]:

@@ -1,17 +1,22 @@
-"""Prompts that begin alike: the examples of a few-shot evaluation, a long system message, the tools of an agent, a judge's rubric.
+"""What prompts begin with and need not compute: beginnings that they share, and rows that they continue.
 
-What several prompts begin with has the same keys and values in all of them, so the sampler computes it once
-(`shared_beginnings` says for which prompts) and each prompt's own rest attends to it.
+* `shared_beginnings`: the examples of a few-shot evaluation, a long system message, the tools of an agent, a judge's rubric have the
+  same keys and values in all prompts that begin with them; they are computed once.
+* `KeptRows`: the turn of an agent or a debater continues a row whose keys and values were computed in the turns before.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from dataclasses import dataclass
 from typing import Sequence
 
 import numpy as np
+import torch
 
 MIN_SHARED = 64  # tokens; a shorter beginning (a chat template's head) is not worth a forward pass of its own
 MIN_SAVED = 256  # tokens that a group's prompts need not compute
+KEPT_BYTES = 2 << 30  # of rows that may be continued; a constant, since what is kept decides over the last bits of what is computed
 
 
 def shared_beginnings(prompts: Sequence[Sequence[int]], order: Sequence[int]) -> list[tuple[list[int], int]]:
@@ -43,3 +48,52 @@ def alike(a: np.ndarray, b: np.ndarray) -> int:
     n = min(len(a), len(b))
     differ = np.flatnonzero(a[:n] != b[:n])
     return int(differ[0]) if len(differ) else n
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """A finished row: its token ids, and per layer their keys and values [K, tokens, D]."""
+
+    ids: list[int]
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+    @property
+    def bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in (*self.keys, *self.values))
+
+
+class KeptRows:
+    """Finished rows of one policy whose weights do not change meanwhile, the newest ones up to a number of bytes."""
+
+    def __init__(self, limit: int | None = None):
+        self.limit = KEPT_BYTES if limit is None else limit
+        self.rows: list[Kept] = []  # by their ids, so that a prompt's neighbours are those that begin most like it
+        self.age: dict[Kept, None] = {}  # the same, the oldest first
+        self.bytes = 0
+
+    def add(self, row: Kept) -> None:
+        insort(self.rows, row, key=lambda one: one.ids)
+        self.age[row] = None
+        self.bytes += row.bytes
+        while self.bytes > self.limit:
+            self.drop(next(iter(self.age)))
+
+    def drop(self, row: Kept) -> None:
+        """Forget a row; one that is forgotten already is left alone."""
+        if row in self.age:
+            del self.age[row]
+            self.bytes -= row.bytes
+            at = bisect_left(self.rows, row.ids, key=lambda one: one.ids)
+            while self.rows[at] is not row:
+                at += 1
+            del self.rows[at]
+
+    def longest(self, prompt: Sequence[int]) -> tuple[Kept, int] | None:
+        """The row that has most of a prompt's first tokens, and how many of them (not the last, whose logits are wanted); None where too few."""
+        prompt = list(prompt)
+        at = bisect_left(self.rows, prompt, key=lambda one: one.ids)
+        own = np.asarray(prompt[:-1])
+        found = [(alike(own, np.asarray(row.ids)), row) for row in self.rows[max(at - 1, 0): at + 1]]
+        known, row = max(found, key=lambda pair: pair[0], default=(0, None))
+        return (row, known) if known >= MIN_SHARED else None

@@ -13,12 +13,14 @@ What a caller may rely on:
 * Log-probs are those of the sampled distribution in float32 (temperature and filters included).
 * Weights are read at every `generate` call, so an optimizer step between calls is seen.
 
-Each prompt is prefilled once, whatever its number of completions, and so is a long beginning that prompts share (``stages.prefixes``);
+Each prompt is prefilled once, whatever its number of completions, and so is a long beginning that prompts share, or a row of an earlier call
+that a prompt continues (``remembering``, ``stages.prefixes``);
 prompts are prefilled together, sorted by length; a finished row's slot is given to the next waiting row before the next step.
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Callable, Sequence
 
@@ -26,8 +28,8 @@ import numpy as np
 import torch
 
 from stages import usage
-from stages.decoders import Prefilled, SlotKV, make_decoder, max_positions
-from stages.prefixes import shared_beginnings
+from stages.decoders import Past, Prefilled, SlotKV, make_decoder, max_positions
+from stages.prefixes import Kept, KeptRows, shared_beginnings
 from stages.sampling import SamplingParams, bad_word_ids, processed_logits, sample_step, uniforms
 from stages.verifiers import TAGS
 
@@ -78,6 +80,7 @@ class Sampler:
         self.tokenizer = tokenizer
         self.max_batch = int(max_batch)
         self.lean = lean
+        self.kept: KeptRows | None = None
 
     @usage.generated
     def generate(
@@ -103,6 +106,15 @@ class Sampler:
                 return _Run(self, prompts, params, seeds, progress, total).finish()
         finally:
             self.model.train(was_training)
+
+    @contextmanager
+    def remembering(self):
+        """While this lasts and the weights stay as they are, finished rows are kept and prompts that continue one do not compute it again."""
+        self.kept = KeptRows()
+        try:
+            yield
+        finally:
+            self.kept = None
 
     def _check(self, prompts, params, seeds) -> None:
         check_request(prompts, params, seeds, vocabulary=self.model.get_input_embeddings().weight.shape[0], positions=max_positions(self.model),
@@ -159,9 +171,13 @@ class _Run:
         self.text = DerivedText(sampler.tokenizer, params)
         self.bad_ids = bad_word_ids(sampler.tokenizer, params.bad_words)
         order = sorted((i for i in range(len(prompts)) if len(seeds[i])), key=lambda i: (-len(prompts[i]), i))
-        self.waiting = shared_beginnings(prompts, order)  # (prompts not prefilled yet, tokens they begin with)
-        order = [i for members, _ in self.waiting for i in members]
-        self.beginning: Prefilled | None = None  # of the group that is prefilled now
+        self.kept = sampler.kept
+        found = {i: self.kept.longest(prompts[i]) for i in order} if self.kept is not None else {}
+        self.continued = {i: row for i, row in found.items() if row is not None}  # prompt -> the row it continues, and for how many tokens
+        self.continuing = list(self.continued)
+        self.waiting = shared_beginnings(prompts, [i for i in order if i not in self.continued])  # (prompts not prefilled yet, tokens they begin with)
+        order = self.continuing + [i for members, _ in self.waiting for i in members]
+        self.beginning: Past | None = None  # of the group that is prefilled now
         self.queue = [(i, g, int(s)) for i in order for g, s in enumerate(seeds[i])]
         self.next_row = 0
         self.prefilled: dict[int, tuple[Prefilled, int]] = {}
@@ -192,6 +208,8 @@ class _Run:
                 self._close(free)
                 free = list(range(self.live, self.slots)) if self.next_row < len(self.queue) else []
             if not self.live:
+                for row, _ in self.continued.values():
+                    self.kept.drop(row)
                 return self.results
             rows = np.arange(self.live)
             bounds = self._bounds()
@@ -272,26 +290,43 @@ class _Run:
             x[target] = x[source]
 
     def _prefill(self) -> None:
-        """Prefill the next waiting prompts together (those of a group are sorted by length, longest first)."""
+        """Prefill the next waiting prompts together."""
+        take, past = self._next_continuing() if self.continuing else self._next_waiting()
+        known = [0] * len(take) if past is None else past.lengths * (len(take) // len(past.lengths))
+        rest = [self.prompts[i][n:] for i, n in zip(take, known)]
+        ids = np.zeros((len(take), max(map(len, rest))), np.int64)
+        for j, own in enumerate(rest):
+            ids[j, : len(own)] = own
+        batch = self.decoder.prefill(self._send(ids), self._send(np.array([len(own) for own in rest], np.int64)), past)
+        for j, i in enumerate(take):
+            self.prefilled[i] = (batch, j)
+
+    def _next_continuing(self) -> tuple[list[int], Past]:
+        """Prompts that continue kept rows, the longest first."""
+        take, width = [], 0
+        longest = len(self.prompts[self.continuing[0]])
+        for i in self.continuing[: self.slots]:
+            width = max(width, len(self.prompts[i]) - self.continued[i][1])
+            if take and (len(take) + 1) * max(width * PREFILL_COLUMNS // PREFILL_TOKENS, longest) > PREFILL_COLUMNS:
+                break
+            take.append(i)
+        self.continuing = self.continuing[len(take) :]
+        return take, Past.of([(row.keys, row.values, n) for row, n in map(self.continued.__getitem__, take)])
+
+    def _next_waiting(self) -> tuple[list[int], Past | None]:
+        """Prompts of one group that begin alike, the longest first, and the KV of what they begin with."""
         members, shared = self.waiting[0]
         if shared and self.beginning is None:
             ids = np.array([self.prompts[members[0]][:shared]], np.int64)
-            self.beginning = self.decoder.prefill(self._send(ids), self._send(np.array([shared])))
-        longest = len(self.prompts[members[0]])
-        width = longest - shared
-        rows = max(1, min(PREFILL_TOKENS // width, PREFILL_COLUMNS // longest, self.slots))
-        take, left = members[:rows], members[rows:]
-        ids = np.zeros((len(take), width), np.int64)
-        for j, i in enumerate(take):
-            ids[j, : len(self.prompts[i]) - shared] = self.prompts[i][shared:]
-        lengths = np.array([len(self.prompts[i]) - shared for i in take], np.int64)
-        batch = self.decoder.prefill(self._send(ids), self._send(lengths), self.beginning)
-        for j, i in enumerate(take):
-            self.prefilled[i] = (batch, j)
-        if left:
-            self.waiting[0] = left, shared
+            first = self.decoder.prefill(self._send(ids), self._send(np.array([shared])))
+            self.beginning = Past(first.keys, first.values, [shared])
+        past, longest = self.beginning, len(self.prompts[members[0]])
+        rows = max(1, min(PREFILL_TOKENS // (longest - shared), PREFILL_COLUMNS // longest, self.slots))
+        if rows < len(members):
+            self.waiting[0] = members[rows:], shared
         else:
             self.waiting, self.beginning = self.waiting[1:], None
+        return members[:rows], past
 
     def _load(self, slot: int, i: int, g: int, batch: Prefilled, j: int) -> None:
         length = len(self.prompts[i])
@@ -351,6 +386,8 @@ class _Run:
         i, g = self.row[slot]
         n = int(self.count[slot])
         ids = self.out_ids[slot, :n].tolist()
+        if self.kept is not None:  # the last token's KV is not computed
+            self.kept.add(Kept([*self.prompts[i], *ids[:-1]], *self.kv.copy(slot, int(self.length[slot]))))
         text = self.text.of(ids[:-1] if reason == "eos" else ids)
         self.results[i][g] = Completion(ids, self.out_logps[slot, :n].tolist(), reason, text)
         self.done += 1

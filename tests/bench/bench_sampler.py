@@ -1,12 +1,14 @@
 """Useful tokens per second of the built-in sampler against transformers, in one process on the same model and sampling.
 
-    python -m tests.bench.bench_sampler [--prompts 128] [--batch 32] [--max-new 256] [--repeats 3] [--threads 2] [--profile]
+    python -m tests.bench.bench_sampler [--prompts 128] [--batch 32] [--max-new 256] [--shared 0] [--turns 1] [--repeats 3] [--threads 2] [--profile]
 
 Three ways to complete the same prompts (temperature 1, no filters, each of `--stop-rate` of the vocabulary ends a row,
 so lengths are mixed): `Sampler.generate`; `model.generate` over static left-padded batches of the same size, prompts
 sorted by length; `model.generate_batch` (transformers' continuous batching). After a warm-up of each, repeats are
 interleaved and medians reported. "useful" counts tokens up to and with the stop token. Whole calls are timed: weight
-fusion, prefill and result building included. Ratios are given of wall time and of process CPU time; on a machine that
+fusion, prefill and result building included. `--shared N`: all prompts begin with the same N tokens, as with the examples of a
+few-shot evaluation. `--turns K`: every row goes on for K turns, each with 60 tokens of an environment between them, and the
+built-in sampler is compared with itself where nothing is kept between turns (the peers are left out). Ratios are given of wall time and of process CPU time; on a machine that
 other work shares, only the CPU ratio with --threads 1 means anything.
 
 Notes (what was measured):
@@ -31,13 +33,16 @@ import numpy as np
 import torch
 
 
+HEARD = 60  # tokens of the environment between two turns
+
+
 def build_model(hidden: int, layers: int, kv_heads: int, vocabulary: int):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=hidden * 8 // 3 // 32 * 32, num_hidden_layers=layers,
-        num_attention_heads=8, num_key_value_heads=kv_heads, max_position_embeddings=1024, tie_word_embeddings=True,
+        num_attention_heads=8, num_key_value_heads=kv_heads, max_position_embeddings=4096, tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=None, pad_token_id=None)).eval()
 
 
@@ -47,6 +52,22 @@ def built_in(model, prompts, stops, batch, max_new, repeat):
     out = Sampler(model, None, max_batch=batch).generate(
         prompts, SamplingParams(max_new_tokens=max_new, stop_ids=stops), [[1000 * repeat + i] for i in range(len(prompts))])
     return sum(len(c.ids) for group in out for c in group)
+
+
+def in_turns(model, prompts, stops, batch, max_new, turns, repeat, keeps):
+    """Rows that are continued for so many turns; the sampled tokens of all."""
+    from contextlib import nullcontext
+
+    from stages.sampler import Sampler, SamplingParams
+
+    rng, rows, useful = np.random.default_rng(repeat), [list(p) for p in prompts], 0
+    sampler, params = Sampler(model, None, max_batch=batch), SamplingParams(max_new_tokens=max_new, stop_ids=stops)
+    with sampler.remembering() if keeps else nullcontext():
+        for turn in range(turns):
+            out = sampler.generate(rows, params, [[1000 * (repeat * turns + turn) + i] for i in range(len(rows))])
+            useful += sum(len(c.ids) for (c,) in out)
+            rows = [row + c.ids + rng.integers(0, model.config.vocab_size, HEARD).tolist() for row, (c,) in zip(rows, out)]
+    return useful
 
 
 def static_batches(model, prompts, stops, batch, max_new, repeat):
@@ -74,7 +95,7 @@ def continuous(model, prompts, stops, batch, max_new, repeat):
     torch.manual_seed(repeat)
     settings = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max_new,
                                 eos_token_id=sorted(stops), pad_token_id=0)
-    room = ContinuousBatchingConfig(page_size=32, num_blocks=batch * 12, max_batch_tokens=max(256, batch),
+    room = ContinuousBatchingConfig(page_size=32, num_blocks=batch * (max(map(len, prompts)) + max_new + 64) // 32, max_batch_tokens=max(256, batch),
                                     max_requests_per_batch=batch, use_cuda_graph=False)
     out = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=room)
     return sum(len(result.generated_tokens) for result in out.values())
@@ -82,7 +103,7 @@ def continuous(model, prompts, stops, batch, max_new, repeat):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    for name, default in (("prompts", 128), ("batch", 32), ("max-new", 256), ("repeats", 3), ("threads", 2), ("hidden", 256),
+    for name, default in (("prompts", 128), ("batch", 32), ("max-new", 256), ("repeats", 3), ("threads", 2), ("shared", 0), ("turns", 1), ("hidden", 256),
                           ("layers", 4), ("kv-heads", 4), ("vocabulary", 4096)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--stop-rate", type=float, default=0.01)
@@ -91,9 +112,13 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     model = build_model(args.hidden, args.layers, args.kv_heads, args.vocabulary)
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, args.vocabulary, rng.integers(8, 64)).tolist() for _ in range(args.prompts)]
+    start = rng.integers(0, args.vocabulary, args.shared).tolist()
+    prompts = [start + rng.integers(0, args.vocabulary, rng.integers(8, 64)).tolist() for _ in range(args.prompts)]
     stops = frozenset(range(max(1, int(args.vocabulary * args.stop_rate))))
     ways = {"built-in": built_in, "static generate": static_batches, "continuous generate_batch": continuous}
+    if args.turns > 1:
+        ways = {"built-in": lambda *given: in_turns(*given[:5], args.turns, given[5], True),
+                "built-in, nothing kept": lambda *given: in_turns(*given[:5], args.turns, given[5], False)}
     for name in list(ways):
         try:
             if not ways[name](model, prompts[:4], stops, args.batch, 4, 0):

@@ -88,3 +88,74 @@ def test_the_groups_that_save_most_of_what_one_level_can():
     assert [(len(m), s) for m, s in shared_beginnings(long, range(32))] == [(4, 700)] * 8
     assert shared_beginnings([draw(40) for _ in range(5)], [3, 1, 0, 2, 4]) == [([3, 1, 0, 2, 4], 0)]
     assert shared_beginnings([], []) == []
+
+
+@pytest.mark.parametrize("name, lean", ENGINES)
+@pytest.mark.parametrize("limit", [None, 60_000, 0])
+def test_turns_go_on_from_what_is_kept(models, monkeypatch, name, lean, limit):
+    """Three turns of rows that share a start, part, and are cut: the same tokens as from nothing, and no token is computed twice that is still kept."""
+    if limit is not None:
+        monkeypatch.setattr(prefixes, "KEPT_BYTES", limit)
+    decoder, computed = (LeanDecoder if lean else GenericDecoder), []
+    original = decoder.prefill
+    monkeypatch.setattr(decoder, "prefill", lambda self, ids, lengths, past=None: computed.append(int(lengths.sum())) or original(self, ids, lengths, past))
+    sampler = Sampler(models(name), None, max_batch=4, lean=lean)
+    params = SamplingParams(max_new_tokens=6, stop_ids={1, 2, 3}, top_p=0.95)
+
+    def play():
+        rng = random.Random(5)
+        starts = [[rng.randrange(96) for _ in range(n)] for n in (64, 66, 65)]
+        rows, found, asked = [list(start) for start in starts for _ in range(3)], [], 0
+        for turn in range(3):
+            distinct = sorted({tuple(row) for row in rows})
+            asked += sum(map(len, distinct))
+            groups = dict(zip(distinct, sampler.generate([list(row) for row in distinct], params, [[turn * 100 + i for i, row in enumerate(rows) if tuple(row) == own] for own in distinct])))
+            for i, row in enumerate(rows):
+                own = groups[tuple(row)].pop(0)
+                found.append((row[:], own))
+                rows[i] = row + own.ids[: 4 if i == 4 else None] + [rng.randrange(96) for _ in range(1 + i % 3)]  # what row 4 said is cut
+        return found, asked
+
+    found, asked = play()
+    assert sum(computed) == asked
+    computed.clear()
+    with sampler.remembering():
+        again, _ = play()
+    assert sampler.kept is None
+    assert [(prompt, c.ids) for prompt, c in again] == [(prompt, c.ids) for prompt, c in found]
+    for prompt, c in again:
+        torch.testing.assert_close(torch.tensor(c.logps), trainer_logps(models(name), prompt, c.ids, params), atol=2e-5, rtol=0)
+    if limit is None:  # the starts, and of every later turn the token that was sampled last, the rest of what was cut, and what was heard
+        assert sum(computed) <= 64 + 66 + 65 + 2 * sum(1 + 1 + i % 3 for i in range(9))
+    else:
+        assert sum(computed) == asked if limit == 0 else sum(computed) < asked
+
+
+def test_kept_rows_are_found_by_what_they_begin_with():
+    """The longest common beginning over all rows, as by comparing with each; the oldest are dropped first."""
+    def row(ids):
+        return prefixes.Kept(ids, [torch.zeros(1, len(ids), 1)], [torch.zeros(1, len(ids), 1)])
+    for seed in range(50):
+        rng = random.Random(seed)
+        trunk = [rng.randrange(2) for _ in range(200)]
+        draw = lambda: trunk[: rng.randrange(40, 200)] + [rng.randrange(2) for _ in range(rng.randrange(1, 9))]
+        kept, rows = prefixes.KeptRows(), [row(draw()) for _ in range(20)]
+        rows += [row(list(rows[0].ids))]
+        for one in rows:
+            kept.add(one)
+        for one in rng.sample(rows, 8):
+            kept.drop(one)
+            kept.drop(one)
+            rows.remove(one)
+        assert kept.rows == sorted(rows, key=lambda one: one.ids) and kept.bytes == sum(8 * len(one.ids) for one in rows)
+        for prompt in [draw() for _ in range(20)] + [list(rows[0].ids), rows[1].ids[:70]]:
+            most = max(prefixes.alike(np.array(prompt[:-1]), np.array(one.ids)) for one in rows)
+            found = kept.longest(prompt)
+            assert found is None if most < prefixes.MIN_SHARED else (found[1] == most and found[0].ids[:most] == prompt[:most])
+    kept = prefixes.KeptRows(limit=8 * 150)
+    first, second, third = row([1] * 70), row([2] * 70), row([3] * 70)
+    for one in (first, second, third):
+        kept.add(one)
+    assert kept.rows == [second, third] and kept.bytes == 8 * 140
+    kept.add(row([4] * 500))
+    assert kept.rows == [] and kept.bytes == 0 and kept.longest([2] * 80) is None
