@@ -85,10 +85,16 @@ class Prefilled:
 
 
 class SlotKV:
-    """Static KV of S slots: per layer keys and values [S, K, C, D], and the additive mask [S, C] of every slot."""
+    """Static KV of S slots: per layer keys and values [S, K, C, D], and the additive mask [S, C] of every slot.
 
-    def __init__(self, like: Prefilled, slots: int, columns: int):
+    common: one row that all slots begin with and that is not in their columns; attention reads it once for all of them. `known` are its tokens, so
+    column c holds position known + c. Only for engines with ``attends_in_common``.
+    """
+
+    def __init__(self, like: Prefilled, slots: int, columns: int, common: Past | None = None):
         self.slots, self.columns = slots, columns
+        self.known = 0 if common is None else common.lengths[0]
+        self.common = None if common is None else [(k[0].contiguous(), v[0].contiguous()) for k, v in zip(common.keys, common.values)]
         self.keys = [x.new_zeros(slots, x.shape[1], columns, x.shape[3]) for x in like.keys]
         self.values = [x.new_zeros(slots, x.shape[1], columns, x.shape[3]) for x in like.values]
         self.closed = torch.finfo(like.keys[0].dtype).min
@@ -103,9 +109,9 @@ class SlotKV:
         self.columns = columns
 
     def load(self, slot: int, prefilled: Prefilled, row: int, length: int) -> None:
-        """Put a prefilled prompt of `length` tokens, its past included, into a slot."""
+        """Put a prefilled prompt of `length` tokens, its past included unless all slots have it in common, into a slot."""
         past, known = prefilled.past, 0
-        if past is not None:
+        if past is not None and self.common is None:
             at = row if len(past.lengths) > 1 else 0
             known = past.lengths[at]
             for into, source in zip((*self.keys, *self.values), (*past.keys, *past.values)):
@@ -153,7 +159,7 @@ def bare(model):
 class GenericDecoder:
     """Any Hugging Face decoder-only model through its own forward, with per-row columns and a 4D mask."""
 
-    wants_blocks = False
+    wants_blocks = attends_in_common = False
 
     def __init__(self, model):
         self.model = model
@@ -366,6 +372,11 @@ class LeanDecoder:
         """On the CPU in full precision attention runs block by block, each over its own length; elsewhere in one call."""
         return self.device.type == "cpu" and self.dtype == self.wide
 
+    @property
+    def attends_in_common(self) -> bool:
+        """Whether a row that all slots begin with need not be in each of them: where attention is composed here."""
+        return self.wants_blocks
+
     @torch.inference_mode()
     def refresh(self) -> None:
         """Read (and fuse) the weights as they are now."""
@@ -456,24 +467,36 @@ class LeanDecoder:
         masks = [kv.mask[first:end, None, None, :width] for first, end, width in bounds]
         cells = ((rows * (k_heads * kv.columns) + columns)[:, None]
                  + torch.arange(k_heads, device=tokens.device) * kv.columns).view(-1)
-        rotation = self._rotations(longest)[columns][:, None]
+        rotation = self._rotations(kv.known + longest)[kv.known + columns][:, None]
         x = F.embedding(tokens, self.embedding)
-        for layer, keys, values in zip(self.layers, kv.keys, kv.values):
+        for index, (layer, keys, values) in enumerate(zip(self.layers, kv.keys, kv.values)):
             q, k, v = self._project(layer, x, rotation)
             keys.view(-1, d).index_copy_(0, cells, k.reshape(-1, d))
             values.view(-1, d).index_copy_(0, cells, v.reshape(-1, d))
             if self.wants_blocks:
                 q = q.reshape(n * k_heads, -1, d)
                 keys, values = keys.view(-1, kv.columns, d), values.view(-1, kv.columns, d)
+                far = None if kv.common is None else _by_row(q, n) @ kv.common[index][0].transpose(1, 2)  # [K, n * G, known]
                 parts = []
                 for (first, end, width), mask in zip(bounds, masks):
                     span = slice(first * k_heads, end * k_heads)
-                    scores = torch.bmm(q[span], keys[span, :width].transpose(1, 2)).view(end - first, k_heads, -1, width)
-                    weights = torch.softmax(scores.add_(mask), -1).view((end - first) * k_heads, -1, width)
-                    parts.append(torch.bmm(weights, values[span, :width]))
+                    scores = torch.bmm(q[span], keys[span, :width].transpose(1, 2)).view(end - first, k_heads, -1, width).add_(mask)
+                    if far is not None:
+                        scores = torch.cat([far.view(k_heads, n, -1, kv.known)[:, first:end].transpose(0, 1), scores], -1)
+                    weights = torch.softmax(scores, -1).view((end - first) * k_heads, -1, kv.known + width)
+                    part = torch.bmm(weights[..., kv.known :], values[span, :width])
+                    if far is not None:
+                        common = _by_row(weights[..., : kv.known], end - first) @ kv.common[index][1]  # [K, rows * G, D]
+                        part += common.view(k_heads, end - first, -1, d).transpose(0, 1).reshape(part.shape)
+                    parts.append(part)
                 attended = torch.cat(parts) if len(parts) > 1 else parts[0]
             else:
                 attended = F.scaled_dot_product_attention(q.reshape(n, k_heads, -1, d), keys[:n, :, :longest],
                                                           values[:n, :, :longest], attn_mask=masks[0], scale=1.0)
             x = self._finish(layer, x, attended.reshape(n, -1))
         return self._logits(x)
+
+
+def _by_row(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """[rows * K, G, D] -> [K, rows * G, D]: what of all rows meets the same keys."""
+    return x.view(rows, -1, *x.shape[1:]).transpose(0, 1).flatten(1, 2)

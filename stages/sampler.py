@@ -178,6 +178,8 @@ class _Run:
         self.waiting = shared_beginnings(prompts, [i for i in order if i not in self.continued])  # (prompts not prefilled yet, tokens they begin with)
         order = self.continuing + [i for members, _ in self.waiting for i in members]
         self.beginning: Past | None = None  # of the group that is prefilled now
+        alone = len(self.waiting) == 1 and not self.continuing and self.kept is None and self.decoder.attends_in_common
+        self.common = self.waiting[0][1] if alone else 0  # tokens that all prompts begin with and that no slot has columns for
         self.queue = [(i, g, int(s)) for i in order for g, s in enumerate(seeds[i])]
         self.next_row = 0
         self.prefilled: dict[int, tuple[Prefilled, int]] = {}
@@ -238,7 +240,7 @@ class _Run:
         return torch.from_numpy(x).to(self.device) if self.device.type != "cpu" else torch.from_numpy(x.copy())
 
     def _columns(self, needed: int) -> int:
-        most = max(len(p) for p in self.prompts) + self.params.max_new_tokens
+        most = max(len(p) for p in self.prompts) + self.params.max_new_tokens - self.common
         wanted = needed + max(COLUMN_STEP, needed // 2)
         return min(-(-wanted // COLUMN_STEP) * COLUMN_STEP, max(most, needed))
 
@@ -256,7 +258,7 @@ class _Run:
                 while i not in self.prefilled:
                     self._prefill()
                 batch, j = self.prefilled[i]
-                slot = self._make_room(hole, len(self.prompts[i]), held)
+                slot = self._make_room(hole, len(self.prompts[i]) - self.common, held)
                 slots.append(slot)
                 held.add(slot)
                 self._load(slot, i, g, batch, j)
@@ -330,12 +332,13 @@ class _Run:
 
     def _load(self, slot: int, i: int, g: int, batch: Prefilled, j: int) -> None:
         length = len(self.prompts[i])
+        own = length - self.common
         if self.kv is None:
-            self.kv = SlotKV(batch, self.slots, self._columns(length))
-        elif length > self.kv.columns:
-            self.kv.grow(self._columns(length))
-        self.kv.load(slot, batch, j, length)
-        self.row[slot], self.length[slot], self.count[slot] = (i, g), length, 0
+            self.kv = SlotKV(batch, self.slots, self._columns(own), batch.past if self.common else None)
+        elif own > self.kv.columns:
+            self.kv.grow(self._columns(own))
+        self.kv.load(slot, batch, j, own)
+        self.row[slot], self.length[slot], self.count[slot] = (i, g), own, 0
         if self.prompt.shape[1]:
             self.prompt[slot, :length], self.prompt_length[slot] = self.prompts[i], length
 

@@ -159,3 +159,26 @@ def test_kept_rows_are_found_by_what_they_begin_with():
     assert kept.rows == [second, third] and kept.bytes == 8 * 140
     kept.add(row([4] * 500))
     assert kept.rows == [] and kept.bytes == 0 and kept.longest([2] * 80) is None
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "llama3-rope"])
+def test_a_beginning_that_all_prompts_share_is_attended_in_common(models, monkeypatch, name):
+    """40 rows over several attention blocks, in float64: the log-probs of a plain forward; the shared tokens have no columns of their own."""
+    import copy
+
+    from stages.decoders import SlotKV
+
+    model = copy.deepcopy(models(name)).double()
+    rng = random.Random(2)
+    start = [rng.randrange(96) for _ in range(66)]
+    prompts = [start + [rng.randrange(96) for _ in range(1 + i % 9)] for i in range(20)]
+    params, seeds = SamplingParams(max_new_tokens=20, stop_ids=set(range(9)), temperature=0.7), [[i, 50 + i] for i in range(20)]
+    made, init = [], SlotKV.__init__
+    monkeypatch.setattr(SlotKV, "__init__", lambda self, *given: init(self, *given) or made.append(self))
+    out = Sampler(model, None, max_batch=36).generate(prompts, params, seeds)
+    assert made[-1].known == 66 and made[-1].columns <= 9 + 20 and len({len(c.ids) for group in out for c in group}) > 5
+    for prompt, group in zip(prompts, out):
+        for c in group:  # the logits are float32
+            torch.testing.assert_close(torch.tensor(c.logps), trainer_logps(model, prompt, c.ids, params).float(), atol=3e-6, rtol=0)
+    monkeypatch.setattr(prefixes, "MIN_SAVED", 10**9)
+    assert ids_of(Sampler(model, None, max_batch=36).generate(prompts, params, seeds)) == ids_of(out) and made[-1].known == 0
