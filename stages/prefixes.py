@@ -3,17 +3,23 @@
 * `shared_beginnings`: the examples of a few-shot evaluation, a long system message, the tools of an agent, a judge's rubric have the
   same keys and values in all prompts that begin with them; they are computed once.
 * `KeptRows`: the turn of an agent or a debater continues a row whose keys and values were computed in the turns before.
+
+`prefilled_groups` and `prefilled_continuing` prefill prompts so, batch by batch.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from typing import Sequence
+from typing import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 
+from stages.decoders import Past, Prefilled
+
+PREFILL_TOKENS = 4096  # padded tokens of one prefill batch (a longer prompt goes alone)
+PREFILL_COLUMNS = 16384  # KV columns that one prefill batch attends to, a beginning that its rows share counted for each
 MIN_SHARED = 64  # tokens; a shorter beginning (a chat template's head) is not worth a forward pass of its own
 MIN_SAVED = 256  # tokens that a group's prompts need not compute
 KEPT_BYTES = 2 << 30  # of rows that may be continued; a constant, since what is kept decides over the last bits of what is computed
@@ -97,3 +103,46 @@ class KeptRows:
         found = [(alike(own, np.asarray(row.ids)), row) for row in self.rows[max(at - 1, 0): at + 1]]
         known, row = max(found, key=lambda pair: pair[0], default=(0, None))
         return (row, known) if known >= MIN_SHARED else None
+
+
+# ------------------------------------------------------------------------------------------------ prefill
+
+
+def prefilled_groups(decoder, prompts, groups: Sequence[tuple[list[int], int]], most: int, send: Callable) -> Iterator[tuple[list[int], Prefilled]]:
+    """(indices, their prefill) of the prompts of :func:`shared_beginnings`' groups, computed as asked for.
+
+    most: rows of a batch. send: numpy array -> tensor on the decoder's device.
+    """
+    for members, shared in groups:
+        past = None
+        if shared:
+            first = _prefill(decoder, [prompts[members[0]][:shared]], None, send)
+            past = Past(first.keys, first.values, [shared])
+        while members:
+            longest = max(len(prompts[i]) for i in members)
+            rows = max(1, min(PREFILL_TOKENS // (longest - shared), PREFILL_COLUMNS // longest, most))
+            yield members[:rows], _prefill(decoder, [prompts[i][shared:] for i in members[:rows]], past, send)
+            members = members[rows:]
+
+
+def prefilled_continuing(decoder, prompts, continued: dict[int, tuple[Kept, int]], most: int, send: Callable) -> Iterator[tuple[list[int], Prefilled]]:
+    """The same of prompts that continue kept rows. continued: prompt -> its row, and for how many tokens."""
+    left = list(continued)
+    while left:
+        take, width = [], 0
+        longest = max(len(prompts[i]) for i in left)
+        for i in left[:most]:
+            width = max(width, len(prompts[i]) - continued[i][1])
+            if take and ((len(take) + 1) * width > PREFILL_TOKENS or (len(take) + 1) * longest > PREFILL_COLUMNS):
+                break
+            take.append(i)
+        left = left[len(take):]
+        past = Past.of([(row.keys, row.values, n) for row, n in map(continued.__getitem__, take)])
+        yield take, _prefill(decoder, [prompts[i][n:] for i, n in zip(take, past.lengths)], past, send)
+
+
+def _prefill(decoder, rows: Sequence[Sequence[int]], past: Past | None, send: Callable) -> Prefilled:
+    ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
+    for j, row in enumerate(rows):
+        ids[j, : len(row)] = row
+    return decoder.prefill(send(ids), send(np.array([len(row) for row in rows], np.int64)), past)

@@ -22,21 +22,20 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Callable, Sequence
 
 import numpy as np
 import torch
 
 from stages import usage
-from stages.decoders import Past, Prefilled, SlotKV, make_decoder, max_positions
-from stages.prefixes import Kept, KeptRows, shared_beginnings
+from stages.decoders import Prefilled, SlotKV, make_decoder, max_positions
+from stages.prefixes import Kept, KeptRows, prefilled_continuing, prefilled_groups, shared_beginnings
 from stages.sampling import SamplingParams, bad_word_ids, processed_logits, sample_step, uniforms
 from stages.verifiers import TAGS
 
 __all__ = ["Completion", "DerivedText", "Sampler", "SamplerError", "SamplingParams", "check_request", "text_of"]
 
-PREFILL_TOKENS = 4096  # padded tokens of one prefill batch (a longer prompt goes alone)
-PREFILL_COLUMNS = 16384  # KV columns that one prefill batch attends to, a beginning that its rows share counted for each
 COLUMN_STEP = 128  # KV columns are added in multiples of this
 BLOCK = 16  # slots that share one attention length; longer rows are kept in earlier blocks
 
@@ -174,19 +173,20 @@ class _Run:
         self.kept = sampler.kept
         found = {i: self.kept.longest(prompts[i]) for i in order} if self.kept is not None else {}
         self.continued = {i: row for i, row in found.items() if row is not None}  # prompt -> the row it continues, and for how many tokens
-        self.continuing = list(self.continued)
-        self.waiting = shared_beginnings(prompts, [i for i in order if i not in self.continued])  # (prompts not prefilled yet, tokens they begin with)
-        order = self.continuing + [i for members, _ in self.waiting for i in members]
-        self.beginning: Past | None = None  # of the group that is prefilled now
-        alone = len(self.waiting) == 1 and not self.continuing and self.kept is None and self.decoder.attends_in_common
-        self.common = self.waiting[0][1] if alone else 0  # tokens that all prompts begin with and that no slot has columns for
+        continuing = list(self.continued)
+        groups = shared_beginnings(prompts, [i for i in order if i not in self.continued])
+        order = continuing + [i for members, _ in groups for i in members]
+        alone = len(groups) == 1 and self.kept is None and self.decoder.attends_in_common
+        self.common = groups[0][1] if alone else 0  # tokens that all prompts begin with and that no slot has columns for
+        slots, width = min(sampler.max_batch, total), params.max_new_tokens
+        self.batches = chain(prefilled_continuing(self.decoder, prompts, self.continued, slots, self._send),
+                             prefilled_groups(self.decoder, prompts, groups, slots, self._send))
         self.queue = [(i, g, int(s)) for i in order for g, s in enumerate(seeds[i])]
         self.next_row = 0
         self.prefilled: dict[int, tuple[Prefilled, int]] = {}
         self.results: list[list[Completion | None]] = [[None] * len(s) for s in seeds]
         self.done = 0
 
-        slots, width = min(sampler.max_batch, total), params.max_new_tokens
         self.slots = slots
         self.live = 0
         self.kv: SlotKV | None = None
@@ -293,42 +293,9 @@ class _Run:
 
     def _prefill(self) -> None:
         """Prefill the next waiting prompts together."""
-        take, past = self._next_continuing() if self.continuing else self._next_waiting()
-        known = [0] * len(take) if past is None else past.lengths * (len(take) // len(past.lengths))
-        rest = [self.prompts[i][n:] for i, n in zip(take, known)]
-        ids = np.zeros((len(take), max(map(len, rest))), np.int64)
-        for j, own in enumerate(rest):
-            ids[j, : len(own)] = own
-        batch = self.decoder.prefill(self._send(ids), self._send(np.array([len(own) for own in rest], np.int64)), past)
+        take, batch = next(self.batches)
         for j, i in enumerate(take):
             self.prefilled[i] = (batch, j)
-
-    def _next_continuing(self) -> tuple[list[int], Past]:
-        """Prompts that continue kept rows, the longest first."""
-        take, width = [], 0
-        longest = len(self.prompts[self.continuing[0]])
-        for i in self.continuing[: self.slots]:
-            width = max(width, len(self.prompts[i]) - self.continued[i][1])
-            if take and (len(take) + 1) * max(width * PREFILL_COLUMNS // PREFILL_TOKENS, longest) > PREFILL_COLUMNS:
-                break
-            take.append(i)
-        self.continuing = self.continuing[len(take) :]
-        return take, Past.of([(row.keys, row.values, n) for row, n in map(self.continued.__getitem__, take)])
-
-    def _next_waiting(self) -> tuple[list[int], Past | None]:
-        """Prompts of one group that begin alike, the longest first, and the KV of what they begin with."""
-        members, shared = self.waiting[0]
-        if shared and self.beginning is None:
-            ids = np.array([self.prompts[members[0]][:shared]], np.int64)
-            first = self.decoder.prefill(self._send(ids), self._send(np.array([shared])))
-            self.beginning = Past(first.keys, first.values, [shared])
-        past, longest = self.beginning, len(self.prompts[members[0]])
-        rows = max(1, min(PREFILL_TOKENS // (longest - shared), PREFILL_COLUMNS // longest, self.slots))
-        if rows < len(members):
-            self.waiting[0] = members[rows:], shared
-        else:
-            self.waiting, self.beginning = self.waiting[1:], None
-        return members[:rows], past
 
     def _load(self, slot: int, i: int, g: int, batch: Prefilled, j: int) -> None:
         length = len(self.prompts[i])
