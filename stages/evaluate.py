@@ -477,9 +477,9 @@ class Plan:
     # -- choices and texts, by likelihood -------------------------------------------------------------------------------------
 
     def logps_of(self, items) -> list:
-        from stages.evaluation.likelihood import response_logps
+        from stages.evaluation.likelihood import prompted_logps
 
-        return response_logps(self.policy(), items, self.config.max_tokens_per_micro_batch, self.stage.device)
+        return prompted_logps(self.policy(), items, self.config.max_tokens_per_micro_batch, self.stage.device)
 
     def choice_scores(self, rows) -> list[dict]:
         """Read one chunk of prompts with choices by likelihood: a row per reading, its output the choice that it takes."""

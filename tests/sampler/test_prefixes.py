@@ -182,3 +182,28 @@ def test_a_beginning_that_all_prompts_share_is_attended_in_common(models, monkey
             torch.testing.assert_close(torch.tensor(c.logps), trainer_logps(model, prompt, c.ids, params).float(), atol=3e-6, rtol=0)
     monkeypatch.setattr(prefixes, "MIN_SAVED", 10**9)
     assert ids_of(Sampler(model, None, max_batch=36).generate(prompts, params, seeds)) == ids_of(out) and made[-1].known == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "mistral-window"])
+def test_letters_behind_shared_examples_have_the_same_log_probs(models, monkeypatch, name):
+    """multiple_choice=letter with few_shot: one pass over the examples, and over each question without them."""
+    from stages.batching import make_item
+    from stages.evaluation import likelihood
+
+    model, rng = models(name), random.Random(4)
+    draw = lambda n: [rng.randrange(96) for _ in range(n)]
+    examples = [draw(70), draw(65)]
+    prompts = [examples[i % 2] + draw(1 + i) for i in range(12)] + [draw(7), draw(80)]
+    letters = [[[5], [6], [7]]] * 14
+    letters[3] = [[5], [6, 7]]  # a letter of two tokens
+    items = [make_item(str(i), prompt, said, [[1] * len(one) for one in said]) for i, (prompt, said) in enumerate(zip(prompts, letters))]
+    want = likelihood.response_logps(model, items, 300, "cpu")
+    plain, asked = likelihood.response_logps, []
+    monkeypatch.setattr(likelihood, "response_logps", lambda model, items, *more: asked.extend(item.row_id for item in items) or plain(model, items, *more))
+    got = likelihood.prompted_logps(model, items, 300, "cpu")
+    assert asked == ["3", "12", "13"]
+    for one, other in zip(got, want):
+        assert [len(each) for each in one] == [len(each) for each in other]
+        for each, wanted in zip(one, other):
+            assert each == pytest.approx(wanted, abs=2e-5)
+    assert likelihood.prompted_logps(model, items[12:], 300, "cpu") == plain(model, items[12:], 300, "cpu")
