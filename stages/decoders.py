@@ -84,17 +84,76 @@ class Prefilled:
     past: Past | None = None
 
 
-class SlotKV:
-    """Static KV of S slots: per layer keys and values [S, K, C, D], and the additive mask [S, C] of every slot.
+def _fill(into, prefilled: Prefilled, at: int, row: int, length: int, skip: int = 0) -> None:
+    """Put `length` tokens of a prefilled row, those after its first `skip`, into the first columns of place `at`. into: keys and values [places, K, C, D] per layer."""
+    past, known = prefilled.past, 0
+    if past is not None:
+        source_at = row if len(past.lengths) > 1 else 0
+        known = past.lengths[source_at]
+        for target, source in zip(into, (*past.keys, *past.values)):
+            target[at, :, : max(known - skip, 0)].copy_(source[source_at, :, skip:known])
+    for target, source in zip(into, (*prefilled.keys, *prefilled.values)):
+        target[at, :, max(known - skip, 0) : length].copy_(source[row, :, max(skip - known, 0) : length + skip - known])
 
-    common: one row that all slots begin with and that is not in their columns; attention reads it once for all of them. `known` are its tokens, so
-    column c holds position known + c. Only for engines with ``attends_in_common``.
+
+class Trunks:
+    """What several slots begin with, kept once and attended to together: a prompt of which several completions are sampled, or a beginning of all prompts.
+
+    A trunk has a seat; a slot that begins with it has a lane of that seat, and its own columns hold what comes after. Only for engines with
+    ``attends_in_trunks``. Shapes: A seats and R lanes in use, P columns in use, n slots; keys and values [seats, K, columns, D] per layer.
     """
 
-    def __init__(self, like: Prefilled, slots: int, columns: int, common: Past | None = None):
+    def __init__(self, like: Prefilled, seats: int, columns: int):
+        self.keys = [x.new_zeros(seats, x.shape[1], columns, x.shape[3]) for x in like.keys]
+        self.values = [x.new_zeros(seats, x.shape[1], columns, x.shape[3]) for x in like.values]
+        self.length = torch.zeros(seats, dtype=torch.int64, device=like.keys[0].device)
+        self.closed = torch.finfo(like.keys[0].dtype).min
+
+    def load(self, seat: int, prefilled: Prefilled, row: int, length: int) -> None:
+        """The first `length` tokens of a prefilled row."""
+        _fill((*self.keys, *self.values), prefilled, seat, row, length)
+        self.length[seat] = length
+
+    def arrange(self, seats: torch.Tensor, lanes: torch.Tensor) -> None:
+        """Seats and lanes [n] of the live slots, for the products that follow."""
+        self.seats, self.rows = int(seats.max()) + 1, int(lanes.max()) + 1
+        self.place = seats * self.rows + lanes
+        self.in_order = len(seats) == self.seats * self.rows and bool((self.place[1:] > self.place[:-1]).all())
+        self.known = self.length[seats]
+        self.columns = int(self.known.max())
+        self.mask = torch.zeros(len(seats), 1, 1, self.columns, dtype=self.keys[0].dtype, device=seats.device).masked_fill_(
+            (torch.arange(self.columns, device=seats.device) >= self.known[:, None])[:, None, None], self.closed)
+
+    def scores(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """q [n, K, G, D] against the slots' own trunks, [n, K, G, P]; what is past a trunk's end is closed."""
+        found = torch.bmm(self._seated(q), self._used(self.keys[layer]).transpose(1, 2))
+        return self._unseated(found, q).add_(self.mask)
+
+    def mix(self, layer: int, weights: torch.Tensor) -> torch.Tensor:
+        """weights [n, K, G, P] of the trunks' values, [n, K, G, D]."""
+        return self._unseated(torch.bmm(self._seated(weights), self._used(self.values[layer])), weights)
+
+    def _used(self, x: torch.Tensor) -> torch.Tensor:
+        return x[: self.seats, :, : self.columns].flatten(0, 1)
+
+    def _seated(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, K, G, X] -> [A * K, R * G, X]; empty lanes hold zeros."""
+        _, heads, group, width = x.shape
+        full = x if self.in_order else x.new_zeros(self.seats * self.rows, heads, group, width).index_copy_(0, self.place, x)
+        return full.view(self.seats, self.rows, heads, group, width).transpose(1, 2).reshape(self.seats * heads, self.rows * group, width)
+
+    def _unseated(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """The reverse, [n, K, G, X]."""
+        _, heads, group, _ = like.shape
+        full = x.view(self.seats, heads, self.rows, group, -1).transpose(1, 2).reshape(self.seats * self.rows, heads, group, -1)
+        return full if self.in_order else full[self.place]
+
+
+class SlotKV:
+    """Static KV of S slots: per layer keys and values [S, K, C, D], and the additive mask [S, C] of every slot."""
+
+    def __init__(self, like: Prefilled, slots: int, columns: int):
         self.slots, self.columns = slots, columns
-        self.known = 0 if common is None else common.lengths[0]
-        self.common = None if common is None else [(k[0].contiguous(), v[0].contiguous()) for k, v in zip(common.keys, common.values)]
         self.keys = [x.new_zeros(slots, x.shape[1], columns, x.shape[3]) for x in like.keys]
         self.values = [x.new_zeros(slots, x.shape[1], columns, x.shape[3]) for x in like.values]
         self.closed = torch.finfo(like.keys[0].dtype).min
@@ -108,16 +167,9 @@ class SlotKV:
         self.mask = F.pad(self.mask, (0, extra), value=self.closed)
         self.columns = columns
 
-    def load(self, slot: int, prefilled: Prefilled, row: int, length: int) -> None:
-        """Put a prefilled prompt of `length` tokens, its past included unless all slots have it in common, into a slot."""
-        past, known = prefilled.past, 0
-        if past is not None and self.common is None:
-            at = row if len(past.lengths) > 1 else 0
-            known = past.lengths[at]
-            for into, source in zip((*self.keys, *self.values), (*past.keys, *past.values)):
-                into[slot, :, :known].copy_(source[at, :, :known])
-        for into, source in zip((*self.keys, *self.values), (*prefilled.keys, *prefilled.values)):
-            into[slot, :, known:length].copy_(source[row, :, : length - known])
+    def load(self, slot: int, prefilled: Prefilled, row: int, length: int, skip: int = 0) -> None:
+        """Put `length` tokens of a prefilled prompt, those after its first `skip`, into a slot."""
+        _fill((*self.keys, *self.values), prefilled, slot, row, length, skip)
         self.mask[slot, :length] = 0
         self.mask[slot, length:] = self.closed
 
@@ -159,7 +211,7 @@ def bare(model):
 class GenericDecoder:
     """Any Hugging Face decoder-only model through its own forward, with per-row columns and a 4D mask."""
 
-    wants_blocks = attends_in_common = False
+    wants_blocks = attends_in_trunks = False
 
     def __init__(self, model):
         self.model = model
@@ -373,8 +425,8 @@ class LeanDecoder:
         return self.device.type == "cpu" and self.dtype == self.wide
 
     @property
-    def attends_in_common(self) -> bool:
-        """Whether a row that all slots begin with need not be in each of them: where attention is composed here."""
+    def attends_in_trunks(self) -> bool:
+        """Whether what several slots begin with need not be in each of them: where attention is composed here."""
         return self.wants_blocks
 
     @torch.inference_mode()
@@ -456,10 +508,10 @@ class LeanDecoder:
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self._norm(x, self.norm, self.eps)).float()
 
-    def decode(self, kv: SlotKV, tokens: torch.Tensor, columns: torch.Tensor, bounds) -> torch.Tensor:
+    def decode(self, kv: SlotKV, tokens: torch.Tensor, columns: torch.Tensor, bounds, trunks: Trunks | None = None) -> torch.Tensor:
         """Append tokens [n] at columns [n] of slots 0..n-1; next-token logits [n, V] float32.
 
-        bounds: runs of slots (first, end, columns in use) that attend together, each over its own columns."""
+        bounds: runs of slots (first, end, columns in use) that attend together, each over its own columns. trunks: arranged for these slots."""
         n, k_heads, d = tokens.shape[0], self.groups, self.head_dim
         longest = max(width for _, _, width in bounds)
         rows = torch.arange(n, device=tokens.device)
@@ -467,7 +519,8 @@ class LeanDecoder:
         masks = [kv.mask[first:end, None, None, :width] for first, end, width in bounds]
         cells = ((rows * (k_heads * kv.columns) + columns)[:, None]
                  + torch.arange(k_heads, device=tokens.device) * kv.columns).view(-1)
-        rotation = self._rotations(kv.known + longest)[kv.known + columns][:, None]
+        positions = columns if trunks is None else columns + trunks.known
+        rotation = self._rotations(longest if trunks is None else longest + trunks.columns)[positions][:, None]
         x = F.embedding(tokens, self.embedding)
         for index, (layer, keys, values) in enumerate(zip(self.layers, kv.keys, kv.values)):
             q, k, v = self._project(layer, x, rotation)
@@ -476,27 +529,22 @@ class LeanDecoder:
             if self.wants_blocks:
                 q = q.reshape(n * k_heads, -1, d)
                 keys, values = keys.view(-1, kv.columns, d), values.view(-1, kv.columns, d)
-                far = None if kv.common is None else _by_row(q, n) @ kv.common[index][0].transpose(1, 2)  # [K, n * G, known]
-                parts = []
+                before = None if trunks is None else trunks.scores(index, q.view(n, k_heads, -1, d))
+                parts, far = [], []
                 for (first, end, width), mask in zip(bounds, masks):
                     span = slice(first * k_heads, end * k_heads)
                     scores = torch.bmm(q[span], keys[span, :width].transpose(1, 2)).view(end - first, k_heads, -1, width).add_(mask)
-                    if far is not None:
-                        scores = torch.cat([far.view(k_heads, n, -1, kv.known)[:, first:end].transpose(0, 1), scores], -1)
-                    weights = torch.softmax(scores, -1).view((end - first) * k_heads, -1, kv.known + width)
-                    part = torch.bmm(weights[..., kv.known :], values[span, :width])
-                    if far is not None:
-                        common = _by_row(weights[..., : kv.known], end - first) @ kv.common[index][1]  # [K, rows * G, D]
-                        part += common.view(k_heads, end - first, -1, d).transpose(0, 1).reshape(part.shape)
-                    parts.append(part)
+                    weights = torch.softmax(scores if before is None else torch.cat([before[first:end], scores], -1), -1)
+                    if before is not None:
+                        far.append(weights[..., :-width])
+                        weights = weights[..., -width:]
+                    parts.append(torch.bmm(weights.reshape((end - first) * k_heads, -1, width), values[span, :width]))
                 attended = torch.cat(parts) if len(parts) > 1 else parts[0]
+                if before is not None:
+                    attended = attended.view(n, k_heads, -1, d) + trunks.mix(index, torch.cat(far) if len(far) > 1 else far[0])
             else:
                 attended = F.scaled_dot_product_attention(q.reshape(n, k_heads, -1, d), keys[:n, :, :longest],
                                                           values[:n, :, :longest], attn_mask=masks[0], scale=1.0)
             x = self._finish(layer, x, attended.reshape(n, -1))
         return self._logits(x)
 
-
-def _by_row(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """[rows * K, G, D] -> [K, rows * G, D]: what of all rows meets the same keys."""
-    return x.view(rows, -1, *x.shape[1:]).transpose(0, 1).flatten(1, 2)

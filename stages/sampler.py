@@ -13,29 +13,30 @@ What a caller may rely on:
 * Log-probs are those of the sampled distribution in float32 (temperature and filters included).
 * Weights are read at every `generate` call, so an optimizer step between calls is seen.
 
-Each prompt is prefilled once, whatever its number of completions, and so is a long beginning that prompts share, or a row of an earlier call
-that a prompt continues (``remembering``, ``stages.prefixes``);
-prompts are prefilled together, sorted by length; a finished row's slot is given to the next waiting row before the next step.
+Nothing is computed twice: a prompt is prefilled once, whatever its number of completions, and so is a long beginning that prompts share, or a row
+of an earlier call that a prompt continues (``remembering``, ``stages.prefixes``). On the CPU what several rows begin with is also kept and attended to
+once (``decoders.Trunks``). Prompts are prefilled together, sorted by length; a finished row's slot is given to the next waiting row before the next step.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from typing import Callable, Sequence
 
 import numpy as np
 import torch
 
 from stages import usage
-from stages.decoders import Prefilled, SlotKV, make_decoder, max_positions
+from stages.decoders import Prefilled, SlotKV, Trunks, make_decoder, max_positions
 from stages.prefixes import Kept, KeptRows, prefilled_continuing, prefilled_groups, shared_beginnings
 from stages.sampling import SamplingParams, bad_word_ids, processed_logits, sample_step, uniforms
 from stages.verifiers import TAGS
 
 __all__ = ["Completion", "DerivedText", "Sampler", "SamplerError", "SamplingParams", "check_request", "text_of"]
 
+MIN_TRUNK = 48  # prompt tokens per completion that need not be kept and read again, where prompts of several completions are kept once
 COLUMN_STEP = 128  # KV columns are added in multiples of this
 BLOCK = 16  # slots that share one attention length; longer rows are kept in earlier blocks
 
@@ -158,6 +159,32 @@ def check_request(prompts, params: SamplingParams, seeds, *, vocabulary: int, po
                                "use the ids of the model's own tokenizer")
 
 
+class Seats:
+    """Where rows sit in :class:`stages.decoders.Trunks`: a seat per trunk in use, a lane of it per row, always the lowest free ones."""
+
+    def __init__(self):
+        self.of: dict[tuple, int] = {}  # trunk -> seat
+        self.lanes: dict[int, set[int]] = {}  # seat -> lanes taken
+
+    def take(self, trunk: tuple) -> tuple[int, int, bool]:
+        """(seat, lane, whether the seat is new to this trunk) for one more row."""
+        fresh = trunk not in self.of
+        if fresh:
+            self.of[trunk] = next(seat for seat in count() if seat not in self.lanes)
+            self.lanes[self.of[trunk]] = set()
+        taken = self.lanes[self.of[trunk]]
+        lane = next(lane for lane in count() if lane not in taken)
+        taken.add(lane)
+        return self.of[trunk], lane, fresh
+
+    def leave(self, seat: int, lane: int) -> None:
+        """A row has ended; the last one of a trunk frees its seat."""
+        self.lanes[seat].discard(lane)
+        if not self.lanes[seat]:
+            del self.lanes[seat]
+            self.of = {trunk: one for trunk, one in self.of.items() if one != seat}
+
+
 class _Run:
     """One `generate` call: the queue, the slots and the step loop. Slots 0..live-1 are always the live rows."""
 
@@ -176,8 +203,9 @@ class _Run:
         continuing = list(self.continued)
         groups = shared_beginnings(prompts, [i for i in order if i not in self.continued])
         order = continuing + [i for members, _ in groups for i in members]
-        alone = len(groups) == 1 and self.kept is None and self.decoder.attends_in_common
-        self.common = groups[0][1] if alone else 0  # tokens that all prompts begin with and that no slot has columns for
+        self.trunk = self._trunk_lengths(groups, seeds)
+        self.trunks: Trunks | None = None
+        self.seats = Seats()
         slots, width = min(sampler.max_batch, total), params.max_new_tokens
         self.batches = chain(prefilled_continuing(self.decoder, prompts, self.continued, slots, self._send),
                              prefilled_groups(self.decoder, prompts, groups, slots, self._send))
@@ -194,6 +222,7 @@ class _Run:
         self.length = np.zeros(slots, np.int64)  # tokens in its KV = column of its next token
         self.count = np.zeros(slots, np.int64)  # tokens sampled
         self.token = np.zeros(slots, np.int64)  # last token sampled
+        self.seat, self.lane = np.zeros(slots, np.int64), np.zeros(slots, np.int64)  # of its trunk
         self.uniform = np.zeros((slots, width))
         self.out_ids = np.zeros((slots, width), np.int64)
         self.out_logps = np.zeros((slots, width), np.float32)
@@ -218,9 +247,27 @@ class _Run:
             longest = max(width for _, _, width in bounds)
             if longest > self.kv.columns:
                 self.kv.grow(self._columns(longest))
-            logits = self.decoder.decode(self.kv, self._send(self.token[: self.live]), self._send(self.length[: self.live]), bounds)
+            logits = self.decoder.decode(self.kv, self._send(self.token[: self.live]), self._send(self.length[: self.live]), bounds, *self._trunks())
             self.length[: self.live] += 1
             free = self._sample(logits, rows)
+
+    def _trunk_lengths(self, groups, seeds) -> dict[int, int]:
+        """Of every prompt, how many first tokens its rows attend to in a trunk (``decoders.Trunks``): what all prompts begin with, else the whole
+        prompt where several completions are sampled and enough is saved, else none."""
+        order = [i for members, _ in groups for i in members]
+        if self.kept is not None or not self.decoder.attends_in_trunks:
+            return dict.fromkeys(range(len(self.prompts)), 0)
+        if len(groups) == 1 and groups[0][1]:
+            return dict.fromkeys(order, groups[0][1])
+        saved = sum((len(seeds[i]) - 1) * len(self.prompts[i]) for i in order)
+        return {i: len(self.prompts[i]) if saved >= MIN_TRUNK * self.total else 0 for i in order}
+
+    def _trunks(self) -> tuple:
+        """The trunks as the live rows have them now, where there are any."""
+        if self.trunks is None:
+            return ()
+        self.trunks.arrange(self._send(self.seat[: self.live]), self._send(self.lane[: self.live]))
+        return (self.trunks,)
 
     def _bounds(self) -> list[tuple[int, int, int]]:
         """(first slot, end slot, columns in use) of runs of blocks with about the same longest row."""
@@ -240,7 +287,7 @@ class _Run:
         return torch.from_numpy(x).to(self.device) if self.device.type != "cpu" else torch.from_numpy(x.copy())
 
     def _columns(self, needed: int) -> int:
-        most = max(len(p) for p in self.prompts) + self.params.max_new_tokens - self.common
+        most = max(len(self.prompts[i]) - self.trunk[i] for i in self.trunk) + self.params.max_new_tokens
         wanted = needed + max(COLUMN_STEP, needed // 2)
         return min(-(-wanted // COLUMN_STEP) * COLUMN_STEP, max(most, needed))
 
@@ -258,7 +305,7 @@ class _Run:
                 while i not in self.prefilled:
                     self._prefill()
                 batch, j = self.prefilled[i]
-                slot = self._make_room(hole, len(self.prompts[i]) - self.common, held)
+                slot = self._make_room(hole, len(self.prompts[i]) - self.trunk[i], held)
                 slots.append(slot)
                 held.add(slot)
                 self._load(slot, i, g, batch, j)
@@ -288,7 +335,7 @@ class _Run:
     def _move(self, source: int, target: int) -> None:
         """A live row to another slot, its KV and its books."""
         self.kv.move(source, target, int(self.length[source]))
-        for x in (self.row, self.length, self.count, self.token, self.uniform, self.out_ids, self.out_logps, self.prompt, self.prompt_length):
+        for x in (self.row, self.length, self.count, self.token, self.uniform, self.out_ids, self.out_logps, self.prompt, self.prompt_length, self.seat, self.lane):
             x[target] = x[source]
 
     def _prefill(self) -> None:
@@ -299,12 +346,19 @@ class _Run:
 
     def _load(self, slot: int, i: int, g: int, batch: Prefilled, j: int) -> None:
         length = len(self.prompts[i])
-        own = length - self.common
+        own = length - self.trunk[i]
         if self.kv is None:
-            self.kv = SlotKV(batch, self.slots, self._columns(own), batch.past if self.common else None)
+            self.kv = SlotKV(batch, self.slots, self._columns(own))
         elif own > self.kv.columns:
             self.kv.grow(self._columns(own))
-        self.kv.load(slot, batch, j, own)
+        self.kv.load(slot, batch, j, own, self.trunk[i])
+        if self.trunk[i]:
+            if self.trunks is None:
+                different = {tuple(self.prompts[one][:known]) for one, known in self.trunk.items()}
+                self.trunks = Trunks(batch, min(self.slots, len(different)), max(self.trunk.values()))
+            self.seat[slot], self.lane[slot], fresh = self.seats.take(tuple(self.prompts[i][: self.trunk[i]]))
+            if fresh:
+                self.trunks.load(int(self.seat[slot]), batch, j, self.trunk[i])
         self.row[slot], self.length[slot], self.count[slot] = (i, g), own, 0
         if self.prompt.shape[1]:
             self.prompt[slot, :length], self.prompt_length[slot] = self.prompts[i], length
@@ -359,6 +413,8 @@ class _Run:
         if self.kept is not None:  # the last token's KV is not computed
             self.kept.add(Kept([*self.prompts[i], *ids[:-1]], *self.kv.copy(slot, int(self.length[slot]))))
         text = self.text.of(ids[:-1] if reason == "eos" else ids)
+        if self.trunk[i]:
+            self.seats.leave(int(self.seat[slot]), int(self.lane[slot]))
         self.results[i][g] = Completion(ids, self.out_logps[slot, :n].tolist(), reason, text)
         self.done += 1
         if self.progress is not None:

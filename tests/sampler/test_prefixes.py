@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from stages import prefixes
-from stages.decoders import GenericDecoder, LeanDecoder
+from stages import sampler as sampler_module
+from stages.decoders import GenericDecoder, LeanDecoder, SlotKV, Trunks
 from stages.prefixes import shared_beginnings
 from stages.sampler import Sampler, SamplingParams
 from tests.sampler.test_sampler import ENGINES, ids_of, trainer_logps
@@ -161,27 +162,69 @@ def test_kept_rows_are_found_by_what_they_begin_with():
     assert kept.rows == [] and kept.bytes == 0 and kept.longest([2] * 80) is None
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "llama3-rope"])
-def test_a_beginning_that_all_prompts_share_is_attended_in_common(models, monkeypatch, name):
-    """40 rows over several attention blocks, in float64: the log-probs of a plain forward; the shared tokens have no columns of their own."""
+@pytest.fixture
+def made(monkeypatch):
+    """The KV of slots and the trunks that samplers make, in turn."""
+    found = {SlotKV: [], Trunks: []}
+    for kind, ones in found.items():
+        init = kind.__init__
+        monkeypatch.setattr(kind, "__init__", lambda self, *given, init=init, ones=ones: init(self, *given) or ones.append(self))
+    return found
+
+
+def doubled(model):
     import copy
 
-    from stages.decoders import SlotKV
+    return copy.deepcopy(model).double()
 
-    model = copy.deepcopy(models(name)).double()
+
+@pytest.mark.parametrize("batch", [36, 5])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "llama3-rope"])
+def test_a_beginning_that_all_prompts_share_is_attended_in_common(models, monkeypatch, made, name, batch):
+    """40 rows over several attention blocks, in float64: the log-probs of a plain forward; the shared tokens are no slot's columns."""
+    model = doubled(models(name))
     rng = random.Random(2)
     start = [rng.randrange(96) for _ in range(66)]
     prompts = [start + [rng.randrange(96) for _ in range(1 + i % 9)] for i in range(20)]
     params, seeds = SamplingParams(max_new_tokens=20, stop_ids=set(range(9)), temperature=0.7), [[i, 50 + i] for i in range(20)]
-    made, init = [], SlotKV.__init__
-    monkeypatch.setattr(SlotKV, "__init__", lambda self, *given: init(self, *given) or made.append(self))
-    out = Sampler(model, None, max_batch=36).generate(prompts, params, seeds)
-    assert made[-1].known == 66 and made[-1].columns <= 9 + 20 and len({len(c.ids) for group in out for c in group}) > 5
+    out = Sampler(model, None, max_batch=batch).generate(prompts, params, seeds)
+    assert [t.length.tolist() for t in made[Trunks]] == [[66]] and made[SlotKV][-1].columns <= 9 + 20
+    assert len({len(c.ids) for group in out for c in group}) > 5
     for prompt, group in zip(prompts, out):
         for c in group:  # the logits are float32
             torch.testing.assert_close(torch.tensor(c.logps), trainer_logps(model, prompt, c.ids, params).float(), atol=3e-6, rtol=0)
     monkeypatch.setattr(prefixes, "MIN_SAVED", 10**9)
-    assert ids_of(Sampler(model, None, max_batch=36).generate(prompts, params, seeds)) == ids_of(out) and made[-1].known == 0
+    monkeypatch.setattr(sampler_module, "MIN_TRUNK", 10**9)
+    assert ids_of(Sampler(model, None, max_batch=batch).generate(prompts, params, seeds)) == ids_of(out)
+    assert len(made[Trunks]) == 1 and made[SlotKV][-1].columns > 66
+
+
+@pytest.mark.parametrize("batch", [36, 5, 1])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "llama3-rope"])
+def test_a_prompt_of_several_completions_is_attended_once(models, monkeypatch, made, name, batch):
+    """Groups that are split over admissions, prompts of different lengths, of one completion and of none, two that share a beginning; in float64."""
+    model = doubled(models(name))
+    rng = random.Random(6)
+    draw = lambda n: [rng.randrange(96) for _ in range(n)]
+    start = draw(65)
+    prompts = [draw(n) for n in (75, 71, 66, 3)] + [start + draw(3) for _ in range(6)] + [draw(50)]
+    seeds = [[100 * i + g for g in range(n)] for i, n in enumerate((7, 8, 5, 4, 4, 4, 4, 4, 4, 1, 0))]
+    params = SamplingParams(max_new_tokens=20, stop_ids=set(range(9)), temperature=0.7, repetition_penalty=1.1)
+    out = Sampler(model, None, max_batch=batch).generate(prompts, params, seeds)
+    (trunks,), (kv,) = made[Trunks], made[SlotKV]
+    assert kv.columns <= 20 and trunks.keys[0].shape[2] == 75 and len(trunks.length) == min(batch, 10)
+    monkeypatch.setattr(sampler_module, "MIN_TRUNK", 10**9)
+    plain = Sampler(model, None, max_batch=batch).generate(prompts, params, seeds)
+    assert len(made[Trunks]) == 1 and ids_of(plain) == ids_of(out) and len({len(c.ids) for group in out for c in group}) > 5
+    for group, other in zip(out, plain):
+        for c, d in zip(group, other):
+            torch.testing.assert_close(torch.tensor(c.logps), torch.tensor(d.logps), atol=3e-6, rtol=0)
+
+
+def test_short_prompts_keep_columns_of_their_own(models, made):
+    """Below the threshold nothing changes: numbers of runs with short prompts stay what they were."""
+    Sampler(models("llama"), None).generate([[5] * 40, [6] * 50], SamplingParams(max_new_tokens=3), [[1, 2, 3, 4], [5, 6, 7, 8]])
+    assert made[Trunks] == []
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "mistral-window"])
