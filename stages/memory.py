@@ -25,6 +25,8 @@ GIB = 2**30
 SAMPLING = "policy that samples"
 #: Elements of log-probabilities that the LM head keeps for backward at most, whatever the vocabulary.
 HEAD_KEEP_ELEMENTS = 1 << 25
+#: Of finished rows that turns may continue; a constant, since what is kept decides over the last bits of what is computed.
+KEPT_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -156,18 +158,20 @@ def need(roles: Sequence[Role], shapes: Mapping[str, Shape | None], config, devi
 
 
 def caches_of(config, shape: Shape | None) -> dict[str, int]:
-    """Logits kept for backward, and the KV cache of what is sampled together, every sequence as long as it may be."""
+    """Logits kept for backward, and the KV cache of what is sampled together, every sequence as long as it may be, and of what turns continue."""
     text = shape.config if shape is not None else {}
     logits = min(logits_bytes(config.max_tokens_per_micro_batch, text["vocab_size"]), 4 * HEAD_KEEP_ELEMENTS) if "vocab_size" in text else 0
     if not hasattr(config, "generation_batch") or getattr(config, "engine", "builtin") != "builtin" or "num_hidden_layers" not in text:
         return {"logits": logits} if logits else {}
     heads = text.get("num_key_value_heads") or text["num_attention_heads"]
     width = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-    rows = min(config.generation_batch, getattr(config, "prompts_per_step", config.generation_batch) * getattr(config, "num_generations", 1))
+    everyone = getattr(config, "prompts_per_step", config.generation_batch) * getattr(config, "num_generations", 1)
+    rows = min(config.generation_batch, everyone)
     length = getattr(config, "max_prompt_length", 0) + getattr(config, "longest_completion", config.max_completion_length)
     if text.get("max_position_embeddings"):
         length = min(length, text["max_position_embeddings"])
-    return {"KV cache": kv_bytes(text["num_hidden_layers"], heads, width, rows * length, 4), "logits": logits}
+    kv = lambda rows: kv_bytes(text["num_hidden_layers"], heads, width, rows * length, 4)
+    return {"KV cache": kv(rows) + (min(KEPT_BYTES, kv(everyone)) if getattr(config, "environment", "") else 0), "logits": logits}
 
 
 # ---------------------------------------------------------------------------------------------------------------- refusing

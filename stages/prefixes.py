@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from stages.decoders import Past, Prefilled
+from stages.memory import KEPT_BYTES
 
 PREFILL_TOKENS = 4096  # padded tokens of one prefill batch (a longer prompt goes alone)
 PREFILL_COLUMNS = 16384  # KV columns that one prefill batch attends to, a beginning that its rows share counted for each
 MIN_SHARED = 64  # tokens; a shorter beginning (a chat template's head) is not worth a forward pass of its own
 MIN_SAVED = 256  # tokens that a group's prompts need not compute
-KEPT_BYTES = 2 << 30  # of rows that may be continued; a constant, since what is kept decides over the last bits of what is computed
 
 
 def shared_beginnings(prompts: Sequence[Sequence[int]], order: Sequence[int]) -> list[tuple[list[int], int]]:

@@ -135,13 +135,18 @@ def test_a_plan_that_cannot_fit_is_refused_before_anything_is_loaded(tiny, data,
     assert result["summary"] == plain["summary"]
 
 
-def test_what_fits_by_certain_bytes_only_is_a_warning(tiny, data, spec):
+def test_what_fits_by_certain_bytes_only_is_a_warning(tiny, data, spec, monkeypatch):
     config = get_spec("rl").config(**RL)
     shapes = {"model": memory.shape_of(tiny["policy"])}
     found = memory.need(get_spec("rl").roles(config, {"model", "data"}), shapes, config)
     assert set(found.caches) == {"KV cache", "logits"}
     text, rows, length = shapes["model"].config, 4, 256  # max_prompt_length is 512 by default, the model has 256 positions
     assert found.caches["KV cache"] == 2 * text["num_hidden_layers"] * 32 * rows * length * 4
+    agent = memory.need(get_spec("rl").roles(config, {"model", "data"}), shapes, config.model_copy(update={"environment": "tools", "generation_batch": 1}))
+    assert agent.caches["KV cache"] == found.caches["KV cache"] * (rows + 1) // rows  # one row at a time, and all that may be continued
+    monkeypatch.setattr(memory, "KEPT_BYTES", 10)
+    agent = memory.need(get_spec("rl").roles(config, {"model", "data"}), shapes, config.model_copy(update={"environment": "tools"}))
+    assert agent.caches["KV cache"] == found.caches["KV cache"] + 10
     events = []
     result = execute(spec("rl", {**RL, "device_memory_gib": (found.states + 1) / memory.GIB}, {"model": tiny["policy"], "data": data["prompts"]}, "tight"), events.append)
     (warned,) = [w["text"] for w in result["warnings"] if w["code"] == "memory"]
