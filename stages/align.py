@@ -145,7 +145,7 @@ def run(stage):
         if not objective.nll_coef and any(i.extra["weight"] for i in first) and abs(loss - math.log(2)) > rounding * max(1.0, objective.scale * 10):
             raise TrainingError(f"Policy equals reference at step 0, so the DPO loss must be ln 2 = 0.6931, but it is {loss:.6f}. The "
                                 "cached reference does not belong to this model and data; drop the ref_logps input.")
-    preflight(stage, trainer, seen, config.batch_size, renderer, prepare=source.prepare)
+    preflight(stage, trainer, seen, config.batch_size, renderer, prepare=source.prepare, completions_end=not config.mask_formatting)
     _, final = fit(stage, trainer, source, evaluate=(lambda: source.evaluate(trainer)) if validation else None, eval_every=config.eval_every)
     with stage.output_model("model", role="policy") as directory:
         save_policy(model, renderer.tokenizer, directory, base=stage.inputs["model"].ref)

@@ -25,7 +25,7 @@ def preflight(stage, trainer, items: Sequence[Item], batch_size: int, renderer, 
     Args:
         batch_size: items per optimizer step.
         prepare: gives the trial's items what their loss needs beyond themselves.
-        completions_end: trained responses are expected to train a stop token (False for plain text and reward models).
+        completions_end: trained responses are expected to train a stop token (False for plain text, reward models and masked formatting).
 
     Raises:
         TrainingError: the dearest micro-batch does not fit into memory.

@@ -61,6 +61,17 @@ def test_formatting_tokens_are_left_out_of_both_sides(tiny, preferences):
             assert ids[-1] in renderer.stop_ids and own == ids[:-1] and own_mask == mask[:-1] and sum(own_mask) == sum(mask) - 1
 
 
+def test_masked_formatting_is_no_reason_to_warn_of_stop_tokens(tiny, preferences, spec):
+    """What mask_formatting leaves out on purpose is not reported as a fault; a max_length that cuts answers still is."""
+    def warnings(**settings):
+        heard = []
+        execute(spec("align", {"method": "dpo", "max_steps": 1, "batch_size": 4, "max_length": 96, **settings}, {"model": tiny["policy"], "data": preferences["pairs"]}, str(settings)), heard.append)
+        return [event["code"] for event in heard if event["event"] == "warning"]
+
+    assert "stop_token_not_trained" in warnings(max_length=10)
+    assert "stop_token_not_trained" not in warnings() + warnings(mask_formatting=True)
+
+
 def test_loss_at_the_reference(tiny, preferences, spec):
     """Policy equals reference before the first step: DPO ln 2, KTO half its weight, APO 1, IPO (1/(2 tau))^2, 2D-DPO ln 2 per segment."""
     for method, kind, expected in (("dpo", "pairs", math.log(2)), ("kto", "unpaired", 0.5), ("apo_zero", "pairs", 1.0), ("ipo", "pairs", 25.0),
