@@ -272,13 +272,15 @@ def print_plan(recipe: str, config: Any, force: list[str], as_json: bool) -> Non
     resolved = config.model_dump(mode="json")
     if not as_json:
         print(yaml.safe_dump(resolved, sort_keys=False))
+        for line in config.remarks():
+            print(line)
         display.table(plan.table, "plan")
         for line in plan.advice:
             print(f"advice  {line}")
     if plan.refused:
         raise ConfigError("\n  ".join(plan.refused))
     if as_json:
-        emit({"recipe": recipe, "config": resolved, "plan": plan.table, "advice": plan.advice})
+        emit({"recipe": recipe, "config": resolved, "remarks": config.remarks(), "plan": plan.table, "advice": plan.advice})
 
 
 @app.command(rich_help_panel="Pipelines", epilog=EXIT_CODES)

@@ -46,6 +46,13 @@ class PublishedConfig(IteratedConfig):
     tax: EvaluateConfig = Field(EvaluateConfig(split="train", num_samples=0), description="What is read off every model on data.benchmarks (their split) and on the validation split of data.text "
                                                                                           "(step alignment_tax).")
 
+    def remarks(self) -> list[str]:
+        """What the steps get in the place of the settings that ``scale`` changes, a line per section."""
+        small = scaled(self)
+        changed = {name: {key: after for key in type(part).model_fields if (after := getattr(part, key)) != getattr(getattr(self, name), key)} for name in type(self).model_fields
+                   if (part := getattr(small, name)) is not getattr(self, name)}
+        return [f"at scale={self.scale:g} {name} runs with {', '.join(f'{key}={value}' for key, value in values.items())}" for name, values in changed.items() if values]
+
 
 def scaled(config: Any) -> Any:
     """The configuration with every section at ``config.scale`` of its size."""

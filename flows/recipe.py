@@ -69,6 +69,10 @@ class RecipeConfig(StageConfig):
                 filled[name] = merge(field.default.model_dump(exclude_unset=True), values[name])
         return filled
 
+    def remarks(self) -> list[str]:
+        """What a plan says of the settings beside printing them."""
+        return []
+
 
 class Outputs(Mapping):
     """The outputs of one stage: output name -> ref; `metrics` are its final numbers."""

@@ -95,6 +95,8 @@ def test_a_scaled_run_keeps_its_ratios(recipe):
             assert after.batch_size == max(1, round(before.batch_size / 10)) and after.num_train_epochs == before.num_train_epochs, name
         if getattr(before, "max_prompts", None):
             assert after.max_prompts == before.max_prompts // 100, name
+    said = load_config(recipe, {"scale": 0.01}).remarks()
+    assert f"at scale=0.01 rl runs with max_steps={small.rl.max_steps}, prompts_per_step={small.rl.prompts_per_step}" in said and not whole.remarks()
     assert scaled(load_config(recipe, {})) == whole and (least := scaled(load_config(recipe, {"scale": 1e-6}))).rl.prompts_per_step == least.rl.num_minibatches
     resolve_preset(least.rl)
 
