@@ -15,7 +15,7 @@ from typing import Literal
 from pydantic import Field
 
 from flows.recipe import Run, recipe
-from flows.start import IteratedConfig, conclusion, next_prompts, reward_inputs, starting_policy
+from flows.start import IteratedConfig, accuracies, conclusion, next_prompts, reward_inputs, starting_policy
 from flows.steps import Source, ingest
 from stages.align import Config as AlignConfig
 from stages.preferences import Config as PreferencesConfig
@@ -63,8 +63,7 @@ def refreshed(run: Run, source: Source, config: GoldConfig, k: int, policy: str,
                   replay=labels.pairs if config.gold_memory == "replay" else None, name_as=f"discriminator-{k}",
                   config=config.train_reward_model.model_copy(update={"init_head": "keep"} if goes_on else {}))
     labels.pairs[name] = fresh
-    return learned["model"], {"round": k, "gold_labels": labelled.metrics.get("completions"), "accuracy_before": learned.metrics.get("previous/accuracy"),
-                                      "accuracy": learned.metrics.get("validation/accuracy")}
+    return learned["model"], {"round": k, "gold_labels": labelled.metrics.get("completions"), **accuracies(learned)}
 
 
 @recipe(Config)

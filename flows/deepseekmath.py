@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 
 from flows.published import Data, PublishedConfig, alignment_tax, begun, scaled
 from flows.recipe import Run, recipe
-from flows.start import decided, evaluated, next_prompts, reward_inputs
+from flows.start import accuracies, decided, evaluated, next_prompts, reward_inputs
 from flows.steps import Source
 from stages.label_steps import Config as LabelStepsConfig
 from stages.preferences import Config as PreferencesConfig
@@ -76,7 +76,7 @@ def deepseekmath(run: Run, config: Config) -> dict:
             learned = run("reward_model", f"reward_model_{k}", model=judge or adapted, data=fresh, previous=judge, replay=labelled or None, seed=seed, name_as=f"math-reward-{k}",
                           config=config.train_reward_model.model_copy(update={"init_head": "keep"} if judge else {}))
             judge, labelled[f"round_{k}"] = learned["model"], fresh
-            history.append({"round": k, "accuracy_before": learned.metrics.get("previous/accuracy"), "accuracy": learned.metrics.get("validation/accuracy")})
+            history.append({"round": k, **accuracies(learned)})
         policy = models[f"round_{k}"] = run("rl", f"rl_{k}", model=policy, data=prompts, reward_model=judge, config=settings, seed=seed, name_as=f"grpo-{k}",
                                             **reward_inputs(source, config, settings.rewards, policy))["model"]
 

@@ -25,7 +25,7 @@ from pydantic import Field, model_validator
 from flows.config import PRESETS, load_yaml
 from flows.published import EVERYTHING, WORLDS_AND_JUDGES, Data, PublishedConfig, alignment_tax, held_out_text, scaled
 from flows.recipe import Run, recipe
-from flows.start import decided, evaluated, next_prompts, reward_inputs, starting_policy
+from flows.start import accuracies, decided, evaluated, next_prompts, reward_inputs, starting_policy
 from flows.steps import HELD_OUT, Source, compared, ingest, judge_of
 from stages.distill import Config as DistillConfig
 from stages.evaluate import Config as EvaluateConfig
@@ -114,7 +114,7 @@ def hh(run: Run, config: Config) -> dict:
             more = {"replay": {"given": pairs}, "config": settings.model_copy(update={"replay_fraction": EVERYTHING})}
         learned = run("reward_model", f"preference_{k}", model=scorer, data=data, previous=judge, seed=seed, name_as=f"hh-preference-{k}", **{"config": settings, **more})
         judge = learned["model"]
-        history.append({"round": k, "accuracy_before": learned.metrics.get("previous/accuracy"), "accuracy": learned.metrics.get("validation/accuracy")})
+        history.append({"round": k, **accuracies(learned)})
         models[f"round_{k}"] = run("rl", f"rl_{k}", model=start, data=prompts, reward_model=judge, config=config.rl, seed=seed, name_as=f"hh-rl-{k}",
                                    **reward_inputs(source, config, config.rl.rewards, start))["model"]
         if k < config.rounds:

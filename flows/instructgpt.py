@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 
 from flows.published import EVERYTHING, WORLDS_AND_JUDGES, Data, PublishedConfig, alignment_tax, begun, scaled
 from flows.recipe import Run, recipe
-from flows.start import decided, evaluated, next_prompts, reward_inputs, scorer
+from flows.start import accuracies, decided, evaluated, next_prompts, reward_inputs, scorer
 from flows.steps import HELD_OUT, ingest
 from stages.ingest import Config as IngestConfig
 from stages.preferences import Config as PreferencesConfig
@@ -84,7 +84,7 @@ def instructgpt(run: Run, config: Config) -> dict:
         learned = run("reward_model", f"reward_model_{k}", model=config.backbone or instructed, data=ranked, anchor=demonstrations, previous=judge, seed=seed, name_as=f"instruct-reward-{k}",
                       replay={"given": given} if given and answers else None, config=config.kwise.model_copy(update={"replay_fraction": EVERYTHING} if given and answers else {}))
         judge = learned["model"]
-        history.append({"round": k, "accuracy_before": learned.metrics.get("previous/accuracy"), "accuracy": learned.metrics.get("validation/accuracy")})
+        history.append({"round": k, **accuracies(learned)})
         if k == 1:
             if config.choose_checkpoint:
                 chosen = config.sft.model_copy(update={"select_by": "reward", "eval_every": config.sft.eval_every or "epoch"})

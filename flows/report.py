@@ -267,9 +267,11 @@ def print_result(result: dict[str, Any], state: Path) -> None:
     if result.get("scores"):
         table(result["scores"], "held-out prompts")
         print()
-    if result.get("win_rates"):
-        table(result["win_rates"], "win rates, by a judge")
-        print()
+    for name, title in (("win_rates", "win rates, by a judge"), ("rounds", "rounds: the reward model of each, on its held-out rows"),
+                        ("alignment_tax", "what was lost against the first model (step alignment_tax)")):
+        if result.get(name):
+            table(result[name], title)
+            print()
     if result.get("choice"):
         won = result["choice"]["won"]
         print(f"loss {result['choice']['method']}: {result['choice']['why']}" + (f" (revisions won {won:.0%})" if won is not None else "") + "\n")

@@ -6,7 +6,7 @@ from typing import Any, Optional
 
 from pydantic import Field, model_validator
 
-from flows.recipe import RecipeConfig, Run
+from flows.recipe import Outputs, RecipeConfig, Run
 from flows.steps import HELD_OUT, Evaluations, Source, evaluate_all, ingest, promote
 from stages.base_model import Config as BaseModelConfig
 from stages.evaluate import Config as EvaluateConfig
@@ -111,6 +111,12 @@ def trained_scorer(run: Run, source: Source, config: Any, start: str) -> tuple[s
     """(reward model trained on the pairs, the pairs)."""
     pairs = ingest(run, "pairs", source("pairs"), config)
     return run("reward_model", "train_reward_model", model=start, data=pairs, config=config.train_reward_model, name_as="reward")["model"], pairs
+
+
+def accuracies(learned: Outputs) -> dict[str, float]:
+    """What a round's reward model is worth: that of the round before and itself on the round's held-out rows, and itself on those of earlier rows; without those that are not known."""
+    found = {name: learned.metrics.get(key) for name, key in (("accuracy_before", "previous/accuracy"), ("accuracy", "validation/accuracy"), ("accuracy_earlier", "earlier/accuracy"))}
+    return {name: round(value, 4) for name, value in found.items() if value is not None}
 
 
 def reward_inputs(source: Source, config: Any, components: list, policy: str) -> dict[str, str]:

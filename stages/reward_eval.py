@@ -43,12 +43,33 @@ def anchor_responses(data, split: str | None, limit: int) -> list[Response]:
     return found
 
 
+#: Held-out rows below which accuracies, correlations and calibration are noise, and no reason to warn of the model (ours).
+FEW = 20
+
+
 def held_out(stage, scorer: Scorer, data, split: str, limit: int | None = None, probe_pairs: int = 0) -> dict[str, float]:
     """Metrics of one split, by the kind of its rows; ``{}`` without rows. Figures go to the stage's reports."""
-    rows = rows_of(data, split, limit)
+    return judged(stage, scorer, data.kind, rows_of(data, split, limit), split, probe_pairs)
+
+
+def held_out_of_all(stage, scorer: Scorer, datasets: Sequence, label: str, limit: int | None = None) -> dict[str, float]:
+    """Metrics of the held-out rows of several datasets of one kind together, the test split's where there are any, else the validation split's."""
+    for split in ("test", "validation"):
+        if rows := [row for data in datasets for row in rows_of(data, split, limit)]:
+            return judged(stage, scorer, datasets[0].kind, rows[:limit], label)
+    return {}
+
+
+def count_of(found: dict[str, float]) -> int:
+    """Rows that the metrics of :func:`held_out` are of, as far as they say."""
+    return int(next((found[name] for name in ("pairs", "rankings", "rows", "steps") if name in found), 0))
+
+
+def judged(stage, scorer: Scorer, kind: str, rows: list[dict], split: str, probe_pairs: int = 0) -> dict[str, float]:
+    """Metrics of held-out rows of one kind; ``split`` names them in reports."""
     judge = {"pairs/1": judge_pairs, "rankings/1": judge_rankings, "ratings/1": judge_ratings, "trajectories/1": judge_ratings, "unpaired/1": judge_labels,
              "stepwise/1": judge_steps}
-    return judge[data.kind](stage, scorer, rows, split, probe_pairs) if rows else {}
+    return judge[kind](stage, scorer, rows, split, probe_pairs) if rows else {}
 
 
 def interval(stage, values, clusters, name: str, split: str) -> dict[str, float]:
@@ -273,7 +294,11 @@ def _histogram(groups, title, xlabel):
 
 
 def warn_about(stage, found: dict[str, float], train_accuracy: float | None = None) -> None:
-    """Named warnings from held-out metrics; each says what to do."""
+    """Named warnings from held-out metrics; each says what to do. Of fewer than :data:`FEW` rows only that they are few."""
+    if (n := count_of(found)) < FEW:
+        stage.warn("few_held_out_rows", f"Only {n} held-out rows judge this reward model, too few for its accuracy, calibration or dependence on length to mean anything. Hold out more "
+                   "(validation_fraction of the step that made the data), or evaluate it on other pairs (posttrain stage evaluate).")
+        return
     accuracy = found.get("accuracy")
     if accuracy is not None and accuracy <= 0.55 and "steps" not in found:
         stage.warn("reward_model_near_chance", f"Held-out accuracy is {accuracy:.3f} (texts expect 0.65-0.80). Raise learning_rate or "

@@ -274,7 +274,7 @@ def run(stage):
 
     from stages.curves import training_report
     from stages.preflight import preflight
-    from stages.reward_eval import held_out, warn_about
+    from stages.reward_eval import FEW, count_of, held_out, held_out_of_all, warn_about
     from stages.reward_heads import drop_lm_head
     from stages.training import Trainer, fit
 
@@ -319,7 +319,9 @@ def run(stage):
             judged[split] = found
             summary |= {f"{split}/{k}": v for k, v in found.items()}
     best = judged.get("test") or judged.get("validation") or {}
-    card.options["held_out"] = {k: best[k] for k in ("accuracy", "ece") if k in best}
+    earlier = held_out_of_all(stage, setup.scorer(stage, card), earlier_rows(stage), "earlier", config.eval_rows) if stage.many("replay") else {}
+    summary |= {f"earlier/{k}": v for k, v in earlier.items()}
+    card.options["held_out"] = {k: best[k] for k in ("accuracy", "ece") if k in best} | {"rows": count_of(best)}
     with stage.output_model("model", role="reward") as directory:
         setup.save(directory, card)
     if stage.has("previous"):
@@ -327,8 +329,8 @@ def run(stage):
         setup.model.zero_grad(set_to_none=True)
         summary |= drift(stage, data, best)
     stage.summary(summary)
-    if judged:
-        warn_about(stage, best, final.get("accuracy"))
+    if judged or earlier:
+        warn_about(stage, earlier if count_of(best) < FEW <= count_of(earlier) else best, final.get("accuracy"))
     training_report(stage, f"Reward model ({setup.row.name})", summary)
 
 
@@ -366,8 +368,7 @@ def replay(stage, setup: Setup, fresh: int) -> list:
     """Items of earlier rows, drawn once each with the stage's seed, so many that they are `replay_fraction` of all training rows."""
     from collections import Counter
 
-    older = [stage.dataset(f"replay.{name}" if name else "replay") for name in sorted(stage.many("replay"))]
-    kind = stage.dataset("data").kind
+    older, kind = earlier_rows(stage), stage.dataset("data").kind
     for dataset in older:
         if dataset.kind != kind:
             raise ConfigError(f"replay holds {dataset.kind} and data {kind}; give earlier rows of the kind {kind}")
@@ -377,16 +378,24 @@ def replay(stage, setup: Setup, fresh: int) -> list:
     return [rows[i] for i in sorted(stage.rng("replay").permutation(len(rows))[:wanted])]
 
 
+def earlier_rows(stage) -> list:
+    """The datasets of the input `replay`."""
+    return [stage.dataset(f"replay.{name}" if name else "replay") for name in sorted(stage.many("replay"))]
+
+
 def drift(stage, data, new: dict[str, float]) -> dict[str, float]:
     """How the previous reward model does on these rows, which come from the newer policy, against its own held-out rows (``rm.refresh``)."""
-    from stages.reward_eval import held_out
+    from stages.reward_eval import count_of, held_out
     from stages.reward_scorers import load_scorer
+    from stages.statistics import chance_of_more
 
     config = stage.config
     previous = load_scorer(stage.path("previous"), stage.device, config.max_tokens_per_micro_batch)
     found = next((f for f in (held_out(stage, previous, data, split, config.eval_rows) for split in ("test", "validation")) if f), {})
-    then, now = previous.card.options.get("held_out", {}).get("accuracy"), found.get("accuracy")
-    if then is not None and now is not None and then - now > config.drift_alarm:
+    own = previous.card.options.get("held_out", {})
+    then, now = own.get("accuracy"), found.get("accuracy")
+    n, m = own.get("rows"), count_of(found)  # models of before say no n
+    if then is not None and now is not None and then - now > config.drift_alarm and (not n or chance_of_more(round(then * n), n, round(now * m), m) < 0.05):
         stage.warn("reward_model_drifted", f"The previous reward model was right in {then:.3f} of its own held-out rows and is in {now:.3f} of these "
                    f"(drift_alarm={config.drift_alarm}): the policy has left the rows it learned from. Use the new model ({new.get('accuracy', float('nan')):.3f}), score "
                    "earlier samples again, and do not mix scores of both.")

@@ -35,6 +35,12 @@ def wilson(k, n: int, z: float = Z95) -> tuple[float, float]:
     return max(0.0, (centre - half) / (1 + z2 / n)), min(1.0, (centre + half) / (1 + z2 / n))
 
 
+def chance_of_more(k_a: int, n_a: int, k_b: int, n_b: int) -> float:
+    """Fisher's exact one-sided p: how often a share as far above the other as k_a of n_a is above k_b of n_b comes from equal ones."""
+    right, all_ = k_a + k_b, n_a + n_b
+    return sum(math.comb(n_a, i) * math.comb(n_b, right - i) for i in range(k_a, min(n_a, right) + 1)) / math.comb(all_, right)
+
+
 def mean_se(values) -> tuple[float, float]:
     """(mean, standard error with ddof 1); the error of a single value is NaN, of none both are."""
     x = _f64(values)

@@ -5,6 +5,7 @@ import pytest
 from flows.config import load_preset, merge
 from flows.published import scaled
 from flows.recipe import Run, get_recipe, load_config
+from flows.report import print_result
 from stages.registry import get_stage
 from stages.rl import resolve_preset
 from tests.common import silent
@@ -287,7 +288,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("recipe", list(SMALL))
-def test_a_published_recipe_runs_to_its_end(recipe, tiny, world, tmp_path, monkeypatch):
+def test_a_published_recipe_runs_to_its_end(recipe, tiny, world, tmp_path, monkeypatch, capsys):
     """Every stage takes what the one before it made, with the settings that the recipe gives it, down to the table at the end."""
     data = {"demonstrations": world["demonstrations"], "pairs": world["comparisons"], "prompts": world["prompts"], "text": world["text"]}
     more = {"llama2": {"safety_pairs": world["pairs"]}, "hh": {"pmp": world["pairs"]}}.get(recipe, {})
@@ -299,6 +300,10 @@ def test_a_published_recipe_runs_to_its_end(recipe, tiny, world, tmp_path, monke
     assert [row["model"] for row in result["scores"]] == list(result["models"]) and len(result["models"]) == {"instructgpt": 5, "llama2": 5, "hh": 3, "deepseekmath": 5}[recipe]
     assert all(0 <= row["accuracy"] <= 1 for row in result["scores"]) and result["best"] in result["models"]
     assert [row["model"] for row in result["alignment_tax"]] == list(result["models"])[1:] and all(row["mean change"] is not None for row in result["alignment_tax"])
+    capsys.readouterr()
+    print_result({**result, "run": "r", "decision": None}, tmp_path)
+    shown = capsys.readouterr().out
+    assert "what was lost against the first model" in shown and ("rounds: the reward model of each" in shown) == (recipe != "llama2")
     steps = {step.label: step.metrics for step in run.steps}
     if recipe == "instructgpt":
         assert steps["reward_model_2"]["previous/accuracy"] >= 0 and steps["sft_chosen"]["selected_step"] in (0, 3, 6) and steps["answers_1"]["completions"] < 72
@@ -306,5 +311,6 @@ def test_a_published_recipe_runs_to_its_end(recipe, tiny, world, tmp_path, monke
         assert steps["select_2"]["completions"] == 2 * steps["sample_1"]["completions"] and steps["reward_2"]["members"] == 2 and steps["helpful_2"]["replayed"] > 8
     elif recipe == "hh":
         assert steps["label_best"]["completions"] <= 2 * 8 < steps["best_of_n"]["completions"] == 48 and steps["preference_1"]["replayed"] > 8
+        assert [row["accuracy_earlier"] for row in result["rounds"]] == [round(steps[f"preference_{k}"]["earlier/accuracy"], 4) for k in (1, 2)]
     else:
         assert steps["reward_model_2"]["replayed"] >= 1 and steps["reward_model_2"]["previous/accuracy"] >= 0

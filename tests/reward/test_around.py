@@ -236,6 +236,30 @@ def test_a_reward_model_that_the_policy_has_left_is_noticed(tiny, rows, train, t
     assert "reward_model_drifted" not in [w["code"] for w in again["warnings"]]
 
 
+def test_few_held_out_rows_are_no_evidence(tiny, rows, train, tmp_path):
+    """A round with two held-out pairs: the model is judged on those of the earlier rows too, and neither its numbers nor those of the model before are alarms."""
+    def made(name, label, n, held):
+        pairs = [complete_row("pairs/1", {"prompt": user(f"{label} {i}?"), "chosen": assistant("yes"), "rejected": assistant(f"no {i}")}, dataset=name, source="s", origin="human",
+                              split="validation" if i < held else "train") for i in range(n)]
+        write_dataset(str(tmp_path / name), name, "pairs/1", pairs)
+        return str(tmp_path / name)
+
+    def turned(name, path):
+        flipped = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in open_dataset(path).iter_rows()]
+        write_dataset(str(tmp_path / name), name, "pairs/1", [complete_row("pairs/1", {k: row[k] for k in ("prompt", "chosen", "rejected")}, dataset="made", source="s", origin="human",
+                                                                           split=row["split"]) for row in flipped])
+        return str(tmp_path / name)
+
+    config = {"learning_rate": 3e-3, "batch_size": 8, "max_length": 96, "max_steps": 20, "probe_pairs": 0}
+    fresh, older = made("two", "new", 22, 2), made("many", "old", 60, 30)
+    old = train("reward_model", config, {"model": tiny["policy"], "data": turned("two-turned", fresh)}, "before")
+    assert old["summary"]["validation/accuracy"] == 1.0 and {w["code"] for w in old["warnings"]} == {"few_held_out_rows"}
+    now = train("reward_model", config, {"model": tiny["policy"], "data": fresh, "replay": older, "previous": old["outputs"]["model"]["path"]}, "now")
+    assert now["summary"]["previous/accuracy"] == 0.0 and now["summary"]["previous/accuracy_then"] == 1.0 and now["summary"]["validation/pairs"] == 2
+    assert not {"few_held_out_rows", "reward_model_drifted"} & {w["code"] for w in now["warnings"]}
+    assert now["summary"]["earlier/pairs"] == 30 and now["summary"]["earlier/accuracy"] > 0.9
+
+
 def test_earlier_rows_are_replayed_in_their_share(tiny, rows, train, tmp_path):
     """GRPO-ITER: a tenth of the training rows are earlier comparisons, drawn once each; all others are of this round."""
     def made(name, label, n):
@@ -250,7 +274,8 @@ def test_earlier_rows_are_replayed_in_their_share(tiny, rows, train, tmp_path):
     assert result["summary"]["rows"] == 30 and result["summary"]["replayed"] == 3
     most = train("reward_model", {**config, "replay_fraction": 0.5}, {"model": tiny["policy"], "data": fresh, **older}, "half")
     assert most["summary"]["replayed"] == 10 and most["summary"]["rows"] == 37, "all there are, none twice"
-    assert "replayed" not in train("reward_model", config, {"model": tiny["policy"], "data": fresh}, "none")["summary"]
+    alone = train("reward_model", config, {"model": tiny["policy"], "data": fresh}, "none")
+    assert not {"replayed", "earlier/pairs"} & set(alone["summary"])
     with pytest.raises(ConfigError, match="replay holds ratings/1 and data pairs/1; give earlier rows of the kind pairs/1"):
         train("reward_model", config, {"model": tiny["policy"], "data": fresh, "replay.a": rows["ratings"]}, "kinds")
 

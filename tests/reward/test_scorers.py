@@ -538,3 +538,6 @@ def test_a_scorer_that_counts_words_is_found_out():
     fine = Told()
     warn_about(fine, {"accuracy": 0.72, "pairs": 100.0, "chosen_longer_share": 0.55, "ece": 0.03})
     assert not fine.warned
+    noise = Told()
+    warn_about(noise, {"accuracy": 1.0, "pairs": 2.0, "chosen_longer_share": 0.25, "ece": 0.43, "score_length_correlation_within_prompt": -0.99})
+    assert set(noise.warned) == {"few_held_out_rows"}, "of two pairs nothing is said of the model"
