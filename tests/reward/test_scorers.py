@@ -538,6 +538,12 @@ def test_a_scorer_that_counts_words_is_found_out():
     fine = Told()
     warn_about(fine, {"accuracy": 0.72, "pairs": 100.0, "chosen_longer_share": 0.55, "ece": 0.03})
     assert not fine.warned
+    alike = Told()
+    warn_about(alike, {"accuracy": 1.0, "rows": 34.0, "base_rate": 0.0, "ece": 0.01})
+    assert set(alike.warned) == {"labels_hardly_differ"}, "where all answers are wrong, to say so is neither a leak nor a merit"
+    leaks = Told()
+    warn_about(leaks, {"accuracy": 1.0, "rows": 34.0, "base_rate": 0.5, "ece": 0.01})
+    assert set(leaks.warned) == {"reward_model_too_good"}
     noise = Told()
     warn_about(noise, {"accuracy": 1.0, "pairs": 2.0, "chosen_longer_share": 0.25, "ece": 0.43, "score_length_correlation_within_prompt": -0.99})
     assert set(noise.warned) == {"few_held_out_rows"}, "of two pairs nothing is said of the model"
