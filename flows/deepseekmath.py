@@ -46,7 +46,8 @@ class Config(PublishedConfig):
     steps: LabelStepsConfig = Field(LabelStepsConfig(max_completion_length=1024), description="process: labels of steps by rollouts.")
     train_reward_model: RewardModelConfig = Field(RewardModelConfig(learning_rate=2e-5, replay_fraction=0.1, max_length=2048), description="Reward model on the solutions, or on their steps.")
     rl: RLConfig = Field(RLConfig(preset="grpo", learning_rate=1e-6, beta=0.04, epsilon=0.2, num_generations=64, prompts_per_step=16, num_iterations=1, max_steps=9000, max_completion_length=1024,
-                                  rewards=[RewardComponent(name="reward", kind="model")]), description="GRPO: batches of 1024 solutions, one update each; supervision says the preset and the reward.")
+                                  rewards=[RewardComponent(name="reward", kind="model", squash="sigmoid")]),
+                         description="GRPO: batches of 1024 solutions, one update each; supervision says the preset and the reward: the probability that a solution is right, 0 for one that is cut.")
 
     @model_validator(mode="after")
     def _preset_follows(self):
@@ -97,7 +98,8 @@ def labels(run: Run, source: Source, config: Config, k: int, policy: str, prompt
 def optimiser(config: Config) -> RLConfig:
     """RL's settings under the supervision: on steps, with their separator, or against the verifier."""
     if config.supervision == "process":
-        return config.rl.model_copy(update={"preset": "grpo_process", "step_separator": config.steps.separator})
+        rewards = [c.model_copy(update={"squash": "none"}) for c in config.rl.rewards]  # a model of steps gives probabilities
+        return config.rl.model_copy(update={"preset": "grpo_process", "step_separator": config.steps.separator, "rewards": rewards})
     if config.supervision == "rule":
         return config.rl.model_copy(update={"rewards": [RewardComponent(name="verifier", kind="verifier") if c.kind == "model" else c for c in config.rl.rewards]})
     return config.rl

@@ -115,6 +115,10 @@ ALARMS: dict[str, Alarm] = {
     "completions_truncated": Alarm(
         lambda h: h.above("completions/clipped_ratio", 0.1),
         "More than 10% of the completions were cut by max_completion_length, so they end without an answer. Raise it, or set truncation_policy=mask."),
+    "cut_completions_earn_more": Alarm(
+        lambda h: h.above("completions/clipped_ratio", 0.02) and h.above("reward/cut_gain", 0.0),
+        "Completions that are cut earn more than those that end, so the policy learns not to end. A reward model never sees cut ones: they get no_eos_reward (0) in the place of a score, which is "
+        "more than scores below 0. Set truncation_policy=mask, or the component's no_eos_reward below its scores, or squash=sigmoid where it predicts whether an answer is right."),
     "length_growth": Alarm(
         lambda h: h.grew("completions/mean_length", 2.0) and h.gain("reward/mean") <= 0.02 * max(1e-9, abs(h.start("reward/mean") or 0.0)),
         "Completions are twice as long as at the start while the reward is not higher. Use preset=dr_grpo or dapo, soft_punish_cache, or a length "
@@ -145,5 +149,5 @@ def alarms(rows: Sequence[dict], target_kl: float | None = None) -> dict[str, st
 #: The metrics that alarms read: all that a run has to remember of its past.
 WATCHED = ("step", "reward/mean", "validation/reward/mean", "validation/train/correct", "reward/unscorable_fraction", "reward/frac_zero_std",
            "kl/sequence_sum", "entropy", "policy/outside_range",
-           "policy/ratio", "policy/ess_fraction", "completions/clipped_ratio", "completions/mean_length", "completions/repetition",
+           "policy/ratio", "policy/ess_fraction", "completions/clipped_ratio", "reward/cut_gain", "completions/mean_length", "completions/repetition",
            "critic/explained_variance", "sampling/logp_difference/mean")

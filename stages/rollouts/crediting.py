@@ -23,7 +23,7 @@ from stages.estimators import KLController, MovingAverageBaseline, RunningScale,
 from stages.generation import Sample
 from stages.members import Members
 from stages.rollouts.groups import Group
-from stages.rollouts.metrics import credit_metrics, mismatch_metrics, off_policy_metrics, rollout_metrics
+from stages.rollouts.metrics import credit_metrics, cut_gain, mismatch_metrics, off_policy_metrics, rollout_metrics
 from stages.rollouts.policy import PolicySampler
 from stages.rollouts.steps import monte_carlo, process_rewards
 from stages.rubric_reward import rubric_metrics
@@ -105,6 +105,8 @@ class Crediting:
         shown = fresh if fresh.any() else ~fresh  # replayed completions were counted when they were sampled
         drawn = [s for s, on in zip(samples, shown) if on]
         metrics = rollout_metrics(drawn, rewards[shown], group_of[shown])
+        if row.truncation_policy != "bootstrap":  # which pays a cut completion by the value of its end
+            metrics |= cut_gain(drawn, rewards[shown], kept[shown])
         if self.members.component:
             metrics |= rubric_metrics([s.items for s in drawn], [s.parts.get(self.members.component.name) for s in drawn], self.members.component.flag_below)
         if self.members.active:

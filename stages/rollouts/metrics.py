@@ -60,6 +60,13 @@ def rollout_metrics(samples: Sequence[Sample], rewards, group_of) -> dict[str, f
     return out
 
 
+def cut_gain(samples: Sequence[Sample], rewards, kept) -> dict[str, float]:
+    """How much more a completion without end earned than one with an end, in the mean, where both are trained on; ``rewards [B]``: NaN = unscorable, ``kept [B]``: trained on."""
+    ended, counted = np.array([s.terminated for s in samples], bool), np.isfinite(rewards) & kept
+    cut, whole = rewards[counted & ~ended], rewards[counted & ended]
+    return {"reward/cut_gain": float(cut.mean() - whole.mean())} if len(cut) and len(whole) else {}
+
+
 def credit_metrics(batch: Batch, credit: Credit, trained_B, kl_reward_coef: float, kl_coef: float, gamma: float = 1.0) -> dict[str, float]:
     """Advantages over the trained tokens, groups with a signal, the KL coefficients, and how much of the returns the critic explains."""
     on = batch.mask_BT & trained_B[:, None]

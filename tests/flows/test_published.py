@@ -205,13 +205,14 @@ def test_deepseekmath_goes_from_text_to_grpo_under_three_kinds_of_supervision(mo
     assert steps["sft"][1] == {"model": "(midtrain.model)", "data": "(ingest_demonstrations.data)"} and steps["solutions_1"][1]["model"] == "(sft.model)"
     assert steps["labels_1"][2].kind == "unpaired/1" and steps["reward_model_1"][1] == {"model": "(midtrain.model)", "data": "(labels_1.data)"}
     assert [steps[f"rl_{k}"][1] for k in (1, 2)] == [{"model": model, "data": "(ingest_prompts.data)", "reward_model": f"(reward_model_{k}.model)"} for k, model in ((1, "(sft.model)"), (2, "(rl_1.model)"))]
-    assert steps["solutions_2"][1]["model"] == "(rl_1.model)"
+    assert steps["solutions_2"][1]["model"] == "(rl_1.model)" and [(c.kind, c.squash, c.no_eos_reward) for c in steps["rl_1"][2].rewards] == [("model", "sigmoid", 0.0)], "cut is not better than wrong"
     assert steps["reward_model_2"][1] == {"model": "(reward_model_1.model)", "data": "(labels_2.data)", "previous": "(reward_model_1.model)", "replay.round_1": "(labels_1.data)"}
     assert steps["reward_model_2"][2].init_head == "keep" and steps["reward_model_2"][2].replay_fraction == 0.1 and "reference" not in steps["rl_2"][1]
 
     process = plan("deepseekmath", monkeypatch, supervision="process", steps={"separator": "\n"})
     assert process["steps_1"][1] == {"model": "(sft.model)", "candidates": "(solutions_1.candidates)", "prompts": "(ingest_prompts.data)"} and process["reward_model_1"][1]["data"] == "(steps_1.steps)"
     assert (process["rl_1"][2].preset, process["rl_1"][2].step_separator, process["rl_1"][2].num_generations) == ("grpo_process", "\n", 64) and "labels_1" not in process
+    assert [c.squash for c in process["rl_1"][2].rewards] == ["none"]
     resolve_preset(type(process["rl_1"][2]).model_validate(process["rl_1"][2].model_dump()))
     rule = plan("deepseekmath", monkeypatch, supervision="rule")
     assert [c.kind for c in rule["rl_1"][2].rewards] == ["verifier"] and "reward_model" not in rule["rl_1"][1] and not {"solutions_1", "reward_model_1"} & set(rule)

@@ -31,6 +31,7 @@ WILD = {  # rows that set an alarm off, and rows that must not
     "ratio_off": (rows(policy__ratio=1.2), rows(policy__ratio=1.05)),
     "dead_groups": (rows(reward__frac_zero_std=0.6), rows(reward__frac_zero_std=0.4)),
     "completions_truncated": (rows(completions__clipped_ratio=0.2), rows(completions__clipped_ratio=0.05)),
+    "cut_completions_earn_more": (rows(completions__clipped_ratio=0.1, reward__cut_gain=2.0), rows(completions__clipped_ratio=0.1, reward__cut_gain=-0.5)),
     "length_growth": (rows(completions__mean_length=lambda k: 10.0 + 3 * k, reward__mean=0.5), rows(completions__mean_length=lambda k: 10.0 + 3 * k,
                                                                                                     reward__mean=lambda k: 0.1 * k)),
     "repetition": (rows(completions__repetition=lambda k: 0.04 + 0.02 * k), rows(completions__repetition=lambda k: 0.001 + 0.001 * k)),

@@ -20,7 +20,7 @@ from stages.modeling import load_policy
 from stages.policy_update import PolicyGradient
 from stages.rl import Config, Preset, not_read, resolve_preset, row_of
 from stages.rollouts.groups import Group, control
-from stages.rollouts.metrics import credit_metrics, rollout_metrics
+from stages.rollouts.metrics import credit_metrics, cut_gain, rollout_metrics
 from stages.settings import AgentConfig, OptimizerConfig, SamplingConfig
 from stages.rollouts.prompts import PromptOrder
 from stages.spec import ConfigError
@@ -99,6 +99,14 @@ def test_groups_of_equal_rewards_are_counted_although_their_mean_rounds():
     assert np.std([0.1] * 3) > 0
     found = rollout_metrics(samples, np.array([0.1] * 3), np.zeros(3, int))
     assert found["reward/frac_zero_std"] == 1.0
+
+
+def test_what_a_cut_completion_earns_beside_one_that_ends():
+    """no_eos_reward 0 is more than what a reward model says of wrong answers; what is masked or cannot be scored counts on neither side."""
+    samples = [Sample({}, [1], g, [2], [0.0], reason, "x", total, {}, {}) for g, (reason, total) in enumerate((("eos", -4.0), ("eos", -5.0), ("length", 0.0), ("length", 0.0)))]
+    rewards, all_ = np.array([-4.0, -5.0, 0.0, np.nan]), np.ones(4, bool)
+    assert cut_gain(samples, rewards, all_) == {"reward/cut_gain": 4.5}
+    assert cut_gain(samples, rewards, np.array([True, True, False, True])) == {} == cut_gain(samples[:2], rewards[:2], all_[:2])
 
 
 # --- settings that refuse each other ------------------------------------------------------------------------------------------
