@@ -304,10 +304,11 @@ def warn_about(stage, found: dict[str, float], train_accuracy: float | None = No
         stage.warn("reward_model_near_chance", f"Held-out accuracy is {accuracy:.3f} (texts expect 0.65-0.80). Raise learning_rate or "
                    "num_train_epochs, add rows, or look at the data's bias report.")
     base = found.get("base_rate", 0.5)
-    if accuracy is not None and max(base, 1 - base) >= accuracy and "base_rate" in found:
-        stage.warn("labels_hardly_differ", f"{max(base, 1 - base):.0%} of the held-out rows are labelled {'good' if base >= 0.5 else 'bad'}: always saying so is as right as the model ({accuracy:.3f}), "
+    common = max(base, 1 - base) if "base_rate" in found else 0.0
+    if accuracy is not None and accuracy <= common and found.get("auc", 0.5) < 0.65:  # no auc: one label only
+        stage.warn("labels_hardly_differ", f"{common:.0%} of the held-out rows are labelled {'good' if base >= 0.5 else 'bad'}: always saying so is as right as the model ({accuracy:.3f}), "
                    "which is not known to tell good from bad. Give rows of both labels: prompts of medium difficulty, answers of an earlier policy, or a greater replay_fraction.")
-    elif accuracy is not None and accuracy > 0.98:
+    elif accuracy is not None and accuracy > max(0.98, common):
         stage.warn("reward_model_too_good", "Held-out accuracy above 0.98 suggests a leak: check length and source-model shares of chosen against "
                    "rejected in the ingest report.")
     if train_accuracy is not None and accuracy is not None and train_accuracy > 0.99 and accuracy < 0.9:

@@ -541,6 +541,9 @@ def test_a_scorer_that_counts_words_is_found_out():
     alike = Told()
     warn_about(alike, {"accuracy": 1.0, "rows": 34.0, "base_rate": 0.0, "ece": 0.01})
     assert set(alike.warned) == {"labels_hardly_differ"}, "where all answers are wrong, to say so is neither a leak nor a merit"
+    rare = Told()
+    warn_about(rare, {"accuracy": 0.82, "rows": 327.0, "base_rate": 0.17, "auc": 0.8, "ece": 0.03})
+    assert not rare.warned, "where most are wrong, the order of the scores counts"
     leaks = Told()
     warn_about(leaks, {"accuracy": 1.0, "rows": 34.0, "base_rate": 0.5, "ece": 0.01})
     assert set(leaks.warned) == {"reward_model_too_good"}
