@@ -33,7 +33,7 @@ def shared_beginnings(prompts: Sequence[Sequence[int]], order: Sequence[int]) ->
     """
     arrays = {i: np.asarray(prompts[i]) for i in order}
     groups: list[tuple[list[int], int]] = []
-    for i in sorted(order, key=prompts.__getitem__):  # prompts that begin alike are neighbours
+    for i in sorted(order, key=lambda i: list(prompts[i])):  # prompts that begin alike are neighbours
         if groups:
             members, shared = groups[-1]
             now = min(shared, len(prompts[i]) - 1, alike(arrays[members[-1]], arrays[i]))
