@@ -17,9 +17,9 @@ CASES = {**{name: (name.split("/")[0].split()[0], config, rows[1], {}) for name,
 
 
 #: How many lines to compare where rounding decides what follows: advantages that are zero but for it.
-LINES = {"old policy, averaged opponent": 2}
+LINES = {"old policy, averaged opponent": 1}
 #: Shares of rows on one side of zero: of a policy that is its own reference, rounding decides.
-SIDES = ("accuracies", "positive_fraction", "zero_fraction")
+SIDES = ("accuracies", "positive_fraction", "zero_fraction", "displaced_fraction", "both_fell_fraction")
 
 
 def test_tensors_of_two_devices_do_not_meet(monkeypatch):
