@@ -117,8 +117,8 @@ ALARMS: dict[str, Alarm] = {
         "More than 10% of the completions were cut by max_completion_length, so they end without an answer. Raise it, or set truncation_policy=mask."),
     "cut_completions_earn_more": Alarm(
         lambda h: h.above("completions/clipped_ratio", 0.02) and h.above("reward/cut_gain", 0.0),
-        "Completions that are cut earn more than those that end, so the policy learns not to end. A reward model never sees cut ones: they get no_eos_reward (0) in the place of a score, which is "
-        "more than scores below 0. Set truncation_policy=mask, or the component's no_eos_reward below its scores, or squash=sigmoid where it predicts whether an answer is right."),
+        "Completions that are cut earn more than those that end, so the policy learns not to end. A reward model never sees cut ones: they get no_eos_reward (-1 unless you set it) in the place "
+        "of a score. Set truncation_policy=mask, or the component's no_eos_reward below its scores, or squash=sigmoid where it predicts whether an answer is right."),
     "length_growth": Alarm(
         lambda h: h.grew("completions/mean_length", 2.0) and h.gain("reward/mean") <= 0.02 * max(1e-9, abs(h.start("reward/mean") or 0.0)),
         "Completions are twice as long as at the start while the reward is not higher. Use preset=dr_grpo or dapo, soft_punish_cache, or a length "

@@ -99,8 +99,9 @@ class RewardComponent(StageConfig):
     rm_squash: Literal["auto", "raw", "sigmoid", "minmax"] = Field(
         "auto", description="rubric: scores of reward-model items; auto is raw where the item is the category's only one, else sigmoid.")
     category: str = Field("", description="rubric: category of prompts that have none; an unknown category is always an error.")
-    no_eos_reward: float = Field(0.0, description="model, judge: score of a cut response, which the model never sees (rm.score_rules; 0 = average expert).")
-    empty_reward: float = Field(-1.0, description="model, judge: score of an empty response (rm.score_rules).")
+    no_eos_reward: float | None = Field(None, title="Reward without end token", description="model: score of a cut response, which the model never sees; unset: -1, below the "
+                                        "average of its calibrated scores (reward.truncation), or 0 where squash=sigmoid makes them probabilities.")
+    empty_reward: float = Field(-1.0, description="model: score of an empty response (rm.score_rules).")
     clip: float | None = Field(None, gt=0, title="Clip", description="model: scores are clipped to [-clip, clip].")
     squash: Literal["none", "sigmoid"] = Field("none", description="model: squash scores to (0, 1).")
     normalise: Literal["none", "batch"] = Field("none", description="model: whiten the scores of one batch of responses, before clip and squash (rm.calibrate); "
@@ -582,15 +583,18 @@ def _model(rewards: Rewards, component: RewardComponent, rows) -> list:
 
     scorer = rewards.scorers[component.name]
     as_ids = component.view == "full" and scorer.reads_ids_of(rewards.renderer)
+    cut = component.no_eos_reward
+    if cut is None:
+        cut = 0.0 if component.squash == "sigmoid" else -1.0
     out: list = [None] * len(rows)
     responses, positions = [], []
     for i, row in enumerate(rows):
         if not ended(row):
-            out[i] = Verdict(component.no_eos_reward)
+            out[i] = Verdict(cut)
         elif not row["completion_text"].strip():
             out[i] = Verdict(component.empty_reward)
         elif not _text(component, row).strip():  # a thought that never ends has no answer: scored as cut (reward.view)
-            out[i] = Verdict(component.no_eos_reward)
+            out[i] = Verdict(cut)
         else:
             positions.append(i)
             ids = list(_prompt_ids(rewards, row)) + list(row["completion_ids"]) if as_ids else None

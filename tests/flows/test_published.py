@@ -205,7 +205,7 @@ def test_deepseekmath_goes_from_text_to_grpo_under_three_kinds_of_supervision(mo
     assert steps["sft"][1] == {"model": "(midtrain.model)", "data": "(ingest_demonstrations.data)"} and steps["solutions_1"][1]["model"] == "(sft.model)"
     assert steps["labels_1"][2].kind == "unpaired/1" and steps["reward_model_1"][1] == {"model": "(midtrain.model)", "data": "(labels_1.data)"}
     assert [steps[f"rl_{k}"][1] for k in (1, 2)] == [{"model": model, "data": "(ingest_prompts.data)", "reward_model": f"(reward_model_{k}.model)"} for k, model in ((1, "(sft.model)"), (2, "(rl_1.model)"))]
-    assert steps["solutions_2"][1]["model"] == "(rl_1.model)" and [(c.kind, c.squash, c.no_eos_reward) for c in steps["rl_1"][2].rewards] == [("model", "sigmoid", 0.0)], "cut is not better than wrong"
+    assert steps["solutions_2"][1]["model"] == "(rl_1.model)" and [(c.kind, c.squash, c.no_eos_reward) for c in steps["rl_1"][2].rewards] == [("model", "sigmoid", None)], "cut is not better than wrong"
     assert steps["reward_model_2"][1] == {"model": "(reward_model_1.model)", "data": "(labels_2.data)", "previous": "(reward_model_1.model)", "replay.round_1": "(labels_1.data)"}
     assert steps["reward_model_2"][2].init_head == "keep" and steps["reward_model_2"][2].replay_fraction == 0.1 and "reference" not in steps["rl_2"][1]
 

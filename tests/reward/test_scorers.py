@@ -255,6 +255,15 @@ def test_an_answer_that_was_never_reached_is_scored_as_cut(tiny):
     assert found[0] == -7.0 and found[1] not in (-7.0, -9.0) and found[2] == -9.0
 
 
+@pytest.mark.parametrize("settings, earns", [({}, -1.0), ({"squash": "sigmoid"}, 0.0), ({"squash": "sigmoid", "no_eos_reward": -2.0}, -2.0)])
+def test_a_cut_answer_earns_less_than_an_average_one(tiny, settings, earns):
+    """reward.truncation: 0, the mean of calibrated scores, would pay for not ending; of probabilities it is the least."""
+    renderer = renderer_for(tiny["policy"])
+    row = {**sampled(renderer, ASKED[0].prompt, "and so on"), "finish_reason": "length"}
+    (found,) = build_rewards([RewardComponent(kind="model", **settings)], {"reward_model": tiny["reward"]}, renderer=renderer).score([row])
+    assert found.total == earns
+
+
 def test_verdicts_are_asked_in_both_orders_and_again_when_unreadable():
     judge = judging.Judge(Scripted(), "verdict")
     pairs = [(ASKED[0], ASKED[1]), (ASKED[2], ASKED[3])]

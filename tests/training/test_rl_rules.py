@@ -102,7 +102,7 @@ def test_groups_of_equal_rewards_are_counted_although_their_mean_rounds():
 
 
 def test_what_a_cut_completion_earns_beside_one_that_ends():
-    """no_eos_reward 0 is more than what a reward model says of wrong answers; what is masked or cannot be scored counts on neither side."""
+    """A no_eos_reward of 0 is more than what a reward model says of wrong answers; what is masked or cannot be scored counts on neither side."""
     samples = [Sample({}, [1], g, [2], [0.0], reason, "x", total, {}, {}) for g, (reason, total) in enumerate((("eos", -4.0), ("eos", -5.0), ("length", 0.0), ("length", 0.0)))]
     rewards, all_ = np.array([-4.0, -5.0, 0.0, np.nan]), np.ones(4, bool)
     assert cut_gain(samples, rewards, all_) == {"reward/cut_gain": 4.5}
