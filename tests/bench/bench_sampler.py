@@ -13,12 +13,14 @@ other work shares, only the CPU ratio with --threads 1 means anything.
 
 Notes (what was measured):
     3.9M-parameter Llama (4 layers, hidden 256, 8 heads, 4 KV heads, vocabulary 4096), 128 prompts of 8-63 tokens, batch 32, max_new 256, stop rate
-    1%, float32, two threads on 2 cores with nothing else running, two interleaved repeats; useful tokens per second of wall time:
+    1%, float32, two threads on 2 cores with nothing else running, three interleaved repeats; useful tokens per second of wall time:
 
-                       repeat 0    repeat 1    built-in is
-    built-in             3256        3438
-    static generate       774         758      4.4x
-    generate_batch        722         745      4.6x
+                       repeat 0    repeat 1    repeat 2    built-in is
+    built-in             3616        3705        3151
+    static generate       781         865         879      4.2x
+    generate_batch        987         946         862      3.8x
+
+    The same with `--shared 1100 --prompts 64 --repeats 1`: 2112 beside 203 (10.4x) and 172 (12.3x).
 
     Of a decoding step (32 rows of a 6M model, 117 columns) 45% are matrix products, 31% attention, 6% writing keys and values. A GPU: not measured.
 """

@@ -19,15 +19,17 @@ process's peak resident set. A pair's prompt counts twice in tokens, as in TRL's
 | sft, 28M | 943 tokens/s | 420 | 2.25 | 1539 | 4228 | 0.36 | 53% |
 | reward_model, 28M | 1677 tokens/s | 369 | 4.54 | 1594 | 7576 | 0.21 | 87% |
 | align, 28M | 1700 tokens/s | 186 | 9.19 | 1648 | 8519 | 0.19 | |
-| rl, 6M | 3.03 prompts/s | 1.08 | 2.82 | 895 | 2295 | 0.39 | |
-| rl, 28M | 0.848 prompts/s | 0.389 | 2.18 | 1536 | 4155 | 0.37 | |
+| rl, 6M | 3.00 prompts/s | 0.975 | 3.06 | 826 | 2326 | 0.36 | |
+| rl, 28M | 0.747 prompts/s | 0.308 | 2.43 | 1816 | 4270 | 0.43 | |
 | rl_trained, 6M | 2.15, 3.16 prompts/s | 0.250, 0.322 | 8.6, 9.8 | 997 | 3240 | 0.31 | |
-| rl_trained, 28M | 0.489 prompts/s | 0.139 | 3.51 | 1845 | 6255 | 0.29 | |
+| rl_trained, 28M | 0.428 prompts/s | 0.109 | 3.92 | 2511 | 7056 | 0.36 | |
 
-The rows of rl_trained: at 6M two pairs of runs, an hour or two apart: 84% of the completions matched, they had 95 tokens in the mean (3 to 256);
-the steps of sft before it took 32 rows each, twice what is written below. At 28M one pair: 89 tokens in the mean, a quarter of the groups agreed. All other rows are from before chunks of 1024 tokens and kept memory (``stages.allocator``); with these sft at 28M ran at 1009 tokens/s next to 483 (2.19, three repeats): both sides faster that hour. The same step
-of the new and of the old code, interleaved: 1.00 to 1.12 times as fast, which is within what this machine varies by. Matrix products take seven
-tenths of forward and backward, at 215 to 232 GFLOP/s, where a 2048 x 2048 product reaches 240 in the mean and 277 to 288 at best.
+The rows of rl and of rl_trained at 28M are of the sampler that attends to a group's prompt once for its completions, on a machine with a slower product (191 GFLOP/s; one pair
+of rl_trained; before it: 2.82, 2.18 and 3.51). rl_trained at 6M is of before: two pairs of runs, an hour or two apart: 84% of the completions matched, they had 95 tokens in the
+mean (3 to 256); the steps of sft before it took 32 rows each, twice what is written below. At 28M an earlier pair had 89 tokens in the mean, and a quarter of the groups agreed.
+The rows of sft, reward_model and align are from before chunks of 1024 tokens and kept memory (``stages.allocator``); with these sft at 28M ran at 1009 tokens/s next to 483
+(2.19, three repeats): both sides faster that hour. The same step of the new and of the old code, interleaved: 1.00 to 1.12 times as fast, which is within what this machine
+varies by. Matrix products take seven tenths of forward and backward, at 215 to 232 GFLOP/s, where a 2048 x 2048 product reaches 240 in the mean and 277 to 288 at best.
 
 Tried for sft at 28M, two processes taking turns step by step (14 to 16 pairs, medians of the ratio), and left out: huge pages for tensors (0.998) and for
 all of malloc (1.02, quartiles 0.98 and 1.06), a head of twice as many rows at a time (0.98). Attention of one item through batched products instead of
