@@ -246,7 +246,7 @@ def report(stage, items, opinions, rows, reasons: Counter, judge: PairJudge) -> 
     from stages.evaluation.scores import cluster_of, share
     from stages.reports import calibration_diagram, document, facts, histogram, markdown_table, sample_table
 
-    metrics = judge_metrics(items, opinions, judge.rows())
+    metrics = judge_metrics(items, opinions, judge)
     agreed, table = agreement(items, opinions)
     decided = [(found, given, item) for item, found in zip(items, opinions) if found.verdict in ("A", "B") and not item.identical and (given := given_verdict(item)) in ("A", "B")]
     if decided:

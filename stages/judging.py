@@ -274,6 +274,12 @@ class Asker:
         """USD of a reply."""
         return (reply.tokens_in * self.config.price_in + reply.tokens_out * self.config.price_out) / 1e6
 
+    def paid(self, rows: Iterable[dict]) -> float:
+        """USD of the requests behind judgements: equal ones are asked once, and those that an earlier run answered (input ``judgements``) not at all."""
+        if not self.known:
+            self.recall()
+        return sum({row["cache_key"]: row["cost_usd"] for row in rows if row["cache_key"] not in self.known}.values())
+
     def rows(self) -> Iterable[dict]:
         """The judgements that were written."""
         from storage.datasets import open_dataset
@@ -316,7 +322,7 @@ class Asker:
             stage.perf(start // config.block + 1, {"tokens_per_second": sum(row["tokens_in"] + row["tokens_out"] for row in rows) / max(1e-9, time.monotonic() - began)})
             writer.write(rows)
             writer.flush()
-            spent += sum({row["cache_key"]: row["cost_usd"] for row in rows if row["cache_key"] not in self.known}.values())  # equal requests are asked once
+            spent += self.paid(rows)
             stage.save_checkpoint(start // config.block + 1, {"spent": spent}, {})
             stage.progress(min(start + config.block, len(units)), len(units), what)
         writer.close({counted: len(units)})
@@ -541,14 +547,14 @@ class Journal:
 # -- what can be said about a judge ---------------------------------------------------------------------------------------------
 
 
-def judge_metrics(items: Sequence[Item], opinions: Sequence[Opinion], calls: Iterable[dict]) -> dict[str, float]:
+def judge_metrics(items: Sequence[Item], opinions: Sequence[Opinion], judge: Asker) -> dict[str, float]:
     """How far the judge can be trusted: errors, consistency over both orders, preference for the place shown first and for the longer answer (``eval.judge_bias``), and cost."""
     from stages.evaluation.preference import judge_bias
 
     asked = [(item, found) for item, found in zip(items, opinions) if not item.identical and found is not OVER_BUDGET]
-    rows, unasked = list(calls), sum(found is OVER_BUDGET for found in opinions)
+    rows, unasked = list(judge.rows()), sum(found is OVER_BUDGET for found in opinions)
     out = ({"judge/over_budget": unasked} if unasked else {}) | {"pairs": len(items), "identical": len(items) - len(asked) - unasked, "judge/calls": len(rows), "judge/errors": sum(found.why.startswith("error") for _, found in asked),
-           "judge/tokens_in": sum(row["tokens_in"] for row in rows), "judge/tokens_out": sum(row["tokens_out"] for row in rows), "judge/cost_usd": sum(row["cost_usd"] for row in rows)}
+           "judge/tokens_in": sum(row["tokens_in"] for row in rows), "judge/tokens_out": sum(row["tokens_out"] for row in rows), "judge/cost_usd": judge.paid(rows)}
     if asked:
         out["judge/error_rate"] = out["judge/errors"] / len(asked)
     both = [found for _, found in asked if found.printed and "error" not in found.printed]

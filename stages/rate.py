@@ -369,7 +369,7 @@ def report(stage, judge: Asker, groups: list[Group], rows: list[dict], found: di
             first.append(worth[0] - sum(worth) / len(worth))
     name = "score" if config.mode == "aspects" else "rank_share"
     summary = {"prompts": len(groups), "answers": sum(len(group.answers) for group in groups), "rows": len(rows), "judge/calls": len(everything), "judge/error_rate": errors / len(found),
-               "judge/tokens_in": sum(row["tokens_in"] for row in everything), "judge/tokens_out": sum(row["tokens_out"] for row in everything), "judge/cost_usd": sum(row["cost_usd"] for row in everything),
+               "judge/tokens_in": sum(row["tokens_in"] for row in everything), "judge/tokens_out": sum(row["tokens_out"] for row in everything), "judge/cost_usd": judge.paid(everything),
                **({"judge/first_place": float(np.mean(first))} if first else {}), **{f"{name}/{model}": float(np.mean(own)) for model, own in sorted(by_model.items())},
                **({f"aspect/{aspect}": float(np.mean([one["score"] for row in rows for one in row["aspects"] if one["aspect"] == aspect])) for aspect in config.aspects} if config.mode == "aspects" else {}),
                **({f"length_correlation/{name}": float(np.corrcoef(scores, lengths)[0, 1])} if np.std(scores) and np.std(lengths) else {}),

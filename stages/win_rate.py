@@ -68,7 +68,7 @@ def run(stage):
         referee = RewardReferee(stage) if stage.has("reward_model") else PairJudge(stage)
         referee.run(items)
         opinions = referee.opinions(items)
-        metrics = {} if stage.has("reward_model") else judge_metrics(items, opinions, referee.rows())
+        metrics = {} if stage.has("reward_model") else judge_metrics(items, opinions, referee)
     if all(found.p_a is None for found in opinions):
         raise ConfigError(f"stage win_rate: none of {len(items)} pairs of answers could be judged; most often: {Counter(found.why for found in opinions).most_common(1)[0][0]}")
     conclude(stage, items, opinions, baseline, left_out, metrics)

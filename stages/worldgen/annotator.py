@@ -8,7 +8,7 @@ import numpy as np
 
 from stages.worldgen.responses import Response
 
-STYLE_UTILITY = {"worked": 1.0, "short": 0.5, "chatty": 0.2, "sloppy": -1.5}
+STYLE_UTILITY = {"worked": 1.0, "short": 0.5, "chatty": 0.2, "sloppy": -1.5, "rambling": -1.0}
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,14 @@ import numpy as np
 from stages.worldgen.lexicon import COLORS, FOODS, HOMES, MAX_NUMBER, WORDS
 from stages.worldgen.skills import Item
 
-STYLES = ("short", "worked", "chatty", "sloppy")
+STYLES = ("short", "worked", "chatty", "sloppy", "rambling")
 OFF_TOPIC_SHARE = 0.4
 OPENINGS = ("Sure, I can help with that.", "Let me think about it.", "That is a good question.",
             "I am happy to help.", "Here is what I found.")
 CLOSINGS = ("I hope this helps.", "Let me know if you need more.", "Have a nice day.")
+#: What a rambling answer goes on with: after each remark it ends with this probability.
+REMARKS = (*CLOSINGS, "That is all.", "It is as simple as that.", "I am quite sure.", "You may want to check it.", "Thank you for asking.", "Ask me again.", "Well then.")
+ENDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,11 @@ def write(item: Item, style: str, correct: bool, rng: np.random.Generator) -> Re
         text = f"{opening} {steps} Answer: {answer}. {closing}" if steps else f"{opening} Answer: {answer}. {closing}"
     elif style == "sloppy":
         text = f"{answer}" if rng.random() < 0.5 else f"hm {answer} i think"
+    elif style == "rambling":
+        text = " ".join([f"Answer: {answer}.", *(REMARKS[int(rng.integers(len(REMARKS)))] for _ in range(int(rng.geometric(ENDS)) - 1))])
     else:
         raise ValueError(f"unknown style {style!r}; use one of {', '.join(STYLES)}")
-    grade = {"short": 2, "worked": 3, "chatty": 2, "sloppy": 1}[style] if correct else 0
+    grade = {"short": 2, "worked": 3, "chatty": 2, "sloppy": 1, "rambling": 1}[style] if correct else 0
     return Response(text, correct, style, grade)
 
 

@@ -180,6 +180,7 @@ def test_a_spent_budget_leaves_the_rest_unrated(candidates, rate):
         assert "2 of 4 prompts were not asked about" in warned
         second = rate(config, sets, "second", judgements=first["outputs"]["judgements"]["path"])
         assert len(server.seen) == 16 and len(rows_of(second)) == 8 and not any(w["code"] == "over_budget" for w in second["warnings"])
+        assert second["summary"]["judge/cost_usd"] == pytest.approx(32), "of what this run asked; what it was given cost nothing"
         whole = rate({**config, "budget_usd": None}, sets, "whole")
         assert [(r["score"], r["completion"]) for r in rows_of(whole)] == [(r["score"], r["completion"]) for r in rows_of(second)]
     with pytest.raises(Exception, match="price_in=3"):
