@@ -39,6 +39,7 @@ RECIPES = {
     "constitutional": "flows.constitutional",
     "clair": "flows.clair",
     "character": "flows.character",
+    "deliberative": "flows.deliberative",
     "reward": "flows.reward",
     "rl_benchmark": "flows.rl_benchmark",
     "instructgpt": "flows.instructgpt",

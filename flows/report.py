@@ -267,7 +267,7 @@ def print_result(result: dict[str, Any], state: Path) -> None:
     if result.get("scores"):
         table(result["scores"], "held-out prompts")
         print()
-    for name, title in (("win_rates", "win rates, by a judge"), ("rounds", "rounds: the reward model of each, on its held-out rows"),
+    for name, title in (("ability", "what the models can do (data.ability)"), ("win_rates", "win rates, by a judge"), ("rounds", "rounds: the reward model of each, on its held-out rows"),
                         ("alignment_tax", "what was lost against the first model (step alignment_tax)")):
         if result.get(name):
             table(result[name], title)

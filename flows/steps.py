@@ -104,16 +104,19 @@ class Evaluations(dict):
         return rows
 
 
-def evaluate_all(run: Run, models: dict[str, str], config: Any, select_by: str | None = None, **inputs: str | None) -> Evaluations:
-    """Evaluate every model on the same inputs with the same settings, and set them side by side (step `compare`).
+def evaluate_all(run: Run, models: dict[str, str], config: Any, select_by: str | None = None, step: str = "compare", metric: str | None = None, **inputs: str | None) -> Evaluations:
+    """Evaluate every model on the same inputs with the same settings, and set them side by side (the step named).
 
     select_by: metric by which the best one is chosen, on half of the prompts; the gate tests the choice on the other half.
+    metric: what they are compared by and shown first; empty: the first main metric that all of them have.
     """
     outputs = run.together([lambda name=name, model=model: evaluate(run, name, model, config, **inputs) for name, model in models.items()])
     found = Evaluations(zip(models, outputs))
-    metric = select_by if select_by and has(found, select_by) else None
-    compared = run("compare", evaluations={name: outputs["samples"] for name, outputs in found.items()},
-                   config=CompareConfig(metric=shared_metric(found), order=list(found), select_by=metric))
+    if metric is not None:
+        found.METRICS = (metric, *Evaluations.METRICS)
+    chosen_by = select_by if select_by and has(found, select_by) else None
+    compared = run("compare", step, evaluations={name: outputs["samples"] for name, outputs in found.items()},
+                   config=CompareConfig(metric=metric or shared_metric(found), order=list(found), select_by=chosen_by))
     found.best = compared.metrics.get("best") or list(found)[-1]  # nothing to choose by: the last, most trained one
     return found
 

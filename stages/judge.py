@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +40,10 @@ PROMPTS = {
     "verdict": QUESTION + TWO + "\n\nCompare the two answers in a short explanation, then give your verdict "
                "strictly as [[A]] if A is better, [[B]] if B is better, or [[C]] for a tie.",
 }
-_MARK = re.compile(r"\[((?:end of )?(?:question|(?:reference )?answer(?: [ab])?))\]", re.IGNORECASE)
+#: For a component with ``judge_prompt``: how well one answer keeps to the specification of its kind of request (``synth.deliberative``).
+BY_SPECIFICATION = ("You check whether an answer keeps to a specification.\n\n[Specification]\n{principle}\n[End of specification]\n\n[Question]\n{context}\n[End of question]" + ONE
+                    + "\n\nRate with one whole number from 1 to 10 how well the answer keeps to the specification: 1 breaks it, 10 keeps to all of it and helps as far as it allows. Rating:")
+_MARK = re.compile(r"\[((?:end of )?(?:specification|question|(?:reference )?answer(?: [ab])?))\]", re.IGNORECASE)
 _VERDICT = re.compile(r"\[\[([ABC])\]\]")
 _FIVE_WAY = re.compile(r"\[\[(A>>B|A>B|A=B|B>A|B>>A)\]\]")
 
@@ -311,11 +314,11 @@ class Judge(ComparingScorer):
         return ("the judge gave no readable answer, the request is longer than it can read, or a server's first token cannot tell 1 from 10 (then use a local judge, "
                 "or judge_mode=preference or verdict)") + (f"; the server last refused one: {refusal}" if (refusal := getattr(self.asked, "refusal", "")) else "")
 
-    def __init__(self, asked, mode: str, *, prompt: str = "", max_tokens: int = 2048, retries: int = 3):
+    def __init__(self, asked, mode: str, *, prompt: str = "", max_tokens: int = 2048, retries: int = 3, principles: Mapping[str, str] | None = None):
         if mode not in MODES:
             raise JudgeError(f"judge_mode={mode!r} is unknown; write one of: {', '.join(MODES)}")
         self.asked, self.mode, self.limit, self.retries = asked, mode, max_tokens, retries
-        self.prompt = prompt or PROMPTS[mode]
+        self.prompt, self.principles = prompt or PROMPTS[mode], principles or {}
         self.relative = mode in ("preference", "verdict")
         self.disagreement, self.bias = None, 0.0
         self.cache: dict[bytes, object] = {}
@@ -369,12 +372,19 @@ class Judge(ComparingScorer):
         reference = (response.row or {}).get("answer")
         if self.mode == "reference" and reference is None:
             raise JudgeError("judge_mode=reference shows the judge each prompt's answer, and a prompt has none; give prompts with an `answer` column or use score.")
-        return self.prompt.format(context=quoted(transcript(response.prompt)), a=quoted(response.text), reference=quoted(str(reference)))
+        return self.prompt.format(context=quoted(transcript(response.prompt)), a=quoted(response.text), reference=quoted(str(reference)), principle=self._principle(response))
 
     def _compare(self, a: Response, b: Response) -> str:
         from stages.reward_heads import transcript
 
-        return self.prompt.format(context=quoted(transcript(a.prompt)), a=quoted(a.text), b=quoted(b.text))
+        return self.prompt.format(context=quoted(transcript(a.prompt)), a=quoted(a.text), b=quoted(b.text), principle=self._principle(a))
+
+    def _principle(self, response: Response) -> str:
+        """Text of the principle that the prompt's category names; empty for a prompt that shows none."""
+        category = (response.row or {}).get("category")
+        if self.principles and category not in self.principles:
+            raise JudgeError(f"judge_prompt shows {{principle}}, and a prompt's category is {category!r}; write the id of one into the column category: {', '.join(list(self.principles)[:10])}")
+        return self.principles.get(category, "")
 
     def _known(self, texts) -> dict[str, object]:
         """What is kept of these requests."""

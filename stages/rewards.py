@@ -36,7 +36,9 @@ REWARD_INPUTS = {
     "group_preference": InputSpec("model", required=False, doc="Model of components with kind=group_preference."),
     "context": InputSpec("dataset", kinds=("ratings/1", "pairs/1", "group_preferences/1"), required=False, doc="Rated responses of the group of "
                                                                                                                "kind=group_preference."),
-    "demonstrations": InputSpec("dataset", kinds=("demonstrations/1",), required=False, doc="What components with kind=icdpo retrieve from.")}
+    "demonstrations": InputSpec("dataset", kinds=("demonstrations/1",), required=False, doc="What components with kind=icdpo retrieve from."),
+    "principles": InputSpec("dataset", kinds=("principles/1",), required=False, doc="Specifications: {principle} in a judge_prompt is the text of the one that the prompt's column "
+                                                                                   "category names (synth.deliberative).")}
 
 
 class RewardComponent(StageConfig):
@@ -82,7 +84,8 @@ class RewardComponent(StageConfig):
                                                           "of the prompt (rs.rank), or a knock-out (rm.t2t_pair).")
     judge_mode: Literal["score", "reference", "preference", "verdict"] = Field(
         "score", description="judge: expected score 1..10 as [-1, 1], the same with the reference answer shown, letter probabilities, or written verdicts.")
-    judge_prompt: str = Field("", description="judge: template with {context}, {a}, and {b} or {reference}; empty: the built-in one of the mode.")
+    judge_prompt: str = Field("", description="judge: template with {context}, {a}, and {b} or {reference}; {principle} is the text of the principle that the prompt's category names "
+                                              "(input principles); empty: the built-in one of the mode.")
     endpoint: str = Field("", description="judge: base URL of a server with the OpenAI chat interface; empty: the local model of `input`.")
     endpoint_model: str = Field("", description="judge: name of the model on the server.")
     key_variable: str = Field("", description="judge: environment variable with the server's key.")
@@ -99,9 +102,9 @@ class RewardComponent(StageConfig):
     rm_squash: Literal["auto", "raw", "sigmoid", "minmax"] = Field(
         "auto", description="rubric: scores of reward-model items; auto is raw where the item is the category's only one, else sigmoid.")
     category: str = Field("", description="rubric: category of prompts that have none; an unknown category is always an error.")
-    no_eos_reward: float | None = Field(None, title="Reward without end token", description="model: score of a cut response, which the model never sees; unset: -1, below the "
-                                        "average of its calibrated scores (reward.truncation), or 0 where squash=sigmoid makes them probabilities.")
-    empty_reward: float = Field(-1.0, description="model: score of an empty response (rm.score_rules).")
+    no_eos_reward: float | None = Field(None, title="Reward without end token", description="model, judge: score of a cut response, which the model never sees; unset: -1, "
+                                        "below the average of calibrated scores (reward.truncation), or 0 where squash=sigmoid makes them probabilities.")
+    empty_reward: float = Field(-1.0, description="model, judge: score of an empty response (rm.score_rules).")
     clip: float | None = Field(None, gt=0, title="Clip", description="model: scores are clipped to [-clip, clip].")
     squash: Literal["none", "sigmoid"] = Field("none", description="model: squash scores to (0, 1).")
     normalise: Literal["none", "batch"] = Field("none", description="model: whiten the scores of one batch of responses, before clip and squash (rm.calibrate); "
@@ -166,10 +169,10 @@ class RewardComponent(StageConfig):
             raise ValueError(f"reward {self.name!r}: endpoint needs endpoint_model, the name of the model on that server")
         if self.judge_prompt:
             try:
-                filled = self.judge_prompt.format(context="c", a="a", b="b", reference="r")
+                filled = self.judge_prompt.format(context="c", a="a", b="b", reference="r", principle="p")
             except (KeyError, IndexError, ValueError) as error:
-                raise ValueError(f"reward {self.name!r}: judge_prompt cannot be filled ({error!r}); its fields are {{context}}, {{a}}, {{b}} and {{reference}}, "
-                                 "and other braces are doubled") from None
+                raise ValueError(f"reward {self.name!r}: judge_prompt cannot be filled ({error!r}); its fields are {{context}}, {{a}}, {{b}}, {{reference}} and "
+                                 "{{principle}}, and other braces are doubled") from None
             if filled == self.judge_prompt.replace("{{", "{").replace("}}", "}"):
                 raise ValueError(f"reward {self.name!r}: judge_prompt shows the judge nothing; write at least {{a}} in it")
         if self.domains and (self.tier or self.kind in READ_OTHERS):
@@ -361,9 +364,21 @@ def _scorer(component: RewardComponent, inputs: dict, device: str):
         from stages.debate import JUDGE
 
         mode, prompt = "verdict" if mode == "verdict" else "preference", prompt or (JUDGE if mode != "verdict" else "")
-    judge = Judge(load_asked(component, inputs, device), mode, prompt=prompt, max_tokens=component.judge_tokens, retries=component.judge_retries)
+    judge = Judge(load_asked(component, inputs, device), mode, prompt=prompt, max_tokens=component.judge_tokens, retries=component.judge_retries, principles=_principles(component, inputs))
     judge.ranking = component.ranking
     return judge
+
+
+def _principles(component: RewardComponent, inputs: dict) -> dict[str, str]:
+    """Texts of the active principles, by id, where the judge is shown that of the prompt."""
+    from storage.datasets import open_dataset
+
+    if "{principle}" not in component.judge_prompt:
+        return {}
+    if "principles" not in inputs:
+        raise ValueError(f"reward {component.name!r}: judge_prompt shows {{principle}}, which the stage input 'principles' holds; give principles=FILE (stages/principles.py) or a principles/1 dataset")
+    rows = open_dataset(str(getattr(inputs["principles"], "path", inputs["principles"]))).iter_rows()
+    return {row["principle_id"]: row["text"] for row in rows if row["active"] and row["text"]}
 
 
 def _group_scorer(component: RewardComponent, inputs: dict, device: str):

@@ -28,7 +28,7 @@ class StyleWeights(StageConfig):
     worked: float = Field(0.35, ge=0, description="the steps, then the answer")
     chatty: float = Field(0.15, ge=0, description="steps and answer between pleasantries")
     sloppy: float = Field(0.15, ge=0, description="the answer without its marker")
-    rambling: float = Field(0.0, ge=0, description="the answer, then remarks that say nothing, as many as chance has it: a length that is free")
+    rambling: float = Field(0.0, ge=0, description="the answer, with its marker or without, then remarks that say nothing, as many as chance has it: a length that is free")
 
 
 class ToolSizes(StageConfig):

@@ -57,7 +57,7 @@ def write(item: Item, style: str, correct: bool, rng: np.random.Generator) -> Re
     elif style == "sloppy":
         text = f"{answer}" if rng.random() < 0.5 else f"hm {answer} i think"
     elif style == "rambling":
-        text = " ".join([f"Answer: {answer}.", *(REMARKS[int(rng.integers(len(REMARKS)))] for _ in range(int(rng.geometric(ENDS)) - 1))])
+        text = " ".join([f"Answer: {answer}." if rng.random() < 0.5 else f"It is {answer}.", *(REMARKS[int(rng.integers(len(REMARKS)))] for _ in range(int(rng.geometric(ENDS)) - 1))])
     else:
         raise ValueError(f"unknown style {style!r}; use one of {', '.join(STYLES)}")
     grade = {"short": 2, "worked": 3, "chatty": 2, "sloppy": 1, "rambling": 1}[style] if correct else 0

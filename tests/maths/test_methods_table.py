@@ -62,13 +62,12 @@ def indexed(text: str) -> dict[str, str]:
 #: Central and described entries of the third page that have no row yet: nothing reaches them, or a part of what they say is missing. A new row shortens this.
 GAPS = """
 data.implicit data.vendor data.fasttext_mining
-synth.deliberative
 synth.cold_start synth.matrix synth.ditto synth.saro
 synth.urial_demos
 reward.tampering reward.safety
 eval.conformance eval.failure_modes
 eval.bias_before_after eval.safety_suite
-recipe.hhh_lab recipe.llama4 recipe.deliberative recipe.saro
+recipe.hhh_lab recipe.llama4 recipe.saro
 recipe.matrix_ditto recipe.fact_rlhf recipe.tampering recipe.vendor_cycle recipe.budget_toggle
 """.split()
 
