@@ -1,7 +1,7 @@
 """rl_benchmark: every RL preset from the same model with the same budget, over several seeds, in one table with curves.
 
     posttrain run rl_benchmark --preset demo                                   # all presets on the embedded world, seeds 0 1 2
-    posttrain run rl_benchmark --preset length_bias                            # GRPO against Dr. GRPO and DAPO: lengths of right and of wrong answers
+    posttrain run rl_benchmark --preset length_bias                            # the sequence mean of GRPO against a constant and a token mean: lengths of right and of wrong answers
     posttrain run rl_benchmark --set model=path/or/ref --set data.prompts=prompts.jsonl --set arms='{grpo: {}, dapo: {}, mine: {preset: grpo, beta: 0}}'
 
 The budget is ``iterations`` rollout batches of the same number of completions. An arm is a name with the settings in which it differs from the

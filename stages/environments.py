@@ -36,7 +36,7 @@ from typing import Any
 from stages.sandbox import end_with_parent, limit_resources, no_network
 
 #: Built-in environments: name -> "module:Class".
-ENVIRONMENTS = {"tools": "stages.tools:ToolEnvironment"}
+ENVIRONMENTS = {"tools": "stages.tools:ToolEnvironment", "verdicts": "stages.verdicts:VerdictEnvironment"}
 GOAL, ERROR = "goal_verified", "error"
 _START_S = 120.0  # a loaded machine may need this long to start an interpreter and import somebody's packages
 _LINE = 8 << 20

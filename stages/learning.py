@@ -114,22 +114,18 @@ def summarise(values: dict[str, dict], start: dict | None) -> dict:
 
 
 def signal_curves(rollouts) -> dict[str, list[float]]:
-    """Per iteration: mean reward and length, the latter also of right and of wrong completions (without verdicts, of the higher and of the lower of two rewards), share of
-    groups whose rewards are all equal, share of completions cut by the limit. NaN where there is none."""
+    """Per iteration: mean reward and length, the latter also of right and of wrong completions, share of groups whose rewards are all equal, share of
+    completions cut by the limit. NaN where there is none."""
     import math
     from collections import defaultdict
-
-    values = {row["reward"] for row in rollouts.iter_rows() if row["reward"] is not None and math.isfinite(row["reward"])}
-    best = max(values) if len(values) == 2 else None
 
     parts = defaultdict(lambda: {"rewards": [], "lengths": [], True: [], False: [], "cut": [], "groups": defaultdict(list)})
     for row in rollouts.iter_rows():
         part = parts[row["iteration"]]
         part["lengths"].append(row["length"])
         part["cut"].append(row["truncated"])
-        right = row["reward"] == best if row["is_correct"] is None and best is not None and row["reward"] in values else row["is_correct"]
-        if right is not None:
-            part[right].append(row["length"])
+        if row["is_correct"] is not None:
+            part[row["is_correct"]].append(row["length"])
         if row["reward"] is not None and math.isfinite(row["reward"]):
             part["rewards"].append(row["reward"])
             part["groups"][row["prompt_id"]].append(row["reward"])

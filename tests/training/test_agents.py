@@ -357,6 +357,24 @@ def test_the_worlds_tool_tasks_are_solved_by_their_own_calls(tmp_path):
 
 # --- evaluation --------------------------------------------------------------------------------------------------------------
 
+def test_a_coin_says_that_answers_are_right_or_wrong_and_what_follows_earns_nothing(tiny, data, spec):
+    """verdicts: the same prompt and answer have one verdict, different ones about half of each; the second turn, whatever it is, ends the episode with the verdict's reward."""
+    tasks = [{"prompt": [{"role": "user", "content": f"q{k % 4}"}]} for k in range(80)]
+    with EnvironmentPool("verdicts", {"wrong": "No."}) as pool:
+        ids, first = pool.reset(tasks, [1] * 80)
+        assert [list(seen.messages) for seen in first] == [task["prompt"] for task in tasks]
+        said = pool.step(ids, [f"a{k // 8}" for k in range(80)])
+        assert {seen.messages[0]["content"] for seen in said} == {"That is right.", "No."} and not any(seen.done or seen.reward for seen in said)
+        assert said[0].messages == said[4].messages and 20 < sum(seen.messages[0]["content"] == "No." for seen in said) < 60
+        ends = pool.step(ids, ["", *["x"] * 79])
+    for before, after in zip(said, ends):
+        right = before.messages[0]["content"] == "That is right."
+        assert after.done and after.reward == float(right) and after.events == ("goal_verified",) * right and not after.messages
+    result, _ = train(spec, tiny, data, "verdicts", {"environment": "verdicts", "environment_options": {}, "max_turns": 2, "preset": "dr_grpo", "loss_agg_mode": "seq-mean-token-mean"})
+    rows = rows_of(result)
+    assert {r["is_correct"] for r in rows} == {True, False} and all(r["reward"] == float(r["is_correct"]) and len(r["turns"]) == 2 for r in rows)
+
+
 def test_an_agent_is_evaluated_in_its_environment(tiny, spec):
     config = {"environment": COUNTDOWN, "environment_options": {"turns": 3, "goal_after": 2}, "max_turns": 4, "max_turn_length": 8, "max_completion_length": 120, "num_samples": 2}
     result = execute(spec("evaluate", config, {"model": tiny["policy"], "prompts": tiny["prompts"]}, "eval"), lambda event: None)
