@@ -378,7 +378,10 @@ def _principles(component: RewardComponent, inputs: dict) -> dict[str, str]:
     if "principles" not in inputs:
         raise ValueError(f"reward {component.name!r}: judge_prompt shows {{principle}}, which the stage input 'principles' holds; give principles=FILE (stages/principles.py) or a principles/1 dataset")
     rows = open_dataset(str(getattr(inputs["principles"], "path", inputs["principles"]))).iter_rows()
-    return {row["principle_id"]: row["text"] for row in rows if row["active"] and row["text"]}
+    found = {row["principle_id"]: row["text"] for row in rows if row["active"] and row["text"]}
+    if not found:
+        raise ValueError(f"reward {component.name!r}: no principle of the input 'principles' is active and has a text, so judge_prompt has nothing to show; write active: true and a `text`")
+    return found
 
 
 def _group_scorer(component: RewardComponent, inputs: dict, device: str):

@@ -64,6 +64,9 @@ def test_the_judge_sees_the_specification_of_the_prompt_and_not_the_thought(tiny
             component = RewardComponent(kind="judge", judge_prompt=BY_SPECIFICATION, view=view, endpoint=server.url, endpoint_model="m")
             assert build_rewards([component], inputs).score([row])[0].total == pytest.approx(2 * 8 / 9 - 1, abs=0.02)
             assert part(server.seen[-1]["messages"][0]["content"], "Answer") == answer and part(server.seen[-1]["messages"][0]["content"], "Specification") == "Be brief."
+    asks = RewardComponent(kind="judge", judge_prompt=BY_SPECIFICATION, endpoint="http://x", endpoint_model="m")
+    with pytest.raises(ValueError, match="active: true"):
+        build_rewards([asks], {"principles": ingested(tmp_path, "none", [{"id": "b", "text": "old", "active": False}])})
     with pytest.raises(ValueError, match="principles=FILE"):
         build_rewards([RewardComponent(kind="judge", judge_prompt=BY_SPECIFICATION)], {"judge": tiny["policy"]})
     with pytest.raises(ValueError, match="{principle}"):
