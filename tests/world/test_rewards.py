@@ -86,7 +86,7 @@ def test_a_cut_or_empty_response_never_reaches_the_reward_model():
 
     component = RewardComponent(kind="model")
     rows = [{**row("good", n=2), "prompt_ids": [9]}, {**row("cut", finish="length"), "prompt_ids": [9]}, {**row("  "), "prompt_ids": [9]}]
-    assert [s.total for s in Rewards([component], {"model": Scorer()}, None).score(rows)] == [0.7, 0.0, -1.0]
+    assert [s.total for s in Rewards([component], {"model": Scorer()}, None).score(rows)] == [0.7, -1.0, -1.0]
 
 
 HOSTILE = """
