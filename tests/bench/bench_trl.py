@@ -22,10 +22,10 @@ process's peak resident set. A pair's prompt counts twice in tokens, as in TRL's
 | rl, 6M | 3.00 prompts/s | 0.975 | 3.06 | 826 | 2326 | 0.36 | |
 | rl, 28M | 0.747 prompts/s | 0.308 | 2.43 | 1816 | 4270 | 0.43 | |
 | rl_trained, 6M | 2.15, 3.16 prompts/s | 0.250, 0.322 | 8.6, 9.8 | 997 | 3240 | 0.31 | |
-| rl_trained, 28M | 0.428 prompts/s | 0.109 | 3.92 | 2511 | 7056 | 0.36 | |
+| rl_trained, 28M | 0.428, 0.427 prompts/s | 0.109, 0.118 | 3.92, 3.63 | 2511 | 7056 | 0.36 | |
 
-The rows of rl and of rl_trained at 28M are of the sampler that attends to a group's prompt once for its completions, on a machine with a slower product (191 GFLOP/s; one pair
-of rl_trained; before it: 2.82, 2.18 and 3.51). rl_trained at 6M is of before: two pairs of runs, an hour or two apart: 84% of the completions matched, they had 95 tokens in the
+The rows of rl and of rl_trained at 28M are of the sampler that attends to a group's prompt once for its completions, on a machine with a slower product (191 GFLOP/s; two pairs
+of rl_trained, two hours apart; before it: 2.82, 2.18 and 3.51). rl_trained at 6M is of before: two pairs of runs, an hour or two apart: 84% of the completions matched, they had 95 tokens in the
 mean (3 to 256); the steps of sft before it took 32 rows each, twice what is written below. At 28M an earlier pair had 89 tokens in the mean, and a quarter of the groups agreed.
 The rows of sft, reward_model and align are from before chunks of 1024 tokens and kept memory (``stages.allocator``); with these sft at 28M ran at 1009 tokens/s next to 483
 (2.19, three repeats): both sides faster that hour. The same step of the new and of the old code, interleaved: 1.00 to 1.12 times as fast, which is within what this machine
