@@ -155,8 +155,8 @@ def verdicts(judge, rows: Sequence[dict]) -> tuple[list[float], list[float]]:
     for heard in (True, False):
         pairs = []
         for row in rows:
-            debate, question = row["debate"], row["prompt_row"]["prompt"]
-            first, second = (Response(question, [{"role": "assistant", "content": case(debate, seat, heard)}]) for seat in (0, 1))
+            debate, asked = row["debate"], row["prompt_row"]
+            first, second = (Response(asked["prompt"], [{"role": "assistant", "content": case(debate, seat, heard)}], row=asked) for seat in (0, 1))
             pairs.append((first, second))
         p = judge.preferences(pairs)
         found.append([float(v) if row["debate"]["seat"] == 0 else 1.0 - float(v) for v, row in zip(p, rows)])

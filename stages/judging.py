@@ -15,6 +15,7 @@ computed from these rows, so the rows of an earlier run (input ``judgements``) a
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -249,7 +250,6 @@ class Asker:
             raise ConfigError(f"stage {stage.name} asks one judge: give --input judge=MODEL, or endpoint=URL with endpoint_model=NAME" + " and not both" * stage.has("judge"))
         self.stage, self.config = stage, config
         self.judge_id = config.endpoint_model if config.endpoint else f"model:{stage.inputs['judge'].digest[:16] or 'local'}"
-        self.known: dict[str, dict] = {}
         self._asked = None
         self._journal = Journal(stage.workdir / "answers.jsonl") if config.endpoint else None
 
@@ -265,10 +265,11 @@ class Asker:
                 LocalJudge(self.stage.path("judge"), RewardCard(), self.stage.device)
         return self._asked
 
-    def recall(self) -> None:
-        """Take the answers of an earlier run (input ``judgements``), where one is given."""
-        if self.stage.has("judgements"):
-            self.known = {row["cache_key"]: row for row in self.stage.dataset("judgements").iter_rows() if row["raw"] or not row["error"]}
+    @functools.cached_property
+    def known(self) -> dict[str, dict]:
+        """The answers of an earlier run (input ``judgements``) by their key, where one is given; read when first needed."""
+        rows = self.stage.dataset("judgements").iter_rows() if self.stage.has("judgements") else ()
+        return {row["cache_key"]: row for row in rows if row["raw"] or not row["error"]}
 
     def cost(self, reply) -> float:
         """USD of a reply."""
@@ -276,8 +277,6 @@ class Asker:
 
     def paid(self, rows: Iterable[dict]) -> float:
         """USD of the requests behind judgements: equal ones are asked once, and those that an earlier run answered (input ``judgements``) not at all."""
-        if not self.known:
-            self.recall()
         return sum({row["cache_key"]: row["cost_usd"] for row in rows if row["cache_key"] not in self.known}.values())
 
     def rows(self) -> Iterable[dict]:
@@ -300,8 +299,6 @@ class Asker:
         stage, config = self.stage, self.config
         writer = stage.writer("judgements", "judgements/1", meta={"judge": self.judge_id, **meta})
         done = stage.units_done
-        if done * config.block < len(units):
-            self.recall()
         checkpoint = stage.checkpoints.latest()
         spent = checkpoint.state.get("spent", 0.0) if checkpoint else 0.0
         for start in range(done * config.block, len(units), config.block):

@@ -204,6 +204,11 @@ class RewardComponent(StageConfig):
             return "renormalise"
         return self.on_missing or ("invalidate" if self.kind in PRIMARY else "skip")
 
+    @property
+    def cut_reward(self) -> float:
+        """What a model says of a cut response, which it never sees (reward.truncation)."""
+        return self.no_eos_reward if self.no_eos_reward is not None else 0.0 if self.squash == "sigmoid" else -1.0
+
 
 @dataclass(frozen=True)
 class Unscorable:
@@ -306,11 +311,17 @@ def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, render
 def _rubric_scorer(component: RewardComponent, inputs: dict, renderer, device: str):
     from stages.rubric_reward import RubricScorer
     from stages.rubrics import from_rows
-    from storage.datasets import open_dataset
 
     if "rubric" not in inputs:
         raise ValueError(f"reward {component.name!r} needs the stage input 'rubric'; give rubric=FILE (YAML, JSON or JSON Lines) or a rubric_items/1 dataset")
-    return RubricScorer(component, from_rows(open_dataset(str(getattr(inputs["rubric"], "path", inputs["rubric"]))).iter_rows()), inputs, renderer, device)
+    return RubricScorer(component, from_rows(_dataset(inputs, "rubric").iter_rows()), inputs, renderer, device)
+
+
+def _dataset(inputs: dict, name: str):
+    """A dataset among the stage inputs, each of which is a path or has one."""
+    from storage.datasets import open_dataset
+
+    return open_dataset(str(getattr(inputs[name], "path", inputs[name])))
 
 
 def model_input(component: RewardComponent, inputs: dict) -> str:
@@ -371,14 +382,11 @@ def _scorer(component: RewardComponent, inputs: dict, device: str):
 
 def _principles(component: RewardComponent, inputs: dict) -> dict[str, str]:
     """Texts of the active principles, by id, where the judge is shown that of the prompt."""
-    from storage.datasets import open_dataset
-
     if "{principle}" not in component.judge_prompt:
         return {}
     if "principles" not in inputs:
         raise ValueError(f"reward {component.name!r}: judge_prompt shows {{principle}}, which the stage input 'principles' holds; give principles=FILE (stages/principles.py) or a principles/1 dataset")
-    rows = open_dataset(str(getattr(inputs["principles"], "path", inputs["principles"]))).iter_rows()
-    found = {row["principle_id"]: row["text"] for row in rows if row["active"] and row["text"]}
+    found = {row["principle_id"]: row["text"] for row in _dataset(inputs, "principles").iter_rows() if row["active"] and row["text"]}
     if not found:
         raise ValueError(f"reward {component.name!r}: no principle of the input 'principles' is active and has a text, so judge_prompt has nothing to show; write active: true and a `text`")
     return found
@@ -386,12 +394,11 @@ def _principles(component: RewardComponent, inputs: dict) -> dict[str, str]:
 
 def _group_scorer(component: RewardComponent, inputs: dict, device: str):
     from stages.preference_module import points_of
-    from storage.datasets import open_dataset
 
     scorer = load_model(component, inputs, device)
     if "context" not in inputs:
         raise ValueError(f"reward {component.name!r} needs the stage input 'context', rated responses of the group; give context=FILE or a ratings/1 dataset")
-    dataset = open_dataset(str(getattr(inputs["context"], "path", inputs["context"])))
+    dataset = _dataset(inputs, "context")
     points = points_of(dataset, component.group)
     if not points:
         raise ValueError(f"reward {component.name!r}: the input context has no row of group {component.group!r}; its groups are: "
@@ -404,7 +411,6 @@ def _in_context_scorer(component: RewardComponent, inputs: dict, renderer, devic
     from stages.chat import renderer_for
     from stages.in_context import InContextScorer
     from stages.modeling import freeze, load_policy
-    from storage.datasets import open_dataset
 
     if "demonstrations" not in inputs:
         raise ValueError(f"reward {component.name!r} needs the stage input 'demonstrations'; give demonstrations=FILE or a demonstrations/1 dataset")
@@ -413,8 +419,7 @@ def _in_context_scorer(component: RewardComponent, inputs: dict, renderer, devic
     if renderer_for(path).vocabulary_hash != renderer.vocabulary_hash:
         raise ValueError(f"reward {component.name!r}: the model of input {component.input!r} has another tokenizer than the policy, whose token ids it would "
                          f"score; leave input out")
-    return InContextScorer(freeze(load_policy(path, device)), renderer, open_dataset(str(getattr(inputs["demonstrations"], "path", inputs["demonstrations"]))),
-                           device=device,
+    return InContextScorer(freeze(load_policy(path, device)), renderer, _dataset(inputs, "demonstrations"), device=device,
                            count=component.num_demonstrations, coarse=component.coarse_demonstrations, max_tokens=component.demonstration_length)
 
 
@@ -601,18 +606,15 @@ def _model(rewards: Rewards, component: RewardComponent, rows) -> list:
 
     scorer = rewards.scorers[component.name]
     as_ids = component.view == "full" and scorer.reads_ids_of(rewards.renderer)
-    cut = component.no_eos_reward
-    if cut is None:
-        cut = 0.0 if component.squash == "sigmoid" else -1.0
     out: list = [None] * len(rows)
     responses, positions = [], []
     for i, row in enumerate(rows):
         if not ended(row):
-            out[i] = Verdict(cut)
+            out[i] = Verdict(component.cut_reward)
         elif not row["completion_text"].strip():
             out[i] = Verdict(component.empty_reward)
         elif not _text(component, row).strip():  # a thought that never ends has no answer: scored as cut (reward.view)
-            out[i] = Verdict(cut)
+            out[i] = Verdict(component.cut_reward)
         else:
             positions.append(i)
             ids = list(_prompt_ids(rewards, row)) + list(row["completion_ids"]) if as_ids else None

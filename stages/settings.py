@@ -155,7 +155,7 @@ class AgentConfig(StageConfig):
     """An environment that the policy acts in over several turns (``AGENT-RL``); without one, a prompt is answered once. Rewards that are not
     given are then the environment's own."""
 
-    environment: str = Field("", description="What the policy acts in: a built-in environment (tools), debate, or module:Class of your own (see stages/environments.py); "
+    environment: str = Field("", description="What the policy acts in: a built-in environment (tools, verdicts), debate, or module:Class of your own (see stages/environments.py); "
                                              "empty: a prompt is answered once.")
     environment_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment's class, for example tools and call_syntax of `tools`.")
     environment_digest: str = Field("", description="Digest of the source of an environment of your own; filled in by itself, so that a change of that file is another run.")

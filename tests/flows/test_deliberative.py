@@ -8,6 +8,7 @@ import pytest
 from flows.recipe import get_recipe, load_config
 from flows.report import print_result
 from stages import judge as judging
+from stages.debate import verdicts
 from stages.judge import BY_SPECIFICATION, JudgeError
 from stages.reward_scorers import Response
 from stages.rewards import RewardComponent, build_rewards
@@ -71,6 +72,14 @@ def test_the_judge_sees_the_specification_of_the_prompt_and_not_the_thought(tiny
         build_rewards([RewardComponent(kind="judge", judge_prompt=BY_SPECIFICATION)], {"judge": tiny["policy"]})
     with pytest.raises(ValueError, match="{principle}"):
         RewardComponent(kind="judge", judge_prompt="{spec} {a}")
+
+
+def test_the_judge_of_a_debate_sees_the_specification_too():
+    rows = [{"prompt_row": {"prompt": [{"role": "user", "content": "q"}], "category": "a"}, "debate": {"answers": ["yes", "no"], "said": [["so"], ["not so"]], "seat": seat}} for seat in (0, 1)]
+    with chat_server(lambda body: {"message": {"content": "[[A]]"}, "finish_reason": "stop"}) as server:
+        judge = judging.Judge(judging.ServerJudge(server.url, "m"), "verdict", prompt="{principle} | {context} | {a} | {b}", principles={"a": "Be brief."})
+        assert verdicts(judge, rows) == ([0.5, 0.5], [0.5, 0.5]), "whoever is shown first wins, in both orders: a tie"
+        assert server.seen and all(body["messages"][0]["content"].startswith("Be brief. | ") for body in server.seen)
 
 
 def test_deliberative_alignment_runs_to_its_end(tiny, world, tmp_path, capsys):  # noqa: F811
