@@ -7,6 +7,8 @@ Two engines behind one interface (`prefill`, `decode`), chosen by `make_decoder`
   KV views bounded by the longest live row. Weights are read again at every `refresh()` (RL changes them).
 * `GenericDecoder`: any Hugging Face decoder-only model, through its own forward with a slot cache and a 4D mask.
 
+Either computes in the model's own type, or in another (`dtype`): then from its own copy of the weights, which `refresh` brings up to date.
+
 Shapes: S slots, n live slots (always the first n), C columns of KV storage, L <= C columns in use, H query heads,
 K key/value heads, G = H / K, D head size, B prompts prefilled together, T their padded length, V vocabulary.
 A row's token at position p lives in column p of its slot.
@@ -14,6 +16,7 @@ A row's token at position p lives in column p of its slot.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from dataclasses import dataclass
 
@@ -22,6 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stages.lean import interleave, odd_layers
+from stages.products import Packed, prefers_onednn
 
 #: Weights above this many bytes are not fused (fusing copies them); they run as separate products instead.
 FUSE_LIMIT_BYTES = 2 << 30
@@ -190,14 +194,15 @@ def max_positions(model) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-def make_decoder(model, lean: bool | None = None):
-    """The engine for a model. lean: None picks, True insists (error with the reason), False takes the generic one."""
+def make_decoder(model, lean: bool | None = None, dtype: torch.dtype | None = None):
+    """The engine for a model. lean: None picks, True insists (error with the reason), False takes the generic one. dtype: what it computes in,
+    None for the weights' own type."""
     reason = why_not_lean(model) if lean is not False else "asked for the generic engine"
     if reason is None:
-        return LeanDecoder(bare(model))
+        return LeanDecoder(bare(model), dtype)
     if lean:
         raise DecoderError(f"the lean engine does not take this model ({reason}): write lean=None to let the sampler choose")
-    return GenericDecoder(bare(model))
+    return GenericDecoder(bare(model), dtype)
 
 
 def bare(model):
@@ -211,10 +216,11 @@ def bare(model):
 class GenericDecoder:
     """Any Hugging Face decoder-only model through its own forward, with per-row columns and a 4D mask."""
 
-    wants_blocks = attends_in_trunks = False
+    wants_blocks = attends_in_trunks = replayable = False
 
-    def __init__(self, model):
-        self.model = model
+    def __init__(self, model, dtype: torch.dtype | None = None):
+        self.source = self.model = model
+        self.dtype = dtype
         config = model.config.get_text_config(decoder=True)
         self.window = None
         if getattr(model.config, "is_encoder_decoder", False):
@@ -235,7 +241,9 @@ class GenericDecoder:
         self.keep_logits = "logits_to_keep" in accepted
 
     def refresh(self) -> None:
-        """Nothing to do: the model's own forward reads its parameters."""
+        """The model's own forward reads its parameters; in another type it is that of a copy as they are now."""
+        if self.dtype not in (None, self.source.dtype):
+            self.model = copied_as(self.source, self.dtype)
 
     def check_length(self, total: int) -> None:
         if self.window is not None and self.mixed_windows and total > self.window:
@@ -278,6 +286,12 @@ class GenericDecoder:
         out = self.model(input_ids=tokens[:, None], position_ids=columns[:, None], use_cache=True,
                          past_key_values=_slot_cache(kv, rows, columns, longest), attention_mask=mask[:, None, None, :])
         return out.logits[:, -1].float()
+
+
+def copied_as(model, dtype: torch.dtype):
+    """The model with parameters of another type, each copied once; buffers (rotary frequencies) keep theirs."""
+    memo = {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in model.parameters()}
+    return copy.deepcopy(model, memo)
 
 
 def _slot_cache(kv: SlotKV, rows: torch.Tensor, columns: torch.Tensor, longest: int):
@@ -353,25 +367,30 @@ def linear_weight(linear) -> tuple[torch.Tensor, torch.Tensor | None] | None:
 class _Product:
     """x -> x W^T + b for one or several stacked weights (concatenated outputs).
 
-    On the CPU the stacked weight is kept as [in, out]: with few rows that product is the faster one (oneDNN's packed weights are slower than either).
+    On the CPU the stacked weight is kept as [in, out], with few rows the faster one of MKL's products, or laid out for oneDNN where that is faster still.
     """
 
-    def __init__(self, parts):
-        weights = [w for w, _ in parts]
+    def __init__(self, parts, dtype: torch.dtype):
+        weights = [w.to(dtype) for w, _ in parts]
         size = sum(w.numel() * w.element_size() for w in weights)
-        biases = [b if b is not None else w.new_zeros(w.shape[0]) for w, b in parts]
+        biases = [b.to(dtype) if b is not None else w.new_zeros(w.shape[0]) for w, (_, b) in zip(weights, parts)]
         self.bias = torch.cat(biases) if any(b is not None for _, b in parts) else None
-        self.turned = None
+        self.turned = self.packed = None
         if size > FUSE_LIMIT_BYTES:
             self.weights, self.biases = weights, (biases if self.bias is not None else [None] * len(weights))
             return
-        if weights[0].device.type == "cpu" and weights[0].dtype in (torch.float32, torch.float64):
+        if weights[0].device.type == "cpu" and dtype == torch.float32 and prefers_onednn():
+            self.packed = Packed(torch.cat(weights), self.bias)
+            return
+        if weights[0].device.type == "cpu" and dtype in (torch.float32, torch.float64):
             self.turned = torch.cat([w.detach().t() for w in weights], 1).contiguous()
             return
         self.weights, self.biases = [torch.cat(weights) if len(weights) > 1 else weights[0]], [self.bias]
 
     def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
         """The product, plus ``add`` (a residual, in the same pass on the CPU)."""
+        if self.packed is not None:
+            return self.packed(x, add)
         if self.turned is not None:
             bias = self.bias if add is None else add if self.bias is None else add + self.bias
             return torch.mm(x, self.turned) if bias is None else torch.addmm(bias, x, self.turned)
@@ -385,31 +404,31 @@ class _Product:
 class _Layer:
     """Fused weights of one decoder layer."""
 
-    def __init__(self, layer, heads: int, groups: int):
+    def __init__(self, layer, heads: int, groups: int, dtype: torch.dtype):
         attention, mlp = layer.self_attn, layer.mlp
         self.scale = attention.scaling  # folded into the queries: their norm weight, or their projection
         q, k, v = (linear_weight(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
         pair = lambda wb, count: tuple(None if x is None else interleave(x, count) for x in wb)
         if not hasattr(attention, "q_norm"):
             q = tuple(None if x is None else x * self.scale for x in q)
-        self.qkv = _Product([pair(q, heads), pair(k, groups), v])
-        self.out = _Product([linear_weight(attention.o_proj)])
-        self.gate_up = _Product([linear_weight(mlp.gate_proj), linear_weight(mlp.up_proj)])
-        self.down = _Product([linear_weight(mlp.down_proj)])
-        self.norm1, self.eps1 = layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon
-        self.norm2, self.eps2 = layer.post_attention_layernorm.weight, layer.post_attention_layernorm.variance_epsilon
+        self.qkv = _Product([pair(q, heads), pair(k, groups), v], dtype)
+        self.out = _Product([linear_weight(attention.o_proj)], dtype)
+        self.gate_up = _Product([linear_weight(mlp.gate_proj), linear_weight(mlp.up_proj)], dtype)
+        self.down = _Product([linear_weight(mlp.down_proj)], dtype)
+        self.norm1, self.eps1 = layer.input_layernorm.weight.to(dtype), layer.input_layernorm.variance_epsilon
+        self.norm2, self.eps2 = layer.post_attention_layernorm.weight.to(dtype), layer.post_attention_layernorm.variance_epsilon
         self.qk_norm = None
         if hasattr(attention, "q_norm"):
             q_norm, k_norm = interleave(attention.q_norm.weight, 1) * self.scale, interleave(attention.k_norm.weight, 1)
-            self.qk_norm = torch.cat([q_norm.expand(heads, -1), k_norm.expand(groups, -1)])
+            self.qk_norm = torch.cat([q_norm.expand(heads, -1), k_norm.expand(groups, -1)]).to(dtype)
             self.head_eps = attention.q_norm.variance_epsilon
 
 
 class LeanDecoder:
     """The Llama-family forward over the model's own weights, with as few operations per step as torch allows."""
 
-    def __init__(self, model):
-        self.model = model
+    def __init__(self, model, dtype: torch.dtype | None = None):
+        self.model, self.asked = model, dtype
         config = model.config
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = model.model.layers[0].self_attn.head_dim
@@ -429,21 +448,29 @@ class LeanDecoder:
         """Whether what several slots begin with need not be in each of them: where attention is composed here."""
         return self.wants_blocks
 
+    @property
+    def replayable(self) -> bool:
+        """Whether a step of fixed shapes may be captured and replayed (``stages.replay``): on CUDA, where launching a step's kernels takes longer than
+        what they compute."""
+        return self.device.type == "cuda"
+
     @torch.inference_mode()
     def refresh(self) -> None:
         """Read (and fuse) the weights as they are now."""
         core = self.model.model
-        self.embedding = core.embed_tokens.weight
-        self.dtype, self.device = self.embedding.dtype, self.embedding.device
-        self.layers = [_Layer(layer, self.heads, self.groups) for layer in core.layers]
-        self.norm, self.eps = core.norm.weight, core.norm.variance_epsilon
-        self.head = _Product([linear_weight(self.model.lm_head)])
+        weight = core.embed_tokens.weight
+        self.dtype, self.device = self.asked or weight.dtype, weight.device
+        self.embedding = weight.to(self.dtype)
+        self.layers = [_Layer(layer, self.heads, self.groups, self.dtype) for layer in core.layers]
+        self.norm, self.eps = core.norm.weight.to(self.dtype), core.norm.variance_epsilon
+        head = linear_weight(self.model.lm_head)
+        self.head = _Product([(self.embedding if head[0] is weight else head[0], head[1])], self.dtype)
         self.wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.inv_freq = core.rotary_emb.inv_freq.to(self.device, torch.float32)
         self.rope_scale = float(getattr(core.rotary_emb, "attention_scaling", 1.0))
         self.table = torch.empty(0, self.head_dim // 2, dtype=torch.complex64, device=self.device)
 
-    def _rotations(self, longest: int) -> torch.Tensor:
+    def rotations(self, longest: int) -> torch.Tensor:
         """exp(i * position * frequency) * attention scaling, [>= longest, D / 2] complex (angles in float32 as HF)."""
         if self.table.shape[0] < longest:
             angles = torch.arange(max(longest, 2 * self.table.shape[0]), device=self.device).float()[:, None] * self.inv_freq
@@ -486,10 +513,10 @@ class LeanDecoder:
         nor in the KV returned."""
         count, width = ids.shape
         if past is None:
-            mask, rotation = None, self._rotations(width)[:width].repeat(count, 1)[:, None]
+            mask, rotation = None, self.rotations(width)[:width].repeat(count, 1)[:, None]
         else:
             mask, positions = past.seen(width, ids.device), past.positions(width, ids.device).expand(count, -1).reshape(-1)
-            rotation = self._rotations(max(past.lengths) + width)[positions][:, None]
+            rotation = self.rotations(max(past.lengths) + width)[positions][:, None]
         x = F.embedding(ids.reshape(-1), self.embedding)
         keys, values = [], []
         for index, layer in enumerate(self.layers):
@@ -508,19 +535,22 @@ class LeanDecoder:
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self._norm(x, self.norm, self.eps)).float()
 
-    def decode(self, kv: SlotKV, tokens: torch.Tensor, columns: torch.Tensor, bounds, trunks: Trunks | None = None) -> torch.Tensor:
+    def decode(self, kv: SlotKV, tokens: torch.Tensor, columns: torch.Tensor, bounds, trunks: Trunks | None = None, table: torch.Tensor | None = None) -> torch.Tensor:
         """Append tokens [n] at columns [n] of slots 0..n-1; next-token logits [n, V] float32.
 
-        bounds: runs of slots (first, end, columns in use) that attend together, each over its own columns. trunks: arranged for these slots."""
+        bounds: runs of slots (first, end, columns in use) that attend together, each over its own columns. trunks: arranged for these slots.
+        table: :meth:`rotations` to use, at least as long as the rows."""
         n, k_heads, d = tokens.shape[0], self.groups, self.head_dim
         longest = max(width for _, _, width in bounds)
         rows = torch.arange(n, device=tokens.device)
-        kv.mask[rows, columns] = 0
+        kv.mask.view(-1).index_fill_(0, rows * kv.columns + columns, 0)
         masks = [kv.mask[first:end, None, None, :width] for first, end, width in bounds]
         cells = ((rows * (k_heads * kv.columns) + columns)[:, None]
                  + torch.arange(k_heads, device=tokens.device) * kv.columns).view(-1)
         positions = columns if trunks is None else columns + trunks.known
-        rotation = self._rotations(longest if trunks is None else longest + trunks.columns)[positions][:, None]
+        if table is None:
+            table = self.rotations(longest if trunks is None else longest + trunks.columns)
+        rotation = table[positions][:, None]
         x = F.embedding(tokens, self.embedding)
         for index, (layer, keys, values) in enumerate(zip(self.layers, kv.keys, kv.values)):
             q, k, v = self._project(layer, x, rotation)

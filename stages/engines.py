@@ -72,12 +72,13 @@ def make_engine(stage, renderer, model=None, *, sleeps: bool = False, role: str 
     """
     config, path = stage.config, stage.path(role)
     if config.engine == "builtin":
+        dtype = getattr(torch, config.sampling_dtype)
         if model is None:
             from stages.modeling import freeze, load_policy
 
-            model = freeze(load_policy(path, stage.device))
+            model = freeze(load_policy(path, stage.device, dtype))
         return Sampler(model() if callable(model) and not isinstance(model, torch.nn.Module) else model, renderer.tokenizer,
-                       max_batch=config.generation_batch)
+                       max_batch=config.generation_batch, dtype=dtype)
     from stages import ranks
 
     together = ranks.world_size()

@@ -276,7 +276,7 @@ class Plan:
                    if getattr(config, name) != type(config).model_fields[name].get_default(call_default_factory=True)}
         protocol = {
             "target": config.target, "split": config.split, "limit": config.limit, "template": self.renderer.template_hash if self.renderer else "own",
-            "few_shot": "none", "engine": engine_label(config), "dtype": "float32" if config.engine == "builtin" else "the engine's",
+            "few_shot": "none", "engine": engine_label(config), "dtype": config.sampling_dtype if config.engine == "builtin" else "the engine's",
         }
         if config.target == "judge":
             from stages.judge import PROMPTS

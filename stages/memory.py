@@ -170,7 +170,7 @@ def caches_of(config, shape: Shape | None) -> dict[str, int]:
     length = getattr(config, "max_prompt_length", 0) + getattr(config, "longest_completion", config.max_completion_length)
     if text.get("max_position_embeddings"):
         length = min(length, text["max_position_embeddings"])
-    kv = lambda rows: kv_bytes(text["num_hidden_layers"], heads, width, rows * length, 4)
+    kv = lambda rows: kv_bytes(text["num_hidden_layers"], heads, width, rows * length, 2 if config.sampling_dtype == "bfloat16" else 4)
     return {"KV cache": kv(rows) + (min(KEPT_BYTES, kv(everyone)) if getattr(config, "environment", "") else 0), "logits": logits}
 
 

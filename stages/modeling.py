@@ -21,6 +21,7 @@ from stages import adapters, lean, pending, ranks, sharding
 from stages.batching import Batch, Padded, choose_form, collate, make_item, pad
 from stages.chat import Renderer
 from stages.memory import HEAD_KEEP_ELEMENTS
+from stages.products import linear
 from stages.tensor_files import TensorFiles, writer_of
 
 #: Elements of logits computed at a time by the head (a few MiB, so that they stay in a CPU's cache; 16 times as many on a GPU). Like those kept for backward
@@ -212,7 +213,7 @@ class Head:
     softcap: float | None = None
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
-        out = torch.nn.functional.linear(hidden_NH, self.weight, self.bias)
+        out = linear(hidden_NH, self.weight, self.bias)
         if self.scale != 1.0:
             out = out * self.scale
         if self.softcap:
@@ -297,7 +298,7 @@ class _ChunkedLogps(torch.autograd.Function):
             if i < len(kept):
                 logp = kept[i]
             else:
-                z = precise(torch.nn.functional.linear(h, weight_low, bias_low)) * scale
+                z = precise(linear(h, weight_low, bias_low)) * scale
                 if softcap:
                     capped = torch.tanh(z / softcap)
                     z = softcap * capped

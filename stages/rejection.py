@@ -251,6 +251,8 @@ def rationalised_row(row: dict) -> bool:
 
 def generate(stage) -> None:
     """Sample and score every prompt, one Parquet part per block of prompts."""
+    import torch
+
     from stages.chat import renderer_for
     from stages.engines import make_engine
     from stages.generation import MixtureSampler, gen_record, prompt_rows, sampling_params, score, warn_of_failures
@@ -289,7 +291,7 @@ def generate(stage) -> None:
             if config.engine != "builtin":
                 raise ValueError(f"mixture_coef={config.mixture_coef} mixes the distributions of two models token by token, which engine={config.engine} cannot do; "
                                  "write engine=builtin, or mixture_coef=0.")
-            policy, reference = (freeze(load_policy(stage.path(role), stage.device)) for role in ("model", "reference"))
+            policy, reference = (freeze(load_policy(stage.path(role), stage.device, getattr(torch, config.sampling_dtype))) for role in ("model", "reference"))
             sampler = MixtureSampler(policy, reference, renderer.tokenizer, config.mixture_coef)
         else:
             sampler = make_engine(stage, renderer)

@@ -31,6 +31,7 @@ import torch
 from stages import usage
 from stages.decoders import Prefilled, SlotKV, Trunks, make_decoder, max_positions
 from stages.prefixes import Kept, KeptRows, prefilled_continuing, prefilled_groups, shared_beginnings
+from stages.replay import Replayed
 from stages.sampling import SamplingParams, bad_word_ids, processed_logits, sample_step, uniforms
 from stages.verifiers import TAGS
 
@@ -68,18 +69,21 @@ class Sampler:
     max_batch is the number of slots (rows decoded together). device moves the model there first (None: where it is).
     tokenizer may be None when no text is wanted (text is then "" and stop_strings are refused).
     lean: None picks the fast engine when it computes the same function, False forces the model's own forward.
+    dtype: what it computes in (weights, KV and products), None for the weights' own type; in another one its log-probs are not the trainer's.
     As an engine (``stages.engines.Engine``) it reads the model's own parameters, so there are no weights to push and nothing to wake.
     """
 
-    name, weights, exact_logps, shares_weights, reencodes = "built-in", "input", True, True, False
+    weights, shares_weights, reencodes = "input", True, False
 
-    def __init__(self, model, tokenizer, *, max_batch: int = 64, device=None, lean: bool | None = None):
+    def __init__(self, model, tokenizer, *, max_batch: int = 64, device=None, lean: bool | None = None, dtype: torch.dtype | None = None):
         if max_batch < 1:
             raise SamplerError(f"max_batch={max_batch}: write at least 1")
         self.model = model.to(device) if device is not None else model
         self.tokenizer = tokenizer
         self.max_batch = int(max_batch)
-        self.lean = lean
+        self.lean, self.dtype = lean, dtype
+        self.exact_logps = dtype in (None, self.model.get_input_embeddings().weight.dtype)
+        self.name = "built-in" if self.exact_logps else f"built-in in {str(dtype).removeprefix('torch.')}"
         self.kept: KeptRows | None = None
 
     @usage.generated
@@ -191,7 +195,7 @@ class _Run:
     def __init__(self, sampler: Sampler, prompts, params, seeds, progress, total):
         self.params, self.prompts, self.progress, self.total = params, prompts, progress, total
         self.device = sampler.model.get_input_embeddings().weight.device
-        self.decoder = make_decoder(sampler.model, sampler.lean)
+        self.decoder = make_decoder(sampler.model, sampler.lean, sampler.dtype)
         self.decoder.check_length(max(len(p) for p in prompts) + params.max_new_tokens)
         self.decoder.refresh()
         self.text = DerivedText(sampler.tokenizer, params)
@@ -216,6 +220,7 @@ class _Run:
         self.done = 0
 
         self.slots = slots
+        self.replayed = Replayed(self.decoder, params, slots) if self.decoder.replayable else None
         self.live = 0
         self.kv: SlotKV | None = None
         self.row = np.zeros((slots, 2), np.int64)  # (prompt, completion) of a slot
@@ -229,7 +234,8 @@ class _Run:
         longest = max(map(len, prompts)) if params.repetition_penalty != 1.0 else 0
         self.prompt = np.zeros((slots, longest), np.int64)  # a slot's prompt, where it is read again (repetition penalty)
         self.prompt_length = np.zeros(slots, np.int64)
-        self.stop_table: np.ndarray | None = None
+        self.stops = np.zeros(sampler.model.get_input_embeddings().weight.shape[0], bool)  # of the vocabulary
+        self.stops[list(params.stop_ids)] = True
 
     def finish(self) -> list[list[Completion]]:
         free = list(range(self.slots))
@@ -247,9 +253,12 @@ class _Run:
             longest = max(width for _, _, width in bounds)
             if longest > self.kv.columns:
                 self.kv.grow(self._columns(longest))
-            logits = self.decoder.decode(self.kv, self._send(self.token[: self.live]), self._send(self.length[: self.live]), bounds, *self._trunks())
+            if self.replayed is None:
+                found = self.decoder.decode(self.kv, self._send(self.token[: self.live]), self._send(self.length[: self.live]), bounds, *self._trunks())
+            else:
+                found = self.replayed(self.kv, self.token[: self.live], self.length[: self.live], self.uniform[rows, self.count[: self.live]])
             self.length[: self.live] += 1
-            free = self._sample(logits, rows)
+            free = self._sample(found, rows) if isinstance(found, torch.Tensor) else self._take(*found, rows)
 
     def _trunk_lengths(self, groups, seeds) -> dict[int, int]:
         """Of every prompt, how many first tokens its rows attend to in a trunk (``decoders.Trunks``): what all prompts begin with, else the whole
@@ -288,8 +297,8 @@ class _Run:
 
     def _columns(self, needed: int) -> int:
         most = max(len(self.prompts[i]) - self.trunk[i] for i in self.trunk) + self.params.max_new_tokens
-        wanted = needed + max(COLUMN_STEP, needed // 2)
-        return min(-(-wanted // COLUMN_STEP) * COLUMN_STEP, max(most, needed))
+        wanted, whole = needed + max(COLUMN_STEP, needed // 2), lambda n: -(-n // COLUMN_STEP) * COLUMN_STEP
+        return min(whole(wanted), max(most, needed) if self.replayed is None else whole(max(most, needed)))
 
     # ---- admission
 
@@ -379,21 +388,21 @@ class _Run:
 
     def _sample(self, logits: torch.Tensor, slots: np.ndarray) -> list[int]:
         """Draw one token per slot from logits [len(slots), V]; harvest finished rows; returns their slots."""
-        params = self.params
-        count = self.count[slots]
+        params, count = self.params, self.count[slots]
         if params.processed:
             logits = processed_logits(logits, params, self._send(self.out_ids[slots]), self._send(count), self._send(self.prompt[slots]),
                                       self._send(self.prompt_length[slots]), self.bad_ids)
         token, logp = sample_step(logits, self._send(self.uniform[slots, count]), params)
-        token, logp = token.cpu().numpy(), logp.cpu().numpy()
+        return self._take(token.cpu().numpy(), logp.cpu().numpy(), slots)
+
+    def _take(self, token: np.ndarray, logp: np.ndarray, slots: np.ndarray) -> list[int]:
+        """One token per slot, drawn with this log-prob; harvest finished rows; returns their slots."""
+        params, count = self.params, self.count[slots]
         self.token[slots] = token
         self.out_ids[slots, count] = token
         self.out_logps[slots, count] = logp
         self.count[slots] = count + 1
-        if self.stop_table is None:
-            self.stop_table = np.zeros(logits.shape[-1], bool)
-            self.stop_table[list(params.stop_ids)] = True
-        eos = self.stop_table[token]
+        eos = self.stops[token]
         ended = eos | (count + 1 >= params.max_new_tokens)
         stopped = self.text.watch(token, slots, self.out_ids, self.count) if params.stop_strings else ()
         if not len(stopped) and not ended.any():

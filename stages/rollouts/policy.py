@@ -119,6 +119,8 @@ def opponent_for(stage, row: RLPreset, policy: PolicySampler, reference):
     config = stage.config
     if row.advantage != "win_rate" or row.opponent == "self":
         return None
+    import torch
+
     from stages.modeling import freeze, load_policy
     from stages.sampler import Sampler
 
@@ -126,4 +128,5 @@ def opponent_for(stage, row: RLPreset, policy: PolicySampler, reference):
         from stages.generation import MixtureSampler
 
         return MixtureSampler(policy.acting.model, reference, policy.renderer.tokenizer, config.mixture_coef)
-    return Sampler(freeze(load_policy(stage.path("model"), stage.device)), policy.renderer.tokenizer, max_batch=config.generation_batch)
+    return Sampler(freeze(load_policy(stage.path("model"), stage.device)), policy.renderer.tokenizer, max_batch=config.generation_batch,
+                   dtype=getattr(torch, config.sampling_dtype))

@@ -1,6 +1,7 @@
 """Useful tokens per second of the built-in sampler against transformers, in one process on the same model and sampling.
 
     python -m tests.bench.bench_sampler [--prompts 128] [--batch 32] [--max-new 256] [--shared 0] [--turns 1] [--repeats 3] [--threads 2] [--profile]
+    python -m tests.bench.bench_sampler --device cuda --dtype bfloat16 --hidden 2048 --layers 16 --heads 32 --kv-heads 8 --vocabulary 128256 --batch 64 --prompts 256
 
 Three ways to complete the same prompts (temperature 1, no filters, each of `--stop-rate` of the vocabulary ends a row,
 so lengths are mixed): `Sampler.generate`; `model.generate` over static left-padded batches of the same size, prompts
@@ -10,6 +11,10 @@ fusion, prefill and result building included. `--shared N`: all prompts begin wi
 few-shot evaluation. `--turns K`: every row goes on for K turns, each with 60 tokens of an environment between them, and the
 built-in sampler is compared with itself where nothing is kept between turns (the peers are left out). Ratios are given of wall time and of process CPU time; on a machine that
 other work shares, only the CPU ratio with --threads 1 means anything.
+
+The last line sets the tokens per second against the memory-bandwidth roofline of decoding: a step of `--batch` rows reads the weights of layers and head
+once and the rows' keys and values as they are long on average, at the rate at which this device copies a GiB. On a GPU the steps are CUDA graphs
+(``stages.replay``).
 
 Notes (what was measured):
     3.9M-parameter Llama (4 layers, hidden 256, 8 heads, 4 KV heads, vocabulary 4096), 128 prompts of 8-63 tokens, batch 32, max_new 256, stop rate
@@ -38,13 +43,13 @@ import torch
 HEARD = 60  # tokens of the environment between two turns
 
 
-def build_model(hidden: int, layers: int, kv_heads: int, vocabulary: int):
+def build_model(hidden: int, layers: int, heads: int, kv_heads: int, vocabulary: int):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=hidden * 8 // 3 // 32 * 32, num_hidden_layers=layers,
-        num_attention_heads=8, num_key_value_heads=kv_heads, max_position_embeddings=4096, tie_word_embeddings=True,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=4096, tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=None, pad_token_id=None)).eval()
 
 
@@ -84,6 +89,7 @@ def static_batches(model, prompts, stops, batch, max_new, repeat):
             ids[j, width - len(row) :] = torch.tensor(row)
             mask[j, width - len(row) :] = 1
         with torch.inference_mode():
+            ids, mask = ids.to(model.device), mask.to(model.device)
             out = model.generate(ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
                                  max_new_tokens=max_new, eos_token_id=sorted(stops), pad_token_id=0)
         for row in out[:, width:].tolist():
@@ -103,16 +109,39 @@ def continuous(model, prompts, stops, batch, max_new, repeat):
     return sum(len(result.generated_tokens) for result in out.values())
 
 
+def bandwidth(device: str) -> float:
+    """Bytes per second that the device reads and writes when it copies a GiB, the best of ten."""
+    source, best = torch.empty(1 << 28, device=device), 0.0
+    target = torch.empty_like(source)
+    for _ in range(10):
+        begin = time.perf_counter()
+        target.copy_(source)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        best = max(best, 2 * source.nbytes / (time.perf_counter() - begin))
+    return best
+
+
+def roofline(model, batch: int, length: float) -> float:
+    """Tokens per second that decoding ``batch`` rows of ``length`` tokens could give where nothing but memory took time."""
+    config, size = model.config, model.lm_head.weight.element_size()
+    weights = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name) + (model.lm_head.weight.numel() if config.tie_word_embeddings else 0)
+    kept = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * length * batch
+    return batch / ((weights + kept) * size / bandwidth(model.device.type))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     for name, default in (("prompts", 128), ("batch", 32), ("max-new", 256), ("repeats", 3), ("threads", 2), ("shared", 0), ("turns", 1), ("hidden", 256),
-                          ("layers", 4), ("kv-heads", 4), ("vocabulary", 4096)):
+                          ("layers", 4), ("heads", 8), ("kv-heads", 4), ("vocabulary", 4096)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--stop-rate", type=float, default=0.01)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--profile", action="store_true", help="also print where the built-in sampler's time goes, by operation")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model = build_model(args.hidden, args.layers, args.kv_heads, args.vocabulary)
+    model = build_model(args.hidden, args.layers, args.heads, args.kv_heads, args.vocabulary).to(args.device, getattr(torch, args.dtype))
     rng = np.random.default_rng(0)
     start = rng.integers(0, args.vocabulary, args.shared).tolist()
     prompts = [start + rng.integers(0, args.vocabulary, rng.integers(8, 64)).tolist() for _ in range(args.prompts)]
@@ -129,7 +158,7 @@ def main() -> None:
             print(f"{name}: left out, it does not run here ({type(error).__name__}: {str(error)[:160]})", flush=True)
             del ways[name]
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, {args.prompts} prompts, batch {args.batch}, "
-          f"max_new {args.max_new}, {args.threads} threads", flush=True)
+          f"max_new {args.max_new}, {args.threads} threads, {args.device}, {args.dtype}", flush=True)
     wall, cpu = {name: [] for name in ways}, {name: [] for name in ways}
     for repeat in range(args.repeats):
         for name, way in ways.items():
@@ -144,6 +173,9 @@ def main() -> None:
         with profile(activities=[ProfilerActivity.CPU]) as seen:
             built_in(model, prompts, stops, args.batch, args.max_new, 1)
         print(seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=16, max_name_column_width=40))
+    drawn = useful / len(prompts)  # tokens per row of the last way's last repeat: all ways draw from one distribution
+    most = roofline(model, args.batch, sum(map(len, prompts)) / len(prompts) + drawn / 2)
+    print(f"built-in: {statistics.median(wall['built-in']) / most:.0%} of {most:.0f} tokens/s, the memory-bandwidth roofline of {args.batch} rows")
     for name in ways:
         ratios = [statistics.median(x["built-in"]) / statistics.median(x[name]) for x in (wall, cpu)]
         print(f"{name:26s} built-in is {ratios[0]:.2f}x by wall time, {ratios[1]:.2f}x by CPU time")

@@ -519,6 +519,16 @@ def test_in_bfloat16_ratios_start_from_log_probs_of_the_same_products(rl):
         rl("trust", {"preset": "trpo", "compute_dtype": "bfloat16"})
 
 
+def test_sampling_in_bfloat16_leaves_old_logps_to_the_trainer(rl):
+    """The sampler's log-probs are of rounded weights: they are kept beside the trainer's, which ratios start from."""
+    result, metrics = rl("sampled_in_half", {"preset": "grpo", "sampling_dtype": "bfloat16", "max_steps": 2, "learning_rate": 1e-12})
+    assert result["summary"]["old_logps"] == "trainer" and result["summary"]["engine"] == "built-in in bfloat16"
+    assert all(m["policy/ratio"] == pytest.approx(1.0, abs=1e-5) for m in metrics)
+    assert all(0 < m["sampling/logp_difference/mean"] < 0.1 for m in metrics)
+    with pytest.raises(ConfigError, match="engine_options"):
+        rl("elsewhere", {"sampling_dtype": "bfloat16", "engine": "vllm"})
+
+
 # --- control experiments ------------------------------------------------------------------------------------------------------------------
 
 def completions(source, rows, **changes):
