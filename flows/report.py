@@ -13,6 +13,7 @@ from flows.display import headline, number, table
 from flows.recipe import RECIPES, short
 from stages.spec import ConfigError
 from storage import leases, records, registry, store
+from storage.files import atomic_write_text
 
 KINDS = ("runs", "datasets", "models", "stages", "recipes")
 
@@ -328,11 +329,15 @@ def print_decision(value: dict[str, Any]) -> None:
 
 
 def export(ref: str, directory: Path) -> dict[str, Any]:
-    """Copy a model's files to a new directory."""
+    """Copy a model's files to a new directory, with a model card where it brings none."""
+    from storage.cards import model_card
+
     found = store.resolve(ref, "model")
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"{directory} is not empty; name a new directory")
     shutil.copytree(found.path, directory, dirs_exist_ok=True)
+    if not (directory / "README.md").exists():
+        atomic_write_text(directory / "README.md", model_card(ref))
     return {"ref": found.ref, "digest": found.digest, "directory": str(directory.resolve()),
             "files": sum(1 for path in directory.rglob("*") if path.is_file())}
 

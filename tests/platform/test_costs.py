@@ -1,6 +1,7 @@
 """The cost ledger, from what stages really used, and what a gain cost."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -99,6 +100,22 @@ def test_the_ledger_of_models_and_what_a_gain_cost(tiny, data, home, tmp_path): 
     assert command("cost", models[0])["total"] is None
     assert "no evaluation with 'reward'" in str(command("cost", models[1], "--against", models[0], "--metric", "reward", code=2))
     assert "brought from outside" in str(command("cost", tiny["policy"], code=2))
+    the_card_tells_the_same_story(models[1], first, judged[1], tiny["policy"], tmp_path / "exported")
+
+
+def the_card_tells_the_same_story(model, first, judged, policy, directory):
+    """An exported model's card: both fine-tunings in their order, the evaluation of this model and no other, and no folder of this machine."""
+    import yaml
+    from transformers import AutoModelForCausalLM
+
+    command("export", model, directory)
+    card = (directory / "README.md").read_text()
+    header = yaml.safe_load(card.split("---")[1])
+    assert header == {"library_name": "transformers", "tags": ["posttrain", "sft"], "pipeline_tag": "text-generation", "base_model": Path(policy).name}
+    assert card.index("learning_rate=0.001`") < card.index("learning_rate=0.01`") and card.count("(stage sft)") + card.count(". sft") == 2
+    assert first["outputs"]["model"] in card and f"| length_mean | {judged['metrics']['length_mean']:.4g} |" in card and card.count("| length_mean |") == 1
+    assert judged["metrics"]["protocol_hash"] in card and str(Path(policy).parent) not in card and str(directory.parent) not in card
+    AutoModelForCausalLM.from_pretrained(directory)
 
 
 def test_labels_by_people_count_where_they_come_in(home, tmp_path):

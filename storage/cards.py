@@ -1,0 +1,99 @@
+"""The model card of an exported model: README.md as Hugging Face reads it, written from the stage records behind the model.
+
+What it says is what the records say: the stages in the order they ran, with their settings, data and numbers; the evaluations of the model, each with the
+hash of its protocol (numbers under different hashes do not compare); the versions it was made with; and how to make it again. Folders of the machine it was made
+on are left out: what came from outside is named by its last part and the digest of its content.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from storage import lineage, records, store
+from storage.files import read_json
+
+#: Ends of architectures' names -> the class of transformers that loads them.
+LOADERS = {"ForCausalLM": "AutoModelForCausalLM", "LMHeadModel": "AutoModelForCausalLM", "ForSequenceClassification": "AutoModelForSequenceClassification"}
+
+
+def model_card(ref: str) -> str:
+    """Markdown with a YAML header. Raises StoreError when no model is known by that name."""
+    found = store.resolve(ref, "model")
+    tree = lineage.tree(found.ref)
+    steps, outside = [], {}
+    _walk(tree, "", steps, outside)
+    maker = records.makers_of(found.digest)
+    role = next((o.get("role") for o in (maker[0]["outputs"].values() if maker else ()) if o["digest"] == found.digest), None) or "policy"
+    header = {"library_name": "transformers", "tags": sorted({"posttrain", *(node["stage"] for node in steps if node["kind"] == "model")})}
+    if role == "policy":
+        header["pipeline_tag"] = "text-generation"
+    bases = sorted({_outside(node) for node in outside.values() if node["kind"] == "model"})
+    if bases:
+        header["base_model"] = bases if len(bases) > 1 else bases[0]
+    names = tree.get("names") or []
+    text = [f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n", f"# {names[0].split(' ')[0].removeprefix('model:') if names else found.ref.removeprefix('model:')}\n",
+            f"A {role} model, `{found.ref}`, content digest `{found.digest}`." + (f" Registered as {', '.join(names)}." if names else "") + "\n"]
+    loader = next((auto for end, auto in LOADERS.items() for name in read_json(Path(found.path) / "config.json", {}).get("architectures") or () if name.endswith(end)), None)
+    if loader:
+        text.append(f"```python\nfrom transformers import AutoTokenizer, {loader}\n\ntokenizer = AutoTokenizer.from_pretrained(DIRECTORY)\nmodel = {loader}.from_pretrained(DIRECTORY)\n```\n")
+    text += _evaluations(found.digest)
+    if steps:
+        text.append("## How it was made\n")
+    for n, node in enumerate(steps, 1):
+        text.append(f"### {n}. {node['label'] or node['stage']}" + (f" (stage {node['stage']})" if node["label"] not in ("", node["stage"]) else "") + "\n")
+        text += [f"- {name}: {_named(one)}" for name, one in node["inputs"].items()]
+        text.append(f"- seed {node['seed']}, stage key `{node['key'][:16]}`" + (f", code {node['git'][:12]}" if node["git"] else ""))
+        text.append("- settings: " + ", ".join(f"`{key}={value}`" for key, value in _flat(node["config"]) if value not in (None, "", [], {})))
+        numbers = [f"{key} {value:.4g}" for key, value in sorted(node["metrics"].items()) if isinstance(value, (int, float)) and not isinstance(value, bool)]
+        text.append(("- numbers: " + ", ".join(numbers) if numbers else "- no numbers") + "\n")
+    if maker:
+        text.append("## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in sorted(maker[0]["versions"].items())) + "\n")
+        text.append(f"The same bytes again, on the same kind of machine with the inputs named above: `posttrain rerun {found.ref}`.\n")
+    return "\n".join(text)
+
+
+def _walk(node: dict[str, Any], name: str, steps: list, outside: dict) -> None:
+    """Stages behind a node in the order they can run, each once; what came from outside by digest."""
+    for below, child in node.get("inputs", {}).items():
+        _walk(child, below, steps, outside)
+    if node.get("again"):
+        return
+    if node.get("stage"):
+        steps.append(node)
+    elif node["kind"] in ("model", "dataset"):
+        outside[node["digest"]] = node
+
+
+def _outside(node: dict[str, Any]) -> str:
+    """A hub id as it is; of a path its last part."""
+    return Path(node["ref"]).name if Path(node["ref"]).exists() or node["ref"].startswith(("/", ".", "~")) else node["ref"]
+
+
+def _named(node: dict[str, Any]) -> str:
+    return f"`{node['ref'] if node.get('stage') else _outside(node)}` (digest `{node['digest'][:16]}`)"
+
+
+def _evaluations(digest: str) -> list[str]:
+    """Rows of the evaluations of a model, those under one protocol side by side in time."""
+    rows = []
+    for record in records.users_of(digest):
+        if record["stage"] == "evaluate" and (record["inputs"].get("model") or {}).get("digest") == digest:
+            numbers = {k: v for k, v in record["metrics"].items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+            data = next((_outside(one).split("@")[0].removeprefix("dataset:") for one in record["inputs"].values() if one["kind"] == "dataset"), "")
+            for name, value in sorted(numbers.items()):
+                bounds = [numbers.get(f"{name}_{end}") for end in ("low", "high")]
+                if not name.endswith(("_low", "_high")):
+                    interval = f"{bounds[0]:.4g} to {bounds[1]:.4g}" if None not in bounds else ""
+                    rows.append(f"| {name} | {value:.4g} | {interval} | {data} | `{record['metrics'].get('protocol_hash', '')}` |")
+    return ["## Evaluations\n", "Numbers compare with those under the same protocol hash.\n", "| metric | value | 95% | data | protocol |\n|---|---|---|---|---|", *rows, ""] if rows else []
+
+
+def _flat(config: dict[str, Any], prefix: str = ""):
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
