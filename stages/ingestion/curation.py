@@ -57,7 +57,6 @@ def generated_splits(rows: Iterable[dict], validation_fraction: float) -> dict[s
 
 # -- near duplicates --------------------------------------------------------------------------------
 _WORD = re.compile(r"[^\W_]+")
-_MERSENNE = (1 << 61) - 1
 
 
 def word_tokens(text: str) -> list[str]:
