@@ -426,7 +426,7 @@ def test_replayed_groups_keep_the_log_probs_they_were_sampled_with(rl):
 
 def test_the_mixture_sampler_draws_from_the_geometric_mixture(tiny):
     from stages.generation import MixtureSampler
-    from stages.oracles import geometric_mixture
+    from tests.oracles import geometric_mixture
     from stages.sampling import SamplingParams
 
     policy, other = load_policy(tiny["policy"]), load_policy(tiny["other"])
