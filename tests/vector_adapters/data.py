@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
