@@ -290,7 +290,7 @@ def rl_preset(name: str, **changes) -> RLPreset:
 
 
 def validate_rl(row: RLPreset, num_generations: int, *, updates_per_generation: int | None = None,
-                max_staleness: int = 0, async_rollouts: bool = False, allow_double_kl: bool = False, allow_biased_kl: bool = False,
+                max_staleness: int = 0, async_rollouts: bool = False, allow_double_kl: bool = False,
                 loss_scale_factor: float | None = None) -> list[str]:
     """Refuse impossible combinations (ValueError saying what to write) and return warnings (rl.md 1.5, Config validation)."""
     def refuse(text):
@@ -311,7 +311,7 @@ def validate_rl(row: RLPreset, num_generations: int, *, updates_per_generation: 
         refuse(f"epsilon_high={row.epsilon_high} is below epsilon={row.epsilon}; write epsilon_high >= epsilon")
     if row.kl_reward_coef > 0 and row.kl_loss_coef > 0 and row.kl_target == "ref" and not allow_double_kl:
         refuse("KL is penalised in the reward and in the loss; set kl_coef or beta to 0, or allow_double_kl=true")
-    if row.kl_loss_coef > 0 and row.kl_loss_estimator == "k1" and not allow_biased_kl:
+    if row.kl_loss_coef > 0 and row.kl_loss_estimator == "k1":
         refuse("k1 in the loss has zero expected gradient and regularises nothing; write kl_estimator=k3 or k2, or put the KL in the reward")
     if row.kl_direction == "forward" and row.kl_loss_coef > 0 and row.kl_loss_estimator != "full":
         refuse("kl_direction=forward needs the whole distribution; write kl_estimator=full")

@@ -25,12 +25,6 @@ JUDGE = ("Two debaters argue for different answers to a question. Decide from th
          "[Debater B]\n{b}\n\nWhich debater's answer is right? Reply with the letter A or B only.")
 
 
-def debate_rewards(p_first: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Zero-sum rewards of both seats from the judge's probability of the first one's answer: p - 1/2 and 1/2 - p."""
-    first = [float(p) - 0.5 for p in p_first]
-    return first, [-r for r in first]
-
-
 def judge_accuracy(p_first: Sequence[float], first_is_right: Sequence[bool]) -> float:
     """Share of debates in which the judge prefers the right answer; an even judge is half right."""
     return float(np.mean([won(p) if right else 1.0 - won(p) for p, right in zip(p_first, first_is_right)]))

@@ -256,11 +256,6 @@ def rpo_loss(pc, pr, rc, rr, *, beta: float = 0.1, score_gap, eta: float = 1.0):
     return p * (F.logsigmoid(b) - F.logsigmoid(u)) + (1 - p) * (F.logsigmoid(-b) - F.logsigmoid(-u))
 
 
-def rebel_loss(logratio_a, logratio_b, reward_a, reward_b, *, eta: float = 1.0):
-    """((h_a - h_b)/eta - (r_a - r_b))^2, log-ratios to the current iterate (da.rebel)."""
-    return ((logratio_a - logratio_b) / eta - (reward_a - reward_b).detach()) ** 2
-
-
 def rebel_pair_loss(pc, pr, rc, rr, *, beta: float = 1.0, score_gap):
     """(beta (h_w - h_l) - reward gap)^2, beta = 1/eta, reference = the current iterate (da.rebel)."""
     return (beta * _h_difference(pc, pr, rc, rr) - score_gap.detach()) ** 2
@@ -309,23 +304,3 @@ def unlikelihood_loss(logps):
     A probability that rounds to 1 counts as 1 - eps: the value stays finite and keeps a gradient.
     """
     return -log1mexp(logps - (logps + torch.finfo(logps.dtype).eps).relu().detach())
-
-
-def distillation_loss(student_logits, teacher_logits, temperature: float = 1.0, direction: str = "forward"):
-    """T^2 KL per position over the whole vocabulary: forward KL(teacher||student) or reverse (kd.logit)."""
-    p = torch.log_softmax(teacher_logits.detach() / temperature, -1)
-    q = torch.log_softmax(student_logits / temperature, -1)
-    if direction == "reverse":
-        p, q = q, p
-    return temperature ** 2 * (p.exp() * (p - q)).sum(-1)
-
-
-def generalised_jsd(student_logp, teacher_logp, beta: float = 0.5):
-    """beta KL(p||M) + (1-beta) KL(q||M), M = beta p + (1-beta) q; 0 forward, 1 reverse KL (kd.onpolicy)."""
-    p, q = teacher_logp, student_logp
-    if beta == 0.0:
-        return (p.exp() * (p - q)).sum(-1)
-    if beta == 1.0:
-        return (q.exp() * (q - p)).sum(-1)
-    m = torch.log(beta * p.exp() + (1 - beta) * q.exp())
-    return beta * (p.exp() * (p - m)).sum(-1) + (1 - beta) * (q.exp() * (q - m)).sum(-1)

@@ -159,12 +159,6 @@ def turn_returns(turn_rewards_K, gamma: float = 1.0):
     return reward_to_go(rewards[None], np.ones((1, len(rewards)), bool), gamma)[0]
 
 
-def over_turns(values_K, turn_of_token):
-    """Each turn's value on every token of that turn, 0 on tokens of no turn (-1: tool and environment) (AGENT-RL)."""
-    values, of = _f64(values_K), np.asarray(turn_of_token)
-    return np.where(of >= 0, values[np.maximum(of, 0)], 0.0)
-
-
 def vine_advantages(values_K, final_reward: float):
     """A_k = V(s_{k+1}) - V(s_k) of each step, gamma 1; the state after the last step is worth the reward (VINEPPO, Kazemnejad et al. 2024)."""
     values = _f64(values_K)
@@ -336,12 +330,6 @@ def calibration_bias(anchor_scores) -> float:
     if not anchor.size or not np.isfinite(anchor).all():
         raise ValueError("the calibration anchor needs at least one finite score: give demonstrations or reference samples that can be scored")
     return float(-anchor.mean())
-
-
-def score_rules(scores, has_eos, empty, no_eos_reward: float = 0.0, empty_reward: float = -1.0):
-    """Scores after calibration with the rules for cut and empty responses; empty wins (rm.score_rules)."""
-    out = np.where(_bool(has_eos), _f64(scores), no_eos_reward)
-    return np.where(_bool(empty), empty_reward, out)
 
 
 # --- baselines and controllers with state ----------------------------------------------------------

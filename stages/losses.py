@@ -40,26 +40,9 @@ def log1mexp(x):
 
 # --- sequences and aggregation ------------------------------------------------------------------
 
-def gather_logps(logits, targets, temperature: float = 1.0):
-    """log softmax(logits / temperature) at `targets`; logits [..., V], targets [...] -> [...] in float32 or better."""
-    if temperature <= 0:
-        raise ValueError("temperature must be > 0 for log-probabilities; write 1.0 for the model's own distribution")
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    logp = torch.log_softmax(logits / temperature, dim=-1)
-    return logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-
-
 def token_nll(logps):
     """Negative log-likelihood per token, nats; same shape as `logps` (sft.nll)."""
     return -logps
-
-
-def sequence_logps(logps_BT, mask_BT, reduce: str = "sum"):
-    """S(y) (`sum`) or M(y) (`mean`, per target token) of each row -> [B]. Rows without a target give 0."""
-    total = masked(logps_BT, mask_BT).sum(-1)
-    if _choice("reduce", reduce, ("sum", "mean")) == "sum":
-        return total
-    return total / mask_BT.bool().sum(-1).clamp(min=1)
 
 
 def count_targets(mask_BT) -> dict[str, int]:
@@ -73,13 +56,12 @@ def denominator_of(mode: str) -> str:
     return "tokens" if _choice("loss_agg_mode", mode, LOSS_AGG_MODES) == "token-mean" else "sequences"
 
 
-def aggregate(loss_BT, mask_BT, mode: str, loss_scale_factor: float | None = None, weights_B=None):
+def aggregate(loss_BT, mask_BT, mode: str, loss_scale_factor: float | None = None):
     """Sum of a token loss [B, T] and its counts, for one micro-batch: (0-dim tensor, {"tokens", "sequences"}).
 
     Dividing the summed sums by the summed `denominator_of(mode)` counts of the optimizer step gives
     token-mean, seq-mean-token-sum, seq-mean-token-mean or seq-mean-token-sum-norm (which also divides by the
-    constant `loss_scale_factor`, normally the maximum completion length). Fully masked rows are in no count.
-    `weights_B` (sample_weight) multiplies rows in the sums and in the counts. Source: AGG, part.agg.
+    constant `loss_scale_factor`, normally the maximum completion length). Fully masked rows are in no count. Source: AGG, part.agg.
     """
     _choice("loss_agg_mode", mode, LOSS_AGG_MODES)
     per_row = masked(loss_BT, mask_BT).sum(-1)
@@ -90,36 +72,7 @@ def aggregate(loss_BT, mask_BT, mode: str, loss_scale_factor: float | None = Non
         if loss_scale_factor is None or not loss_scale_factor > 0:
             raise ValueError("seq-mean-token-sum-norm needs a constant: write loss_scale_factor=<maximum completion length>")
         per_row = per_row / loss_scale_factor
-    if weights_B is None:
-        return per_row.sum(), count_targets(mask_BT)
-    weights = torch.where(lengths > 0, weights_B.to(per_row.dtype), torch.zeros_like(per_row))
-    counts = {"tokens": float((weights * lengths).sum()), "sequences": float(weights.sum())}
-    return (per_row * weights).sum(), counts
-
-
-def aggregate_mean(loss_BT, mask_BT, mode: str, loss_scale_factor: float | None = None,
-                   seq_denominator: str = "nonempty"):
-    """The mean when this batch is the whole optimizer step; 0 (with a graph) when nothing is trained.
-
-    `seq_denominator="all"` keeps fully masked rows in the sequence count (TRL's GRPO).
-    """
-    total, counts = aggregate(loss_BT, mask_BT, mode, loss_scale_factor)
-    count = counts[denominator_of(mode)]
-    if denominator_of(mode) == "sequences" and _choice("seq_denominator", seq_denominator, ("nonempty", "all")) == "all":
-        count = mask_BT.shape[0]
-    return total / max(count, 1)
-
-
-def group_token_weights(mask_BT, group_ids):
-    """[B] weights 1/(tokens of the row's group): sum(weight * token losses) / groups is token_norm_scope=group (AGG).
-
-    Give it the rows of the whole optimizer step; then micro-batches only sum.
-    """
-    lengths = mask_BT.bool().sum(-1).tolist()
-    totals: dict = {}
-    for group, length in zip(group_ids, lengths):
-        totals[group] = totals.get(group, 0) + length
-    return torch.tensor([1.0 / max(totals[g], 1) for g in group_ids], dtype=torch.float64)
+    return per_row.sum(), count_targets(mask_BT)
 
 
 # --- reward models --------------------------------------------------------------------------------
@@ -148,7 +101,7 @@ def bradley_terry_loss(chosen_B, rejected_B, margin=None, label_prob=None, label
     return loss
 
 
-def kwise_pairs_loss(scores, pairs, weights=None):
+def kwise_pairs_loss(scores, pairs):
     """-log sigma(s_w - s_l) for (winner, loser) index pairs of one score vector -> [pairs] (rm.kwise_pairs)."""
     index = torch.as_tensor(pairs, dtype=torch.long, device=scores.device).reshape(-1, 2)
     return F.softplus(-(scores[index[:, 0]] - scores[index[:, 1]]))
@@ -160,24 +113,6 @@ def plackett_luce_loss(ordered_scores, top: int | None = None):
     tail = torch.logcumsumexp(ordered_scores.flip(-1), -1).flip(-1)
     stop = K - 1 if top is None else min(top, K - 1)
     return (tail[..., :stop] - ordered_scores[..., :stop]).sum(-1)
-
-
-def last_token_index(attention_mask_BT):
-    """Largest position with attention 1, for left- and right-padded rows alike -> [B] (rm.head)."""
-    if not bool(attention_mask_BT.bool().any(-1).all()):
-        raise ValueError("a row has no attended token: drop empty texts before scoring them")
-    T = attention_mask_BT.shape[-1]
-    return T - 1 - attention_mask_BT.bool().flip(-1).to(torch.int64).argmax(-1)
-
-
-def pooled_rewards(hidden_BTD, attention_mask_BT, weight_D, bias=0.0, pooling: str = "last"):
-    """w.h + b with h the last attended token's state, or the mean over attended tokens -> [B] (rm.head)."""
-    if _choice("pooling", pooling, ("last", "mean")) == "last":
-        h = hidden_BTD[torch.arange(hidden_BTD.shape[0]), last_token_index(attention_mask_BT)]
-    else:
-        mask = attention_mask_BT.bool().unsqueeze(-1)
-        h = masked(hidden_BTD, mask).sum(1) / mask.sum(1).clamp(min=1)
-    return h @ weight_D + bias
 
 
 # --- direct alignment: DPO (the rest of the family is in stages/direct_losses.py) ---------------------
@@ -248,7 +183,7 @@ def policy_loss(logps_BT, old_logps_BT, advantages, mask_BT, *, epsilon: float =
     `stopgrad_ratio` -A pi/sg(pi) (ONE-STEP); `cispo` -sg(min(rho, 1+epsilon_high)) A log pi.
     `weights_BT` are detached importance weights (TIS). epsilon_high defaults to epsilon.
     Metrics: {"tokens", "clip_low", "clip_high", "outside_range", "ratio", "ratio_sq", "k1", "k2", "k3", "log_ratio_clamped"},
-    sums over trained tokens, k* of KL(old||new), and the maximum "ratio_max"; `policy_metrics` turns them into the usual names.
+    sums over trained tokens, k* of KL(old||new), and the maximum "ratio_max".
     "clip_*" count tokens whose gradient is zeroed: none unless the surrogate is `clip`; the dual clip's are "clip_dual". "capped"
     are those whose weight `cispo` cut to 1+epsilon_high.
     """
@@ -288,16 +223,6 @@ def policy_loss(logps_BT, old_logps_BT, advantages, mask_BT, *, epsilon: float =
                "k2": masked(d * d / 2, mask).sum(), "k3": masked(torch.expm1(d) - d, mask).sum(),
                "log_ratio_clamped": clamped.sum(), "ratio_max": masked(r, mask).max() if r.numel() else r.sum()}
     return masked(-objective, mask), metrics
-
-
-def policy_metrics(sums: dict) -> dict[str, float]:
-    """The sums of `policy_loss` as the quantities people look at (PPO-CLIP, Log); call on the sums of the step."""
-    n = max(float(sums["tokens"]), 1.0)
-    share = {k: float(v) / n for k, v in sums.items() if k not in ("tokens", "ratio_max")}
-    return {"clip_fraction": share["clip_low"] + share["clip_high"] + share.get("clip_dual", 0.0), "clip_fraction_low": share["clip_low"],
-            "clip_fraction_high": share["clip_high"], "outside_range_fraction": share["outside_range"],
-            "approx_kl_k1": share["k1"], "approx_kl_k2": share["k2"], "approx_kl_k3": share["k3"],
-            "ratio_mean": share["ratio"], "log_ratio_clamped_fraction": share["log_ratio_clamped"]}
 
 
 def truncated_importance_weights(old_logps_BT, rollout_logps_BT, mask_BT, mode: str = "token_truncate", clip_max: float = 2.0):
@@ -342,35 +267,6 @@ def kl_estimate(logps_BT, ref_logps_BT, kind: str, mask_BT, old_logps_BT=None, l
         log_ratio, _ = log_ratios(logps_BT, old_logps_BT.detach(), mask_BT, log_ratio_clamp=log_ratio_clamp)
         kl = kl * torch.exp(log_ratio)
     return masked(kl, mask)
-
-
-def full_kl(logits, other_logits, mask=None, direction: str = "reverse"):
-    """Exact KL over the vocabulary from logits [..., V] -> [...]: `reverse` KL(pi||other), `forward` KL(other||pi) (KL-FULL)."""
-    if mask is not None:
-        keep = mask.bool().unsqueeze(-1)
-        logits, other_logits = masked(logits, keep), masked(other_logits, keep)
-    p, q = torch.log_softmax(logits, -1), torch.log_softmax(other_logits, -1)
-    if _choice("direction", direction, ("reverse", "forward")) == "forward":
-        p, q = q, p
-    return (p.exp() * (p - q)).sum(-1)
-
-
-def entropy(logits, mask=None):
-    """- sum_v pi log pi per position, nats: logits [..., V] -> [...] (ENTROPY). A bonus is subtracted from the loss."""
-    if mask is not None:
-        logits = masked(logits, mask.bool().unsqueeze(-1))
-    logp = torch.log_softmax(logits, -1)
-    out = -(logp.exp() * logp).sum(-1)
-    return out if mask is None else masked(out, mask)
-
-
-def total_loss(policy, *, kl=0.0, kl_coef: float = 0.0, value=0.0, vf_coef: float = 0.0, entropy=0.0, entropy_coef: float = 0.0,
-               ptx=0.0, ptx_coef: float = 0.0):
-    """policy + kl_coef KL + vf_coef value + ptx_coef NLL - entropy_coef H, all losses to minimise (PPO-FULL, PPO-PTX).
-
-    The entropy is a bonus: plus in an objective, minus here.
-    """
-    return policy + kl_coef * kl + vf_coef * value + ptx_coef * ptx - entropy_coef * entropy
 
 
 def value_loss(values_BT, targets_BT, mask_BT, old_values_BT=None, cliprange_value: float | None = None, half: bool = False):

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 KIND = {"pairs": "pairs/1", "conditions": "pairs/1", "unpaired": "unpaired/1", "rankings": "rankings/1", "segments": "segments/1"}
-CORRUPTIONS = ("drop", "shuffle", "truncate")
 
 
 def rows_as(dataset, split: str, kind: str, dropped: dict[str, int] | None = None) -> Iterator[dict]:

@@ -245,15 +245,6 @@ def step_ids(reader, steps: list[str], separator: str) -> tuple[list[int], list[
     return ids, ends
 
 
-def package_steps(prompt_ids, steps_ids, separator_ids, labels, ignore_index: int = -100) -> tuple[list[int], list[int]]:
-    """(input ids, labels) of a solution whose steps are already ids: a label sits on each step's last separator token (``rm.prm``)."""
-    ids, out = list(prompt_ids), [ignore_index] * len(prompt_ids)
-    for step, label in zip(steps_ids, labels):
-        ids += [*step, *separator_ids]
-        out += [ignore_index] * (len(step) + len(separator_ids) - 1) + [label]
-    return ids, out
-
-
 def step_item(reader, row: dict, prompt, steps: list[str], separator: str, targets: list[list[float]], **extra) -> Item:
     """A solution whose targets are step ends; steps beyond the room are cut together with their labels."""
     ids, ends = step_ids(reader, steps, separator)

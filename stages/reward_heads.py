@@ -22,7 +22,6 @@ from stages.batching import pad
 from stages.modeling import ModelError, disable_dropout, hidden_states, precise, save_weights
 
 CALIBRATION_FILE = "reward_calibration.json"
-POOLINGS = ("last", "mean", "cls")
 
 
 @dataclass

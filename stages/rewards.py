@@ -548,12 +548,6 @@ def confidence(component: RewardComponent, verdict: Verdict) -> float:
     return max(p, 1.0 - p)
 
 
-def combine(parts: dict[str, float | None], weights: dict[str, float], policies: dict[str, str] | str = "skip") -> float | None:
-    """R = sum_k w_k r_k over the present parts (reward.composite), by :func:`present_weights`; None where those are."""
-    found = present_weights(parts, weights, policies)
-    return None if found is None else float(sum(w * parts[name] for name, w in found.items()))
-
-
 def present_weights(parts: dict, weights: dict[str, float], policies: dict[str, str] | str = "skip") -> dict[str, float] | None:
     """Weights of the parts that are present (not None); None when nothing is left, a missing part invalidates, or its weight has nothing to go to.
 

@@ -3,8 +3,7 @@
 Everything here is row-independent, so a completion cannot depend on which rows it shared a batch with.
 Order of the transforms: bad words, min tokens, logit bias, repetition, frequency and presence penalty, further logit processors,
 temperature, top-k, top-p (over the top-k survivors, renormalised), min-p.
-Log-probs are natural logs in float32 of the distribution that was really sampled (renormalised after the filters),
-rl.md 1.2; `filtered_log_softmax` is the same distribution over the whole vocabulary, for a trainer's forward.
+Log-probs are natural logs in float32 of the distribution that was really sampled (renormalised after the filters), rl.md 1.2.
 """
 
 from __future__ import annotations
@@ -222,15 +221,6 @@ def scaled_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """logits / temperature in float32 (a greedy run uses temperature 1), [n, V]."""
     z = logits.float()
     return z if params.greedy or params.temperature == 1.0 else z / params.temperature
-
-
-def filtered_log_softmax(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Log-probs of the sampled distribution over the whole vocabulary, [n, V] float32; -inf off its support."""
-    z = scaled_logits(logits, params)
-    threshold = keep_threshold(z, params)
-    if threshold is not None:
-        z = z.masked_fill(z < threshold, -math.inf)
-    return torch.log_softmax(z, -1)
 
 
 def sample_step(logits: torch.Tensor, u: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,10 +12,6 @@ import numpy as np
 from stages.estimators import is_constant
 
 
-class StaleRollouts(RuntimeError):
-    """Rollouts of another policy version reached an update that may not use them."""
-
-
 def step_function(schedule: Sequence[Sequence[int]], step: int, default: int) -> int:
     """Value of ``[[first step, value], ...]`` (ascending) at 0-based ``step``; ``default`` before the first entry (GRPO-PLUS)."""
     value = default
@@ -35,13 +31,9 @@ def staleness(current_version: int, versions: Sequence[int]) -> list[int]:
     return [current_version - v for v in versions]
 
 
-def freshness_guard(current_version: int, versions: Sequence[int], max_staleness: int, on_policy: bool = False) -> list[bool]:
-    """Which samples may be trained on; an on-policy update raises instead of skipping (ASYNC, ops.freshness)."""
-    late = staleness(current_version, versions)
-    if on_policy and any(late):
-        raise StaleRollouts(f"rollouts of policy version {current_version - max(late)} reached an on-policy update at version {current_version}; "
-                            "sample again, or use a preset that corrects for it (topr, offline_is) with max_staleness > 0")
-    return [0 <= x <= max_staleness for x in late]
+def freshness_guard(current_version: int, versions: Sequence[int], max_staleness: int) -> list[bool]:
+    """Which samples may be trained on (ASYNC, ops.freshness)."""
+    return [0 <= x <= max_staleness for x in staleness(current_version, versions)]
 
 
 def replay_plan(iteration: int, stored: Sequence[int], batch_size: int, window: int, fraction: float) -> dict:

@@ -24,11 +24,6 @@ def _ordered(flat) -> list[int]:
     return [int(i) for i in valid[np.argsort(-flat[valid], kind="stable")]]
 
 
-def select_top_per_prompt(rewards) -> list[int | None]:
-    """Best completion of each prompt, None for a prompt without a valid score (rs.select, top_per_prompt)."""
-    return [(_ordered(row) or [None])[0] for row in _matrix(rewards)]
-
-
 def top_k_per_prompt(rewards, k: int) -> list[list[int]]:
     """The k best completions of each prompt, best first; fewer when fewer are valid."""
     return [_ordered(row)[:k] for row in _matrix(rewards)]
@@ -65,41 +60,10 @@ def random_k_overall(rewards, k: int, rng: np.random.Generator) -> list[int]:
     return sorted(int(i) for i in rng.choice(valid, size=min(k, len(valid)), replace=False))
 
 
-def all_correct(correct) -> list[int]:
-    """Flat indices of correct completions (1/True), NaN or None never."""
-    flat = [c for row in correct for c in row]
-    return [i for i, c in enumerate(flat) if c is not None and not (isinstance(c, float) and math.isnan(c)) and bool(c)]
-
-
-def keep_correct(correct, texts, max_per_problem: int | None = None, dedupe: bool = True) -> list[int]:
-    """Correct samples of one problem, exact duplicates dropped (first kept), at most `max_per_problem` (rs.rest_em)."""
-    seen, out = set(), []
-    for i, (ok, text) in enumerate(zip(correct, texts)):
-        if not ok or (dedupe and text in seen):
-            continue
-        seen.add(text)
-        out.append(i)
-        if max_per_problem is not None and len(out) == max_per_problem:
-            break
-    return out
-
-
 def star_filter(first_correct, hinted_correct, rationalise: bool = True) -> list[str | None]:
     """What is kept of each problem: ``direct`` where a first try was right, ``rationalised`` where only a try with the answer as a hint was (trained
     on without the hint), else None (rs.star)."""
     return ["direct" if first else "rationalised" if rationalise and hinted else None for first, hinted in zip(first_correct, hinted_correct)]
-
-
-def dedupe_rewards(rewards, texts) -> np.ndarray:
-    """The matrix with repeated texts of a prompt set to NaN, the first kept."""
-    out = _matrix(rewards).copy()
-    for row, row_texts in zip(out, texts):
-        seen = set()
-        for j, text in enumerate(row_texts):
-            if text in seen:
-                row[j] = np.nan
-            seen.add(text)
-    return out
 
 
 # --- best of N ------------------------------------------------------------------------------------
@@ -162,16 +126,9 @@ def gap_pairs(rewards, tau: float = 1.0, eta: float = 0.85, max_pairs: int | Non
     return out if max_pairs is None else out[:max_pairs]
 
 
-def triplet(scores) -> tuple[int, int, list[int]] | None:
-    """(chosen, rejected, discarded) = best, worst, the middle; None when they are equal (rs.triplet)."""
-    pair = best_vs_worst(scores)
-    return None if pair is None else (*pair, [i for i in range(len(scores)) if i not in pair])
-
-
-def rso_accept_probabilities(rewards, beta: float) -> np.ndarray:
-    """exp((r - r_max)/beta) over the remaining candidates (rs.rso)."""
-    r = np.asarray(rewards, dtype=np.float64)
-    return np.exp((r - r.max()) / beta)
+def rso_accept_probability(reward: float, best: float, beta: float) -> float:
+    """exp((r - r_max)/beta), r_max the best of the remaining candidates (rs.rso)."""
+    return math.exp((reward - best) / beta)
 
 
 def rso_select(rewards, num_samples: int, beta: float, uniforms) -> tuple[list[int], int]:
@@ -191,18 +148,13 @@ def rso_select(rewards, num_samples: int, beta: float, uniforms) -> tuple[list[i
         top, taken = max(r[i] for i in remaining), set()
         for i in remaining:
             used += 1
-            if next(draws) < math.exp((r[i] - top) / beta):
+            if next(draws) < rso_accept_probability(r[i], top, beta):
                 taken.add(i)
                 accepted.append(i)
                 if len(accepted) == num_samples:
                     break
         remaining = [i for i in remaining if i not in taken]
     return accepted, used
-
-
-def rso_pass(rewards, beta: float, uniforms) -> list[bool]:
-    """One pass: which candidates are accepted by the given uniforms."""
-    return [bool(u < p) for u, p in zip(uniforms, rso_accept_probabilities(rewards, beta))]
 
 
 def tournament(num_candidates: int, first_wins) -> tuple[list[tuple[int, int]], int | None]:

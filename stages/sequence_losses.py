@@ -62,12 +62,6 @@ def oreo_losses(log_ratios_BT, values_BT, returns_BT, mask_BT, beta: float):
     return masked(value, mask_BT), masked(policy, mask_BT)
 
 
-def positive_nll(nll_BT, mask_BT, correct_B):
-    """(sum, tokens) of the NLL of correct samples only (VAPO's positive LM loss)."""
-    mask = mask_BT.bool() & correct_B.bool().unsqueeze(-1)
-    return masked(nll_BT, mask).sum(), int(mask.sum())
-
-
 # --- the same losses as objectives of RL presets (the `objective` column of stages.algorithms.RL_PRESETS) -----------
 
 @dataclass

@@ -73,27 +73,6 @@ def bootstrap_ci(values, n: int = 1000, seed: int = 0, level: float = 0.95, stat
     return float(low), float(high)
 
 
-def paired_difference(a, b, z: float = Z95) -> dict:
-    """mean(a - b) over the same questions with its paired error: diff, se, ci_low, ci_high, p, se_unpaired, n.
-
-    p is two-sided normal; with no spread in the differences it is 1 (difference 0) or 0. One question gives NaN errors.
-    """
-    x, y = _f64(a), _f64(b)
-    if x.shape != y.shape or x.ndim != 1:
-        raise ValueError(f"paired scores must be two equally long lists over the same questions; got {x.shape} and {y.shape}")
-    diff, se = mean_se(x - y)
-    unpaired = math.hypot(mean_se(x)[1], mean_se(y)[1])
-    p = math.nan if math.isnan(se) else (1.0 if diff == 0 else 0.0) if se == 0 else normal_tail(diff / se)
-    return {"diff": diff, "se": se, "ci_low": diff - z * se, "ci_high": diff + z * se, "p": p,
-            "se_unpaired": unpaired, "n": int(x.size)}
-
-
-def discordant(a, b) -> tuple[int, int]:
-    """(questions only a has right, questions only b has right)."""
-    x, y = _f64(a), _f64(b)
-    return int((x > y).sum()), int((y > x).sum())
-
-
 def mcnemar_exact(only_a: int, only_b: int) -> float:
     """Two-sided exact binomial p-value on discordant pairs, capped at 1."""
     n, k = only_a + only_b, min(only_a, only_b)
@@ -170,14 +149,6 @@ def preference_confidence(chosen, rejected) -> tuple[np.ndarray, np.ndarray]:
 def brier(confidence, correct) -> float:
     """Mean squared error of a probability."""
     return float(np.mean((_f64(confidence) - _f64(correct)) ** 2))
-
-
-def binary_nll(confidence, correct) -> float:
-    """Mean -log probability of what happened, nats."""
-    c, y = _f64(confidence), _f64(correct)
-    with np.errstate(divide="ignore"):
-        return float(-np.mean(np.where(y > 0, y * np.log(np.where(y > 0, c, 1.0)), 0.0)
-                              + np.where(y < 1, (1 - y) * np.log(np.where(y < 1, 1 - c, 1.0)), 0.0)))
 
 
 def pearson(x, y) -> float:

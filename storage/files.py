@@ -116,11 +116,6 @@ def sha256_file(path: str | os.PathLike) -> str:
     return digest.hexdigest()
 
 
-def sha256_json(obj: Any) -> str:
-    """sha256 of :func:`canonical_json`."""
-    return sha256_text(canonical_json(obj))
-
-
 def fsync_dir(path: str | os.PathLike) -> None:
     """Make renames inside a directory survive a power cut (a no-op where directories cannot be opened)."""
     try:

@@ -24,9 +24,7 @@ import orjson
 import pyarrow as pa
 
 ROLES = ("system", "user", "assistant", "tool")
-ORIGINS = ("human", "ai", "verifier", "constraint", "revision", "implicit", "conversion")
 SPLITS = ("train", "validation", "test", "rm_a", "rm_b")
-MESSAGE_FIELDS = ("role", "content", "name", "functions", "function_calls", "tool_call_id")
 
 STR, F64, F32, BOOL = pa.string(), pa.float64(), pa.float32(), pa.bool_()
 I8, I32, I64, TS = pa.int8(), pa.int32(), pa.int64(), pa.timestamp("us", tz="UTC")
@@ -59,7 +57,6 @@ _COMMON: list[tuple[str, pa.DataType, bool]] = [
     ("license", STR, True), ("collected_at", TS, True), ("weight", F64, False),
     ("extra_json", STR, True),
 ]
-COMMON_COLUMNS = tuple(name for name, _, _ in _COMMON)
 
 # Column lists of each kind; a trailing "?" marks a nullable column.
 _M, _S = MESSAGES, pa.list_(STR)

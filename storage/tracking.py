@@ -778,10 +778,10 @@ class Projector:
         return None
 
     def _registry(self, entries: list[dict[str, Any]], state: dict[str, Any]) -> None:
-        from mlflow.exceptions import MlflowException
-
         """Entries about a model that this store has not got (its stage is yet to be projected, or was told to another store) wait,
         with all later ones of that name; other names go on."""
+        from mlflow.exceptions import MlflowException
+
         client, waiting = self.client(), []
         held: set[str] = set()
         for position in [*state["waiting"], *range(state["log"], len(entries))]:

@@ -215,11 +215,6 @@ def _way(text: str, have: str | None, kinds: tuple[str, ...]) -> str:
     return f"convert it first: posttrain stage ingest --input data={text} --set kind={want}"
 
 
-def run_directory(key: str) -> Path:
-    """Work directory of a stage key: ``stage.log``, ``metrics.jsonl``, ``reports/``, and checkpoints while it runs."""
-    return home.work_dir(key)
-
-
 def start_flow(recipe: str, config: dict[str, Any], *, run_id: str | None = None, parent: str | None = None, prefect: dict[str, Any] | None = None,
                identity: str | None = None) -> records.RunRecord:
     """Begin a flow run (a known ``run_id``, or the ``identity`` of one that did not finish, continues it): its record on disk and its

@@ -127,9 +127,6 @@ class Relay:
     def _warning(self, event):
         self.logger.warning("%s: %s", event.get("code"), event.get("text"))
 
-    def _error(self, event):
-        self.logger.error("%s: %s", event.get("type"), event.get("message"))
-
     def _metric(self, event):
         now = time.monotonic()
         if now - self.last_metric >= ARTIFACT_SECONDS:

@@ -163,16 +163,6 @@ def bradley_terry(win_matrix, *, l2: float | None = None, max_iterations: int = 
     return BradleyTerry(scores, False, ridge)
 
 
-def bradley_terry_ranking(battles: Sequence[tuple[str, str, float]], rng: np.random.Generator, rounds: int = 1000) -> list[dict]:
-    """Players by strength with bootstrap 95% intervals (resampling battles), best first, on the Elo scale."""
-    names = sorted({name for a, b, _ in battles for name in (a, b)})
-    index = {name: i for i, name in enumerate(names)}
-    wins_IKK = np.zeros((len(battles), len(names), len(names)))
-    for wins, (a, b, outcome) in zip(wins_IKK, battles):
-        wins[index[a], index[b]], wins[index[b], index[a]] = outcome, 1.0 - outcome
-    return item_ranking(names, wins_IKK, rng, rounds)
-
-
 def item_ranking(names: Sequence[str], wins_IKK: np.ndarray, rng: np.random.Generator, rounds: int = 1000, baseline: str | None = None) -> list[dict]:
     """Players by strength, best first, on the Elo scale, with 95% intervals by resampling items (``eval.bradley_terry``).
 

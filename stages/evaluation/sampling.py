@@ -9,8 +9,6 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from stages import statistics
-
 MAX_SUBSETS = 20_000
 
 
@@ -27,13 +25,6 @@ def pass_at_k(n: int, c: int, k: int) -> float | None:
     if k > n:
         return None
     return 1.0 - math.prod(max(0.0, 1.0 - k / i) for i in range(n - c + 1, n + 1))
-
-
-def avg_at_k(correct: Sequence[Sequence[float]]) -> dict:
-    """Mean correctness over samples, then over problems; the error bar is over *problems* (ddof 1)."""
-    per_problem = [float(np.mean(row)) for row in correct]
-    mean, se = statistics.mean_se(per_problem)
-    return {"per_problem": per_problem, "mean": mean, "se": se}
 
 
 def _vote_value(answers: Sequence[Hashable | None], gold: Hashable) -> float:

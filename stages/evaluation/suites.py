@@ -105,12 +105,6 @@ def refusal_asymmetry(view_a: Sequence[int], view_b: Sequence[int]) -> dict:
     }
 
 
-def token_rank(logits: Sequence[float], token: int) -> int:
-    """1 + number of strictly larger logits, so ties share the better rank."""
-    values = np.asarray(logits, dtype=float)
-    return int((values > values[token]).sum()) + 1
-
-
 def token_shift(ranks: Sequence[int]) -> dict:
     """Shares of aligned-model tokens that the base model ranks 1, 2-3, and below (eval.token_shift)."""
     values = np.asarray(ranks)
@@ -142,16 +136,6 @@ def accuracy_vs_budget(tokens: Sequence[Sequence[int]], correct: Sequence[Sequen
     lengths = [value for row in tokens for value in row]
     right = [value for row in correct for value in row]
     return [float(np.mean([bool(c) and t <= budget for t, c in zip(lengths, right, strict=True)])) for budget in budgets]
-
-
-def displacement(logp_chosen: Sequence[float], logp_rejected: Sequence[float]) -> dict:
-    """Likelihood displacement over checkpoints: both log-probs fall while the margin grows (eval.displacement)."""
-    margin = [chosen - rejected for chosen, rejected in zip(logp_chosen, logp_rejected, strict=True)]
-    chosen_change, rejected_change = logp_chosen[-1] - logp_chosen[0], logp_rejected[-1] - logp_rejected[0]
-    return {
-        "margin": margin, "chosen_change": chosen_change, "rejected_change": rejected_change,
-        "displaced": bool(chosen_change < 0 and rejected_change < 0 and margin[-1] > margin[0]),
-    }
 
 
 def h4_mean(arc: float, hellaswag: float, mmlu: float, truthfulqa: float) -> float:
@@ -207,6 +191,3 @@ def kl_frontier(points: Sequence[Sequence[float]]) -> list[list[float]]:
     return frontier
 
 
-def mean_agreement(answers: Sequence, truth: Sequence) -> float:
-    """Share of equal entries (debate judges, hhh_choice)."""
-    return float(np.mean([a == b for a, b in zip(answers, truth, strict=True)]))

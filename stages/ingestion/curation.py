@@ -1,6 +1,6 @@
 """Splits, near duplicates, decontamination, bias audit and statistics of agreement.
 
-Catalogue: data.split, data.dedup, data.decontam, data.bias_audit, data.agreement, data.difficulty, data.ifd.
+Catalogue: data.split, data.dedup, data.decontam, data.bias_audit, data.agreement, data.ifd.
 """
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ def generated_splits(rows: Iterable[dict], validation_fraction: float) -> dict[s
 
 # -- near duplicates --------------------------------------------------------------------------------
 _WORD = re.compile(r"[^\W_]+")
-_MERSENNE = (1 << 61) - 1
 
 
 def word_tokens(text: str) -> list[str]:
@@ -108,16 +107,6 @@ class MinHash:
 def ngrams(tokens: Sequence[str] | str, n: int) -> list:
     """All n-grams in order; none where there are fewer than n tokens."""
     return [tuple(tokens[i:i + n]) if not isinstance(tokens, str) else tokens[i:i + n] for i in range(len(tokens) - n + 1)]
-
-
-def covered_tokens(evaluation: Sequence, train: Sequence, n: int) -> int:
-    """Tokens of the evaluation item that lie in an n-gram which the training row has too."""
-    known = set(ngrams(train, n))
-    covered = [False] * len(evaluation)
-    for start, gram in enumerate(ngrams(evaluation, n)):
-        if gram in known:
-            covered[start:start + n] = [True] * n
-    return sum(covered)
 
 
 class DecontaminationIndex:
@@ -363,17 +352,6 @@ def prefix_log_odds(chosen_with: int, n_chosen: int, rejected_with: int, n_rejec
     return {"log_odds_ratio": ratio, "se": error, "z": ratio / error}
 
 
-def pearson(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Pearson correlation; None where one side is constant."""
-    n = len(x)
-    if n < 2:
-        return None
-    mx, my = math.fsum(x) / n, math.fsum(y) / n
-    sxy = math.fsum((a - mx) * (b - my) for a, b in zip(x, y))
-    sxx, syy = math.fsum((a - mx) ** 2 for a in x), math.fsum((b - my) ** 2 for b in y)
-    return sxy / math.sqrt(sxx * syy) if sxx and syy else None
-
-
 # -- agreement --------------------------------------------------------------------------------------
 def cohen_kappa(confusion: Sequence[Sequence[float]]) -> dict:
     """p_observed, p_expected, kappa (None where p_expected = 1) of a confusion matrix."""
@@ -450,20 +428,6 @@ def bradley_terry(n: int, wins: Sequence[tuple[int, int]], l2: float = 0.1, step
 
 
 # -- difficulty, filters --------------------------------------------------------------------------------
-def mixed_groups(correct: Sequence[int], group: int) -> list[int]:
-    """Indices of groups with some but not all samples correct (`data.difficulty`, dynamic sampling)."""
-    return [index for index, count in enumerate(correct) if 0 < count < group]
-
-
-def prompt_statistics(rewards: Sequence[float], ddof: int = 0) -> dict:
-    """mean_reward, reward_std, pass_at_1 (share of rewards > 0) and zero_advantage of one prompt's group."""
-    n = len(rewards)
-    mean = math.fsum(rewards) / n
-    variance = math.fsum((r - mean) ** 2 for r in rewards) / (n - ddof) if n > ddof else 0.0
-    return {"mean_reward": mean, "reward_std": math.sqrt(variance), "pass_at_1": sum(r > 0 for r in rewards) / n,
-            "zero_advantage": len(set(rewards)) == 1}
-
-
 def self_paced(losses: Sequence[float], k: float) -> list[int]:
     """v_i = 1 iff loss < 1/K (Kumar et al. 2010); K is annealed down so that more samples enter."""
     return [int(loss < 1 / k) for loss in losses]

@@ -101,12 +101,6 @@ def margin(mode: str, *, strength: int | None = None, grade: str | None = None,
     return table[4 - min(max(int(strength), 1), 4)]
 
 
-def margin_loss(reward_difference: float, gap: float) -> float:
-    """-log sigmoid(r_chosen - r_rejected - m): the margin is subtracted inside (`data.margin`)."""
-    u = reward_difference - gap
-    return math.log1p(math.exp(-u)) if u > 0 else -u + math.log1p(math.exp(u))
-
-
 # -- rankings ---------------------------------------------------------------------------------------
 def check_ranks(ranks, n: int) -> list[int]:
     """Ranks as integers; raises Bad(bad_rank) unless they are n non-negative integers."""
@@ -190,14 +184,6 @@ def overall_scores(aspects: Sequence[Sequence[float]], weights: Sequence[float] 
             for row in aspects]
 
 
-def best_vs_lower(scores: Sequence[float]) -> tuple[int, list[int], int | None]:
-    """(chosen, admissible rejected, lowest) : argmax against strictly lower scores, lowest index wins."""
-    chosen = max(range(len(scores)), key=lambda index: (scores[index], -index))
-    lower = [index for index, score in enumerate(scores) if score < scores[chosen]]
-    lowest = min(lower, key=lambda index: (scores[index], index)) if lower else None
-    return chosen, lower, lowest
-
-
 # -- unpaired ---------------------------------------------------------------------------------------
 def pairs_to_unpaired(pairs: Sequence[tuple[Hashable, Hashable, Hashable]], on_conflict: str = "drop"):
     """(rows, conflicts) of (prompt, chosen, rejected) triples (`data.unpaired`).
@@ -276,45 +262,7 @@ def unroll(roles: Sequence[str], policy: str = "all_turns", balance: str = "none
     return [(target, weight) for target in targets]
 
 
-# -- steps ------------------------------------------------------------------------------------------
-def steps_after_first_error(ratings: Sequence[int], after_first_error: str = "drop"):
-    """(labels, solution correct): steps after the first -1 carry no label (PRM800K, `data.stepwise`)."""
-    labels = list(ratings)
-    if after_first_error == "drop" and -1 in labels:
-        labels = labels[:labels.index(-1) + 1]
-    return labels, -1 not in labels
-
-
-def rollout_step_labels(successes: Sequence[int], rollouts: int):
-    """(soft, hard) step labels from rollouts of each prefix (Wang et al. 2024)."""
-    return [count / rollouts for count in successes], [int(count > 0) for count in successes]
-
-
-def pack_steps(steps: Sequence[Sequence[int]], separator: Sequence[int], labels: Sequence[int],
-               ignore_index: int = -100):
-    """(input_ids, labels): the label of a step sits on the last token of step + separator."""
-    ids: list[int] = []
-    out: list[int] = []
-    for step, label in zip(steps, labels, strict=True):
-        piece = [*step, *separator]
-        ids += piece
-        out += [ignore_index] * (len(piece) - 1) + [label]
-    return ids, out
-
-
-def solution_score(step_probs: Sequence[float], how: str = "prod") -> float:
-    """Score of a solution from its step probabilities: prod (Lightman et al. 2023), min, last, mean."""
-    if how == "prod":
-        return math.prod(step_probs)
-    if how == "min":
-        return min(step_probs)
-    if how == "last":
-        return step_probs[-1]
-    if how == "mean":
-        return sum(step_probs) / len(step_probs)
-    raise ValueError(f"unknown step aggregation {how!r}; write prod, min, last or mean")
-
-
+# -- product signals, text to text -------------------------------------------------------------------
 # Shipped map of product signals: label or "pair", and weight (`data.implicit`).
 EVENT_MAP: dict[str, tuple[bool | str, float]] = {
     "thumbs_up": (True, 1.0), "thumbs_down": (False, 1.0), "regenerate": (False, 0.5),

@@ -240,7 +240,7 @@ def test_bradley_terry_recovers_strengths_and_flags_separable_data():
     assert fit.converged and np.allclose(fit.scores, truth - truth.mean(), atol=1e-9)
     lone = preference.bradley_terry([[0, 5], [0, 0]])
     assert lone.converged and lone.l2 == preference.SEPARABLE_L2
-    ranking = preference.bradley_terry_ranking([("a", "b", 1.0)] * 8 + [("a", "b", 0.0)] * 2, np.random.default_rng(0), rounds=50)
+    ranking = preference.item_ranking(["a", "b"], np.array([[[0, 1], [0, 0]]] * 8 + [[[0, 0], [1, 0]]] * 2, float), np.random.default_rng(0), rounds=50)
     assert ranking[0]["player"] == "a" and ranking[0]["low"] <= ranking[0]["elo"] <= ranking[0]["high"]
 
 

@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from stages import algorithms, direct_losses, estimators, losses, oracles
+from stages import algorithms, direct_losses, estimators, losses
+from tests import oracles
 from tests.maths import toy
+from tests.production import full_kl
 
 POLICY, REF = toy.random_policy(1), toy.random_policy(2)
 REWARD = torch.randn(len(toy.COMPLETIONS), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -47,7 +49,7 @@ def single_step(kind, weighted=False):
 
 def exact_single(direction):
     theta = POLICY[0].clone().requires_grad_()
-    return torch.autograd.grad(losses.full_kl(theta, REF[0], direction=direction), theta)[0]
+    return torch.autograd.grad(full_kl(theta, REF[0], direction=direction), theta)[0]
 
 
 def test_gradients_of_kl_in_the_loss():
@@ -197,7 +199,7 @@ def test_ipo_and_rebel_reach_their_oracles():
     a, b = torch.arange(3).repeat_interleave(3), torch.arange(3).repeat(3)
     cases = {"ipo": (lambda logp: direct_losses.ipo_loss(logp[a], logp[b], ref.log()[a], ref.log()[b], beta=tau, label_prob=pref.flatten()).mean(),
                      oracles.psi_po_optimum(ref, pref, tau)["pi"]),
-             "rebel": (lambda logp: direct_losses.rebel_loss(logp[a] - ref.log()[a], logp[b] - ref.log()[b], rewards[a], rewards[b], eta=2.0).mean(),
+             "rebel": (lambda logp: direct_losses.rebel_pair_loss(logp[a], logp[b], ref.log()[a], ref.log()[b], beta=0.5, score_gap=rewards[a] - rewards[b]).mean(),
                        oracles.kl_optimum(ref, rewards, 0.5)["pi"])}
     for name, (loss, target) in cases.items():
         theta = ref.log().clone().requires_grad_()

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from stages import direct_losses, losses
+from stages.align import Config
 from stages.algorithms import DIRECT_METHODS, RL_PRESETS, resolve
+from stages.direct_alignment import DirectAlignment
+from tests.production import response_logps, step_mean
 
 F64 = torch.float64
 
@@ -101,7 +104,7 @@ def test_length_weighting_of_each_normaliser():
                 "seq-mean-token-sum-norm": (1 / 2000, 1 / 2000)}
     for mode, (short, long) in expected.items():
         logp = torch.zeros(2, 1000, dtype=F64, requires_grad=True)
-        losses.aggregate_mean(losses.token_nll(logp), mask, mode, 1000.0).backward()
+        step_mean(losses.token_nll(logp), mask, mode, 1000.0).backward()
         assert logp.grad[0, 0].item() == pytest.approx(-short, abs=1e-15)
         assert logp.grad[1, 0].item() == pytest.approx(-long, abs=1e-15)
 
@@ -109,20 +112,9 @@ def test_length_weighting_of_each_normaliser():
 def test_empty_batch_gives_zero_connected_to_the_graph():
     logp = torch.randn(2, 3, dtype=F64, requires_grad=True)
     per, _ = losses.policy_loss(logp, logp.detach(), torch.ones(2, dtype=F64), torch.zeros(2, 3))
-    loss = losses.aggregate_mean(per, torch.zeros(2, 3), "token-mean")
+    loss = step_mean(per, torch.zeros(2, 3), "token-mean")
     loss.backward()
     assert loss.item() == 0.0 and torch.equal(logp.grad, torch.zeros_like(logp))
-
-
-def test_sample_weights_divide_by_their_sum():
-    x, mask, _ = batch(1)
-    w = torch.rand(len(mask), dtype=F64)
-    total, counts = losses.aggregate(x["logp"], mask, "token-mean", weights_B=w)
-    direct = sum(w[i] * x["logp"][i, t] for i in range(len(mask)) for t in range(mask.shape[1]) if mask[i, t])
-    assert total.item() == pytest.approx(direct.item(), abs=1e-12)
-    assert counts["tokens"] == pytest.approx(float((w * mask.sum(1)).sum()))
-    ones, plain = losses.aggregate(x["logp"], mask, "token-mean", weights_B=torch.ones(len(mask)))
-    assert ones.item() == pytest.approx(losses.aggregate(x["logp"], mask, "token-mean")[0].item()) and plain == losses.count_targets(mask)
 
 
 # --- gradients against independent formulas ------------------------------------------------------
@@ -231,10 +223,8 @@ def test_relations_between_direct_losses():
 
 def test_doubling_a_response_doubles_dpo_margins_and_leaves_mean_methods_alone():
     one, two = torch.full((1, 4), -0.7, dtype=F64), torch.full((1, 8), -0.7, dtype=F64)
-    ones = torch.ones_like
-    S = [losses.sequence_logps(x, ones(x), "sum") for x in (one, two)]
-    mean = [losses.sequence_logps(x, ones(x), "mean") for x in (one, two)]
-    assert torch.allclose(S[1], 2 * S[0]) and torch.allclose(mean[1], mean[0])
+    (s, n), (s2, n2) = (response_logps(DirectAlignment(Config(method="dpo")), x, torch.ones_like(x)) for x in (one, two))
+    assert torch.allclose(s2, 2 * s) and torch.allclose(s2 / n2, s / n)
 
 
 def test_orpo_is_finite_near_certainty():

@@ -5,14 +5,16 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from stages import masks, selection, statistics
+from stages import rejection, selection, statistics
+from stages.chat import RenderError
+from stages.ingestion import pairing
+from tests.production import CHATML, rendered_mask, renderer
 
 NAN = math.nan
 
 
 def test_nan_is_never_selected_and_ties_go_to_the_first():
     R = [[NAN, 1.0, 1.0], [NAN, NAN, NAN], [3.0, NAN, 2.0]]
-    assert selection.select_top_per_prompt(R) == [1, None, 0]
     assert selection.top_k_overall(R, 10) == [6, 8, 1, 2]
     assert selection.top_k_per_prompt(R, 2) == [[1, 2], [], [0, 2]]
     assert selection.threshold(R, 1.0) == [6, 8]
@@ -27,11 +29,12 @@ def test_selection_is_equivariant_to_the_order_of_prompts():
     rng = np.random.default_rng(1)
     R = rng.normal(size=(6, 4))
     order = rng.permutation(6)
-    assert [selection.select_top_per_prompt(R)[k] for k in order] == selection.select_top_per_prompt(R[order])
+    assert [selection.top_k_per_prompt(R, 1)[k] for k in order] == selection.top_k_per_prompt(R[order], 1)
 
 
 def test_duplicates_keep_the_first():
-    R = selection.dedupe_rewards([[1.0, 2.0, 3.0]], [["a", "a", "b"]])
+    R = np.array([[1.0, 2.0, 3.0]])
+    assert rejection.drop_duplicates(R, {(0, j): {"completion": [{"content": text}]} for j, text in enumerate("aab")}) == 1
     assert selection.top_k_per_prompt(R, 3) == [[2, 0]]
 
 
@@ -46,12 +49,12 @@ def test_best_of_n_estimate_is_the_mean_over_subsets():
 
 
 def test_rso_acceptance_frequencies():
-    """On three items the first accepted one of a single-sample run follows exp((r - r_max)/beta)."""
-    rewards, beta = [1.0, 0.5, 0.0], 0.5
+    """On three items, each asked where those before it refused, the accepted one of a single-sample run follows exp((r - r_max)/beta)."""
+    rewards, beta = [0.0, 0.5, 1.0], 0.5
     rng = np.random.default_rng(3)
-    p = selection.rso_accept_probabilities(rewards, beta)
-    hits = np.mean([selection.rso_pass(rewards, beta, rng.random(3)) for _ in range(20_000)], 0)
-    assert np.abs(hits - p).max() < 0.02
+    p = np.exp((np.array(rewards) - 1.0) / beta)
+    hits = np.bincount([selection.rso_select(rewards, 1, beta, rng.random(3))[0][0] for _ in range(20_000)], minlength=3) / 20_000
+    assert np.abs(hits - p * np.append(1.0, np.cumprod(1 - p)[:-1])).max() < 0.02
     with pytest.raises(ValueError, match="num_samples=4"):
         selection.rso_select(rewards, 4, beta, rng.random(100))
 
@@ -76,26 +79,27 @@ TURNS = [-1, 0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
 
 
 def test_headers_user_and_tool_tokens_are_not_trained():
-    assert masks.completion_mask(ROLES, TURNS, "all_assistant") == [0] * 8 + [1, 1] + [0] * 4 + [1, 1]
-    assert masks.completion_mask(ROLES, TURNS, "final_message") == [0] * 14 + [1, 1]
-    assert masks.completion_mask(ROLES, TURNS, "final_turn") == masks.completion_mask(ROLES, TURNS, "all_assistant")
-    assert masks.completion_mask(ROLES, TURNS, "full") == [0] + [1] * 15
-    with pytest.raises(ValueError, match="final_turn"):
-        masks.completion_mask(ROLES, TURNS, "last")
+    assert rendered_mask(ROLES, TURNS, "all_assistant") == [0] * 8 + [1, 1] + [0] * 4 + [1, 1]
+    assert rendered_mask(ROLES, TURNS, "final_message") == [0] * 14 + [1, 1]
+    assert rendered_mask(ROLES, TURNS, "final_turn") == rendered_mask(ROLES, TURNS, "all_assistant")
+    assert rendered_mask(ROLES, TURNS, "full") == [0] + [1] * 15
+    with pytest.raises(RenderError, match="final_turn"):
+        rendered_mask(ROLES, TURNS, "last")
 
 
 def test_all_assistant_is_the_sum_of_unrolled_final_turns():
-    messages = [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "bb"), ("user", "c"), ("assistant", "ddd"))]
-    whole = sum(len(m["content"]) for m in messages if m["role"] == "assistant")
-    rows = masks.unroll(messages)
-    assert sum(len(r["completion"]["content"]) for r in rows) == whole and [len(r["prompt"]) for r in rows] == [1, 3]
-    assert [r["weight"] for r in masks.unroll(messages, "per_conversation")] == [0.5, 0.5]
+    said = [("user", "a"), ("assistant", "bb"), ("user", "c"), ("assistant", "ddd")]
+    roles, turns = ([[role for role, text in said for _ in text], [k for k, (_, text) in enumerate(said) for _ in text]])
+    rows = pairing.unroll([role for role, _ in said])
+    parts = [rendered_mask(roles[:end], turns[:end], "final_turn") for end in (turns.index(at) + len(said[at][1]) for at, _ in rows)]
+    assert [at for at, _ in rows] == [1, 3] and np.sum([part + [0] * (len(roles) - len(part)) for part in parts], 0).tolist() == rendered_mask(roles, turns, "all_assistant")
+    assert [weight for _, weight in pairing.unroll([role for role, _ in said], balance="per_conversation")] == [0.5, 0.5]
 
 
 def test_chatml_rejects_what_it_cannot_say():
     for roles in (["assistant"], ["user", "user"], ["user", "tool"], ["system", "system"]):
-        with pytest.raises(masks.TemplateError, match="must alternate user/assistant"):
-            masks.chatml([{"role": r, "content": "x"} for r in roles])
+        with pytest.raises(RenderError, match="must alternate user/assistant"):
+            renderer(CHATML, None, "<|im_end|>", "<|im_start|>").conversation([{"role": r, "content": "x"} for r in roles])
 
 
 # --- statistics ----------------------------------------------------------------------------------------
@@ -118,19 +122,6 @@ def test_bootstrap_is_a_function_of_its_seed():
     assert statistics.bootstrap_ci(x, seed=1) == statistics.bootstrap_ci(x, seed=1) != statistics.bootstrap_ci(x, seed=2)
     low, high = statistics.bootstrap_ci(x, clusters=[0] * 5 + [1] * 5, seed=1)
     assert low == 2.0 and high == 7.0
-
-
-def test_paired_error_is_smaller_on_the_same_questions():
-    rng = np.random.default_rng(6)
-    base = rng.random(200)
-    a, b = base + 0.05 + 0.01 * rng.normal(size=200), base
-    found = statistics.paired_difference(a, b)
-    assert found["se"] < found["se_unpaired"] / 5 and found["p"] < 1e-6 and found["ci_low"] > 0
-    same = statistics.paired_difference([1, 0, 1], [1, 0, 1])
-    assert same["diff"] == 0 and same["p"] == 1.0
-    assert math.isnan(statistics.paired_difference([1.0], [0.0])["se"])
-    with pytest.raises(ValueError, match="same questions"):
-        statistics.paired_difference([1, 2], [1])
 
 
 def test_calibrated_margins_have_small_calibration_error():

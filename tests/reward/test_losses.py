@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stages.batching import collate, plan
-from stages.reward_data import Drop, balanced, encode, package_steps, pair_difficulty, ranking_items, standardise
+from stages.reward_data import Drop, balanced, encode, pair_difficulty, ranking_items, standardise
 from stages.reward_heads import (ChatReader, add_gain_bias, drop_lm_head, keep_lm_head, new_reward_model, reader_for, resolve_pooling, response_outputs,
                                  score_head)
 from stages.reward_losses import RewardLoss
@@ -333,7 +333,6 @@ def test_steps_keep_their_borders(tiny):
     ids, ends = step_ids(reader, ["two plus", "two"], "\n\n")
     tail = reader.plain("\n\n")
     assert ids[ends[0] - len(tail) + 1: ends[0] + 1] == tail and ends[1] == len(ids) - 1
-    assert package_steps([1, 2], [[5, 6, 7], [8]], [9], [1, 0]) == ([1, 2, 5, 6, 7, 9, 8, 9], [-100, -100, -100, -100, -100, 1, -100, 0])
 
 
 def test_labels_behind_the_first_error_are_not_used(tiny, rows):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stages.sampler import SamplerError, SamplingParams
-from stages.sampling import processed_logits, filtered_log_softmax
+from stages.sampling import keep_threshold, processed_logits, scaled_logits
 
 STOPS = frozenset({2, 7, 9, 40, 41})  # 2 is the tiny tokenizer's <|im_end|>
 PROMPTS = [[1, 40, 50, 60], [1, 70, 71, 72, 73, 74], [1, 90]]
@@ -21,6 +21,13 @@ def rows(groups):
 
 def facts(groups):
     return [[(c.ids, c.finish_reason, c.text) for c in group] for group in groups]
+
+
+def filtered_log_softmax(logits, params):
+    """Log-probs of the sampled distribution over the whole vocabulary, [n, V] float32; -inf off its support."""
+    z = scaled_logits(logits, params)
+    threshold = keep_threshold(z, params)
+    return torch.log_softmax(z if threshold is None else z.masked_fill(z < threshold, -float("inf")), -1)
 
 
 def model_logps(model, prompt, ids, params):

@@ -5,7 +5,7 @@ import torch
 
 from stages.decoders import GenericDecoder, LeanDecoder, make_decoder, why_not_lean
 from stages.sampler import Sampler, SamplerError, SamplingParams
-from stages.sampling import filtered_log_softmax
+from tests.sampler.contract import filtered_log_softmax
 
 ENGINES = [("llama", True), ("llama", False), ("llama3-rope", True), ("qwen2", True), ("qwen2", False), ("qwen3", True),
            ("qwen3", False), ("gpt2", False), ("mistral-window", False)]

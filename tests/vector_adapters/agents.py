@@ -1,18 +1,21 @@
 """Vectors of multi-turn RL, tool use, trajectory rewards, debate, VinePPO and length rewards."""
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from stages import agent_rewards, debate, estimators, tools
-from stages.masks import spans_to_mask
+from stages.rewards import RewardComponent, Rewards
 from stages.verifiers import kimi_length, target_length
+from tests.production import rendered_mask
 
 STEPS = {"nav": "url_changed", "ui": "ui_match", "form": "fields", "file": "file_created", "goal": "goal_verified"}
 
 
 def turn_returns(i, p):
     returns = estimators.turn_returns(i["turn_rewards"], p["gamma"])
-    return {"turn_returns": returns, "advantages": estimators.over_turns(returns - p["baseline"], i["turn_of_token"])}
+    of = np.asarray(i["turn_of_token"])
+    return {"turn_returns": returns, "advantages": np.where(of >= 0, returns[np.maximum(of, 0)] - p["baseline"], 0.0)}
 
 
 def events_of(step):
@@ -59,7 +62,15 @@ def blend(i, p):
 
 
 def debates(i, p):
-    first, second = debate.debate_rewards(i["judge_prob_A"])
+    """Through the reward component: the judge's probabilities are given, both seats of each debate are scored."""
+    class Judge:
+        def preferences(self, pairs):
+            return [p for p in i["judge_prob_A"] for _ in (0, 1)]
+
+    component = RewardComponent(kind="debate")
+    rows = [{"prompt_row": {"prompt": []}, "debate": {"answers": ["A", "B"], "seat": seat, "said": [[], []]}} for _ in i["judge_prob_A"] for seat in (0, 1)]
+    totals = [scored.total for scored in Rewards([component], {component.name: Judge()}, None).score(rows)]
+    first, second = totals[0::2], totals[1::2]
     return {"reward_A": first, "reward_B": second, "judge_accuracy": debate.judge_accuracy(i["judge_prob_A"], i["A_is_correct"])}
 
 
@@ -79,7 +90,7 @@ def l1(i, p):
 
 
 def masks(i, p):
-    mask = spans_to_mask(i["segments"], sum(n for _, n in i["segments"]))
+    mask = rendered_mask([role for role, n in i["segments"] for _ in range(n)], [k for k, (_, n) in enumerate(i["segments"]) for _ in range(n)], "all_assistant")
     return {"loss_mask": mask, "trained_tokens": sum(mask)}
 
 

@@ -3,13 +3,22 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
-from stages import schedules, selection
+import torch
+
+from stages import estimators, losses, reward_losses, schedules, selection
+from stages.batching import collate, make_item
 from stages.ingest import Config
 from stages.ingestion import curation, formats, pairing, rules
+from stages.label_steps import estimates
+from stages.reward_data import step_items
+from stages.reward_model import Config as RewardConfig
+from stages.reward_scorers import aggregate_steps
+from stages.rollouts.groups import GroupSampler
+from stages.rollouts.records import Records
 from storage import schema
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
@@ -53,7 +62,8 @@ def _margin_scores(inputs, params):
 
 
 def _margin_loss(inputs, params):
-    return {"loss": [pairing.margin_loss(inputs["reward_diff"], m) for m in inputs["margins"]]}
+    gap = torch.tensor(float(inputs["reward_diff"]), dtype=torch.float64)
+    return {"loss": [losses.bradley_terry_loss(gap, torch.zeros_like(gap), margin=m) for m in inputs["margins"]]}
 
 
 # -- rankings and ratings -----------------------------------------------------------------------------
@@ -69,11 +79,15 @@ def _ranking_counts(inputs, params):
 
 
 def _ranking_weighting(inputs, params):
+    """The step's loss over rankings: every pair of a prompt weighs 1/pairs (per_prompt), or 1."""
+    def mean(groups, weigh):
+        pairs = [pairing.ranking_pairs(list(range(len(scores)))) for scores in groups]
+        items = [make_item("row", [0], [[1]] * len(scores), [[1]] * len(scores), pairs=of, pair_weight=weigh(of), ended=[True] * len(scores)) for scores, of in zip(groups, pairs)]
+        scores_SC = torch.tensor([[score] for scores in groups for score in scores], dtype=torch.float64)
+        return reward_losses.kwise_pairs(scores_SC, collate(items), None).loss["ranking"][0] / sum(weigh(of) * len(of) for of in pairs)
+
     groups = inputs["scores_best_to_worst"]
-    losses = [[pairing.margin_loss(scores[i] - scores[j], 0.0) for i, j in pairing.ranking_pairs(list(range(len(scores))))] for scores in groups]
-    means = [math.fsum(group) / len(group) for group in losses]
-    pooled = [value for group in losses for value in group]
-    return {"prompt_means": means, "loss": math.fsum(means) / len(means), "pooled_WRONG": math.fsum(pooled) / len(pooled)}
+    return {"prompt_means": [mean([scores], lambda of: 1 / len(of)) for scores in groups], "loss": mean(groups, lambda of: 1 / len(of)), "pooled_WRONG": mean(groups, lambda of: 1.0)}
 
 
 def _rank_gap(inputs, params):
@@ -88,9 +102,15 @@ def _ratings_pairs(inputs, params):
 
 
 def _ratings_best(inputs, params):
-    scores = pairing.overall_scores(inputs["aspect_scores"], params.get("weights"))
-    chosen, candidates, lowest = pairing.best_vs_lower(scores)
-    return {"overall": scores, "chosen": chosen, "candidates_rejected": candidates, "rejected": lowest}
+    """The overall score is ingestion's of a row with aspects; weights of aspects are no setting of it."""
+    adapter = formats.Adapter("ratings", Config())
+    rows = [{"prompt": "x", "completion": str(k), "aspects": {str(a): score for a, score in enumerate(row)}} for k, row in enumerate(inputs["aspect_scores"])]
+    scores = pairing.overall_scores(inputs["aspect_scores"], params["weights"]) if "weights" in params else [adapter(row)[1]["score"] for row in rows]
+    ranks = pairing.ranks_from_scores(scores)
+    pairs = pairing.ranking_pairs(ranks, "best_vs_rest")
+    worst = pairing.ranking_pairs(ranks, "best_worst")
+    return {"overall": scores, "chosen": pairs[0][0] if pairs else 0, "candidates_rejected": sorted(j for i, j in pairs if i == pairs[0][0]),
+            "rejected": worst[0][1] if worst else None}
 
 
 # -- unpaired, correctness, constraints ---------------------------------------------------------------
@@ -202,22 +222,53 @@ def _unroll(inputs, params):
 
 # -- steps and segments ---------------------------------------------------------------------------------
 def _first_error(inputs, params):
-    labels, correct = pairing.steps_after_first_error(inputs["ratings"], params.get("after_first_error", "drop"))
-    return {"labels": labels, "n_steps": len(labels), "solution_correct": correct}
+    """Ingestion's row, and the item that the process reward model trains on."""
+    row = formats.Adapter("stepwise", Config())({"prompt": "x", "completions": ["step"] * len(inputs["ratings"]), "labels": inputs["ratings"]})[1]
+    item = step_item({**row, "row_id": "row"}, [[1]] * len(inputs["ratings"]), [0], after_first_error=params.get("after_first_error", "drop"))
+    return {"labels": item.extra["labels"], "n_steps": item.extra["n_steps"], "solution_correct": item.extra["solution_correct"]}
 
 
 def _rollout_labels(inputs, params):
-    soft, hard = pairing.rollout_step_labels(inputs["successes"], inputs["rollouts_per_step"])
+    n = inputs["rollouts_per_step"]
+    soft, hard = estimates([[True] * count + [False] * (n - count) for count in inputs["successes"]])
     return {"soft": soft, "hard": hard}
 
 
+class Ids:
+    """A reader of texts that are ids already."""
+
+    room = 1 << 20
+
+    def plain(self, ids):
+        return list(ids)
+
+    prompt = plain
+
+    def wrap(self, prompt, response, mask):
+        return prompt, response, mask, len(prompt)
+
+
+def step_item(row, steps, separator, prompt=(), **settings):
+    """The training item of a process reward model (rm.prm) for steps that are ids already."""
+    given = {"row_id": "row", **row, "completions": steps, "prompt": list(prompt), "separator": separator}
+    return step_items(given, Ids(), RewardConfig(objective="prm", **settings), Counter())[0]
+
+
+def packaged(prompt, steps, separator, labels, ignore_index):
+    """(input ids, labels) of a solution: a step's label stands at its only trained token."""
+    item = step_item({"labels": labels}, steps, separator, prompt, after_first_error="keep")
+    given = iter(item.extra["labels"])
+    return ([*item.prompt.tolist(), *item.responses[0].tolist()],
+            [ignore_index] * len(item.prompt) + [next(given) if trained else ignore_index for trained in item.masks[0]])
+
+
 def _packaging(inputs, params):
-    ids, labels = pairing.pack_steps(inputs["step_token_ids"], inputs["separator_ids"], inputs["labels"], params.get("ignore_index", -100))
+    ids, labels = packaged([], inputs["step_token_ids"], inputs["separator_ids"], inputs["labels"], params.get("ignore_index", -100))
     return {"input_ids": ids, "labels": labels}
 
 
 def _step_scores(inputs, params):
-    return {how: pairing.solution_score(inputs["step_probs"], how) for how in ("prod", "min", "last", "mean")}
+    return {how: aggregate_steps(inputs["step_probs"], how) for how in ("prod", "min", "last", "mean")}
 
 
 def _segments(inputs, params):
@@ -280,10 +331,15 @@ def _coverage(inputs, params):
         item.tokens = list                          # the vector gives tokens
         item.add(evaluation)
     removed, shared, covered = [], [], []
+    alone = [curation.DecontaminationIndex(n, "coverage", threshold) for _ in inputs["train"]]
+    for one, row in zip(alone, inputs["train"]):
+        one.tokens = list
+        one.add(evaluation)
+        one.check(row)
+        covered.append(float(one.best.get(0, 0)) * len(evaluation))
     for row in inputs["train"]:
         removed.append(index.check(row))
         shared.append(strict.check(row))
-        covered.append(curation.covered_tokens(evaluation, row, n))
     report = index.report()
     return {"any_match": shared, "covered_tokens": covered, "score": [c / len(evaluation) for c in covered],
             "eval_contaminated": report["eval_rows_over_threshold"] > 0, "train_removed": removed}
@@ -319,18 +375,24 @@ def _band(inputs, params):
 
 
 def _dynamic(inputs, params):
-    kept = curation.mixed_groups(inputs["correct_counts"], inputs["G"])
+    kept = [k for k, mixed in enumerate(estimators.informative_groups(inputs["correct_counts"], inputs["G"])) if mixed]
     return {"kept_indices": kept, "filtered_fraction": 1 - len(kept) / len(inputs["correct_counts"])}
 
 
 def _prompt_stats(inputs, params):
-    rows = [curation.prompt_statistics(group, params.get("ddof", 0)) for group in inputs["rewards"]]
-    return {name: [row[name] for row in rows] for name in rows[0]}
+    """``prompt_stats/1`` as RL writes it; a positive reward is a right answer."""
+    written = []
+    groups = [SimpleNamespace(prompt={"row_id": str(k), "prompt_id": str(k), "group_id": str(k), "dataset": "d", "source": "s", "origin": "human", "split": "train"},
+                              samples=[SimpleNamespace(total=r, correct=r > 0, logps=None, action_mask=()) for r in rewards]) for k, rewards in enumerate(inputs["rewards"])]
+    Records.groups(SimpleNamespace(_write=lambda name, rows: written.extend(rows)), [(group, None) for group in groups], 0)
+    return {**{name: [row[name] for row in written] for name in ("mean_reward", "reward_std", "pass_at_1")},
+            "zero_advantage": [estimators.is_constant(rewards) for rewards in inputs["rewards"]]}
 
 
 def _length_dynamic(inputs, params):
-    keep = bool(curation.mixed_groups([sum(inputs["correct"])], len(inputs["correct"])))
-    return {"reward_std_nonzero": curation.prompt_statistics(inputs["total_reward"])["reward_std"] > 0, "keep_group": keep}
+    group = SimpleNamespace(samples=[SimpleNamespace(correct=bool(c), total=r) for c, r in zip(inputs["correct"], inputs["total_reward"])])
+    sampler = SimpleNamespace(config=SimpleNamespace(filter_groups_metric="acc"))
+    return {"reward_std_nonzero": not estimators.is_constant(inputs["total_reward"]), "keep_group": GroupSampler.no_signal(sampler, group) is None}
 
 
 def _gaussian(inputs, params):
@@ -368,7 +430,12 @@ def _source_share(inputs, params):
 
 
 def _point_biserial(inputs, params):
-    return {"pearson": curation.pearson(inputs["length_diff"], inputs["first_wins"])}
+    """From answers whose lengths differ so: the one shown first is chosen or rejected."""
+    audit = curation.BiasAudit()
+    for gap, won in zip(inputs["length_diff"], inputs["first_wins"]):
+        first, second = "x" * (1_000 + round(gap)), "x" * 1_000
+        audit.add(*((first, second) if won else (second, first)), first_won=bool(won))
+    return {"pearson": audit.report().get("length_label_correlation")}
 
 
 def _cohen(inputs, params):

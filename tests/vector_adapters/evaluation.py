@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
-from stages import selection, statistics, verifiers
-from stages.evaluation import overopt, preference, reward_model, sampling, suites, text
+import pytest
+import torch
+
+from stages import debate, losses, modeling, selection, statistics, verifiers
+from stages.align import displaced
+from stages.batching import make_item
+from stages.evaluation import likelihood, overopt, preference, reward_model, sampling, scores, suites, text
+from tests.evaluation.test_metrics import answers
+from tests.production import head
+from tests.vector_adapters.maths_supervised import log_loss
 
 
 def _pass_at_k(inputs, params):
@@ -16,9 +25,9 @@ def _pass_at_k(inputs, params):
 
 
 def _avg_at_k(inputs, params):
-    result = sampling.avg_at_k(inputs["correct"])
-    k = len(inputs["correct"][0])
-    return {"per_problem": result["per_problem"], f"avg_at_{k}": result["mean"], "se_over_problems": result["se"]}
+    rows, k = answers(inputs["correct"]), len(inputs["correct"][0])
+    metric = scores.policy_metrics(rows)["accuracy"]
+    return {"per_problem": [value for value, _ in scores.item_values(rows, "accuracy").values()], f"avg_at_{k}": metric.value, "se_over_problems": metric.se}
 
 
 def _maj_at_k(inputs, params):
@@ -61,7 +70,7 @@ def _rm_accuracy(inputs, params):
 def _calibration(inputs, params):
     low, high = params["range"]
     c, y = inputs["confidence"], inputs["correct"]
-    return {"ece": statistics.calibration_error(c, y, params["bins"], low, high), "brier": statistics.brier(c, y), "nll": statistics.binary_nll(c, y)}
+    return {"ece": statistics.calibration_error(c, y, params["bins"], low, high), "brier": statistics.brier(c, y), "nll": log_loss(c, y)}
 
 
 def _wilson(inputs, params):
@@ -70,9 +79,27 @@ def _wilson(inputs, params):
 
 
 def _paired(inputs, params):
-    result = statistics.paired_difference(inputs["a"], inputs["b"])
-    return {"diff": result["diff"], "se_paired": result["se"], "se_unpaired": result["se_unpaired"],
-            "discordant": list(statistics.discordant(inputs["a"], inputs["b"]))}
+    a, b = (answers([[value] for value in inputs[side]]) for side in "ab")
+    result = scores.paired(a, b, "accuracy")
+    apart = [scores.policy_metrics(rows)["accuracy"].se for rows in (a, b)]
+    return {"diff": result["difference"], "se_paired": result["se"], "se_unpaired": math.hypot(*apart), "discordant": [result["better"], result["worse"]]}
+
+
+def _token_rank(inputs, params):
+    logits = torch.tensor([inputs["base_logits"]])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling, "hidden_states", lambda model, batch, at: logits)
+        patch.setattr(modeling, "head_of", lambda model: head(logits))
+        return {"rank": likelihood.response_ranks(torch.nn.Identity(), [make_item("row", [0], [[inputs["token"]]], [[1]])], 8, "cpu")[0][0][0]}
+
+
+def _displacement(inputs, params):
+    """Checkpoints as validation passes, measured from the first one."""
+    chosen, rejected = (torch.tensor(inputs[side], dtype=torch.float64) for side in ("logp_chosen", "logp_rejected"))
+    passes = [losses.displacement_metrics(w, l, chosen[0], rejected[0], beta=1.0) for w, l in zip(chosen, rejected)]
+    last, margin = passes[-1], (chosen - rejected).tolist()
+    history = [[float(one["chosen_shift"]), float(one["margin"])] for one in passes]
+    return {"margin": margin, "chosen_change": last["chosen_shift"], "rejected_change": last["rejected_shift"], "displaced": displaced([history[0], history[-1]], falls=1)}
 
 
 def _clustered(inputs, params):
@@ -218,7 +245,7 @@ ADAPTERS = {
     "refusal_asymmetry": _refusal_asymmetry,
     "alignment_tax": _alignment_tax,
     "token_shift": lambda i, p: suites.token_shift(i["base_ranks"]),
-    "token_shift_rank_ties": lambda i, p: {"rank": suites.token_rank(i["base_logits"], i["token"])},
+    "token_shift_rank_ties": _token_rank,
     "h4_mean": lambda i, p: {"h4": suites.h4_mean(i["arc"], i["hellaswag"], i["mmlu"], i["truthfulqa"])},
     "trace_error": lambda i, p: suites.trace_error(i["final_correct"], i["has_wrong_step"]),
     "perturbed_gap": lambda i, p: suites.perturbed_gap(i["original_correct"], i["perturbed_correct"]),
@@ -228,9 +255,9 @@ ADAPTERS = {
     "stock_phrase_rate": lambda i, p: text.phrase_rates(i["texts"], i["phrases"]),
     "reflection_words": lambda i, p: text.reflection_counts(i["texts"], i["words"]),
     "accuracy_vs_budget": lambda i, p: {"accuracy": suites.accuracy_vs_budget(i["tokens"], i["correct"], i["budgets"])},
-    "displacement_flags": lambda i, p: suites.displacement(i["logp_chosen"], i["logp_rejected"]),
+    "displacement_flags": _displacement,
     "judge_agreement": lambda i, p: suites.judge_agreement(i["judge"], i["human"]),
-    "debate_judge_accuracy": lambda i, p: {"accuracy": suites.mean_agreement(i["verdict"], i["correct_side"])},
+    "debate_judge_accuracy": lambda i, p: {"accuracy": debate.judge_accuracy([float(v == "A") for v in i["verdict"]], [side == "A" for side in i["correct_side"]])},
     "rm_pairwise_accuracy": _rm_accuracy,
     "calibration_rm": _calibration,
     "wilson_interval": _wilson,

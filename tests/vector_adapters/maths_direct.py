@@ -7,7 +7,11 @@ import numpy as np
 import torch
 
 from stages import direct_losses as direct
-from stages import losses, oracles, selection
+from stages import losses, selection
+from stages.align import Config
+from stages.direct_alignment import DirectAlignment
+from tests import oracles
+from tests.production import response_logps
 from tests.vector_adapters.maths_supervised import T, grads
 
 SIDES = ("logp_chosen", "logp_rejected", "ref_logp_chosen", "ref_logp_rejected")
@@ -33,11 +37,12 @@ def dpo_pair(i, p):
 
 
 def token_batch(i, p, reduce="sum"):
-    sides = {}
+    sides, objective = {}, DirectAlignment(Config(method="dpo", beta=p["beta"]))
     for side in ("chosen", "rejected"):
         mask = torch.tensor(i["mask_" + side])
         for who in ("policy", "ref"):
-            sides[who, side] = losses.sequence_logps(T(i[f"{who}_{side}"]), mask, reduce)
+            total, lengths = response_logps(objective, T(i[f"{who}_{side}"]), mask)
+            sides[who, side] = total if reduce == "sum" else total / lengths
     four = [sides["policy", "chosen"], sides["policy", "rejected"], sides["ref", "chosen"], sides["ref", "rejected"]]
     loss = losses.dpo_loss(*four, beta=p["beta"])
     d = losses.displacement_metrics(*four, beta=p["beta"])
@@ -232,7 +237,7 @@ def slic(i, p):
 
 def rrhf(i, p):
     rank = direct.rrhf_rank_loss(T(i["mean_logp"]), T(i["rewards"]))
-    best = selection.select_top_per_prompt([i["rewards"]])[0]
+    best = selection.top_k_per_prompt([i["rewards"]], 1)[0][0]
     return {"rank": rank, "ft": -i["seq_logp_best"], "loss": rank - i["seq_logp_best"], "best": best}
 
 
@@ -293,9 +298,16 @@ def dpo_nll(i, p):
     return {"dpo": dpo, "nll": nll, "loss": loss, "grad_logp_chosen": g[0]}
 
 
+def aot(i, p):
+    """The rows of one optimizer step, each matched with the response of equal rank."""
+    chosen, rejected = T(i["logratio_chosen"]), T(i["logratio_rejected"])
+    for_chosen, for_rejected = direct.aot_matches(chosen, rejected)
+    return {"aot_unpaired": direct.aot_matched_loss(chosen, rejected, ZERO, ZERO, beta=p["beta"], matched_rejected=for_chosen, matched_chosen=for_rejected).mean()}
+
+
 def rebel(i, p):
     a = T(i["logratio_y"], True)
-    loss = direct.rebel_loss(a, T(i["logratio_y2"]), T(i["reward_y"]), T(i["reward_y2"]), eta=p["eta"])
+    loss = direct.rebel_pair_loss(a, T(i["logratio_y2"]), ZERO, ZERO, beta=1 / p["eta"], score_gap=T(i["reward_y"]) - T(i["reward_y2"]))
     (g,) = grads(loss, a)
     return {"loss": loss, "grad_logratio_y": g}
 
@@ -432,5 +444,5 @@ ADAPTERS = {
     "da.ipo_md/mixture": ipo_md, "ipo_md_mixture_logits": ipo_md, "da.reference/ema": reference,
     "da.diffusion_dpo/pair": diffusion_dpo, "da.bpo/interval": lambda i, p: {"K": [selection.refresh_intervals(i["total_steps"], f)[0] for f in i["F"]]},
     "da.displacement/metrics": displacement, "da.relatives/formulas": relatives,
-    "da.relatives/aot": lambda i, p: {"aot_unpaired": direct.aot_unpaired_loss(T(i["logratio_chosen"]), T(i["logratio_rejected"]), beta=p["beta"]).mean()},
+    "da.relatives/aot": aot,
 }

@@ -1,4 +1,4 @@
-"""Vectors of rl.md -> stages/losses.py, estimators.py, masks.py, selection.py, oracles.py."""
+"""Vectors of rl.md -> stages/policy_update.py, losses.py, divergence.py, estimators.py, selection.py; optima of small games by tests/oracles.py."""
 from __future__ import annotations
 
 import math
@@ -8,9 +8,13 @@ from itertools import product
 import numpy as np
 import torch
 
-from stages import credit, estimators, losses, masks, oracles, schedules, selection, sequence_losses
-from stages.algorithms import RL_PRESETS
+from stages import credit, estimators, losses, schedules, selection, sequence_losses
+from stages.algorithms import RL_PRESETS, rl_preset
+from stages.batching import make_item
 from stages.evaluation import sampling
+from stages.generation import Sample
+from tests import oracles, production
+from tests.production import rl_update, rows_of, step_mean
 from tests.vector_adapters.maths_supervised import T, grads, ragged
 
 MODES = losses.LOSS_AGG_MODES
@@ -155,8 +159,8 @@ def reinforce(i, p):
             adv = np.where(np.asarray(i["mask"]) > 0, adv - arr(i["values"]), 0.0)
     per_token, _ = losses.policy_loss(logp, logp, T(adv.tolist()), mask, surrogate="logp")
     for mode in MODES[:3]:
-        out[mode] = losses.aggregate_mean(per_token, mask, mode)
-    out["loss"] = losses.aggregate_mean(per_token, mask, p.get("loss_agg_mode", "seq-mean-token-sum"))
+        out[mode] = step_mean(per_token, mask, mode)
+    out["loss"] = step_mean(per_token, mask, p.get("loss_agg_mode", "seq-mean-token-sum"))
     (out["grad_logp"],) = grads(out["loss"], logp)
     return out
 
@@ -167,6 +171,14 @@ def process_reward(i, p):
     values = np.where(mask > 0, arr(i["values"]), 0.0)
     return {"adjusted": adjusted, "advantage_immediate": np.where(mask > 0, adjusted - values, 0.0),
             "advantage_reward_to_go": np.where(mask > 0, estimators.reward_to_go(adjusted, mask, p.get("gamma", 1.0)) - values, 0.0)}
+
+
+def shares(sums):
+    """The sums of `policy_loss` per trained token."""
+    share = {k: float(v) / max(float(sums["tokens"]), 1.0) for k, v in sums.items() if k not in ("tokens", "ratio_max")}
+    return {"clip_fraction": share["clip_low"] + share["clip_high"] + share.get("clip_dual", 0.0), "clip_fraction_low": share["clip_low"],
+            "clip_fraction_high": share["clip_high"], "outside_range_fraction": share["outside_range"], "approx_kl_k1": share["k1"], "approx_kl_k2": share["k2"],
+            "approx_kl_k3": share["k3"], "ratio_mean": share["ratio"], "log_ratio_clamped_fraction": share["log_ratio_clamped"]}
 
 
 def ratio_options(p):
@@ -211,7 +223,7 @@ def policy(i, p, surrogate="clip"):
         per_token, metrics = losses.policy_loss(logp, T(old), adv, mask, surrogate=surrogate, **ratio_options(p))
         if beta:
             per_token = per_token + beta * losses.kl_estimate(logp, T(i["logp_ref"]), kind, mask)
-        loss = losses.aggregate_mean(per_token, mask, mode, p.get("loss_scale_factor"), p.get("seq_denominator", "nonempty"))
+        loss = step_mean(per_token, mask, mode, p.get("loss_scale_factor"), p.get("seq_denominator", "nonempty"))
         (g,) = grads(loss, logp)
         return {"loss": loss.detach(), "grad_logp_new": g}, metrics, per_token.detach()
 
@@ -220,7 +232,7 @@ def policy(i, p, surrogate="clip"):
     main, metrics, per_token = run(default_mode(p))
     log_ratio, _ = losses.log_ratios(T(new), T(old), mask, p.get("ratio_level", "token"))
     ratio = log_ratio.exp()
-    named = losses.policy_metrics(metrics)
+    named = shares(metrics)
     out |= {**main, **named, "ratio": ratio, "ratio_max": losses.masked(ratio, mask).max(), "sequence_ratio": ratio[:, 0],
             "terms": -per_token[:, 0], "ratio_is_one": bool((ratio == 1).all()), "skip_optimizer_step": not bool(mask.any()),
             "weights": losses.masked(ratio, mask)}
@@ -256,8 +268,8 @@ def ratio_inputs(i, p):
     kl = losses.kl_estimate(torch.zeros_like(logp), ref.log(), "k3", mask)
     per_token = -(loss + p["beta"] * kl)
     return {"per_token": [row[m.bool()] for row, m in zip(per_token, mask)],
-            "objective": losses.aggregate_mean(per_token, mask, "seq-mean-token-mean"),
-            "objective_token_mean": losses.aggregate_mean(per_token, mask, "token-mean")}
+            "objective": step_mean(per_token, mask, "seq-mean-token-mean"),
+            "objective_token_mean": step_mean(per_token, mask, "token-mean")}
 
 
 def clamp_cases(i, p):
@@ -289,19 +301,23 @@ def rollout_loop(i, p):
     def run(new, mode):
         logp = T(new, True)
         per, _ = losses.policy_loss(logp, T(i["logp_old"]), T(adv.tolist()), mask, epsilon=p["epsilon"])
-        loss = losses.aggregate_mean(per, mask, mode)
+        loss = step_mean(per, mask, mode)
         (g,) = grads(loss, logp)
         return loss.detach(), g
 
     mode = p["loss_agg_mode"]
     policy_, g = run(i["logp_new"], mode)
     target = T(np.repeat(reward[:, None], mask.shape[1], 1).tolist())
-    value = losses.aggregate_mean(losses.value_loss(T(i["values_new"]), target, mask), mask, mode)
+    value = step_mean(losses.value_loss(T(i["values_new"]), target, mask), mask, mode)
+    items, _ = rows_of(mask, advantages=adv.tolist(), old_logps=i["logp_old"], returns=target.tolist(), values=i["values_old"])
+    trained = mask.bool()
+    _, total = rl_update(rl_preset("grpo", aggregation=mode, epsilon=p["epsilon"], kl_loss_coef=0.0), {"vf_coef": p["vf_coef"], "entropy_coef": p["entropy_coef"]}, items,
+                         T(i["logp_new"])[trained], T(p["entropy_value"]).expand(int(trained.sum())), T(i["values_new"])[trained])
     return {"kl_per_token": kl, "kl_seq_mean": kl.sum(1) / mask.sum(1), "reward": reward, "advantage_mean": picked.mean(),
             "advantage_var": picked.var(), "advantages": adv, "policy_loss_at_ratio_1": run(i["logp_old"], mode)[0],
             "policy_loss_at_ratio_1_token_mean": run(i["logp_old"], "token-mean")[0], "policy_loss": policy_,
             "policy_loss_token_mean": run(i["logp_new"], "token-mean")[0], "value_loss": value, "grad_logp_new": g,
-            "total_loss": losses.total_loss(policy_, value=value, vf_coef=p["vf_coef"], entropy=p["entropy_value"], entropy_coef=p["entropy_coef"])}
+            "total_loss": total}
 
 
 def early_stop(i, p):
@@ -340,17 +356,18 @@ def tis(i, p):
     if "logp_new" in i:
         logp = T(i["logp_new"], True)
         per, _ = losses.policy_loss(logp, old, T(i["advantages"]), mask, epsilon=p["epsilon"], weights_BT=weight("token_truncate"))
-        out["loss"] = losses.aggregate_mean(per, mask, p["loss_agg_mode"])
+        out["loss"] = step_mean(per, mask, p["loss_agg_mode"])
         (out["grad_logp_new"],) = grads(out["loss"], logp)
     return out
 
 
 def objective_scalars(i, p):
-    """Scalars given as objectives and coefficients."""
+    """Scalars given as objectives and coefficients: an update of one token at ratio 1 whose terms are these."""
     clip = i.get("objective_clip", i.get("clip_objective"))
-    h = i["entropy"] if "entropy" in i else losses.entropy(T(i["pi_new"]).log())
-    loss = losses.total_loss(-clip, kl=i.get("kl", 0.0), kl_coef=p.get("beta", 0.0), value=i.get("value_loss", 0.0), vf_coef=p.get("vf_coef", 0.0),
-                             entropy=h, entropy_coef=p["entropy_coef"])
+    h = T(i["entropy"]) if "entropy" in i else production.entropy(T(i["pi_new"]).log())
+    items, _ = rows_of(torch.ones(1, 1), advantages=[clip], old_logps=[[0.0]], ref_logps=[[-math.sqrt(2 * i.get("kl", 0.0))]], returns=[[0.0]], values=[[0.0]])
+    row = rl_preset("grpo", aggregation="token-mean", kl_loss_coef=p.get("beta", 0.0), kl_loss_estimator="k2")
+    _, loss = rl_update(row, {"vf_coef": p.get("vf_coef", 0.0), "entropy_coef": p["entropy_coef"]}, items, T([0.0]), h.reshape(1), T([math.sqrt(i.get("value_loss", 0.0))]))
     return {"loss": loss, "objective": -loss, "entropy": h}
 
 
@@ -359,14 +376,14 @@ def objective_scalars(i, p):
 def critic(i, p):
     if "values_prompt" in i:
         v, r = T([[x] for x in i["values_prompt"]]), T([[x] for x in i["reward"]])
-        return {"advantages": (r - v)[:, 0], "loss": losses.aggregate_mean(losses.value_loss(v, r, torch.ones_like(v)), torch.ones_like(v), "token-mean")}
+        return {"advantages": (r - v)[:, 0], "loss": step_mean(losses.value_loss(v, r, torch.ones_like(v)), torch.ones_like(v), "token-mean")}
     values, mask = T(i.get("values", i.get("values_new")), True), M(i["mask"])
     target = T(i["returns"]) if "returns" in i else T(i["reward"]).unsqueeze(1).expand_as(values)
     old, clip = (T(i["values_old"]) if "values_old" in i else None), p.get("cliprange_value")
     per = losses.value_loss(values, target, mask, old, clip)
-    mean = losses.aggregate_mean(per, mask, "token-mean")
-    loss = losses.aggregate_mean(per, mask, p.get("loss_agg_mode", "token-mean"))
-    half = losses.aggregate_mean(losses.value_loss(values, target, mask, old, clip, half=True), mask, "token-mean")
+    mean = step_mean(per, mask, "token-mean")
+    loss = step_mean(per, mask, p.get("loss_agg_mode", "token-mean"))
+    half = step_mean(losses.value_loss(values, target, mask, old, clip, half=True), mask, "token-mean")
     (g,) = torch.autograd.grad(mean, values)
     out = {"per_token": per, "loss": loss, "loss_sum": per.sum(), "loss_token_mean": mean, "loss_half_token_mean": half,
            "grad_values": g, "grad_values_token_mean": g}
@@ -380,7 +397,7 @@ def critic(i, p):
 def kl_table(i, p):
     pi, ref = T(i["pi"]), T(i["ref"])
     one = torch.ones_like(pi)
-    out = {"kl_pi_ref": losses.full_kl(pi.log(), ref.log())}
+    out = {"kl_pi_ref": production.full_kl(pi.log(), ref.log())}
     for k in ("k1", "k2", "k3"):
         x = losses.kl_estimate(pi.log(), ref.log(), k, one)
         out |= {k: x, "E_" + k: (pi * x).sum(), "var_" + k: (pi * (x - (pi * x).sum()) ** 2).sum()}
@@ -406,7 +423,7 @@ def kl_gradients(i, p):
 
     def exact(direction):
         theta = pi.log().clone().requires_grad_()
-        return torch.autograd.grad(losses.full_kl(theta, ref.log(), direction=direction), theta)[0]
+        return torch.autograd.grad(production.full_kl(theta, ref.log(), direction=direction), theta)[0]
 
     return {"grad_exact_kl_pi_ref": exact("reverse"), "grad_exact_kl_ref_pi": exact("forward"),
             **{f"expected_grad_{k}_in_loss": expected(k) for k in ("k1", "k2", "k3")},
@@ -417,8 +434,8 @@ def kl_in_reward(i, p):
     pi, ref = T(i["pi"]), T(i["ref"])
     penalty = {k: losses.kl_estimate(pi.log(), ref.log(), k, torch.ones_like(pi)).numpy() * p["kl_coef"] for k in ("k1", "k3")}
     theta = pi.log().clone().requires_grad_()
-    (exact,) = torch.autograd.grad(losses.full_kl(theta, ref.log()), theta)
-    flat = np.full(len(pi), float(losses.full_kl(pi.log(), ref.log())))
+    (exact,) = torch.autograd.grad(production.full_kl(theta, ref.log()), theta)
+    flat = np.full(len(pi), float(production.full_kl(pi.log(), ref.log())))
     return {"minus_policy_gradient_of_minus_log_ratio": oracles.softmax_policy_gradient(pi, penalty["k1"]),
             "gradient_from_k3_as_detached_penalty": oracles.softmax_policy_gradient(pi, penalty["k3"]),
             "gradient_from_full_kl_as_detached_penalty": oracles.softmax_policy_gradient(pi, flat), "exact_reverse_kl_gradient": exact}
@@ -461,31 +478,31 @@ def reinforce_pp(i, p):
 def kl_full(i, p):
     if "logits" in i:
         mask = M(i["mask"])
-        kl = losses.masked(losses.full_kl(T(i["logits"]), T(i["ref_logits"]), mask), mask)
-        return {"kl_per_token": kl, "kl_sequence_sum": kl.sum(1), "kl_token_mean": losses.aggregate_mean(kl, mask, "token-mean")}
+        kl = production.full_kl(T(i["logits"]), T(i["ref_logits"]), mask)
+        return {"kl_per_token": kl, "kl_sequence_sum": kl.sum(1), "kl_token_mean": step_mean(kl, mask, "token-mean")}
     pi, ref = T(i["pi"]).log(), T(i["ref"]).log()
-    kl, h = losses.full_kl(pi, ref), losses.entropy(pi)
-    return {"kl_pi_ref": kl, "kl_ref_pi": losses.full_kl(pi, ref, direction="forward"), "entropy_pi": h, "cross_entropy_pi_ref": kl + h}
+    kl, h = production.full_kl(pi, ref), production.entropy(pi)
+    return {"kl_pi_ref": kl, "kl_ref_pi": production.full_kl(pi, ref, direction="forward"), "entropy_pi": h, "cross_entropy_pi_ref": kl + h}
 
 
 def kl_kd(i, p):
     pi, base = T(i["pi"]).log().requires_grad_(), T(i["base"]).log()
-    kl = losses.full_kl(pi, base, direction="forward")
-    ce = kl + losses.entropy(base)
+    kl = production.full_kl(pi, base, direction="forward")
+    ce = kl + production.entropy(base)
     (g,) = grads(ce, pi)
     return {"cross_entropy_base_pi": ce, "kl_base_pi": kl, "grad_logits_loss": g}
 
 
 def kl_direction(i, p):
     old, new = T(i["pi_old"]).log(), T(i["pi_new"]).log()
-    return {"kl_old_new": losses.full_kl(old, new), "kl_new_old": losses.full_kl(new, old)}
+    return {"kl_old_new": production.full_kl(old, new), "kl_new_old": production.full_kl(new, old)}
 
 
 def klpen(i, p):
     """Objectives at a state: surrogate of an action minus coef KL(old||new), plus entropy."""
     old, new, A = T(i["pi_old"]), T(i["pi_new"]), i["A"]
-    kl = losses.full_kl(old.log(), new.log())
-    H = losses.entropy(new.log())
+    kl = production.full_kl(old.log(), new.log())
+    H = production.entropy(new.log())
 
     def surrogate(action, kind, epsilon=0.2):
         loss, _ = losses.policy_loss(new.log()[action].reshape(1, 1), old.log()[action].reshape(1, 1), T([A]), M([[1]]), epsilon=epsilon, surrogate=kind)
@@ -505,7 +522,7 @@ def trpo_penalty(i, p):
     mask = M(i["mask"])
     logp = T(i["ratio"]).log()
     per, _ = losses.policy_loss(logp, torch.zeros_like(logp), T(i["advantages"]), mask, surrogate="none")
-    return {"loss": losses.aggregate_mean(per + p["kl_coef"] * T(i["kl_old_new"]), mask, p["loss_agg_mode"])}
+    return {"loss": step_mean(per + p["kl_coef"] * T(i["kl_old_new"]), mask, p["loss_agg_mode"])}
 
 
 def trust_region(i, p):
@@ -523,12 +540,12 @@ def entropy(i, p):
     c = p.get("entropy_coef", 0.0)
     if "entropy_per_token" in i:
         h, mask = T(i["entropy_per_token"]), M(i["mask"])
-        mean = losses.aggregate_mean(h, mask, "token-mean")
-        return {"token_mean": mean, "seq_mean_token_mean": losses.aggregate_mean(h, mask, "seq-mean-token-mean"), "loss_term_token_mean": -c * mean}
+        mean = step_mean(h, mask, "token-mean")
+        return {"token_mean": mean, "seq_mean_token_mean": step_mean(h, mask, "seq-mean-token-mean"), "loss_term_token_mean": -c * mean}
     logits = T(i["pi"]).log().requires_grad_()
-    h = losses.entropy(logits)
+    h = production.entropy(logits)
     (g,) = grads(h, logits)
-    return {"entropy": h, "loss_term": -c * h, "grad_logits_of_entropy": g, "uniform_entropy": losses.entropy(torch.zeros_like(logits))}
+    return {"entropy": h, "loss_term": -c * h, "grad_logits_of_entropy": g, "uniform_entropy": production.entropy(torch.zeros_like(logits))}
 
 
 def controller(i, p):
@@ -555,20 +572,24 @@ def controller(i, p):
 
 def kl_units(i, p):
     kl, mask = T(i["kl_per_token"]), M(i["mask"])
-    return {"kl_token_mean": losses.aggregate_mean(kl, mask, "token-mean"), "kl_sequence_sum_mean": losses.aggregate_mean(kl, mask, "seq-mean-token-sum"),
-            "kl_sequence_mean_mean": losses.aggregate_mean(kl, mask, "seq-mean-token-mean")}
+    return {"kl_token_mean": step_mean(kl, mask, "token-mean"), "kl_sequence_sum_mean": step_mean(kl, mask, "seq-mean-token-sum"),
+            "kl_sequence_mean_mean": step_mean(kl, mask, "seq-mean-token-mean")}
 
 
 def ptx(i, p):
-    if "ptx_nll" in i:
-        return {"loss": losses.total_loss(i["policy_loss"], ptx=i["ptx_nll"], ptx_coef=p["ptx_coef"])}
-    logp, mask = T(i["logp_pretrain"], True), M(i["mask"])
-    nll = losses.token_nll(logp)
-    mean = losses.aggregate_mean(nll, mask, "token-mean")
-    loss = losses.total_loss(i["policy_loss"], ptx=mean, ptx_coef=p["ptx_coef"])
+    """An update of one token at ratio 1, whose loss is the given one, and of the pretraining rows."""
+    logp, mask = (T(i["logp_pretrain"], True), M(i["mask"])) if "mask" in i else (T([[-i["ptx_nll"]]], True), torch.ones(1, 1, dtype=torch.int))
+
+    def update(how):
+        items = rows_of(torch.ones(1, 1), advantages=[-i["policy_loss"]], old_logps=[[0.0]])[0]
+        items += [make_item(f"ptx {k}", [0], [[0] * mask.shape[1]], [row.tolist()], ptx=True) for k, row in enumerate(mask)]
+        return rl_update(rl_preset("grpo", aggregation="token-mean", kl_loss_coef=0.0, ptx_coef=p["ptx_coef"]), {"ptx_agg": how}, items, torch.cat([T([0.0]), logp[mask.bool()]]))[1]
+
+    loss = update("token-mean")
     (g,) = grads(loss, logp)
-    return {"ptx_nll_token_mean": mean, "ptx_nll_seq_mean_token_sum": losses.aggregate_mean(nll, mask, "seq-mean-token-sum"),
-            "loss_token_mean": loss, "grad_logp_pretrain_token_mean": g}
+    nll = {how: (update(how).detach() - i["policy_loss"]) / p["ptx_coef"] for how in ("token-mean", "seq-mean-token-sum")}
+    return {"loss": loss, "ptx_nll_token_mean": nll["token-mean"], "ptx_nll_seq_mean_token_sum": nll["seq-mean-token-sum"], "loss_token_mean": loss,
+            "grad_logp_pretrain_token_mean": g}
 
 
 # --- normalisation, aggregation, groups ------------------------------------------------------------------------
@@ -593,17 +614,15 @@ def aggregation(i, p):
     if "tool_mask" in i:
         mask = mask * (1 - M(i["tool_mask"]))
     keep = p["seq_denominator"] if isinstance(p.get("seq_denominator"), str) else "nonempty"
-    out = {m: losses.aggregate_mean(loss, mask, m, seq_denominator=keep) for m in MODES[:3]}
+    out = {m: step_mean(loss, mask, m, seq_denominator=keep) for m in MODES[:3]}
     if "loss_scale_factor" in p:
-        out[MODES[3]] = losses.aggregate_mean(loss, mask, MODES[3], p["loss_scale_factor"], keep)
+        out[MODES[3]] = step_mean(loss, mask, MODES[3], p["loss_scale_factor"], keep)
     if p.get("loss_agg_mode") in out:
         out["loss"] = out[p["loss_agg_mode"]]
     if isinstance(p.get("seq_denominator"), list):
-        out |= {m: {d: losses.aggregate_mean(loss, mask, m, seq_denominator=d) for d in p["seq_denominator"]} for m in MODES[1:3]}
+        out |= {m: {d: step_mean(loss, mask, m, seq_denominator=d) for d in p["seq_denominator"]} for m in MODES[1:3]}
     if "prompt_ids" in i:
-        w = losses.group_token_weights(mask, i["prompt_ids"])
-        total, _ = losses.aggregate(loss, mask, "token-mean", weights_B=w)
-        out |= {"token-mean scope=batch": out["token-mean"], "token-mean scope=group": total / len(set(i["prompt_ids"]))}
+        out |= {"token-mean scope=batch": out["token-mean"], "token-mean scope=group": step_mean(loss, mask, "token-mean", scope="group", prompts=i["prompt_ids"])}
     if "tool_mask" in i:
         out |= {"loss_mask": mask, "length_for_overlong": int(M(i["response_mask"]).sum()), "length_for_loss": int(mask.sum())}
     if "micro_batch_size" in p:
@@ -619,7 +638,7 @@ def aggregation_gradients(i, p):
     out = {}
     for mode in MODES:
         ratio = torch.ones(mask.shape, dtype=torch.float64, requires_grad=True)
-        value = losses.aggregate_mean(ratio * i["advantages"], mask, mode, p["loss_scale_factor"])
+        value = step_mean(ratio * i["advantages"], mask, mode, p["loss_scale_factor"])
         (g,) = grads(value, ratio)
         out[mode] = {"value": value, "grad_row0_valid": g[0, 0], "grad_row1": g[1, 0], "grad_masked": g[0, -1]}
     return out
@@ -742,7 +761,7 @@ def group_mean_optimum(i, p):
             pi = torch.softmax(theta, 0)
             push = T(expected_group_gradient(pi, i["reward"], k, mode).tolist())
             leaf = theta.clone().requires_grad_()
-            (pull,) = torch.autograd.grad(losses.full_kl(leaf, ref), leaf)
+            (pull,) = torch.autograd.grad(production.full_kl(leaf, ref), leaf)
             step = push - p["beta"] * pull
             theta = theta + 4.0 * step
             if step.abs().max() < 1e-12:
@@ -772,9 +791,19 @@ def opponent(i, p):
 
 
 def mask_composition(i, p):
-    parts = [[masks.composite_mask(*row, removed=bool(cut) and p["mask_truncated_completions"]) for row, cut in
-              zip(zip(i["attention"], i["is_prompt"], i["is_tool"], i["is_pad"]), flags)] for flags in (i["truncated"], [1] * len(i["truncated"]))]
-    return {"response_mask": [r for r, _ in parts[0]], "loss_mask": [m for _, m in parts[0]], "loss_mask_if_truncated": [m for _, m in parts[1]]}
+    """Rows as padded sequences; production knows a completion's own tokens, which of them a tool wrote, and whether it is trained."""
+    response = [[int(a and not prompt and not pad) for a, prompt, pad in zip(*row)] for row in zip(i["attention"], i["is_prompt"], i["is_pad"])]
+
+    def trained(truncated):
+        policy = "mask" if p["mask_truncated_completions"] else "score"
+        kept = estimators.apply_truncation([0.0] * len(response), [not cut for cut in truncated], policy)[2]
+        out = []
+        for own, tool, keep in zip(response, i["is_tool"], kept):
+            given = iter(Sample({}, [], 0, [0] * sum(own), None, "eos", "", tool_mask=[t for t, o in zip(tool, own) if o]).action_mask)
+            out.append([next(given) * int(keep) if o else 0 for o in own])
+        return out
+
+    return {"response_mask": response, "loss_mask": trained(i["truncated"]), "loss_mask_if_truncated": trained([1] * len(response))}
 
 
 def ess(i, p):
@@ -787,7 +816,7 @@ def ess(i, p):
 def clip_fractions(i, p):
     logp, n = T([i["ratio"]]).log(), len(i["ratio"])
     _, m = losses.policy_loss(logp, torch.zeros_like(logp), T([i["advantage"]]), torch.ones(1, n), epsilon=p["epsilon"])
-    s = losses.policy_metrics(m)
+    s = shares(m)
     return {"ratio_outside": s["outside_range_fraction"], "gradient_zeroed": s["clip_fraction"],
             "gradient_zeroed_high": s["clip_fraction_high"], "gradient_zeroed_low": s["clip_fraction_low"]}
 
@@ -811,12 +840,12 @@ def reward_minus(i, p):
 
 
 def agent(i, p):
-    turn = estimators.reward_to_go([i["turn_rewards"]], [[1] * len(i["turn_rewards"])], p["gamma"])[0]
+    turn = estimators.turn_returns(i["turn_rewards"], p["gamma"])
     of, mask = np.asarray(i["turn_of_token"]), M(i["mask"])
     adv = np.where(of >= 0, turn[np.maximum(of, 0)] - p["baseline"], 0.0)
     logp = T(i["logp"], True)
     per, _ = losses.policy_loss(logp, logp, T(adv.tolist()), mask, surrogate="logp")
-    loss = losses.aggregate_mean(per, mask, p["loss_agg_mode"])
+    loss = step_mean(per, mask, p["loss_agg_mode"])
     (g,) = grads(loss, logp)
     return {"turn_returns": turn, "advantages": adv, "loss": loss, "grad_logp": g}
 
@@ -849,15 +878,17 @@ def mirror_descent(i, p):
 def oreo(i, p):
     l, v, mask = T(i["log_ratio"], True), T(i["values"], True), M(i["mask"])
     back = T(estimators.reward_to_go(estimators.place_terminal(i["reward"], i["mask"]), i["mask"]).tolist())
-    value, policy_ = (losses.aggregate_mean(x, mask, "token-mean") for x in sequence_losses.oreo_losses(l, v, back, mask, p["beta"]))
+    value, policy_ = (step_mean(x, mask, "token-mean") for x in sequence_losses.oreo_losses(l, v, back, mask, p["beta"]))
     (gv,), (gl,) = torch.autograd.grad(value, v), torch.autograd.grad(policy_, l)
     return {"value_loss": value, "policy_loss": policy_, "grad_values": gv, "grad_log_ratio": gl}
 
 
 def positive_lm(i, p):
-    total, tokens = sequence_losses.positive_nll(T(i["nll"]), M(i["mask"]), M(i["correct"]))
-    mean = total / max(tokens, 1)
-    return {"positive_nll_token_mean": mean, "loss_term": p["positive_lm_coef"] * mean}
+    nll, mask = T(i["nll"]), M(i["mask"])
+    zeros = torch.zeros(mask.shape).tolist()
+    items, _ = rows_of(mask, advantages=zeros, old_logps=zeros, correct=[bool(c) for c in i["correct"]])
+    sums, loss = rl_update(rl_preset("grpo", kl_loss_coef=0.0, positive_nll_coef=p["positive_lm_coef"]), {}, items, -nll[mask.bool()])
+    return {"positive_nll_token_mean": loss / p["positive_lm_coef"], "loss_term": loss}
 
 
 def nash(i, p):

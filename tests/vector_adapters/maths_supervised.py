@@ -1,17 +1,24 @@
-"""Vectors of sft.*, kd.*, rm.*, rs.* -> stages/losses.py, masks.py, selection.py, estimators.py, statistics.py, direct_losses.py."""
+"""Vectors of sft.*, kd.*, rm.*, rs.* -> stages/chat.py, losses.py, divergence.py, selection.py, estimators.py, statistics.py, direct_losses.py."""
 from __future__ import annotations
 
 import math
 from itertools import permutations
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from stages import direct_losses as direct
-from stages import estimators, in_context, losses, masks, merge, preference_module, selection, statistics
+from stages import estimators, in_context, losses, merge, preference_module, rejection, reward_losses, selection, statistics
+from stages.batching import collate, make_item
+from stages.chat import RenderError
 from stages.divergence import topk_divergence
 from stages.evaluation import overopt, preference
 from stages.ingestion import curation, pairing
+from stages.reward_heads import own_positions
+from stages.training import Sums, Trainer
+from tests import production
+from tests.production import distillation, logps_at, step_mean
 
 MODES = losses.LOSS_AGG_MODES
 
@@ -35,9 +42,9 @@ def ragged(rows):
 
 def all_modes(loss, mask, constant=None, mode=None):
     """Every aggregation, and `loss` for the mode a vector asks for."""
-    out = {m: losses.aggregate_mean(loss, mask, m) for m in MODES[:3]}
+    out = {m: step_mean(loss, mask, m) for m in MODES[:3]}
     if constant:
-        out[MODES[3]] = losses.aggregate_mean(loss, mask, MODES[3], constant)
+        out[MODES[3]] = step_mean(loss, mask, MODES[3], constant)
     return {**out, "loss": out[mode]} if mode in out else out
 
 
@@ -45,8 +52,8 @@ def all_modes(loss, mask, constant=None, mode=None):
 
 def nll_uniform(i, p):
     logits = torch.zeros(1, i["num_tokens"], i["vocab_size"], dtype=torch.float64)
-    logp = losses.gather_logps(logits, torch.zeros(1, i["num_tokens"], dtype=torch.long))
-    return {"loss": losses.aggregate_mean(losses.token_nll(logp), torch.ones_like(logp), p["loss_agg_mode"]),
+    logp = logps_at(logits, torch.zeros(1, i["num_tokens"], dtype=torch.long))
+    return {"loss": step_mean(losses.token_nll(logp), torch.ones_like(logp), p["loss_agg_mode"]),
             "log_prob_per_token": logp[0, 0]}
 
 
@@ -69,47 +76,48 @@ def nll_prompt_mask(i, p):
     out = {}
     for name, key in (("all", "loss_mask_all"), ("masked", "loss_mask_first_is_prompt")):
         mask = torch.tensor([i[key]])
-        out["sum_" + name] = losses.aggregate_mean(-logp, mask, "seq-mean-token-sum")
-        out["mean_" + name] = losses.aggregate_mean(-logp, mask, "token-mean")
+        out["sum_" + name] = step_mean(-logp, mask, "seq-mean-token-sum")
+        out["mean_" + name] = step_mean(-logp, mask, "token-mean")
     return out
 
 
 def nll_logits(i, p):
     logits, mask = T(i["logits"], True), torch.tensor(i["loss_mask"])
-    nll = losses.token_nll(losses.gather_logps(logits, torch.tensor(i["targets"])))
-    loss = losses.aggregate_mean(nll, mask, p.get("loss_agg_mode", "token-mean"), p.get("norm_constant"))
+    nll = losses.token_nll(logps_at(logits, torch.tensor(i["targets"])))
+    loss = step_mean(nll, mask, p.get("loss_agg_mode", "token-mean"), p.get("norm_constant"))
     (g,) = grads(loss, logits)
     return {"loss": loss, "token_losses": losses.masked(nll, mask), "grad_logits": g}
 
 
 def shift(i, p):
-    targets, logits = masks.target_positions(i["prompt_length"], i["input_length"])
-    return {"target_positions": targets, "logit_positions": logits}
+    n = i["input_length"] - i["prompt_length"]
+    batch = collate([make_item("row", [0] * i["prompt_length"], [[0] * n], [[1] * n])])
+    return {"target_positions": own_positions(batch), "logit_positions": batch.src_N}
 
 
 def role_masks(i, p):
     names = {"final_message": "final_message", "final_turn": "final_turn", "all_assistant_turns": "all_assistant",
              "all_assistant": "all_assistant", "full_sequence_no_bos": "full", "full": "full", "completion": "completion"}
-    return {key: masks.completion_mask(i["roles_per_token"], i["turn_index"], policy) for key, policy in names.items()}
+    return {key: production.rendered_mask(i["roles_per_token"], i["turn_index"], policy) for key, policy in names.items()}
 
 
-def unroll(i, p):
-    contents, roles = i["messages"], i.get("roles")
-    messages = contents if roles is None else [{"role": r, "content": c} for r, c in zip(roles, contents)]
-    rows = masks.unroll(messages, p.get("balance", "none"))
-    return {"samples": [{"prompt": [m["content"] for m in r["prompt"]], "completion": r["completion"]["content"]} for r in rows],
-            "weights": [r["weight"] for r in rows]}
+def chatml(bos=""):
+    return production.renderer(production.CHATML, bos, "<|im_end|>", "<|im_start|>")
 
 
 def template(i, p):
-    return {"text": masks.chatml(i["messages"], i.get("bos_token", ""), p.get("add_generation_prompt", False))}
+    renderer = chatml(i.get("bos_token", ""))
+    ids = renderer.prompt_ids(i["messages"]) if p.get("add_generation_prompt") else renderer.conversation(i["messages"]).ids
+    return {"text": renderer.decode(ids, skip_special_tokens=False)}
 
 
 def template_errors(i, p):
+    renderer = chatml()
+
     def valid(roles):
         try:
-            masks.validate_roles(roles)
-        except masks.TemplateError:
+            renderer.conversation([{"role": role, "content": "x"} for role in roles])
+        except RenderError:
             return False
         return True
     return {"valid": [valid(roles) for roles in i["role_sequences"]]}
@@ -118,7 +126,8 @@ def template_errors(i, p):
 def pack(i, p):
     lengths = i["lengths"]
     bins = selection.pack_best_fit(lengths, p["capacity"])
-    return {"bins": bins, "position_ids": [[t for r in b for t in range(lengths[r])] for b in bins],
+    rows = [collate([make_item(str(r), [], [[0] * lengths[r]], [[0] * lengths[r]]) for r in b]) for b in bins]
+    return {"bins": bins, "position_ids": [row.positions_U for row in rows],
             "cu_seqlens": [[0, *np.cumsum([lengths[r] for r in b]).tolist()] for b in bins],
             "fill": sum(lengths) / (len(bins) * p["capacity"])}
 
@@ -133,15 +142,15 @@ def kd_probs(i, p):
     teacher = T(i.get("teacher_probs", i.get("teacher", i.get("teacher_with_context"))))
     student = T(i.get("student_probs", i.get("student", i.get("student_without_context"))))
     s = student.log().requires_grad_()
-    kl = direct.distillation_loss(s, teacher.log())
-    entropy = losses.entropy(teacher.log())
+    kl = distillation(s, teacher.log())
+    entropy = production.entropy(teacher.log())
     (g,) = grads(kl, s)
     out = {"kl": kl, "kl_teacher_student": kl, "cross_entropy": kl + entropy, "teacher_entropy": entropy,
-           "reverse_kl": direct.distillation_loss(student.log(), teacher.log(), direction="reverse"), "grad_wrt_student_logits": g}
+           "reverse_kl": distillation(student.log(), teacher.log(), direction="reverse"), "grad_wrt_student_logits": g}
     if "betas" in p:
-        out = {"jsd": [direct.generalised_jsd(student.log(), teacher.log(), b) for b in p["betas"]],
-               "beta0_forward_kl": direct.generalised_jsd(student.log(), teacher.log(), 0.0),
-               "beta1_reverse_kl": direct.generalised_jsd(student.log(), teacher.log(), 1.0)}
+        out = {"jsd": [distillation(student.log(), teacher.log(), direction="jsd", jsd_beta=b) for b in p["betas"]],
+               "beta0_forward_kl": distillation(student.log(), teacher.log(), direction="jsd", jsd_beta=0.0),
+               "beta1_reverse_kl": distillation(student.log(), teacher.log(), direction="jsd", jsd_beta=1.0)}
     if "top_k" in p:
         top = torch.topk(teacher, p["top_k"]).indices
         kept = teacher[top] / teacher[top].sum()
@@ -156,14 +165,14 @@ def kd_probs(i, p):
 def kd_logits(i, p):
     t = p.get("temperature", 1.0)
     student = T(i["student_logits"], True)
-    kl = direct.distillation_loss(student, T(i["teacher_logits"]), t)
+    kl = distillation(student, T(i["teacher_logits"]), t)
     if "loss_mask" in i:
         mask = torch.tensor(i["loss_mask"])
-        return {"per_token_kl": losses.masked(kl, mask), "loss": losses.aggregate_mean(kl.unsqueeze(0), mask.unsqueeze(0), "token-mean")}
+        return {"per_token_kl": losses.masked(kl, mask), "loss": step_mean(kl.unsqueeze(0), mask.unsqueeze(0), "token-mean")}
     (g,) = grads(kl, student)
     out = {"loss": kl, "kl_without_T2": kl / t ** 2, "grad_student_logits": g}
     if "hard_label" in i:
-        hard = -losses.gather_logps(student.detach(), torch.tensor(i["hard_label"]))
+        hard = -logps_at(student.detach(), torch.tensor(i["hard_label"]))
         w = p["soft_weight"]
         out = {"soft": kl, "hard": hard, "loss": w * kl + (1 - w) * hard}
     return out
@@ -173,13 +182,13 @@ def kd_logits(i, p):
 
 def rm_linear(i, p):
     h, mask = T(i["h"]).reshape(1, 1, -1), torch.ones(1, 1)
-    return {"reward": losses.pooled_rewards(h, mask, T(i["w"]), i.get("b", 0.0))[0]}
+    return {"reward": production.response_scores(h, mask, T(i["w"]), i.get("b", 0.0))[0][0]}
 
 
 def rm_head(i, p):
     hidden, mask, w = T(i["hidden"]), torch.tensor(i["attention_mask"]), T(i["w"])
-    return {"last_index": losses.last_token_index(mask), "reward_last": losses.pooled_rewards(hidden, mask, w, i.get("b", 0.0)),
-            "reward_mean_pool": losses.pooled_rewards(hidden, mask, w, i.get("b", 0.0), "mean")}
+    scores, last = production.response_scores(hidden, mask, w, i.get("b", 0.0))
+    return {"last_index": last, "reward_last": scores, "reward_mean_pool": production.response_scores(hidden, mask, w, i.get("b", 0.0), "mean")[0]}
 
 
 def rm_bt(i, p):
@@ -264,11 +273,12 @@ def rm_orm(i, p):
 def rm_orm_gain_bias(i, p):
     z = p["gain"] * T(i["special_token_logits"]) + p["bias"]
     mask = torch.tensor(i["completion_mask"])
-    bce = losses.soft_bce(z, T(i["labels"]).unsqueeze(1))
-    mean = losses.aggregate_mean(bce, mask, "token-mean")
-    last = losses.last_token_index(mask)
-    return {"token_mean_bce": mean, "joint_loss": mean + p.get("lm_loss_weight", 0.0) * p.get("lm_loss", 0.0),
-            "score_last_token": torch.sigmoid(z)[torch.arange(len(z)), last]}
+    batch = collate([make_item(str(k), [0], [[0] * mask.shape[1]], [row.tolist()], target=label, weight=1.0, ended=[True]) for k, (row, label) in enumerate(zip(mask, i["labels"]))])
+    flat = z[mask.bool()]
+    total, by = reward_losses.outcome(flat[:, None], batch, None).loss["bce"]
+    mean = Sums({"bce": (total, by), "language_model": (torch.tensor(p.get("lm_loss_weight", 0.0) * p.get("lm_loss", 0.0)), "rows")})
+    alone = Sums({"bce": (total, by)}).divided({"tokens": len(flat)})
+    return {"token_mean_bce": alone, "joint_loss": mean.divided({"tokens": len(flat), "rows": 1.0}), "score_last_token": torch.sigmoid(reward_losses._last_values(flat, batch))}
 
 
 def rm_pmp(i, p):
@@ -293,10 +303,6 @@ def rm_whiten(i, p):
             "minmax_01": estimators.minmax(scores), "whitened": white, "normalised": white}
 
 
-def rm_score_rules(i, p):
-    return {"final": estimators.score_rules(i["raw"], i["has_eos"], i["empty"], p.get("no_eos_reward", 0.0), p.get("empty_reward", -1.0))}
-
-
 def rm_accuracy(i, p):
     a = statistics.pairwise_accuracy(i.get("r_chosen", i.get("chosen")), i.get("r_rejected", i.get("rejected")))
     return {"accuracy_strict": a["strict"], "accuracy": a["strict"], "accuracy_half_ties": a["half_credit"],
@@ -307,7 +313,14 @@ def rm_ece(i, p):
     low, high = p.get("range", (0.5, 1.0))
     c, y = i["confidence"], i["correct"]
     return {"ece": statistics.calibration_error(c, y, p.get("bins", 10), low, high), "brier": statistics.brier(c, y),
-            "nll": statistics.binary_nll(c, y)}
+            "nll": log_loss(c, y)}
+
+
+def log_loss(confidence, correct):
+    """Through the margins that are as sure as the scorer was and went as its verdicts did."""
+    confidence = np.asarray(confidence, float)
+    logit = np.log(confidence) - np.log1p(-confidence)
+    return statistics.pairwise_accuracy(np.where(np.asarray(correct) > 0, logit, -logit), np.zeros_like(logit))["log_loss"]
 
 
 def rm_length(i, p):
@@ -347,12 +360,26 @@ def implicit(i, p):
 
 # --- rejection sampling -----------------------------------------------------------------------------------
 
+def best_of(rewards):
+    """Best completion of each prompt, None without a valid score."""
+    return [(best or [None])[0] for best in selection.top_k_per_prompt(rewards, 1)]
+
+
+def right_ones(correct, texts=None, limit=None, dedupe=True):
+    """What the rejection stage keeps of right and wrong answers to each prompt under select=all_correct: flat indices, prompt by prompt."""
+    right = np.asarray(correct, dtype=float) > 0
+    matrix = np.ones(right.shape)
+    if texts is not None and dedupe:
+        rejection.drop_duplicates(matrix, {(k, j): {"completion": [{"content": text}]} for k, row in enumerate(texts) for j, text in enumerate(row)})
+    return rejection.select(matrix, right, rejection.Config(select="all_correct", max_per_prompt=limit, dedupe=dedupe), None)
+
+
 def rs_matrix(i, p):
     """Every quantity a score-matrix vector can ask for; keys with numbers are computed on request."""
     R = np.asarray(i["rewards"], dtype=float)
     N = R.shape[1]
     flat = R.ravel()
-    top = selection.select_top_per_prompt(R)
+    top = best_of(R)
     out = {"top_per_prompt": top, "top_per_prompt_rewards": [None if j is None else R[m, j] for m, j in enumerate(top)],
            "skipped_prompts": [m for m, j in enumerate(top) if j is None], "local": top, "prompts_covered_by_k": {}}
     for k in range(1, R.size + 1):
@@ -388,11 +415,22 @@ def rso_limits(i, p):
 
 
 def rso_accept(i, p):
-    prob = selection.rso_accept_probabilities(i["rewards"], p["beta"])
+    prob = np.array([selection.rso_accept_probability(r, max(i["rewards"]), p["beta"]) for r in i["rewards"]])
     out = {"p": prob, "p_accept": prob, "expected_rate": prob.mean()}
     if "uniforms" in i:
-        out["accepted"] = selection.rso_pass(i["rewards"], p["beta"], i["uniforms"])
+        accepted = first_pass(i["rewards"], p["beta"], i["uniforms"])
+        out["accepted"] = [k in accepted for k in range(len(prob))]
     return out
+
+
+def first_pass(rewards, beta, uniforms):
+    """What is accepted by one uniform per candidate: as many as there are draws for."""
+    for count in range(len(rewards), 0, -1):
+        try:
+            return selection.rso_select(rewards, count, beta, uniforms)[0]
+        except StopIteration:  # a second pass
+            continue
+    return []
 
 
 def rs_dpo(i, p):
@@ -410,29 +448,30 @@ def rs_dpo_all_gaps(i, p):
 
 def expert_iteration(i, p):
     total = [a + p["pm_weight"] * b for a, b in zip(i["env_reward"], i["pm_score"])]
-    return {"hhh_order": selection.top_k_per_prompt([total], len(total))[0], "exploit_only": selection.all_correct([i["success"]])}
+    return {"hhh_order": selection.top_k_per_prompt([total], len(total))[0], "exploit_only": right_ones([i["success"]])}
 
 
 def rest_em(i, p):
     limit, dedupe = p.get("max_per_problem"), p.get("dedupe", p.get("dedup", True))
     if "text_hash" in i:
-        return {"kept": [selection.keep_correct(c, t, limit, dedupe) for c, t in zip(i["correct"], i["text_hash"])]}
-    return {"kept": selection.keep_correct(i["correct"], i["solution_text"], limit, dedupe)}
+        return {"kept": [right_ones([c], [t], limit, dedupe) for c, t in zip(i["correct"], i["text_hash"])]}
+    return {"kept": right_ones([i["correct"]], [i["solution_text"]], limit, dedupe)}
 
 
 def majority(i, p):
     plain, counts = selection.majority(i["answers"])
     weighted, weights = selection.majority(i["answers"], i["rm"])
     return {"majority": plain, "weighted": weighted, "counts": counts, "weights": weights,
-            "best_of_n": i["answers"][selection.select_top_per_prompt([i["rm"]])[0]]}
+            "best_of_n": i["answers"][best_of([i["rm"]])[0]]}
 
 
 def triplet(i, p):
     names = i.get("candidates", list(range(len(i["scores"]))))
-    found = selection.triplet(i["scores"])
+    found = selection.best_vs_worst(i["scores"])
     if found is None:
         return {"chosen": None, "rejected": None, "dropped": names}
-    chosen, rejected, middle = found
+    chosen, rejected = found
+    middle = [k for k in range(len(names)) if k not in found]
     return {"chosen": names[chosen], "rejected": names[rejected], "dropped": [names[m] for m in middle],
             "discarded": [names[m] for m in middle]}
 
@@ -446,7 +485,7 @@ def band(i, p):
 
 def icdpo(i, p):
     score = in_context.icdpo_score(T(i["logp_with_demos"]), T(i.get("logp_plain", i.get("logp_without_demos"))))
-    return {"score": score, "best": selection.select_top_per_prompt(score.unsqueeze(0).numpy())[0]}
+    return {"score": score, "best": best_of(score.unsqueeze(0).numpy())[0]}
 
 
 def gpo_mask(i, p):
@@ -548,12 +587,18 @@ def regression(i, p):
 
 def prm_ce(i, p):
     classes = torch.tensor([p["class_map"][str(k)] for k in i["step_labels"]])
-    return {"loss": losses.token_nll(losses.gather_logps(T(i["logits_neg_neu_pos"]), classes)).mean()}
+    return {"loss": losses.token_nll(logps_at(T(i["logits_neg_neu_pos"]), classes)).mean()}
 
 
 def ckpt_select(i, p):
-    best = selection.select_top_per_prompt([i["rm_score"], [-v for v in i["val_loss"]]])
-    return {"by_rm_score": i["epoch"][best[0]], "by_val_loss": i["epoch"][best[1]]}
+    """Passes in order through the trainer's own choice."""
+    def best(name, values):
+        trainer = SimpleNamespace(config=SimpleNamespace(select_by=name, early_stopping_patience=0), best={}, parameters={}, step_index=0)
+        for trainer.step_index, value in zip(i["epoch"], values):
+            Trainer.consider(trainer, {name: value})
+        return trainer.best["step"]
+
+    return {"by_rm_score": best("reward", i["rm_score"]), "by_val_loss": best("loss", i["val_loss"])}
 
 
 ADAPTERS = {
@@ -564,7 +609,7 @@ ADAPTERS = {
     "sft.nll/uniform": nll_uniform, "sft.nll/reductions": nll_logps, "sft.nll/nan_padding": nll_logps,
     "sft.nll/prompt_mask": nll_prompt_mask, "sft.nll/grad_accumulation": nll_losses, "sft.nll/logit_gradient": nll_logits,
     "sft.nll/empty_row": nll_losses, "sft.nll/one_token": nll_losses, "sft.nll/shift_alignment": shift,
-    "sft.mask/roles": role_masks, "sft.unroll/three_turns": unroll,
+    "sft.mask/roles": role_masks,
     "sft.template/chatml_generation_prompt": template, "sft.template/chatml_multi_turn": template,
     "sft.template/chatml_errors": template_errors, "sft.pack/best_fit_decreasing": pack,
     "sft.unlikelihood/tokens": unlikelihood,
@@ -581,7 +626,6 @@ ADAPTERS = {
     "rm.pmp/pointwise_bce": rm_pmp, "rm.pmp/control_token_pairs": rm_pmp_control,
     "rm.calibrate/bias_anchor": rm_bias_anchor, "rm_bias_anchor": rm_bias_anchor,
     "rm.calibrate/whiten": rm_whiten, "rm.calibrate/zero_variance": rm_whiten, "rm_minibatch_norm": rm_whiten,
-    "rm.score_rules/truncation": rm_score_rules,
     "rm.eval/accuracy_ties": rm_accuracy, "rm_pairwise_accuracy": rm_accuracy, "rm.eval/ece": rm_ece, "calibration_rm": rm_ece,
     "rm.eval/length_correlation": rm_length,
     "rm.overopt/bon_estimator": bon_estimator, "rm.overopt/gao_peak": gao_peak, "rm.overopt/divergence": divergence,

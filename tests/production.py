@@ -1,0 +1,144 @@
+"""Production code driven with the plain numbers of vectors: tables of logits in place of a network's, letters in place of a tokenizer's pieces."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stages import direct_alignment, divergence, policy_update, reward_heads
+from stages.algorithms import rl_preset
+from stages.batching import collate, make_item
+from stages.chat import Renderer
+from stages.modeling import Head, token_logps
+from stages.policy_update import PolicyGradient
+from stages.rl import Config
+from stages.training import Sums
+
+#: ChatML as it is published with models: contents stripped, roles that do not alternate refused.
+CHATML = ("{{ bos_token or '' }}{% set turns = messages[1:] if messages[0]['role'] == 'system' else messages %}"
+          "{% for m in turns %}{% if m['role'] != ('user' if loop.index0 % 2 == 0 else 'assistant') %}"
+          "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}{% endfor %}"
+          "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] | trim + '<|im_end|>\n' }}{% endfor %}"
+          "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+
+
+# --- conversations -----------------------------------------------------------------------------------------
+
+def renderer(template: str, bos: str | None, eos: str, *others: str) -> Renderer:
+    """Renderer whose tokenizer has one token per byte, and the given control tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(vocab={letter: k for k, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, pad_token=eos, additional_special_tokens=list(others), **({"bos_token": bos} if bos else {}))
+    fast.chat_template = template
+    return Renderer(fast)
+
+
+def rendered_mask(roles, turns, policy: str) -> list[int]:
+    """0/1 of each token of a conversation given as roles per token and the message that each belongs to (-1: none), rendered by :class:`Renderer`.
+
+    A message is a letter per token of its role; "header" tokens stand before it and "eot" tokens behind it, as its template writes them.
+    """
+    last = max(turns)
+    of = [[role for role, turn in zip(roles, turns) if turn == k] for k in range(last + 1)]
+    heads, ends = ([row.count(name) for row in of] + [0] * 3 for name in ("header", "eot"))
+    said = [[role for role in row if role not in ("header", "eot")] for row in of]
+    messages = [{"role": row[0], "content": chr(ord("a") + k % 26) * len(row)} for k, row in enumerate(said)]
+    template = ("{{- '<s>' * %d -}}{%%- set heads = %s -%%}{%%- set ends = %s -%%}{%%- for m in messages -%%}{{- '<h>' * heads[loop.index0] + m['content'] + '</s>' * ends[loop.index0] -}}"
+                "{%%- endfor -%%}{%%- if add_generation_prompt -%%}{{- '<h>' * heads[messages | length] -}}{%%- endif -%%}") % (roles.count("bos"), heads, ends)
+    users = [k for k, m in enumerate(messages) if m["role"] == "user"]
+    row = renderer(template, "<s>", "</s>", "<h>").conversation(messages, policy, n_prompt=users[-1] + 1 if users else 0)
+    assert len(row.ids) == len(roles)
+    return row.mask
+
+
+# --- distributions: a table of logits is the hidden states under a head that changes nothing -----------------------
+
+def head(logits) -> Head:
+    return Head(torch.eye(logits.shape[-1], dtype=logits.dtype), None)
+
+
+def logps_at(logits, targets, temperature: float = 1.0):
+    """log softmax(logits / temperature) at ``targets``: logits [..., V], targets [...]."""
+    return token_logps(head(logits), logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), temperature)[0].reshape(targets.shape)
+
+
+def entropy(logits):
+    """Entropy of each distribution, nats: logits [..., V] -> [...]."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    return token_logps(head(logits), flat, torch.zeros(len(flat), dtype=torch.long), entropy=True)[1].reshape(logits.shape[:-1])
+
+
+def _each(measure, logits, others, mask, *how):
+    keep = torch.ones(logits.shape[:-1], dtype=torch.bool) if mask is None else mask.bool()
+    return logits.new_zeros(keep.shape).masked_scatter(keep, measure(head(logits), logits[keep], head(others), others[keep], *how))
+
+
+def full_kl(logits, others, mask=None, direction: str = "reverse"):
+    """Exact KL of each distribution, 0 where masked: ``reverse`` KL(pi||other), ``forward`` KL(other||pi)."""
+    return _each(divergence.exact_kl, logits, others, mask, 1.0, direction)
+
+
+def distillation(student, teacher, temperature: float = 1.0, direction: str = "forward", jsd_beta: float = 0.5):
+    """Divergence of each student from its teacher; JSD at the ends of beta is the KL that it is there."""
+    direction = {0.0: "forward", 1.0: "reverse"}.get(jsd_beta, direction) if direction == "jsd" else direction
+    return _each(divergence.divergence, student, teacher, None, direction, temperature, jsd_beta)
+
+
+# --- one optimizer step ---------------------------------------------------------------------------------------
+
+def rows_of(mask, prompts=None, **columns):
+    """(items of an RL step, order of the rows in them): a prompt's responses are one item, all others of one prompt each."""
+    prompts = list(range(len(mask)) if prompts is None else prompts)
+    names = list(dict.fromkeys(prompts))
+    groups = [[k for k, of in enumerate(prompts) if of == name] for name in names]
+    items = [make_item(str(name), [0], [[0] * mask.shape[1]] * len(of), [mask[k].int().tolist() for k in of], **{column: [values[k] for k in of] for column, values in columns.items()})
+             for name, of in zip(names, groups)]
+    return items, [k for of in groups for k in of]
+
+
+def step_mean(loss, mask, mode: str, loss_scale_factor: float | None = None, seq_denominator: str = "nonempty", scope: str = "batch", prompts=None):
+    """The mean of a token loss [B, T] that an RL step with these rows takes (AGG)."""
+    objective = PolicyGradient(rl_preset("grpo", aggregation=mode), Config(preset="grpo", loss_scale_factor=loss_scale_factor, seq_denominator=seq_denominator, token_norm_scope=scope))
+    items, order = rows_of(mask, prompts)
+    return Sums({"policy": (objective.aggregate(loss[order], mask[order], items), objective.count)}).divided(objective.counts(items))
+
+
+def rl_update(row, config: dict, items, logps_N, entropy_N=None, values_N=None):
+    """(sums, loss) of an RL update; log-probs, entropies and values of the trained tokens are given in place of a network's."""
+    hidden = torch.zeros_like(logps_N) if values_N is None else values_N
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy_update, "hidden_states", lambda model, batch, at: hidden[:, None])
+        patch.setattr(policy_update, "head_of", lambda model: None)
+        patch.setattr(policy_update, "token_logps", lambda *given: (logps_N, entropy_N))
+        objective = PolicyGradient(row, Config(preset=row.name, log_entropy=entropy_N is not None, **config), value_head=None if values_N is None else torch.nn.Identity())
+        sums = objective(None, collate(items))
+    return sums, sums.divided(objective.counts(items))
+
+
+def response_logps(objective, logps, mask):
+    """What each response is to a method of direct alignment: its summed target log-probs [B], and how many they are [B]."""
+    items = [make_item(str(k), [0], [[0] * mask.shape[1]], [row.int().tolist()]) for k, row in enumerate(mask)]
+    batch = collate(items)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct_alignment, "target_logps", lambda model, batch: (logps[mask.bool()], None))
+        return torch.stack(objective.values(None, batch)), direct_alignment.target_lengths(batch, logps)[:, 0]
+
+
+# --- reward heads -----------------------------------------------------------------------------------------------
+
+def response_scores(hidden, attention, weight, bias: float = 0.0, pooling: str = "last"):
+    """(scores [B], position of the token that is read [B]) under a linear head, for rows of hidden states padded on either side.
+
+    Production has no padding: a row is its attended tokens.
+    """
+    keep = attention.bool()
+    batch = collate([make_item(str(k), [], [[0] * int(row.sum())], [[0] * int(row.sum())]) for k, row in enumerate(keep)])
+    linear = torch.nn.Linear(len(weight), 1).double()
+    linear.weight.data, linear.bias.data = weight[None], torch.tensor([bias], dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reward_heads, "states_of", lambda model, batch, at=None: hidden[keep] if at is None else hidden[keep][at])
+        patch.setattr(reward_heads, "score_head", lambda model: linear)
+        scores = reward_heads.response_outputs(None, batch, pooling)[:, 0]
+    return scores, keep.nonzero()[batch.last_S, 1]
