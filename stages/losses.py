@@ -54,6 +54,16 @@ def token_nll(logps):
     return -logps
 
 
+def dynamic_nll(logps):
+    """-sg(p) log p per token, p the token's own probability (Dynamic Fine-Tuning, Wu et al. 2025); same shape as `logps`."""
+    return -torch.exp(logps.detach()) * logps
+
+
+def smoothed_nll(logps, mean_logps, label_smoothing_factor: float):
+    """(1 - eps) of the target's NLL, eps of the mean NLL over the vocabulary, per token (label smoothing, Szegedy et al. 2016; Hugging Face's meaning)."""
+    return -(1 - label_smoothing_factor) * logps - label_smoothing_factor * mean_logps
+
+
 def sequence_logps(logps_BT, mask_BT, reduce: str = "sum"):
     """S(y) (`sum`) or M(y) (`mean`, per target token) of each row -> [B]. Rows without a target give 0."""
     total = masked(logps_BT, mask_BT).sum(-1)
