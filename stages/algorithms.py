@@ -373,42 +373,46 @@ class DirectMethod:
     options: dict = field(default_factory=dict)  # extra keyword arguments with their defaults
     columns: tuple[str, ...] = ()        # per-row values the loss also wants (stages.align.COLUMNS or item extras)
     positive_gap: bool = False           # pairs whose chosen score is not above the rejected one are dropped
-    statistic: str = ""                  # of the whole step or run: z0 | delta | sorted (stages.align.Statistics)
+    statistic: str = ""                  # of the whole step or run: z0 | delta | sorted | sorted_pairs (stages.direct_alignment, prepare)
+    divergence: bool = False             # reads differences of implicit rewards only, so these may come from another f-divergence than the KL (f-DPO)
     settings: dict = field(default_factory=dict)  # options of the statistic or of the NLL term, not of the loss
     nll_coef: float = 0.0                # coefficient of an NLL term on the chosen response
-    nll_reduction: str = "seq-mean"      # of that term per response: seq-mean | seq-sum
+    nll_reduction: str = "seq-mean"      # of that term: seq-mean | seq-sum (per response) | token-mean (of the step)
     source: str = ""
 
 
 _DIRECT_ROWS = (
-    DirectMethod("dpo", "stages.losses:dpo_loss", options={"label_smoothing": 0.0}, source="da.dpo (Rafailov et al. 2023)"),
-    DirectMethod("cdpo", "stages.losses:dpo_loss", options={"label_smoothing": 0.1}, source="da.cdpo"),
-    DirectMethod("robust_dpo", "stages.losses:dpo_loss", options={"label_smoothing": 0.1, "robust": True}, source="da.cdpo (Chowdhury et al. 2024)"),
-    DirectMethod("soft_dpo", "stages.losses:dpo_loss", columns=("label_prob",), source="da.soft_dpo"),
-    DirectMethod("ipo", "stages.direct_losses:ipo_loss", source="da.ipo (Azar et al. 2023); beta is tau"),
-    DirectMethod("soft_ipo", "stages.direct_losses:ipo_loss", columns=("label_prob",), source="da.ipo with preference probabilities"),
-    DirectMethod("hinge_norm", "stages.direct_losses:hinge_norm_loss", default_beta=0.05, source="da.slic, RSO"),
-    DirectMethod("length_norm", "stages.losses:dpo_loss", logp_reduction="mean", default_beta=5.0, source="da.length_norm"),
+    DirectMethod("dpo", "stages.losses:dpo_loss", divergence=True, options={"label_smoothing": 0.0}, source="da.dpo (Rafailov et al. 2023)"),
+    DirectMethod("cdpo", "stages.losses:dpo_loss", divergence=True, options={"label_smoothing": 0.1}, source="da.cdpo"),
+    DirectMethod("robust_dpo", "stages.losses:dpo_loss", divergence=True, options={"label_smoothing": 0.1, "robust": True}, source="da.cdpo (Chowdhury et al. 2024)"),
+    DirectMethod("soft_dpo", "stages.losses:dpo_loss", divergence=True, columns=("label_prob",), source="da.soft_dpo"),
+    DirectMethod("ipo", "stages.direct_losses:ipo_loss", divergence=True, source="da.ipo (Azar et al. 2023); beta is tau"),
+    DirectMethod("soft_ipo", "stages.direct_losses:ipo_loss", divergence=True, columns=("label_prob",), source="da.ipo with preference probabilities"),
+    DirectMethod("hinge_norm", "stages.direct_losses:hinge_norm_loss", divergence=True, default_beta=0.05, source="da.slic, RSO"),
+    DirectMethod("length_norm", "stages.losses:dpo_loss", divergence=True, logp_reduction="mean", default_beta=5.0, source="da.length_norm"),
     DirectMethod("apo_zero", "stages.direct_losses:apo_zero_loss", source="da.apo_zero"),
     DirectMethod("apo_down", "stages.direct_losses:apo_down_loss", source="da.apo_down"),
-    DirectMethod("discopop", "stages.direct_losses:discopop_loss", default_beta=0.05, options={"discopop_tau": 0.05}, source="da.discopop"),
-    DirectMethod("discovered", "stages.direct_losses:discovered_loss", default_beta=0.05, options={"member": "padll"}, source="da.discopop, the family"),
+    DirectMethod("discopop", "stages.direct_losses:discopop_loss", divergence=True, default_beta=0.05, options={"discopop_tau": 0.05}, source="da.discopop"),
+    DirectMethod("discovered", "stages.direct_losses:discovered_loss", divergence=True, default_beta=0.05, options={"member": "padll"}, source="da.discopop, the family"),
     DirectMethod("written", "stages.objective_code:written_loss", default_beta=0.05, options={"code": "softplus(-beta * ((pc - pr) - (rc - rr)))"},
                  source="flow.objective_discovery: a loss given as text; the code here is an example"),
     DirectMethod("cal_dpo", "stages.direct_losses:cal_dpo_loss", options={"cal_weight": 0.5, "beta_in_contrast": False}, source="da.cal_dpo"),
     DirectMethod("nca_pair", "stages.direct_losses:nca_pair_loss", source="da.relatives"),
-    DirectMethod("exo_pair", "stages.direct_losses:exo_pair_loss", options={"label_smoothing": 1e-3}, source="da.relatives"),
-    DirectMethod("r_dpo", "stages.direct_losses:r_dpo_loss", columns=("length_chosen", "length_rejected"), options={"alpha": 0.05}, source="da.relatives"),
-    DirectMethod("wpo", "stages.direct_losses:wpo_loss", columns=("length_chosen", "length_rejected"), source="da.relatives"),
-    DirectMethod("aot", "stages.direct_losses:aot_matched_loss", columns=("matched_rejected", "matched_chosen"), statistic="sorted", source="da.relatives"),
-    DirectMethod("dpo_nll", "stages.losses:dpo_loss", nll_coef=1.0, source="da.dpo_nll"),
+    DirectMethod("exo_pair", "stages.direct_losses:exo_pair_loss", divergence=True, options={"label_smoothing": 1e-3}, source="da.relatives"),
+    DirectMethod("r_dpo", "stages.direct_losses:r_dpo_loss", divergence=True, columns=("length_chosen", "length_rejected"), options={"alpha": 0.05}, source="da.relatives"),
+    DirectMethod("wpo", "stages.direct_losses:wpo_loss", divergence=True, columns=("mean_chosen", "mean_rejected"), source="da.relatives"),
+    DirectMethod("aot_unpaired", "stages.direct_losses:aot_matched_loss", columns=("matched_rejected", "matched_chosen"), statistic="sorted",
+                 options={"label_smoothing": 0.0}, source="da.relatives (Melnyk et al. 2024)"),
+    DirectMethod("aot_paired", "stages.direct_losses:aot_paired_loss", columns=("matched_margin",), statistic="sorted_pairs", options={"label_smoothing": 0.0},
+                 source="AOT (Melnyk et al. 2024); TRL's aot"),
+    DirectMethod("dpo_nll", "stages.losses:dpo_loss", divergence=True, nll_coef=1.0, source="da.dpo_nll"),
     DirectMethod("mdpo", "stages.direct_losses:mdpo_loss", data="conditions", columns=("h_corrupted",),
                  options={"delta": 0.0, "conditional_weight": 1.0, "anchor_weight": 1.0}, source="da.mdpo, text analogue"),
     DirectMethod("2d_dpo", "stages.direct_losses:two_d_dpo_loss", data="segments", source="da.2d_dpo"),
     # with scores of both responses
-    DirectMethod("odpo", "stages.direct_losses:odpo_loss", columns=("score_gap",), positive_gap=True, options={"alpha": 1.0, "offset_fn": "log"},
+    DirectMethod("odpo", "stages.direct_losses:odpo_loss", divergence=True, columns=("score_gap",), positive_gap=True, options={"alpha": 1.0, "offset_fn": "log"},
                  source="da.odpo (Amini et al. 2024)"),
-    DirectMethod("rpo", "stages.direct_losses:rpo_loss", columns=("score_gap",), options={"eta": 1.0}, source="da.rpo (Nemotron-4)"),
+    DirectMethod("rpo", "stages.direct_losses:rpo_loss", divergence=True, columns=("score_gap",), options={"eta": 1.0}, source="da.rpo (Nemotron-4)"),
     DirectMethod("rebel", "stages.direct_losses:rebel_pair_loss", columns=("score_gap",), default_beta=1.0, source="da.rebel; beta is 1/eta"),
     # rankings
     DirectMethod("pl_dpo", "stages.direct_losses:pl_dpo_loss", data="rankings", source="da.pl_dpo"),
@@ -453,7 +457,39 @@ DIRECT_READ_WHEN = (
     (("segment_pairing",), lambda m, c: m.data == "segments", "only 2d_dpo pairs segments; write method=2d_dpo"),
     (("corruption", "corruption_share"), lambda m, c: m.data == "conditions", "only mdpo corrupts prompts; write method=mdpo"),
     (("corruption_share",), lambda m, c: c.corruption != "shuffle", "shuffling keeps every part; write corruption=drop or truncate"),
+    (("loss_weight",), lambda m, c: bool(c.also) or (m.nll_coef if c.nll_coef is None else c.nll_coef) > 0, "there is no other loss beside it, so it would only scale the gradient; "
+                                                                                                           "write also='[{method: bco_pair, weight: 0.2}]', or nll_coef=1"),
+    (("f_divergence_type",), lambda m, c: m.divergence, "its implicit rewards come from another f-divergence only where a loss reads nothing but their difference; write method=dpo, ipo, "
+                                                        "length_norm, hinge_norm, exo_pair, robust_dpo or discopop"),
+    (("f_alpha_divergence_coef",), lambda m, c: c.f_divergence_type == "alpha_divergence", "only the alpha-divergence has a coefficient; write f_divergence_type=alpha_divergence"),
+    (("ld_alpha",), lambda m, c: m.data == "pairs" and m.needs_reference and (c.logp_reduction or m.logp_reduction) == "sum",
+     "it weighs what a response of a pair has beyond the length of the other in sums of log-probs that are compared with a reference; write method=dpo (without logp_reduction=mean)"),
     (("nll_reduction",), lambda m, c: (m.nll_coef if c.nll_coef is None else c.nll_coef) > 0, "there is no NLL term; write nll_coef=1"))
+
+
+def refuse_addend(row: DirectMethod, added: DirectMethod, config) -> None:
+    """Refuse a loss that cannot be added to that of ``row`` on the same pairs (``align also=``), with what to write instead."""
+    def refuse(why: str):
+        raise ValueError(f"also: {added.name} cannot be added to {row.name}: {why}")
+    if row.data != "pairs" or added.data != "pairs":
+        refuse("losses are added on pairs only, with one chosen and one rejected response; write two methods on pairs, such as method=dpo with bco_pair")
+    if row.needs_reference != added.needs_reference:
+        refuse("one compares with a reference policy and the other has none; write two methods of one kind, such as dpo with bco_pair, or simpo with reference_free")
+    if row.statistic or added.statistic:
+        refuse("aot matches the rows of a whole step and is trained alone; leave one of them out")
+    if added.nll_coef or added.settings:
+        refuse("it has an NLL term of its own, and a run has one; write it as method and add the other, or nll_coef=1 with "
+               + {"dpo_nll": "dpo", "cpo": "reference_free"}.get(added.name, "another loss"))
+    if "target" in added.columns or added.name == "written":
+        refuse(f"write method={added.name} and add the other to it")
+    if ("label_prob" in row.columns) != ("label_prob" in added.columns):
+        refuse("one reads the probability that a pair is labelled right and the other takes every label as certain; write soft_dpo with soft_ipo, or dpo with ipo")
+    if config.f_divergence_type != "reverse_kl" and not added.divergence:
+        refuse(f"it has no form with f_divergence_type={config.f_divergence_type}; leave that out")
+    if config.ld_alpha is not None and added.logp_reduction != "sum":
+        refuse("it compares means of log-probs, which ld_alpha does not weigh; leave ld_alpha out")
+    if (config.logp_reduction or row.logp_reduction) != added.logp_reduction and added.default_beta is not None and next(o for o in config.also if o.method == added.name).beta is None:
+        refuse(f"one compares sums and the other means of log-probs, so they cannot share a beta; write its own, for example beta: {added.default_beta:g}")
 
 
 def validate_direct(row: DirectMethod, beta: float | None, has_reference: bool) -> list[str]:

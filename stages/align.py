@@ -15,20 +15,32 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from stages.memory import Role
 from stages.settings import OptimizerConfig
-from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
+from stages.spec import ConfigError, InputSpec, OutputSpec, StageConfig, StageSpec
+
+
+Method = Literal["dpo", "cdpo", "robust_dpo", "soft_dpo", "ipo", "soft_ipo", "hinge_norm", "length_norm", "apo_zero", "apo_down", "discopop",
+                 "discovered", "written", "cal_dpo", "nca_pair", "exo_pair", "r_dpo", "wpo", "aot_unpaired", "aot_paired", "dpo_nll", "mdpo", "2d_dpo", "odpo", "rpo", "rebel",
+                 "pl_dpo", "sppo", "sppo_hard", "rrhf", "kto", "bco", "bco_pair", "apo_zero_unpaired", "reference_free", "simpo", "alphapo",
+                 "cpo", "orpo", "slic"]
+
+
+class Addend(StageConfig):
+    """One more loss on the same pairs, for losses that are sums of several (MPO, Wang et al. 2024)."""
+
+    method: Method = Field(description="A row of stages.algorithms.DIRECT_METHODS on pairs, with a reference where the stage's method has one.")
+    weight: float = Field(1.0, gt=0, description="Factor in the sum (TRL loss_weights; MPO 0.2 for bco_pair).")
+    beta: float | None = Field(None, gt=0, title="Beta", description="As of the stage's method, whose value it has where this is empty.")
+    options: dict[str, bool | float | str] = Field(default_factory=dict, description="The loss's own options, as of the stage's method.")
 
 
 class Config(OptimizerConfig):
     LORA_RATE: ClassVar[float] = 10.0
 
-    method: Literal["dpo", "cdpo", "robust_dpo", "soft_dpo", "ipo", "soft_ipo", "hinge_norm", "length_norm", "apo_zero", "apo_down", "discopop",
-                    "discovered", "written", "cal_dpo", "nca_pair", "exo_pair", "r_dpo", "wpo", "aot", "dpo_nll", "mdpo", "2d_dpo", "odpo", "rpo", "rebel",
-                    "pl_dpo", "sppo", "sppo_hard", "rrhf", "kto", "bco", "bco_pair", "apo_zero_unpaired", "reference_free", "simpo", "alphapo",
-                    "cpo", "orpo", "slic"] = Field("dpo", description="Direct-alignment loss (stages.algorithms.DIRECT_METHODS).")
+    method: Method = Field("dpo", description="Direct-alignment loss (stages.algorithms.DIRECT_METHODS).")
     beta: float | None = Field(None, gt=0, title="Beta", description="Strength of the tie to the reference: higher stays closer; default the method's (dpo 0.1).")
     learning_rate: float = Field(5e-7, gt=0, description="Peak learning rate (ours 5e-7, with LoRA 5e-6; TRL 1e-6; texts: very low).")
     batch_size: int = Field(32, ge=1, description="Pairs (rows, prompts) per optimizer step (texts 32-64).")
@@ -36,13 +48,23 @@ class Config(OptimizerConfig):
     max_steps: int | None = Field(None, ge=1, title="Max steps", description="Optimizer steps; overrides num_train_epochs.")
     max_length: int = Field(1024, ge=8, description="Tokens of prompt and longest response.")
     options: dict[str, bool | float | str] = Field(default_factory=dict, description="The method's own options, e.g. label_smoothing for cdpo.")
+    also: list[Addend] = Field(default_factory=list, description="Losses that are added to the method's (TRL's list of loss_type); MPO is loss_weight=0.8 "
+                               "also='[{method: bco_pair, weight: 0.2}]' nll_coef=1 nll_reduction=token-mean.")
+    loss_weight: float = Field(1.0, gt=0, description="Weight of the method's own loss beside those of `also` and the NLL term (MPO 0.8).")
     mask_formatting: bool = Field(False, description="Leave formatting tokens out of the log-probs of all responses: turn headers and end of turn, which chosen and rejected share and whose "
                                                      "likelihood the loss would push both ways (Llama 3).")
     logp_reduction: Literal["sum", "mean"] | None = Field(
         None, title="Log-prob reduction", description="Token log-probs of a pair's responses summed or averaged; default the method's (TRL's ipo: mean).")
+    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = Field(
+        "reverse_kl", description="f-DPO: the divergence whose derivative at policy/reference is the implicit reward, for methods that compare such rewards (dpo, ipo, length_norm ...).")
+    f_alpha_divergence_coef: float = Field(0.5, ge=0, le=1, description="f_divergence_type=alpha_divergence: its alpha; 0 is forward_kl, 1 reverse_kl (TRL 0.5).")
+    ld_alpha: float | None = Field(None, ge=0, le=1, title="LD alpha", description="LD-DPO: weight of the log-probs that a response has beyond the length of the pair's shorter one, in policy and "
+                                                                                   "reference; empty or 1: all tokens count alike.")
     nll_coef: float | None = Field(None, ge=0, title="NLL coefficient", description="Coefficient of an NLL term on the chosen response; default the method's "
                                    "(cpo, dpo_nll, orpo 1; else 0). simpo with nll_coef is CPO-SimPO.")
-    nll_reduction: Literal["seq-mean", "seq-sum"] | None = Field(None, title="NLL reduction", description="Of the NLL term per response; default the method's (cpo: seq-sum).")
+    nll_reduction: Literal["seq-mean", "seq-sum", "token-mean"] | None = Field(
+        None, title="NLL reduction", description="Of the NLL term: per response (mean or sum of its tokens), or the mean over all chosen tokens of the step (TRL's loss_type sft); "
+        "default the method's (cpo: seq-sum).")
     reference_update: Literal["frozen", "tr_soft", "ema", "per_interval"] = Field(
         "frozen", description="Moving reference (da.reference): tr_soft = mixed in every reference_interval steps (TR-DPO), ema = every step, "
         "per_interval = copied every reference_interval steps (BPO).")
@@ -60,13 +82,22 @@ class Config(OptimizerConfig):
     eval_every: int = Field(0, ge=0, description="Optimizer steps between validation passes; 0 = only at start and end.")
     eval_rows: int = Field(1000, ge=0, description="Held-out rows used at most.")
 
+    @field_validator("method", mode="before")
+    @classmethod
+    def _which_aot(cls, value):
+        if value == "aot":
+            raise ValueError("aot has two meanings: it sorted chosen and rejected responses each by themselves here, which is aot_unpaired, and in TRL it sorts the differences of pairs, "
+                             "which is aot_paired; write the one that is meant")
+        return value
 
     def effective(self) -> dict:
         from stages.algorithms import DIRECT_METHODS
 
         row = DIRECT_METHODS[self.method]
         of_method = {"beta": row.default_beta, "logp_reduction": row.logp_reduction, "nll_coef": row.nll_coef, "nll_reduction": row.nll_reduction}
-        return {"options": {**row.options, **row.settings, **self.options}, **{name: value for name, value in of_method.items() if getattr(self, name) is None}}
+        added = {"also": [{**one.model_dump(), "beta": one.beta or self.beta or row.default_beta or DIRECT_METHODS[one.method].default_beta, "options": {**DIRECT_METHODS[one.method].options, **one.options}}
+                          for one in self.also]} if self.also else {}
+        return {**added, "options": {**row.options, **row.settings, **self.options}, **{name: value for name, value in of_method.items() if getattr(self, name) is None}}
 
 
 def roles(config, given) -> list[Role]:
@@ -110,7 +141,7 @@ def run(stage):
         objective = DirectAlignment(config, stage.has("reference"))
     except ValueError as error:  # settings that do not fit together are the user's to change: no traceback, exit code 2
         raise ConfigError(str(error)) from None
-    method, unit = objective.method, UNIT[objective.method.data]
+    method, unit = objective.reads, UNIT[objective.method.data]
     renderer = renderer_for(stage.path("model"))
     if stage.has("reference") and renderer_for(stage.path("reference")).vocabulary_hash != renderer.vocabulary_hash:
         raise ConfigError("the input `reference` has another tokenizer than the policy, so the same ids are other words to it; give a model with the policy's vocabulary, "
@@ -137,7 +168,7 @@ def run(stage):
     elif not method.needs_reference:  # held-out displacement is measured from the start instead
         for item, values in zip(validation, objective.log_probs(model, validation, stage.device)):
             item.extra["ref"] = values
-    if config.method == "dpo" and not stage.has("reference") and stage.checkpoints.latest() is None:
+    if config.method == "dpo" and not config.also and not stage.has("reference") and stage.checkpoints.latest() is None:
         first = seen[:config.batch_size]
         source.prepare(first)
         loss = trainer.evaluate(first)["loss"]
@@ -269,7 +300,7 @@ def add_reference(stage, renderer, objective, items, policy) -> None:
 
 
 def values_of(row: dict) -> list:
-    """Values of each response from a row of ``ref_logps/1`` or ``ref_values/1`` (a response with several segments has a list)."""
+    """Values of each response from a row of ``ref_logps/1`` or ``ref_values/1`` (a response with several segments or parts has a list)."""
     if row["schema"] == "ref_logps/1":
         return [row["ref_chosen_logp"], row["ref_rejected_logp"]]
     values, parts = row["ref_values"], row["parts"]
@@ -280,13 +311,15 @@ def values_of(row: dict) -> list:
 
 
 def write_reference(stage, role: str, objective, items, prints, cached, policy) -> None:
-    """Compute what the cache lacks, 512 rows at a time, and publish all of it: pairs as ``ref_logps/1``, else ``ref_values/1``."""
+    """Compute what the cache lacks, 512 rows at a time, and publish all of it: pairs as ``ref_logps/1``, else (and in two parts, for
+    ``ld_alpha``) ``ref_values/1``."""
     from stages.adapters import AdapterOff, is_adapted
     from stages.modeling import freeze, load_policy
     from stages.sharding import asked, shard
     from storage.schema import complete_row
 
-    kind = "ref_logps/1" if objective.method.data == "pairs" else "ref_values/1"
+    split = objective.method.data == "segments" or stage.config.ld_alpha is not None
+    kind = "ref_logps/1" if objective.method.data == "pairs" and not split else "ref_values/1"
     writer = stage.writer("ref_logps", kind)
     by_row, chunk, model = dict(cached), 512, None
     known = [i for i in items if i.row_id in cached][:4]
@@ -315,7 +348,6 @@ def write_reference(stage, role: str, objective, items, prints, cached, policy) 
             if kind == "ref_logps/1":
                 own = {"ref_chosen_logp": values[0], "ref_rejected_logp": values[1], "n_chosen": lengths[0], "n_rejected": lengths[1]}
             else:
-                split = objective.method.data == "segments"
                 own = {"ref_values": [v for one in values for v in one] if split else values, "parts": [len(v) for v in values] if split else None, "n_tokens": lengths}
             rows.append(complete_row(kind, {"group_id": item.row_id, "prompt_id": item.extra["prompt_id"], **own, **prints},
                                      dataset="ref_logps", source="align", origin="conversion"))
@@ -341,6 +373,8 @@ def fingerprints(stage, role: str, renderer) -> dict[str, str]:
         template += f":{config.corruption}:{config.corruption_share}:{stage.seed}"
     if config.method == "2d_dpo":
         template += f":{config.segment_pairing}"
+    if config.ld_alpha is not None:  # two values per response, whatever the weight of the second
+        template += ":common"
     return {"ref_model_hash": stage.inputs[role].digest, "tokenizer_hash": renderer.vocabulary_hash, "template_id": template}
 
 

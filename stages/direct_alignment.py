@@ -8,12 +8,13 @@ Legend: B items of a micro-batch; a loss sees sums (or means) of target log-prob
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
 import torch
 
-from stages.algorithms import DIRECT_METHODS, DIRECT_READ_WHEN, OPTION_RANGES, resolve, validate_direct
+from stages.algorithms import DIRECT_METHODS, DIRECT_READ_WHEN, OPTION_RANGES, refuse_addend, resolve, validate_direct
 from stages.batching import per_response
-from stages.direct_losses import aot_matches, kto_reference_point, log_odds, segment_sums
+from stages.direct_losses import aot_matches, equal_ranks, f_divergence_score, kto_reference_point, log_odds, segment_sums
 from stages.losses import displacement_metrics
 from stages.modeling import freeze, load_policy, load_weights, move_towards, target_logps, weights_file
 from stages.settings import refuse_unread
@@ -23,6 +24,38 @@ from stages.training import ShuffledRows, Sums, products
 UNIT = {"pairs": "pairs", "conditions": "pairs", "segments": "pairs", "unpaired": "rows", "rankings": "prompts"}
 #: First parts of the names of validation metrics that are measured from the reference; under a moving one no two passes can be compared by them.
 FROM_REFERENCE = ("loss", "preference", "rewards", "displacement", "gradient_weight", "z0", "delta")
+
+
+@dataclass(frozen=True)
+class Term:
+    """One loss on pairs: its columns, its keyword arguments, how token log-probs become the number of a response, its weight in the sum."""
+
+    loss: object
+    columns: tuple[str, ...]
+    arguments: dict
+    reduction: str
+    weight: float
+
+
+def given_options(method, options: dict) -> tuple[dict, dict]:
+    """(keyword arguments of a method's loss, settings of what is around it), the given values over the defaults.
+
+    Raises:
+        ValueError: an option that the method has not, or a value that it cannot have.
+    """
+    known = {**method.options, **method.settings}
+    unknown = set(options) - set(known)
+    if unknown:
+        raise ValueError(f"method {method.name} has no option {sorted(unknown)}; it takes {sorted(known) or 'none'}.")
+    for name, value in options.items():
+        if isinstance(known[name], str) != isinstance(value, str):
+            raise ValueError(f"options.{name}={value!r} of method {method.name}: write a value like {known[name]!r}.")
+        allowed = OPTION_RANGES.get(name)
+        if allowed is not None and not (value in allowed if isinstance(value, str) else allowed[0] <= value < allowed[1]):
+            raise ValueError(f"options.{name}={value!r} of method {method.name}: write "
+                             + (f"one of {', '.join(allowed)}." if isinstance(value, str) else f"a number >= {allowed[0]:g}"
+                                + (f" and < {allowed[1]:g}." if math.isfinite(allowed[1]) else ".")))
+    return tuple({name: options.get(name, value) for name, value in part.items()} for part in (method.options, method.settings))
 
 
 class DirectAlignment:
@@ -40,24 +73,13 @@ class DirectAlignment:
         method = self.method
         beta = config.beta if config.beta is not None else method.default_beta
         self.warnings = validate_direct(method, beta, method.needs_reference or has_reference or config.reference_update != "frozen")
-        known = {**method.options, **method.settings}
-        unknown = set(config.options) - set(known)
-        if unknown:
-            raise ValueError(f"method {config.method} has no option {sorted(unknown)}; it takes {sorted(known) or 'none'}.")
-        for name, value in config.options.items():
-            if isinstance(known[name], str) != isinstance(value, str):
-                raise ValueError(f"options.{name}={value!r} of method {config.method}: write a value like {known[name]!r}.")
-            allowed = OPTION_RANGES.get(name)
-            if allowed is not None and not (value in allowed if isinstance(value, str) else allowed[0] <= value < allowed[1]):
-                raise ValueError(f"options.{name}={value!r} of method {config.method}: write "
-                                 + (f"one of {', '.join(allowed)}." if isinstance(value, str) else f"a number >= {allowed[0]:g}"
-                                    + (f" and < {allowed[1]:g}." if math.isfinite(allowed[1]) else ".")))
+        options, self.settings = given_options(method, config.options)
         if config.logp_reduction is not None and method.data != "pairs":
             raise ValueError(f"logp_reduction is for methods on pairs; leave it out for {config.method}.")
-        if config.logp_reduction == "mean" and method.name in ("aot", "wpo"):
-            raise ConfigError(f"logp_reduction=mean: {method.name} " + ("matches the responses of a step by their sums" if method.name == "aot" else "weighs pairs by the mean, which "
+        if config.logp_reduction == "mean" and method.name in ("aot_unpaired", "aot_paired", "wpo"):
+            raise ConfigError(f"logp_reduction=mean: {method.name} " + ("matches the responses of a step by their sums" if method.name != "wpo" else "weighs pairs by the mean, which "
                               "it takes of the sums itself") + "; leave logp_reduction out, or write method=length_norm for DPO on means.")
-        if config.select_by and config.reference_update != "frozen" and config.select_by.split("/")[0] in FROM_REFERENCE:
+        if config.select_by and config.reference_update != "frozen" and config.select_by.split("/")[0].endswith(FROM_REFERENCE):
             raise ConfigError(f"select_by={config.select_by} compares validation passes, and under reference_update={config.reference_update} each is measured from another "
                               "reference; leave select_by and early_stopping_patience out (the last weights are published), or write reference_update=frozen.")
         if config.nll_coef and method.data not in ("pairs", "conditions"):
@@ -66,25 +88,50 @@ class DirectAlignment:
             raise ValueError("cpo without its NLL term has nothing that keeps the policy where it was; write nll_coef=1, or method=reference_free for the ablation.")
         refuse_unread(config, DIRECT_READ_WHEN, method, config, own={"nll_reduction": method.nll_reduction})
         self.scale = 1.0 if beta is None else beta
-        self.arguments = {**({} if beta is None else {"beta": beta}), **{k: config.options.get(k, v) for k, v in method.options.items()}}
-        self.settings = {k: config.options.get(k, v) for k, v in method.settings.items()}
+        self.arguments = {**({} if beta is None else {"beta": beta}), **options}
         self.reduction = config.logp_reduction or method.logp_reduction
         self.nll_coef = method.nll_coef if config.nll_coef is None else config.nll_coef
         self.nll_reduction = config.nll_reduction or method.nll_reduction
         self.loss = resolve(method.loss)
+        self.terms = {"preference": Term(self.loss, method.columns, self.arguments, self.reduction, config.loss_weight)}
+        for one in config.also:
+            added = DIRECT_METHODS[one.method]
+            if one.method == config.method or f"{one.method}_preference" in self.terms:
+                raise ValueError(f"also: {one.method} is in the sum already; write it once, with the weight that it is to have")
+            refuse_addend(method, added, config)
+            own = one.beta if one.beta is not None else None if added.default_beta is None else beta if beta is not None else added.default_beta
+            self.warnings += validate_direct(added, own, added.needs_reference)
+            self.terms[f"{one.method}_preference"] = Term(resolve(added.loss), added.columns, {**({} if own is None else {"beta": own}), **given_options(added, one.options)[0]},
+                                                          added.logp_reduction, one.weight)
+        rows = [method, *(DIRECT_METHODS[one.method] for one in config.also)]
+        #: The method's row with what all losses of the sum want of a pair.
+        self.reads = replace(method, columns=tuple(dict.fromkeys(name for row in rows for name in row.columns)), positive_gap=any(row.positive_gap for row in rows))
         self.z0, self.means = 0.0, {"chosen": 0.0, "rejected": 0.0}
 
     def values(self, model, batch) -> list:
-        """What a response is to this method, differentiable: the sum of its target log-probs (0-dim), or of each segment [N]."""
+        """What a response is to this method, differentiable: the sum of its target log-probs (0-dim), of each segment [N], or (``ld_alpha``) of the
+        targets within the length of the pair's shorter response and of those beyond it [2]."""
         logps, _ = target_logps(model, batch)
+        if self.config.ld_alpha is not None:
+            lengths = batch.mask_SL.sum(1)
+            common = lengths.view(-1, 2).amin(1).repeat_interleave(2)
+            place = torch.arange(len(logps), device=logps.device) - (lengths.cumsum(0) - lengths)[batch.seq_N]
+            beyond = place >= common[batch.seq_N]
+            return list(logps.new_zeros(2 * len(lengths)).index_add(0, 2 * batch.seq_N + beyond, logps).view(-1, 2))
         if self.method.data != "segments":
             return list(logps.new_zeros(batch.mask_SL.shape[0]).index_add(0, batch.seq_N, logps))
         spans = [side for item in batch.items for side in item.extra["segments"]]
         return [segment_sums(row, [a for a, _ in side], [b - a for a, b in side]) for row, side in zip(batch.padded(logps), spans)]
 
+    @property
+    def _nll_of(self) -> int:
+        """Which response of an item the NLL term is of: the chosen one, or prompt and chosen answer as a third."""
+        return 2 if self.settings.get("nll_on_prompt") else 0
+
     def counts(self, items):
         labels = [i.extra.get("label") for i in items]
-        return {"weight": sum(i.extra["weight"] for i in items), "rows": float(len(items)),
+        chosen = {"chosen_tokens": sum(i.extra["weight"] * float(i.masks[self._nll_of].sum()) for i in items)} if self.nll_coef and self.nll_reduction == "token-mean" else {}
+        return {**chosen, "weight": sum(i.extra["weight"] for i in items), "rows": float(len(items)),
                 "desirable": float(sum(label is True for label in labels)), "undesirable": float(sum(label is False for label in labels))}
 
     def __call__(self, model, batch):
@@ -95,24 +142,42 @@ class DirectAlignment:
             at += len(item.responses)
         return getattr(self, "_" + self.method.data)(batch, groups)
 
+    def compared(self, values):
+        """What the loss compares of a response's values ``[..., responses]`` (``ld_alpha``: ``[..., responses, 2]``, of which the part beyond the common length weighs
+        alpha; LD-DPO, Liu et al. 2024)."""
+        return values if self.config.ld_alpha is None else values[..., 0] + self.config.ld_alpha * values[..., 1]
+
     # -- losses by kind of data -------------------------------------------------------------------------------------
     def _pairs(self, batch, groups):
         policy = torch.stack([torch.stack(g) for g in groups])
-        lengths = target_lengths(batch, policy)
         ref = column(batch, "ref", policy)
-        scale = 1.0 / lengths[:, :2] if self.reduction == "mean" else torch.ones_like(policy[:, :2])
-        scaled, scaled_ref = policy[:, :2] * scale, None if ref is None or not self.method.needs_reference else ref[:, :2] * scale
+        compared, compared_ref = self.compared(policy), None if ref is None or not self.method.needs_reference else self.compared(ref)
+        if self.config.ld_alpha is not None:  # all else is of whole responses
+            policy, ref = policy.sum(-1), ref.sum(-1)
+        lengths = target_lengths(batch, policy)
+        if self.config.f_divergence_type != "reverse_kl":
+            compared = f_divergence_score(compared - compared_ref, self.config.f_divergence_type, self.config.f_alpha_divergence_coef)
+            compared_ref = torch.zeros_like(compared)
+
+        def scaled_by(reduction):
+            scale = 1.0 / lengths[:, :2] if reduction == "mean" else torch.ones_like(policy[:, :2])
+            return compared[:, :2] * scale, None if compared_ref is None else compared_ref[:, :2] * scale
+
         found = {"length_chosen": lengths[:, 0], "length_rejected": lengths[:, 1], "target": policy[:, -1] if policy.shape[1] > 2 else policy[:, 0]}
+        found |= {"mean_chosen": policy[:, 0] / lengths[:, 0], "mean_rejected": policy[:, 1] / lengths[:, 1]}
         if self.method.data == "conditions":
             found["h_corrupted"] = policy[:, 2] - ref[:, 2]
-        columns = {name: found[name] if name in found else column(batch, name, policy) for name in self.method.columns}
-        sides = (scaled[:, 0], scaled[:, 1], *((None, None) if scaled_ref is None else (scaled_ref[:, 0], scaled_ref[:, 1])))
-        weight = column(batch, "weight", policy)
-        terms = {"preference": ((self.loss(*sides, **self.arguments, **columns) * weight).sum(), "weight")}
+        weight, terms = column(batch, "weight", policy), {}
+        for name, term in self.terms.items():
+            scaled, scaled_ref = scaled_by(term.reduction)
+            columns = {name: found[name] if name in found else column(batch, name, policy) for name in term.columns}
+            sides = (scaled[:, 0], scaled[:, 1], *((None, None) if scaled_ref is None else (scaled_ref[:, 0], scaled_ref[:, 1])))
+            terms[name] = (term.weight * (term.loss(*sides, **term.arguments, **columns) * weight).sum(), "weight")
         if self.nll_coef:
-            of = 2 if self.settings.get("nll_on_prompt") else 0
+            of = self._nll_of
             nll = -policy[:, of] / (lengths[:, of] if self.nll_reduction == "seq-mean" else 1.0)
-            terms["nll"] = (self.nll_coef * (nll * weight).sum(), "weight")
+            terms["nll"] = (self.nll_coef * (nll * weight).sum(), "chosen_tokens" if self.nll_reduction == "token-mean" else "weight")
+        scaled, scaled_ref = scaled_by(self.reduction)
         metrics = pair_metrics(self.scale, policy[:, 0], policy[:, 1], None if ref is None else ref[:, 0], None if ref is None else ref[:, 1],
                                scaled.detach() - (0.0 if scaled_ref is None else scaled_ref))
         if not self.method.needs_reference and self.reduction == "mean":
@@ -183,8 +248,13 @@ class DirectAlignment:
                 ratios = [v[0] - m.extra["ref"][0] for v, m in zip(self.log_probs(model, mismatched, device), mismatched)]
                 self.z0 = float(kto_reference_point(torch.tensor(ratios, dtype=torch.float64))) if ratios else 0.0
             return {"z0": self.z0}
+        if self.method.statistic.startswith("sorted"):
+            policy, ref = (self.compared(torch.tensor(v, dtype=torch.float64)) for v in (self.log_probs(model, items, device), [i.extra["ref"] for i in items]))
+        if self.method.statistic == "sorted_pairs":
+            for item, margin in zip(items, equal_ranks(policy[:, 0] - policy[:, 1], ref[:, 0] - ref[:, 1]).tolist()):
+                item.extra["matched_margin"] = margin
         if self.method.statistic == "sorted":
-            ratios = torch.tensor([[a - b for a, b in zip(v, i.extra["ref"])] for v, i in zip(self.log_probs(model, items, device), items)], dtype=torch.float64)
+            ratios = policy - ref
             for item, rejected, chosen in zip(items, *(m.tolist() for m in aot_matches(ratios[:, 0], ratios[:, 1]))):
                 item.extra["matched_rejected"], item.extra["matched_chosen"] = rejected, chosen
         return {"delta": self.delta} if self.method.statistic == "delta" else {}

@@ -8,10 +8,12 @@ f(policy, ref, lengths, *, beta, ...) of [K] tensors, one value per prompt.
 """
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
-from stages.losses import log1mexp, plackett_luce_loss, soft_bce
+from stages.losses import LOG_RATIO_CLAMP, log1mexp, plackett_luce_loss, soft_bce
 
 
 def _h(policy_chosen, policy_rejected, ref_chosen, ref_rejected):
@@ -20,6 +22,29 @@ def _h(policy_chosen, policy_rejected, ref_chosen, ref_rejected):
 
 def _h_difference(policy_chosen, policy_rejected, ref_chosen, ref_rejected):
     return (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected)
+
+
+def f_divergence_score(log_ratio, kind: str = "reverse_kl", alpha: float = 0.5):
+    """f'(pi/ref) of a response up to a constant, from its log pi/ref (f-DPO, Wang et al. 2023): what takes the place of the
+    log-ratio where a loss reads differences of implicit rewards. Same shape; 0 at policy = reference.
+
+    reverse_kl log t; forward_kl 1 - 1/t; js_divergence log(2t / (1 + t)); alpha_divergence (t^(alpha-1) - 1) / (alpha - 1), which is forward_kl at
+    alpha 0 and reverse_kl at 1. Powers are continued by their tangent where the exponent passes LOG_RATIO_CLAMP nats, so that neither values nor gradients overflow
+    and a response far off still gets one.
+
+    Raises:
+        ValueError: another name.
+    """
+    if kind == "js_divergence":
+        return math.log(2.0) + F.logsigmoid(log_ratio)
+    if kind not in ("reverse_kl", "forward_kl", "alpha_divergence"):
+        raise ValueError(f"f_divergence_type={kind!r} is not known; write reverse_kl, forward_kl, js_divergence or alpha_divergence")
+    power = {"reverse_kl": 0.0, "forward_kl": -1.0}.get(kind, alpha - 1.0)
+    if abs(power) < 1e-6:
+        return log_ratio
+    exponent = power * log_ratio
+    tangent = math.expm1(LOG_RATIO_CLAMP) + math.exp(LOG_RATIO_CLAMP) * (exponent - LOG_RATIO_CLAMP)
+    return torch.where(exponent > LOG_RATIO_CLAMP, tangent, torch.expm1(exponent.clamp(max=LOG_RATIO_CLAMP))) / power  # a sum of both would lose float32's digits
 
 
 def ipo_loss(pc, pr, rc, rr, *, beta: float = 0.1, label_prob=None):
@@ -123,9 +148,9 @@ def r_dpo_loss(pc, pr, rc, rr, *, beta: float = 0.1, length_chosen, length_rejec
     return F.softplus(-(beta * (h_w - h_l) + alpha * (length_chosen - length_rejected)))
 
 
-def aot_unpaired_loss(h_chosen, h_rejected, *, beta: float = 0.1):
-    """Logistic on the sorted log-ratios of the batch (da.relatives)."""
-    return F.softplus(-beta * (torch.sort(h_chosen).values - torch.sort(h_rejected).values))
+def aot_unpaired_loss(h_chosen, h_rejected, *, beta: float = 0.1, label_smoothing: float = 0.0):
+    """Logistic on the sorted log-ratios of the batch (da.relatives; Melnyk et al. 2024, unpaired)."""
+    return soft_bce(beta * (torch.sort(h_chosen).values - torch.sort(h_rejected).values), 1 - label_smoothing)
 
 
 def aot_matches(h_chosen, h_rejected):
@@ -136,20 +161,35 @@ def aot_matches(h_chosen, h_rejected):
     return for_chosen, for_rejected
 
 
-def aot_matched_loss(pc, pr, rc, rr, *, beta: float = 0.1, matched_rejected, matched_chosen):
+def aot_matched_loss(pc, pr, rc, rr, *, beta: float = 0.1, label_smoothing: float = 0.0, matched_rejected, matched_chosen):
     """aot_unpaired_loss taken apart by rows: each side against the detached value it is matched with over the whole step.
 
     A matched pair occurs in two rows, so values are halved; gradients are those of the whole, since each side moves in one
     of the two only.
     """
     h_w, h_l = _h(pc, pr, rc, rr)
-    both = F.softplus(-beta * (h_w - matched_rejected)) + F.softplus(-beta * (matched_chosen - h_l))
+    both = soft_bce(beta * (h_w - matched_rejected), 1 - label_smoothing) + soft_bce(beta * (matched_chosen - h_l), 1 - label_smoothing)
     return both - 0.5 * both.detach()
 
 
-def wpo_loss(pc, pr, rc, rr, *, beta: float = 0.1, length_chosen, length_rejected):
+def equal_ranks(values, others):
+    """The one of ``others`` [B] that has the rank of each of ``values`` [B], both counted from the smallest."""
+    found = torch.empty_like(others)
+    found[torch.argsort(values, stable=True)] = torch.sort(others).values
+    return found
+
+
+def aot_paired_loss(pc, pr, rc, rr, *, beta: float = 0.1, label_smoothing: float = 0.0, matched_margin):
+    """Logistic on S_pi(y_w) - S_pi(y_l) less the reference's difference of equal rank over the whole step (AOT, Melnyk et al. 2024, paired).
+
+    The reference's values of the row itself are not read: ``matched_margin`` is another row's, as :func:`equal_ranks` says.
+    """
+    return soft_bce(beta * (pc - pr - matched_margin), 1 - label_smoothing)
+
+
+def wpo_loss(pc, pr, rc, rr, *, beta: float = 0.1, mean_chosen, mean_rejected):
     """DPO weighted by the detached length-normalised probability of both responses, exp(M_w + M_l) (da.relatives, WPO)."""
-    weight = torch.exp(pc / length_chosen + pr / length_rejected).detach()
+    weight = torch.exp(mean_chosen + mean_rejected).detach()
     return weight * F.softplus(-beta * _h_difference(pc, pr, rc, rr))
 
 

@@ -519,13 +519,14 @@ def _attend(qkv, plan: list[Block], shape: Shape, scale: float):
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
-def states(model, ids_U, positions_U, segments, at_N=None, dtype: torch.dtype | None = None, recompute: bool = False):
+def states(model, ids_U, positions_U, segments, at_N=None, dtype: torch.dtype | None = None, recompute: bool = False, noise_UH=None):
     """Last hidden states after the final norm, [N, M] at the flat positions `at_N` (all of them without it).
 
     Args:
         segments: see :func:`blocks`.
         dtype: type of the matrix products (bfloat16: residuals, norms and their gradients stay in the weights' type).
         recompute: keep only each layer's input and compute the rest again in backward.
+        noise_UH: added to the tokens' embeddings (NEFTune).
     """
     core = core_of(model)
     first = core.layers[0].self_attn
@@ -541,6 +542,8 @@ def states(model, ids_U, positions_U, segments, at_N=None, dtype: torch.dtype | 
     x = F.embedding(ids_U, weight)
     if x.dtype != torch.float64:
         x = x.float()
+    if noise_UH is not None:
+        x = x + noise_UH.to(x.dtype)
     last = len(core.layers) - 1
 
     for i, layer in enumerate(core.layers):

@@ -45,6 +45,16 @@ def token_nll(logps):
     return -logps
 
 
+def dynamic_nll(logps):
+    """-sg(p) log p per token, p the token's own probability (Dynamic Fine-Tuning, Wu et al. 2025); same shape as `logps`."""
+    return -torch.exp(logps.detach()) * logps
+
+
+def smoothed_nll(logps, mean_logps, label_smoothing_factor: float):
+    """(1 - eps) of the target's NLL, eps of the mean NLL over the vocabulary, per token (label smoothing, Szegedy et al. 2016; Hugging Face's meaning)."""
+    return -(1 - label_smoothing_factor) * logps - label_smoothing_factor * mean_logps
+
+
 def count_targets(mask_BT) -> dict[str, int]:
     """{"tokens": trained tokens, "sequences": rows with at least one of them}: the denominators of a batch."""
     mask = mask_BT.bool()

@@ -133,22 +133,22 @@ def is_lean(model) -> bool:
     return known
 
 
-def hidden_states(model, batch: Batch, at_N=None) -> torch.Tensor:
-    """Last hidden states of a decoder, ``[N, H]`` at the flat positions ``at_N``, or of all tokens ``[U, H]``.
+def hidden_states(model, batch: Batch, at_N=None, noise_UH=None) -> torch.Tensor:
+    """Last hidden states of a decoder, ``[N, H]`` at the flat positions ``at_N``, or of all tokens ``[U, H]``. ``noise_UH`` is added to the tokens' embeddings.
 
     Without padding through :mod:`stages.lean` where it knows the architecture, else through the model's own forward over padded
     rows: padding comes after every real token, so it cannot be seen by one.
     """
     if isinstance(model, adapters.AdapterOff):
         with adapters.switched_off(model.model):
-            return hidden_states(model.model, batch, at_N)
+            return hidden_states(model.model, batch, at_N, noise_UH)
     if is_lean(model):
         kind = batch.ids_U.device.type
         low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         with torch.autocast(kind, enabled=False):
             return lean.states(model, batch.ids_U, batch.positions_U, batch.segments, at_N, low,
-                               recompute=model.training and getattr(lean.core_of(model).layers[0], "gradient_checkpointing", False))
-    return _padded_states(lean.core_of(model), pad(batch, form_for(model, batch.segments)), at_N)
+                               recompute=model.training and getattr(lean.core_of(model).layers[0], "gradient_checkpointing", False), noise_UH=noise_UH)
+    return _padded_states(lean.core_of(model), pad(batch, form_for(model, batch.segments)), at_N, noise_UH)
 
 
 def form_for(model, segments) -> str:
@@ -192,9 +192,23 @@ def _reads_masks(model) -> bool:
     return bool(error < (1e-3 if alone.dtype in (torch.float32, torch.float64) else 3e-2))
 
 
-def _padded_states(core, rows: Padded, at_N=None) -> torch.Tensor:
-    """Last hidden states of a backbone's own forward over padded rows, at the flat positions ``at_N`` or of all tokens."""
-    out = core(input_ids=rows.ids_BT, position_ids=rows.positions_BT, attention_mask=rows.attention_B1TT, use_cache=False).last_hidden_state.flatten(0, 1)
+def _padded_states(core, rows: Padded, at_N=None, noise_UH=None) -> torch.Tensor:
+    """Last hidden states of a backbone's own forward over padded rows, at the flat positions ``at_N`` or of all tokens.
+
+    Noise is added to what the embedding gives, by a hook, so that whatever else a model makes of its input ids stays; rows must not share a prompt then.
+    """
+    hook = None
+    if noise_UH is not None:
+        def noisy(module, given, embedded):
+            flat = embedded.new_zeros(rows.ids_BT.numel(), embedded.shape[-1]).index_copy(0, rows.where_U, noise_UH.to(embedded.dtype))
+            return embedded + flat.view_as(embedded)
+
+        hook = core.get_input_embeddings().register_forward_hook(noisy)
+    try:
+        out = core(input_ids=rows.ids_BT, position_ids=rows.positions_BT, attention_mask=rows.attention_B1TT, use_cache=False).last_hidden_state.flatten(0, 1)
+    finally:
+        if hook is not None:
+            hook.remove()
     return out[rows.where_U if at_N is None else rows.where_U[at_N]]
 
 
@@ -253,17 +267,18 @@ def head_of(model) -> Head:
 
 
 class _ChunkedLogps(torch.autograd.Function):
-    """log softmax(logits / temperature)[target] and entropy, per token, chunk by chunk.
+    """log softmax(logits / temperature)[target], entropy and mean over the vocabulary, per token, chunk by chunk.
 
     The first ``HEAD_KEEP_ELEMENTS`` log-probabilities are kept for backward, the others are computed again there.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, scale, softcap, want_entropy, low, hits):
+    def forward(ctx, hidden, weight, bias, targets, temperature, scale, softcap, want_entropy, low, hits, want_mean=False):
         n, wide = hidden.shape[0], torch.float64 if hidden.dtype == torch.float64 else torch.float32
         head = Head(weight.to(low), None if bias is None else bias.to(low), scale, softcap)
         logps = hidden.new_empty(n, dtype=wide)
         entropies = hidden.new_zeros(n if want_entropy else 0, dtype=wide)
+        means = hidden.new_zeros(n if want_mean else 0, dtype=wide)
         chunks = head_chunks(n, weight)
         keep = HEAD_KEEP_ELEMENTS // weight.shape[0] if any(ctx.needs_input_grad) and not softcap else 0
         kept = []
@@ -275,15 +290,17 @@ class _ChunkedLogps(torch.autograd.Function):
                 hits[rows] = logps[rows] >= logp.amax(-1)
             if want_entropy:
                 entropies[rows] = -logp.exp().mul_(logp).sum(-1)
+            if want_mean:
+                means[rows] = logp.mean(-1)
             if rows.stop <= keep:
                 kept.append(logp)
         ctx.save_for_backward(hidden, weight, bias, targets, entropies, *kept)
         ctx.settings = (temperature, scale, softcap, low, chunks)
         ctx.set_materialize_grads(False)  # an entropy that is only logged has no gradient, and costs nothing in backward
-        return logps, entropies
+        return logps, entropies, means
 
     @staticmethod
-    def backward(ctx, grad_logps, grad_entropies):
+    def backward(ctx, grad_logps, grad_entropies, grad_means):
         hidden, weight, bias, targets, entropies, *kept = ctx.saved_tensors
         temperature, scale, softcap, low, chunks = ctx.settings
         if grad_logps is None:
@@ -310,6 +327,8 @@ class _ChunkedLogps(torch.autograd.Function):
             else:
                 dz = p.mul_(-g)
             dz.scatter_add_(1, targets[rows, None], g)
+            if grad_means is not None:  # d mean / d z_v = 1/V - p_v
+                dz += grad_means[rows, None] * (1.0 / logp.shape[1] - logp.exp())
             factor = scale / temperature
             if factor != 1.0:
                 dz = dz * factor
@@ -322,7 +341,7 @@ class _ChunkedLogps(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight.addmm_(dz.t(), h) if low == wide else grad_weight.add_(dz.t() @ h)
         return (grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype),
-                None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None, None, None, None, None)
+                None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None, None, None, None, None, None)
 
 
 def head_chunks(n: int, weight) -> list[slice]:
@@ -340,9 +359,18 @@ def token_logps(head: Head, hidden_NH, targets_N, temperature: float = 1.0, entr
     kind = hidden_NH.device.type
     low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
     with torch.autocast(kind, enabled=False):
-        logps, entropies = _ChunkedLogps.apply(hidden_NH, head.weight, head.bias, targets_N, float(temperature),
-                                               head.scale, head.softcap, entropy, low, hits)
+        logps, entropies, _ = _ChunkedLogps.apply(hidden_NH, head.weight, head.bias, targets_N, float(temperature),
+                                                  head.scale, head.softcap, entropy, low, hits)
     return logps, (entropies if entropy else None)
+
+
+def token_and_mean_logps(head: Head, hidden_NH, targets_N, hits=None):
+    """:func:`token_logps` and the mean log-probability over all V tokens of the head, each ``[N]``, from the same pass; differentiable (label smoothing)."""
+    kind = hidden_NH.device.type
+    low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
+    with torch.autocast(kind, enabled=False):
+        logps, _, means = _ChunkedLogps.apply(hidden_NH, head.weight, head.bias, targets_N, 1.0, head.scale, head.softcap, False, low, hits, True)
+    return logps, means
 
 
 def target_logps(model, batch, temperature: float = 1.0, entropy: bool = False, hits=None):

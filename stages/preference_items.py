@@ -121,7 +121,7 @@ class Encoder:
         from stages.batching import make_item, row_weight
 
         # Sorted matching is between all rows of a step, so one row cannot count more than another.
-        weight = 1.0 if self.method.statistic == "sorted" else row_weight(row)
+        weight = 1.0 if self.method.statistic.startswith("sorted") else row_weight(row)
         return make_item(row["row_id"], prompt, [ids for ids, _ in responses], [mask for _, mask in responses], weight=weight,
                          prompt_id=row.get("prompt_id"), **extra)
 

@@ -41,6 +41,10 @@ class Config(RowsConfig):
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = Field(
         "token-mean", description="Loss aggregation over the whole optimizer step (sft.nll); the last divides sums by loss_scale_factor.")
     loss_scale_factor: float | None = Field(None, gt=0, title="Loss scale factor", description="loss_agg_mode=seq-mean-token-sum-norm: constant that divides the token sums; empty: max_length.")
+    loss_type: Literal["nll", "dft"] = Field("nll", description="Loss of a trained token: -log p, or that times its own (constant) probability p (Dynamic Fine-Tuning, Wu et al. 2025).")
+    label_smoothing_factor: float = Field(0.0, ge=0, lt=1, description="Share of the target's place that is spread evenly over the vocabulary (Hugging Face's label smoothing); 0 = off.")
+    neftune_noise_alpha: float | None = Field(None, gt=0, title="NEFTune alpha", description="Uniform noise of up to alpha / sqrt(tokens of the row * hidden size) on the embeddings in training "
+                                                                                           "(NEFTune, Jain et al. 2023: 5-15); empty: none.")
     curriculum: Literal["none", "length", "difficulty"] = Field(
         "none", description="Train from easy to hard (sft.curriculum): by trained tokens, or by the rows' `difficulty` (ingested from that column).")
     curriculum_stages: int = Field(3, ge=1, description="Parts of equal size of a curriculum, each for all its epochs, shuffled inside.")
@@ -48,13 +52,23 @@ class Config(RowsConfig):
                                      description="Weight of the unlikelihood of repeated tokens (sft.unlikelihood; Welleck et al. 2020: 1); 0 = off.")
     unlikelihood_window: int = Field(32, ge=1, description="Trained tokens back within the row that must not come again, unless one is the target (ours 32; "
                                                            "Welleck et al.: all).")
-    self_paced_threshold: float | None = Field(None, gt=0, title="Self-paced threshold", description="Train only on rows whose mean token loss is below it, "
+    self_paced_threshold: float | None = Field(None, gt=0, title="Self-paced threshold", description="Train only on rows whose mean NLL per token is below it, "
                                                                                                      "1/K of sft.self_paced at the "
                                                "first step [nats]; empty: on all. The first validation loss is a good start.")
     self_paced_threshold_end: float | None = Field(None, gt=0, title="Self-paced threshold at the end",
                                                    description="1/K at the last step, reached by a constant factor per step; empty: constant.")
     eval_prompts: int = Field(64, ge=1, description="Validation prompts answered at each pass and scored by the reward_model input, where there is one.")
     eval_completion_length: int = Field(128, ge=1, description="New tokens of these answers at most.")
+
+    @model_validator(mode="after")
+    def _terms_fit(self):
+        if self.label_smoothing_factor and (self.loss_type == "dft" or self.unlikelihood_coef):
+            other, why = ("loss_type=dft", "takes tokens by their own probability and lets unlikely ones go") if self.loss_type == "dft" else (
+                f"unlikelihood_coef={self.unlikelihood_coef:g}", "pushes down tokens that smoothing pushes up")
+            raise ValueError(f"label_smoothing_factor={self.label_smoothing_factor:g} gives every token of the vocabulary a share, and {other} {why}; write one of the two")
+        if self.neftune_noise_alpha is not None and self.forward == "compiled":
+            raise ValueError("neftune_noise_alpha adds to the embeddings in the middle of a forward that forward=compiled has already compiled; write forward=auto or forward=model")
+        return self
 
     @model_validator(mode="after")
     def _threshold_rises(self):
@@ -84,15 +98,18 @@ class NextToken:
     ``unlikelihood_coef`` adds, at every trained token, -log(1 - p) of the tokens of :func:`recent_tokens`, summed and then aggregated like the
     likelihood (``sft.unlikelihood``, Welleck et al. 2020). With a ``threshold`` a row counts only while its mean token loss is below it: v in
     min_v sum v L - threshold sum v (``sft.self_paced``, Kumar et al. 2010, threshold = 1/K). v is decided from the forward that trains, has no
-    gradient, and leaves the counts that divide alone, as in the sum above.
+    gradient, and leaves the counts that divide alone, as in the sum above. ``loss_type`` and ``label_smoothing_factor`` say what a token's loss is
+    (:func:`stages.losses.dynamic_nll`, :func:`stages.losses.smoothed_nll`); metrics and threshold stay the NLL's. ``noise`` (:class:`Noise`) is added to
+    the embeddings of whatever is computed with gradients.
     """
 
     def __init__(self, loss_agg_mode: str, unlikelihood_coef: float = 0.0, unlikelihood_window: int = 32, threshold: float | None = None,
-                 loss_scale_factor: float | None = None):
+                 loss_scale_factor: float | None = None, loss_type: str = "nll", label_smoothing_factor: float = 0.0, noise: Noise | None = None):
         from stages.losses import denominator_of
 
         self.mode, self.count, self.loss_scale_factor = loss_agg_mode, denominator_of(loss_agg_mode), loss_scale_factor
         self.coef, self.window, self.threshold = unlikelihood_coef, unlikelihood_window, threshold
+        self.loss_type, self.smoothing, self.noise = loss_type, label_smoothing_factor, noise
 
     def counts(self, items):
         tokens = sum(i.n_targets * i.extra["weight"] for i in items)
@@ -104,19 +121,24 @@ class NextToken:
         import torch
 
         from stages.direct_losses import unlikelihood_loss
-        from stages.losses import aggregate, token_nll
-        from stages.modeling import column_logps, head_of, hidden_states, target_logps
+        from stages.losses import aggregate, dynamic_nll, smoothed_nll, token_nll
+        from stages.modeling import column_logps, head_of, hidden_states, token_and_mean_logps, token_logps
         from stages.training import Sums
 
         negative, hits = {}, torch.zeros(len(batch.target_N), dtype=torch.bool, device=batch.target_N.device)
+        noise = self.noise(batch, model) if self.noise is not None and torch.is_grad_enabled() else None
+        head, states = head_of(model), hidden_states(model, batch, batch.src_N, noise)
         if self.coef:
             repeats, valid = recent_tokens(batch.target_N, batch.seq_N, self.window)
-            columns, _ = column_logps(head_of(model), hidden_states(model, batch, batch.src_N), torch.cat([batch.target_N[:, None], repeats], 1))
+            columns, _ = column_logps(head, states, torch.cat([batch.target_N[:, None], repeats], 1))
             logps, wrong = columns[:, 0], columns[:, 1:].masked_fill(~valid, -1.0)
             negative["unlikelihood"] = self.coef * unlikelihood_loss(wrong).masked_fill(~valid, 0.0).sum(1)
             repeated = (wrong.detach().exp() * valid).sum()
+        elif self.smoothing:
+            logps, means = token_and_mean_logps(head, states, batch.target_N, hits)
         else:
-            logps, _ = target_logps(model, batch, hits=hits)
+            logps, _ = token_logps(head, states, batch.target_N, hits=hits)
+        nll = dynamic_nll(logps) if self.loss_type == "dft" else smoothed_nll(logps, means, self.smoothing) if self.smoothing else token_nll(logps)
         weights = torch.tensor([i.extra["weight"] for i in batch.items], device=logps.device)
         trained = torch.tensor(float(len(logps)))
         metrics = {"target_nll": (-logps.detach().sum(), "targets"), "target_fraction": (trained, "real"), "trained_tokens": (trained, "step"),
@@ -128,7 +150,7 @@ class NextToken:
             weights = weights * easy
             metrics["admitted"] = (easy.sum().float(), "rows")
         terms = {name: (aggregate(batch.padded(values) * weights[:, None], batch.mask_SL, self.mode, self.loss_scale_factor)[0], self.count)
-                 for name, values in {"nll": token_nll(logps), **negative}.items()}
+                 for name, values in {"nll": nll, **negative}.items()}
         return Sums(terms, metrics)
 
 
@@ -157,6 +179,44 @@ def recent_tokens(target_N, seq_N, window: int):
     before = before.clamp(min=0)
     valid &= (seq_N[before] == seq_N[:, None]) & (again[before] > at[:, None])  # not the target, and not there again nearer by
     return torch.where(valid, target_N[before], target_N[:, None]), valid
+
+
+class Noise:
+    """Embedding noise of NEFTune (Jain et al. 2023): each number uniform within alpha / sqrt(L H), L tokens of the row, H hidden size.
+
+    Drawn anew for every row of every optimizer step from a generator of its own, so neither micro-batches nor resuming change it.
+
+    Args:
+        rng: ``rng(purpose, *counters)``, counter-based.
+    """
+
+    def __init__(self, alpha: float, rng):
+        self.alpha, self.rng, self.step = alpha, rng, 0
+
+    def __call__(self, batch, model):
+        """Noise of a batch's tokens ``[U, H]``, float32."""
+        import numpy as np
+        import torch
+
+        from stages.batching import size
+
+        width = model.get_input_embeddings().weight.shape[-1]
+        rows = [(self.rng("neftune", self.step, item.row_id).random((size(item), width), dtype=np.float32) * 2 - 1) * (self.alpha / (size(item) * width) ** 0.5) for item in batch.items]
+        return torch.as_tensor(np.concatenate(rows).astype(np.float32)).to(batch.ids_U.device)
+
+
+class Noisy:
+    """A source whose steps tell the noise which of them they are."""
+
+    def __init__(self, source, noise: Noise):
+        self._source, self._noise, self.total_steps = source, noise, source.total_steps
+
+    def __getattr__(self, name):
+        return getattr(self._source, name)
+
+    def items(self, step: int):
+        self._noise.step = step
+        return self._source.items(step)
 
 
 class SelfPaced:
@@ -209,9 +269,13 @@ def run(stage):
               f"{sum(i.n_targets for i in train)} of them trained; {len(validation)} validation rows; dropped {dropped}")
     source = rows_in_order(stage, train, config)
     answers = Answers(stage, dataset, renderer, model) if stage.has("reward_model") else None
-    objective = NextToken(config.loss_agg_mode, config.unlikelihood_coef, config.unlikelihood_window, loss_scale_factor=config.loss_scale_factor or config.max_length)
+    noise = None if config.neftune_noise_alpha is None else Noise(config.neftune_noise_alpha, stage.rng)
+    objective = NextToken(config.loss_agg_mode, config.unlikelihood_coef, config.unlikelihood_window, loss_scale_factor=config.loss_scale_factor or config.max_length,
+                          loss_type=config.loss_type, label_smoothing_factor=config.label_smoothing_factor, noise=noise)
     if config.self_paced_threshold is not None:
         source = SelfPaced(stage, source, objective, config)
+    if noise is not None:
+        source = Noisy(source, noise)
     trainer = Trainer(model, objective, config, source.total_steps, stage.device)
     preflight(stage, trainer, train, config.batch_size, renderer, completions_end=not full_text)
 

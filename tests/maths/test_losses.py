@@ -167,7 +167,7 @@ def call(row, policy, refs, **changes):
     return fn(*policy, *refs, **given)
 
 
-@pytest.mark.parametrize("name", [n for n in DIRECT_METHODS if n not in ("wpo", "aot")])  # those detach on purpose; see test_align_methods
+@pytest.mark.parametrize("name", [n for n in DIRECT_METHODS if n not in ("wpo", "aot_unpaired")])  # those detach on purpose; see test_align_methods
 def test_direct_losses_match_finite_differences(name):
     row = DIRECT_METHODS[name]
     g = torch.Generator().manual_seed(4)
@@ -219,6 +219,117 @@ def test_relations_between_direct_losses():
     assert torch.allclose(direct_losses.rpo_loss(*a, beta=0.4, score_gap=gap, eta=1.0), zero, atol=1e-12)
     assert torch.allclose(direct_losses.kto_loss(zero, 0.0, torch.tensor([True, False] * 3), desirable_weight=1.0, undesirable_weight=2.0),
                           torch.tensor([0.5, 1.0] * 3, dtype=F64))
+
+
+def f_prime(t, kind, alpha):
+    """f'(t) of the four divergences as the paper's table has them, less the constant that cancels (Wang et al. 2023)."""
+    return {"reverse_kl": lambda: np.log(t), "forward_kl": lambda: 1 - 1 / t, "js_divergence": lambda: np.log(2 * t / (1 + t)),
+            "alpha_divergence": lambda: (t ** (alpha - 1) - 1) / (alpha - 1)}[kind]()
+
+
+DIVERGENCES = [("reverse_kl", 0.5), ("forward_kl", 0.5), ("js_divergence", 0.5), *(("alpha_divergence", a) for a in (0.0, 0.3, 0.5, 0.9))]
+
+
+@pytest.mark.parametrize("kind,alpha", DIVERGENCES)
+def test_f_divergence_scores_are_the_derivative_at_the_ratio(kind, alpha):
+    h = torch.linspace(-9, 9, 37, dtype=F64, requires_grad=True)
+    score = direct_losses.f_divergence_score(h, kind, alpha)
+    assert np.allclose(score.detach(), f_prime(np.exp(h.detach().numpy()), kind, alpha), rtol=1e-12, atol=1e-13)
+    assert float(direct_losses.f_divergence_score(torch.zeros((), dtype=F64), kind, alpha)) == pytest.approx(0.0, abs=1e-15)
+    slope, = torch.autograd.grad(score.sum(), h)
+    eps = 1e-6
+    moved = [direct_losses.f_divergence_score(h.detach() + s * eps, kind, alpha) for s in (1, -1)]
+    assert (slope > 0).all() and np.allclose(slope, (moved[0] - moved[1]) / (2 * eps), rtol=1e-5, atol=1e-5)  # a higher ratio is a higher reward
+
+
+@pytest.mark.parametrize("kind,alpha", DIVERGENCES)
+def test_f_divergence_scores_keep_float32s_digits(kind, alpha):
+    h = torch.linspace(-15, 15, 31, requires_grad=True)
+    wide = h.detach().double().requires_grad_()
+    scores = [direct_losses.f_divergence_score(x, kind, alpha) for x in (h, wide)]
+    slopes = [torch.autograd.grad(s.sum(), x)[0].double() for s, x in zip(scores, (h, wide))]
+    assert torch.allclose(scores[0].double(), scores[1], rtol=1e-5, atol=1e-6) and torch.allclose(*slopes, rtol=1e-5, atol=2e-7)
+
+
+@pytest.mark.parametrize("kind,alpha", DIVERGENCES)
+def test_f_divergence_scores_stay_finite_and_keep_their_order_far_off(kind, alpha):
+    """Log-ratios of 10 000 nats in float32: a finite loss and gradient, the tangent where the power would overflow, still rising."""
+    h = torch.tensor([-1e4, -300.0, -41.0, -5.0, 5.0, 300.0, 1e4], requires_grad=True)
+    score = direct_losses.f_divergence_score(h, kind, alpha)
+    loss = losses.dpo_loss(score, score.flip(0), torch.zeros(7), torch.zeros(7))
+    loss.sum().backward()
+    assert torch.isfinite(score).all() and torch.isfinite(loss).all() and torch.isfinite(h.grad).all() and (score.diff() >= 0).all() and (score[:4].diff() > 0).all()
+    power = {"forward_kl": -1.0, "alpha_divergence": alpha - 1}.get(kind)
+    if power:
+        at = losses.LOG_RATIO_CLAMP / power
+        inside, beyond = (torch.tensor(at * s, dtype=F64, requires_grad=True) for s in (1 - 1e-9, 1 + 1e-9))
+        values = [direct_losses.f_divergence_score(x, kind, alpha) for x in (inside, beyond)]
+        slopes = [torch.autograd.grad(v, x)[0] for v, x in zip(values, (inside, beyond))]
+        assert float(values[0].detach()) == pytest.approx(float(values[1].detach()), rel=1e-6) and float(slopes[0]) == pytest.approx(float(slopes[1]), rel=1e-6)
+
+
+def test_alpha_divergences_end_in_the_kl_divergences():
+    h = torch.linspace(-5, 5, 11, dtype=F64)
+    of = direct_losses.f_divergence_score
+    assert torch.allclose(of(h, "alpha_divergence", 0.0), of(h, "forward_kl")) and torch.equal(of(h, "alpha_divergence", 1.0), h) and torch.equal(of(h), h)
+    assert torch.allclose(of(h, "alpha_divergence", 1 - 1e-5), h, atol=2e-4)
+    with pytest.raises(ValueError, match="js_divergence"):
+        of(h, "js")
+
+
+@pytest.mark.parametrize("eps", (0.0, 0.2))
+def test_aot_taken_apart_by_rows_is_the_sorted_loss_of_the_batch(eps):
+    """Both forms against the sort of the whole batch in numpy; and value and gradient of the rows add up to it."""
+    g = torch.Generator().manual_seed(3)
+    pc, pr, rc, rr = (torch.randn(9, generator=g, dtype=F64) * 3 for _ in range(4))
+    pc.requires_grad_(), pr.requires_grad_()
+
+    def logistic(delta):
+        return np.mean((1 - eps) * np.logaddexp(0, -0.3 * delta) + eps * np.logaddexp(0, 0.3 * delta))
+
+    c, r, qc, qr = (x.detach().numpy() for x in (pc, pr, rc, rr))
+    margin = direct_losses.equal_ranks((pc - pr).detach(), rc - rr)
+    paired = direct_losses.aot_paired_loss(pc, pr, rc, rr, beta=0.3, label_smoothing=eps, matched_margin=margin).mean()
+    assert float(paired.detach()) == pytest.approx(logistic(np.sort(c - r) - np.sort(qc - qr)), rel=1e-12)
+    by_sort = losses.soft_bce(0.3 * (torch.sort(pc - pr).values - torch.sort(rc - rr).values), 1 - eps).mean()
+    for one, two in zip(torch.autograd.grad(paired, (pc, pr)), torch.autograd.grad(by_sort, (pc, pr))):
+        assert torch.allclose(one, two, atol=1e-15)
+    unpaired = direct_losses.aot_unpaired_loss(pc - rc, pr - rr, beta=0.3, label_smoothing=eps).mean()
+    assert float(unpaired.detach()) == pytest.approx(logistic(np.sort(c - qc) - np.sort(r - qr)), rel=1e-12)
+    matches = dict(zip(("matched_rejected", "matched_chosen"), direct_losses.aot_matches((pc - rc).detach(), (pr - rr).detach())))
+    rows = direct_losses.aot_matched_loss(pc, pr, rc, rr, beta=0.3, label_smoothing=eps, **matches).mean()
+    assert float(rows.detach()) == pytest.approx(float(unpaired.detach()), rel=1e-12)
+    for one, two in zip(torch.autograd.grad(rows, (pc, pr)), torch.autograd.grad(unpaired, (pc, pr))):
+        assert torch.allclose(one, two, atol=1e-15)
+
+
+def test_equal_ranks_of_equal_values_and_of_one():
+    tie, ones = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([5.0])
+    assert direct_losses.equal_ranks(tie, torch.tensor([9.0, 7.0, 8.0])).tolist() == [8.0, 9.0, 7.0]
+    assert direct_losses.equal_ranks(ones, ones * 2).tolist() == [10.0]
+
+
+def test_dynamic_and_smoothed_token_losses():
+    """DFT's gradient is p times the NLL's; smoothing is Hugging Face's own LabelSmoother; eps 0 is the NLL."""
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    z = torch.randn(2, 5, 7, dtype=F64, requires_grad=True)
+    labels = torch.randint(0, 7, (2, 5))
+    labels[0, 3] = -100
+    logp = torch.log_softmax(z, -1)
+    picked, trained = logp.gather(-1, labels.clamp(min=0)[..., None])[..., 0], labels >= 0
+    theirs = LabelSmoother(epsilon=0.1)({"logits": z.float()}, labels)
+    ours = losses.smoothed_nll(picked, logp.mean(-1), 0.1)[trained].mean()
+    assert float(ours.detach()) == pytest.approx(float(theirs.detach()), rel=1e-6)
+    assert torch.equal(losses.smoothed_nll(picked, logp.mean(-1), 0.0), losses.token_nll(picked))
+    p = picked.detach().exp().numpy()
+    assert np.allclose(losses.dynamic_nll(picked).detach(), -p * np.log(p))
+    gradient, = torch.autograd.grad(losses.dynamic_nll(picked).sum(), z, retain_graph=True)
+    one_hot = np.eye(7)[labels.clamp(min=0).numpy()]
+    assert np.allclose(gradient, p[..., None] * (logp.detach().exp().numpy() - one_hot))
+    certain = torch.tensor([0.0, -1e4], requires_grad=True)
+    losses.dynamic_nll(certain).sum().backward()
+    assert certain.grad.tolist() == [-1.0, 0.0]
 
 
 def test_doubling_a_response_doubles_dpo_margins_and_leaves_mean_methods_alone():

@@ -60,14 +60,17 @@ class World:
         self.objective = DirectAlignment(self.config)
         self.method = self.objective.method
         self.policy, self.reference = load_policy(tiny["policy"]).double(), freeze(load_policy(tiny["other"]).double())
-        encode = Encoder(renderer_for(tiny["policy"]), self.method, self.config, lambda *purpose: randomness.rng(0, "align", *purpose))
+        encode = Encoder(renderer_for(tiny["policy"]), self.objective.reads, self.config, lambda *purpose: randomness.rng(0, "align", *purpose))
         self.items = encode(open_dataset(preferences[DATA[self.method.data]]), split)
         self.dropped = encode.dropped
         self.rows = self.items + [i.extra["mismatched"] for i in self.items if "mismatched" in i.extra]
         for item in self.rows if self.method.needs_reference else ():
             with torch.no_grad():
                 values = [self.logps(self.reference, item, k) for k in range(len(item.responses))]
-            if self.method.data == "segments":
+            item.extra["ref_tokens"] = values
+            if self.config.ld_alpha is not None:
+                item.extra["ref"] = [[float(part.sum()) for part in parts(values, item, k)] for k in range(2)]
+            elif self.method.data == "segments":
                 item.extra["ref"] = [[float(v[a:b].sum()) for a, b in side] for v, side in zip(values, item.extra["segments"])]
             else:
                 item.extra["ref"] = [float(v.sum()) for v in values]
@@ -101,6 +104,13 @@ class World:
         total = formula(rows)
         total.backward()
         return float(total.detach()), torch.cat([p.grad.flatten() for p in self.policy.parameters()])
+
+
+def parts(tokens, item, k):
+    """(log-probs of response k within the number of trained tokens of the pair's shorter response, those beyond)."""
+    trained = tokens[k][torch.tensor(item.masks[k].astype(bool))]
+    common = min(int(m.sum()) for m in item.masks[:2])
+    return trained[:common], trained[common:]
 
 
 def sig(x):
@@ -138,7 +148,12 @@ def log_odds_ratio(r):
     return a - b
 
 
-def aot(rows):
+def aot_paired(rows):
+    policy, ref = torch.stack([r["S"][0] - r["S"][1] for r in rows]), torch.tensor([r["ref"][0] - r["ref"][1] for r in rows], dtype=torch.float64)
+    return L(0.1 * (torch.sort(policy)[0] - torch.sort(ref)[0])).mean()
+
+
+def aot_unpaired(rows):
     w, l = (torch.stack(x) for x in zip(*(H(r) for r in rows)))
     return L(0.1 * (torch.sort(w)[0] - torch.sort(l)[0])).mean()
 
@@ -227,7 +242,7 @@ FORMULAS = {
     "exo_pair": pairwise(lambda r, w, l: exo(0.1 * (w - l))),
     "r_dpo": pairwise(lambda r, w, l: L(0.1 * (w - l) + 0.05 * r["n"][0] - 0.05 * r["n"][1])),
     "wpo": pairwise(lambda r, w, l: torch.exp(sum(M(r))).item() * L(0.1 * (w - l))),
-    "aot": aot,
+    "aot_unpaired": aot_unpaired, "aot_paired": aot_paired,
     "dpo_nll": pairwise(lambda r, w, l: L(0.1 * (w - l)) + nll(r)),
     "mdpo": pairwise(lambda r, w, l: L(0.1 * (w - l)) + L(0.1 * (w - (r["S"][2] - r["ref"][2]))) + L(0.1 * w)),
     "2d_dpo": two_d,

@@ -23,7 +23,7 @@ def steps_of(made):
 
 
 @pytest.mark.parametrize("method,kind", [("simpo", "pairs"), ("orpo", "pairs"), ("kto", "unpaired"), ("kto", "pairs"), ("bco", "rankings"), ("dpo", "rankings"),
-                                         ("dpo", "unpaired"), ("sppo", "rankings"), ("pl_dpo", "pairs"), ("2d_dpo", "segments"), ("mdpo", "pairs"), ("aot", "pairs")])
+                                         ("dpo", "unpaired"), ("sppo", "rankings"), ("pl_dpo", "pairs"), ("2d_dpo", "segments"), ("mdpo", "pairs"), ("aot_unpaired", "pairs"), ("aot_paired", "pairs")])
 def test_a_stage_run_trains_and_says_what_it_saw(tiny, preferences, spec, method, kind):
     """From a dataset of one kind, converted where the method wants another; two steps; the reference cache only where there is a reference."""
     if (method, kind) == ("dpo", "unpaired"):
@@ -97,7 +97,7 @@ def test_impossible_settings_say_what_to_write(tiny, preferences, spec):
 @pytest.mark.parametrize("config,text", [
     *(({"reference_update": update, "select_by": name, "eval_every": 4}, "measured from another reference.*reference_update=frozen")
       for update, name in (("per_interval", "loss"), ("ema", "rewards/accuracies"), ("tr_soft", "displacement/both_fell_fraction"))),
-    ({"method": "aot", "logp_reduction": "mean"}, "by their sums; leave logp_reduction out"), ({"method": "wpo", "logp_reduction": "mean"}, "leave logp_reduction out")])
+    *(({"method": f"aot_{kind}", "logp_reduction": "mean"}, "by their sums; leave logp_reduction out") for kind in ("paired", "unpaired")), ({"method": "wpo", "logp_reduction": "mean"}, "leave logp_reduction out")])
 def test_what_a_moving_reference_or_means_would_make_meaningless_is_refused(config, text):
     with pytest.raises(ConfigError, match=text):
         DirectAlignment(Config(**config))

@@ -56,6 +56,8 @@ CASES = {  # name: (stage, settings, rows)
     "rl, trust region": ("rl", {**RL, "preset": "trpo", "truncation_policy": "score", "max_steps": 4}, "prompts"),
     "rl, trust region, LoRA": ("rl", {**RL, "preset": "trpo", "truncation_policy": "score", "lora_rank": 4}, "prompts"),
     "sft, LoRA, sharded": ("sft", {**ROWS, **FULL, "learning_rate": 1e-2, "lora_rank": 4, "ema_decay": 0.5}, "demonstrations"),
+    "sft, noise and smoothing, sharded": ("sft", {**ROWS, **FULL, "neftune_noise_alpha": 20.0, "label_smoothing_factor": 0.1}, "demonstrations"),
+    "align, pairs matched over the step and weighed in parts, sharded": ("align", {**ROWS, **FULL, "method": "aot_paired", "ld_alpha": 0.5}, "pairs"),
     "align, own statistics, sharded": ("align", {**ROWS, **FULL, "method": "kto"}, "pairs"),
     "align, given reference, sharded": ("align", {**ROWS, **FULL}, "pairs"),
     "align, LoRA, moving reference, sharded": ("align", {**ROWS, **FULL, "lora_rank": 4, "learning_rate": 1e-2, "reference_update": "tr_soft", "reference_interval": 2}, "pairs"),

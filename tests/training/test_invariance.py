@@ -52,15 +52,20 @@ def objectives():
     from stages.policy_update import PolicyGradient
     from stages.algorithms import RL_PRESETS
     from stages.rl import Config as RLConfig
-    from stages.sft import NextToken
+    from stages import randomness
+    from stages.sft import NextToken, Noise
 
     out = {f"sft/{mode}": (NextToken(mode), text_items, False) for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
     out["sft/unlikelihood"] = (NextToken("token-mean", unlikelihood_coef=0.5, unlikelihood_window=4), text_items, False)
     out["sft/self_paced"] = (NextToken("seq-mean-token-sum", unlikelihood_coef=0.5, threshold=7.5), text_items, False)
+    noise = Noise(20.0, lambda *purpose: randomness.rng(0, "sft", *purpose))
+    out |= {f"sft/{name}": (NextToken("token-mean", **more), text_items, False) for name, more in (
+        ("dft", {"loss_type": "dft"}), ("label_smoothing", {"label_smoothing_factor": 0.1}), ("neftune", {"noise": noise}))}
     out["reward_model"] = (RewardLoss(
         REWARD_OBJECTIVES["bt"], RewardConfig(use_margin=True, use_soft_labels=True, center_rewards_coefficient=0.01), "last"), pair_items, True)
     for method in ("dpo", "orpo"):  # every method: test_align_methods
         out[f"align/{method}"] = (DirectAlignment(AlignConfig(method=method)), pair_items, False)
+    out["align/mpo"] = (DirectAlignment(AlignConfig(loss_weight=0.8, also=[{"method": "bco_pair", "weight": 0.2}], nll_coef=1.0, nll_reduction="token-mean")), pair_items, False)
     for preset, row in RL_PRESETS.items():
         out[f"rl/{preset}"] = (PolicyGradient(row, RLConfig(preset=preset, num_generations=3, entropy_coef=0.01)), group_items, False)
     return out
