@@ -18,11 +18,11 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from stages.memory import Role
-from stages.settings import OptimizerConfig
+from stages.settings import ChatConfig, OptimizerConfig
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 
-class Config(OptimizerConfig):
+class Config(OptimizerConfig, ChatConfig):
     LORA_RATE: ClassVar[float] = 10.0
 
     method: Literal["dpo", "cdpo", "robust_dpo", "soft_dpo", "ipo", "soft_ipo", "hinge_norm", "length_norm", "apo_zero", "apo_down", "discopop",
@@ -97,7 +97,7 @@ SPEC = StageSpec(
 def run(stage):
     import math
 
-    from stages.chat import renderer_for
+    from stages.chat import renderer_for, stage_renderer
     from stages.curves import training_report
     from stages.direct_alignment import UNIT, AlignmentRows, DirectAlignment, MovingReference
     from stages.modeling import policy_to_train, save_policy
@@ -111,7 +111,7 @@ def run(stage):
     except ValueError as error:  # settings that do not fit together are the user's to change: no traceback, exit code 2
         raise ConfigError(str(error)) from None
     method, unit = objective.method, UNIT[objective.method.data]
-    renderer = renderer_for(stage.path("model"))
+    renderer = stage_renderer(stage)
     if stage.has("reference") and renderer_for(stage.path("reference")).vocabulary_hash != renderer.vocabulary_hash:
         raise ConfigError("the input `reference` has another tokenizer than the policy, so the same ids are other words to it; give a model with the policy's vocabulary, "
                          "normally the one that training starts from.")
