@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_validator
 
 from stages.memory import Role
-from stages.settings import OptimizerConfig
+from stages.settings import ChatConfig, OptimizerConfig
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageConfig, StageSpec
 
 
@@ -37,7 +37,7 @@ class Addend(StageConfig):
     options: dict[str, bool | float | str] = Field(default_factory=dict, description="The loss's own options, as of the stage's method.")
 
 
-class Config(OptimizerConfig):
+class Config(OptimizerConfig, ChatConfig):
     LORA_RATE: ClassVar[float] = 10.0
 
     method: Method = Field("dpo", description="Direct-alignment loss (stages.algorithms.DIRECT_METHODS).")
@@ -128,7 +128,7 @@ SPEC = StageSpec(
 def run(stage):
     import math
 
-    from stages.chat import renderer_for
+    from stages.chat import renderer_for, stage_renderer
     from stages.curves import training_report
     from stages.direct_alignment import UNIT, AlignmentRows, DirectAlignment, MovingReference
     from stages.modeling import policy_to_train, save_policy
@@ -142,7 +142,7 @@ def run(stage):
     except ValueError as error:  # settings that do not fit together are the user's to change: no traceback, exit code 2
         raise ConfigError(str(error)) from None
     method, unit = objective.reads, UNIT[objective.method.data]
-    renderer = renderer_for(stage.path("model"))
+    renderer = stage_renderer(stage)
     if stage.has("reference") and renderer_for(stage.path("reference")).vocabulary_hash != renderer.vocabulary_hash:
         raise ConfigError("the input `reference` has another tokenizer than the policy, so the same ids are other words to it; give a model with the policy's vocabulary, "
                          "normally the one that training starts from.")

@@ -17,10 +17,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
+from stages.settings import ChatConfig
+from stages.spec import InputSpec, OutputSpec, StageSpec
 
 
-class Config(StageConfig):
+class Config(ChatConfig):
     top_k: int = Field(50, ge=1, description="Tokens kept per position (Askell et al. 50, unverified); at most the vocabulary.")
     distillation_temperature: float = Field(1.0, gt=0, description="Temperature of the teacher's distribution; distill must train at the same.")
     context: str | None = Field(None, title="Context", description="System message that the teacher reads before each conversation and the student never sees "
@@ -40,12 +41,12 @@ SPEC = StageSpec(
 
 def run(stage):
     from stages.batching import per_response
-    from stages.chat import renderer_for
+    from stages.chat import stage_renderer
     from stages.modeling import freeze, head_of, hidden_states, load_policy, top_logps
     from stages.reports import document, facts
     from storage.datasets import open_dataset
 
-    config, renderer = stage.config, renderer_for(stage.path("model"))
+    config, renderer = stage.config, stage_renderer(stage)
     items, dropped = encode(stage, renderer)
     writer = stage.writer("captured", "teacher_logps/1", meta={"context": config.context})
     done = stage.units_done

@@ -10,7 +10,11 @@ How a conversation becomes ids
        exactly the ids that generation starts from: what is trained is what is sampled. A piece in the middle gets none of the space
        that SentencePiece-like tokenizers write before a text, so the ids are those of the whole text wherever borders are token borders.
     4. The trained span of an assistant turn runs from the end of its generation prompt to the end of its stop
-       token; that it holds the message's text is verified, row by row.
+       token; that it holds the message's text and calls is verified, row by row.
+
+Tools (catalogue ``synth.tool_data``)
+    A message's ``functions`` and ``function_calls`` go to the template in the form that it shows, which is tried out once: as they are (OLMo), or as ``tools`` and ``tool_calls``
+    of OpenAI's form (Qwen, Llama 3.1, Hermes, GLM, ...). A template that shows neither is refused, since a turn that calls would be trained as an empty one.
 
 Masks mark *target* tokens: ``mask[j] = 1`` means that token ``j`` is predicted (from position ``j - 1``) and in the loss.
 """
@@ -22,8 +26,10 @@ import json
 import re
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
+
+from stages.tools import BadCall, render_call, stored_calls, stored_tools, tells_tools
 
 MASK_POLICIES = ("all_assistant", "final_turn", "final_message", "completion", "full")
 
@@ -40,6 +46,9 @@ PLAIN_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- 'Assistant: ' -}}{%- endif -%}"
 )
+
+#: A name that no template has: what a template shows of it, it reads.
+_PROBE = "zxqvprobe"
 
 # Private-use characters that stand for special-token strings found inside content while the template runs.
 _SENTINEL_BASE = 0xF0000
@@ -112,20 +121,33 @@ class Renderer:
     Args:
         tokenizer: from :func:`load_tokenizer`.
         generation_config: adds its ``eos_token_id`` list to :attr:`stop_ids`.
+        template_kwargs: variables that the template gets beside the messages, such as ``{"enable_thinking": False}``.
+
+    Raises:
+        RenderError: a variable that the template does not read.
     """
 
-    def __init__(self, tokenizer, generation_config=None):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer, generation_config=None, template_kwargs=None):
+        self.tokenizer, self.template_kwargs = tokenizer, dict(template_kwargs or {})
+        template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else json.dumps(tokenizer.chat_template, sort_keys=True)
+        if unread := [name for name in self.template_kwargs if not re.search(rf"\b{re.escape(name)}\b", template)]:
+            raise RenderError(f"chat_template_kwargs: the chat template reads no variable {unread[0]!r}, so it would change nothing; leave it out, or give a chat_template that reads it.")
         specials = sorted({t for t in tokenizer.all_special_tokens} |
                           {str(t) for t in tokenizer.get_added_vocab()}, key=len, reverse=True)
         self._specials = specials
         self._special_pattern = re.compile("|".join(map(re.escape, specials))) if specials else None
+        # Added tokens that are not special, such as Qwen's <think>, are tokens wherever they are written, and templates look for them in content.
+        control = [s for s in specials if s not in plain_tokens(tokenizer)]
+        self._control_pattern = re.compile("|".join(map(re.escape, control))) if control else None
         self._trailing_special = re.compile(rf"(?:{self._special_pattern.pattern})\s*\Z") if specials else None
         self._unprefixed = _without_leading_space(tokenizer)
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        self.template_hash = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()[:16]
-        turn_end = self.turn_end_id = self._turn_end_id()
+        self.template_hash = hashlib.sha256((template + (json.dumps(self.template_kwargs, sort_keys=True) if self.template_kwargs else "")).encode()).hexdigest()[:16]
+        turn_end = self.turn_end_id = self._turn_end_id({"role": "assistant", "content": "y"})
         self.stop_ids = stop_ids_of(tokenizer, generation_config) | ({turn_end} if turn_end is not None else set())
+        if "tool_calls" in template or "function_calls" in template:  # some end a call with a token of its own (gpt-oss: <|call|>)
+            call_end = self._turn_end_id({"role": "assistant", "content": "", "function_calls": render_call(_PROBE, {"x": "y"})})
+            self.stop_ids |= {call_end} & set(tokenizer.convert_tokens_to_ids(control))
 
     # -- public -------------------------------------------------------------------------------------------------
     @property
@@ -159,7 +181,7 @@ class Renderer:
         if isinstance(prompt, str):
             return self.text_ids(prompt, end=False), self.text_ids(prompt + text, end=False)
         shown, hidden = self._render_safely(prompt, generation=True)
-        written, more = self._hide(text) if self._special_pattern is not None else (text, {})
+        written, more = self._hide(text)
         return self._tokenise(shown, hidden), self._tokenise(shown + written, hidden | more)
 
     def completion_ids(self, prompt_messages, completion_messages) -> tuple[list[int], list[int], list[int]]:
@@ -230,28 +252,133 @@ class Renderer:
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     # -- rendering ----------------------------------------------------------------------------------------------
-    def _render(self, messages, generation: bool) -> str:
+    def _apply(self, messages, generation: bool, tools=None) -> str:
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation, **({"tools": tools} if tools else {}), **self.template_kwargs)
+
+    def _render(self, messages, generation: bool, tools=None) -> str:
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
+            return self._apply(messages, generation, tools)
         except Exception as error:
             roles = [m["role"] for m in messages]
             advice = ("Ingest the data with system_prompts=merge, which writes system prompts into the first user message," if "system" in roles
-                      else "Validate the data with the ingest stage")
+                      else "Let the environment answer as user (observation_role=user)" if "tool" in roles else "Validate the data with the ingest stage")
             raise RenderError(f"The chat template refused a conversation with roles [{', '.join(roles)}]: {error}. "
                               f"{advice} or use a template that knows these roles.") from error
 
     def _render_safely(self, messages, generation: bool):
         """(text, {sentinel: special string}): special-token strings in content are hidden from the template."""
         hidden: dict[str, str] = {}
-        if self._special_pattern is not None:
-            cleaned = []
-            for message in map(clean_message, messages):
-                if message.get("content") and self._special_pattern.search(message["content"]):
-                    content, more = self._hide(message["content"])
-                    message, hidden = {**message, "content": content}, hidden | more
-                cleaned.append(message)
-            messages = cleaned
-        return self._render(messages, generation), hidden
+        cleaned, plain = [], True
+        for message in map(clean_message, messages):
+            if self._control_pattern is not None and message.get("content") and self._control_pattern.search(message["content"]):
+                content, more = self._hide(message["content"])
+                message, hidden = {**message, "content": content}, hidden | more
+            plain = plain and len(message) == 2 and message["role"] != "tool"
+            cleaned.append(message)
+        if plain:
+            return self._render(cleaned, generation), hidden
+        shown, tools, calls = self._with_tools(cleaned, hidden)
+        text, at = self._render(shown, generation, tools), 0
+        for own in calls:
+            at = _end_of_calls(text, own, at)
+            if at is None:
+                raise RenderError(f"The chat template leaves out {_said(own)}, a tool call (some show only the first of a turn, or rewrite arguments). Set chat_template to one "
+                                  "that shows all of them as they are, or leave the row out.")
+        return text, hidden
+
+    # -- tools and calls ----------------------------------------------------------------------------------------
+    @cached_property
+    def _reads(self) -> dict[str, str | bool]:
+        """How the template takes ``tools``, ``functions``, ``tool_calls`` and ``function_calls``: False where it shows nothing of them; tool_calls ``dict`` or ``json`` by the arguments' form.
+
+        ``results``: whether it shows tool messages, if only by refusing them.
+        """
+        ask, system = {"role": "user", "content": "x"}, {"role": "system", "content": "s"}
+        about = {"name": _PROBE, "description": "d", "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "d"}}, "required": ["x"]}}
+
+        def shows(messages, tools=None) -> bool:
+            try:
+                return _PROBE in self._apply(messages, False, tools)
+            except Exception:  # templates raise errors of all kinds for what they do not take
+                return False
+
+        def called(**field) -> bool:
+            turn = [ask, {"role": "assistant", "content": "", **field}]
+            return shows(turn) or shows([*turn, {"role": "tool", "name": _PROBE[::-1], "tool_call_id": "call00001", "content": "y"}, {"role": "assistant", "content": "z"}])
+
+        def tool_call(arguments) -> list[dict]:
+            return [{"type": "function", "id": "call00001", "function": {"name": _PROBE, "arguments": arguments}}]
+
+        results, answers = [], [{"content": "", "tool_calls": tool_call({"x": "y"})}, {"content": "", "tool_calls": tool_call('{"x": "y"}')}, {"content": "", "function_calls": "f(x='y')"}, {"content": "z"}]
+        for answer in answers:
+            try:
+                results.append(_PROBE[::-1] in self._apply([ask, {"role": "assistant", **answer}, {"role": "tool", "name": "f", "tool_call_id": "call00001", "content": _PROBE[::-1]}], True))
+            except Exception:
+                continue
+        return {"tools": any(shows(start, [{"type": "function", "function": about}]) for start in ([ask], [system, ask])),
+                "functions": shows([{**system, "functions": _PROBE}, ask]), "function_calls": called(function_calls=_PROBE),
+                "tool_calls": "dict" if called(tool_calls=tool_call({"x": "y"})) else "json" if called(tool_calls=tool_call('{"x": "y"}')) else False,
+                "results": any(results) or not results}
+
+    def _with_tools(self, messages, hidden: dict[str, str]):
+        """(messages as the template takes them, tools or None, the calls of each message that has some); fills ``hidden``."""
+        shown, tools, calls = [], [], []
+        for message in messages:
+            message = dict(message)
+            if message["role"] == "tool" and not self._reads["results"]:
+                raise RenderError("The chat template does not show the messages of tools, so their answers would be missing. Set chat_template to one that knows the role tool, "
+                                  "or let the environment answer as user (observation_role=user).")
+            if message.get("functions") and not self._reads["functions"]:
+                functions = message.pop("functions")
+                if not tells_tools({**message, "functions": functions}):
+                    found = self._read(stored_tools, functions, "tools")
+                    if found and not self._reads["tools"]:
+                        raise RenderError(f"The conversation has tools ({found[0]['function']['name']}), which the chat template does not show, so calls would be learned of tools that "
+                                          "the model is not told of. Set chat_template to one that reads `tools` (or `functions`), or write the tools into the system message's text "
+                                          "and leave them out of the data's tools.")
+                    tools += found
+                    if message["role"] == "system" and found and not message["content"].strip():
+                        continue  # it only carried the tools: without one, the template tells its default
+            written = message.get("function_calls")
+            if written and not self._reads["function_calls"]:
+                del message["function_calls"]
+                found = self._read(stored_calls, written, "calls")
+                if not self._reads["tool_calls"]:
+                    raise RenderError("The conversation has tool calls, which the chat template does not show: the turn would be learned as one that ends where it should call. "
+                                      "Set chat_template to one that reads `tool_calls` (or `function_calls`), or write the calls into the message's text when the data is made "
+                                      "(ingest: tool_calls=text).")
+                found = self._hidden(found, hidden)
+                calls.append(found)
+                message["tool_calls"] = [{"type": "function", **({"id": call["id"]} if "id" in call else {}), "function": {"name": call["name"], "arguments": (
+                    json.dumps(call["arguments"], ensure_ascii=False) if self._reads["tool_calls"] == "json" else call["arguments"])}} for call in found]
+            elif written:
+                calls.append(self._hidden(written, hidden))
+            message |= {name: self._hidden(message[name], hidden) for name in ("name", "tool_call_id", "functions", "function_calls") if name in message}
+            shown.append(message)
+        return shown, self._hidden(tools, hidden) or None, calls
+
+    def _calls_of(self, message) -> list[dict] | str | None:
+        """The calls of a message as the template was given them."""
+        written = message.get("function_calls")
+        return self._hidden(written if self._reads["function_calls"] else self._read(stored_calls, written, "calls"), {}) if written else None
+
+    def _read(self, read, text: str, what: str):
+        try:
+            return read(text)
+        except BadCall as error:
+            raise RenderError(f"The conversation's {what} cannot be read: {error}. Write them as in OpenAI's API, or calls as name(argument='value'), one per line.") from None
+
+    def _hidden(self, value, hidden: dict[str, str]):
+        """``value`` with the special-token strings of all its texts hidden, which are added to ``hidden``."""
+        if isinstance(value, dict):
+            return {self._hidden(k, hidden): self._hidden(v, hidden) for k, v in value.items()}
+        if isinstance(value, list):
+            return [self._hidden(v, hidden) for v in value]
+        if not isinstance(value, str) or self._control_pattern is None or not self._control_pattern.search(value):
+            return value
+        text, more = self._hide(value)
+        hidden |= more
+        return text
 
     def _hide(self, content: str) -> tuple[str, dict[str, str]]:
         """(content with sentinels for the special-token strings in it, {sentinel: special string})."""
@@ -262,7 +389,7 @@ class Renderer:
             hidden[sentinel] = match.group()
             return sentinel
 
-        return self._special_pattern.sub(hide, content), hidden
+        return (self._control_pattern.sub(hide, content) if self._control_pattern is not None else content), hidden
 
     def _plain_ids(self, text: str, inside: bool = False) -> list[int]:
         """Ids of text in which nothing is a control token; ``inside``: it continues a text."""
@@ -333,14 +460,14 @@ class Renderer:
         cursor = 0
         for turn in turns:
             start_text, _ = self._render_safely(messages[:turn], generation=True)
-            last, content = turn == len(messages) - 1, self._hidden_content(messages[turn])
+            last, content, calls = turn == len(messages) - 1, self._hidden_content(messages[turn]), self._calls_of(messages[turn])
             closed = full if last else self._render_safely(messages[: turn + 1], False)[0]
-            if not full.startswith(start_text) or not full.startswith(closed) or (last and content not in full[len(start_text):]):
+            if not full.startswith(start_text) or not full.startswith(closed) or (last and _place(full[len(start_text):], content) is None):
                 full, content = self._composed(messages, turn, start_text, full[:cursor])
                 closed = full
             span = closed[len(start_text):]
-            stop = self._span_end(span, content)
-            self._check_header(span[:span.find(content)], start_text, messages[:turn])
+            stop = self._span_end(span, content, calls)
+            self._check_header(span, content, calls, start_text, messages[:turn])
             pieces.append((full[cursor: len(start_text)], 0))
             pieces.append((span[:stop], 1))
             cursor = len(start_text) + stop
@@ -353,9 +480,11 @@ class Renderer:
         mask = [trained for part, (_, trained) in zip(piece_ids, pieces) for _ in part]
         return ids, mask
 
-    def _check_header(self, header: str, start_text: str, before) -> None:
+    def _check_header(self, span: str, content: str, calls, start_text: str, before) -> None:
         """Without a generation prompt the header of a turn would be trained, and sampled as part of every answer."""
-        looks_like_one = "assistant" in header.lower() or (self._special_pattern is not None and self._special_pattern.search(header))
+        opens_with_call = bool(calls) and not content  # behind a token that says so, which is the policy's to write ([TOOL_CALLS])
+        header = span[:span.find(calls if isinstance(calls, str) else calls[0]["name"])] if opens_with_call else span[:_place(span, content)[0]]
+        looks_like_one = "assistant" in header.lower() or (not opens_with_call and self._special_pattern is not None and self._special_pattern.search(header))
         if looks_like_one and start_text == self._render_safely(before, generation=False)[0]:
             raise RenderError(f"The chat template has no generation prompt, so the header {header!r} of an assistant turn would be trained as part of the answer. End "
                               f"the template with {{%- if add_generation_prompt -%}}{{{{- {header!r} -}}}}{{%- endif -%}}")
@@ -367,9 +496,12 @@ class Renderer:
         """
         if turn < len(messages) - 1:
             raise RenderError("The chat template rewrites earlier turns, so one rendering cannot train all of them. "
-                              "Unroll the conversations (ingest: multiturn=all_turns) and set train_on=final_turn.")
+                              "Unroll the conversations (ingest: multiturn=all_turns) and set train_on=final_turn (final_message where turns call tools), "
+                              "or set chat_template to one that keeps earlier turns.")
         stand_in, content = chr(_SENTINEL_BASE + 0xFFF0), self._hidden_content(messages[turn])
         head, found, closing = self._render_safely([*messages[:turn], {**messages[turn], "content": stand_in}], generation=False)[0].rpartition(stand_in)
+        if not found and content and messages[turn].get("function_calls"):
+            raise RenderError(f"The chat template leaves out the text beside a tool call ({content[:60]!r}). Set chat_template to one that shows both, or leave the text out of turns that call.")
         opened = start_text[len(head):] if start_text.startswith(head) else ""
         if not found or not content or not start_text.startswith(done) or not (opened or head.startswith(start_text)):
             before = self._render_safely(messages[:turn], generation=False)[0]
@@ -386,19 +518,25 @@ class Renderer:
 
     def _hidden_content(self, message) -> str:
         text = message.get("content") or ""
-        if self._special_pattern is not None:
-            text = self._special_pattern.sub(lambda m: chr(_SENTINEL_BASE + self._specials.index(m.group())), text)
-        return text.strip()
+        return self._hide(text)[0].strip()
 
-    def _span_end(self, span: str, content: str) -> int:
-        """Offset just after the stop token that closes the turn; verifies that the span holds the content."""
-        at = span.find(content)
-        if at < 0:
+    def _span_end(self, span: str, content: str, calls=None) -> int:
+        """Offset just after the stop token that closes the turn; verifies that the span holds the content and the calls."""
+        place = _place(span, content)
+        if place is None:
             raise RenderError(f"The rendered assistant turn does not contain its own text ({content[:60]!r}); the chat template "
                               "changes content. Use a template that writes message['content'] as it is.")
-        tail = span[at + len(content):]
+        if calls:
+            end = _end_of_calls(span, calls, place[1])
+            if end is None and (before := _end_of_calls(span, calls, 0)) is not None and span.find(content, before) >= 0:  # Gemma 4 writes the text behind the calls
+                end = span.find(content, before) + len(content)
+            if end is None:
+                raise RenderError(f"The rendered assistant turn does not contain {_said(calls)}, its tool call; set chat_template to one that writes calls as they are.")
+            closing = [m.end() for m in self._special_pattern.finditer(span, end)] if self._special_pattern is not None else []  # calls have closing tokens of their own
+            return closing[-1] if closing else len(span.rstrip("\n"))
+        tail = span[place[1]:]
         match = self._special_pattern.search(tail) if self._special_pattern is not None else None
-        return at + len(content) + (match.start() + len(self._closing(tail[match.start():])) if match else len(tail.rstrip("\n")))
+        return place[1] + (match.start() + len(self._closing(tail[match.start():])) if match else len(tail.rstrip("\n")))
 
     def _closing(self, tail: str) -> str:
         """What closes a turn at the start of ``tail``: a control token, and those right behind it up to the end token (Cohere: <|END_RESPONSE|><|END_OF_TURN_TOKEN|>)."""
@@ -409,16 +547,64 @@ class Renderer:
         end = run.find(self.tokenizer.eos_token)
         return run[:end + len(self.tokenizer.eos_token)] if end >= 0 else first.group()
 
-    def _turn_end_id(self) -> int | None:
-        """Id of the token with which the template closes an assistant turn, if it is one special token."""
-        probe = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    def _turn_end_id(self, answer: dict) -> int | None:
+        """Id of the token with which the template closes such an assistant turn, if it is one special token."""
         try:
-            row = self.conversation(probe)
+            row = self.conversation([{"role": "user", "content": "x"}, answer])
         except RenderError:
             return None
         last = [i for i, m in zip(row.ids, row.mask) if m][-1:]
         return last[0] if last and last[0] in set(self.tokenizer.all_special_ids) | set(
             self.tokenizer.get_added_vocab().values()) else None
+
+
+def _place(span: str, content: str) -> tuple[int, int] | None:
+    """Where ``span`` holds an answer's text: as it is, or its thought and what follows it under the same tags with other white space (Qwen 3, GLM); None where it does not."""
+    at = span.find(content)
+    if at >= 0:
+        return at, at + len(content)
+    thought, closed, answer = content.partition("</think>")
+    thought, answer = thought.removeprefix("<think>").strip(), answer.strip()
+    at = span.find(thought) if closed else -1
+    end = span.find("</think>", at + len(thought)) if at >= 0 else -1
+    after = span.find(answer, end) if end >= 0 else -1
+    return None if after < 0 else (max(span.rfind("<think>", 0, end), 0), after + len(answer))
+
+
+def _end_of_calls(text: str, calls: list[dict] | str, at: int) -> int | None:
+    """Offset behind the last of ``calls`` in ``text`` from ``at`` on, in order, each with its name and its arguments' names and values; None where one is missing."""
+    if isinstance(calls, str):  # shown as written
+        found = text.find(calls.strip(), at)
+        return None if found < 0 else found + len(calls.strip())
+    for call in calls:
+        found = [[call["name"]], *_spellings(call["arguments"])]
+        ends = [min((start + len(form) for form in forms if (start := text.find(form, at)) >= 0), default=None) for forms in found]
+        if None in ends:
+            return None
+        at = max(ends)
+    return at
+
+
+def _spellings(value) -> list[list[str]]:
+    """The ways in which templates write each name and value in the arguments of a call: as JSON, as Python, or as text."""
+    if isinstance(value, dict):
+        return [forms for name, part in value.items() for forms in (*_spellings(name), *_spellings(part))]
+    if isinstance(value, list):
+        return [forms for part in value for forms in _spellings(part)]
+    if isinstance(value, str):
+        return [[value, value.strip(), *(json.dumps(value, ensure_ascii=ascii)[1:-1] for ascii in (False, True)), repr(value)[1:-1], value.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")]]
+    return [[json.dumps(value), str(value)]]
+
+
+def _said(calls: list[dict] | str) -> str:
+    return repr(calls[:60]) if isinstance(calls, str) else ", ".join(call["name"] for call in calls)
+
+
+def plain_tokens(tokenizer) -> set[str]:
+    """Added tokens that are not special: a tokenizer with a Rust backend reads them as tokens even in text that holds no control tokens."""
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        return set()
+    return {str(token.content) for token in tokenizer.added_tokens_decoder.values() if not token.special} - set(tokenizer.all_special_tokens)
 
 
 def _without_leading_space(tokenizer):
@@ -459,12 +645,23 @@ def clean_message(message) -> dict:
 
 
 @lru_cache(maxsize=4)
-def renderer_for(path: str) -> Renderer:
-    """Renderer of a model directory, with its generation config's stop ids."""
+def renderer_for(path: str, chat_template: str | None = None, template_kwargs: str = "{}") -> Renderer:
+    """Renderer of a model directory, with its generation config's stop ids.
+
+    chat_template: text of a template instead of the model's own; template_kwargs: JSON of the variables that it gets.
+    """
     from transformers import GenerationConfig
 
     try:
         generation_config = GenerationConfig.from_pretrained(path)
     except OSError:
         generation_config = None
-    return Renderer(load_tokenizer(path), generation_config)
+    tokenizer = load_tokenizer(path)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return Renderer(tokenizer, generation_config, json.loads(template_kwargs))
+
+
+def stage_renderer(stage, role: str = "model") -> Renderer:
+    """Renderer of a stage's model input under the stage's ``chat_template`` and ``chat_template_kwargs``."""
+    return renderer_for(stage.path(role), *stage.config.template())

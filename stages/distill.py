@@ -129,7 +129,7 @@ class Distillation:
 
 def run(stage):
     from stages.adapters import AdapterOff
-    from stages.chat import renderer_for
+    from stages.chat import renderer_for, stage_renderer
     from stages.curves import training_report
     from stages.modeling import freeze, load_policy, policy_to_train, save_policy
     from stages.preflight import preflight
@@ -145,7 +145,7 @@ def run(stage):
         raise ConfigError(f"distill: tail={config.tail} is for direction=forward with captured data, a teacher in memory has no tail; write tail=bucket")
     if not captured and not stage.has("teacher") and config.method != "context":
         raise ConfigError(f"distill: method={config.method} needs a teacher; give teacher=REF, or write method=context")
-    renderer = renderer_for(stage.path("model"))
+    renderer = stage_renderer(stage)
     teacher_path = stage.path("teacher" if stage.has("teacher") else "model")
     if not captured and renderer_for(teacher_path).tokenizer.get_vocab() != renderer.tokenizer.get_vocab():
         raise ConfigError("distill: teacher and student have different tokenizers, so their distributions cannot be compared; sample the teacher's answers with the "

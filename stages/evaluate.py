@@ -33,11 +33,11 @@ from pydantic import Field, model_validator
 
 from stages.evaluation.asked import AskedJudge, MTBench
 from stages.rewards import ANOTHERS, NOT_ASKED, REWARD_INPUTS, RewardComponent
-from stages.settings import PROMPT_TEMPLATE, AgentConfig, BenchmarkConfig, PromptTemplate, SamplingConfig, refuse_unread
+from stages.settings import PROMPT_TEMPLATE, AgentConfig, BenchmarkConfig, ChatConfig, PromptTemplate, SamplingConfig, refuse_unread
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
 
-class Config(SamplingConfig, AgentConfig, BenchmarkConfig):
+class Config(SamplingConfig, AgentConfig, BenchmarkConfig, ChatConfig):
     target: Literal["policy", "reward_model", "judge"] = Field("policy", description="What `model` is: a policy that answers prompts, a reward model that scores pairs, or a language "
                                                                "model that is asked which answer of a pair is better, in both orders.")
     judge_mode: Literal["preference", "verdict"] = Field("preference", description="target=judge: the probability of the letters A and B, or a written verdict at temperature 0.")
@@ -139,7 +139,7 @@ class Plan:
     """What will be evaluated, under which protocol, in which units; models are loaded when first needed."""
 
     def __init__(self, stage):
-        from stages.chat import renderer_for
+        from stages.chat import renderer_for, stage_renderer
         from stages.spec import ConfigError
 
         self.stage, self.config = stage, stage.config
@@ -164,7 +164,9 @@ class Plan:
             raise ConfigError("evaluate: system stands before prompts, and none are evaluated; give --input prompts=REF_OR_PATH, or leave system out")
         if config.few_shot and not (policy and stage.has("prompts")):
             raise ConfigError("evaluate: few_shot shows examples before prompts, and none are evaluated; give --input prompts=REF_OR_PATH, or write few_shot=0")
-        self.renderer = renderer_for(stage.path("model")) if policy else None  # a reward model reads text in its own way
+        if config.chat_template_given and not (policy and (stage.has("prompts") or stage.has("pairs"))):
+            raise ConfigError("evaluate: chat templates show prompts and pairs to a policy, and here none are; leave chat_template and chat_template_kwargs out")
+        self.renderer = stage_renderer(stage) if policy else None  # a reward model reads text in its own way
         self.prompts, self.choices, self.pairs, self.texts, self.dropped, self.n_prompts, self.with_choices = [], [], [], {}, {}, 0, False
         self.plain = self._read_texts() if policy and stage.has("texts") else []
         self.positions: int | None = None

@@ -85,6 +85,10 @@ def prompt_ids(renderer, messages, template: str = "chat") -> list[int]:
     """Ids of a prompt under the model's chat template, or as plain text under one of ``PROMPT_TEMPLATES``."""
     if template == "chat":
         return renderer.prompt_ids(messages)
+    if any(message.get("functions") or message.get("function_calls") for message in messages):
+        from stages.chat import RenderError
+
+        raise RenderError(f"prompt_template={template} shows the last message alone, and the prompt has tools; write prompt_template=chat.")
     return renderer.text_ids(PROMPT_TEMPLATES[template].replace("{question}", messages[-1]["content"] or ""), end=False)
 
 

@@ -115,6 +115,12 @@ class Config(StageConfig):
     system_prompts: Literal["keep", "merge", "drop"] = Field(
         "keep", description="system messages: kept; merge = written before the first user message, for chat templates without a system role (Gemma) or that lose it "
         "(Mistral); drop = left out. Those with tool definitions are kept. Give all data of a model the same")
+    reasoning: Literal["think", "drop"] = Field(
+        "think", description="reasoning of assistant messages in a field of its own (reasoning_content, reasoning, thinking): written before their text between <think> and </think> "
+        "(synth.cold_start), which templates of Qwen 3, DeepSeek-R1 and GLM read; drop = not trained (it stays in extra_json)")
+    tool_calls: Literal["keep", "text"] = Field(
+        "keep", description="tools and tool calls: kept, for chat templates that show them; text = written into the messages' texts, calls as "
+        "<tool_call>{\"name\": ..., \"arguments\": ...}</tool_call>, for templates that do not (synth.tool_data)")
     balance: Literal["none", "per_conversation"] = Field("none", description="per_conversation: weight 1/samples (data.multiturn)")
 
     @field_validator("label_map", mode="before")

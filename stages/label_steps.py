@@ -13,11 +13,11 @@ from typing import Literal
 from pydantic import Field
 
 from stages.rewards import RewardComponent
-from stages.settings import SamplingConfig
+from stages.settings import ChatConfig, SamplingConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
 
-class Config(SamplingConfig):
+class Config(SamplingConfig, ChatConfig):
     rollouts: int = Field(8, ge=1, description="Completions sampled from each step (Math-Shepherd 8).")
     separator: str = Field("\n\n", min_length=1, description="Text between the steps of a solution.")
     max_steps_per_solution: int = Field(32, ge=1, description="Steps labelled at most; the rest of a longer solution is left out.")
@@ -86,7 +86,7 @@ def solutions(stage) -> list[tuple[dict, dict]]:
 def run(stage):
     import json
 
-    from stages.chat import renderer_for
+    from stages.chat import stage_renderer
     from stages.engines import make_engine
     from stages.generation import sampling_params
     from stages.reports import document, facts
@@ -94,7 +94,7 @@ def run(stage):
     from storage.datasets import open_dataset
 
     config = stage.config
-    renderer = renderer_for(stage.path("model"))
+    renderer = stage_renderer(stage)
     work = solutions(stage)
     writer = stage.writer("steps", "stepwise/1")
     done = stage.units_done

@@ -30,7 +30,8 @@ def with_system(messages: list[dict], text: str) -> list[dict]:
     if not text:
         return messages
     if messages and messages[0]["role"] == "system":
-        return [{**messages[0], "content": f"{text}\n\n{messages[0]['content']}"}, *messages[1:]]
+        own = messages[0]["content"]  # empty where the message only carries tools
+        return [{**messages[0], "content": f"{text}\n\n{own}" if own else text}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
 
 

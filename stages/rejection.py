@@ -18,7 +18,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from stages.rewards import REWARD_INPUTS, RewardComponent
-from stages.settings import PROMPT_TEMPLATE, PromptTemplate, SamplingConfig
+from stages.settings import PROMPT_TEMPLATE, ChatConfig, PromptTemplate, SamplingConfig
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 
@@ -26,7 +26,7 @@ from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 OTHER_CONTEXTS = ("in_context", "mixture_coef", "rationalise")
 
 
-class Config(SamplingConfig):
+class Config(SamplingConfig, ChatConfig):
     num_generations: int = Field(16, ge=1, description="Completions per prompt, N (texts 10-30; ours 16).")
     min_generations: int | None = Field(None, ge=1, title="Min generations", description="Completions per prompt are drawn, prompt by prompt, between this and num_generations (InstructGPT "
                                         "ranks 4 to 9 answers); empty: num_generations of each.")
@@ -119,6 +119,8 @@ def run(stage):
     config = stage.config
     if config.rescore and not stage.many("candidates"):
         raise ConfigError("rejection: rescore scores candidates of earlier runs; give them as candidates.LABEL=REF, or write rescore=false")
+    if config.chat_template_given and stage.many("candidates") and not config.rescore:
+        raise ConfigError("rejection: candidates are selected as they are, and no prompt is shown; leave chat_template and chat_template_kwargs out")
     if config.rescore:
         rescore(stage)
     elif stage.many("candidates"):
@@ -177,7 +179,7 @@ def rescore(stage) -> None:
     import json
     from itertools import groupby
 
-    from stages.chat import renderer_for
+    from stages.chat import stage_renderer
     from stages.generation import Sample, prompt_ids, score, stored_completion
     from stages.rewards import build_rewards
     from stages.selection import top_k_per_prompt
@@ -195,7 +197,7 @@ def rescore(stage) -> None:
         best = lambda rows: top_k_per_prompt([[row["reward"] if row["kept"] is not False and row["reward"] is not None else float("nan") for row in rows]], config.rescore_best)[0]
         groups = [[rows[i] for i in sorted(best(rows))] for rows in groups]
     writer = stage.writer("candidates", "candidates/1")
-    renderer, done = renderer_for(stage.path("model")), stage.units_done
+    renderer, done = stage_renderer(stage), stage.units_done
     if done * config.block < len(groups):
         rewards = build_rewards(config.rewards, stage.inputs, renderer=renderer, device=stage.device)
         rewards.check([prompts[rows[0]["prompt_id"]] for rows in groups if rows])
@@ -253,7 +255,7 @@ def generate(stage) -> None:
     """Sample and score every prompt, one Parquet part per block of prompts."""
     import torch
 
-    from stages.chat import renderer_for
+    from stages.chat import stage_renderer
     from stages.engines import make_engine
     from stages.generation import MixtureSampler, gen_record, prompt_rows, sampling_params, score, warn_of_failures
     from stages.modeling import freeze, load_policy
@@ -265,7 +267,7 @@ def generate(stage) -> None:
     config = stage.config
     if bool(config.mixture_coef) != stage.has("reference"):
         raise ValueError("mixture_coef and the input `reference` go together; write for example mixture_coef=0.25 with --input reference=MODEL, or neither.")
-    renderer = renderer_for(stage.path("model"))
+    renderer = stage_renderer(stage)
     rows = prompt_rows(stage, stage.dataset("prompts"), config.split, renderer, config.max_prompt_length, None if config.prompt_offset or config.prompt_part else config.max_prompts,
                        config.prompt_template)
     if config.prompt_part is not None:

@@ -20,6 +20,7 @@ from torch import nn
 from stages import adapters, pending, ranks
 from stages.batching import pad
 from stages.modeling import ModelError, disable_dropout, hidden_states, precise, save_weights
+from stages.tools import tells_tools
 
 CALIBRATION_FILE = "reward_calibration.json"
 
@@ -30,7 +31,7 @@ class RewardCard:
 
     objective: row of ``REWARD_OBJECTIVES``, or ``combined`` / ``implicit``. bias: added to every raw score (``rm.calibrate``), anchor:
     whose mean score it makes 0. pooling: where the head reads. max_length: tokens a response and its prompt were cut to.
-    options: what the objective's scorer needs (classes, label words, rating scale ...).
+    options: what the objective's scorer needs (classes, label words, rating scale ...), and the variables that the chat template got in training.
     """
 
     objective: str = "bt"
@@ -39,6 +40,10 @@ class RewardCard:
     pooling: str = "last"
     max_length: int | None = None
     options: dict = field(default_factory=dict)
+
+    def template(self) -> tuple[None, str]:
+        """The ``template`` of :func:`reader_for` that the model was trained under: its own, with its variables."""
+        return None, json.dumps(self.options.get("chat_template_kwargs", {}), sort_keys=True)
 
 
 def read_card(path: str | Path) -> RewardCard:
@@ -292,15 +297,22 @@ class EncoderReader:
 
 
 def transcript(messages) -> str:
-    """Messages as plain text for models without a chat template: one message is its content, several carry their roles."""
+    """Messages as plain text for models without a chat template: one message is its content, several carry their roles; tools and calls follow the text as they are stored."""
+    def said(message) -> str:
+        more = ("function_calls",) if tells_tools(message) else ("functions", "function_calls")
+        return "\n".join([message.get("content") or "", *(message[name] for name in more if message.get(name))]).removeprefix("\n")
+
     if len(messages) == 1:
-        return messages[0].get("content") or ""
+        return said(messages[0])
     names = {"user": "Human", "assistant": "Assistant"}
-    return "\n\n".join(f"{names.get(m['role'], m['role'].capitalize())}: {m.get('content') or ''}" for m in messages)
+    return "\n\n".join(f"{names.get(m['role'], m['role'].capitalize())}: {said(m)}" for m in messages)
 
 
-def reader_for(path: str, model, max_length: int | None, pooling: str = "last"):
-    """The reader that fits a model: its positions bound ``max_length``."""
+def reader_for(path: str, model, max_length: int | None, pooling: str = "last", template: tuple[str | None, str] = (None, "{}")):
+    """The reader that fits a model: its positions bound ``max_length``.
+
+    template: another chat template than the model's own and its variables, as ``ChatConfig.template`` gives them; an encoder has none.
+    """
     limit = _positions(model)
     max_length = min(x for x in (max_length, limit, 1 << 30) if x is not None)
     if getattr(model, "reads_both_ways", False):
@@ -309,7 +321,7 @@ def reader_for(path: str, model, max_length: int | None, pooling: str = "last"):
         return EncoderReader(AutoTokenizer.from_pretrained(path), max_length)
     from stages.chat import renderer_for
 
-    return ChatReader(renderer_for(path), max_length, merged=pooling == "mean")
+    return ChatReader(renderer_for(path, *template), max_length, merged=pooling == "mean")
 
 
 def _positions(model) -> int | None:

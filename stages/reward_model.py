@@ -20,11 +20,11 @@ from pydantic import Field, model_validator
 
 from stages.memory import Role
 from stages.reward_objectives import KINDS, refuse_unread
-from stages.settings import OptimizerConfig
+from stages.settings import ChatConfig, OptimizerConfig
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 
-class Config(OptimizerConfig):
+class Config(OptimizerConfig, ChatConfig):
     objective: Literal["auto", "bt", "margin", "soft_label", "kwise_pairs", "plackett_luce", "pointwise_bce", "regression", "orm", "value", "prm",
                        "pairwise", "t2t_point", "t2t_pair"] = Field(
         "auto", description="What is learned; auto: bt from pairs, kwise_pairs from rankings, regression from ratings, pointwise_bce from labels, "
@@ -138,7 +138,9 @@ class Setup:
                           else load_reward_model(path, stage.device, outputs=outputs, in_shards=in_shards))
             self.pooling = resolve_pooling(config.pooling, self.model, self.row.reads)
         note_stored_type(stage, path)
-        self.reader = reader_for(path, self.model, config.max_length, self.pooling)
+        if config.chat_template_given and getattr(self.model, "reads_both_ways", False):
+            raise ConfigError("reward_model: an encoder reads texts without a chat template; leave chat_template and chat_template_kwargs out")
+        self.reader = reader_for(path, self.model, config.max_length, self.pooling, config.template())
         gain = self.row.name == "orm" and config.outcome_head == "gain_bias"
         if gain and config.sharding == "full":
             raise ModelError("outcome_head=gain_bias trains two single numbers, which cannot be split over devices; write outcome_head=linear, or sharding=none.")
@@ -175,6 +177,7 @@ class Setup:
 
         config, name = self.config, self.row.name
         options = {"facts": True} if config.facts else {}
+        options |= {"chat_template_kwargs": config.chat_template_kwargs} if config.chat_template_kwargs else {}
         if name == "regression":
             mean, std = self.scale
             options |= {"mean": mean, "std": std, "weights": config.attribute_weights or [1.0 / len(mean)] * len(mean), "attributes": config.attributes}

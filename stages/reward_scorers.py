@@ -55,7 +55,7 @@ class Scorer:
 
     def load(self) -> None:
         self.model = freeze(load_reward_model(self.path, self.device))
-        self.reader = reader_for(self.path, self.model, self.card.max_length, self.card.pooling)
+        self.reader = reader_for(self.path, self.model, self.card.max_length, self.card.pooling, self.card.template())
 
     def score(self, responses: Sequence[Response]) -> list[float]:
         """Calibrated score of each response, in order."""
@@ -287,7 +287,7 @@ class LabelScorer(Scorer):
         from stages.modeling import load_policy
 
         self.model = freeze(load_policy(self.path, self.device))
-        self.reader = reader_for(self.path, self.model, self.card.max_length)
+        self.reader = reader_for(self.path, self.model, self.card.max_length, template=self.card.template())
 
     @property
     def words(self) -> list[str]:

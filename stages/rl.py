@@ -24,7 +24,7 @@ from pydantic import Field
 
 from stages.memory import SAMPLING, Role
 from stages.rewards import REWARD_INPUTS, RewardComponent
-from stages.settings import PROMPT_TEMPLATE, AgentConfig, OptimizerConfig, PromptTemplate, SamplingConfig, unread
+from stages.settings import PROMPT_TEMPLATE, AgentConfig, ChatConfig, OptimizerConfig, PromptTemplate, SamplingConfig, unread
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 Preset = Literal["reinforce", "remax", "reinforce_pp", "rloo", "grpo", "grpo_process", "dr_grpo", "dapo", "grpo_plus", "gspo", "cispo", "grape",
@@ -35,7 +35,7 @@ AlarmName = Literal["unscorable_rewards", "reward_collapse", "kl_over_target", "
                     "completions_truncated", "cut_completions_earn_more", "length_growth", "repetition", "harmful_critic", "over_optimisation", "engine_mismatch"]
 
 
-class Config(OptimizerConfig, SamplingConfig, AgentConfig):
+class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
     preset: Preset = Field("grpo", description="Algorithm (rl.md 1.5).")
     rewards: list[RewardComponent] = Field(default_factory=lambda: [RewardComponent(name="verifier", kind="verifier")],
                                            description="Named, weighted reward components.")
@@ -453,7 +453,7 @@ def resolve_preset(config: Config):
 def run(stage):
     from stages import sharding
     from stages.adapters import AdapterOff
-    from stages.chat import renderer_for
+    from stages.chat import stage_renderer
     from stages.critics import Critic, why_no_start
     from stages.generation import prompt_rows
     from stages.modeling import freeze, load_policy, policy_to_train, save_policy
@@ -476,7 +476,7 @@ def run(stage):
     stage.log(f"{row}")
     for text in warnings:
         stage.warn("rl_settings", text)
-    renderer = renderer_for(stage.path("model"))
+    renderer = stage_renderer(stage)
     prompts = prompt_rows(stage, stage.dataset("data"), config.split, renderer, config.max_prompt_length, config.max_prompts, config.prompt_template)
     held_out = []
     if config.eval_prompts:

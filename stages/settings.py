@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
@@ -151,6 +154,60 @@ class SamplingConfig(StageConfig):
         return self
 
 
+class ChatConfig(StageConfig):
+    """How conversations are shown to the input ``model``: by its own chat template, or by another one, which a trained model is then saved with."""
+
+    chat_template: str | None = Field(None, title="Chat template", description="Jinja file, or model directory, whose chat template is used instead of the model's own, and saved with a model "
+                                      "that is trained (TRL chat_template_path).", json_schema_extra={"identity": False})
+    chat_template_digest: str = Field("", description="Digest of that template; filled in by itself, so that a change of the file is another run.")
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Variables that the chat template gets, such as {enable_thinking: false} (TRL); give the same ones wherever the "
+                                                                                   "model is used.")
+
+    @model_validator(mode="after")
+    def _chat_template(self):
+        if taken := sorted({"messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template", "return_dict"} & set(self.chat_template_kwargs)):
+            raise ValueError(f"chat_template_kwargs: {taken[0]} is the platform's own to give; leave it out")
+        if self.chat_template:
+            self.__dict__["chat_template"] = os.path.abspath(self.chat_template)
+            digest = hashlib.sha256(template_text(self.chat_template).encode()).hexdigest()
+            if self.chat_template_digest not in ("", digest):
+                raise ValueError(f"{self.chat_template} is not the chat_template that this run was started with; leave chat_template_digest out")
+            self.__dict__["chat_template_digest"] = digest
+        elif self.chat_template_digest:
+            raise ValueError("chat_template_digest is filled in by itself; write chat_template=FILE, or leave chat_template_digest out")
+        if self.chat_template_given and getattr(self, "prompt_template", "chat") != "chat":
+            raise ValueError(f"prompt_template={self.prompt_template} shows prompts without the chat template; write prompt_template=chat, or leave chat_template and chat_template_kwargs out")
+        return self
+
+    @property
+    def chat_template_given(self) -> bool:
+        return bool(self.chat_template or self.chat_template_kwargs)
+
+    def template(self) -> tuple[str | None, str]:
+        """(text of another chat template than the model's own, JSON of the variables that it gets): the arguments of ``stages.chat.renderer_for``."""
+        return template_text(self.chat_template) if self.chat_template else None, json.dumps(self.chat_template_kwargs, sort_keys=True)
+
+
+def template_text(path: str) -> str:
+    """The chat template in a Jinja file or of a model directory; raises ValueError where there is none."""
+    from pathlib import Path
+
+    found = Path(path)
+    try:
+        if not found.is_dir():
+            return found.read_text(encoding="utf-8")
+        if (found / "chat_template.jinja").is_file():
+            return (found / "chat_template.jinja").read_text(encoding="utf-8")
+        template = json.loads((found / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+        if isinstance(template, list):  # one for every use
+            template = next((t["template"] for t in template if t.get("name") == "default"), None)
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"chat_template={path} cannot be read ({error}); write the path of a Jinja file, or of a model directory (posttrain export MODEL DIR makes one)") from None
+    if not template:
+        raise ValueError(f"the model directory chat_template={path} has no chat template; write the path of a Jinja file, or of a model directory that has one")
+    return template
+
+
 PromptTemplate = Literal["chat", "none", "think_answer", "zero_shot_cot"]
 PROMPT_TEMPLATE = ("How a prompt is shown: the model's chat template; its last message as plain text (none); DeepSeek-R1-Zero's text that asks for <think> and <answer>; or "
                    "\"Question: ... Answer: Let's think step by step.\" (zero_shot_cot). "
@@ -222,7 +279,6 @@ class BenchmarkConfig(StageConfig):
 
 def source_digest(path: str) -> str:
     """sha256 of the source file behind "module:Class"; raises ValueError where there is none."""
-    import hashlib
     import importlib.util
 
     module, _, name = path.partition(":")

@@ -14,11 +14,11 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from stages.memory import Role
-from stages.settings import OptimizerConfig
+from stages.settings import ChatConfig, OptimizerConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
 
-class RowsConfig(OptimizerConfig):
+class RowsConfig(OptimizerConfig, ChatConfig):
     """What training on demonstrations takes, whatever is learned from them (``sft``, ``distill``)."""
 
     LORA_RATE: ClassVar[float] = 10.0
@@ -252,16 +252,19 @@ class SelfPaced:
 
 
 def run(stage):
-    from stages.chat import renderer_for
+    from stages.chat import stage_renderer
     from stages.modeling import policy_to_train, save_policy
     from stages.curves import training_report
     from stages.preflight import preflight
+    from stages.spec import ConfigError
     from stages.training import Trainer, fit
 
     config, dataset = stage.config, stage.dataset("data")
-    renderer = renderer_for(stage.path("model"))
-    model = policy_to_train(stage)
     full_text = dataset.kind == "text/1"
+    if full_text and config.chat_template_given:
+        raise ConfigError(f"sft: the rows of {dataset.name} are plain text, which no chat template shows; leave chat_template and chat_template_kwargs out")
+    renderer = stage_renderer(stage)
+    model = policy_to_train(stage)
     encode = encode_text if full_text else encode_demonstrations
     train, dropped = encode(dataset, "train", renderer, config)
     validation, _ = encode(dataset, "validation", renderer, config, limit=config.eval_rows)

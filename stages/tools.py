@@ -93,6 +93,76 @@ def render_call(name: str, args: dict, syntax: str = "python") -> str:
     return f"{name}({', '.join(f'{k}={v!r}' for k, v in args.items())})"
 
 
+def stored_calls(text: str) -> list[dict]:
+    """Calls of a message's ``function_calls``: ``[{"name", "arguments"}]``, with their ``id`` where one is written.
+
+    One call per line in either syntax, or as OpenAI's API has them (``tool_calls`` as JSON, arguments a JSON string); a pretty-printed JSON list counts as one line. Raises BadCall.
+    """
+    text = text.strip()
+    try:
+        parts = [json.loads(text)]
+    except (ValueError, RecursionError):
+        parts = _TAGGED.findall(text) if "<tool_call>" in text else [line for line in text.splitlines() if line.strip()]
+    calls: list[dict] = []
+    for part in parts:
+        if isinstance(part, str) and part.lstrip()[:1] in ("{", "["):
+            try:
+                part = json.loads(part)
+            except (ValueError, RecursionError):
+                raise BadCall("syntax", f"cannot read the call {part.strip()[:80]!r} as JSON") from None
+        calls += [_call_of(call) for call in (part if isinstance(part, list) else [part])]
+    for call in calls:
+        try:
+            json.dumps(call)
+        except (TypeError, ValueError, RecursionError):
+            raise BadCall("arguments", f"the arguments of {call['name']} are not plain values of JSON") from None
+    return calls
+
+
+def _call_of(call) -> dict:
+    if isinstance(call, str):
+        read = parse_call(call)
+        return {"name": read["name"], "arguments": read["args"]}
+    inner = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
+        raise BadCall("syntax", f"{str(call)[:80]!r} names no function")
+    given = inner.get("arguments", inner.get("parameters"))
+    if isinstance(given, str):
+        try:
+            given = json.loads(given) if given.strip() else {}
+        except (ValueError, RecursionError):
+            raise BadCall("arguments", f"the arguments of {inner['name']} are no JSON: {given[:80]!r}") from None
+    if not isinstance(given, (dict, type(None))):
+        raise BadCall("arguments", f"the arguments of {inner['name']} have no names: {str(given)[:80]!r}")
+    return {"name": inner["name"], "arguments": given or {}} | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
+
+
+def stored_tools(text: str) -> list[dict]:
+    """Tools of a message's ``functions`` in OpenAI's form, ``{"type": "function", "function": {"name", "description", "parameters"}}``, which chat templates expect.
+
+    Tools in that form stay as they are. Flat ones ``{"name", "description", "parameters"}`` are put into it; parameters by name (``synth.tool_data``) become a JSON schema in which those
+    without a default are required. Raises BadCall.
+    """
+    try:
+        listed = json.loads(text)
+    except (ValueError, RecursionError):
+        raise BadCall("syntax", f"the tools are no JSON list: {text[:80]!r}") from None
+    tools = []
+    for tool in listed if isinstance(listed, list) else [listed]:
+        inner = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
+            raise BadCall("syntax", f"the tool {str(tool)[:80]!r} has no name")
+        if inner is not tool:
+            tools.append(tool if "type" in tool else {"type": "function", **tool})
+            continue
+        schema = inner.get("parameters") or {}
+        if isinstance(schema, dict) and "properties" not in schema and not isinstance(schema.get("type"), str) and all(isinstance(p, dict) for p in schema.values()):
+            required = [name for name, about in schema.items() if "default" not in about]
+            schema = {"type": "object", "properties": schema} | ({"required": required} if required else {})
+        tools.append({"type": "function", "function": {"name": inner["name"], "description": inner.get("description") or "", "parameters": schema}})
+    return tools
+
+
 def substitute(text: str, results: dict[str, str], mode: str = "replace") -> str:
     """Text with inline ``<API>NAME(args)</API>`` calls replaced by (or, ``append``, followed by) their results (``synth.tool_data``).
 
@@ -225,14 +295,45 @@ def definitions(names) -> str:
     return json.dumps([{"name": n, "description": TOOLS[n][0], "parameters": {a: {"type": "string"} for a in arguments_of(n)}} for n in names])
 
 
+def _told(tools, syntax: str) -> str:
+    """What a policy is told of tools, each (name, description, names of its arguments)."""
+    if syntax == "json":
+        listed = "\n".join(json.dumps({"name": name, "description": description, "parameters": arguments}) for name, description, arguments in tools)
+        return f'Tools:\n{listed}\nCall one with <tool_call>{{"name": "NAME", "arguments": {{}}}}</tool_call>.'
+    return f"Tools: {', '.join(f'{name}({chr(44).join(arguments)})' for name, _, arguments in tools)}"
+
+
 def system_message(names, syntax: str = "python") -> dict:
     """The system message that tells a policy which tools there are and how to call them."""
-    if syntax == "json":
-        listed = "\n".join(json.dumps({"name": n, "description": TOOLS[n][0], "parameters": arguments_of(n)}) for n in names)
-        text = f'Tools:\n{listed}\nCall one with <tool_call>{{"name": "NAME", "arguments": {{}}}}</tool_call>.'
-    else:
-        text = f"Tools: {', '.join(f'{n}({chr(44).join(arguments_of(n))})' for n in names)}"
-    return {"role": "system", "content": text, "functions": definitions(names)}
+    return {"role": "system", "content": _told([(n, TOOLS[n][0], arguments_of(n)) for n in names], syntax), "functions": definitions(names)}
+
+
+def tells_tools(message: dict) -> bool:
+    """Whether a message's text itself tells its ``functions`` and how to call them, as :func:`system_message` writes it: a template need not."""
+    if not message.get("functions"):
+        return False
+    try:
+        tools = [(f["name"], f.get("description"), list(f["parameters"])) for f in json.loads(message["functions"])]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False
+    return bool(tools) and any(_told(tools, syntax) in (message.get("content") or "") for syntax in SYNTAXES)
+
+
+def in_text(messages: list[dict]) -> list[dict]:
+    """The conversation with its tools and calls written into the messages' texts, one JSON object each, for chat templates that show neither. Raises BadCall."""
+    out = []
+    for message in messages:
+        message = dict(message)
+        told_already = tells_tools(message)
+        if (functions := message.pop("functions", None)) and not told_already:
+            listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in stored_tools(functions))
+            told = f'Tools:\n{listed}\nCall one with <tool_call>{{"name": "NAME", "arguments": {{}}}}</tool_call>.' if listed else ""
+            message["content"] = "\n\n".join(text for text in (told, message.get("content")) if text)
+        if written := message.pop("function_calls", None):
+            calls = [render_call(call["name"], call["arguments"], "json") for call in stored_calls(written)]
+            message["content"] = "\n".join(text for text in (message.get("content"), *calls) if text)
+        out.append(message)
+    return out
 
 
 class ToolEnvironment:

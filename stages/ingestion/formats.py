@@ -30,7 +30,9 @@ SYNONYMS = {
 }
 _SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
              "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "system": "system",
-             "tool": "tool", "function_response": "tool", "observation": "tool"}
+             "tool": "tool", "function_response": "tool", "observation": "tool", "function_call": "assistant"}
+#: Fields in which assistant messages keep their reasoning (DeepSeek and Qwen, OpenRouter and vLLM, gpt-oss).
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 # Columns that ask the question in data of answers that names none `prompt`; the first that is there counts.
 _ASKED = ("instruction", "question", "query", "problem", "input")
 _COMMON = ("batch_id", "license", "group_id", "weight", "split", "collected_at")
@@ -54,6 +56,10 @@ def to_message(item: Any) -> dict:
         speaker = item["from"]
         role = _SHAREGPT.get(speaker, speaker) if isinstance(speaker, str) else None
         content = item.get("value")
+        if speaker == "function_call":      # the call stands in the value (LLaMA-Factory)
+            item, content = {**item, "function_calls": content}, None
+    if role == "function":                  # what answers the older form of one call
+        role = "tool"
     calls = item.get("function_calls")
     if calls is None and item.get("tool_calls"):
         calls = "\n".join(canonical_bytes(call).decode() for call in _listed(item["tool_calls"]))
@@ -123,6 +129,48 @@ def fold_system(row: dict, how: str) -> None:
         row[column] = rest
         if column == "messages":
             row["train_turns"] = [turn - 1 for turn in row["train_turns"]]
+
+
+def tools_text(value: Any) -> str | None:
+    """JSON text of a `tools` column: a list of tool definitions, or such a list as text; None for anything else."""
+    listed = value
+    if isinstance(value, str):
+        try:
+            listed = orjson.loads(value)
+        except orjson.JSONDecodeError:
+            return None
+    if not isinstance(listed, list) or not listed or not all(isinstance(tool, dict) and isinstance((tool.get("function") if isinstance(tool.get("function"), dict) else tool).get("name"), str)
+                                                             for tool in listed):
+        return None
+    return value if isinstance(value, str) else canonical_bytes(value).decode()
+
+
+def give_tools(row: dict, tools: str) -> None:
+    """Put tool definitions into the system message of a row's `messages` or `prompt`, in place; without one, an empty one is made."""
+    for column in ("messages", "prompt"):
+        messages = row.get(column)
+        if not messages:
+            continue
+        if messages[0]["role"] == "system":
+            row[column] = [{**messages[0], "functions": messages[0].get("functions") or tools}, *messages[1:]]
+            continue
+        row[column] = [{"role": "system", "content": "", "functions": tools}, *messages]
+        if column == "messages":
+            row["train_turns"] = [turn + 1 for turn in row["train_turns"]]
+
+
+def calls_to_text(row: dict) -> None:
+    """Write the tools and calls of all messages of a row into their texts, in place, for chat templates that show neither (`tools.in_text`)."""
+    from stages.tools import BadCall, in_text
+
+    try:
+        for column, value in row.items():
+            if column in _MESSAGES and value:
+                row[column] = in_text(value)
+            elif column == "completions" and value and isinstance(value[0], list):
+                row[column] = [in_text(messages) for messages in value]
+    except BadCall:
+        raise Bad("wrong_type") from None
 
 
 def to_completion(value: Any) -> list[dict]:
@@ -831,6 +879,9 @@ class Adapter:
         self._lists = sorted(self._used & _LISTS)
         self._messages = [column for column in _MESSAGES if column in self._used]
         self.unknown_splits: set[str] = set()
+        self._tools = name not in ("messages", "text")      # those of conversations are read with their turns
+        if self._tools:
+            self._used |= {"tools"}
         self._asks = name in ("segments", "preference", "comparisons", "stepwise", "rankings", "unpaired", "ratings")
 
     def __call__(self, row: dict) -> tuple[str, dict, set]:
@@ -851,10 +902,21 @@ class Adapter:
                     pass
         if self._asks and row.get("prompt") is None and "prompt" not in self._map:
             row = _with_question(row)
+        reasoning = {"written": 0, "left": 0}
+        row = self._with_reasoning(row, reasoning)
         kind, out, codes = self._read(row, self._options)
         extra = out.pop("_extra", None) or {}
+        tools = None
+        if self._tools and row.get("tools"):
+            tools = tools_text(row["tools"])
+            if tools is not None and kind != "text/1":
+                give_tools(out, tools)
+        if self._options.tool_calls == "text":
+            calls_to_text(out)
+        if any(reasoning.values()):
+            out["_reasoning"] = reasoning
         for key, value in row.items():
-            if key not in self._used:
+            if key not in self._used or (key == "tools" and self._tools and tools is None):
                 if key == "source" and isinstance(value, str):
                     out.setdefault("source", value)
                 elif value is not None:
@@ -889,6 +951,30 @@ class Adapter:
             out["extra_json"] = canonical_bytes(extra).decode("utf-8")
         return kind, out, codes
 
+
+    def _with_reasoning(self, row: dict, counted: dict[str, int]) -> dict:
+        """The row with the reasoning of assistant messages before their text, between <think> and </think> (`synth.cold_start`), as chat templates of models that reason read it.
+
+        ``counted``: how many messages had some that was ``written``, and ``left`` beside the text.
+        """
+        def thinking(item):
+            if isinstance(item, list):              # a completion of several messages
+                return [thinking(part) for part in item]
+            if not isinstance(item, dict) or len(item) < 3 or item.get("role", _SHAREGPT.get(str(item.get("from")))) != "assistant":
+                return item
+            name = next((name for name in _REASONING if item.get(name)), None)
+            text = "content" if "role" in item else "value"
+            said = item.get(text)
+            if name is None or isinstance(said, str) and "</think>" in said:    # none, or it is there already
+                return item
+            if self._options.reasoning == "drop" or not isinstance(item[name], str) or not isinstance(said, (str, type(None))):
+                counted["left"] += 1
+                return item
+            counted["written"] += 1
+            return {key: value for key, value in item.items() if key != name} | {text: f"<think>\n{item[name].strip()}\n</think>\n\n" + (said or "").lstrip("\n")}
+
+        changes = {column: [thinking(item) for item in row[column]] for column in (*self._messages, "completions") if isinstance(row.get(column), list)}
+        return {**row, **changes} if any(counted.values()) else row
 
     def _unread(self, row: dict) -> dict:
         """{column: {index: fields}} of what messages hold beyond our schema, such as `reasoning_content`."""

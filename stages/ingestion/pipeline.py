@@ -56,6 +56,7 @@ class Counts:
         self.labels: dict[str, int] = dict(state.get("labels", {}))
         self.steps: dict[str, list[int]] = {key: list(value) for key, value in state.get("steps", {}).items()}     # numbers seen as step labels, by file
         self.cut_prompts: int = state.get("cut_prompts", 0)
+        self.reasoning: dict[str, int] = dict(state.get("reasoning", {}))
 
     def state(self) -> dict:
         """Plain values of all counts."""
@@ -82,8 +83,9 @@ class Ingestion:
                 self.files = find_files(self.path, self.config.files)
             except SourceError as error:
                 raise ConfigError(f"stage ingest, input data: {error}") from None
-        if self.dataset is not None and self.config.system_prompts != "keep":
-            raise ConfigError("stage ingest: system_prompts changes rows as they are read from files, and the input is a dataset already; ingest its files with it")
+        for name, default in (("system_prompts", "keep"), ("reasoning", "think"), ("tool_calls", "keep")):
+            if self.dataset is not None and getattr(self.config, name) != default:
+                raise ConfigError(f"stage ingest: {name} changes rows as they are read from files, and the input is a dataset already; ingest its files with it")
         self.name = self.config.dataset or (self.dataset.name if self.dataset else _stem(self.path))
         self._check_mapped()
         self.kind = self._wanted_kind()
@@ -306,6 +308,8 @@ class Ingestion:
                 raise Bad("missing_column")
             else:
                 kind, native, codes = adapter(row)
+                for name, count in native.pop("_reasoning", {}).items():
+                    counts.reasoning[name] = counts.reasoning.get(name, 0) + count
                 self._place_in_groups(source, kind, native)
                 if self.config.system_prompts != "keep":
                     fold_system(native, self.config.system_prompts)
@@ -462,10 +466,10 @@ class Ingestion:
     def _identity(self, kind: str, row: dict) -> tuple[bytes, bool]:
         """(key of a row for duplicates, whether it is the row id): the content after strip, or the normalised text of prompts and demonstrations."""
         if self.config.deduplicate == "auto" and kind == "prompts/1":
-            text = "\x1f".join(f"{m['role']}:{normalise_text(m.get('content') or '')}" for m in row["prompt"])
+            text = "\x1f".join(f"{m['role']}:{normalise_text(m.get('content') or '')}{m.get('functions') or ''}" for m in row["prompt"])
             return hashlib.blake2b(b"prompt\x1f" + text.encode(), digest_size=16).digest(), False
         if self.config.deduplicate == "auto" and kind == "demonstrations/1":
-            text = "\x1f".join(f"{m['role']}:{normalise_text(m.get('content') or '')}:{m.get('function_calls') or ''}" for m in row["messages"])
+            text = "\x1f".join(f"{m['role']}:{normalise_text(m.get('content') or '')}:{m.get('function_calls') or ''}{m.get('functions') or ''}" for m in row["messages"])
             return hashlib.blake2b(f"demonstration\x1f{row['train_turns']}".encode() + text.encode(), digest_size=16).digest(), False
         same = _stripped(kind, row)
         return bytes.fromhex(row_id(kind, same)), same is row
@@ -645,6 +649,8 @@ class Ingestion:
                            "rows_out": counts.rows_out, "dropped": dict(sorted(counts.dropped.items()))}}
         if counts.labels:
             account["labels"] = dict(sorted(counts.labels.items()))
+        if counts.reasoning:
+            account["reasoning"] = dict(sorted(counts.reasoning.items()))
         bias = self.bias.report()
         if bias:
             account["bias"] = bias
@@ -660,6 +666,7 @@ class Ingestion:
         stage.summary({"rows_in": counts.rows_in, "rows_kept": counts.rows_kept, "rows_quarantined": counts.rows_quarantined,
                        "rows_out": counts.rows_out} | {f"split.{name}": n for name, n in splits.items()} | {f"quarantine.{code}": n for code, n in account["codes"].items()}
                       | {f"dropped.{reason}": n for reason, n in sorted(counts.dropped.items())}
+                      | {f"reasoning.{name}": n for name, n in sorted(counts.reasoning.items())}
                       | {f"bias.{name}": value for name, value in bias.items()}
                       | {f"decontamination.{name}": value for name, value in account.get("decontamination", {}).items()}
                       | {f"agreement.{name}": value for name, value in account.get("agreement", {}).items() if value is not None})
@@ -713,6 +720,9 @@ class Ingestion:
             stage.warn("splits_joined", f"the splits {', '.join(splits)} of the saved dataset were read as one set of rows; files='{splits[-1]}/*' reads one of them")
         for text in self.bias.warnings():
             stage.warn("bias", text)
+        if counts.reasoning.get("left"):
+            stage.warn("reasoning_left_out", f"{counts.reasoning['left']} assistant messages have reasoning in a field of its own that is not trained: it stays in extra_json. "
+                       + ("Ingest with reasoning=think to write it before their text." if self.config.reasoning == "drop" else "It, or their content, is no text."))
         if counts.long_prompts:
             stage.warn("very_long_prompt", f"{counts.long_prompts} prompts have more than {LONG_PROMPT} characters")
         if self.kind == "demonstrations/1" and counts.native.get("pairs/1"):

@@ -253,7 +253,7 @@ def test_an_evaluation_file_without_prompts_is_an_error_and_a_row_without_one_is
     ({"messages": [user("u"), assistant("a"), user("v"), assistant("b")], "train_turns": [3]}, {"train_turns": [3]}),
     ({"messages": [user("u"), assistant("a"), user("v"), assistant("b")], "train_turns": [3], "system": "s"}, {"train_turns": [4]}),
     ({"messages": [user("u"), assistant("a") | {"weight": 0}, user("v"), assistant("b") | {"weight": 1}]}, {"train_turns": [3]}),
-    ({"messages": [user("u"), assistant("a") | {"reasoning_content": "think"}]}, {"extra_json": '{"message_fields":{"messages":{"1":{"reasoning_content":"think"}}}}'}),
+    ({"messages": [user("u"), assistant("a") | {"refusal": "no"}]}, {"extra_json": '{"message_fields":{"messages":{"1":{"refusal":"no"}}}}'}),
     ({"messages": [user("u"), assistant("a") | {"function_call": {"name": "w", "arguments": "{}"}}]},
      {"messages": [user("u"), assistant("a") | {"function_calls": '{"name":"w","arguments":"{}"}'}]}),
     ({"messages": [user("u"), assistant("a")], "category": 7}, {"category": "7"}),

@@ -1,0 +1,165 @@
+"""chat_template and chat_template_kwargs: which template conversations are shown by, what a model is saved with, and what part of a run's identity it is; tool calls through the stages."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stages import evaluate, rejection, rl, sft
+from stages.chat import RenderError, load_tokenizer, renderer_for
+from stages.harness import execute
+from stages.registry import get_spec
+from stages.settings import template_text
+from stages.spec import ConfigError
+from storage.datasets import open_dataset
+from tests.common import silent
+from tests.data.driver import ingest, write_lines
+
+#: Shows tools and calls, and thinks unless it is told not to.
+TEMPLATE = ("{% set quick = '(quick) ' if enable_thinking is defined and not enable_thinking else '' %}{% for t in tools or [] %}{{ 'Tool ' + t.function.name + '\n' }}{% endfor %}{% for m in messages %}{{ m.role + ': ' + (quick if m.role == 'assistant' else '') + m.content }}{% for c in m.tool_calls or [] %}{{ '{' + c.function.name + ' ' }}"
+            "{{ c.function.arguments | tojson }}{{ '}' }}{% endfor %}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' + quick }}"
+            "{% endif %}")
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Sum.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}}]
+
+
+def openai(i: int) -> dict:
+    call = {"id": f"call{i:05}", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": i})}}
+    return {"messages": [{"role": "user", "content": f"sum of {i}?"}, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "tool_call_id": call["id"], "content": f"= {2 * i}"},
+                         {"role": "assistant", "content": f"{2 * i}"}], "tools": TOOLS}
+
+
+@pytest.fixture()
+def template(tmp_path):
+    path = tmp_path / "chat.jinja"
+    path.write_text(TEMPLATE)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory):
+    """{kind: dataset} of OpenAI-format files with tools, through ingest."""
+    root = tmp_path_factory.mktemp("calls")
+    rows = [openai(i) for i in range(24)]
+    made = {"demonstrations/1": rows, "prompts/1": [{"prompt": r["messages"][:1], "answer": r["messages"][-1]["content"], "tools": TOOLS} for r in rows],
+            "pairs/1": [{"prompt": r["messages"][:1], "chosen": r["messages"][1:2], "rejected": [{"role": "assistant", "content": f"no {i}"}], "tools": TOOLS} for i, r in enumerate(rows)]}
+    found = {}
+    for kind, content in made.items():
+        name = kind.split("/")[0]
+        found[name] = str(ingest(write_lines(root / f"{name}.jsonl", content), root / name, kind=kind, validation_fraction=0.2).workdir / "out" / "data")
+    return found
+
+
+def test_sft_of_an_openai_file_trains_the_calls_and_saves_the_template(tiny, calls, spec, template):
+    config = {"max_steps": 3, "batch_size": 4, "max_length": 256, "learning_rate": 1e-3}
+    with pytest.raises(RenderError, match="row .*has tools .add.*Set chat_template"):
+        execute(spec("sft", config, {"model": tiny["policy"], "data": calls["demonstrations"]}, "refused"), silent)
+    made = execute(spec("sft", {**config, "chat_template": template}, {"model": tiny["policy"], "data": calls["demonstrations"]}, "tools"), silent)
+    path = made["outputs"]["model"]["path"]
+    assert load_tokenizer(path).chat_template == TEMPLATE and made["summary"]["validation/nll"] < made["summary"]["validation/nll_before"]
+    renderer = renderer_for(path)
+    row = next(open_dataset(calls["demonstrations"]).iter_rows())
+    encoded = renderer.conversation(row["messages"], train_turns=row["train_turns"])
+    text = renderer.decode([i for i, m in zip(encoded.ids, encoded.mask) if m], skip_special_tokens=False)
+    number = int(row["messages"][1]["content"].split()[-1].rstrip("?"))
+    assert text == f'{{add {{"a": {number}}}}}{renderer.tokenizer.eos_token}{2 * number}{renderer.tokenizer.eos_token}'
+
+
+@pytest.mark.parametrize("stage, data, config", [
+    ("align", "pairs", {"max_steps": 2, "batch_size": 4, "max_length": 256}), ("reward_model", "pairs", {"max_steps": 2, "batch_size": 4, "max_length": 256}),
+    ("rl", "prompts", {"max_steps": 1, "prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4, "eval_prompts": 0, "kl_coef": 0.0})])
+def test_pairs_and_prompts_with_tools_train_and_save_the_template(stage, data, config, tiny, calls, spec, template):
+    made = execute(spec(stage, {**config, "chat_template": template, "chat_template_kwargs": {"enable_thinking": False}}, {"model": tiny["policy"], "data": calls[data]}, stage), silent)
+    path = made["outputs"]["model"]["path"]
+    assert load_tokenizer(path).chat_template == TEMPLATE
+    if stage == "rl":
+        rollout = next(open_dataset(made["outputs"]["rollouts"]["path"]).iter_rows())
+        shown = load_tokenizer(path).decode(rollout["prompt_ids"])
+        assert shown.startswith("Tool add\nuser: sum of") and shown.endswith("assistant: (quick) ")
+    if stage == "reward_model":  # those who load it show conversations as it was trained on them
+        from stages.reward_scorers import Response, load_scorer
+
+        scorer = load_scorer(path, "cpu")
+        assert scorer.reader.renderer.template_kwargs == {"enable_thinking": False}
+        assert scorer.score([Response([{"role": "user", "content": "x"}], [{"role": "assistant", "content": "y"}])])
+
+
+def test_sampling_and_evaluation_show_the_tools(tiny, calls, spec, template):
+    shown = {"chat_template": template, "max_completion_length": 4}
+    with pytest.raises(RenderError, match="has tools"):
+        execute(spec("rejection", {"max_completion_length": 4, "num_generations": 2}, {"model": tiny["policy"], "prompts": calls["prompts"]}, "refused"), silent)
+    made = execute(spec("rejection", {**shown, "num_generations": 2, "allow_empty": True}, {"model": tiny["policy"], "prompts": calls["prompts"]}, "sampled"), silent)
+    row = next(open_dataset(made["outputs"]["candidates"]["path"]).iter_rows())
+    assert row["gen"]["template_id"] == renderer_for(tiny["policy"], TEMPLATE).template_hash != renderer_for(tiny["policy"]).template_hash
+    inputs = {"model": tiny["policy"], "prompts": calls["prompts"]}
+    plain, quick = (execute(spec("evaluate", {**shown, "split": "train", "num_samples": 1, "limit": 3, "chat_template_kwargs": kwargs}, inputs, f"evaluated{len(kwargs)}"), silent)
+                    for kwargs in ({}, {"enable_thinking": False}))
+    hashes = [json.loads(next(open_dataset(e["outputs"]["scores"]["path"]).iter_rows())["config_json"])["template"] for e in (plain, quick)]
+    assert hashes[0] == renderer_for(tiny["policy"], TEMPLATE).template_hash and hashes[0] != hashes[1], "other variables are another protocol"
+
+
+def test_the_template_is_part_of_the_identity_by_its_content(tmp_path, template):
+    config = sft.Config(chat_template=template)
+    elsewhere = tmp_path / "elsewhere" / "other.jinja"
+    elsewhere.parent.mkdir()
+    elsewhere.write_text(TEMPLATE)
+    assert config.identity() == sft.Config(chat_template=str(elsewhere)).identity() != sft.Config().identity()
+    assert sft.Config(**config.resolved()).identity() == config.identity(), "a run started from its resolved settings"
+    assert config.identity() != sft.Config(chat_template=template, chat_template_kwargs={"enable_thinking": False}).identity()
+    Path(template).write_text(TEMPLATE + " ")
+    assert sft.Config(chat_template=template).identity() != config.identity()
+    with pytest.raises(ValueError, match="is not the chat_template that this run was started with"):
+        sft.Config(**config.resolved())
+
+
+def test_a_template_is_read_from_a_file_or_a_model_directory(tmp_path, tiny, template):
+    assert template_text(template) == TEMPLATE and template_text(tiny["policy"]) == load_tokenizer(tiny["policy"]).chat_template
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]}))
+    assert template_text(str(tmp_path / "old")) == "d"
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="has no chat template"):
+        template_text(str(tmp_path / "bare"))
+    with pytest.raises(ValueError, match="cannot be read.*posttrain export"):
+        sft.Config(chat_template=str(tmp_path / "nowhere"))
+
+
+def test_variables_and_templates_that_nothing_reads_are_refused(tiny, data, spec, template, tmp_path):
+    from storage.datasets import write_dataset
+    from storage.schema import complete_row
+
+    given = {"chat_template": template}
+    with pytest.raises(RenderError, match="reads no variable 'enable_thoughts'"):
+        execute(spec("sft", {"max_steps": 1, **given, "chat_template_kwargs": {"enable_thoughts": True}}, {"model": tiny["policy"], "data": data["demonstrations"]}, "a"), silent)
+    with pytest.raises(ValueError, match="tools is the platform's own to give"):
+        sft.Config(chat_template_kwargs={"tools": []})
+    with pytest.raises(ValueError, match="chat_template_digest is filled in by itself"):
+        sft.Config(chat_template_digest="x")
+    for config in (rl.Config, rejection.Config, evaluate.Config):
+        with pytest.raises(ValueError, match="prompt_template=none shows prompts without the chat template"):
+            config(prompt_template="none", **given)
+    text = str(tmp_path / "text")
+    write_dataset(text, "text", "text/1", [complete_row("text/1", {"text": "plain words", "n_chars": 11}, dataset="t", source="s", origin="human", split="train")])
+    with pytest.raises(ConfigError, match="plain text, which no chat template shows"):
+        execute(spec("sft", {"max_steps": 1, **given}, {"model": tiny["policy"], "data": text}, "b"), silent)
+    with pytest.raises(ConfigError, match="show prompts and pairs to a policy"):
+        execute(spec("evaluate", {"target": "reward_model", **given}, {"model": tiny["policy"], "pairs": data["pairs"]}, "c"), silent)
+    for stage in ("sft", "distill", "align", "reward_model", "rl", "rejection", "evaluate", "capture", "label_steps"):
+        assert "chat_template" in get_spec(stage).config.model_fields
+    assert "chat_template" not in get_spec("merge").config.model_fields and "chat_template" not in get_spec("ingest").config.model_fields
+
+
+def test_a_prompt_with_tools_is_not_shown_as_plain_text(tiny, calls, spec):
+    with pytest.raises(RenderError, match="row .*prompt_template=none shows the last message alone, and the prompt has tools"):
+        execute(spec("rejection", {"prompt_template": "none", "num_generations": 2, "max_completion_length": 4}, {"model": tiny["policy"], "prompts": calls["prompts"]}, "plain"), silent)
+
+
+def test_encoders_read_calls_as_they_are_stored():
+    from stages.reward_heads import transcript
+    from stages.tools import system_message
+
+    call = {"role": "assistant", "content": "", "function_calls": "f(x=1)"}
+    assert transcript([call]) == "f(x=1)" and transcript([{"role": "assistant", "content": "a"}]) == "a"
+    assert transcript([{"role": "system", "content": "", "functions": "[]"}, {"role": "user", "content": "u"}, {**call, "content": "t"}]) == "System: []\n\nHuman: u\n\nAssistant: t\nf(x=1)"
+    told = system_message(["search"])
+    assert transcript([told]) == told["content"]
