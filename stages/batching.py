@@ -1,10 +1,10 @@
 """From rows to tensors: items, token-budget micro-batches, shared prompts, no padding.
 
-An :class:`Item` is what must stay together in one micro-batch: a prompt and its responses (one for supervised tuning,
-two for a preference pair, G for an RL group). :func:`plan` cuts the items of one optimizer step into micro-batches by a
-token budget over length-sorted items; :func:`collate` lays one micro-batch out flat: ``prompt | response 1 | response 2 ...``
-item after item, the prompt once, positions restarting behind it. Models that need rows of equal length get them from
-:func:`pad`, in one of two forms with equal results:
+An :class:`Item` is a prompt and its responses (one for supervised tuning, two for a preference pair, G for an RL group).
+:func:`cut` parts those that exceed a token budget, where their responses need not stay together; :func:`plan` makes micro-batches of
+the items of one optimizer step by that budget over length-sorted items; :func:`collate` lays one micro-batch out flat:
+``prompt | response 1 | response 2 ...`` item after item, the prompt once, positions restarting behind it. Models that need rows of
+equal length get them from :func:`pad`, in one of two forms with equal results:
 
 ``rows``  every response is a right-padded row of its own behind a copy of the prompt; attention is plainly causal.
 ``tree``  an item is one row; a mask keeps its responses apart.
@@ -15,7 +15,7 @@ Legend: U tokens, S responses, L longest response, N trained positions; padded: 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,9 @@ class Item:
         masks: 1 where a response token is a target. A response at position 0 of an empty prompt has no predictor, so its
             first mask value must be 0.
         extra: per-item values the objective reads (margins, weights, advantages, cached log-probs ...).
+        by_response: names of the entries of ``extra`` that hold one value per response, which lets :func:`cut` part the responses of a long item;
+            None: they stay together wherever the item goes (pairs, rankings).
+        whole: the item that this one is a part of, None where it is whole.
     """
 
     row_id: str
@@ -42,6 +45,13 @@ class Item:
     responses: tuple[np.ndarray, ...]
     masks: tuple[np.ndarray, ...]
     extra: dict[str, Any] = field(default_factory=dict)
+    by_response: tuple[str, ...] | None = None
+    whole: Item | None = field(default=None, repr=False)
+
+    def part(self, at: Sequence[int]) -> Item:
+        """The same prompt with the responses at these places, and what of ``extra`` belongs to them."""
+        extra = {name: [value[k] for k in at] if name in self.by_response else value for name, value in self.extra.items()}
+        return replace(self, responses=tuple(self.responses[k] for k in at), masks=tuple(self.masks[k] for k in at), extra=extra, whole=self.whole or self)
 
     @property
     def n_tokens(self) -> int:
@@ -53,14 +63,14 @@ class Item:
         return int(sum(m.sum() for m in self.masks))
 
 
-def make_item(row_id: str, prompt: Sequence[int], responses, masks, **extra) -> Item:
+def make_item(row_id: str, prompt: Sequence[int], responses, masks, *, by_response: Sequence[str] | None = None, **extra) -> Item:
     """Item from plain lists; with an empty prompt the first token of a response is never a target."""
     prompt = np.asarray(prompt, dtype=np.int32)
     arrays = tuple(np.asarray(r, dtype=np.int32) for r in responses)
     mask_arrays = tuple(np.asarray(m, dtype=np.int8) for m in masks)
     if not len(prompt):
         mask_arrays = tuple(np.concatenate([np.zeros(1, np.int8), m[1:]]) if len(m) else m for m in mask_arrays)
-    return Item(row_id, prompt, arrays, mask_arrays, extra)
+    return Item(row_id, prompt, arrays, mask_arrays, extra, None if by_response is None else tuple(by_response))
 
 
 def row_weight(row: dict) -> float:
@@ -107,8 +117,53 @@ def size(item: Item) -> int:
     return len(item.prompt) + sum(map(len, item.responses))
 
 
+def parts_of(item: Item, max_tokens: int, units: Sequence[tuple[int, ...]] | None = None) -> list[tuple[int, ...]]:
+    """The places of the responses that go through a model together: all of them where the item takes ``max_tokens`` tokens at most or must not be parted,
+    else as few sets as first fit, longest first, makes of them, of about equal length.
+
+    Args:
+        units: sets of places that stay together, by default every response by itself; what is in none is left out where the item is parted. A unit that
+            does not fit even alone stands alone.
+    """
+    everyone = tuple(range(len(item.responses)))
+    if item.by_response is None or size(item) <= max_tokens:
+        return [everyone]
+    units = [(k,) for k in everyone] if units is None else units
+    room = max(0, max_tokens - len(item.prompt))
+    lengths = {unit: sum(len(item.responses[k]) for k in unit) for unit in units}
+    order = sorted(units, key=lengths.get, reverse=True)
+    short = [unit for unit in order if lengths[unit] <= room]
+
+    def filled(count: int | None) -> list[list]:
+        """[tokens, units] of every set: each unit into the emptiest of ``count`` sets, or without a count into the first with room for it."""
+        sets = [[0, []] for _ in range(count or 0)]
+        for unit in short:
+            found = min(sets, key=lambda one: one[0]) if count else next((one for one in sets if one[0] + lengths[unit] <= room), None)
+            if found is None:
+                sets.append(found := [0, []])
+            found[0] += lengths[unit]
+            found[1].append(unit)
+        return sets
+
+    packed = filled(None)
+    even = filled(len(packed))
+    if any(tokens > room for tokens, _ in even):
+        even = packed
+    return [tuple(sorted(k for unit in together for k in unit)) for together in [[u] for u in order if lengths[u] > room] + [units for _, units in even]]
+
+
+def cut(items: Sequence[Item], max_tokens: int, units: Callable[[Item], Sequence[tuple[int, ...]]] | None = None) -> list[Item]:
+    """The items, those that take more than ``max_tokens`` tokens in parts that repeat their prompt (:func:`parts_of`) where their responses may be parted. What is
+    summed over responses and divided by counts of the uncut items is the same."""
+    found = []
+    for item in items:
+        parts = parts_of(item, max_tokens, units(item) if units is not None and size(item) > max_tokens else None)
+        found += [item if len(at) == len(item.responses) else item.part(at) for at in parts]
+    return found
+
+
 def plan(items: Sequence[Item], max_tokens: int) -> list[list[Item]]:
-    """Micro-batches of at most ``max_tokens`` tokens (an item longer than that stands alone), shortest items first."""
+    """Micro-batches of at most ``max_tokens`` tokens (an item longer than that, which :func:`cut` could not part, stands alone), shortest items first."""
     groups: list[list[Item]] = []
     used = 0
     for item in sorted(items, key=size):
@@ -215,10 +270,12 @@ def pad(batch: Batch, form: str | None = None) -> Padded:
 def per_response(items: Sequence[Item], max_tokens: int, device: str, compute: Callable[[Batch], Sequence], model=None) -> list[list]:
     """``compute(batch)`` gives one value per response of a micro-batch; returns them per item, in the items' order.
 
-    Same micro-batches as training, without gradients. ``model`` is what compute reads: where it is sharded, every rank must call with
+    Micro-batches as in training, without gradients. ``model`` is what compute reads: where it is sharded, every rank must call with
     the same items; each computes its share, and all get all values.
     """
-    groups = plan(items, max_tokens)
+    parts = [parts_of(item, max_tokens) for item in items]
+    pieces = [[item if len(at) == len(item.responses) else item.part(at) for at in places] for item, places in zip(items, parts)]
+    groups = plan([piece for own in pieces for piece in own], max_tokens)
     if sharding.root_of(model) is None:
         with torch.inference_mode():
             found = [compute(collate(group, device)) for group in groups]
@@ -232,5 +289,11 @@ def per_response(items: Sequence[Item], max_tokens: int, device: str, compute: C
     values_of: dict[int, list] = {}
     for group, given in zip(groups, found):
         values = iter(given)
-        values_of.update((id(item), [next(values) for _ in item.responses]) for item in group)
-    return [values_of[id(item)] for item in items]
+        values_of.update((id(piece), [next(values) for _ in piece.responses]) for piece in group)
+    return [_in_order(places, [values_of[id(piece)] for piece in own]) for places, own in zip(parts, pieces)]
+
+
+def _in_order(places, values) -> list:
+    """The values of an item's parts, response by response."""
+    found = {k: value for at, given in zip(places, values) for k, value in zip(at, given)}
+    return [found[k] for k in sorted(found)]

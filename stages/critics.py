@@ -9,10 +9,12 @@ trunk, trained by the policy's step. The values that advantages are made of are 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
-from stages.batching import make_item, per_response
+from stages.batching import per_response
 from stages.losses import aggregate, denominator_of, masked, value_loss
 from stages.modeling import hidden_states, precise
 from stages.policy_update import counted_sequences
@@ -123,8 +125,8 @@ class Critic:
         if self.trainer is None:
             return {}
         if self.only_first:
-            items = [make_item(i.row_id, i.prompt, i.responses, [m * (m.cumsum() == 1) for m in i.masks], **i.extra) for i in items]
-        items = [make_item(i.row_id, i.prompt, i.responses, i.masks, **{**i.extra, "skip_forward": not i.n_targets}) for i in items]
+            items = [replace(i, masks=tuple(m * (m.cumsum() == 1) for m in i.masks)) for i in items]
+        items = [replace(i, extra={**i.extra, "skip_forward": not i.n_targets}) for i in items]
         return {f"critic/{k}": v for k, v in self.trainer.step(items).items() if k not in ("skipped_steps", "learning_rate")}
 
     def state(self) -> tuple[dict, dict[str, bytes]]:

@@ -134,7 +134,7 @@ class InContextScorer:
         """Sum of the token log-probs of every completion of every (prompt ids, completions); a prompt is computed once."""
         from stages.evaluation.likelihood import response_logps
 
-        items = [make_item("scored", prompt, completions, [[1] * len(c) for c in completions]) for prompt, completions in groups]
+        items = [make_item("scored", prompt, completions, [[1] * len(c) for c in completions], by_response=()) for prompt, completions in groups]
         return [[math.fsum(logps) for logps in row] for row in response_logps(self.model, items, self.batch_tokens, self.device)]
 
 

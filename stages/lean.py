@@ -3,8 +3,8 @@
 `why_not` says whether it computes exactly a given model; `states` gives the last hidden states of a flat micro-batch. Compared
 with the model's own forward:
 
-* tokens are flat, without padding; a prompt shared by several responses is computed once, and in long groups responses are not
-  multiplied with each other; attention runs over blocks of whole items, so what else is in the micro-batch cannot change a number beyond the rounding of one dot product;
+* tokens are flat, without padding; a prompt shared by several responses is computed once, and in long groups responses (on a GPU: packs of
+  short ones) are not multiplied with each other; attention runs over blocks of whole items, so what else is in the micro-batch cannot change a number beyond the rounding of one dot product;
 * each layer saves its input, q/k/v, the attention's output and gate/up, and recomputes norms and activations in backward,
   chunk by chunk in the processor's cache;
 * the last layer's MLP and the final norm run only on positions that are read;
@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import Function
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 FIXED_ROPE = {"default", "linear", "llama3", "yarn"}  # tables that do not depend on the running length
@@ -348,12 +349,21 @@ class _Finish(Function):
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive tokens that attend among themselves: causally, behind an additive mask [T, T], or as one prompt and its responses
-    (``tree``: prompt length, response lengths), where nothing is computed between responses."""
+    """Consecutive tokens that attend among themselves: causally, behind an additive mask [T, T], or as one prompt and its responses, where (almost) nothing is
+    computed between responses: ``tree`` (prompt length, response lengths) on the CPU, ``packs`` (prompt length, :class:`Pack` s) on other devices."""
 
     length: int
     mask: torch.Tensor | None = None
     tree: tuple[int, tuple[int, ...]] | None = None
+    packs: tuple[int, tuple[Pack, ...]] | None = None
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Consecutive responses of a prompt that attend in one call, over it and each over itself; ``owner`` [length] says which one a token is of, None where there is one."""
+
+    length: int
+    owner: torch.Tensor | None
 
 
 def blocks(segments, device, dtype) -> list[Block]:
@@ -381,15 +391,30 @@ def blocks(segments, device, dtype) -> list[Block]:
         if len(group) == 1 and length > limit and group[0][0] and device.type == "cpu" and 2 * _tree_size(*group[0]) < length * length and _keeps_sums():
             found.append(Block(length, tree=(group[0][0], tuple(r for r in group[0][1] if r))))
             continue
+        if len(group) == 1 and length > limit and device.type != "cpu":
+            found.append(packed(*group[0], limit, device))
+            continue
         owner, branch = [], []
         for i, (p, responses) in enumerate(group):
             owner += [i] * (p + sum(responses))
             branch += [0] * p + [k + 1 for k, r in enumerate(responses) for _ in range(r)]
-        item, k = torch.tensor(owner), torch.tensor(branch)
+        item, k = torch.tensor(owner, device=device), torch.tensor(branch, device=device)
         open_ = (item[:, None] == item) & ((k == 0) | (k[:, None] == k))
-        mask = torch.zeros(length, length, dtype=dtype).masked_fill_(~open_.tril_(), float("-inf"))
-        found.append(Block(length, mask.to(device)))
+        found.append(Block(length, torch.zeros(length, length, dtype=dtype, device=device).masked_fill_(~open_.tril_(), float("-inf"))))
     return found
+
+
+def packed(prompt: int, responses, limit: int, device) -> Block:
+    """One long item in packs: as many responses in each as a mask of at most ``limit`` x ``limit`` elements takes, what a block of short items has; a longer one
+    alone, which needs none."""
+    packs: list[list[int]] = []
+    for length in filter(None, responses):
+        if packs and (together := sum(packs[-1]) + length) * (prompt + together) <= limit * limit:
+            packs[-1].append(length)
+        else:
+            packs.append([length])
+    owners = [None if len(pack) == 1 else torch.repeat_interleave(torch.arange(len(pack)), torch.tensor(pack)).to(device) for pack in packs]
+    return Block(prompt + sum(responses), packs=(prompt, tuple(Pack(sum(pack), owner) for pack, owner in zip(packs, owners))))
 
 
 def _tree_size(prompt: int, responses) -> int:
@@ -510,13 +535,48 @@ def _attend(qkv, plan: list[Block], shape: Shape, scale: float):
     for part, block in zip(qkv.split([b.length for b in plan]), plan):
         if block.tree is not None:
             outs.append(_Tree.apply(part, block.tree, shape, scale))
-            continue
-        q, k, v = (t.transpose(0, 1)[None] for t in part.view(block.length, -1, shape.head_dim).split([shape.heads, shape.groups, shape.groups], 1))
-        if shape.heads != shape.groups:
-            k, v = (t.repeat_interleave(shape.heads // shape.groups, 1) for t in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=block.mask, is_causal=block.mask is None, scale=scale)
-        outs.append(out[0].transpose(0, 1).reshape(block.length, -1))
+        elif block.packs is not None:
+            outs += _by_packs(part, *block.packs, shape, scale)
+        else:
+            outs.append(_sdpa(part, part, block.mask, shape, scale))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _sdpa(queries, keys, mask, shape: Shape, scale: float):
+    """The queries of qkv [t, (H + 2K) D] over the keys and values of qkv [T, (H + 2K) D]: [t, H D], causally without a mask."""
+    sizes = [shape.heads, shape.groups, shape.groups]
+    q, k, v = (t.transpose(0, 1)[None] for t in keys.view(len(keys), -1, shape.head_dim).split(sizes, 1))
+    if queries is not keys:
+        q = queries.view(len(queries), -1, shape.head_dim).split(sizes, 1)[0].transpose(0, 1)[None]
+    if shape.heads != shape.groups:
+        k, v = (t.repeat_interleave(shape.heads // shape.groups, 1) for t in (k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+    return out[0].transpose(0, 1).reshape(len(queries), -1)
+
+
+def _by_packs(qkv, prompt: int, packs: tuple[Pack, ...], shape: Shape, scale: float) -> list:
+    """Attention of one prompt and its responses, qkv [U, (H + 2K) D] -> parts of [U, H D]: the prompt causally, then pack after pack over it and itself.
+
+    Nothing of a pack is kept for backward, which puts the prompt before it again: the copies would be as many prompts as there are packs.
+    """
+    before, *parts = qkv.split([prompt, *(pack.length for pack in packs)])
+    outs = [_sdpa(before, before, None, shape, scale)] if prompt else []
+    for part, pack in zip(parts, packs):
+        if qkv.requires_grad:
+            outs.append(checkpoint(_over_prompt, before, part, pack, shape, scale, use_reentrant=False, preserve_rng_state=False))
+        else:
+            outs.append(_over_prompt(before, part, pack, shape, scale))
+    return outs
+
+
+def _over_prompt(before, part, pack: Pack, shape: Shape, scale: float):
+    """A pack's tokens over the prompt and over those of their own response up to themselves."""
+    if pack.owner is None:
+        mask = causal_lower_right(len(part), len(before) + len(part))
+    else:
+        own = (pack.owner[:, None] == pack.owner).tril_()
+        mask = torch.cat([own.new_ones(len(part), len(before)), own], 1)
+    return _sdpa(part, torch.cat([before, part]), mask, shape, scale)
 
 
 def states(model, ids_U, positions_U, segments, at_N=None, dtype: torch.dtype | None = None, recompute: bool = False, noise_UH=None):

@@ -157,10 +157,16 @@ def need(roles: Sequence[Role], shapes: Mapping[str, Shape | None], config, devi
     return Need(rows, max(during, before), caches_of(config, shapes.get("model")), sorted({r.source for r in roles if shapes.get(r.source) is None}))
 
 
+def together(config) -> tuple[int, str]:
+    """Tokens that go through a model at a time at most, of those that it is trained on, and the setting that bounds them: one answer is never split."""
+    answer = getattr(config, "longest_completion", getattr(config, "max_completion_length", 0))
+    return max((config.max_tokens_per_micro_batch, "max_tokens_per_micro_batch"), (answer, "max_completion_length"), (getattr(config, "max_length", 0), "max_length"))
+
+
 def caches_of(config, shape: Shape | None) -> dict[str, int]:
     """Logits kept for backward, and the KV cache of what is sampled together, every sequence as long as it may be, and of what turns continue."""
     text = shape.config if shape is not None else {}
-    logits = min(logits_bytes(config.max_tokens_per_micro_batch, text["vocab_size"]), 4 * HEAD_KEEP_ELEMENTS) if "vocab_size" in text else 0
+    logits = min(logits_bytes(together(config)[0], text["vocab_size"]), 4 * HEAD_KEEP_ELEMENTS) if "vocab_size" in text else 0
     if not hasattr(config, "generation_batch") or getattr(config, "engine", "builtin") != "builtin" or "num_hidden_layers" not in text:
         return {"logits": logits} if logits else {}
     heads = text.get("num_key_value_heads") or text["num_attention_heads"]
@@ -259,5 +265,5 @@ def check(stage) -> None:
     if reason:
         stage.warn("memory", reason)
     elif found.states + (most := max(found.caches.values(), default=0)) > limit:
-        what = "generation_batch or max_completion_length" if most == found.caches.get("KV cache") else "max_tokens_per_micro_batch"
+        what = "generation_batch or max_completion_length" if most == found.caches.get("KV cache") else together(stage.config)[1]
         stage.warn("memory", f"{found.told(limit)}: at its most this does not fit. Write a smaller {what}; the preflight tries the dearest micro-batch.")

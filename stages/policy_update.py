@@ -60,11 +60,16 @@ class PolicyGradient:
                 "correct_tokens": float(sum(m.sum() for i in rl for m, c in zip(i.masks, i.extra.get("correct", [])) if c)),
                 "ptx_tokens": float(sum(i.n_targets for i in ptx)), "ptx_documents": float(sum(i.extra.get("documents", 1.0) for i in ptx))}
 
+    def units(self, item):
+        """Responses that the loss compares: pairs where it is a loss on pairs, else each by itself."""
+        pairs = pairs_of([item], [bool(m.any()) for m in item.masks]) if self.row.unit == "pairs" else []
+        return [*pairs, *((k,) for k in range(len(item.responses)) if not any(k in pair for pair in pairs))]
+
     def aggregate(self, values_SL, mask_SL, items):
         """Sum of a token loss under the row's aggregation; ``self.count`` divides it."""
         if not self.by_group:
             return aggregate(values_SL, mask_SL, self.row.aggregation, self.scale)[0]
-        weights = torch.tensor([1.0 / max(i.n_targets, 1) for i in items for _ in i.responses], dtype=values_SL.dtype, device=values_SL.device)
+        weights = torch.tensor([1.0 / max((i.whole or i).n_targets, 1) for i in items for _ in i.responses], dtype=values_SL.dtype, device=values_SL.device)
         return (masked(values_SL, mask_SL).sum(-1) * weights).sum()
 
     def __call__(self, model, batch):
@@ -124,7 +129,7 @@ class PolicyGradient:
             total, by = (error.sum(), "sequences") if first else (self.aggregate(error, mask, batch.items), self.count)
             terms["value"] = (config.vf_coef * total, by)
             metrics["critic/value_mean"] = (masked(values_SL.detach(), mask).sum(), "forwarded")
-        if is_ptx.any():
+        if row.ptx_coef:
             nll = masked(-logps_SL, batch.mask_SL & is_ptx[:, None]).sum()
             by = "ptx_tokens" if config.ptx_agg == "token-mean" else "ptx_documents"
             terms["ptx"] = (row.ptx_coef * nll, by)

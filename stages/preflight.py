@@ -11,8 +11,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from stages.batching import Item, make_item, plan, size
+from stages.batching import Item, make_item, size
 
 SAMPLES = 5
 LONGEST_SHOWN = 1200
@@ -33,7 +34,7 @@ def preflight(stage, trainer, items: Sequence[Item], batch_size: int, renderer, 
     if stage.checkpoints.latest() is not None or not items:
         return
     check_ids(trainer.model, items, renderer)
-    facts = plan_facts(items, batch_size, trainer.total_steps, trainer.config.max_tokens_per_micro_batch)
+    facts = plan_facts(items, batch_size, trainer)
     samples = [marked(item, renderer) for item in items[:SAMPLES]]
     stage.report("preflight", markdown=page(facts, samples), table=[{"row": s["row"], "segments": s["segments"]} for s in samples])
     stage.log("plan: " + ", ".join(f"{v:,} {k}" if isinstance(v, int) else f"{k} {v}" for k, v in facts.items()))
@@ -92,10 +93,11 @@ def rl_preflight(stage, trainer, source) -> None:
     check_completions_end(stage, [s for group in samples for s in group], renderer)
     check_rewards(stage, source, [s for group in samples for s in group])
     per_step = max(1, -(-len(made) // config.num_minibatches))
+    warn_of_repeated_prompts(stage, made[:per_step], facts["tokens per step at most"])
     times = []
-    for name, one in (("policy", trainer), ("critic", getattr(source.critic, "trainer", None))):
+    for name, one, instead in (("policy", trainer, ""), ("critic", getattr(source.critic, "trainer", None), "critic_mode=shared")):
         if one is not None:
-            seconds, tokens, peak = try_dearest(one, made, per_step, setting="max_completion_length")
+            seconds, tokens, peak = try_dearest(one, made, per_step, settings="max_completion_length or max_prompt_length", instead=instead, made_up=True)
             stage.log(f"the {name}'s dearest micro-batch ({tokens:,} tokens) ran in {seconds:.2f} s; memory so far {peak:,.0f} MiB")
             times.append(seconds / max(1, tokens))
     drawn = sum(len(s.ids) for group in samples for s in group)
@@ -129,14 +131,14 @@ def longest_rollouts(source) -> list[Item]:
         if config.importance_correction != "none":
             extra["weights"] = [[1.0] * length for _ in range(count)]
         responses = rng.integers(0, vocabulary, (count, length)).tolist()
-        items.append(make_item(f"{prompt['row_id']}-longest", ids, responses, [[1] * length] * count, **extra))
+        items.append(make_item(f"{prompt['row_id']}-longest", ids, responses, [[1] * length] * count, by_response=tuple(extra), **extra))
     return items
 
 
 def rl_plan_facts(source, made: list[Item], trainer) -> dict[str, int | str]:
     """Counts of prompts, completions, steps and tokens, and the memory that weights, training and the KV cache take."""
     config = source.config
-    per_step = made[:max(1, -(-len(made) // config.num_minibatches))]
+    planned = trainer.planned(made[:max(1, -(-len(made) // config.num_minibatches))])
     prompts = [len(ids) for _, ids in source.order.prompts]
     trainers = [t for t in (trainer, getattr(source.critic, "trainer", None)) if t is not None]
     weights, training = held_bytes([m for m in (trainer.model, source.policy.model, source.reference, source.old, getattr(source.critic, "model", None),
@@ -146,7 +148,7 @@ def rl_plan_facts(source, made: list[Item], trainer) -> dict[str, int | str]:
             "tokens in a prompt": f"{round(statistics.median(prompts)):,} (median), {max(prompts):,} (longest)",
             "new tokens in a completion at most": config.longest_completion,
             "tokens to sample per batch at most": config.prompts_per_step * config.num_generations * config.longest_completion,
-            "tokens per step at most": sum(map(size, per_step)), "micro-batches per step at most": len(plan(per_step, config.max_tokens_per_micro_batch)),
+            "tokens per step at most": sum(size(i) for group in planned for i in group), "micro-batches per step at most": len(planned),
             "weights held": f"{weights / 2**20:,.1f} MiB", "gradients and optimizer": f"{training / 2**20:,.1f} MiB",
             "KV cache at most": f"{kv_bytes(source, max(prompts)) / 2**20:,.1f} MiB"}
 
@@ -224,12 +226,12 @@ def check_rewards(stage, source, samples) -> None:
                             "Mend the reward component, or give it more time.")
 
 
-def plan_facts(items: Sequence[Item], batch_size: int, steps: int, budget: int) -> dict[str, int | str]:
+def plan_facts(items: Sequence[Item], batch_size: int, trainer) -> dict[str, int | str]:
     """What a person checks before waiting: counts of rows, steps, tokens, micro-batches."""
     sizes = [size(i) for i in items]
     per_step = [items[i:i + batch_size] for i in range(0, len(items), batch_size)]
-    micro = [len(plan(step, budget)) for step in per_step[:50]]
-    return {"rows": len(items), "optimizer steps": steps, "rows per step": min(batch_size, len(items)),
+    micro = [len(trainer.planned(step)) for step in per_step[:50]]
+    return {"rows": len(items), "optimizer steps": trainer.total_steps, "rows per step": min(batch_size, len(items)),
             "tokens per step": round(statistics.mean(sizes) * min(batch_size, len(items))), "micro-batches per step at most": max(micro),
             "tokens in the longest row": max(sizes), "trained": f"{sum(i.n_targets for i in items) / max(1, sum(i.n_tokens for i in items)):.0%} of the tokens"}
 
@@ -273,15 +275,59 @@ def check_stop_tokens(stage, items: Sequence[Item], renderer) -> None:
                    "Raise max_length, or use a chat template that closes assistant turns with an end token.")
 
 
-def try_dearest(trainer, items: Sequence[Item], batch_size: int, prepare=None, setting: str = "max_length") -> tuple[float, int, float]:
-    """Forward and backward of the largest micro-batch that a step could hold, with the optimizer's memory: (seconds, its tokens, peak MiB so far)."""
+#: Tokens of a step by those of its groups in one piece from which on a plan is warned of.
+REPEATED = 1.5
+
+
+def warn_of_repeated_prompts(stage, step: Sequence[Item], tokens: int) -> None:
+    """Warn where groups go through the model in so many parts that computing their prompts again is what a step is made of."""
+    once = sum(map(size, step))
+    if tokens > REPEATED * once:
+        stage.warn("prompts_repeated", f"Groups of the longest prompts and completions exceed max_tokens_per_micro_batch={stage.config.max_tokens_per_micro_batch:,}, so they go through the model "
+                   f"in parts, each with its prompt: {tokens:,} tokens per step instead of {once:,}. Where memory allows, write max_tokens_per_micro_batch={max(map(size, step))}.")
+
+
+def advice(trainer, step: Sequence[Item], tokens: int, settings: str, instead: str = "") -> str:
+    """What to write when a micro-batch of so many tokens of this step does not fit into memory: only what helps.
+
+    Args:
+        settings: what bounds a row. instead: what to write in place of a LoRA adapter, for a model that takes none.
+    """
+    config = trainer.config
+    least = max(len(item.prompt) + sum(len(item.responses[k]) for k in unit) for item in step
+                for unit in ([range(len(item.responses))] if item.by_response is None else trainer.units(item)))
+    write = [*(["activation_checkpointing=true"] if not config.activation_checkpointing else []), *([instead] if instead else ["lora_rank=16"] if not config.lora_rank else [])]
+    budget = f"max_tokens_per_micro_batch (now {config.max_tokens_per_micro_batch:,}"
+    lower = f"Lower {budget}; that helps down to {least:,}) or {settings}" if tokens > least else \
+        f"A lower {budget}) cannot help, since these go through the model together whatever it is. Lower {settings}"
+    return lower + (f", or write {' or '.join(write)}." if write else ".")
+
+
+def filled(group: list[Item], others: Sequence[Item], budget: int) -> list[Item]:
+    """A micro-batch of made-up rollouts with one more, as long as there is room: the rollouts of a run have all lengths, and fill it."""
+    room = budget - sum(map(size, group)) - (len(others[0].prompt) if others else 0)
+    if not others or room <= 0:
+        return group
+    more = others[0].part([0])
+    return [*group, replace(more, responses=(more.responses[0][:room],), masks=(more.masks[0][:room],),
+                            extra={name: [value[0][:room] if isinstance(value[0], list) else value[0]] for name, value in more.extra.items()})]
+
+
+def try_dearest(trainer, items: Sequence[Item], batch_size: int, prepare=None, settings: str = "max_length", instead: str = "", made_up: bool = False) -> tuple[float, int, float]:
+    """Forward and backward of the largest micro-batch that a step could hold, with the optimizer's memory: (seconds, its tokens, peak MiB so far).
+
+    ``settings`` and ``instead``: see :func:`advice`; ``made_up``: the items are rollouts of the greatest length, see :func:`filled`.
+    """
     import torch
 
     from stages.harness import peak_memory_mib
     from stages.training import TrainingError
 
     step = sorted(items, key=size, reverse=True)[:batch_size]
-    group = max(plan(step, trainer.config.max_tokens_per_micro_batch), key=lambda g: sum(map(size, g)))
+    planned = trainer.planned(step)
+    group = max(planned, key=lambda g: sum(map(size, g)))
+    if made_up:
+        group = filled(group, [item for other in planned if other is not group for item in other], trainer.config.max_tokens_per_micro_batch)
     tokens = sum(map(size, group))
     started = time.monotonic()
     moments = []
@@ -293,8 +339,8 @@ def try_dearest(trainer, items: Sequence[Item], batch_size: int, prepare=None, s
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "alloc" not in str(error).lower():
             raise
-        raise TrainingError(f"The dearest micro-batch ({len(group)} rows, {tokens:,} tokens) does not fit into memory. Lower max_tokens_per_micro_batch "
-                            f"(now {trainer.config.max_tokens_per_micro_batch:,}) or {setting}, or write activation_checkpointing=true.") from error
+        raise TrainingError(f"The dearest micro-batch ({sum(len(i.responses) for i in group)} responses, {tokens:,} tokens) does not fit into memory. "
+                            + advice(trainer, step, tokens, settings, instead)) from error
     finally:
         trainer.optimizer.zero_grad(set_to_none=True)
         del moments

@@ -298,7 +298,7 @@ class LabelScorer(Scorer):
         from stages.modeling import target_logps
 
         ids = [self.reader.plain(word) for word in words]
-        items = [make_item(str(i), request, ids, [[1] * len(word) for word in ids]) for i, request in enumerate(requests)]
+        items = [make_item(str(i), request, ids, [[1] * len(word) for word in ids], by_response=()) for i, request in enumerate(requests)]
 
         def read(batch):
             sums = torch.zeros(batch.mask_SL.shape[0], dtype=torch.float64)

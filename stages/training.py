@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 
 from stages import lean, ranks, sharding
-from stages.batching import Batch, Item, collate, plan, size
+from stages.batching import Batch, Item, collate, cut, plan, size
 from stages.curves import logged_metrics
 from stages.modeling import head_of, is_lean, shared_up_to
 from stages.settings import OptimizerConfig
@@ -56,6 +56,9 @@ class Sums:
 
 
 class Objective(Protocol):
+    """What is minimised. It may have ``units(item)``: the places of the responses whose loss reads each other, for items that may be parted
+    (``Item.by_response``); without it every response of such an item is by itself."""
+
     def counts(self, items: Sequence[Item]) -> dict[str, float]:
         """Denominators of these items, additive over items; known before the first forward pass."""
 
@@ -143,18 +146,29 @@ class Trainer:
             lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2), eps=1e-8, fused=True)
 
     def _micro_batches(self, items: Sequence[Item]) -> list[tuple[list[Item], bool]]:
-        """This rank's micro-batches of a step; small steps are cut so that every rank has work.
+        """This rank's micro-batches of a step.
 
         With sharded weights every rank must run as many as the others: ``False`` marks one that only keeps them company.
         """
-        budget = self.config.max_tokens_per_micro_batch
-        if self.ranks > 1:
-            budget = min(budget, max(1, math.ceil(sum(map(size, items)) / self.ranks)))
-        groups = plan(items, budget)
+        groups = self.planned(items)
         shares = ranks.shares(groups, lambda group: sum(map(size, group)))
         mine = shares[ranks.rank()]
         company = max(map(len, shares)) - len(mine) if self.root is not None else 0
         return [(group, True) for group in mine] + [(groups[0], False)] * company
+
+    def planned(self, items: Sequence[Item]) -> list[list[Item]]:
+        """All ranks' micro-batches of a step; small steps are shared out so that every rank has work."""
+        budget = self.config.max_tokens_per_micro_batch
+        items = cut(items, budget, self.units)
+        if self.ranks > 1:
+            budget = min(budget, max(1, math.ceil(sum(map(size, items)) / self.ranks)))
+        return plan(items, budget)
+
+    def units(self, item: Item) -> list[tuple[int, ...]]:
+        """Places of the responses that stay together where an item is parted; those without a target, which add nothing to any sum, are left out."""
+        together = getattr(self.objective, "units", None)
+        units = [(k,) for k in range(len(item.responses))] if together is None else together(item)
+        return [unit for unit in units if any(item.masks[k].any() for k in unit)] or units
 
     def _sums(self, group: list[Item]) -> Sums:
         with products(self.config, self.device):

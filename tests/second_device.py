@@ -118,5 +118,7 @@ def second_device(monkeypatch):
     monkeypatch.setattr(torch.inference_mode, "__enter__", lambda mode: setattr(mode, "graph", torch.no_grad()) or mode.graph.__enter__())  # its tensors take no out=
     monkeypatch.setattr(torch.inference_mode, "__exit__", lambda mode, *error: mode.graph.__exit__(*error))
     monkeypatch.setitem(stages.lean.BLOCK, "lazy", stages.lean.BLOCK["cuda"])
+    # torch makes no object of this class within a dispatch mode; on a device without kernels of its own it becomes this mask
+    monkeypatch.setattr(stages.lean, "causal_lower_right", lambda queries, keys: torch.ones(queries, keys, dtype=torch.bool, device=DEVICE).tril(keys - queries))
     with Makers(), Places():
         yield

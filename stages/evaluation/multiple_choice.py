@@ -85,7 +85,7 @@ def _sums(asked: Sequence[tuple[list[int], list[int]]], logps_of) -> list[float]
     shared: dict[tuple[int, ...], dict[tuple[int, ...], None]] = defaultdict(dict)
     for before, behind in asked:
         shared[tuple(before)][tuple(behind)] = None
-    items = [make_item(str(i), before, list(map(list, behinds)), [[1] * len(behind) for behind in behinds]) for i, (before, behinds) in enumerate(shared.items())]
+    items = [make_item(str(i), before, list(map(list, behinds)), [[1] * len(behind) for behind in behinds], by_response=()) for i, (before, behinds) in enumerate(shared.items())]
     values = {before: {behind: math.fsum(logps) for behind, logps in zip(behinds, each)} for (before, behinds), each in zip(shared.items(), logps_of(items))}
     return [values[tuple(before)][tuple(behind)] for before, behind in asked]
 

@@ -89,11 +89,11 @@ class Crediting:
                 out[i, : len(r)] = r
             return out
 
-        items = [make_item(g.prompt["row_id"], ids, [s.ids for s in own], [s.action_mask for s in own]) for g in groups for ids, own in contexts_of(g)]
+        items = [make_item(g.prompt["row_id"], ids, [s.ids for s in own], [s.action_mask for s in own], by_response=()) for g in groups for ids, own in contexts_of(g)]
         sampled = [s.logps for s in samples]
         old = plain = self._old_logps(groups, samples, sampled, items)
         if any(s.context_ids is not None for s in samples):
-            plain = self.logps(self.policy.model, [make_item(g.prompt["row_id"], g.ids, [s.ids for s in g.samples], [s.action_mask for s in g.samples]) for g in groups])
+            plain = self.logps(self.policy.model, [make_item(g.prompt["row_id"], g.ids, [s.ids for s in g.samples], [s.action_mask for s in g.samples], by_response=()) for g in groups])
         weights = self._importance_weights(padded(old), padded(sampled), mask) if config.importance_correction != "none" else None
         ref = None
         if row.needs_reference or config.monitor_kl:
@@ -300,11 +300,12 @@ class Crediting:
             if row.positive_nll_coef:
                 extra["correct"] = [bool(scored.samples[i].correct) for i in rows]
             masks = [np.asarray(scored.samples[i].action_mask, int) * bool(scored.trained_B[i]) for i in rows]
+            by_response = tuple(extra)
             extra["skip_forward"] = not any(m.any() for m in masks) or bool(
                 not row.objective and not advantages[rows.start:rows.stop].any() and not row.kl_loss_coef and not config.entropy_coef
                 and not row.positive_nll_coef and not (self.critic is not None and self.critic.trainer is None)
                 and row.update != "trust_region")  # whose KL is a mean over the same tokens as its surrogate
-            final.append(make_item(item.row_id, item.prompt, item.responses, masks, **extra))
+            final.append(make_item(item.row_id, item.prompt, item.responses, masks, by_response=by_response, **extra))
         return final
 
     # -- between iterations -----------------------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ class Rollouts:
         state = {name: getattr(self, name) for name in ("iteration", "inner", "version", "metrics", "warmed", "history", "why_unscorable")}
         state |= {name: part.state() for name, part in self._parts().items()}
         in_hand = [{"row_id": i.row_id, "prompt": i.prompt.tolist(), "responses": [r.tolist() for r in i.responses],
-                    "masks": [m.tolist() for m in i.masks], "extra": i.extra} for i in self.batch]
+                    "masks": [m.tolist() for m in i.masks], "by_response": i.by_response, "extra": i.extra} for i in self.batch]
         ahead = None
         if self.sampled_ahead is not None:
             kept, dropped, metrics = self.sampled_ahead
@@ -181,7 +181,7 @@ class Rollouts:
         for name, part in self._parts().items():
             part.restore(state[name])
         found = json.loads(read("rollouts.json"))
-        self.batch = [make_item(r["row_id"], r["prompt"], r["responses"], r["masks"], **r["extra"]) for r in found["batch"]]
+        self.batch = [make_item(r["row_id"], r["prompt"], r["responses"], r["masks"], by_response=r["by_response"], **r["extra"]) for r in found["batch"]]
         if self.window:
             self.window.restore(found["window"])
         if ahead := found["ahead"]:

@@ -94,6 +94,48 @@ def test_long_groups_attend_part_by_part(family, prompt, responses, monkeypatch)
         assert torch.allclose(ours, masked, rtol=0, atol=1e-12 * max(1.0, float(masked.abs().max())))
 
 
+PACKED = (((85, (64,) * 8), [8]), ((30, (40, 7, 0, 7, 130, 1, 64)), [3, 1, 2]), ((1, (200, 2, 150)), [1, 2]), ((0, (30, 89, 1)), [3]), ((300, (1, 1, 1, 150, 150, 250)), [5, 1]),
+          ((250, (0, 120, 0)), [1]))
+
+
+@pytest.mark.parametrize("recompute", (False, True))
+@pytest.mark.parametrize("family", ("llama", "qwen3"))
+@pytest.mark.parametrize("item, counts", PACKED)
+def test_packs_attend_as_behind_the_mask(family, item, counts, recompute, monkeypatch):
+    """What devices other than the CPU do with a long group, done here: values and every gradient are those behind the mask, in float64 to 1e-12."""
+    limit = {8: 600, 3: 120, 1: 200, 5: 450}[counts[0]]
+    model, (prompt, responses) = build(family, torch.float64), item
+    rng = np.random.default_rng(7)
+    made = make_item("0", rng.integers(1, 61, prompt).tolist(), [rng.integers(1, 61, n).tolist() for n in responses], [[1] * n for n in responses])
+    batch = collate([made, *trees(2, 1, short=True)])
+    block = lean.packed(prompt, responses, limit, torch.device("cpu"))
+    assert [1 if pack.owner is None else int(pack.owner[-1]) + 1 for pack in block.packs[1]] == counts
+    assert all(pack.owner is None or pack.length * (prompt + pack.length) <= limit * limit for pack in block.packs[1])
+    monkeypatch.setattr(lean, "_keeps_sums", lambda: False)
+    plain, weights, seen = lean.blocks, torch.randn(len(batch.ids_U), 32, dtype=torch.float64), []
+    for plan in (plain, lambda segments, device, dtype: [block, *plain(segments[1:], device, dtype)]):
+        monkeypatch.setattr(lean, "blocks", plan)
+        model.zero_grad(set_to_none=True)
+        out = lean.states(model, batch.ids_U, batch.positions_U, batch.segments, recompute=recompute)
+        (out * weights).sum().backward()
+        with torch.no_grad():
+            assert torch.equal(lean.states(model, batch.ids_U, batch.positions_U, batch.segments), out)
+        seen.append([out.detach(), *(p.grad.clone() for p in model.parameters())])
+    for masked, ours in zip(*seen):
+        assert torch.allclose(ours, masked, rtol=0, atol=1e-12 * max(1.0, float(masked.abs().max())))
+
+
+def test_no_mask_is_larger_than_a_block_of_short_items_on_other_devices():
+    """Blocks of a device that is not the CPU, planned without computing: long items in packs, short ones together behind a mask of their block."""
+    plan = lean.blocks([(10, [5, 5]), (20, [4]), (3000, [9000] * 3 + [100] * 40), (700, [2000]), (0, [1500, 1500])], torch.device("meta"), torch.float32)
+    assert [b.length for b in plan] == [44, 34000, 2700, 3000] and [b.mask is None for b in plan] == [False, True, True, True]
+    for block in plan:
+        for pack in (block.packs or (0, ()))[1]:
+            assert pack.owner is None or pack.length * (block.packs[0] + pack.length) <= lean.BLOCK.get("meta", 256) ** 2
+    assert [b.packs is not None for b in plan] == [False, True, False, True]
+    assert [p.length for p in lean.packed(3000, [9000] * 3 + [100] * 40, 2048, torch.device("meta")).packs[1]] == [9000] * 3 + [1000] * 4
+
+
 @pytest.mark.parametrize("family", ("llama-bias", "qwen3"))
 def test_backward_equals_finite_differences(family):
     model = build(family, torch.float64)

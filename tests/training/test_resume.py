@@ -47,6 +47,7 @@ STATEFUL = {  # what each carries over a kill, beside weights and rollouts in ha
     "adapter, shared critic, reference": {"preset": "ppo", "lora_rank": 4, "critic_mode": "shared", "learning_rate": 1e-2, "num_iterations": 2},
     "continuations, prompts by pass@k": {"preset": "vineppo", "vine_samples": 2, "step_separator": "e", "curriculum": "pass_at_k", "passk_bands": [1.0, 0.0], "passk_samples": 2,
                                          "reward_override": "none", "rewards": [{"kind": "verifier"}, {"kind": "length", "max_length": 8, "cache_length": 7}]},
+    "groups in parts": {"preset": "ppo", "num_generations": 5, "max_tokens_per_micro_batch": 60, "num_iterations": 2, "num_minibatches": 2, "critic_learning_rate": 1e-3},
     "sampled ahead": {"preset": "grpo", "async_rollouts": True, "dynamic_sampling": True, "filter_groups_metric": "reward_std", "num_minibatches": 2, "curriculum": "rerank",
                       "eval_every": 4, "eval_prompts": 4},
     "trajectories sampled ahead": {"preset": "agent", "async_rollouts": True, "environment": "tests.training.environments:Countdown", "rewards": [{"kind": "environment"}],

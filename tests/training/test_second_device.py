@@ -55,6 +55,26 @@ def test_a_stage_computes_on_another_device(tiny, data, labelled, spec, case, mo
         assert not far, f"step {one.get('step')}"
 
 
+@pytest.mark.parametrize("more", ({}, {"activation_checkpointing": True}), ids=("plain", "recomputed"))
+def test_long_groups_attend_in_packs_there(tiny, data, spec, more, monkeypatch):
+    """Short blocks make every group a long one: it is attended in packs on the other device, as a tree or behind a mask on the CPU."""
+    from stages import lean
+
+    config, packed, found = {**_RL, "preset": "grpo", "num_generations": 5, "prompts_per_step": 2, "max_steps": 1, **more}, [], []
+    for name, device in (("here", "cpu"), ("there", DEVICE)):
+        made = {**spec("rl", config, {"model": tiny["policy"], "data": data["prompts"]}, name), "device": device}
+        with second_device(monkeypatch) if device == DEVICE else nullcontext():
+            if device == DEVICE:
+                monkeypatch.setitem(lean.BLOCK, "lazy", 30)
+                plain = lean.packed
+                monkeypatch.setattr(lean, "packed", lambda *given: packed.append(plain(*given)) or packed[-1])
+            found.append(execute(made, lambda event: None)["summary"])
+    assert {pack.owner is None for block in packed for pack in block.packs[1]} == {True, False}
+    here, there = found
+    near = {"rel": 1e-3, "abs": 1e-4}
+    assert here.keys() == there.keys() and not {key: (value, there[key]) for key, value in here.items() if isinstance(value, float) and value != pytest.approx(there[key], **near)}
+
+
 SHORT = {"max_steps": 2, "batch_size": 6, "max_length": 96, "learning_rate": 1e-3}
 ODD = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2, "frequency_penalty": 0.1, "stop_strings": ["e e"], "bad_words": ["x"], "logit_bias": {5: 1.0}}
 READS = {  # stage, settings, inputs: which of the tiny models and datasets
