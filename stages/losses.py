@@ -73,13 +73,14 @@ def denominator_of(mode: str) -> str:
     return "tokens" if _choice("loss_agg_mode", mode, LOSS_AGG_MODES) == "token-mean" else "sequences"
 
 
-def aggregate(loss_BT, mask_BT, mode: str, loss_scale_factor: float | None = None, weights_B=None):
+def aggregate(loss_BT, mask_BT, mode: str, loss_scale_factor: float | None = None, weights_B=None, counted: bool = True):
     """Sum of a token loss [B, T] and its counts, for one micro-batch: (0-dim tensor, {"tokens", "sequences"}).
 
     Dividing the summed sums by the summed `denominator_of(mode)` counts of the optimizer step gives
     token-mean, seq-mean-token-sum, seq-mean-token-mean or seq-mean-token-sum-norm (which also divides by the
     constant `loss_scale_factor`, normally the maximum completion length). Fully masked rows are in no count.
-    `weights_B` (sample_weight) multiplies rows in the sums and in the counts. Source: AGG, part.agg.
+    `weights_B` (sample_weight) multiplies rows in the sums and in the counts. Not `counted`: None in place of the counts, for which a GPU would be waited for.
+    Source: AGG, part.agg.
     """
     _choice("loss_agg_mode", mode, LOSS_AGG_MODES)
     per_row = masked(loss_BT, mask_BT).sum(-1)
@@ -91,7 +92,7 @@ def aggregate(loss_BT, mask_BT, mode: str, loss_scale_factor: float | None = Non
             raise ValueError("seq-mean-token-sum-norm needs a constant: write loss_scale_factor=<maximum completion length>")
         per_row = per_row / loss_scale_factor
     if weights_B is None:
-        return per_row.sum(), count_targets(mask_BT)
+        return per_row.sum(), count_targets(mask_BT) if counted else None
     weights = torch.where(lengths > 0, weights_B.to(per_row.dtype), torch.zeros_like(per_row))
     counts = {"tokens": float((weights * lengths).sum()), "sequences": float(weights.sum())}
     return (per_row * weights).sum(), counts

@@ -63,7 +63,7 @@ class PolicyGradient:
     def aggregate(self, values_SL, mask_SL, items):
         """Sum of a token loss under the row's aggregation; ``self.count`` divides it."""
         if not self.by_group:
-            return aggregate(values_SL, mask_SL, self.row.aggregation, self.scale)[0]
+            return aggregate(values_SL, mask_SL, self.row.aggregation, self.scale, counted=False)[0]
         weights = torch.tensor([1.0 / max(i.n_targets, 1) for i in items for _ in i.responses], dtype=values_SL.dtype, device=values_SL.device)
         return (masked(values_SL, mask_SL).sum(-1) * weights).sum()
 
@@ -124,7 +124,7 @@ class PolicyGradient:
             total, by = (error.sum(), "sequences") if first else (self.aggregate(error, mask, batch.items), self.count)
             terms["value"] = (config.vf_coef * total, by)
             metrics["critic/value_mean"] = (masked(values_SL.detach(), mask).sum(), "forwarded")
-        if is_ptx.any():
+        if any(i.extra.get("ptx") for i in batch.items):
             nll = masked(-logps_SL, batch.mask_SL & is_ptx[:, None]).sum()
             by = "ptx_tokens" if config.ptx_agg == "token-mean" else "ptx_documents"
             terms["ptx"] = (row.ptx_coef * nll, by)
