@@ -2,7 +2,6 @@
 
 import json
 import sys
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -385,11 +384,10 @@ def on_gpu():
     return "cuda:0"
 
 
-@pytest.mark.parametrize("heads", [2, 4])
-def test_backward_of_attention_repeats_itself(on_gpu, heads):
+def test_backward_of_attention_repeats_itself(on_gpu):
     """bfloat16 (flash) and float32 (memory-efficient): the same gradients, bit for bit, over and over."""
     for dtype in (torch.bfloat16, torch.float32):
-        q, k, v = (torch.randn(2, n, 1024, 64, device=on_gpu, dtype=dtype, requires_grad=True) for n in (4, 4, 4))
+        q, k, v = (torch.randn(2, 4, 1024, 64, device=on_gpu, dtype=dtype, requires_grad=True) for _ in range(3))
         found = []
         for _ in range(5):
             with cuda.strictly(on_gpu):
@@ -401,9 +399,8 @@ def test_backward_of_attention_repeats_itself(on_gpu, heads):
 def test_a_killed_run_ends_with_the_same_bytes(on_gpu, tiny, data, spec, config):  # noqa: F811
     def run(name):
         made = spec("rl", {**_RL, "preset": "grpo", "max_steps": 4, **config}, {"model": tiny["policy"], "data": data["prompts"]}, name)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)  # an operation without a deterministic form would be one
-            execute({**made, "device": on_gpu}, lambda event: None)
+        execute({**made, "device": on_gpu}, lambda event: None)
+        assert not cuda._given_up, "an operation has no deterministic form"
         return Path(made["workdir"], "out", "model", "model.safetensors").read_bytes()
 
     assert run("one") == run("other")
