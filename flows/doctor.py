@@ -100,9 +100,14 @@ def work_directories(state: Path, fix: bool) -> Finding:
 def torch_device(state: Path, fix: bool) -> Finding:
     import torch
 
+    from stages.cuda import unusable
+    from tasks.run import cuda_devices
+
     if torch.cuda.is_available():
         names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
         yield True, f"torch {torch.__version__} with {names}"
+    elif cards := cuda_devices():
+        yield False, unusable(", ".join(cards)) + " Until then stages train on the CPU"
     else:
         yield True, f"torch {torch.__version__} on the CPU"
 

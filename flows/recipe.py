@@ -221,8 +221,9 @@ class Plan(Run):
             roles = spec.roles(settings, set(inputs))
         except ValueError as error:
             raise ConfigError(f"{label}: {error}") from None
-        limit = memory.limit_of(settings, "cuda" if cuda_devices() else "cpu", devices)
-        found = memory.need(roles, known, settings, devices)
+        device = "cuda" if cuda_devices() else "cpu"
+        limit = memory.limit_of(settings, device, devices)
+        found = memory.need(roles, known, settings, devices, device)
         if limit is not None and settings.memory_check == "refuse" and (reason := memory.refusal(label, roles, known, settings, limit, devices)):
             self.refused.append(reason)
         self._advise(label, spec, inputs, settings, known.get("model"))

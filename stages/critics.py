@@ -41,7 +41,7 @@ class ValueRegression:
         if self.config.cliprange_value is not None:
             moved = (values_SL.detach() - old).abs() > self.config.cliprange_value
             metrics["clip_fraction"] = ((moved & batch.mask_SL).float().sum(), "tokens")
-        return Sums({"value": (aggregate(error, batch.mask_SL, self.mode)[0], denominator_of(self.mode))}, metrics)
+        return Sums({"value": (aggregate(error, batch.mask_SL, self.mode, counted=False)[0], denominator_of(self.mode))}, metrics)
 
 
 def values_of(head: nn.Linear, states: torch.Tensor, bias: float) -> torch.Tensor:

@@ -44,6 +44,7 @@ class Engine(Protocol):
       EngineError is raised only if every row failed.
     * ``update(directory, weights)``: sample from the weights of that Hugging Face directory from now on; ``engine.weights`` is then
       ``weights`` (it is "input" before). ``shares_weights`` engines read the trainer's own parameters and need none.
+    * An engine may have ``holds``, the type in which it holds weights (values are given to it in that), and ``copies``: nothing reads the directory after ``update``.
     * ``sleep(keep_weights)`` frees device memory between calls; the next ``generate`` (or ``update``) wakes the engine. After
       ``keep_weights=False`` only ``update`` does.
     """
@@ -88,7 +89,8 @@ def make_engine(stage, renderer, model=None, *, sleeps: bool = False, role: str 
                               "engine=builtin, or train on one device (vLLM takes more by engine_options={tensor_parallel_size: N}).")
         from stages.vllm_engine import VLLMEngine
 
-        engine = VLLMEngine(path, renderer.tokenizer, max_batch=config.generation_batch, options=config.engine_options, sleeps=sleeps)
+        options = {**beside_training(stage, path, sleeps), **config.engine_options}
+        engine = VLLMEngine(path, renderer.tokenizer, max_batch=config.generation_batch, options=options, sleeps=sleeps)
     else:
         from stages.server_engine import ServerEngine
 
@@ -99,6 +101,28 @@ def make_engine(stage, renderer, model=None, *, sleeps: bool = False, role: str 
             raise EngineError(f"`transformers serve` has one seed for all who ask, so {together} devices would change each other's completions; write devices=1, or use `vllm serve`.")
     stage.log(f"engine: {engine.name}")
     return engine
+
+
+def beside_training(stage, path: str, sleeps: bool) -> dict:
+    """vLLM's defaults of a stage that trains beside it (RL): room for the longest prompt and completion and no more, and the memory that training leaves. vLLM's own are
+    the model's longest sequence, and nine tenths of the GPU."""
+    from stages import cuda, memory
+
+    config = stage.config
+    if stage.spec.roles is None or not hasattr(config, "longest_completion"):
+        return {}
+    longest, (_, positions) = config.max_prompt_length + config.longest_completion, vocabulary_of(path)
+    found = {"max_model_len": min(longest, positions or longest)}
+    if cuda.is_cuda(stage.device) and "gpu_memory_utilization" not in config.engine_options:
+        need = memory.need(stage.spec.roles(config, set(stage.inputs)), {role: memory.shape_of(one.path) for role, one in stage.inputs.items() if one.kind == "model"}, config,
+                           device=stage.device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(torch.device(stage.device))
+        share = memory.engine_share(free, total, 4 * sum(row["parameters"] for row in need.rows), need.states, max(need.caches.values(), default=0), sleeps)
+        stage.log(f"vLLM may take {share:.0%} of {memory.shown(total)} on the GPU, of which {memory.shown(free)} are free and training needs more; another share is "
+                  "engine_options={gpu_memory_utilization: SHARE}")
+        found["gpu_memory_utilization"] = share
+    return found
 
 
 def engine_label(config) -> str:
@@ -122,9 +146,25 @@ def vocabulary_of(path: str) -> tuple[int, int | None]:
     return config.vocab_size, getattr(config, "max_position_embeddings", None)
 
 
-def write_weights(model, tokenizer, directory: str | Path) -> None:
+def memory_disk(name: str, size: int) -> Path | None:
+    """A directory of this user in the machine's memory (/dev/shm) for ``size`` bytes, twice which must be free there; None where there is none. What a killed process
+    left under the same ``name`` is removed."""
+    import hashlib
+    import os
+    import shutil
+
+    root = Path("/dev/shm")
+    found = root / f"posttrain-{os.getuid()}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    shutil.rmtree(found, ignore_errors=True)
+    if not os.access(root, os.W_OK) or shutil.disk_usage(root).free < 2 * size:
+        return None
+    found.mkdir(mode=0o700)
+    return found
+
+
+def write_weights(model, tokenizer, directory: str | Path, dtype: torch.dtype | None = None) -> None:
     """A Hugging Face directory of the policy as it is now, the model left as it is: how engines in other processes get new weights. Rank 0 writes; every rank must
-    call where the model is sharded."""
+    call where the model is sharded. dtype: what the engine will make of the values, so that no more is written (None: as they are)."""
     import copy
 
     from safetensors.torch import save_file
@@ -134,13 +174,14 @@ def write_weights(model, tokenizer, directory: str | Path) -> None:
     from stages.decoders import bare
 
     base, directory, first = bare(model), Path(directory), ranks.rank() == 0
-    values = {name: value.detach().cpu().contiguous() if first else None for name, value in plain_parameters(model)}
+    values = {name: value.detach().to(dtype or value.dtype).cpu().contiguous() if first else None for name, value in plain_parameters(model)}
     if not first:
         return
     directory.mkdir(parents=True, exist_ok=True)
     save_file(values, directory / "model.safetensors", metadata={"format": "pt"})
     config = copy.deepcopy(base.config)
     config.use_cache, config.architectures = True, [type(base).__name__]
+    config.dtype = dtype or config.dtype
     config.save_pretrained(directory)
     base.generation_config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

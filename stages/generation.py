@@ -304,10 +304,10 @@ class MixtureSampler:
                 caches[k] = out.past_key_values
                 mixed = mixed + share * torch.log_softmax(out.logits[:, -1].float(), -1)
             token, logp = sample_step(mixed, u[:, t], params)
-            for i in range(len(seeds)):
+            for i, (drawn, its_logp) in enumerate(zip(token.tolist(), logp.tolist())):
                 if done[i] is None:
-                    ids[i].append(int(token[i]))
-                    logps[i].append(float(logp[i]))
+                    ids[i].append(drawn)
+                    logps[i].append(its_logp)
                     done[i] = "eos" if ids[i][-1] in params.stop_ids else "length" if t + 1 == params.max_new_tokens else None
             if all(done):
                 break

@@ -90,7 +90,7 @@ class Stage:
         self.seed = int(spec.get("seed") or 0)
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        self._device = spec.get("device") or "auto"
+        self._device, self._settled = spec.get("device") or "auto", False
         self.workdir = Path(spec["workdir"]).absolute()
         self.workdir.mkdir(parents=True, exist_ok=True)
         self.inputs: dict[str, Input] = {}
@@ -141,12 +141,27 @@ class Stage:
 
     @property
     def device(self) -> str:
-        """``cpu`` or ``cuda[:i]``; ``auto`` in the spec means CUDA when a device is visible."""
+        """``cpu`` or ``cuda[:i]``; ``auto`` in the spec means CUDA when torch can use a device.
+
+        Raises:
+            ConfigError: several devices were given, and torch cannot use them (with one: a warning, and the CPU).
+        """
         if self._device == "auto":
             import torch
 
             local_rank = int(os.environ.get("LOCAL_RANK", "0"))
             self._device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
+            if self._device == "cpu" and (cards := os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()) not in ("", "-1"):
+                from stages import cuda
+
+                if self.world_size > 1:
+                    raise ConfigError(f"devices={self.world_size}: {cuda.unusable(cards)} CUDA_VISIBLE_DEVICES= (empty) trains on the CPU.")
+                self.warn("gpu_unusable", f"This stage runs on the CPU: {cuda.unusable(cards)}")
+        if self._device.startswith("cuda") and not self._settled:
+            from stages import cuda
+
+            cuda.settle()
+            self._settled = True
         return self._device
 
     # -- randomness --------------------------------------------------------------------------------------------------
@@ -487,6 +502,7 @@ class _ResumableCheckpoints(Checkpoints):
 def execute(spec: dict[str, Any], emit: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
     """Run a stage in this process (a debugger, a test, a notebook) and return its result. ``emit`` receives the events."""
     started = time.monotonic()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at cuBLAS's first product: without it products may differ in their last bits
     stage = Stage(get_stage(spec["stage"]), spec, emit or (lambda event: None))
     memory.check(stage)
     advise.tell(stage)

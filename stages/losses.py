@@ -66,12 +66,13 @@ def denominator_of(mode: str) -> str:
     return "tokens" if _choice("loss_agg_mode", mode, LOSS_AGG_MODES) == "token-mean" else "sequences"
 
 
-def aggregate(loss_BT, mask_BT, mode: str, loss_scale_factor: float | None = None):
+def aggregate(loss_BT, mask_BT, mode: str, loss_scale_factor: float | None = None, counted: bool = True):
     """Sum of a token loss [B, T] and its counts, for one micro-batch: (0-dim tensor, {"tokens", "sequences"}).
 
     Dividing the summed sums by the summed `denominator_of(mode)` counts of the optimizer step gives
     token-mean, seq-mean-token-sum, seq-mean-token-mean or seq-mean-token-sum-norm (which also divides by the
-    constant `loss_scale_factor`, normally the maximum completion length). Fully masked rows are in no count. Source: AGG, part.agg.
+    constant `loss_scale_factor`, normally the maximum completion length). Fully masked rows are in no count.
+    Not `counted`: None in place of the counts, for which a GPU would be waited for. Source: AGG, part.agg.
     """
     _choice("loss_agg_mode", mode, LOSS_AGG_MODES)
     per_row = masked(loss_BT, mask_BT).sum(-1)
@@ -82,7 +83,7 @@ def aggregate(loss_BT, mask_BT, mode: str, loss_scale_factor: float | None = Non
         if loss_scale_factor is None or not loss_scale_factor > 0:
             raise ValueError("seq-mean-token-sum-norm needs a constant: write loss_scale_factor=<maximum completion length>")
         per_row = per_row / loss_scale_factor
-    return per_row.sum(), count_targets(mask_BT)
+    return per_row.sum(), count_targets(mask_BT) if counted else None
 
 
 # --- reward models --------------------------------------------------------------------------------

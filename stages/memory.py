@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,8 @@ GIB = 2**30
 SAMPLING = "policy that samples"
 #: Elements of log-probabilities that the LM head keeps for backward at most, whatever the vocabulary.
 HEAD_KEEP_ELEMENTS = 1 << 25
+#: Elements of logits that the LM head computes at a time on a GPU, and the bytes that each takes meanwhile: in two types, log-probability, probability.
+HEAD_CHUNK_ON_GPU, HEAD_CHUNK_BYTES = 1 << 27, 14
 #: Of finished rows that turns may continue; a constant, since what is kept decides over the last bits of what is computed.
 KEPT_BYTES = 2 << 30
 
@@ -132,8 +135,8 @@ class Need:
         return f"{shown(self.states)} for weights, gradients and optimizer ({held})" + (f" + at most {more}" if more else "") + ("" if device is None else f", of {shown(device)}")
 
 
-def need(roles: Sequence[Role], shapes: Mapping[str, Shape | None], config, devices: int = 1) -> Need:
-    """What these roles need on each of ``devices`` devices; models whose shape is not known are named as missing."""
+def need(roles: Sequence[Role], shapes: Mapping[str, Shape | None], config, devices: int = 1, device: str = "cpu") -> Need:
+    """What these roles need on each of ``devices`` devices of the kind ``device``; models whose shape is not known are named as missing."""
     rows, during, before = [], 0, 0
     lora, sharded = getattr(config, "lora_rank", 0), getattr(config, "sharding", "none") == "full" and devices > 1
     if sharded and not any(r.name == SAMPLING for r in roles) and getattr(config, "engine", "") == "builtin" and hasattr(config, "num_generations"):
@@ -154,7 +157,7 @@ def need(roles: Sequence[Role], shapes: Mapping[str, Shape | None], config, devi
         during += 0 if role.before else size
         before += weights if role.before or role.trained else 0
         rows.append({"model": role.name, "parameters": shape.parameters, "trained": trained, "bytes": weights if role.before else size} | ({"while": "before training"} if role.before else {}))
-    return Need(rows, max(during, before), caches_of(config, shapes.get("model")), sorted({r.source for r in roles if shapes.get(r.source) is None}))
+    return Need(rows, max(during, before), caches_of(config, shapes.get("model"), device), sorted({r.source for r in roles if shapes.get(r.source) is None}))
 
 
 def together(config) -> tuple[int, str]:
@@ -163,10 +166,12 @@ def together(config) -> tuple[int, str]:
     return max((config.max_tokens_per_micro_batch, "max_tokens_per_micro_batch"), (answer, "max_completion_length"), (getattr(config, "max_length", 0), "max_length"))
 
 
-def caches_of(config, shape: Shape | None) -> dict[str, int]:
-    """Logits kept for backward, and the KV cache of what is sampled together, every sequence as long as it may be, and of what turns continue."""
+def caches_of(config, shape: Shape | None, device: str = "cpu") -> dict[str, int]:
+    """Logits of a chunk (on a GPU) and kept for backward, and the KV cache of what is sampled together, every sequence as long as it may be, and of what turns continue."""
     text = shape.config if shape is not None else {}
     logits = min(logits_bytes(together(config)[0], text["vocab_size"]), 4 * HEAD_KEEP_ELEMENTS) if "vocab_size" in text else 0
+    if logits and device != "cpu":
+        logits += HEAD_CHUNK_BYTES * min(together(config)[0] * text["vocab_size"], HEAD_CHUNK_ON_GPU)
     if not hasattr(config, "generation_batch") or getattr(config, "engine", "builtin") != "builtin" or "num_hidden_layers" not in text:
         return {"logits": logits} if logits else {}
     heads = text.get("num_key_value_heads") or text["num_attention_heads"]
@@ -183,12 +188,30 @@ def caches_of(config, shape: Shape | None) -> dict[str, int]:
 # ---------------------------------------------------------------------------------------------------------------- refusing
 
 
+def engine_share(free: int, total: int, weights: int, states: int, caches: int, sleeps: bool) -> float:
+    """Share of a GPU's memory that vLLM may take (``gpu_memory_utilization``) beside what trains there, 0.05 or more.
+
+    Args:
+        free, total: bytes of the GPU now, with the weights of what trains in it.
+        weights, states, caches: of :class:`Need`, bytes; ``weights`` those of its ``states`` that are held already.
+        sleeps: the engine gives its memory back while a step is computed, so that beside it there are only the optimizer's moments (8 of the 12 bytes that are missing).
+    """
+    missing = max(0, states - weights)
+    left = free - (2 * missing // 3 + total // 50 if sleeps else missing + max(caches, total // 10))  # a tenth: for activations, which are known when they are tried
+    return max(0.05, left * 100 // total / 100)
+
+
+def nvidia_smi() -> str | None:
+    """Path of nvidia-smi, also where WSL2 keeps it outside PATH; None where there is none."""
+    return shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path="/usr/lib/wsl/lib")
+
+
 def device_bytes(device: str, devices: int = 1) -> int | None:
     """Memory of one GPU (the smallest that is visible), or on a CPU this process's share of the machine's or container's; None where it cannot be known."""
     if device.startswith("cuda") or device == "auto":
         try:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            found = subprocess.run(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", *([f"--id={visible}"] if visible else [])],
+            found = subprocess.run([nvidia_smi() or "nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", *([f"--id={visible}"] if visible else [])],
                                    capture_output=True, text=True, timeout=20, check=True).stdout.split()
             return min(int(float(mib)) for mib in found) * 2**20
         except (OSError, ValueError, subprocess.SubprocessError):
@@ -255,7 +278,7 @@ def check(stage) -> None:
         return  # settings that do not fit together: the stage itself says it better
     shapes = {role.source: shape_of(stage.inputs[role.source].path) for role in roles}
     limit = limit_of(stage.config, stage.device, stage.world_size)
-    found = need(roles, shapes, stage.config, stage.world_size)
+    found = need(roles, shapes, stage.config, stage.world_size, stage.device)
     stage.log("memory: " + found.told(limit))
     if limit is None:
         return

@@ -20,11 +20,11 @@ from torch import nn
 from stages import adapters, lean, pending, ranks, sharding
 from stages.batching import Batch, Padded, choose_form, collate, make_item, pad
 from stages.chat import Renderer
-from stages.memory import HEAD_KEEP_ELEMENTS
+from stages.memory import HEAD_CHUNK_ON_GPU, HEAD_KEEP_ELEMENTS
 from stages.products import linear
 from stages.tensor_files import TensorFiles, writer_of
 
-#: Elements of logits computed at a time by the head (a few MiB, so that they stay in a CPU's cache; 16 times as many on a GPU). Like those kept for backward
+#: Elements of logits computed at a time by the head (a few MiB, so that they stay in a CPU's cache; HEAD_CHUNK_ON_GPU on a GPU). Like those kept for backward
 #: (HEAD_KEEP_ELEMENTS) fixed, so that peak memory is flat in vocabulary size.
 HEAD_CHUNK_ELEMENTS = 1 << 20
 
@@ -346,7 +346,7 @@ class _ChunkedLogps(torch.autograd.Function):
 
 def head_chunks(n: int, weight) -> list[slice]:
     """Slices of ``n`` positions whose logits are computed at a time."""
-    size = max(1, (HEAD_CHUNK_ELEMENTS if weight.device.type == "cpu" else 16 * HEAD_CHUNK_ELEMENTS) // weight.shape[0])
+    size = max(1, (HEAD_CHUNK_ELEMENTS if weight.device.type == "cpu" else HEAD_CHUNK_ON_GPU) // weight.shape[0])
     return [slice(i, min(n, i + size)) for i in range(0, n, size)]
 
 

@@ -68,7 +68,7 @@ class PolicyGradient:
     def aggregate(self, values_SL, mask_SL, items):
         """Sum of a token loss under the row's aggregation; ``self.count`` divides it."""
         if not self.by_group:
-            return aggregate(values_SL, mask_SL, self.row.aggregation, self.scale)[0]
+            return aggregate(values_SL, mask_SL, self.row.aggregation, self.scale, counted=False)[0]
         weights = torch.tensor([1.0 / max((i.whole or i).n_targets, 1) for i in items for _ in i.responses], dtype=values_SL.dtype, device=values_SL.device)
         return (masked(values_SL, mask_SL).sum(-1) * weights).sum()
 

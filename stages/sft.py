@@ -149,7 +149,7 @@ class NextToken:
             easy = (lengths > 0) & (batch.padded(-logps.detach()).sum(1) < self.threshold * lengths)
             weights = weights * easy
             metrics["admitted"] = (easy.sum().float(), "rows")
-        terms = {name: (aggregate(batch.padded(values) * weights[:, None], batch.mask_SL, self.mode, self.loss_scale_factor)[0], self.count)
+        terms = {name: (aggregate(batch.padded(values) * weights[:, None], batch.mask_SL, self.mode, self.loss_scale_factor, counted=False)[0], self.count)
                  for name, values in {"nll": nll, **negative}.items()}
         return Sums(terms, metrics)
 

@@ -6,23 +6,26 @@ the header. :class:`TensorFiles` puts them together again for any other number o
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 from stages import ranks, sharding
+from storage.checkpoints import Sha256
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}
 
 
-def writer_of(tensors: Mapping[str, torch.Tensor]) -> Callable[[Path], None]:
-    """A function that writes this rank's part of the tensors to a path; they must not change before it is called."""
+def writer_of(tensors: Mapping[str, torch.Tensor]) -> Callable[[Path], Sha256]:
+    """A function that writes this rank's part of the tensors to a path and returns the file's sha256; they must not change before it is called."""
 
     @torch.no_grad()
-    def write(path: Path) -> None:
+    def write(path: Path) -> Sha256:
         parts, rows = {}, {}
         for name, tensor in tensors.items():
             place = sharding.rows_of(tensor)
@@ -31,7 +34,7 @@ def writer_of(tensors: Mapping[str, torch.Tensor]) -> Callable[[Path], None]:
             parts[name] = sharding.local(tensor.detach())
             if place is not None:
                 rows[name] = place
-        _write(path, parts, {"rows": json.dumps(rows)})
+        return _write(path, parts, {"rows": json.dumps(rows)})
     return write
 
 
@@ -53,11 +56,13 @@ def raw(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def _write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
+def _write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> Sha256:
+    digest = hashlib.sha256()
     with open(path, "wb") as handle:
-        handle.write(header(tensors, metadata)[0])
-        for tensor in tensors.values():
-            handle.write(raw(tensor))
+        for part in chain([header(tensors, metadata)[0]], map(raw, tensors.values())):
+            handle.write(part)
+            digest.update(part)
+    return Sha256(digest.hexdigest())
 
 
 class TensorFiles:

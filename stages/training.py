@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import torch
 
-from stages import lean, ranks, sharding
+from stages import cuda, lean, ranks, sharding
 from stages.batching import Batch, Item, collate, cut, plan, size
 from stages.curves import logged_metrics
 from stages.modeling import head_of, is_lean, shared_up_to
@@ -122,7 +122,7 @@ class Trainer:
         self.best: dict[str, Any] = {}
         self.ranks = ranks.connect(device)
         # Responses of a tree share their prompt's last position, so its gradient is a sum over them; by default torch adds
-        # such terms in the order in which threads arrive, and a resumed run would differ in the last bits.
+        # such terms in the order in which threads arrive, and a resumed run would differ in the last bits (on CUDA more is needed: stages.cuda).
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False
         model.train()
@@ -186,6 +186,16 @@ class Trainer:
 
     def step(self, items: Sequence[Item]) -> dict[str, float]:
         """One optimizer step over ``items``; returns its metrics. A non-finite step changes nothing and is counted."""
+        index = self.step_index
+        try:
+            return self._step(items)
+        except RuntimeError as error:  # of the first backward there is: nothing has moved yet
+            if not cuda.give_up(error):
+                raise
+        self.step_index = index
+        return self._step(items)
+
+    def _step(self, items: Sequence[Item]) -> dict[str, float]:
         learning_rate = learning_rate_at(self.step_index, self.total_steps, self.config)
         self.step_index += 1
         counts = self.objective.counts(items)
@@ -218,7 +228,8 @@ class Trainer:
         if not counted:
             loss = 0.0 * loss
         if loss.requires_grad:
-            loss.backward()
+            with cuda.strictly(self.device):
+                loss.backward()
         return sums
 
     def _average(self) -> None:
@@ -228,9 +239,10 @@ class Trainer:
     @staticmethod
     def _add(totals: dict[str, float], sums: Sums, counts: dict[str, float]) -> None:
         """Add a micro-batch's part of every loss term and metric to the step's totals."""
-        parts = {name: float(total.detach()) / max(counts[by], 1e-12) for name, (total, by) in sums.loss.items()}
+        read = iter(cuda.numbers([total for total, _ in (*sums.loss.values(), *sums.metrics.values())]))
+        parts = {name: next(read) / max(counts[by], 1e-12) for name, (_, by) in sums.loss.items()}
         totals["loss"] = totals.get("loss", 0.0) + sum(parts.values())
-        shown = {**(parts if len(parts) > 1 else {}), **{n: float(t.detach()) / (1.0 if n.endswith("_max") else max(counts[by], 1e-12)) for n, (t, by) in sums.metrics.items()}}
+        shown = {**(parts if len(parts) > 1 else {}), **{n: next(read) / (1.0 if n.endswith("_max") else max(counts[by], 1e-12)) for n, (_, by) in sums.metrics.items()}}
         for name, value in shown.items():
             totals[name] = max(totals.get(name, 0.0), value) if name.endswith("_max") else totals.get(name, 0.0) + value
 
@@ -344,8 +356,14 @@ def choose_forward(model, forward: str) -> None:
 
 
 def checkpoint_seconds() -> float:
-    """Seconds between checkpoints (``POSTTRAIN_CHECKPOINT_SECONDS``, default 30; 0 = every step). Cannot change results."""
+    """Seconds between checkpoints at least (``POSTTRAIN_CHECKPOINT_SECONDS``, default 30; 0 = every step). Cannot change results."""
     return float(os.environ.get("POSTTRAIN_CHECKPOINT_SECONDS", "30"))
+
+
+def checkpoint_due(waited: float, took: float) -> bool:
+    """Whether to save ``waited`` seconds after the last save, which took ``took``: every :func:`checkpoint_seconds`, and for large models not more than a twentieth of the time."""
+    every = checkpoint_seconds()
+    return waited >= max(every, 20.0 * took if every else 0.0)
 
 
 def fit(stage, trainer: Trainer, source: Source, *, evaluate: Callable[[], dict[str, float]] | None = None,
@@ -379,7 +397,7 @@ def fit(stage, trainer: Trainer, source: Source, *, evaluate: Callable[[], dict[
         initial, _ = judge()
         if initial:
             stage.metric(0, {f"validation/{k}": v for k, v in initial.items()})
-    last_save = time.monotonic()
+    last_save, save_took = time.monotonic(), 0.0
     tokens = seconds = 0.0
     first = trainer.step_index
     stop = False
@@ -404,10 +422,12 @@ def fit(stage, trainer: Trainer, source: Source, *, evaluate: Callable[[], dict[
         if seconds and (step == trainer.total_steps or step % 10 == 0):
             stage.perf(step, {"tokens_per_second": tokens / seconds, "steps_per_second": (step - first - 1) / seconds, "step_seconds": elapsed})
         # Ranks must agree on when to save, and their clocks do not.
-        due = step < trainer.total_steps and (time.monotonic() - last_save >= checkpoint_seconds())
+        due = step < trainer.total_steps and checkpoint_due(time.monotonic() - last_save, save_took)
         if ranks.gather(due)[0] and not stop:
+            began = time.monotonic()
             save(stage, trainer, source, label, initial)
             last_save = time.monotonic()
+            save_took = last_save - began
     if not stop:
         final, _ = judge()
         if final:

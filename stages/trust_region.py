@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from stages import lean, ranks
+from stages import cuda, lean, ranks
 from stages.batching import Item, collate, pad
 from stages.divergence import exact_kl
 from stages.modeling import Head, head_chunks, head_of, hidden_states, precise
@@ -77,7 +77,7 @@ class TrustRegionTrainer(Trainer):
             raise TrainingError(f"TRPO on {count} trained parameters takes about {config.cg_iters} derivatives of the policy along vectors of that size for each step (limit "
                                 f"trust_region_max_parameters={config.trust_region_max_parameters}); write lora_rank=16 to train an adapter, use preset=ppo, or raise the limit.")
 
-    def step(self, items: Sequence[Item]) -> dict[str, float]:
+    def _step(self, items: Sequence[Item]) -> dict[str, float]:
         parameters = list(self.parameters.values())
         self.step_index += 1
         live = [i for i in items if i.n_targets and not i.extra.get("skip_forward")]
@@ -89,7 +89,8 @@ class TrustRegionTrainer(Trainer):
         g = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device, dtype=parameters[0].dtype)
         for batch in batches:
             sums = self.objective(self.model, batch)
-            g -= flat(torch.autograd.grad(sums.divided(counts), parameters, allow_unused=True), parameters)
+            with cuda.strictly(self.device):
+                g -= flat(torch.autograd.grad(sums.divided(counts), parameters, allow_unused=True), parameters)
             self._add(totals, sums, counts)
         ranks.sum_tensor(g)
         totals = ranks.sum_numbers(totals)
@@ -142,7 +143,8 @@ class TrustRegionTrainer(Trainer):
             pulled = head_fisher(head, hidden, *moved, self.config.temperature, tokens)
             ends = [(end, pull) for end, pull in zip((hidden, head.weight, head.bias), pulled) if end is not None and end.requires_grad]
             ends, pulls = zip(*ends)
-            out += flat(torch.autograd.grad(ends, parameters, pulls, allow_unused=True), parameters)
+            with cuda.strictly(self.device):
+                out += flat(torch.autograd.grad(ends, parameters, pulls, allow_unused=True), parameters)
         return out
 
     @torch.no_grad()

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 import os
 
+import torch
+
 from stages import usage
 from stages.engines import EngineError, refuse_all_failed, vocabulary_of
 from stages.sampler import Completion, DerivedText, SamplerError, check_request
@@ -26,7 +28,7 @@ class VLLMEngine:
     filters. vLLM applies min_p before top_k and top_p, so combinations of them keep other tokens than the built-in engine does.
     """
 
-    exact_logps, shares_weights, reencodes = False, False, False
+    exact_logps, shares_weights, reencodes, copies = False, False, False, True
 
     def __init__(self, path: str, tokenizer, *, max_batch: int = 64, options: dict | None = None, sleeps: bool = False):
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # nothing phones home
@@ -43,8 +45,15 @@ class VLLMEngine:
         self.vocabulary, self.positions = vocabulary_of(path)
         self.positions = options.get("max_model_len") or self.positions
         self.weights, self.asleep = "input", 0
+        torch.cuda.empty_cache()  # what torch keeps for later, vLLM cannot have
         self.llm = vllm.LLM(model=path, **{"max_num_seqs": max_batch, "enable_prefix_caching": True, "logprobs_mode": "processed_logprobs", "seed": 0,
                                            **({"enable_sleep_mode": True} if sleeps else {}), **options})
+
+    @property
+    def holds(self) -> torch.dtype | None:
+        """The half type that this engine rounds weights to; None where it holds them in full, or does not say."""
+        held = getattr(getattr(getattr(self.llm, "llm_engine", None), "model_config", None), "dtype", None)
+        return held if held in (torch.bfloat16, torch.float16) else None
 
     @usage.generated
     def generate(self, prompts, params, seeds, progress=None):
@@ -55,7 +64,7 @@ class VLLMEngine:
         if self.asleep == 2:
             raise EngineError("the engine slept without its weights and got no new ones: call update first")
         if self.asleep:
-            self.llm.wake_up()
+            self._wake()
             self.asleep = 0
         text = DerivedText(self.tokenizer, params)
         rows = [(i, seed) for i, of_prompt in enumerate(seeds) for seed in of_prompt]
@@ -97,16 +106,20 @@ class VLLMEngine:
 
     def update(self, directory: str, weights: str) -> None:
         if self.asleep:
-            self.llm.wake_up(tags=["weights"])  # the cache stays away until the weights are in: both together may not fit
+            self._wake(["weights"])  # the cache stays away until the weights are in: both together may not fit
         try:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
         except (TypeError, NotImplementedError, AttributeError) as error:
             raise EngineError(f"{self.name} cannot read new weights from a directory ({error}). Use a version whose workers have reload_weights(weights_path=...), "
                               "or write engine=builtin.") from error
         if self.asleep:
-            self.llm.wake_up(tags=["kv_cache"])
+            self._wake(["kv_cache"])
         self.llm.reset_prefix_cache()
         self.weights, self.asleep = weights, 0
+
+    def _wake(self, tags: list[str] | None = None) -> None:
+        torch.cuda.empty_cache()  # training has freed its memory to torch only, and vLLM takes back what it had from the device
+        self.llm.wake_up(**({} if tags is None else {"tags": tags}))
 
     def sleep(self, keep_weights: bool = True) -> None:
         if self.sleeps and not self.asleep:

@@ -40,6 +40,10 @@ class Checkpoint:
         return path
 
 
+class Sha256(str):
+    """Returned by a function that wrote a file of a checkpoint: the file's sha256, taken while it was written, so that it is not read again."""
+
+
 @dataclass(frozen=True)
 class Files:
     """The files of a checkpoint whose names start with ``prefix``: ``read(name)`` gives one's bytes, ``read.path(name)`` its place."""
@@ -69,7 +73,7 @@ class Checkpoints:
 
     def save(self, step: int, state: dict[str, Any], files: dict[str, bytes | Callable[[Path], Any]] | None = None) -> Checkpoint:
         """Write one checkpoint. ``state`` must be JSON-able; each file is bytes or a function that writes the path it is given
-        (a file, or a directory of files)."""
+        (a file, or a directory of files) and may return its :class:`Sha256`."""
         folder = self.begin(step)
         try:
             return self.commit(step, folder, state, self.write(folder, files))
@@ -94,13 +98,14 @@ class Checkpoints:
             path = folder / name
             if isinstance(content, (bytes, bytearray, memoryview)):
                 path.write_bytes(content)
+                known = None
             else:
-                content(path)
+                known = content(path)
                 if not path.exists():
                     raise ValueError(f"the function given for checkpoint file {name!r} wrote nothing at the path it was given")
             for file in _files(path) if path.is_dir() else [path]:
                 fsync_file(file)
-                listing[file.relative_to(folder).as_posix()] = {"sha256": sha256_file(file), "size": file.stat().st_size}
+                listing[file.relative_to(folder).as_posix()] = {"sha256": str(known) if isinstance(known, Sha256) and file == path else sha256_file(file), "size": file.stat().st_size}
         return listing
 
     def commit(self, step: int, folder: Path, state: dict[str, Any], listing: dict[str, dict[str, Any]]) -> Checkpoint:

@@ -161,17 +161,17 @@ def acquire(name: str, *, wait: bool = True, timeout: float | None = None, on_wa
     return _acquire([home.leases_dir() / f"{name}.json"], 1, name, wait, timeout, on_wait, on_poll)[0]
 
 
-def acquire_slots(group: str, total: int, count: int = 1, *, wait: bool = True, timeout: float | None = None, on_wait: Callable[[str], Any] | None = None,
-                  on_poll: Callable[[], Any] | None = None) -> list[Lease]:
-    """Take ``count`` of ``total`` slots of a group (``gpu``), all or none."""
+def acquire_slots(group: str, total: int, count: int = 1, *, apart: int | None = None, wait: bool = True, timeout: float | None = None,
+                  on_wait: Callable[[str], Any] | None = None, on_poll: Callable[[], Any] | None = None) -> list[Lease]:
+    """Take ``count`` of ``total`` slots of a group (``gpu``), all or none. apart: no two of them are equal modulo it (slots that share a card)."""
     if count > total:
         raise ValueError(f"{count} {group} slots were asked for but there are {total}; ask for at most {total} or set POSTTRAIN_GPU_SLOTS={count}")
     paths = [home.leases_dir() / group / f"slot-{i}.json" for i in range(total)]
-    return _acquire(paths, count, f"{group} slot", wait, timeout, on_wait, on_poll)
+    return _acquire(paths, count, f"{group} slot", wait, timeout, on_wait, on_poll, apart)
 
 
 def _acquire(paths: list[Path], count: int, what: str, wait: bool, timeout: float | None, on_wait: Callable[[str], Any] | None,
-             on_poll: Callable[[], Any] | None) -> list[Lease]:
+             on_poll: Callable[[], Any] | None, apart: int | None = None) -> list[Lease]:
     deadline = None if timeout is None else time.monotonic() + timeout
     told = False
     while True:
@@ -179,6 +179,8 @@ def _acquire(paths: list[Path], count: int, what: str, wait: bool, timeout: floa
         owner: dict[str, Any] = {}
         with _guard(paths[0]):
             for index, path in enumerate(paths):
+                if apart and any(lease.index % apart == index % apart for lease in taken):
+                    continue
                 found = holder(path)
                 if found is None:
                     taken.append(Lease(path, index))

@@ -31,6 +31,7 @@ def environment(**more: str) -> dict[str, str]:
     """The environment of a stage process started by this process."""
     paths = [str(PROJECT_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # so that a device has the number that nvidia-smi gives it
         **os.environ, "TOKENIZERS_PARALLELISM": "false", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1", "DO_NOT_TRACK": "true", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONUNBUFFERED": "1",
         **more, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(paths), "POSTTRAIN_PARENT_PID": str(os.getpid()),

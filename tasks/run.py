@@ -12,12 +12,14 @@ needs neither Prefect nor a server, and tells everything it has to say through `
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import queue
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -27,6 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Iterator, get_args
 
+from stages.memory import nvidia_smi
 from stages.registry import get_stage, stage_module_name
 from stages.spec import PROJECT_ROOT, ConfigError, StageConfig, StageSpec, closure_digest, parse_config, stage_key
 from storage import home, leases, records, registry, store, tracking, work
@@ -299,7 +302,7 @@ def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_
             result = _finished_result(workdir, p)
             if result is None:
                 devices = _devices_of(p.spec, devices)
-                slots, device, environment = _devices(p.spec, devices, wait, tell)
+                slots, device, environment = _devices(p.spec, devices, wait, tell, engine_cards(p.config))
                 result = _process(p, workdir, lock, device, devices, environment, unit, tell)
             record = _publish(p, workdir, result, label, name_as, started, attempt, flow_run)
         finally:  # before MLflow is waited for
@@ -343,7 +346,20 @@ def cuda_devices() -> list[str]:
         return [d for d in visible.split(",") if d.strip() and d.strip() != "-1"]
     found = list(Path("/proc/driver/nvidia/gpus").glob("*")) if Path("/proc/driver/nvidia/gpus").is_dir() else []
     found = found or [d for d in Path("/dev").glob("nvidia*") if d.name[6:].isdigit()]
-    return [str(i) for i in range(len(found))]
+    return [str(i) for i in range(len(found) or _cards_told())]
+
+
+@functools.cache  # asking takes a tenth of a second, and GPUs do not come and go
+def _cards_told() -> int:
+    """GPUs that ``nvidia-smi -L`` names; 0 where there is no such program. WSL2 has no device file for them."""
+    program = nvidia_smi()
+    if program is None:
+        return 0
+    try:
+        told = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in told.splitlines())
 
 
 def wanted_devices() -> int:
@@ -371,26 +387,40 @@ def _devices_of(spec: StageSpec, devices: int | None) -> int:
     return devices
 
 
-def _devices(spec: StageSpec, devices: int, wait: bool, tell: Callable[[Event], None]) -> tuple[list[leases.Lease], str, dict[str, str]]:
-    """(slots, device, environment) of a stage process. CPU stages take no slot and see no GPU."""
+def engine_cards(config: StageConfig) -> int:
+    """GPUs that a stage's one process takes: those that vLLM is to split its model over, else 1 (training then uses the first of them)."""
+    options = getattr(config, "engine_options", None) or {}
+    count = 1
+    for name in ("tensor_parallel_size", "pipeline_parallel_size") if getattr(config, "engine", "") == "vllm" else ():
+        count *= options[name] if isinstance(options.get(name), int) else 1
+    return max(1, count)
+
+
+def _devices(spec: StageSpec, devices: int, wait: bool, tell: Callable[[Event], None], engine: int = 1) -> tuple[list[leases.Lease], str, dict[str, str]]:
+    """(slots, device, environment) of a stage process. CPU stages take no slot and see no GPU. engine: :func:`engine_cards`."""
     cards = cuda_devices()
     if not spec.gpu:
         return [], "cpu", {"CUDA_VISIBLE_DEVICES": ""}
     total = gpu_slots()
-    if cards and devices > max(total, 1):
-        raise ConfigError(f"devices={devices}: this machine offers {len(cards)} GPU(s) and {total} slot(s); write devices={max(1, min(total, len(cards)))}")
+    most, taken = min(total, len(cards)), max(devices, engine)
+    if cards and taken > most:
+        if engine > devices:
+            raise ConfigError(f"engine_options: vLLM is to split its model over {engine} GPUs, and this machine offers {len(cards)} GPU(s) and {total} slot(s); "
+                              f"write {{tensor_parallel_size: {most}}}")
+        raise ConfigError(f"devices={devices}: this machine offers {len(cards)} GPU(s) and {total} slot(s); write devices={most}")
     threads = {}
     if not cards and devices > 1:  # ranks on the CPU share its cores, and one slot
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // devices))}
     if not total:
         return [], "cpu", threads
-    slots = leases.acquire_slots("gpu", total, devices if cards else 1, wait=wait, on_wait=lambda text: tell({"event": "waiting", "text": text}), on_poll=_raise_if_stopped)
+    slots = leases.acquire_slots("gpu", total, taken if cards else 1, apart=len(cards) or None, wait=wait, on_wait=lambda text: tell({"event": "waiting", "text": text}),
+                                 on_poll=_raise_if_stopped)
     if not cards:
         return slots, "cpu", threads
     chosen = [cards[slot.index % len(cards)] for slot in slots]
     tell({"event": "log", "text": f"GPU slot {', '.join(str(s.index) for s in slots)} (device {', '.join(chosen)})"})
-    return slots, "cuda" if devices == 1 else "auto", {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
+    return slots, "auto", {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}  # auto: whether torch can use them is known in the stage's process
 
 
 def _process(p: Prepared, workdir: Path, lock: leases.Lease, device: str, devices: int, environment: dict[str, str], unit: str, tell: Callable[[Event], None]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from stages import ranks
+from stages import cuda, ranks
 
 
 class Ahead:
@@ -31,16 +31,18 @@ class Ahead:
     def __init__(self, device: str):
         self._device, self._queue, self._future, self._group = torch.device(device), queue.SimpleQueue(), None, None
         self.waited, self.worked = 0.0, 0.0  # seconds, of the result that was taken last
+        if self._device.type == "cuda":
+            cuda.share()
         threading.Thread(target=self._work, name="rollouts-ahead", daemon=True).start()
 
     def _work(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
         while True:
             future, call, group = self._queue.get()
-            ranks.speak_in(group)
             started = time.monotonic()
-            try:
+            try:  # whatever goes wrong here must reach the future: nobody else would hear of it, and take() would wait for ever
+                if self._device.type == "cuda" and self._device.index is not None:  # a thread starts at device 0, which a plain "cuda" means
+                    torch.cuda.set_device(self._device)
+                ranks.speak_in(group)
                 result = call()
             except BaseException as error:
                 future.set_exception(error)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from stages import cuda
 from stages.algorithms import RLPreset
 from stages.estimators import fill_informative, informative_groups, is_constant
 from stages.generation import Sample, regrade, sample_groups, score, warn_of_failures
@@ -112,12 +113,14 @@ class GroupSampler:
             return [[self.stage.seed_for(kind, iteration, first + k, row["row_id"], g) for g in range(count)] for k, (row, _) in enumerate(prompts)]
 
         own = seeds(purpose, config.num_generations)
-        drawn = self.members.sample(self.policy.engine, prompts, params, own, iteration, first) if self.members.active else self.policy.draw(prompts, own, params)
+        with cuda.freely(self.stage.device):
+            drawn = self.members.sample(self.policy.engine, prompts, params, own, iteration, first) if self.members.active else self.policy.draw(prompts, own, params)
         greedy = opponents = [None] * len(prompts)
         if self.row.baseline == "greedy":
             greedy = [g[0] for g in self.policy.draw(prompts, [s[:1] for s in own], replace(params, temperature=0.0))]  # in the same world as its group
         if self.opponent is not None:
-            opponents = sample_groups(self.opponent, prompts, params, seeds("opponent", config.num_generations))
+            with cuda.freely(self.stage.device):
+                opponents = sample_groups(self.opponent, prompts, params, seeds("opponent", config.num_generations))
         groups = []
         for (row, ids), samples, against, best in zip(prompts, drawn, opponents, greedy):
             for seat in range(seats):  # the debaters of each side are a group of their own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 
-from stages import ranks
+from stages import cuda, ranks
 from stages.agent_rewards import STEP_WEIGHTS, check_step_weights
 from stages.agents import Agent, prefix_of
 from stages.algorithms import RLPreset
@@ -35,7 +35,7 @@ class PolicySampler:
 
         config = stage.config
         self.renderer, self.model, self.acting, self.agent = renderer, acting.source, acting, agent  # model: what is trained, in shards if it is
-        self.home = stage.workdir / "engine"
+        self.home, self.device = stage.workdir / "engine", stage.device
         self.engine = make_engine(stage, renderer, acting.model, sleeps=config.engine_sleep)
         if self.engine.reencodes and not config.allow_reencoded_ids:
             raise ValueError(f"{self.engine.name} returns text, so the ids trained on would be an encoding of it and not what was sampled. Use an engine that "
@@ -58,26 +58,35 @@ class PolicySampler:
             return
         wanted = sha256_text("".join(ranks.gather(weights_digest(self.model))))[:16]  # of sharded weights each rank has its own
         if self.engine.weights != wanted:
-            from stages.engines import write_weights
+            from stages.engines import memory_disk, write_weights
 
-            write_weights(self.model, self.renderer.tokenizer, self.home / wanted)
-            self.engine.update(str(self.home / wanted), wanted)
-            if ranks.rank() == 0:
-                for directory in (d for d in self.home.glob("*") if d.name != wanted):
-                    shutil.rmtree(directory, ignore_errors=True)
+            held, copied = getattr(self.engine, "holds", None), getattr(self.engine, "copies", False)
+            size = sum(p.numel() * (held or p.dtype).itemsize for p in self.model.parameters())
+            home = (memory_disk(str(self.home), size) if copied else None) or self.home
+            try:
+                write_weights(self.model, self.renderer.tokenizer, home / wanted, held)
+                self.engine.update(str(home / wanted), wanted)
+            finally:
+                if ranks.rank() == 0:
+                    for directory in (d for d in home.glob("*") if d.name != wanted or copied):
+                        shutil.rmtree(directory, ignore_errors=True)
+                    if home != self.home:
+                        shutil.rmtree(home, ignore_errors=True)
         if self.engine.weights != wanted:
             raise TrainingError(f"{self.engine.name} holds the weights {self.engine.weights} instead of the policy's {wanted}; report this with the config.")
 
     def draw(self, prompts, seeds, params: SamplingParams | None = None) -> list[list[Sample]]:
         """Completions or trajectories of each ``(row, prompt ids)`` from the engine as it is (:meth:`update` first); ``seeds[i]``: the seeds of prompt i."""
         sample = self.agent.sample if self.agent else sample_groups
-        return sample(self.engine, prompts, params or self.params, seeds)
+        with cuda.freely(self.device):
+            return sample(self.engine, prompts, params or self.params, seeds)
 
     def go_on(self, starts, seeds, params: SamplingParams) -> list[list[Sample]]:
         """What follows the first ``count`` tokens (of a trajectory: turns) of each ``(sample, count)``, as whole completions."""
-        if self.agent:
-            return self.agent.sample(self.engine, [(s.prompt, s.prompt_ids) for s, _ in starts], params, seeds, [prefix_of(s, count) for s, count in starts])
-        return continuations(self.engine, starts, params, seeds)
+        with cuda.freely(self.device):
+            if self.agent:
+                return self.agent.sample(self.engine, [(s.prompt, s.prompt_ids) for s, _ in starts], params, seeds, [prefix_of(s, count) for s, count in starts])
+            return continuations(self.engine, starts, params, seeds)
 
     def close(self) -> None:
         if self.agent:

@@ -58,6 +58,8 @@ class Rollouts:
                              "offline_is, copg, mdpo or oreo, or leave the input out.")
         self.stored = StoredGroups(stage, prompts) if stage.has("stored") else None
         self.ahead = Ahead(stage.device) if config.async_rollouts else None
+        if self.ahead is not None and stage.device.startswith("cuda"):
+            stage.log("async_rollouts: attention's backward is not deterministic on a GPU while a thread samples, so a run that was killed may end with other last bits than an undisturbed one")
         self.sampled_ahead: tuple | None = None  # what GroupSampler.fill gave for the next iteration, once it was waited for
         if self.ahead is not None:
             check_ahead(stage, row, self.policy.exact_logps, members)

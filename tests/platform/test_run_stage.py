@@ -180,6 +180,92 @@ def test_gpu_slot_is_taken_only_by_gpu_stages(state_dir, monkeypatch):
         _devices(dataclasses.replace(toy.SPEC, gpu=True), 1, False, lambda e: None)
 
 
+@pytest.fixture()
+def cards(monkeypatch):
+    """``cards(n)``: this machine has so many GPUs."""
+    return lambda n: monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(n))))
+
+
+def test_the_slots_of_a_stage_are_on_cards_of_their_own(state_dir, monkeypatch, cards):
+    import dataclasses
+
+    import tests.toy_stage as toy
+    from tasks.run import _devices
+
+    spec = dataclasses.replace(toy.SPEC, gpu=True)
+    cards(2)
+    monkeypatch.setenv("POSTTRAIN_GPU_SLOTS", "4")
+    one, device, env = _devices(spec, 1, False, lambda e: None)
+    assert device == "auto" and env == {"CUDA_VISIBLE_DEVICES": "0"}
+    two, _, env = _devices(spec, 2, False, lambda e: None)
+    assert env == {"CUDA_VISIBLE_DEVICES": "1,0"} and [s.index for s in two] == [1, 2]
+    with pytest.raises(leases.LeaseBusy):  # a slot is left, and it is on the card of the other
+        _devices(spec, 2, False, lambda e: None)
+    last, _, env = _devices(spec, 1, False, lambda e: None)
+    assert env == {"CUDA_VISIBLE_DEVICES": "1"}
+    with pytest.raises(ConfigError, match="devices=3: this machine offers 2 GPU.s. and 4 slot.s.; write devices=2"):
+        _devices(spec, 3, False, lambda e: None)
+    [s.release() for s in one + two + last]
+
+
+def test_vllm_over_several_cards_leases_them_all(state_dir, monkeypatch, cards):
+    import dataclasses
+
+    import tests.toy_stage as toy
+    from stages.rl import Config
+    from tasks.run import _devices, engine_cards
+
+    spec = dataclasses.replace(toy.SPEC, gpu=True)
+    asked = lambda **options: engine_cards(Config(engine="vllm", engine_options=options))
+    assert (asked(tensor_parallel_size=2), asked(tensor_parallel_size=2, pipeline_parallel_size=2), asked(), engine_cards(Config()), engine_cards(toy.SPEC.config())) == (2, 4, 1, 1, 1)
+    cards(3)
+    slots, device, env = _devices(spec, 1, False, lambda e: None, 2)
+    assert len(slots) == 2 and device == "auto" and env == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    with pytest.raises(ConfigError, match="split its model over 4 GPUs.*write {tensor_parallel_size: 3}"):
+        _devices(spec, 1, False, lambda e: None, 4)
+    [s.release() for s in slots]
+
+
+def test_gpus_without_device_files_are_those_that_nvidia_smi_names(state_dir, tmp_path, monkeypatch):
+    """As on WSL2."""
+    import tasks.run as run
+
+    if Path("/proc/driver/nvidia/gpus").is_dir() or list(Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("this machine has device files")
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\n[ $1 = -L ] && printf 'GPU 0: NVIDIA RTX (UUID: GPU-1)\\n  MIG 1g.5gb (UUID: MIG-2)\\nGPU 1: NVIDIA RTX (UUID: GPU-3)\\n'\n")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    for content, found in ((None, ["0", "1"]), ("#!/bin/sh\nexit 9\n", [])):
+        if content:
+            program.write_text(content)
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        run._cards_told.cache_clear()
+        assert run.cuda_devices() == found
+    run._cards_told.cache_clear()
+
+
+def test_the_doctor_fails_where_torch_cannot_use_the_gpus(state_dir, tmp_path, monkeypatch, cards):
+    import torch
+
+    from flows.doctor import torch_device
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert [ok for ok, _ in torch_device(tmp_path, False)] == [True]
+    cards(2)
+    ((ok, text),) = torch_device(tmp_path, False)
+    assert not ok and "0, 1" in text and torch.__version__ in text
+
+
+def test_devices_have_the_numbers_of_nvidia_smi(monkeypatch):
+    from tasks.processes import environment
+
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    assert environment()["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")  # who chose, chose
+    assert environment()["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
+
+
 def test_run_record_lists_its_stages(state_dir):
     from tasks.run import finish_flow, start_flow
 

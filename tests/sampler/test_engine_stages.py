@@ -41,7 +41,8 @@ def test_rl_pushes_every_step_to_vllm_and_trains_on_its_own_log_probs(tiny, data
     made = spec("rl", {**RL, "engine": "vllm", "engine_sleep": True, "temperature": 0.8, "importance_correction": "token_truncate"},
                 {"model": tiny["policy"], "data": data["prompts"]}, "vllm")
     result = execute(made, lambda event: None)
-    assert engines[0].calls == ["reload", "reset", "sleep 2"] + ["wake weights", "reload", "wake kv_cache", "reset", "sleep 2"] * 2
+    # the preflight's push, after which it sleeps while the dearest micro-batch is tried, and one per step
+    assert engines[0].calls == ["reload", "reset", "sleep 2"] + ["wake weights", "reload", "wake kv_cache", "reset", "sleep 2"] * 3
     assert result["summary"]["old_logps"] == "trainer" and result["summary"]["engine"] == "vllm 0.0-fake"
     found = rows_of(result, "rollouts")
     assert {r["iteration"] for r in found} == {0, 1, 2}
