@@ -272,6 +272,22 @@ def math_equal(answer: str, gold: str, *, rel_tol: float = 0.0) -> bool:
     return True
 
 
+def equal_symbolically(pairs: Sequence[tuple[str, str]], limits=None) -> list[bool | None]:
+    """Whether (answer, gold) are provably the same value (:mod:`stages.symbolic`), each in a limited process; None where that took too long or too much memory (reward.math).
+
+    limits: ``stages.sandbox.Limits``; 5 seconds unless given.
+    """
+    import inspect
+
+    from stages import symbolic
+    from stages.sandbox import Limits, run_jobs
+
+    distinct = list(dict.fromkeys(pairs))
+    jobs = [{"kind": "call", "function": "equal", "args": list(pair)} for pair in distinct]
+    found = dict(zip(distinct, run_jobs(jobs, limits or Limits(), setup=inspect.getsource(symbolic) if jobs else "")))
+    return [found[pair].value if found[pair].error is None else None for pair in pairs]
+
+
 def same_text(answer: str, gold: str, *, ignore_case: bool = True) -> bool:
     """Equality after Unicode NFKC, white-space collapse, a final dot removed, and case folding unless told otherwise."""
     import unicodedata
@@ -299,10 +315,15 @@ def verify_world(row: dict, text: str, flexible: bool = False, rel_tol: float = 
     return answer is not None and same_text(answer, gold_of(row), ignore_case=False), answer
 
 
+def math_gold(row: dict) -> str:
+    """The gold answer of a row of mathematics, without the solution that leads to it. Raises BadGold when there is none."""
+    gold = gold_of(row)
+    return extract_hash(gold) or extract_boxed(gold) or gold
+
+
 def verify_math(row: dict, text: str, flexible: bool = False, rel_tol: float = 0.0) -> tuple[bool, str | None]:
     """(right?, extracted) for numbers and LaTeX; a GSM8K gold (`... #### 18`) is reduced to its number first."""
-    gold = gold_of(row)
-    gold = extract_hash(gold) or extract_boxed(gold) or gold
+    gold = math_gold(row)
     number = as_rational(normalise_math(gold)) is not None
     if row.get("answer_type") in ("integer", "number") and not number:
         raise BadGold(f"answer {gold[:60]!r} is no number although answer_type says {row['answer_type']!r}; write text or latex")
