@@ -78,7 +78,9 @@ class RewardComponent(StageConfig):
                                                                                  "majority, length_group and length_target; full for the others.")
     correct_value: float = Field(1.0, description="verifier: value of a right answer (DAPO 1, Tulu 3 10).")
     incorrect_value: float = Field(0.0, description="verifier: value of a wrong answer (DAPO -1).")
-    verifier: Literal["auto", "world", "math", "text", "mc"] = Field("auto", description="verifier: which one; auto reads the prompt row.")
+    verifier: Literal["auto", "world", "math", "text", "mc", "gsm8k", "string_f1", "ifeval"] = Field(
+        "auto", description="verifier: which one; auto reads the prompt row. gsm8k: the last number; string_f1: F1 of the words (SQuAD), between incorrect_value and correct_value; ifeval: share "
+                            "of the row's constraints, likewise (open-instruct).")
     extraction: Literal["strict", "flexible"] = Field("strict", description="verifier, majority: flexible also takes the last number or a bare letter; for "
                                                                             "evaluation.")
     rel_tol: float = Field(0.0, ge=0, description="verifier, numbers: relative difference from the gold answer that still counts as right, for measured quantities; 0: exact.")
@@ -628,12 +630,15 @@ def _value(value) -> Verdict | Unscorable:
 
 
 def _verify(rewards: Rewards, component: RewardComponent, rows) -> list:
-    from stages.verifiers import VERIFIERS, BadGold, verifier_of
+    from stages.verifiers import SHARES, VERIFIERS, BadGold, verifier_of
 
     def one(row):
         try:
             name = verifier_of(row["prompt_row"]) if component.verifier == "auto" else component.verifier
             correct, extracted = VERIFIERS[name](row["prompt_row"], _text(component, row), component.extraction == "flexible", component.rel_tol)
+            if name in SHARES:
+                share = SHARES[name](row["prompt_row"], _text(component, row))
+                return Verdict(component.incorrect_value + share * (component.correct_value - component.incorrect_value), correct, extracted)
         except BadGold as error:
             return Unscorable(str(error))
         return Verdict(component.correct_value if correct else component.incorrect_value, correct, extracted)
