@@ -295,7 +295,7 @@ class Plan:
                 "temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p,
                 "max_completion_length": config.max_completion_length, "max_prompt_length": config.max_prompt_length,
                 "stop_tokens": sorted(self.renderer.tokenizer.convert_ids_to_tokens(sorted(self.renderer.stop_ids))), "stop_strings": list(config.stop_strings), "seed": stage.seed,
-                "graders": [component.model_dump(mode="json") for component in config.rewards], "grader_version": grader_version(),
+                "graders": [component.identity() for component in config.rewards], "grader_version": grader_version(),
             } | ({"logits": canonical_json(changed)} if changed else {})
             if config.prompt_template != "chat":
                 protocol["prompt_template"] = config.prompt_template
@@ -403,7 +403,8 @@ class Plan:
         divergences = self._kl([s for _, s in flat]) if stage.has("reference") else [None] * len(flat)
         refused = refusals.answered(self, [s for _, s in flat])
         refused = [more | (next(ranks) if config.token_shift and mode == "greedy" else {}) for (mode, _), more in zip(flat, refused)]
-        made = [self._answer_row(mode, sample, model_score, kl, more) for (mode, sample), model_score, kl, more in zip(flat, model_scores, divergences, refused)]
+        readings = parse_all([(s.prompt, s.text) if s.error is None else None for _, s in flat], self.verifier)
+        made = [self._answer_row(mode, sample, read, model_score, kl, more) for (mode, sample), read, model_score, kl, more in zip(flat, readings, model_scores, divergences, refused)]
         return made, [sample.items for _, sample in flat]
 
     def _reward(self, samples) -> list[float | None]:
@@ -435,13 +436,13 @@ class Plan:
         found = iter(response_ranks(self.policy("reference"), items, self.config.max_tokens_per_micro_batch, self.stage.device))
         return [{"token_ids": list(s.ids), "base_ranks": next(found)[0]} if s.ids else {} for s in samples]
 
-    def _answer_row(self, mode: str, sample, model_score, kl, more: dict) -> dict:
+    def _answer_row(self, mode: str, sample, read: tuple, model_score, kl, more: dict) -> dict:
         from stages.evaluation import perturbed
         from stages.rewards import program_of
         from stages.verifiers import view
 
         source = sample.prompt
-        strict, flexible, extracted = parse(source, sample.text, self.verifier) if sample.error is None else (None, None, None)
+        strict, flexible, extracted = read
         no_program = self.code is not None and bool(source.get("tests")) and sample.error is None and program_of(source, view(sample.text, self.code.view)) is None
         extra = {
             "mode": mode, "finish": sample.finish_reason, "reward": model_score, "kl": kl, "parts": sample.parts, "unscorable": sample.reasons or None,
@@ -601,6 +602,24 @@ def parse(row: dict, text: str, component=None) -> tuple[bool | None, bool | Non
         return strict, bool(strict or verify(row, seen, True, rel_tol)[0]), extracted
     except BadGold:
         return None, None, None
+
+
+def parse_all(answers: list[tuple[dict, str] | None], component=None) -> list[tuple[bool | None, bool | None, str | None]]:
+    """:func:`parse` of each (row, text), all ``None`` for no answer; where ``component`` says symbolic, an answer that both readings call wrong may yet be proved right."""
+    from stages.rewards import symbolically
+    from stages.verifiers import VERIFIERS, verifier_of, view
+
+    found = [(None, None, None) if one is None else parse(*one, component) for one in answers]
+    if component is None or not component.symbolic:
+        return found
+    strict = symbolically(component, [({}, None) if read[0] is not False else (one[0], read[2]) for one, read in zip(answers, found)])
+    found = [(True, True, read[2]) if proved else read for read, proved in zip(found, strict)]
+
+    def loosely(row: dict, text: str) -> str | None:
+        return VERIFIERS[verifier_of(row) if component.verifier == "auto" else component.verifier](row, view(text, component.view), True, component.rel_tol)[1]
+
+    flexible = symbolically(component, [({}, None) if read[1] is not False else (one[0], loosely(*one)) for one, read in zip(answers, found)])
+    return [(read[0], True, read[2]) if proved else read for read, proved in zip(found, flexible)]
 
 
 def constraint_verdicts(row: dict, text: str, component=None) -> dict | None:

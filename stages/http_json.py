@@ -1,4 +1,4 @@
-"""JSON over HTTP to servers with an OpenAI interface (judges, writers, sampling engines): one call, one deadline, one kind of error, one way of asking again."""
+"""JSON over HTTP to servers with an OpenAI interface (judges, writers, sampling engines) and to reward servers: one call, one deadline, one kind of error, one way of asking again."""
 
 from __future__ import annotations
 
@@ -139,17 +139,22 @@ class ChatServer:
         return patiently(once)
 
     def each(self, function: Callable, of: Iterable) -> list:
-        """``function`` of each, in their order, as many under way at once as the server is to be asked at once; its first error ends it."""
-        of = list(of)
-        if len(of) < 2 or self.concurrency == 1:
-            return [function(one) for one in of]
-        with ThreadPoolExecutor(min(self.concurrency, len(of))) as pool:
-            futures = [pool.submit(function, one) for one in of]
-            try:
-                return [future.result() for future in futures]
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        """As :func:`each`, with as many under way as the server is to be asked at once."""
+        return each(function, of, self.concurrency)
+
+
+def each(function: Callable, of: Iterable, concurrency: int) -> list:
+    """``function`` of each, in their order, at most ``concurrency`` under way at once; its first error ends it."""
+    of = list(of)
+    if len(of) < 2 or concurrency == 1:
+        return [function(one) for one in of]
+    with ThreadPoolExecutor(min(concurrency, len(of))) as pool:
+        futures = [pool.submit(function, one) for one in of]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def said(choice: dict) -> str:

@@ -29,7 +29,7 @@ class Config(StageConfig):
     kind: Literal["auto", "demonstrations/1", "text/1", "pairs/1", "unpaired/1", "prompts/1", "rankings/1", "ratings/1",
                   "comparisons/1", "stepwise/1", "segments/1", "rubric_items/1", "principles/1"] = Field(
         "auto", description="kind of rows wanted; auto takes what the data is (comparisons become pairs). Source: catalogue A.0, A.1")
-    format: Literal["auto", "trl", "hh", "preference", "implicit", "alpaca_eval", "comparisons", "likert", "multiple_choice", "gsm8k", "math", "qa",
+    format: Literal["auto", "trl", "hh", "preference", "implicit", "alpaca_eval", "comparisons", "likert", "multiple_choice", "gsm8k", "math", "qa", "rlvr",
                     "messages", "sharegpt", "prompt_completion", "instruction", "alpaca", "unpaired", "ratings", "rankings",
                     "stepwise", "segments", "prompts", "prompt_only", "turns", "text", "language_modeling"] = Field(
         "auto", description="format of the source rows; auto (and trl) look at the columns of each file's first rows")

@@ -24,12 +24,16 @@ from pydantic import Field, model_validator
 from stages.environments import GOAL
 from stages.spec import InputSpec, StageConfig
 
-PRIMARY = ("verifier", "code", "python", "model", "judge", "rubric", "group_preference", "icdpo", "majority", "environment", "debate")
+PRIMARY = ("verifier", "code", "python", "model", "judge", "rubric", "group_preference", "icdpo", "majority", "environment", "debate", "remote")
 ON_TURNS = ("environment", "milestones", "step_weighted")  # score trajectories, a number per turn
 LENGTH_KINDS = ("length", "length_group", "length_target", "length_penalty", "truncation")
 VERIFYING = ("verifier", "code", "majority", "length_group", "length_target")  # judge the final answer: they do not see the thought before it
 READ_OTHERS = ("majority", "length_group", "length_target")  # scored last: they read what the other components said
 TIERS = ("rule", "learned", "judge")
+#: Settings of few kinds, refused where another kind would ignore them.
+OF_KINDS = {"scope": ("python",), "symbolic": ("verifier", "length_group", "length_target"), "url": ("remote",), "batch_size": ("remote",), "request_form": ("remote",), "score_key": ("remote",)}
+#: Names that are measured of every component, so that a function of one's own cannot call a metric so.
+MEASURED = ("std", "unscorable_fraction", "length_correlation", "disagreement", "confidence", "without")
 #: Inputs of every stage that scores with reward components; each is needed by the kinds it names.
 REWARD_INPUTS = {
     "gold": InputSpec("model", required=False, doc="A second reward model, for components with kind=model and input=gold: a held-out judge beside the one that is optimised."),
@@ -46,8 +50,8 @@ class RewardComponent(StageConfig):
 
     name: str = Field("reward", min_length=1, description="Name under which its values are stored and plotted.")
     kind: Literal["verifier", "model", "judge", "format", "length", "truncation", "regex", "constraints", "code", "python", "rubric", "group_preference",
-                  "icdpo", "majority", "length_group", "length_target", "length_penalty", "language", "environment", "milestones", "step_weighted", "debate"] = Field(
-        description="verifier: gold answer; model: a reward model; judge: a language model's opinion; format: tags; length: DAPO soft overlong; truncation: no end token; "
+                  "icdpo", "majority", "length_group", "length_target", "length_penalty", "language", "environment", "milestones", "step_weighted", "debate", "remote"] = Field(
+        description="verifier: gold answer; model: a reward model; remote: one behind a URL; judge: a language model's opinion; format: tags; length: DAPO soft overlong; truncation: no end token; "
                     "regex: a pattern; constraints: IFEval checkers; code: unit tests; python: your own function; rubric: the items of the input rubric (GRAPE); "
                     "group_preference: the rating that a group would give, from its ratings in the input context (rm.gpo); "
                     "icdpo: how much retrieved demonstrations raise the answer's likelihood (rs.icdpo); "
@@ -74,10 +78,14 @@ class RewardComponent(StageConfig):
                                                                                  "majority, length_group and length_target; full for the others.")
     correct_value: float = Field(1.0, description="verifier: value of a right answer (DAPO 1, Tulu 3 10).")
     incorrect_value: float = Field(0.0, description="verifier: value of a wrong answer (DAPO -1).")
-    verifier: Literal["auto", "world", "math", "text", "mc"] = Field("auto", description="verifier: which one; auto reads the prompt row.")
+    verifier: Literal["auto", "world", "math", "text", "mc", "gsm8k", "string_f1", "ifeval"] = Field(
+        "auto", description="verifier: which one; auto reads the prompt row. gsm8k: the last number; string_f1: F1 of the words (SQuAD), between incorrect_value and correct_value; ifeval: share "
+                            "of the row's constraints, likewise (open-instruct).")
     extraction: Literal["strict", "flexible"] = Field("strict", description="verifier, majority: flexible also takes the last number or a bare letter; for "
                                                                             "evaluation.")
     rel_tol: float = Field(0.0, ge=0, description="verifier, numbers: relative difference from the gold answer that still counts as right, for measured quantities; 0: exact.")
+    symbolic: bool = Field(False, description="verifier, length_group, length_target, of mathematics: an answer that is not equal as written is right where sympy proves it equal (\\sqrt{8} and "
+                                              "2\\sqrt{2}); timeout_s and memory_mib limit a comparison, and one that exceeds them stays wrong and counts in NAME/undecided.")
     input: str = Field("reward_model", description="model, judge: the stage input that holds the model, for example gold for a second one (judge: `judge` where that is "
                                                    "given).")
     ranking: Literal["round_robin", "tournament"] = Field("round_robin", description="model, judge that compare: mean win probability against all other answers "
@@ -87,9 +95,14 @@ class RewardComponent(StageConfig):
     judge_prompt: str = Field("", description="judge: template with {context}, {a}, and {b} or {reference}; {principle} is the text of the principle that the prompt's category names "
                                               "(input principles); empty: the built-in one of the mode.")
     endpoint: str = Field("", description="judge: base URL of a server with the OpenAI chat interface; empty: the local model of `input`.")
-    endpoint_model: str = Field("", description="judge: name of the model on the server.")
-    key_variable: str = Field("", description="judge: environment variable with the server's key.")
-    concurrency: int = Field(8, ge=1, description="judge: requests to the server under way at once.", json_schema_extra={"identity": False})
+    endpoint_model: str = Field("", description="judge, remote: name of the model on the server; of a remote one it, not the URL, says what scores: other scores need another name.")
+    key_variable: str = Field("", description="judge, remote: environment variable with the server's key.")
+    concurrency: int = Field(8, ge=1, description="judge, remote: requests to the server under way at once.", json_schema_extra={"identity": False})
+    url: str = Field("", title="URL", description="remote: where batches of answers are posted, for example http://HOST:5000/get_reward.", json_schema_extra={"identity": False})
+    batch_size: int = Field(32, ge=1, description="remote: answers in one request (32 is ours).", json_schema_extra={"identity": False})
+    request_form: Literal["openrlhf", "messages"] = Field("openrlhf", description="remote: what is posted: OpenRLHF's query, prompts and labels, texts with the policy's template; or messages, answers and "
+                                                                                  "rows (stages/remote_rewards.py).")
+    score_key: str = Field("rewards", min_length=1, description="remote: name of the list of numbers in the server's answer (OpenRLHF rewards).")
     judge_tokens: int = Field(2048, ge=1, description="judge, verdict and rubric: tokens of an answer (explanation and verdict, or critique) at most, and what a local "
                                                       "judge has positions for (MT-Bench 2048).")
     judge_retries: int = Field(3, ge=0, description="judge, verdict and rubric: times an unreadable answer is asked for again, with what is wrong with it (3 is ours).")
@@ -103,11 +116,12 @@ class RewardComponent(StageConfig):
         "auto", description="rubric: scores of reward-model items; auto is raw where the item is the category's only one, else sigmoid.")
     category: str = Field("", description="rubric: category of prompts that have none; an unknown category is always an error.")
     no_eos_reward: float | None = Field(None, title="Reward without end token", description="model, judge: score of a cut response, which the model never sees; unset: -1, "
-                                        "below the average of calibrated scores (reward.truncation), or 0 where squash=sigmoid makes them probabilities.")
+                                        "below the average of calibrated scores (reward.truncation), or 0 where squash=sigmoid makes them probabilities. remote: unset shows it to the "
+                                        "server, with its finish reason or without end token.")
     empty_reward: float = Field(-1.0, description="model, judge: score of an empty response (rm.score_rules).")
-    clip: float | None = Field(None, gt=0, title="Clip", description="model: scores are clipped to [-clip, clip].")
-    squash: Literal["none", "sigmoid"] = Field("none", description="model: squash scores to (0, 1).")
-    normalise: Literal["none", "batch"] = Field("none", description="model: whiten the scores of one batch of responses, before clip and squash (rm.calibrate); "
+    clip: float | None = Field(None, gt=0, title="Clip", description="model, remote: scores are clipped to [-clip, clip].")
+    squash: Literal["none", "sigmoid"] = Field("none", description="model, remote: squash scores to (0, 1).")
+    normalise: Literal["none", "batch"] = Field("none", description="model, remote: whiten the scores of one batch of responses, before clip and squash (rm.calibrate); "
                                                 "not for evaluation, where runs must stay comparable.")
     group: str = Field("", description="group_preference: the group whose rows of the input `context` are what is known of its preferences.")
     votes_of: str = Field("", description="majority: component whose values, 0 or more, are the weights of the votes (squash=sigmoid makes scores "
@@ -139,11 +153,14 @@ class RewardComponent(StageConfig):
                                                                           "file file_created, goal goal_verified; an indicator without entry is its own event.")
     blend: bool = Field(False, description="The weights of the components with blend=true lie in [0, 1] and sum to 1; an absent one is renormalised away, or counts 0 "
                                            "with on_missing=skip (REWARD-BLEND).")
-    source: str = Field("", description="python: text, or path ending in .py, that defines score(prompt, completion, answer) -> number, bool or None.")
+    source: str = Field("", description="python: text, or path ending in .py, that defines score(prompt, completion, answer) -> number, bool, None, or dict with `reward` (or `score`) and more "
+                                        "numbers, its metrics. Its parameters may also be, by name: messages, row, completion_ids, finish_reason, columns of the row (TRL), "
+                                        "data_source, solution_str, ground_truth, extra_info (verl).")
+    scope: Literal["row", "group"] = Field("row", description="python: score() is called for one answer, or once for all answers to a prompt, with lists, and returns a list (TRL).")
     files: dict[str, str] = Field(default_factory=dict, description="python: files and folders that score() may read, beside Python's own; write a list of paths. Kept with the digests of "
                                                                     "what they hold, so that other contents are another stage.")
-    timeout_s: float = Field(5.0, gt=0, le=600, description="code, python, regex: wall seconds per row or test; a hang costs no more. A test with a timeout_s of its own gets that.")
-    memory_mib: int = Field(1024, ge=128, description="code, python, regex: memory of a worker.")
+    timeout_s: float = Field(5.0, gt=0, le=600, description="code, python, regex, symbolic: wall seconds per row, group or test; a hang costs no more. remote: of a request, 60 unless given. A test with a timeout_s of its own gets that.")
+    memory_mib: int = Field(1024, ge=128, description="code, python, regex, symbolic: memory of a worker.")
 
     @model_validator(mode="before")
     @classmethod
@@ -151,7 +168,7 @@ class RewardComponent(StageConfig):
         if isinstance(values, dict) and "name" not in values and "kind" in values:
             values = {**values, "name": values["kind"]}
         if isinstance(values, dict):
-            values = ({"weight": 0.1} if values.get("kind") in ("format", "language") else {}) | ({"view": "answer_only"} if values.get("kind") in VERIFYING else {}) | values
+            values = ({"timeout_s": 60.0} if values.get("kind") == "remote" else {}) | ({"weight": 0.1} if values.get("kind") in ("format", "language") else {}) | ({"view": "answer_only"} if values.get("kind") in VERIFYING else {}) | values
         if isinstance(values, dict) and str(values.get("source", "")).endswith(".py") and "\n" not in values["source"]:
             try:  # the text itself becomes the setting: another function is another stage
                 values = {**values, "source": Path(values["source"]).read_text("utf-8")}
@@ -182,8 +199,22 @@ class RewardComponent(StageConfig):
             raise ValueError(f"reward {self.name!r}: kind group_preference needs group=NAME, a group of the input `context`")
         if self.kind == "regex" and not self.pattern:
             raise ValueError(f"reward {self.name!r}: kind regex needs pattern: write the pattern that a good response contains")
-        if self.kind == "python" and "def score" not in self.source:
+        if self.kind == "python" and not re.search(r"\bdef (?:compute_)?score\b|^(?:compute_)?score *=", self.source, re.MULTILINE):
             raise ValueError(f"reward {self.name!r}: kind python needs source with a function score(prompt, completion, answer)")
+        for name, kinds in OF_KINDS.items():
+            if self.kind not in kinds and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"reward {self.name!r}: {name} is for kind {' or '.join(kinds)}; {self.kind} does not read it, leave it out")
+        if self.kind == "remote":
+            if not re.match(r"https?://[^/\s]", self.url):
+                raise ValueError(f"reward {self.name!r}: kind remote needs the address that answers are posted to; write url=http://HOST:PORT/PATH, not {self.url!r}")
+            if not self.endpoint_model:
+                raise ValueError(f"reward {self.name!r}: kind remote needs endpoint_model, a name for what scores behind the URL; the name is part of what a result is known by, the URL is not")
+            if self.endpoint or self.empty_reward != type(self).model_fields["empty_reward"].default:
+                raise ValueError(f"reward {self.name!r}: kind remote reads no {'endpoint, write url' if self.endpoint else 'empty_reward, the server is shown empty answers too'}; leave it out")
+        if self.symbolic and self.verifier not in ("auto", "math"):
+            raise ValueError(f"reward {self.name!r}: symbolic is for the verifier math; verifier={self.verifier} compares no formulas, write verifier=math (or auto), or leave symbolic out")
+        if self.scope == "group" and self.tier not in ("", "rule"):
+            raise ValueError(f"reward {self.name!r}: scope=group sees all answers to a prompt, and tier={self.tier} only those that an earlier tier left; write scope=row, or tier=rule")
         if self.files and self.kind != "python":
             raise ValueError(f"reward {self.name!r}: files is for kind python; {self.kind} reads none")
         for name in self.milestones:
@@ -241,7 +272,7 @@ class Scored:
 @dataclass(frozen=True)
 class Verdict:
     """What a component says about one row: its value, whether the answer is right where it knows, how much an ensemble's members differ,
-    a rubric's items, the value's parts by turn, and what it would have been without the debate."""
+    a rubric's items, the value's parts by turn, what it would have been without the debate, and numbers beside the value, by name."""
 
     value: float
     correct: bool | None = None
@@ -250,6 +281,7 @@ class Verdict:
     items: tuple[dict, ...] = ()
     turns: tuple[float, ...] | None = None
     without: float | None = None
+    metrics: dict[str, float] | None = None
 
 
 #: Reasons of a component that is not asked about a row, because an earlier tier left nothing to say or the prompt is another's business: no failure.
@@ -446,6 +478,9 @@ class Rewards:
             if any(isinstance(v, Verdict) and v.spread is not None for v in column):
                 for one, verdict in zip(scored, column):
                     one.parts[f"{name}/disagreement"] = getattr(verdict, "spread", None)
+            for metric in dict.fromkeys(metric for v in column for metric in getattr(v, "metrics", None) or ()):
+                for one, verdict in zip(scored, column):
+                    one.parts[f"{name}/{metric}"] = (getattr(verdict, "metrics", None) or {}).get(metric)
         for component in (c for c in self.components if c.tier == "learned"):
             for one, verdict in zip(scored, results[component.name]):
                 one.parts[f"{component.name}/confidence"] = confidence(component, verdict) if isinstance(verdict, Verdict) else None
@@ -571,27 +606,53 @@ def _text(component: RewardComponent, row: dict) -> str:
     return view(row["completion_text"], component.view)
 
 
+def finite(value) -> bool:
+    """Whether a value is a finite number; an int beyond the floats is none."""
+    try:
+        return isinstance(value, (bool, int, float)) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def _value(value) -> Verdict | Unscorable:
     """A finite number as a verdict, anything else as unscorable."""
     if isinstance(value, bool):
         return Verdict(float(value), value)
-    if isinstance(value, (int, float)) and math.isfinite(value):
+    if finite(value):
         return Verdict(float(value))
     return Unscorable("no value" if value is None else f"{value!r:.60} is no finite number")
 
 
 def _verify(rewards: Rewards, component: RewardComponent, rows) -> list:
-    from stages.verifiers import VERIFIERS, BadGold, verifier_of
+    from stages.verifiers import SHARES, VERIFIERS, BadGold, verifier_of
 
     def one(row):
         try:
             name = verifier_of(row["prompt_row"]) if component.verifier == "auto" else component.verifier
             correct, extracted = VERIFIERS[name](row["prompt_row"], _text(component, row), component.extraction == "flexible", component.rel_tol)
+            if name in SHARES:
+                share = SHARES[name](row["prompt_row"], _text(component, row))
+                return Verdict(component.incorrect_value + share * (component.correct_value - component.incorrect_value), correct, extracted)
         except BadGold as error:
             return Unscorable(str(error))
         return Verdict(component.correct_value if correct else component.incorrect_value, correct, extracted)
 
-    return [one(row) for row in rows]
+    out = [one(row) for row in rows]
+    if not component.symbolic:
+        return out
+    proved = symbolically(component, [(row["prompt_row"], v.extracted if isinstance(v, Verdict) and not v.correct else None) for row, v in zip(rows, out)])
+    out = [replace(v, value=component.correct_value, correct=True) if known else v for v, known in zip(out, proved)]
+    return [replace(v, metrics={"undecided": float(known is None)}) if isinstance(v, Verdict) else v for v, known in zip(out, proved)]
+
+
+def symbolically(component: RewardComponent, answers: Sequence[tuple[dict, str | None]]) -> list[bool | None]:
+    """Whether each answer (None: not asked) to a prompt row of mathematics is provably its gold answer; None where the limits of the component ended the comparison."""
+    from stages.verifiers import equal_symbolically, math_gold, verifier_of
+
+    of_maths = lambda row: (verifier_of(row) if component.verifier == "auto" else component.verifier) == "math"
+    asked = {i: (answer, math_gold(row)) for i, (row, answer) in enumerate(answers) if answer is not None and of_maths(row)}
+    found = dict(zip(asked, equal_symbolically(list(asked.values()), _limits(component))))
+    return [found.get(i, False) for i in range(len(answers))]
 
 
 def _model(rewards: Rewards, component: RewardComponent, rows) -> list:
@@ -614,18 +675,43 @@ def _model(rewards: Rewards, component: RewardComponent, rows) -> list:
             ids = list(_prompt_ids(rewards, row)) + list(row["completion_ids"]) if as_ids else None
             responses.append(Response(row["prompt_row"].get("prompt") or [], [{"role": "assistant", "content": _text(component, row)}], ids, row["prompt_row"]))
     scores = scorer.score(responses) if responses else []
-    if component.normalise == "batch":
-        from stages.estimators import normalise_rewards
-
-        scores = normalise_rewards(scores, "whiten").tolist()  # one that could not be read is in no statistic
     spread = scorer.disagreement if responses else None
-    for k, (i, score) in enumerate(zip(positions, scores)):
-        if math.isfinite(score):
-            score = max(-component.clip, min(component.clip, score)) if component.clip else score
-            score = 1.0 / (1.0 + math.exp(-score)) if component.squash == "sigmoid" else score
+    for k, (i, score) in enumerate(zip(positions, _scaled(component, scores))):
         verdict = Unscorable(scorer.why_not) if math.isnan(score) else _value(float(score))
         out[i] = replace(verdict, spread=spread[k]) if spread and isinstance(verdict, Verdict) else verdict
     return out
+
+
+def _scaled(component: RewardComponent, scores: Sequence[float]) -> list[float]:
+    """A model's scores as the component counts them: whitened, clipped, squashed; NaN (no score) stays, and is in no statistic."""
+    from stages.estimators import normalise_rewards
+
+    scores = normalise_rewards(scores, "whiten").tolist() if component.normalise == "batch" else scores
+    scores = [max(-component.clip, min(component.clip, score)) if component.clip and math.isfinite(score) else score for score in scores]
+    return [1.0 / (1.0 + math.exp(-max(score, -700.0))) if component.squash == "sigmoid" and math.isfinite(score) else score for score in scores]
+
+
+def _remote(rewards: Rewards, component: RewardComponent, rows) -> list:
+    """Verdicts of a reward server; what it gives no number for is unscorable and says why."""
+    from stages.remote_rewards import Answer, RewardServer
+
+    def answer(row):
+        text, columns = _text(component, row), columns_of(row["prompt_row"])
+        query = prompt = ""
+        if component.request_form == "openrlhf":
+            if rewards.renderer is None:
+                raise ValueError(f"reward {component.name!r}: request_form=openrlhf shows texts with the policy's template, which needs a model; write request_form=messages")
+            ids = list(_prompt_ids(rewards, row))
+            prompt = rewards.renderer.decode(ids, skip_special_tokens=False)
+            query = rewards.renderer.decode(ids + list(row["completion_ids"]), skip_special_tokens=False) if component.view == "full" else prompt + text
+        return Answer([*(columns.get("prompt") or []), {"role": "assistant", "content": text}], columns, row.get("finish_reason"), query, prompt)
+
+    server = RewardServer(component.url, component.endpoint_model, component.request_form, component.score_key, component.batch_size, component.concurrency, component.timeout_s,
+                          component.key_variable)
+    asked = [i for i, row in enumerate(rows) if component.no_eos_reward is None or ended(row)]
+    found = dict(zip(asked, server.scores([answer(rows[i]) for i in asked])))
+    scores = dict(zip(asked, _scaled(component, [math.nan if isinstance(found[i], str) else found[i] for i in asked]))) if asked else {}
+    return [Verdict(component.no_eos_reward) if i not in found else Unscorable(found[i]) if isinstance(found[i], str) else _value(float(scores[i])) for i in range(len(rows))]
 
 
 def in_groups(rows, otherwise) -> list[list[int]]:
@@ -791,12 +877,55 @@ def _regex(rewards, component, rows) -> list:
     return [Unscorable(o.error) if o.error else Verdict(float(o.value)) for o in run_jobs(jobs, _limits(component))]
 
 
-def _python(rewards, component, rows) -> list:
-    from stages.sandbox import run_jobs
+def columns_of(prompt_row: dict) -> dict:
+    """A prompt row for people's own code, in plain JSON: its columns, and what extra_json holds as ``metadata``."""
+    plain = json.loads(json.dumps({name: value for name, value in prompt_row.items() if name != "extra_json"}, default=str))
+    return {**plain, "metadata": json.loads(prompt_row.get("extra_json") or "{}")}
 
-    jobs = [{"kind": "call", "source": component.source, "function": "score",
-             "args": [row["prompt_row"].get("prompt"), _text(component, row), row["prompt_row"].get("answer")]} for row in rows]
-    return [Unscorable(o.error) if o.error else _value(o.value) for o in run_jobs(jobs, _limits(component))]
+
+def _given(component: RewardComponent, row: dict) -> tuple[dict, dict]:
+    """(arguments by name, columns by name) that a function of one's own can ask for about one answer (:func:`stages.sandbox.arguments`)."""
+    columns, text = columns_of(row["prompt_row"]), _text(component, row)
+    prompt, answer, metadata = columns.get("prompt"), columns.get("answer"), columns["metadata"]
+    own = metadata if isinstance(metadata, dict) else {}
+    return ({"prompt": prompt, "completion": text, "answer": answer, "messages": prompt, "row": columns, "completion_ids": list(row["completion_ids"]), "finish_reason": row.get("finish_reason"),
+             "data_source": own.get("data_source", columns.get("source")), "solution_str": text, "ground_truth": answer, "extra_info": own.get("extra_info", metadata)}, {**own, **columns})
+
+
+def _returned(value) -> Verdict | Unscorable:
+    """What a function of one's own says of one answer: a number, or a dict with ``reward`` (verl: ``score``), of which other numbers are metrics, and a bool called ``correct``
+    or ``acc`` (verl) is the verdict; what is no number counts as nothing."""
+    if not isinstance(value, dict):
+        return _value(value)
+    key = next((name for name in ("reward", "score") if name in value), None)
+    if key is None:
+        return Unscorable("the dict that score() returned has no reward; return {'reward': NUMBER, ...}")
+    metrics = {name: float(one) for name, one in value.items() if name != key and finite(one)}
+    if wrong := [name for name in metrics if name in MEASURED or not name.strip() or "/" in name]:
+        return Unscorable(f"score() returned a metric called {wrong[0]!r}; call it otherwise, without a slash and not {', '.join(MEASURED)}")
+    found = _value(value[key])
+    right = next((value[name] for name in ("correct", "acc") if isinstance(value.get(name), bool)), None)
+    return found if isinstance(found, Unscorable) else replace(found, correct=found.correct if right is None else right, metrics=metrics)
+
+
+def _python(rewards, component, rows) -> list:
+    """A function of one's own, for one answer at a time or for all answers to a prompt at once."""
+    from stages.sandbox import run_jobs, scoring
+
+    given = [_given(component, row) for row in rows]
+    if component.scope == "row":
+        return [Unscorable(o.error) if o.error else _returned(o.value) for o in run_jobs([scoring(component.source, *one) for one in given], _limits(component))]
+    groups = in_groups(rows, lambda row: row["prompt_row"].get("row_id") or json.dumps(row["prompt_row"].get("prompt"), sort_keys=True))
+    listed = lambda of: {name: [one.get(name) for one in of] for name in dict.fromkeys(name for one in of for name in one)}
+    jobs = [scoring(component.source, *(listed([given[i][part] for i in members]) for part in (0, 1)), many=True) for members in groups]
+    out: list = [None] * len(rows)
+    for members, outcome in zip(groups, run_jobs(jobs, _limits(component))):
+        values, why = outcome.value, outcome.error
+        if not why and (not isinstance(values, list) or len(values) != len(members)):
+            why = f"score() of a group returned {f'{len(values)} values' if isinstance(values, list) else f'{values!r:.60}'}; return a list with one for each of its {len(members)} answers"
+        for k, i in enumerate(members):
+            out[i] = Unscorable(why) if why else _returned(values[k])
+    return out
 
 
 _FENCE = re.compile(r"(?<![`~])(`{3,}|~{3,})[ \t]*([\w+#.-]*)$")
@@ -932,6 +1061,6 @@ def _debate(rewards, component, rows) -> list:
 
 
 RULES = {"length_group": _length_group, "length_target": _length_target, "length_penalty": _length_penalty, "language": _language,
-         "verifier": _verify, "model": _model, "judge": _model, "format": _format, "length": _length, "truncation": _truncation, "regex": _regex,
+         "verifier": _verify, "model": _model, "judge": _model, "remote": _remote, "format": _format, "length": _length, "truncation": _truncation, "regex": _regex,
          "constraints": _constraints, "code": _code, "python": _python, "rubric": _rubric,
          "group_preference": _model, "icdpo": _icdpo, **dict.fromkeys(ON_TURNS, _on_turns), "debate": _debate}

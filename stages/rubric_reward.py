@@ -69,9 +69,9 @@ class RubricScorer:
         """Who scores: the kind of rule, or the model by its name on the server or its content."""
         from stages.rewards import model_input
 
-        if component.kind not in ("judge", "model"):
+        if component.kind not in ("judge", "model", "remote"):
             return component.kind
-        if component.endpoint:
+        if component.endpoint or component.kind == "remote":
             return f"{component.kind}/{component.endpoint_model}"
         name = model_input(component, self.inputs)
         return f"{component.kind}/{(getattr(self.inputs[name], 'digest', '') or name)[:12]}"

@@ -58,7 +58,12 @@ def no_network(said: str) -> None:
     def refuse(*args, **kwargs):
         raise OSError(said)
 
-    for name in ("socket", "create_connection", "socketpair", "fromfd", "create_server"):
+    class Refused(socket.socket):  # a class, because modules such as ssl and asyncio derive theirs from it
+        def __new__(cls, *args, **kwargs):
+            refuse()
+
+    socket.socket = Refused
+    for name in ("create_connection", "socketpair", "fromfd", "create_server"):
         setattr(socket, name, refuse)
 
 
@@ -237,9 +242,91 @@ def nets() -> dict[str, bool]:
     return {"system-call filter": calls == "1", "file rules": files == "1"}
 
 
+#: What a reward function of one's own is given by place where its parameters have names of their own, and the other names of it (verl, TRL).
+PLACES = ("prompt", "completion", "answer")
+OTHER_NAMES = {"messages": "prompt", "solution_str": "completion", "ground_truth": "answer"}
+
+
+def arguments(function, given: dict, columns: dict, places, other_names: dict, many: bool):
+    """(positional, named) arguments that a function of one's own asks for by its signature.
+
+    Parameters are filled by name: of ``given``, then of ``columns``; a ``**`` parameter gets all that are left. Where one of the first three has a name that is
+    neither, and none that is stands at another's place, these three are prompt, completion and answer whatever they are called, as for a function that hides its
+    parameters (``*args``). many: the values are lists, and plural names mean the same.
+
+    Raises TypeError that names a parameter there is nothing for.
+    """
+    import inspect
+
+    known = {name: values for single, values in given.items() for name in ((single, single + "s") if many else (single,))}
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # a builtin without a signature
+        return [given[name] for name in places], {}
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return [given[name] for name in places], {}
+    first = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:3]
+    at = {name: places.index(other_names.get(single, single)) for single in (*places, *other_names) for name in ((single, single + "s") if many else (single,))}
+    by_place = len(first) == 3 and any(p.name not in known for p in first) and all(p.name not in known or at.get(p.name) == i for i, p in enumerate(first))
+    positional, named = ([given[name] for name in places], {}) if by_place else ([], {})
+    rest = {**columns, **known}
+    for p in parameters[3 * by_place:]:
+        if p.kind is p.VAR_KEYWORD:
+            named.update({name: value for name, value in {**columns, **given}.items() if name not in named and not any(name == q.name for q in parameters)})
+        elif p.name in rest:
+            if p.kind is p.POSITIONAL_ONLY:
+                positional.append(rest[p.name])
+            else:
+                named[p.name] = rest[p.name]
+        elif p.default is p.empty:
+            raise TypeError("the function asks for %r, which the row has no column of; write some of %s, or a column of the row" % (p.name, ", ".join(given)))
+    return positional, named
+
+
+def finished(result):
+    """A function's result; what an ``async`` function returns is awaited, in a loop that needs no socket."""
+    import inspect
+
+    if not inspect.isawaitable(result):
+        return result
+    import asyncio
+    import os
+
+    class End:
+        """One end of a pipe, as a loop uses a socket to wake itself."""
+
+        def __init__(self, number):
+            self.number = number
+            os.set_blocking(number, False)
+
+        def fileno(self):
+            return self.number
+
+        def recv(self, size):
+            return os.read(self.number, size)
+
+        def send(self, data):
+            return os.write(self.number, data)
+
+        def close(self):
+            os.close(self.number)
+
+    class Loop(asyncio.SelectorEventLoop):
+        def _make_self_pipe(self):
+            self._ssock, self._csock = map(End, os.pipe())
+            self._internal_fds += 1
+            self._add_reader(self._ssock.fileno(), self._read_from_self)
+
+    async def whole():
+        return await result
+
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        return runner.run(whole())
+
+
 #: The child side, an isolated interpreter that imports nothing of this package. It speaks JSON lines on two private descriptors; the standard
 #: streams belong to the untrusted code.
-_CHILD = "\n".join(map(inspect.getsource, (end_with_parent, no_network, limit_resources, forbid_calls, readable, forbid_files, forbid_events, lock_down))) + r"""
+_CHILD = "\n".join(map(inspect.getsource, (end_with_parent, no_network, limit_resources, forbid_calls, readable, forbid_files, forbid_events, lock_down, arguments, finished))) + r"""
 import json, os, sys
 read_fd, write_fd, memory = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 end_with_parent()
@@ -268,11 +355,15 @@ def streams(given):  # files as descriptors 0 and 1 and as sys.stdin and sys.std
     finally:
         sys.stdin, sys.stdout = before
 def call(job):
+    return own[job["function"]](*job["args"])
+def score(job):
     space = {"__name__": "sandbox"}
     exec(compile(job["source"], "<verifier>", "exec"), space)
-    if job["function"] not in space:
-        raise NameError("define a function %s(prompt, completion, answer)" % job["function"])
-    return space[job["function"]](*job["args"])
+    function = space.get("score") or space.get("compute_score")
+    if function is None:
+        raise NameError("define a function score(prompt, completion, answer)")
+    positional, named = arguments(function, job["given"], job["columns"], job["places"], job["other_names"], job["many"])
+    return finished(function(*positional, **named))
 def program(job):
     code = 0
     with streams(job["stdin"]) as written:
@@ -289,15 +380,18 @@ def tested(job):
     return True
 def pattern(job):
     return re.search(job["pattern"], job["text"], re.DOTALL) is not None
-handlers = {"call": call, "program": program, "tested": tested, "pattern": pattern}
+def plain(value):  # numbers of numpy, torch and fractions
+    return value.tolist() if hasattr(value, "tolist") else float(value)
+handlers = {"call": call, "score": score, "program": program, "tested": tested, "pattern": pattern}
 lock_down(os.getcwd(), json.loads(sys.argv[4]))
+own = {"__name__": "sandbox"}
+exec(compile(sys.argv[5], "<setup>", "exec"), own)
 os.write(write_fd, b'{"token": "ready"}\n')
 for line in jobs:
     job = json.loads(line)
     token = job.pop("token")
     try:
-        reply = {"value": handlers[job["kind"]](job)}
-        json.dumps(reply)
+        reply = json.loads(json.dumps({"value": handlers[job["kind"]](job)}, default=plain))
     except MemoryError as error:
         reply = {"error": "memory limit: %s" % (str(error) or "out of memory")}
     except BaseException as error:
@@ -328,8 +422,8 @@ class Outcome:
 class _Worker:
     """One child process; restarted after a time-out, a crash, or (`fresh`) every job."""
 
-    def __init__(self, limits: Limits):
-        self.limits, self.process, self.buffer = limits, None, b""
+    def __init__(self, limits: Limits, setup: str = ""):
+        self.limits, self.setup, self.process, self.buffer = limits, setup, None, b""
         self.directory = tempfile.mkdtemp(prefix="sandbox-")
 
     def _start(self) -> None:
@@ -338,7 +432,7 @@ class _Worker:
         self.buffer = b""
         environment = {"PATH": "/usr/bin:/bin", "HOME": self.directory, "TMPDIR": self.directory, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _CHILD, str(job_read), str(reply_write), str(self.limits.memory_mib << 20), json.dumps(self.limits.files)],
+            [sys.executable, "-I", "-c", _CHILD, str(job_read), str(reply_write), str(self.limits.memory_mib << 20), json.dumps(self.limits.files), self.setup],
             pass_fds=(job_read, reply_write), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             cwd=self.directory, env=environment, start_new_session=True)
         os.close(job_read)
@@ -416,10 +510,15 @@ class _Worker:
                 raise EOFError
 
 
-def run_jobs(jobs: list[dict], limits: Limits = Limits(), *, fresh: bool = False) -> list[Outcome]:
+def scoring(source: str, given: dict, columns: dict, many: bool = False) -> dict:
+    """The job that calls the function ``score`` (or verl's ``compute_score``) of a source with what its signature asks for of ``given`` and ``columns`` (:func:`arguments`)."""
+    return {"kind": "score", "source": source, "given": given, "columns": columns, "places": PLACES, "other_names": OTHER_NAMES, "many": many}
+
+
+def run_jobs(jobs: list[dict], limits: Limits = Limits(), *, fresh: bool = False, setup: str = "") -> list[Outcome]:
     """Outcomes of `jobs` in order, on a pool of workers.
 
-    Jobs: {"kind": "call", "source", "function", "args"}, {"kind": "program", "source", "stdin"} -> {"stdout", "exit"},
+    Jobs: {"kind": "call", "function", "args"} of what ``setup`` defines, our own source that a worker runs before its first job, :func:`scoring`, {"kind": "program", "source", "stdin"} -> {"stdout", "exit"},
     {"kind": "tested", "source", "test"} -> True, {"kind": "pattern", "pattern", "text"} -> bool. A job's own "timeout_s", up to
     `LONGEST_S`, counts instead of that of the limits. `fresh` gives each job an
     interpreter of its own, so that one cannot leave anything behind for the next.
@@ -430,7 +529,7 @@ def run_jobs(jobs: list[dict], limits: Limits = Limits(), *, fresh: bool = False
     outcomes: list[Outcome | None] = [None] * len(jobs)
 
     def serve(first: int) -> None:
-        worker = _Worker(limits)
+        worker = _Worker(limits, setup)
         try:
             for index in range(first, len(jobs), width):
                 outcomes[index] = worker.run(jobs[index], fresh)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -272,6 +273,22 @@ def math_equal(answer: str, gold: str, *, rel_tol: float = 0.0) -> bool:
     return True
 
 
+def equal_symbolically(pairs: Sequence[tuple[str, str]], limits=None) -> list[bool | None]:
+    """Whether (answer, gold) are provably the same value (:mod:`stages.symbolic`), each in a limited process; None where that took too long or too much memory (reward.math).
+
+    limits: ``stages.sandbox.Limits``; 5 seconds unless given.
+    """
+    import inspect
+
+    from stages import symbolic
+    from stages.sandbox import Limits, run_jobs
+
+    distinct = list(dict.fromkeys(pairs))
+    jobs = [{"kind": "call", "function": "equal", "args": list(pair)} for pair in distinct]
+    found = dict(zip(distinct, run_jobs(jobs, limits or Limits(), setup=inspect.getsource(symbolic) if jobs else "")))
+    return [found[pair].value if found[pair].error is None else None for pair in pairs]
+
+
 def same_text(answer: str, gold: str, *, ignore_case: bool = True) -> bool:
     """Equality after Unicode NFKC, white-space collapse, a final dot removed, and case folding unless told otherwise."""
     import unicodedata
@@ -299,10 +316,15 @@ def verify_world(row: dict, text: str, flexible: bool = False, rel_tol: float = 
     return answer is not None and same_text(answer, gold_of(row), ignore_case=False), answer
 
 
+def math_gold(row: dict) -> str:
+    """The gold answer of a row of mathematics, without the solution that leads to it. Raises BadGold when there is none."""
+    gold = gold_of(row)
+    return extract_hash(gold) or extract_boxed(gold) or gold
+
+
 def verify_math(row: dict, text: str, flexible: bool = False, rel_tol: float = 0.0) -> tuple[bool, str | None]:
     """(right?, extracted) for numbers and LaTeX; a GSM8K gold (`... #### 18`) is reduced to its number first."""
-    gold = gold_of(row)
-    gold = extract_hash(gold) or extract_boxed(gold) or gold
+    gold = math_gold(row)
     number = as_rational(normalise_math(gold)) is not None
     if row.get("answer_type") in ("integer", "number") and not number:
         raise BadGold(f"answer {gold[:60]!r} is no number although answer_type says {row['answer_type']!r}; write text or latex")
@@ -331,7 +353,53 @@ def verify_choice(row: dict, text: str, flexible: bool = False, rel_tol: float =
     return letter == gold, letter
 
 
-VERIFIERS = {"world": verify_world, "math": verify_math, "text": verify_text, "mc": verify_choice}
+def verify_gsm8k(row: dict, text: str, flexible: bool = False, rel_tol: float = 0.0) -> tuple[bool, str | None]:
+    """(right?, extracted) by the last number of the response, without a mark before it (open-instruct's GSM8K rows, whose prompts ask for none)."""
+    gold = math_gold(row)
+    if as_rational(normalise_math(gold)) is None:
+        raise BadGold(f"answer {gold[:60]!r} is no number although its verifier is gsm8k; write a number, or the verifier math")
+    answer = extract_last_number(text)
+    return answer is not None and math_equal(answer, gold, rel_tol=rel_tol), answer
+
+
+def _without_tags(text: str) -> str:
+    return view(text, "answer_only").replace("<answer>", "").replace("</answer>", "").strip()
+
+
+def string_f1(answer: str, gold: str) -> float:
+    """F1 of the words of two texts, in lower case, without punctuation and articles: 2 P R / (P + R) over words in common, counted (SQuAD, Rajpurkar et al. 2016); 0 without any."""
+    import string
+
+    words = lambda text: re.sub(r"\b(?:a|an|the)\b", " ", text.lower().translate(str.maketrans("", "", string.punctuation))).split()
+    a, b = Counter(words(answer)), Counter(words(gold))
+    shared = (a & b).total()
+    return 2.0 * shared / (a.total() + b.total()) if shared else 0.0
+
+
+def verify_string_f1(row: dict, text: str, flexible: bool = False, rel_tol: float = 0.0) -> tuple[bool, str | None]:
+    """(all words right?, answer): the whole answer behind the thought, without answer tags; its share is its F1 (open-instruct)."""
+    answer = _without_tags(text)
+    return string_f1(answer, gold_of(row)) == 1.0, answer
+
+
+def _satisfied(row: dict, text: str) -> list[bool]:
+    if not row.get("constraints"):
+        raise BadGold("the prompt row has no constraints although its verifier is ifeval; give prompts with a `constraints` column, or another verifier")
+    try:
+        return [check_constraint(c["id"], json.loads(c["kwargs_json"] or "{}"), text) for c in row["constraints"]]
+    except ValueError as error:
+        raise BadGold(str(error)) from None
+
+
+def verify_ifeval(row: dict, text: str, flexible: bool = False, rel_tol: float = 0.0) -> tuple[bool, str | None]:
+    """(all constraints of the row met?, None) by the answer behind the thought; its share is the share of constraints (open-instruct)."""
+    return all(_satisfied(row, _without_tags(text))), None
+
+
+VERIFIERS = {"world": verify_world, "math": verify_math, "text": verify_text, "mc": verify_choice, "gsm8k": verify_gsm8k, "string_f1": verify_string_f1, "ifeval": verify_ifeval}
+#: Verifiers that also know degrees: how right an answer is, from 0 to 1 where it is all right.
+SHARES = {"string_f1": lambda row, text: string_f1(_without_tags(text), gold_of(row)),
+          "ifeval": lambda row, text: constraint_reward(_satisfied(row, _without_tags(text)), "fraction")}
 
 
 def verifier_of(row: dict) -> str:
@@ -370,9 +438,10 @@ def format_reward(text: str, preset: str, *, prefilled: str = "") -> float:
 # -------------------------------------------------------------------------------------------------- constraints (IFEval)
 
 def _related(count: int, relation: str, bound: int) -> bool:
-    if relation not in ("at least", "less than"):
-        raise ValueError(f"unknown relation {relation!r}; write 'at least' or 'less than'")
-    return count >= bound if relation == "at least" else count < bound
+    """IFEval's two relations, and the further ones of Tulu 3's prompts (around: within a tenth, and at least one)."""
+    if relation not in ("at least", "less than", "at most", "exactly", "around"):
+        raise ValueError(f"unknown relation {relation!r}; write 'at least', 'less than', 'at most', 'exactly' or 'around'")
+    return {"at least": count >= bound, "less than": count < bound, "at most": count <= bound, "exactly": count == bound, "around": abs(count - bound) <= max(round(bound * 0.1), 1)}[relation]
 
 
 _TITLES = re.compile(r"(?:^|[\s(\"'])(?:Dr|Mr|Mrs|Ms|Mx|Prof|St|Mt|Gen|Col|Capt|Lt|Sgt|Rev|Hon|Gov|Sen|Rep|Pres|Fig|figs?|No|Nos|Vol|pp?|ed|eds|cf|vs|approx|e\.g|i\.e|[A-HJ-Z])\.$"

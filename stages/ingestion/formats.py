@@ -693,6 +693,102 @@ def _math(row: dict, options) -> tuple[str, dict, set]:
     return kind, {**out, "domain": "math", "_extra": {key: value for key, value in (("solution", solution), ("level", level)) if value is not None}}, codes
 
 
+#: Verifiers that open-instruct's rows name and that are known here.
+_RLVR = {"gsm8k": "gsm8k", "math": "math", "string_f1": "string_f1", "ifeval": "ifeval", "ifeval_old": "ifeval"}
+#: Constraints of Tulu 3's prompts: function -> (IFEval's id, {its argument: theirs}), and the relation of those that ask for an exact count.
+_TULU: dict[str, tuple[str, dict[str, str], dict]] = {
+    "verify_keywords": ("keywords:existence", {"keywords": "keyword_list"}, {}),
+    "verify_keyword_frequency": ("keywords:frequency", {"keyword": "word", "frequency": "N"}, {"relation": "exactly"}),
+    "validate_forbidden_words": ("keywords:forbidden_words", {"forbidden_words": "forbidden_words"}, {}),
+    "verify_letter_frequency": ("keywords:letter_frequency", {"letter": "letter", "let_frequency": "N"}, {"let_relation": "exactly"}),
+    "validate_response_language": ("language:response_language", {"language": "language"}, {}),
+    "verify_paragraph_count": ("length_constraints:number_paragraphs", {"num_paragraphs": "N"}, {}),
+    "validate_word_constraint": ("length_constraints:number_words", {"num_words": "N", "relation": "quantifier"}, {}),
+    "verify_sentence_constraint": ("length_constraints:number_sentences", {"num_sentences": "N", "relation": "quantifier"}, {}),
+    "validate_paragraphs": ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": "N", "nth_paragraph": "i", "first_word": "first_word"}, {}),
+    "verify_postscript": ("detectable_content:postscript", {"postscript_marker": "postscript_marker"}, {}),
+    "validate_placeholders": ("detectable_content:number_placeholders", {"num_placeholders": "N"}, {}),
+    "verify_bullet_points": ("detectable_format:number_bullet_lists", {"num_bullets": "N"}, {}),
+    "validate_title": ("detectable_format:title", {}, {}),
+    "validate_highlighted_sections": ("detectable_format:number_highlighted_sections", {"num_highlights": "N"}, {}),
+    "validate_sections": ("detectable_format:multiple_sections", {"section_spliter": "section_splitter", "num_sections": "N"}, {}),
+    "validate_json_format": ("detectable_format:json_format", {}, {}),
+    "validate_repeat_prompt": ("combination:repeat_prompt", {"prompt_to_repeat": "original_prompt"}, {}),
+    "validate_two_responses": ("combination:two_responses", {}, {}),
+    "validate_uppercase": ("change_case:english_capital", {}, {}),
+    "validate_lowercase": ("change_case:english_lowercase", {}, {}),
+    "validate_frequency_capital_words": ("change_case:capital_word_frequency", {"capital_frequency": "N", "capital_relation": "quantifier"}, {}),
+    "validate_end": ("startend:end_checker", {"end_phrase": "end_phrase"}, {}),
+    "validate_quotation": ("startend:quotation", {}, {}),
+    "validate_no_commas": ("punctuation:no_comma", {}, {})}
+
+
+def _one_of(value: Any) -> Any:
+    """The element of a list of one, as newer rows write verifiers and ground truths; Bad(verifier_spec_invalid) of more: a row has one verifier."""
+    if isinstance(value, list) and len(value) != 1:
+        raise Bad("verifier_spec_invalid")
+    return value[0] if isinstance(value, list) else value
+
+
+def _literal(text: str) -> Any:
+    """What a JSON text, or Python's way of writing it, holds; Bad(verifier_spec_invalid) else."""
+    import ast
+
+    from stages.syntax import parse
+
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        pass
+    try:
+        return ast.literal_eval(parse(text.strip(), "eval"))
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        raise Bad("verifier_spec_invalid") from None
+
+
+def _asked_constraints(truth: Any) -> dict:
+    """``instruction_id_list`` and ``kwargs`` of an ifeval ground truth: ``[{"instruction_id": [...], "kwargs": [...]}]``, or Tulu 3's ``{"func_name": ..., "N": ...}``."""
+    while isinstance(truth, (str, list)):
+        truth = _one_of(truth) if isinstance(truth, list) else _literal(truth)
+    if not isinstance(truth, dict):
+        raise Bad("verifier_spec_invalid")
+    ids = truth.get("instruction_id", truth.get("instruction_id_list"))
+    if ids is not None:
+        ids = ids if isinstance(ids, list) else [ids]
+        kwargs = truth.get("kwargs") or [None] * len(ids)
+        if not ids or not isinstance(kwargs, list) or not all(isinstance(one, (dict, type(None))) for one in kwargs):
+            raise Bad("verifier_spec_invalid")
+        return {"instruction_id_list": ids, "kwargs": [one or {} for one in kwargs]}
+    if not isinstance(truth.get("func_name"), str) or truth["func_name"] not in _TULU:
+        raise Bad("verifier_spec_invalid")
+    name, arguments, fixed = _TULU[truth["func_name"]]
+    return {"instruction_id_list": [name], "kwargs": [fixed | {ours: truth.get(theirs) for ours, theirs in arguments.items()}]}
+
+
+def _rlvr(row: dict, options) -> tuple[str, dict, set]:
+    """open-instruct's RLVR rows: messages, a ground truth, and in `dataset` the name of the row's own verifier, which stays with the row. An answer that is written out already is left out."""
+    if options.kind in ("demonstrations/1", "text/1"):
+        return _messages({key: value for key, value in row.items() if key not in ("ground_truth", "dataset")}, options)
+    if row.get("messages") is None or row.get("ground_truth") is None:
+        raise Bad("missing_column")
+    messages, named, truth = to_messages(row["messages"]), _one_of(row.get("dataset")), _one_of(row["ground_truth"])
+    if not isinstance(named, str) or named.strip().lower() not in _RLVR:
+        raise Bad("verifier_spec_invalid")
+    verifier = _RLVR[named.strip().lower()]
+    asked = {"prompt": messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages, "system": row.get("system"), "category": row.get("category"), "language": row.get("language")}
+    if verifier == "ifeval":
+        kind, out, codes = _prompts(asked | _asked_constraints(truth), options)
+    else:
+        if not isinstance(truth, (str, int, float, Decimal)) or isinstance(truth, bool):
+            raise Bad("wrong_type")
+        truth = plain(truth)
+        types = {"gsm8k": None, "math": "latex", "string_f1": "text"}
+        kind, out, codes = _prompts(asked | {"answer": truth.replace(",", "") if verifier == "gsm8k" else truth, "answer_type": types[verifier]}, options)
+        if verifier == "gsm8k" and out["answer_type"] not in ("integer", "number"):
+            raise Bad("verifier_spec_invalid")
+    return kind, {**out, **({"domain": "math"} if verifier in ("gsm8k", "math") else {}), "_extra": {"verifier": verifier}}, codes
+
+
 def _instruction(row: dict, options) -> tuple[str, dict, set]:
     instruction, given = row.get("instruction"), row.get("input")
     if isinstance(instruction, str) and isinstance(given, str) and given.strip():
@@ -790,6 +886,7 @@ FORMATS: dict[str, tuple[Callable, tuple[str, ...], tuple[str, ...]]] = {
     "unpaired": (_unpaired, ("completion", "label"), ("prompt", "system", "label_kind")),
     "ratings": (_rating, ("completion", "score"), ("prompt", "system", "aspects", "critique", "scale_min", "scale_max", "model", "annotator_id",
                                                 "annotator", "criteria")),
+    "rlvr": (_rlvr, ("messages", "ground_truth", "dataset"), ("system", "category", "language")),
     "messages": (_messages, ("messages",), ("system", "tools", "category", "train_turns")),
     "prompt_completion": (_demonstration, ("prompt", "completion"), ("system", "category")),
     "multiple_choice": (mc.multiple_choice, ("question", "choices", "answer"), mc.USED),
@@ -807,13 +904,13 @@ ALIASES = {"trl": "auto", "likert": "comparisons", "sharegpt": "messages", "prom
 
 # Kind of the rows of a format, for files of which no sampled row can be read.
 _KINDS = {"alpaca_eval": "comparisons/1", "segments": "segments/1", "hh": "pairs/1", "preference": "pairs/1", "comparisons": "comparisons/1", "stepwise": "stepwise/1",
-          "rankings": "rankings/1", "unpaired": "unpaired/1", "ratings": "ratings/1", "messages": "demonstrations/1", "prompt_completion": "demonstrations/1",
+          "rankings": "rankings/1", "unpaired": "unpaired/1", "ratings": "ratings/1", "rlvr": "prompts/1", "messages": "demonstrations/1", "prompt_completion": "demonstrations/1",
           "multiple_choice": "prompts/1", "gsm8k": "prompts/1", "math": "prompts/1", "qa": "demonstrations/1", "instruction": "demonstrations/1", "turns": "prompts/1", "prompts": "prompts/1", "text": "text/1"}
 
 
 def kind_of(name: str, wanted: str = "auto") -> str:
     """Kind of the rows of a format; questions with answers are what is wanted of them."""
-    if name in ("gsm8k", "qa", "math") and wanted != "auto":
+    if name in ("gsm8k", "qa", "math", "rlvr") and wanted != "auto":
         return "prompts/1" if wanted == "prompts/1" else "demonstrations/1"
     return _KINDS[name]
 

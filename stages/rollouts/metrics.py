@@ -39,7 +39,7 @@ def rollout_metrics(samples: Sequence[Sample], rewards, group_of) -> dict[str, f
         out |= {f"reward/tier_{tier}": float(np.mean([s.tier == tier for s in samples])), **({f"reward/tier_{tier}_mean": float(np.mean(own))} if own else {})}
     failed = [failures(s.parts, s.reasons) for s in samples]
     out |= {f"reward/{name}/unscorable_fraction": float(np.mean([name in one for one in failed])) for name in samples[0].parts if "/" not in name}
-    for name in samples[0].parts:
+    for name in dict.fromkeys(name for s in samples for name in s.parts):  # a function's metrics may be those of some answers only
         values = [s.parts[name] for s in samples if s.parts.get(name) is not None]
         if values:
             out[f"reward/{name}"] = float(np.mean(values))

@@ -107,6 +107,7 @@ FORMATS = [
     {"instruction": "i", "output_1": "a", "output_2": "b", "preference": 1.2}, {"question": "q", "answer": "#### 4"},
     {"prompt": "p", "response_a": "a", "response_b": "b", "label": 2}, {"prompt": "p", "answer": "3", "tests": [{"kind": "io", "input": "1"}]},
     {"prompt": "p", "completions": ["a", "b"], "labels": [True, False]}, {"conversations": [{"from": "human", "value": "p"}, {"from": "gpt", "value": "c"}]},
+    {"messages": [user("p")], "ground_truth": "4", "dataset": "gsm8k"}, {"messages": [user("p")], "ground_truth": "{\"func_name\": \"validate_title\"}", "dataset": "ifeval"},
     {"instruction": "i", "input": "x", "output": "o"}, {"prompt": "p", "instruction_id_list": ["length_constraints:number_words"], "kwargs": [{"num_words": 1}]}, {"turns": ["a", "b"]},
 ]
 GARBAGE = [None, True, 0, -1, 2 ** 70, 1.5, float("nan"), float("inf"), "", " ", "x", "<|im_end|>", "\x00", [], {}, [[]], [None], [{}], {"a": {"b": []}}, [1, "a"],
