@@ -51,6 +51,7 @@ class RLPreset:
     kl_controller: str = "fixed"         # estimators.KL_CONTROLLERS
     target_kl: float | None = None       # of the controller: nats per sequence towards ref, nats per token towards old
     reads_reference: bool = False        # `objective` reads reference log-probs
+    pair_preference: bool = False        # `objective` reads P(first of a pair preferred to the second)
     aggregation: str = "token-mean"      # losses.LOSS_AGG_MODES
     std_ddof: int = 1
     std_eps: float = 1e-4
@@ -73,6 +74,16 @@ class RLPreset:
     @property
     def needs_reference(self) -> bool:
         return self.kl_reward_coef > 0 or (self.kl_loss_coef > 0 and self.kl_target == "ref") or self.reads_reference
+
+    @property
+    def read_baseline(self) -> str:
+        """The baseline that is read, if any."""
+        return self.baseline if self.advantage in BASELINE_ADVANTAGES and self.unit != "pairs" else "none"
+
+    @property
+    def reads_preferences(self) -> bool:
+        """Whether the advantage or the loss is made of P(y > y'): of the model that compares, or of sigmoid(r - r')."""
+        return self.advantage == "win_rate" or self.pair_preference
 
     @property
     def compares(self) -> bool:
@@ -169,7 +180,7 @@ _RL_ROWS = (
     RLPreset("sppo", "win_rate", objective=_REGRESSION + "win_rate_regression", options={"eta": 1e3}, min_generations=2,
              source="SPPO (Wu et al. 2024)", note="win rates inside the group; learning rate 5e-7 in the paper"),
     RLPreset("online_ipo", "reward_minus_baseline", objective=_REGRESSION + "on_policy_ipo", unit="pairs", options={"tau": 0.1}, reads_reference=True,
-             min_generations=2, source="online IPO (Calandriello et al. 2024)"),
+             pair_preference=True, min_generations=2, source="online IPO (Calandriello et al. 2024)"),
     RLPreset("nash_md", "win_rate", surrogate="logp", kl_reward_coef=0.1, aggregation="seq-mean-token-sum", min_generations=2,
              source="Nash-MD-PG, Nash-EMA-PG (Munos et al. 2023)", opponent="mixture", note="kl_coef is tau; opponent=ema is Nash-EMA, self plain self-play"),
 )
@@ -195,6 +206,8 @@ RL_READ_WHEN = (
     # advantages
     (("baseline", "scale_rewards", "std_ddof", "std_eps", "whiten", "adv_norm_ddof", "advantage_clip"), lambda r, c: r.unit != "pairs",
      "the preset's loss compares the rewards of pairs and reads no advantages; write another preset"),
+    (("baseline", "whiten", "adv_norm_ddof", "advantage_clip"), lambda r, c: r.unit != "tokens",
+     "the preset regresses policy and critic on the same returns; write another preset"),
     (("multi_objective_aggregation",), lambda r, c: r.advantage == "group_mean" and r.unit != "pairs",
      "components are normalised in a prompt's group, which advantage=group_mean compares in; write that"),
     (("scale_rewards",), lambda r, c: r.advantage == "group_mean" or (r.advantage == "turn_returns" and r.scale in ("none", "group")),
@@ -256,6 +269,7 @@ RL_READ_WHEN = (
     (("missing_eos_penalty", "missing_eos_mode"), lambda r, c: r.truncation_policy == "penalty", "cut completions are not penalised; write truncation_policy=penalty"),
     (("truncated_in_stats",), lambda r, c: r.truncation_policy == "mask", "cut completions are not masked; write truncation_policy=mask"),
     (("filter_groups_metric", "gen_batch_size", "max_num_gen_batches"), lambda r, c: r.dynamic_sampling, "no group is sampled again; write dynamic_sampling=true"),
+    (("filter_groups_metric",), lambda r, c: r.advantage != "process", "groups are judged by the rewards of their steps, whatever is right in the end; write advantage=group_mean"),
     (("zero_advantage",), lambda r, c: r.compares, "the preset does not compare the completions of a group, so none is without a signal; write advantage=group_mean"),
     # off-policy data, pretraining mix, trust region
     (("replay_window",), lambda r, c: c.replay_fraction > 0, "nothing is replayed; write replay_fraction=0.25 (with an off-policy preset)"),
@@ -279,7 +293,7 @@ RL_READ_WHEN = (
 
 def _baseline(r: RLPreset) -> str:
     """The baseline that is read, if any."""
-    return r.baseline if r.advantage in BASELINE_ADVANTAGES and r.unit != "pairs" else "none"
+    return r.read_baseline
 
 
 def rl_preset(name: str, **changes) -> RLPreset:
@@ -287,6 +301,28 @@ def rl_preset(name: str, **changes) -> RLPreset:
     if name not in RL_PRESETS:
         raise ValueError(f"no RL preset {name!r}; write one of: {', '.join(RL_PRESETS)}")
     return replace(RL_PRESETS[name], **changes)
+
+
+#: Where constants of a preset's own loss make sense: numbers above the first and up to the second, or the words to choose from; a pair of numbers is an interval of weights, low to high.
+RL_OPTION_RANGES: dict[str, tuple] = {"tau": (0.0, float("inf")), "beta": (0.0, float("inf")), "eta": (0.0, float("inf")), "epsilon": (0.0, float("inf")), "form": ("separate", "joint")}
+
+
+def preset_options(row: RLPreset, given: dict) -> dict:
+    """The constants of a preset's own loss with those ``given`` in their place; ValueError where one is unknown, of another type, or makes no sense."""
+    unknown = set(given) - set(row.options)
+    if unknown:
+        raise ValueError(f"options {', '.join(sorted(unknown))}: preset {row.name} has {', '.join(row.options) or 'none'}; remove them.")
+    for name, value in given.items():
+        like, who = row.options[name], f"options.{name}={list(value) if isinstance(value, tuple) else value!r} of preset {row.name}"
+        if isinstance(like, tuple):
+            if not isinstance(value, (tuple, list)) or not 0.0 <= value[0] <= value[1]:
+                raise ValueError(f"{who}: write the smallest and the largest weight, 0 or more, like {list(like)}.")
+        elif isinstance(like, str):
+            if value not in RL_OPTION_RANGES[name]:
+                raise ValueError(f"{who}: write one of {', '.join(RL_OPTION_RANGES[name])}.")
+        elif isinstance(value, bool) or not isinstance(value, (int, float)) or not RL_OPTION_RANGES[name][0] < value < RL_OPTION_RANGES[name][1]:
+            raise ValueError(f"{who}: write a number > {RL_OPTION_RANGES[name][0]:g}, like {like:g}.")
+    return {**row.options, **{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}}
 
 
 def validate_rl(row: RLPreset, num_generations: int, *, updates_per_generation: int | None = None,
@@ -309,6 +345,13 @@ def validate_rl(row: RLPreset, num_generations: int, *, updates_per_generation: 
         refuse(f"num_generations={num_generations} gives no baseline inside the group; write num_generations >= {needed}")
     if row.epsilon_high is not None and row.epsilon_high < row.epsilon and row.surrogate == "clip":
         refuse(f"epsilon_high={row.epsilon_high} is below epsilon={row.epsilon}; write epsilon_high >= epsilon")
+    if row.clip_ratio_c is not None and row.surrogate == "clip" and not row.objective and row.clip_ratio_c <= 1 + (row.epsilon if row.epsilon_high is None else row.epsilon_high):
+        high = row.epsilon if row.epsilon_high is None else row.epsilon_high
+        refuse(f"clip_ratio_c={row.clip_ratio_c:g} bounds ratios that the clip at 1 + epsilon_high = {1 + high:g} does not reach; write clip_ratio_c=3.0")
+    if row.dynamic_sampling and num_generations < 2:
+        refuse("dynamic_sampling=true drops groups whose answers all earn the same, which groups of one always do; write num_generations=4, or dynamic_sampling=false")
+    if row.update == "trust_region" and row.ptx_coef > 0:
+        refuse("ptx_coef mixes pretraining text into the batch, which update=trust_region would measure its KL and Fisher matrix over; write ptx_coef=0, or preset=ppo_ptx")
     if row.kl_reward_coef > 0 and row.kl_loss_coef > 0 and row.kl_target == "ref" and not allow_double_kl:
         refuse("KL is penalised in the reward and in the loss; set kl_coef or beta to 0, or allow_double_kl=true")
     if row.kl_loss_coef > 0 and row.kl_loss_estimator == "k1":
@@ -326,6 +369,9 @@ def validate_rl(row: RLPreset, num_generations: int, *, updates_per_generation: 
                "add these up; write kl_reward_mode=token_terminal, or advantage=reward_minus_value with critic_target=kl_adjusted_outcome")
     if row.kl_reward_coef > 0 and row.advantage == "process":
         refuse("advantage=process reads step rewards, which kl_coef does not lower; write beta=0.04 (the KL in the loss) and kl_coef=0")
+    if row.kl_reward_coef > 0 and row.advantage == "vine":
+        refuse("advantage=vine compares values of steps, which kl_coef does not lower: the whole completion's KL would land on the last step; write beta=1e-4 (the KL in the loss, VinePPO's) "
+               "and kl_coef=0")
     if row.kl_controller != "fixed" and not (row.kl_loss_coef or row.kl_reward_coef):
         refuse(f"kl_controller={row.kl_controller} multiplies a coefficient, and both are 0; write beta or kl_coef > 0 to start from, or kl_controller=fixed")
     if row.kl_controller != "fixed" and not (row.target_kl and row.target_kl > 0):
@@ -333,8 +379,10 @@ def validate_rl(row: RLPreset, num_generations: int, *, updates_per_generation: 
     if row.advantage in VALUE_ADVANTAGES and not row.needs_critic:
         refuse("GAE needs a critic; write preset=ppo, or advantage=group_mean")
     if row.strictly_on_policy and updates > 1:
-        what = "update=trust_region" if row.update == "trust_region" else f"surrogate={row.surrogate}"
-        refuse(f"{what} is strictly on-policy; write num_iterations=1 and one optimizer step per rollout, or surrogate=clip")
+        one = f"write num_iterations=1 and num_minibatches=1, which gives one optimizer step per rollout (here {updates})"
+        if row.update == "trust_region":
+            refuse(f"update=trust_region measures its step from the policy that sampled; {one}, or preset=ppo")
+        refuse(f"surrogate={row.surrogate} is strictly on-policy; {one}, or surrogate=clip")
     if max_staleness > 0 and not (row.off_policy_ok or async_rollouts):
         refuse("it is on-policy and accepts no stale rollouts; write max_staleness=0, or preset=topr, offline_is, copg, mdpo or oreo")
     if row.aggregation == "seq-mean-token-sum-norm" and loss_scale_factor is not None and loss_scale_factor <= 0:
@@ -347,6 +395,8 @@ def validate_rl(row: RLPreset, num_generations: int, *, updates_per_generation: 
     warnings = []
     if row.ratio_level != "token" and row.aggregation != "seq-mean-token-mean" and not row.objective:
         warnings.append(f"{row.name}: a sequence ratio with {row.aggregation} weights sequences by their length; seq-mean-token-mean gives one term each")
+    if row.name == "astar_po" and num_generations > 1:
+        warnings.append(f"astar_po: A*-PO takes one completion of each prompt, here num_generations={num_generations}; write num_generations=1 (and more prompts_per_step)")
     if row.num_iterations > 4:
         warnings.append(f"{row.name}: {row.num_iterations} epochs on one rollout; more than 4 is rarely stable")
     if row.surrogate == "none" and not row.kl_loss_coef and updates > 4:

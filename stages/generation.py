@@ -55,6 +55,7 @@ class Sample:
     weights: dict[str, float] | None = None
     forced: dict | None = None  # what budget forcing did to its thought (stages.evaluation.forcing)
     turn_parts: dict[str, list[float]] | None = None
+    steps: tuple[list[int], list[float]] | None = None  # (last token, reward) of its reasoning steps, once they were scored (advantage=process)
 
     @property
     def action_mask(self) -> list[int]:
@@ -203,6 +204,21 @@ def warn_of_failures(stage, engine, samples: list[Sample]) -> None:
                    f"The first reason: {failed[0].error}")
 
 
+def _verdict_row(s: Sample, group=None) -> dict:
+    """A sample as ``stages.rewards.Rewards`` reads it."""
+    return {"prompt_row": s.prompt, "prompt_ids": s.prompt_ids, "completion_text": s.text, "completion_ids": s.ids,
+            "finish_reason": s.finish_reason, "turns": s.turns, "failure": s.failure, "debate": s.debate, "group": group}
+
+
+def preferences(rewards, name: str, pairs: list[tuple[Sample, Sample]]) -> list[float]:
+    """P(the first sample is better) of each pair by the reward component ``name``, whose model compares; NaN where it cannot be read. Of several ranks the
+    first one asks."""
+    from stages import ranks
+
+    found = rewards.preferences(name, [(_verdict_row(a), _verdict_row(b)) for a, b in pairs]) if ranks.rank() == 0 else None
+    return ranks.gather(found)[0]
+
+
 def score(rewards, samples: list[Sample], group_of: list | None = None) -> None:
     """Fill the reward fields of every sample, in place. Of several ranks the first one asks (a judge is asked once) and tells the others.
     ``group_of`` names what each sample is compared within by rewards that compare (majority, length_group); default: its prompt."""
@@ -213,8 +229,7 @@ def score(rewards, samples: list[Sample], group_of: list | None = None) -> None:
     pairs = [(s, g) for s, g in zip(samples, group_of or [None] * len(samples)) if s.error is None]
     samples, scored = [s for s, _ in pairs], None
     if ranks.rank() == 0:
-        scored = rewards.score([{"prompt_row": s.prompt, "prompt_ids": s.prompt_ids, "completion_text": s.text, "completion_ids": s.ids,
-                                 "finish_reason": s.finish_reason, "turns": s.turns, "failure": s.failure, "debate": s.debate, "group": g} for s, g in pairs])
+        scored = rewards.score([_verdict_row(s, g) for s, g in pairs])
     for sample, result in zip(samples, ranks.gather(scored)[0]):
         sample.total = float("nan") if result.total is None or sample.failure else float(result.total)
         sample.parts, sample.reasons, sample.correct, sample.items = result.parts, result.reasons, result.correct, result.items

@@ -71,12 +71,12 @@ class Members:
                 continue
             _, ids, mask = self.renderer.completion_ids(row["messages"][:start], row["messages"][start:])
             ids = list(trim(ids, mask)[0])
-            if len(ids) > self.config.max_completion_length:
+            if len(ids) > self.config.longest_completion:
                 long += 1
                 continue
             found[row["prompt_id"]] = ids, row["messages"][-1]["content"] or ""
         if long:
-            self.stage.warn("sft_members_too_long", f"{long} SFT answers have more than max_completion_length={self.config.max_completion_length} tokens and "
+            self.stage.warn("sft_members_too_long", f"{long} SFT answers have more than {self.config.longest_completion} tokens (max_completion_length, or the longest of context_schedule) and "
                                                     f"do not join a group.")
         if not found:
             raise ValueError("the input sft has no row that answers a prompt in one turn within max_completion_length; give demonstrations/1 rows, or "

@@ -156,7 +156,8 @@ class PolicyGradient:
             return {"policy": (0.0 * logps_SL.sum(), "pairs")}
         seen = Responses(masked(logps_SL, mask), masked(old_SL, mask), None if ref_SL is None else masked(ref_SL, mask), mask,
                          per_response("rewards"), masked(advantages_SL, mask), column("values") if self.row.needs_critic else None,
-                         torch.tensor(pairs, dtype=torch.long, device=logps_SL.device).reshape(-1, 2))
+                         torch.tensor(pairs, dtype=torch.long, device=logps_SL.device).reshape(-1, 2),
+                         per_response("preferences") if any("preferences" in i.extra for i in batch.items) else None)
         values = self.objective(seen, **self.row.options)
         if self.row.unit == "tokens":
             return {"policy": (self.aggregate(values, mask, batch.items), self.count)}

@@ -231,6 +231,11 @@ def check_rewards(stage, source, samples) -> None:
     samples = [s for s in samples if not s.failure]  # those that the environment lost have its reason
     if source.stored is not None or stage.config.reward_override == "random" or not samples:
         return
+    if source.steps is not None:  # of each step, by the reward model: the rewards are only watched
+        if not any(source.steps(s)[1] for s in samples):
+            raise TrainingError(f"None of the {len(samples)} completions tried before training has a step that the input reward_model can score, so nothing could be learned. Write the "
+                                "step_separator that completions have between steps, and a max_prompt_length and max_completion_length that the model has positions for.")
+        return
     score(source.rewards, samples)
     lost = [failures(s.parts, s.reasons) for s in samples if s.total != s.total]
     stage.log(f"{len(samples) - len(lost)} of {len(samples)} completions tried could be scored")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,12 +26,14 @@ from stages.reward_heads import ChatReader, RewardCard, load_reward_model, read_
 @dataclass(frozen=True)
 class Response:
     """What is scored. prompt, completion: messages; ids: prompt and completion ids of the policy that wrote it, where known;
-    row: the prompt row, for facts and safety tags."""
+    row: the prompt row, for facts and safety tags; group: what it is compared within by models that compare, its prompt where None
+    (two draws of a prompt are two groups)."""
 
     prompt: list[dict]
     completion: list[dict]
     ids: Sequence[int] | None = None
     row: dict | None = None
+    group: Hashable = None
 
     @property
     def text(self) -> str:
@@ -256,12 +258,12 @@ class ComparingScorer(Scorer):
 
 
 def same_prompt(responses: Sequence[Response]) -> list[list[int]]:
-    """Indices of the responses of each prompt, prompts in order of first appearance."""
+    """Indices of the responses of each ``group``, or of each prompt where they have none, in order of first appearance."""
     import json
 
-    groups: dict[str, list[int]] = defaultdict(list)
+    groups: dict[Hashable, list[int]] = defaultdict(list)
     for i, response in enumerate(responses):
-        groups[json.dumps(response.prompt, sort_keys=True, default=str)].append(i)
+        groups[json.dumps(response.prompt, sort_keys=True, default=str) if response.group is None else response.group].append(i)
     return list(groups.values())
 
 

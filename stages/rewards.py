@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -504,6 +504,30 @@ class Rewards:
             waiting = [i for i in waiting if not settles(component, column[i])]
         return columns
 
+    def compares(self, component: RewardComponent) -> bool:
+        """Whether a component's value says how an answer does beside the others of its group, and nothing where there are none."""
+        return component.kind in ("majority", "length_group") or self.relative(component)
+
+    def relative(self, component: RewardComponent) -> bool:
+        """Whether a component's model says which of two answers is better."""
+        return component.kind in ("model", "judge") and getattr(self.scorers.get(component.name), "relative", False)
+
+    def preferences(self, name: str, pairs: Sequence[tuple[dict, dict]]) -> list[float]:
+        """P(the first answer is better) of each pair of rows, by the component of this name, whose model compares: both orders averaged, NaN where it cannot
+        be read. A cut or empty answer, which the model never sees, loses against one that it sees and is as good as another such."""
+        component = next(c for c in self.components if c.name == name)
+        shown = [tuple(_shown(self, component, row) for row in pair) for pair in pairs]
+        seen = [tuple(not isinstance(one, Verdict) for one in pair) for pair in shown]
+        out = [(1.0 + a - b) / 2 for a, b in seen]
+        asked = [k for k, both in enumerate(seen) if all(both)]
+        for k, p in zip(asked, self.scorers[name].preferences([shown[k] for k in asked]) if asked else []):
+            out[k] = float(p)
+        return out
+
+    def without(self, names: Collection[str]) -> "Rewards":
+        """The same rewards less the components of these names."""
+        return Rewards([c for c in self.components if c.name not in names], self.scorers, self.renderer)
+
     def total_of(self, parts: dict[str, float | None]) -> Scored:
         """total and tier of component values that are known already (None = unscorable)."""
         return self._combine({c.name: Unscorable(ANOTHERS if c.domains else "no value") if parts.get(c.name) is None else Verdict(parts[c.name]) for c in self.components})
@@ -655,25 +679,27 @@ def symbolically(component: RewardComponent, answers: Sequence[tuple[dict, str |
     return [found.get(i, False) for i in range(len(answers))]
 
 
-def _model(rewards: Rewards, component: RewardComponent, rows) -> list:
-    """Verdict of a reward model. Its own template renders the text, unless it reads exactly the policy's token ids."""
+def _shown(rewards: Rewards, component: RewardComponent, row: dict, as_ids: bool = False):
+    """What a reward model is shown of a row (``stages.reward_scorers.Response``), or the verdict on a row that it never sees."""
     from stages.reward_scorers import Response
 
+    if not ended(row):
+        return Verdict(component.cut_reward)
+    if not row["completion_text"].strip():
+        return Verdict(component.empty_reward)
+    if not _text(component, row).strip():  # a thought that never ends has no answer: scored as cut (reward.view)
+        return Verdict(component.cut_reward)
+    ids = list(_prompt_ids(rewards, row)) + list(row["completion_ids"]) if as_ids else None
+    return Response(row["prompt_row"].get("prompt") or [], [{"role": "assistant", "content": _text(component, row)}], ids, row["prompt_row"], row.get("group"))
+
+
+def _model(rewards: Rewards, component: RewardComponent, rows) -> list:
+    """Verdict of a reward model. Its own template renders the text, unless it reads exactly the policy's token ids."""
     scorer = rewards.scorers[component.name]
     as_ids = component.view == "full" and scorer.reads_ids_of(rewards.renderer)
-    out: list = [None] * len(rows)
-    responses, positions = [], []
-    for i, row in enumerate(rows):
-        if not ended(row):
-            out[i] = Verdict(component.cut_reward)
-        elif not row["completion_text"].strip():
-            out[i] = Verdict(component.empty_reward)
-        elif not _text(component, row).strip():  # a thought that never ends has no answer: scored as cut (reward.view)
-            out[i] = Verdict(component.cut_reward)
-        else:
-            positions.append(i)
-            ids = list(_prompt_ids(rewards, row)) + list(row["completion_ids"]) if as_ids else None
-            responses.append(Response(row["prompt_row"].get("prompt") or [], [{"role": "assistant", "content": _text(component, row)}], ids, row["prompt_row"]))
+    out = [_shown(rewards, component, row, as_ids) for row in rows]
+    positions = [i for i, shown in enumerate(out) if not isinstance(shown, Verdict)]
+    responses = [out[i] for i in positions]
     scores = scorer.score(responses) if responses else []
     spread = scorer.disagreement if responses else None
     for k, (i, score) in enumerate(zip(positions, _scaled(component, scores))):

@@ -79,8 +79,9 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
     token_norm_scope: Literal["batch", "group"] = Field("batch", description="token-mean over the step's tokens, or per prompt group and then over groups.")
     seq_denominator: Literal["nonempty", "all"] = Field(
         "nonempty", description="Means over sequences count those with a trained token (verl), or all that were sampled (TRL's GRPO).")
-    options: dict[str, float] = Field(
-        default_factory=dict, description="Constants of a preset's own loss: tau (mdpo, online_ipo), beta (copg, astar_po, oreo), eta (sppo), epsilon (p3o).")
+    options: dict[str, float | tuple[float, float] | str] = Field(
+        default_factory=dict, description="Constants of a preset's own loss: tau (mdpo, online_ipo), beta (copg, astar_po, oreo), eta (sppo), epsilon and form=separate or joint (p3o), "
+        "clip_pos and clip_neg (topr, a_lol, offline_is): smallest and largest importance weight of a completion with positive and with other advantage, for example clip_pos=[0, 2].")
 
     # KL and entropy.
     beta: float | None = Field(None, ge=0, title="Beta", description="KL-in-loss coefficient; 0 loads no reference.")
@@ -150,7 +151,7 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
         "sum_then_normalize", description="Several reward components: their weighted sum is compared within the group, or each is normalised there by std_ddof and std_eps and then weighted, "
         "so that weights do not depend on scales (reward.composite; TRL's name). normalize_then_sum needs advantage=group_mean and takes the place of its scale_rewards.")
-    baseline_value: float = Field(0.0, description="baseline=constant.")
+    baseline_value: float = Field(0.0, description="baseline=constant: the number, on the scale of the rewards behind reward_norm and reward_clip.")
     baseline_decay: float = Field(0.9, ge=0, lt=1, description="Moving-average baseline of reinforce.")
     baseline_samples: int = Field(8, ge=1, description="Completions of the starting policy per prompt behind baseline=table and v_star (A*-PO 8).")
     v_star_beta: float = Field(0.5, gt=0, description="Temperature of V* = beta log mean exp(r/beta) (A*-PO 0.5).")
@@ -205,7 +206,7 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
                                                     "gives them; later groups of a prompt replace them.")
     difficulty_band: tuple[float, float] | None = Field(
         None, title="Difficulty band", description="Train only on prompts whose pass rate under the starting policy lies in [low, high] (DIFF-FILTER, texts 0.2 to 0.8 of 16 "
-        "samples): of passk_samples completions, or of the input prompt_stats.")
+        "samples): of passk_samples completions (the texts' number is passk_samples=16), or of the input prompt_stats.")
     no_resampling_pass_rate: float | None = Field(
         None, ge=0, lt=1, title="No resampling above", description="A prompt is not sampled again once a group of its completions was right more often than this; when all are, "
         "they come again.")
@@ -303,14 +304,14 @@ SPEC = StageSpec(
 
 def row_of(config: Config):
     """The preset's row with the config's overrides applied, not checked against each other."""
-    from stages.algorithms import RL_AXES, rl_preset
+    from stages.algorithms import RL_AXES, preset_options, rl_preset
 
     start, changes = rl_preset(config.preset), {axis: getattr(config, name) for name, axis in RL_AXES.items()}
     if config.options:
-        unknown = set(config.options) - set(start.options)
-        if unknown:
-            raise ConfigError(f"options {', '.join(sorted(unknown))}: preset {config.preset} has {', '.join(start.options) or 'none'}; remove them.")
-        changes["options"] = {**start.options, **config.options}
+        try:
+            changes["options"] = preset_options(start, config.options)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     row = rl_preset(config.preset, **{k: v for k, v in changes.items() if v is not None})
     if config.multi_objective_aggregation == "normalize_then_sum" and config.scale_rewards is None and row.advantage == "group_mean":
         return replace(row, scale="none")  # the components are divided by their std, their sum is not again
@@ -346,6 +347,19 @@ def resolve_preset(config: Config):
     if (config.reward_norm != "none" or config.reward_clip) and (config.environment or row.advantage in ("process", "win_rate", "vine")):
         raise ValueError(f"reward_norm and reward_clip change the reward of whole completions, which {'turns' if config.environment else f'advantage={row.advantage}'} "
                          "do not read; leave them out, or normalise the component (kind=model, normalise=batch).")
+    if config.kl_coef_min is not None and config.kl_coef_max is not None and config.kl_coef_min > config.kl_coef_max:
+        raise ValueError(f"kl_coef_min={config.kl_coef_min:g} is above kl_coef_max={config.kl_coef_max:g}; write kl_coef_min <= kl_coef_max, or leave one of them out.")
+    measured = row.read_baseline in ("greedy", "table", "v_star")
+    if measured and (config.reward_norm != "none" or config.reward_clip):
+        raise ValueError(f"baseline={row.baseline} is a reward as it was earned, which reward_norm and reward_clip would take off rewards on another scale; leave them out, or write "
+                         "baseline=moving_average.")
+    if any(c.kind == "model" and c.normalise == "batch" for c in config.rewards) and (row.read_baseline in ("table", "v_star") or row.advantage == "vine"):
+        what = "advantage=vine" if row.advantage == "vine" else f"baseline={row.baseline}"
+        raise ValueError(f"normalise=batch whitens what is scored together, and {what} compares with completions that are scored apart; leave normalise out of the reward, or write "
+                         "baseline=moving_average (vineppo: preset=grpo).")
+    if config.replay_fraction and row.advantage == "win_rate" and row.opponent != "self":
+        raise ValueError(f"replay_fraction={config.replay_fraction}: replayed groups have no opponents, so they alone would be compared with themselves; write replay_fraction=0, or "
+                         "opponent=self.")
     if config.multi_objective_aggregation == "normalize_then_sum":
         refused = {"reward_override replaces what the components say; leave one of them out": config.reward_override != "none",
                    f"scale_rewards={config.scale_rewards} would divide the sum by a std once more; leave it out": row.scale != "none",

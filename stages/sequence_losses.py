@@ -67,7 +67,8 @@ def oreo_losses(log_ratios_BT, values_BT, returns_BT, mask_BT, beta: float):
 @dataclass
 class Responses:
     """What an objective on whole responses reads: token log-probs and values ``[S, L]`` (0 outside the mask), sequence rewards and
-    advantages ``[S]``, and ``pairs_P2``, indices of two valid responses to one prompt. ``old`` is the policy that sampled (or, where
+    advantages ``[S]``, and ``pairs_P2``, indices of two valid responses to one prompt; ``preferences_S`` is P(a response beats the other of its
+    pair) by a model that compares, None where rewards are scores. ``old`` is the policy that sampled (or, where
     the preset says so, the iterate that started the round); everything but ``logps_SL`` is constant."""
 
     logps_SL: torch.Tensor
@@ -78,6 +79,7 @@ class Responses:
     advantages_SL: torch.Tensor
     values_SL: torch.Tensor | None
     pairs_P2: torch.Tensor
+    preferences_S: torch.Tensor | None = None
 
     def sums(self, values_SL: torch.Tensor) -> torch.Tensor:
         return masked(values_SL, self.mask_SL).sum(-1)
@@ -125,7 +127,9 @@ def win_rate_regression(r: Responses, eta: float):
 
 
 def on_policy_ipo(r: Responses, tau: float):
-    """(h - (p - 1/2)/tau)^2 per pair, h the difference of log-ratios to the reference and p = sigmoid(r1 - r2) (ONLINE-IPO)."""
+    """(h - (p - 1/2)/tau)^2 per pair, h the difference of log-ratios to the reference and p = P(y1 > y2) of a model that compares, or
+    sigmoid(r1 - r2) of scores (ONLINE-IPO)."""
     h = (r.sums(r.logps_SL) - r.sums(r.ref_SL))[r.pairs_P2]
-    p = torch.sigmoid(r.rewards_S[r.pairs_P2[:, 0]] - r.rewards_S[r.pairs_P2[:, 1]])
+    first, second = r.pairs_P2.unbind(1)
+    p = torch.sigmoid(r.rewards_S[first] - r.rewards_S[second]) if r.preferences_S is None else r.preferences_S[first]
     return (h[:, 0] - h[:, 1] - (p - 0.5) / tau) ** 2

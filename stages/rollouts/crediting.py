@@ -20,12 +20,13 @@ from stages.batching import Item, make_item, per_response
 from stages.credit import Batch, Credit, assign
 from stages.debate import debate_metrics
 from stages.estimators import KLController, MovingAverageBaseline, RunningScale, apply_truncation, normalise_rewards, normalized_sum, overlong_penalty, table_baseline, v_star
-from stages.generation import Sample
+from stages.generation import Sample, preferences
 from stages.members import Members
+from stages.rollouts.comparisons import inside, preferences_by
 from stages.rollouts.groups import Group
-from stages.rollouts.metrics import credit_metrics, cut_gain, mismatch_metrics, off_policy_metrics, rollout_metrics
+from stages.rollouts.metrics import credit_metrics, cut_gain, mismatch_metrics, off_policy_metrics, rollout_metrics, step_metrics
 from stages.rollouts.policy import PolicySampler
-from stages.rollouts.steps import monte_carlo, process_rewards
+from stages.rollouts.steps import StepRewards, monte_carlo
 from stages.rubric_reward import rubric_metrics
 from stages.training import TrainingError
 
@@ -46,6 +47,7 @@ class Scored:
     credit: Credit
     trained_B: np.ndarray
     plain: list[list[float]]                  # log-probs of the policy behind the plain question; ``old`` unless conditioning=sampling
+    preferred_B: np.ndarray | None = None     # P(a completion beats the other of its pair), where the loss reads it and a model compares; NaN = in no pair
     items: list[Item] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -56,22 +58,18 @@ class Crediting:
     Args:
         stage: for its config, device, inputs and seeds. row: the resolved preset.
         policy: the policy (its log-probs, and continuations for VINEPPO). rewards: what scores those.
-        reference, critic: frozen reference and value function; None where unused.
+        reference, critic: frozen reference and value function; steps: what reasoning steps earn. None where unused.
     """
 
-    def __init__(self, stage, row: RLPreset, policy: PolicySampler, rewards, members: Members, reference=None, critic=None):
+    def __init__(self, stage, row: RLPreset, policy: PolicySampler, rewards, members: Members, reference=None, critic=None, steps: StepRewards | None = None):
         self.stage, self.config, self.row, self.policy, self.rewards, self.members = stage, stage.config, row, policy, rewards, members
-        self.reference, self.critic = reference, critic
+        self.reference, self.critic, self.steps = reference, critic, steps
         self.baseline, self.scale = MovingAverageBaseline(self.config.baseline_decay), RunningScale()
+        self.asked = preferences_by(self.config, row, rewards)  # component that gives P(y > y'), where one compares
         self.controller = KLController(row.kl_loss_coef or row.kl_reward_coef, row.kl_controller, row.target_kl, self.config.kl_coef_min, self.config.kl_coef_max)
         self.table: dict[str, float] = {}  # baseline per prompt id
         self.last_kl = 0.0                 # to the reference, nats per sequence
         self.frozen_logps: int | None = None
-        self.scorer = None
-        if row.advantage == "process" and not policy.agent:
-            from stages.reward_scorers import load_scorer
-
-            self.scorer = load_scorer(stage.path("reward_model"), stage.device)
 
     def __call__(self, groups: list[Group], iteration: int, version: int) -> Scored:
         """Items, metrics and all numbers behind them, of groups trained on from optimizer step ``version`` on."""
@@ -91,7 +89,7 @@ class Crediting:
 
         items = [make_item(g.prompt["row_id"], ids, [s.ids for s in own], [s.action_mask for s in own], by_response=()) for g in groups for ids, own in contexts_of(g)]
         sampled = [s.logps for s in samples]
-        old = plain = self._old_logps(groups, samples, sampled, items)
+        old = plain = self._old_logps(groups, samples, sampled, items, version)
         if any(s.context_ids is not None for s in samples):
             plain = self.logps(self.policy.model, [make_item(g.prompt["row_id"], g.ids, [s.ids for s in g.samples], [s.action_mask for s in g.samples], by_response=()) for g in groups])
         weights = self._importance_weights(padded(old), padded(sampled), mask) if config.importance_correction != "none" else None
@@ -128,13 +126,18 @@ class Crediting:
                 metrics |= {"reward/norm_mean": float(rewards[paid].mean()), "reward/norm_std": float(rewards[paid].std())}
             rewards = np.where(paid, normalise_rewards(np.where(paid, rewards, np.nan), config.reward_norm, self.scale, config.reward_clip), rewards)
         in_loss = kept & (config.sft_in_loss | np.array([s.mode != "sft" for s in samples]))
-        batch = Batch(rewards, group_of, mask, finite & in_loss, finite & (kept | config.truncated_in_stats), kl, self._baselines(group_at),
+        scorable = finite if self.steps is None else np.ones(len(samples), bool)  # where steps are paid, the outcome is only watched
+        batch = Batch(rewards, group_of, mask, scorable & in_loss, scorable & (kept | config.truncated_in_stats), kl, self._baselines(group_at, version),
                       None if values is None else padded(values), bootstrap)
         self._compare(batch, samples, group_at, iteration, version)
+        if self.asked and not inside(row):  # equal win rates inside the group say nothing of those that are learned from
+            metrics.pop("reward/frac_zero_std", None)
         if batch.preference_BO is not None and np.isfinite(batch.preference_BO).any():
             metrics["preference/win_rate"] = float(np.nanmean(batch.preference_BO))
         if batch.steps:
             metrics["completions/without_steps"] = float(np.mean([not ends for ends, _ in batch.steps]))
+        if row.advantage == "process":
+            metrics |= step_metrics(batch)
         if row.advantage in BASELINE_ADVANTAGES and row.baseline != "none":
             known = self.baseline.value if row.baseline == "moving_average" else batch.baseline if not callable(batch.baseline) and row.baseline != "batch_mean" else None
             if known is not None and np.isfinite(known).any():
@@ -142,12 +145,15 @@ class Crediting:
         coef = row.kl_reward_coef if row.kl_loss_coef else self.controller.coef  # with two KLs the controller's is the loss's
         credit = assign(row, batch, coef, config.advantage_clip)
         trained = batch.kept_B & (credit.informative_B | (config.zero_advantage == "keep") | (not row.compares))
+        preferred = self._paired(samples, group_at, trained) if row.pair_preference and self.asked else None
+        if preferred is not None:
+            trained = trained & np.isfinite(preferred)
         metrics |= credit_metrics(batch, credit, trained, coef, self.controller.coef, row.gamma)
         if any(not g.fresh or g.version != version for g in groups):
             metrics |= off_policy_metrics([g.version for g in groups], version, sampled, old)
         elif all(logps is not None for logps in sampled) and (old is not sampled or not self.policy.engine.exact_logps):
             metrics |= self._mismatch(samples, self.logps(self.policy.model, items) if old is sampled else old)
-        scored = Scored(samples, group_at, sampled, old, ref, values, weights, overlong, batch, credit, trained, plain, metrics=metrics)
+        scored = Scored(samples, group_at, sampled, old, ref, values, weights, overlong, batch, credit, trained, plain, preferred, metrics=metrics)
         scored.items = self._items(scored, items)
         if tokens := sum(i.n_targets for i in scored.items):  # entropy, ratios and KL of the update are means over these groups' tokens
             metrics["groups/forwarded_fraction"] = sum(i.n_targets for i in scored.items if not i.extra["skip_forward"]) / tokens
@@ -175,12 +181,14 @@ class Crediting:
         everyone = {i: rows for part in ranks.gather(found) for i, rows in part.items()}
         return [row for i in range(len(items)) for row in everyone[i]]
 
-    def _old_logps(self, groups, samples, sampled, items) -> list[list[float]]:
+    def _old_logps(self, groups, samples, sampled, items, version: int) -> list[list[float]]:
         """Log-probs that ratios start from: the sampler's where they are the policy's or the ratio is to whoever sampled, else the policy's."""
         known, fresh, engine = all(logps is not None for logps in sampled), all(g.fresh for g in groups), self.policy.engine.name
         if self.config.importance_correction != "none" and not known:
             raise ValueError(f"importance_correction={self.config.importance_correction} weighs with the sampler's log-probs, and {engine} gives none; "
                              "write importance_correction=none, or use engine=vllm.")
+        if self.row.on_policy_logps and any(g.version != version for g in groups):  # sampled ahead too: the iterate is the policy that starts the iteration
+            return self.logps(self.policy.model, items)
         if (fresh and self.policy.exact_logps or self.row.behaviour_ratio and known) and not any(s.off_policy for s in samples):
             return sampled
         if fresh or self.row.on_policy_logps:
@@ -241,7 +249,12 @@ class Crediting:
             rewards = scores + overlong  # what the turns of a truncated trajectory earned is kept; its value is what may still come
         return np.where(np.isfinite(scores), rewards, np.nan), bootstrap, kept
 
-    def _baselines(self, group_at):
+    def earned(self, samples: list[Sample], version: int) -> np.ndarray:
+        """Rewards ``[B]`` of completions that those of a batch are compared with (greedy ones, opponents', of the starting policy, continuations), by the same rules for cut
+        and long ones; NaN = unscorable."""
+        return self._truncated(samples, self._overlong(samples, version)[0], 0.0)[0]
+
+    def _baselines(self, group_at, version: int):
         kind = self.row.baseline if self.row.advantage in BASELINE_ADVANTAGES else "none"
         if kind == "moving_average":
             return self.baseline.use
@@ -250,7 +263,9 @@ class Crediting:
         if kind == "constant":
             return self.config.baseline_value
         if kind == "greedy":
-            return np.array([g.greedy for g in group_at])
+            groups = {id(g): g for g in group_at}
+            found = dict(zip(groups, self.earned([g.greedy_sample for g in groups.values()], version)))  # unscorable: the group has no baseline and teaches nothing
+            return np.array([found[id(g)] for g in group_at])
         if kind in ("table", "v_star"):
             return table_baseline([g.prompt["prompt_id"] for g in group_at], self.table)
         return 0.0
@@ -260,18 +275,59 @@ class Crediting:
         if self.policy.agent:
             batch.turns = [([t["end"] - 1 for t in s.turns], s.turn_rewards or [0.0] * len(s.turns)) for s in samples]
         if self.row.advantage == "vine":
-            batch.steps, batch.step_values = monte_carlo(self.stage, self.policy, self.rewards, samples, group_at, iteration, version)
+            batch.steps, batch.step_values = monte_carlo(self.stage, self.policy, self.rewards, samples, group_at, iteration, version, self.earned)
         elif self.row.advantage == "process":
-            batch.steps = batch.turns or [process_rewards(s, self.scorer, self.policy.renderer, self.config.step_separator) for s in samples]
+            batch.steps = batch.turns if self.steps is None else [self.steps(s) for s in samples]
         elif self.row.advantage == "win_rate":
-            from scipy.special import expit
-
             own = np.where(batch.counted_B, batch.rewards_B, np.nan)  # as shaped: a penalty that nobody compares would be none
-            others = {id(g): self._truncated(g.opponents, self._overlong(g.opponents, version)[0], 0.0)[0] if g.opponents else own[batch.group_of_B == batch.group_of_B[i]]
+            others = {id(g): self.earned(g.opponents, version) if g.opponents else own[batch.group_of_B == batch.group_of_B[i]]
                       for i, g in enumerate(group_at) if not i or g is not group_at[i - 1]}
-            batch.preference_BO = np.full((len(samples), max(map(len, others.values()))), np.nan)
+            batch.preference_BO = self._won(batch, samples, group_at, others)
+
+    def _won(self, batch: Batch, samples, group_at, others: dict[int, np.ndarray]) -> np.ndarray:
+        """P(completion beats each of its opponents) ``[B, O]``, NaN where a score is missing: of the model that compares, else of a Bradley-Terry model of the scores. ``others``:
+        scores of a group's opponents, by the group's id. A completion beats itself with 1/2 (SPPO)."""
+        from scipy.special import expit
+
+        out = np.full((len(samples), max(map(len, others.values()))), np.nan)
+        if self.asked is None:
             for i, group in enumerate(group_at):
-                batch.preference_BO[i, : len(others[id(group)])] = expit(batch.rewards_B[i] - others[id(group)])  # Bradley-Terry; NaN where a score is missing
+                out[i, : len(others[id(group)])] = expit(batch.rewards_B[i] - others[id(group)])
+            return out
+        asked, start = {}, {}
+        for i, group in enumerate(group_at):
+            first = start.setdefault(id(group), i)
+            for j, opponent in enumerate(group.opponents or group.samples):
+                if not np.isfinite(batch.rewards_B[i]) or not np.isfinite(opponent.total):
+                    continue
+                if group.opponents or i - first < j:
+                    asked[i, j] = samples[i], opponent
+                elif i - first == j:
+                    out[i, j] = 0.5
+        for (i, j), p in zip(asked, self._preferences(list(asked.values()))):
+            out[i, j] = p
+            if not group_at[i].opponents:
+                first = start[id(group_at[i])]
+                out[first + j, i - first] = 1.0 - p
+        for i, group in enumerate(group_at):  # completions that are in no statistic are nobody's opponents
+            out[i, : len(others[id(group)])][~np.isfinite(others[id(group)])] = np.nan
+        return out
+
+    def _preferences(self, pairs) -> np.ndarray:
+        """P(first is better) of pairs of samples by the model that compares, turned around where the rewards are (``reward_override``)."""
+        found = np.array(preferences(self.rewards, self.asked, pairs), float)
+        return 1.0 - found if self.config.reward_override == "inverted" else found
+
+    def _paired(self, samples, group_at, trained_B) -> np.ndarray:
+        """P(a completion beats the other of its pair) ``[B]``; NaN in no pair, or where the model's answer could not be read. Pairs are those of the loss
+        (:func:`stages.policy_update.pairs_of`): neighbours among a group's trained completions."""
+        out, pairs = np.full(len(samples), np.nan), []
+        for _, members in itertools.groupby(range(len(samples)), lambda i: id(group_at[i])):
+            live = [i for i in members if trained_B[i] and any(samples[i].action_mask)]
+            pairs += zip(live[0::2], live[1::2])
+        for (i, j), p in zip(pairs, self._preferences([(samples[i], samples[j]) for i, j in pairs])):
+            out[i], out[j] = p, 1.0 - p
+        return out
 
     # -- items ------------------------------------------------------------------------------------------------------------
     def _items(self, scored: Scored, items: list[Item]) -> list[Item]:
@@ -297,6 +353,8 @@ class Crediting:
                 extra |= {"values": [scored.values[i] for i in rows], "returns": cut(scored.credit.returns_BT)}
             if row.objective:
                 extra["rewards"] = [float(scored.credit.rewards_B[i]) for i in rows]
+            if scored.preferred_B is not None:
+                extra["preferences"] = [float(np.nan_to_num(scored.preferred_B[i], nan=0.5)) for i in rows]
             if row.positive_nll_coef:
                 extra["correct"] = [bool(scored.samples[i].correct) for i in rows]
             masks = [np.asarray(scored.samples[i].action_mask, int) * bool(scored.trained_B[i]) for i in rows]
@@ -316,14 +374,17 @@ class Crediting:
         if self.controller.controller != "fixed":
             self.controller.update(self.drift(items) if self.row.kl_loss_coef and self.row.kl_target == "old" else self.last_kl)
 
-    def start_from(self, prompts, drawn: list[list[Sample]]) -> list[tuple[dict, float, int]]:
-        """Baselines of all prompts from scored completions of the starting policy (BASELINE table and v_star, ASTAR-PO stage 1): (prompt, value, samples)."""
+    def start_from(self, prompts, drawn: list[list[Sample]]) -> list[tuple[dict, float, list[Sample]]]:
+        """Baselines of all prompts from scored completions before training (BASELINE table and v_star, ASTAR-PO stage 1), on the scale of the rewards that they are taken off:
+        (prompt, value, the completions behind it). Prompts without a completion that could be scored have none."""
         found = []
         for (prompt, _), group in zip(prompts, drawn):
-            totals = [s.total for s in group if np.isfinite(s.total)]
-            value = 0.0 if not totals else v_star(totals, self.config.v_star_beta) if self.row.baseline == "v_star" else float(np.mean(totals))
-            self.table[prompt["prompt_id"]] = value
-            found.append((prompt, value, len(totals)))
+            rewards, _, kept = self._truncated(group, self._overlong(group, 0)[0], 0.0)
+            counted = np.isfinite(rewards) & (kept | self.config.truncated_in_stats)
+            if counted.any():
+                value = v_star(rewards[counted].tolist(), self.config.v_star_beta) if self.row.baseline == "v_star" else float(np.mean(rewards[counted].tolist()))
+                self.table[prompt["prompt_id"]] = value
+                found.append((prompt, value, [s for s, on in zip(group, counted) if on]))
         return found
 
     def state(self) -> dict:

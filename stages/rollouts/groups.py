@@ -19,7 +19,7 @@ from stages.rollouts.policy import PolicySampler
 @dataclass
 class Group:
     """A prompt's completions. ``version``: optimizer step of the policy that sampled them; ``opponents``: what win rates compare
-    with; ``greedy``: reward of the greedy completion ``greedy_sample`` (baseline=greedy)."""
+    with; ``greedy_sample``: the greedy completion (baseline=greedy)."""
 
     prompt: dict
     ids: list[int]
@@ -27,7 +27,6 @@ class Group:
     version: int
     fresh: bool = True
     opponents: list[Sample] = field(default_factory=list)
-    greedy: float = 0.0
     greedy_sample: Sample | None = None
 
 
@@ -46,7 +45,8 @@ def control(stage, sample: Sample, *counters) -> None:
     elif kind == "random":
         sample.total = float(stage.rng("random-reward", *counters).integers(0, 2))
     else:
-        sample.total = sum(c.weight * sample.parts[c.name] for c in stage.config.rewards if c.kind == "format")
+        found = [c.weight * sample.parts[c.name] for c in stage.config.rewards if c.kind == "format" and sample.parts[c.name] is not None]
+        sample.total = sum(found) if found else float("nan")  # a prompt that no format is asked of (domains, reward_route) earns nothing, not 0
 
 
 class GroupSampler:
@@ -56,11 +56,12 @@ class GroupSampler:
         stage: for its config, seeds and warnings. row: the resolved preset.
         members: who is in a group besides plain samples (GRAPE-GEN).
         opponent: an engine to compare with (``policy.opponent_for``), or None.
+        steps: what reasoning steps earn (``steps.StepRewards``), or None.
     """
 
-    def __init__(self, stage, row: RLPreset, policy: PolicySampler, rewards, members: Members, opponent=None):
+    def __init__(self, stage, row: RLPreset, policy: PolicySampler, rewards, members: Members, opponent=None, steps=None):
         self.stage, self.config, self.row = stage, stage.config, row
-        self.policy, self.rewards, self.members, self.opponent = policy, rewards, members, opponent
+        self.policy, self.rewards, self.members, self.opponent, self.steps = policy, rewards, members, opponent, steps
         self.failed_rows = 0  # of the last fill, that the engine has no completion for
 
     def fill(self, take: Callable[[int], list], wanted: int, iteration: int, version: int) -> tuple[list[Group], list[tuple[Group, str]], dict[str, float]]:
@@ -89,7 +90,9 @@ class GroupSampler:
         return found["kept"], dropped, metrics
 
     def no_signal(self, group: Group) -> str | None:
-        """Why a group teaches nothing: by correctness where the verifier gave verdicts, else by unshaped reward."""
+        """Why a group teaches nothing: by the rewards of its steps where these are paid, by correctness where the verifier gave verdicts, else by unshaped reward."""
+        if self.row.advantage == "process":
+            return "equal_rewards" if is_constant([r for s in group.samples for r in (self.steps(s)[1] if self.steps else s.turn_rewards or [])]) else None
         verdicts = [s.correct for s in group.samples]
         if self.config.filter_groups_metric == "acc" and all(v is not None for v in verdicts):
             right = sum(verdicts)
@@ -139,16 +142,15 @@ class GroupSampler:
                 control(self.stage, sample, *counters, "opponent", g)
             if group.greedy_sample is not None:
                 control(self.stage, group.greedy_sample, *counters, "greedy")
-                group.greedy = group.greedy_sample.total  # unscorable: the group has no baseline and teaches nothing
         if purpose == "rollout":
             self.members.remember(groups, iteration)
         return groups
 
-    def of_every_prompt(self, prompts, purpose: str, n: int) -> list[list[Sample]]:
-        """``n`` scored completions of every prompt by the policy as it is, unscorable where the engine lost one: what pass rates and baselines start from."""
+    def of_every_prompt(self, prompts, purpose: str, n: int, engine=None) -> list[list[Sample]]:
+        """``n`` scored completions of every prompt by the policy as it is (or by another ``engine``), unscorable where the engine lost one: what pass rates and baselines start from."""
         params = replace(self.policy.params, max_new_tokens=self.config.completion_limit(0))
-        drawn = self.policy.draw(prompts, [[self.stage.seed_for(purpose, row["row_id"], g) for g in range(n)] for row, _ in prompts], params)
-        warn_of_failures(self.stage, self.policy.engine, [s for group in drawn for s in group])
+        drawn = self.policy.draw(prompts, [[self.stage.seed_for(purpose, row["row_id"], g) for g in range(n)] for row, _ in prompts], params, engine)
+        warn_of_failures(self.stage, engine or self.policy.engine, [s for group in drawn for s in group])
         score(self.rewards, [s for group in drawn for s in group], [k for k, group in enumerate(drawn) for _ in group])
         if purpose == "baseline":  # pass rates choose prompts, baselines are compared with what is earned
             for (row, _), group in zip(prompts, drawn):

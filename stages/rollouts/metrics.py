@@ -67,6 +67,13 @@ def cut_gain(samples: Sequence[Sample], rewards, kept) -> dict[str, float]:
     return {"reward/cut_gain": float(cut.mean() - whole.mean())} if len(cut) and len(whole) else {}
 
 
+def step_metrics(batch: Batch) -> dict[str, float]:
+    """Mean reward of the counted steps, and the share of groups whose steps all earned the same, which is what teaches nothing where steps are paid (GRPO-PROCESS)."""
+    groups = [[r for i in np.flatnonzero((batch.group_of_B == g) & batch.counted_B) for r in batch.steps[i][1]] for g in np.unique(batch.group_of_B)]
+    everyone = [r for rewards in groups for r in rewards]
+    return {"reward/frac_zero_std": float(np.mean([is_constant(rewards) for rewards in groups])), **({"reward/step_mean": float(np.mean(everyone))} if everyone else {})}
+
+
 def credit_metrics(batch: Batch, credit: Credit, trained_B, kl_reward_coef: float, kl_coef: float, gamma: float = 1.0) -> dict[str, float]:
     """Advantages over the trained tokens, groups with a signal, the KL coefficients, and how much of the returns the critic explains."""
     on = batch.mask_BT & trained_B[:, None]

@@ -75,11 +75,11 @@ class PolicySampler:
         if self.engine.weights != wanted:
             raise TrainingError(f"{self.engine.name} holds the weights {self.engine.weights} instead of the policy's {wanted}; report this with the config.")
 
-    def draw(self, prompts, seeds, params: SamplingParams | None = None) -> list[list[Sample]]:
-        """Completions or trajectories of each ``(row, prompt ids)`` from the engine as it is (:meth:`update` first); ``seeds[i]``: the seeds of prompt i."""
+    def draw(self, prompts, seeds, params: SamplingParams | None = None, engine=None) -> list[list[Sample]]:
+        """Completions or trajectories of each ``(row, prompt ids)`` from the engine as it is (:meth:`update` first), or from another one; ``seeds[i]``: the seeds of prompt i."""
         sample = self.agent.sample if self.agent else sample_groups
         with cuda.freely(self.device):
-            return sample(self.engine, prompts, params or self.params, seeds)
+            return sample(engine or self.engine, prompts, params or self.params, seeds)
 
     def go_on(self, starts, seeds, params: SamplingParams) -> list[list[Sample]]:
         """What follows the first ``count`` tokens (of a trajectory: turns) of each ``(sample, count)``, as whole completions."""

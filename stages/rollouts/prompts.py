@@ -223,6 +223,12 @@ def verdicts_of(groups: Iterable[tuple[str, Sequence]]) -> dict[str, tuple[int, 
     return found
 
 
+def verdicts_on(samples: Sequence) -> tuple[int, int]:
+    """(samples, right ones) of a prompt, (0, 0) where not every sample has a verdict."""
+    verdicts = [s.correct for s in samples]
+    return (0, 0) if None in verdicts else (len(verdicts), sum(verdicts))
+
+
 def counts_of(prompts, stats: Iterable[dict]) -> dict[str, tuple[int, int]]:
     """{row id: (samples, right ones)} of every prompt, from the last of its ``prompt_stats/1`` rows that has a pass rate."""
     found: dict[str, tuple[int, int, int]] = {}

@@ -17,6 +17,7 @@ from stages.rewards import failures
 from stages.rl_report import best_and_worst, rollout_samples, validation_rows
 from stages.rollouts.crediting import Scored
 from stages.rollouts.groups import Group
+from stages.rollouts.prompts import verdicts_on
 from stages.rubric_reward import score_rows, write_review
 from storage.schema import complete_row
 
@@ -68,6 +69,7 @@ class Records:
         turns = None if s.turns is None else [{"start": t["start"], "end": t["end"], "reward": r, "events": t["events"]} for t, r in zip(s.turns, batch.turns[i][1])]
         extra = {"mode": s.mode, "off_policy": s.off_policy, "parent_sample_id": s.parent} if self.members.active else {}
         extra |= ({"reencoded": True} if s.reencoded else {}) | ({"draw": draw} if draw else {})
+        extra |= {"pair_preference": float(scored.preferred_B[i])} if scored.preferred_B is not None and np.isfinite(scored.preferred_B[i]) else {}
         failed = failures(s.parts, s.reasons)
         extra |= {"unscorable": failed} if failed else {}
         ok = bool(np.isfinite(batch.rewards_B[i]))
@@ -114,9 +116,10 @@ class Records:
                 "drop_reason": None if ok else "difficulty"}))
         self._write("prompt_stats", rows)
 
-    def baselines(self, found: Iterable[tuple[dict, float, int]]) -> None:
-        """``baselines/1``: (prompt, value, samples), all at once before training."""
-        rows = [complete(prompt, "baselines/1", {"b": value, "n": n, "policy_version": 0}) for prompt, value, n in found]
+    def baselines(self, found: Iterable[tuple[dict, float, list[Sample]]]) -> None:
+        """``baselines/1``: (prompt, value, the completions behind it), all at once before training; ``extra_json.verdicts``: how many were judged, and how many of these were right."""
+        rows = [complete(prompt, "baselines/1", {"b": value, "n": len(samples), "policy_version": 0, "extra_json": json.dumps({"verdicts": verdicts_on(samples)})})
+                for prompt, value, samples in found]
         writer = self.stage.writer("baselines", "baselines/1")
         writer.write(rows)
         writer.close({"prompts": len(rows)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from stages.generation import Sample
 from stages.rollouts.groups import Group, control
@@ -48,15 +48,19 @@ class ReplayWindow:
 
 
 def plain_group(group: Group) -> dict:
-    """A group as JSON, its prompt by row id; without opponents, and of the greedy completion the reward alone."""
-    samples = [{k: v for k, v in vars(s).items() if k not in ("prompt", "prompt_ids")} for s in group.samples]
-    return {"row_id": group.prompt["row_id"], "ids": list(group.ids), "version": group.version, "greedy": group.greedy, "samples": samples}
+    """A group as JSON, its prompt by row id; without opponents."""
+    def plain(s: Sample) -> dict:
+        return {k: v for k, v in vars(s).items() if k not in ("prompt", "prompt_ids")}
+
+    return {"row_id": group.prompt["row_id"], "ids": list(group.ids), "version": group.version, "samples": [plain(s) for s in group.samples],
+            "greedy_sample": None if group.greedy_sample is None else plain(group.greedy_sample)}
 
 
 def full_group(plain: dict, rows: dict[str, dict], fresh: bool) -> Group:
     """The group that :func:`plain_group` wrote; ``rows``: the prompts by row id."""
-    row = rows[plain["row_id"]]
-    return Group(row, plain["ids"], [Sample(row, plain["ids"], **s) for s in plain["samples"]], plain["version"], fresh, greedy=plain["greedy"])
+    row, best = rows[plain["row_id"]], plain["greedy_sample"]
+    return Group(row, plain["ids"], [Sample(row, plain["ids"], **s) for s in plain["samples"]], plain["version"], fresh,
+                 greedy_sample=None if best is None else Sample(row, plain["ids"], **best))
 
 
 class StoredGroups:
@@ -70,12 +74,21 @@ class StoredGroups:
     """
 
     def __init__(self, stage, prompts):
+        self.stage = stage
         self.groups, self.cursor = _groups_of(stage.dataset("stored").iter_rows(), {row["prompt_id"]: row for row, _ in prompts}), 0
         self.passes = Passes(stage.rng, "stored", len(self.groups))
         _compare_rewards(stage, [s for g in self.groups for s in g.samples])
         for k, group in enumerate(self.groups):
             for g, sample in enumerate(group.samples):
                 control(stage, sample, "stored", k, g)
+
+    def keep(self, prompt_ids: Collection[str]) -> None:
+        """Go on with the groups of these prompts only; raises ValueError where there are none."""
+        kept = [g for g in self.groups if g.prompt["prompt_id"] in prompt_ids]
+        if not kept:
+            raise ValueError("no group of the input stored belongs to a prompt with a baseline; give rollouts of the prompts in data, or other baselines.")
+        if len(kept) < len(self.groups):
+            self.groups, self.passes = kept, Passes(self.stage.rng, "stored", len(kept))
 
     def take(self, n: int) -> list[Group]:
         """The next ``n`` groups."""

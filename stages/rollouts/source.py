@@ -17,13 +17,15 @@ from stages.members import Members
 from stages.modeling import load_weights, move_towards, weights_digest, weights_file
 from stages.rewards import commonest_failure, failures
 from stages.rollouts.ahead import Ahead
+from stages.rollouts.comparisons import NOTHING_COUNTED, check_company, counted, held_out, preferences_by
 from stages.rollouts.crediting import Crediting, trajectory_metrics
 from stages.rollouts.groups import Group, GroupSampler
 from stages.rollouts.metrics import rollout_metrics
 from stages.rollouts.policy import PolicySampler, agent_for, opponent_for
-from stages.rollouts.prompts import PromptOrder, counts_of, verdicts_of
+from stages.rollouts.prompts import PromptOrder, counts_of, verdicts_of, verdicts_on
 from stages.rollouts.records import Records
 from stages.rollouts.replay import ReplayWindow, StoredGroups, full_group, plain_group
+from stages.rollouts.steps import StepRewards
 from stages.schedules import changed_roles, freshness_guard, reference_due
 from stages.sharding import Acting
 from stages.spec import ConfigError
@@ -44,6 +46,10 @@ class Rollouts:
     def __init__(self, stage, row: RLPreset, renderer, acting: Acting, rewards, prompts, *, reference=None, old=None, critic=None):
         config = self.config = stage.config
         self.stage, self.row, self.rewards, self.reference, self.old, self.critic = stage, row, rewards, reference, old, critic
+        if stage.has("stored"):
+            check_stored(stage, row)
+        check_company(config, row, rewards, stage.has("stored"))
+        self.held_out = held_out(stage, rewards)
         self.policy = PolicySampler(stage, renderer, acting, agent_for(config, row, renderer, rewards, stage))
         self.steps_per_batch = row.num_iterations * config.num_minibatches
         self.total_steps = config.max_steps
@@ -51,11 +57,9 @@ class Rollouts:
         members.check(prompts)
         self.opponent = opponent_for(stage, row, self.policy, reference)
         self.order = PromptOrder(config, prompts, stage.rng, self.total_steps)
-        self.groups = GroupSampler(stage, row, self.policy, rewards, members, self.opponent)
+        steps = self.steps = StepRewards(stage, renderer) if row.advantage == "process" and self.policy.agent is None else None
+        self.groups = GroupSampler(stage, row, self.policy, rewards, members, self.opponent, steps)
         self.window = ReplayWindow(config, prompts, stage.rng, self.total_steps) if config.replay_fraction else None
-        if stage.has("stored") and not row.off_policy_ok:
-            raise ValueError(f"the input stored gives rollouts of other policies to {config.preset}, which is on-policy; write preset=topr, "
-                             "offline_is, copg, mdpo or oreo, or leave the input out.")
         self.stored = StoredGroups(stage, prompts) if stage.has("stored") else None
         self.ahead = Ahead(stage.device) if config.async_rollouts else None
         if self.ahead is not None and stage.device.startswith("cuda"):
@@ -64,7 +68,11 @@ class Rollouts:
         if self.ahead is not None:
             check_ahead(stage, row, self.policy.exact_logps, members)
         self.rows = {row["row_id"]: row for row, _ in prompts}
-        self.crediting = Crediting(stage, row, self.policy, rewards, members, reference, critic)
+        if self.stored is not None and preferences_by(config, row, rewards):
+            raise ConfigError("the input stored has no texts, so no model can compare them (advantage=win_rate); write advantage=reward_minus_baseline, or leave the input stored out.")
+        if self.stored is not None and steps is not None and steps.reads_text:
+            raise ConfigError("the input stored has no texts, which a process reward model reads (advantage=process); give a scalar reward_model, or leave the input stored out.")
+        self.crediting = Crediting(stage, row, self.policy, rewards, members, reference, critic, steps)
         self.records = Records(stage, members, self.policy.agent is not None, renderer.tokenizer.decode)
         self.ptx = pretraining_items(stage.dataset("ptx"), renderer, config.ptx_max_length) if row.ptx_coef else []
         self.on_new_batch = lambda: None   # called when an iteration's items are ready
@@ -135,8 +143,9 @@ class Rollouts:
 
     def watch(self, values: dict[str, float]) -> None:
         """Take note of a step's metrics, and warn of the alarms that are on now (each once)."""
-        # a group of equal rewards is dead only where its completions are compared
-        self.history.append({name: values[name] for name in WATCHED if name in values and (name != "reward/frac_zero_std" or self.row.compares)})
+        # a group of equal rewards is dead only where its completions are compared, and an outcome is only watched where steps are paid
+        off = {"reward/frac_zero_std": not self.row.compares, "reward/unscorable_fraction": self.steps is not None}
+        self.history.append({name: values[name] for name in WATCHED if name in values and not off.get(name)})
         target = self.row.target_kl if self.row.kl_target == "ref" and (self.row.kl_loss_coef or self.row.kl_reward_coef) else None
         for name, text in alarms(self.history, target).items():
             if name == "unscorable_rewards" and name not in (w["code"] for w in self.stage.warnings):
@@ -193,6 +202,8 @@ class Rollouts:
             load_weights(model, read.path(f"{name}.safetensors"))
         if self.critic is not None:
             self.critic.restore(state["critic"], read)
+        if self.stored is not None and self.crediting.table:
+            self.stored.keep(self.crediting.table)
 
     def _moving(self) -> dict:
         """Models beside the policy whose weights change and belong in a checkpoint."""
@@ -239,7 +250,7 @@ class Rollouts:
     def _note_unscorable(self, samples: list) -> None:
         """Remember why completions could not be scored, and warn at once where a batch has no reward at all."""
         lost = [failures(s.parts, s.reasons) for s in samples if not np.isfinite(s.total)]
-        if self.stored is not None or not lost:
+        if self.stored is not None or self.steps is not None or not lost:
             return
         self.why_unscorable = commonest_failure(lost)
         if len(lost) == len(samples):
@@ -282,16 +293,8 @@ class Rollouts:
 
     def _prepare(self) -> None:
         """Once, with the starting policy: measure the prompts' baselines and pass rates where something reads them, and train the critic."""
-        if self.row.baseline in ("table", "v_star") and not self.crediting.table:
-            if self.stage.has("baselines"):
-                self.crediting.table = {r["prompt_id"]: float(r["b"]) for r in self.stage.dataset("baselines").iter_rows()}
-            else:
-                drawn = self.groups.of_every_prompt(self.order.prompts, "baseline", self.config.baseline_samples)
-                self.records.baselines(self.crediting.start_from(self.order.prompts, drawn))
-                if self.row.baseline == "v_star":  # a prompt that the starting policy never solves has no V* to speak of
-                    hopeless = {row["row_id"] for (row, _), group in zip(self.order.prompts, drawn) if [s.correct for s in group if s.correct is not None] == [False] * len(group)}
-                    self.order.leave_out(hopeless)
-                    self.stage.log(f"{len(hopeless)} prompts were never answered right by the starting policy and are left out")
+        if self.row.read_baseline in ("table", "v_star") and not self.crediting.table:
+            self._measure_baselines()
         if self.order.wants_counts:
             prompts = self.order.prompts
             if self.stage.has("prompt_stats"):
@@ -309,6 +312,56 @@ class Rollouts:
                 self.stage.log(f"{len(self.order.prompts)} of {len(prompts)} prompts have a pass rate in difficulty_band={list(self.config.difficulty_band)}")
         if not self.warmed:
             self._warm_up_critic()
+
+    def _measure_baselines(self) -> None:
+        """The baseline of every prompt: from the input ``baselines``, else from completions of the starting policy (v_star: of the reference). Prompts without one, and for v_star those
+        that were never answered right, which have no V* to speak of, are left out (ASTAR-PO)."""
+        prompts, v_star = self.order.prompts, self.row.baseline == "v_star"
+        if self.stage.has("baselines"):
+            rows = {r["prompt_id"]: r for r in self.stage.dataset("baselines").iter_rows()}
+            known = {prompt_id: float(r["b"]) for prompt_id, r in rows.items()}
+            if missing := [row["prompt_id"] for row, _ in prompts if row["prompt_id"] not in known]:
+                raise ConfigError(f"the input baselines has none for prompt {missing[0]} and {len(missing) - 1} more; give the baselines of these prompts, or leave the input out so that "
+                                  "they are sampled before training.")
+            judged = {prompt_id: json.loads(r["extra_json"] or "{}").get("verdicts") for prompt_id, r in rows.items()}  # that an rl stage wrote says them
+        else:
+            drawn = self.groups.of_every_prompt(prompts, "baseline", self.config.baseline_samples, self._reference_engine() if v_star else None)
+            made = self.crediting.start_from(prompts, drawn)
+            self.records.baselines(made)
+            known = {prompt["prompt_id"]: value for prompt, value, _ in made}
+            judged = {row["prompt_id"]: verdicts_on(group) for (row, _), group in zip(prompts, drawn)}
+            if not known:
+                raise TrainingError(f"None of the completions behind baseline={self.row.baseline} could be scored. Mend the reward component, or give the input baselines.")
+            if unknown := {row["row_id"] for row, _ in prompts if row["prompt_id"] not in known}:
+                self.order.leave_out(unknown)
+                self.stage.warn("baselines_unknown", f"{len(unknown)} of {len(prompts)} prompts have no completion that could be scored, so their baseline is unknown, and are left out.")
+        if self.stored is not None:
+            outside = sorted({g.prompt["prompt_id"] for g in self.stored.groups} - {row["prompt_id"] for row, _ in prompts} - known.keys())
+            if outside:
+                raise ConfigError(f"the input stored has completions to {len(outside)} prompts without a baseline (the first is {outside[0]}); give data that holds these prompts, or the "
+                                  "input baselines with theirs.")
+        if v_star:
+            hopeless = {row["row_id"]: row["prompt_id"] for row, _ in self.order.prompts if (of := judged.get(row["prompt_id"])) and of[0] and not of[1]}
+            if self.stage.has("baselines") and not any(judged.values()):
+                self.stage.warn("never_solved_unknown", "The input baselines does not say which prompts were ever answered right, so none is left out for that; baselines of an rl stage say it.")
+            self.order.leave_out(set(hopeless))
+            known = {prompt_id: b for prompt_id, b in known.items() if prompt_id not in hopeless.values()}
+            self.stage.log(f"{len(hopeless)} prompts were never answered right by the starting policy and are left out")
+        self.crediting.table = known
+        if self.stored is not None:
+            self.stored.keep(known)
+
+    def _reference_engine(self):
+        """What samples from the reference, where it is another model than the policy; None where it is the policy as it starts."""
+        if self.reference is None or not self.stage.has("reference") or self.stage.inputs["reference"].digest == self.stage.inputs["model"].digest:
+            return None
+        from stages.sampler import Sampler
+        from stages.sharding import root_of
+
+        if root_of(self.reference) is not None:
+            raise ConfigError("baseline=v_star is an expectation under the input reference, which cannot be sampled from in shards; write sharding=none, or give the input baselines of a run "
+                              "that started from the reference.")
+        return Sampler(self.reference, self.policy.renderer.tokenizer, max_batch=self.config.generation_batch)
 
     def _warm_up_critic(self) -> None:
         """Critic steps on rollouts of the starting policy, which are not kept (VAPO value pretraining)."""
@@ -332,10 +385,12 @@ class Rollouts:
         samples = [s for s in drawn if s.error is None]
         if self.config.engine_sleep:
             self.policy.engine.sleep(keep_weights=False)
-        self.rewards.step = None  # answers of all passes are compared, so every component counts in all of them
-        score(self.rewards, samples)
+        self.held_out.step = None  # answers of all passes are compared, so every component counts in all of them
+        score(self.held_out, samples)
         self.records.validation(samples, step)
         found = rollout_metrics(samples, np.array([s.total for s in samples]), np.arange(len(samples))) if samples else {}
+        if self.held_out is not self.rewards and not counted(self.held_out):
+            found = {name: value for name, value in found.items() if name not in NOTHING_COUNTED}
         found |= trajectory_metrics(self.config, self.policy, samples)
         self.history.append({"step": step, **{f"validation/{k}": v for k, v in found.items() if f"validation/{k}" in WATCHED}})
         return found
@@ -354,6 +409,29 @@ def check_ahead(stage, row: RLPreset, exact_logps: bool, members: Members) -> No
                           "bfloat16), and nothing would correct for what changed since the batch was sampled; write importance_correction=token_truncate.")
     if members.active:
         raise ConfigError("async_rollouts=true: groups with generation prompts, improved or SFT answers build on the iteration before, which is not scored yet; write async_rollouts=false.")
+
+
+def check_stored(stage, row: RLPreset) -> None:
+    """Refuse settings that choose or change what is sampled, where the input ``stored`` gives the completions.
+
+    Raises:
+        ConfigError: what to write instead.
+    """
+    config = stage.config
+    if not row.off_policy_ok:
+        raise ConfigError(f"the input stored gives rollouts of other policies to {config.preset}, which is on-policy; write preset=topr, "
+                          "offline_is, copg, mdpo or oreo, or leave the input out.")
+    refused = {"baseline=greedy (write baseline=moving_average, or table, which is measured before training)": row.read_baseline == "greedy",
+               "advantage=vine, which goes on from completions (write advantage=reward_minus_baseline)": row.advantage == "vine",
+               f"opponent={row.opponent} (write opponent=self)": row.advantage == "win_rate" and row.opponent != "self",
+               f"replay_fraction={config.replay_fraction} (stored groups come again by themselves, pass after pass; write replay_fraction=0)": config.replay_fraction > 0,
+               "dynamic_sampling=true (write dynamic_sampling=false)": row.dynamic_sampling, f"curriculum={config.curriculum} (write curriculum=none)": config.curriculum != "none",
+               f"difficulty_band={config.difficulty_band} (store rollouts of the prompts that you want)": config.difficulty_band is not None,
+               f"no_resampling_pass_rate={config.no_resampling_pass_rate}": config.no_resampling_pass_rate is not None,
+               f"mode_mix={config.mode_mix} (write mode_mix=fresh)": config.mode_mix != "fresh", f"sft_member={config.sft_member} (write sft_member=none)": config.sft_member != "none",
+               f"conditioning={config.conditioning} (write conditioning=plain)": config.conditioning != "plain"}
+    for text in (text for text, on in refused.items() if on):
+        raise ConfigError(f"the input stored gives the completions, and nothing is sampled, so there is no {text}; or leave the input stored out.")
 
 
 def pretraining_items(data, renderer, max_length: int) -> list[Item]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -27,26 +28,55 @@ def _pieces(renderer, ids: list[int]) -> list[str]:
     return [renderer.tokenizer.decode([t], skip_special_tokens=True) for t in ids]
 
 
-def process_rewards(sample: Sample, scorer, renderer, separator: str) -> tuple[list[int], list[float]]:
-    """(last token, reward) of each step: a process reward model's probability that it is right, or a scalar reward model's score of
-    the response up to there (GRPO-PROCESS). A completion whose steps cannot be read has none."""
-    pieces = _pieces(renderer, sample.ids)
-    if hasattr(scorer, "step_probabilities"):
-        from stages.reward_scorers import Response
+class StepRewards:
+    """What each reasoning step of a completion earns by the input ``reward_model``: a process reward model's probability that it is right, or a scalar reward model's score of
+    the response up to there (GRPO-PROCESS). A completion is scored once.
 
-        ends = step_ends(pieces, scorer.card.options["separator"])
-        found = scorer.step_probabilities([Response(sample.prompt["prompt"], [{"role": "assistant", "content": sample.text}], row=sample.prompt)])[0]
-        return (ends, found) if len(ends) == len(found) else ([], [])
-    if not hasattr(scorer, "score_ids"):
-        raise ValueError(f"advantage=process reads a process reward model (objective=prm) or a scalar one, not objective={scorer.card.objective}; give "
-                         "another reward_model.")
-    ends = step_ends(pieces, separator)
-    rows = [list(sample.prompt_ids) + sample.ids[: end + 1] for end in ends]
-    return ends, scorer.score_ids(rows) if rows else []
+    Raises:
+        ValueError: a reward model of another kind.
+    """
+
+    def __init__(self, stage, renderer):
+        from stages.reward_scorers import load_scorer
+
+        self.scorer, self.renderer, self.separator = load_scorer(stage.path("reward_model"), stage.device), renderer, stage.config.step_separator
+        if not self.reads_text and not hasattr(self.scorer, "score_ids"):
+            raise ValueError(f"advantage=process reads a process reward model (objective=prm) or a scalar one, not objective={self.scorer.card.objective}; give "
+                             "another reward_model.")
+        stage.warn("rewards_watched", f"advantage=process pays what the input reward_model says of each step; {', '.join(c.name for c in stage.config.rewards)} "
+                   f"{'is' if len(stage.config.rewards) == 1 else 'are'} scored, logged and stored, and paid to nobody.")
+        own = self.scorer.card.options["separator"] if self.reads_text else self.separator
+        if own != self.separator:
+            stage.warn("step_separator", f"Steps end at {own!r}, which the process reward model was trained on, and not at step_separator={self.separator!r}; write "
+                       f"step_separator={own!r}.")
+            self.separator = own
+
+    @property
+    def reads_text(self) -> bool:
+        return hasattr(self.scorer, "step_probabilities")
+
+    def __call__(self, sample: Sample) -> tuple[list[int], list[float]]:
+        """(last token, reward) of each step; none where the steps cannot be read."""
+        if sample.steps is None:
+            sample.steps = self._of(sample)
+        return sample.steps[0], sample.steps[1]
+
+    def _of(self, sample: Sample) -> tuple[list[int], list[float]]:
+        ends = step_ends(_pieces(self.renderer, sample.ids), self.separator)
+        if self.reads_text:
+            from stages.reward_scorers import Response
+
+            found = self.scorer.step_probabilities([Response(sample.prompt["prompt"], [{"role": "assistant", "content": sample.text}], row=sample.prompt)])[0]
+        else:
+            rows = [list(sample.prompt_ids) + sample.ids[: end + 1] for end in ends]
+            found = self.scorer.score_ids(rows) if rows else []
+        return (ends, found) if len(ends) == len(found) and np.isfinite(found).all() else ([], [])
 
 
-def monte_carlo(stage, policy: PolicySampler, rewards, samples: list[Sample], group_at: list[Group], iteration: int, version: int) -> tuple[list, list[list[float]]]:
-    """(steps, values before each step) of every completion: the mean reward of ``vine_samples`` continuations from each border (VINEPPO).
+def monte_carlo(stage, policy: PolicySampler, rewards, samples: list[Sample], group_at: list[Group], iteration: int, version: int,
+                earned: Callable[[list[Sample], int], np.ndarray]) -> tuple[list, list[list[float]]]:
+    """(steps, values before each step) of every completion: the mean reward of ``vine_samples`` continuations from each border (VINEPPO); ``earned``: what completions sampled at
+    an optimizer step are paid (:meth:`stages.rollouts.crediting.Crediting.earned`), cut and long ones as those that they continue.
 
     Steps end at the separator, in an environment with turns, whose actions are played again. Prompts are continued once for their group.
     Continuations that the engine lost or that have no score are left out. Where none is left, nothing was learned at that border: its value is
@@ -79,9 +109,14 @@ def monte_carlo(stage, policy: PolicySampler, rewards, samples: list[Sample], gr
     for k, group in enumerate(made):
         for j, sample in enumerate(group):
             control(stage, sample, "vine", iteration, k, j)
-    found = [[s.total for s in group if np.isfinite(s.total)] for group in made]
+
+    def paid(group: list[Sample]) -> list[float]:
+        rewards = earned(group, version)
+        return rewards[np.isfinite(rewards)].tolist()
+
+    found, means = [paid(group) for group in made], {id(group): float(np.mean(paid(group.samples) or [0.0])) for group in group_at}
     values = []
     for group, places in zip(group_at, borders):
-        last = float(np.mean([s.total for s in group.samples if np.isfinite(s.total)] or [0.0]))
+        last = means[id(group)]
         values.append([last := float(np.mean(found[at])) if found[at] else last for at in places])
     return [(ends, None) for ends in steps], values

@@ -466,7 +466,7 @@ def test_continuations_that_an_engine_lost_are_left_out(tiny, data, spec):
 
     def values(lost):
         source.policy.engine = Losing({stage.seed_for("vine", 0, samples[i].prompt["row_id"], i, k, j) for i, k, j in lost})
-        return monte_carlo(stage, source.policy, rewards, samples, group_at, 0, 0)[1]
+        return monte_carlo(stage, source.policy, rewards, samples, group_at, 0, 0, source.crediting.earned)[1]
 
     whole = values([])
     i = next(i for i, v in enumerate(whole) if i % 4 and len(v) > 1 and 0 < v[1] < 1)
