@@ -268,6 +268,9 @@ class Answers:
         if not self.prompts:
             raise ConfigError("sft: a reward_model needs validation rows to answer; give a dataset with a validation split, or leave the reward_model input out")
         self.renderer, self.scorer = renderer, load_scorer(stage.path("reward_model"), stage.device)
+        if self.scorer.relative:
+            raise ConfigError("sft: this reward_model compares answers to one prompt with each other, so the single answer of a validation pass always gets 0.5; give one that scores each answer by "
+                              "itself (objective=bt), or leave the reward_model input out")
         self.acting = Acting(model, asked(config))
         self.sampler = Sampler(self.acting.model, renderer.tokenizer)
         self.params = SamplingParams(temperature=0.0, max_new_tokens=config.eval_completion_length, stop_ids=renderer.stop_ids)
