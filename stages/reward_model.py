@@ -19,7 +19,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from stages.memory import Role
-from stages.reward_objectives import KINDS, refuse_unread
+from stages.reward_objectives import COMPARING, KINDS, refuse_unread
 from stages.settings import OptimizerConfig
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
@@ -105,6 +105,9 @@ class Config(OptimizerConfig):
         return self
 
 
+#: Answers of the anchor that are scored where eval_rows=0 keeps no held-out rows: the zero point needs them all the same.
+ANCHOR_ROWS = 2000
+
 SPEC = StageSpec(
     name="reward_model", config=Config, gpu=True, parallel=True, roles=lambda config, given: [Role("reward model", "model", trained=True, sharded=True, headless=True)],
     inputs={"model": InputSpec("model", doc="Backbone: the SFT model (default choice), a base model, a smaller one, an encoder, or a reward model to go on from."),
@@ -159,8 +162,10 @@ class Setup:
 
     def items(self, dataset, split: str, dropped, limit=None, training: bool = False):
         """Items of one split; training rows also set the rating scale and are balanced."""
-        from stages.reward_data import balanced, encode, standardise
+        from stages.reward_data import balanced, check_attributes, encode, standardise
 
+        if self.row.name == "regression" and training:
+            check_attributes(self.config.attributes, dataset, split)
         items = encode(self.row, dataset, split, self.reader, self.config, dropped, limit)
         if self.row.name == "orm" and training and self.config.balance:
             items = balanced(items, dropped)
@@ -282,6 +287,7 @@ def run(stage):
     if stage.has("anchor") and config.anchor in ("none", "chosen"):
         raise ConfigError(f"reward_model: anchor={config.anchor} does not read the input `anchor`; leave it out, or write anchor=auto")
     setup = Setup(stage, data)
+    check_anchor(stage, setup.row, data.kind)
     setup.separator = step_separator(data, config)
     if setup.pooling == "mean" and setup.row.reads == "response":
         plain, other = ("[CLS]", "cls") if setup.model.reads_both_ways else ("the last token", "last")
@@ -410,6 +416,23 @@ def step_separator(data, config) -> str | None:
     return config.step_separator or first.get("separator") or "\n\n"
 
 
+def check_anchor(stage, row, kind: str) -> None:
+    """Refuse, before anything is trained, an anchor that cannot be had at the end.
+
+    Raises:
+        ConfigError: the data prefer no answer, the input `anchor` is missing, or the model only compares.
+    """
+    anchor = stage.config.anchor
+    if row.name in COMPARING and (stage.has("anchor") or anchor not in ("auto", "none")):
+        raise ConfigError(f"reward_model: objective={row.name} compares answers, so its scores have no zero point that an anchor could set; leave "
+                          + ("the input `anchor`" if stage.has("anchor") else f"anchor={anchor}") + " out")
+    if anchor == "chosen" and kind not in ("pairs/1", "rankings/1", "unpaired/1"):
+        raise ConfigError(f"reward_model: anchor=chosen takes the preferred answers of the data, and {kind} has none; write anchor=none, or give answers as the input `anchor` (demonstrations, or "
+                          "candidates of the rejection stage)")
+    if anchor in ("demonstrations", "generations") and not stage.has("anchor"):
+        raise ConfigError(f"reward_model: anchor={anchor} needs the input `anchor` (demonstrations, or candidates of the rejection stage); give it with --input anchor=FILE, or set anchor=chosen")
+
+
 def calibration_bias(stage, scorer, data, setup) -> tuple[float, str | None]:
     """``b = -mean`` of the anchor's raw scores, so that 0 is an average expert answer (``rm.calibrate``)."""
     from stages.estimators import calibration_bias as bias_of
@@ -420,11 +443,8 @@ def calibration_bias(stage, scorer, data, setup) -> tuple[float, str | None]:
     anchor = config.anchor if config.anchor != "auto" else given or setup.row.anchor
     if anchor == "none" or scorer.relative:
         return 0.0, None
-    if anchor != "chosen" and not stage.has("anchor"):
-        raise ValueError(f"anchor={anchor} needs the input `anchor` (demonstrations, or candidates of the rejection stage); give it with "
-                         "--input anchor=FILE, or set anchor=chosen.")
     source, split = (data, config.split) if anchor == "chosen" else (stage.dataset("anchor"), None)
-    scores = [s for s in scorer.score(anchor_responses(source, split, max(1, config.eval_rows))) if s == s]
+    scores = [s for s in scorer.score(anchor_responses(source, split, config.eval_rows or ANCHOR_ROWS)) if s == s]
     if not scores:
         raise ValueError(f"anchor={anchor}: no answer of the anchor can be scored; give data with chosen answers, or set anchor=none.")
     return float(bias_of(scores)), anchor

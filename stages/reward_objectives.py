@@ -65,6 +65,8 @@ NATURAL = {"pairs/1": "bt", "rankings/1": "kwise_pairs", "ratings/1": "regressio
            "trajectories/1": "regression"}
 KINDS = tuple(NATURAL)
 _BT = ("bt", "margin", "soft_label")
+#: Objectives of models that compare answers: their scores have no zero point.
+COMPARING = ("pairwise", "t2t_pair")
 #: Settings that some objectives read and the others would ignore.
 READ_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("use_margin", "center_rewards_coefficient", "curriculum", "spoiled_fraction", "spoiled_by"), _BT), **dict.fromkeys(("use_soft_labels", "label_smoothing"), (*_BT, "pairwise")),

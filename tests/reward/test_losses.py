@@ -299,6 +299,48 @@ def test_ties_under_plackett_luce():
     assert len(item.responses) == 3 and not item.extra["listwise"] and item.extra["pairs"] == [(0, 1), (0, 2)]
 
 
+def test_ties_matter_where_the_ranking_is_certain():
+    """rm.plackett_luce, partial rankings: below the top m nothing is known, so ties there are no ties; at the border of the top they are."""
+    top = lambda ranks, m, **more: ranking(ranks, objective="plackett_luce", top_ranks=m, **more)[0]
+    tail = top([1, 2, 3, 3, 3], 2)
+    assert tail.extra["listwise"] and len(tail.responses) == 5, "the three at the end are one crowd that lost to the first two"
+    for ranks, m in (([1, 1, 2, 3], 2), ([1, 2, 2, 3], 2), ([1, 1], 1)):
+        with pytest.raises(ValueError, match="tie_policy=drop_item"):
+            top(ranks, m)
+    kept = top([1, 1, 2, 3, 3], 2, tie_policy="drop_item")
+    assert kept.extra["listwise"] and kept.extra["ranks"] == [1, 2, 3, 3], "of the tied in the top the first, of those below all"
+    assert top([1, 2, 2, 2, 3], 2, tie_policy="drop_item").extra["ranks"] == [1, 2, 3]
+    fallback = top([1, 2, 2, 3, 4], 2, tie_policy="use_pairs")
+    assert not fallback.extra["listwise"] and fallback.extra["pairs"] == [(0, 1), (0, 2), (0, 3), (0, 4), (1, 3), (1, 4), (2, 3), (2, 4)], "nobody wins below the top"
+    assert fallback.extra["pair_weight"] == 1 / 8 and top([1, 2, 3, 4], 2).extra["pairs"] == [(i, j) for i in range(4) for j in range(i + 1, 4)]
+
+
+def test_attributes_that_no_row_has_are_named_with_those_there_are(tiny, rows, train):
+    """rm.regression: the mean of nothing would make every score NaN."""
+    for attributes, said in ((["help", "thruth"], r"\['thruth'\]: no row of split train is rated by it; the aspects of the data are help, overall, truth"), (["x", "y"], "rated by them")):
+        with pytest.raises(ConfigError, match=said):
+            train("reward_model", {"objective": "regression", "attributes": attributes, "max_steps": 1, "max_length": 96}, {"model": tiny["policy"], "data": rows["ratings"]}, attributes[0])
+
+
+@pytest.mark.parametrize("objective", ("pairwise", "t2t_point", "t2t_pair"))
+def test_comparisons_that_the_cut_makes_the_same_are_dropped_and_cuts_are_counted(tiny, objective):
+    """Answers that differ behind the cut would teach that the same request is both right and wrong."""
+    from stages.algorithms import resolve
+    from stages.chat import renderer_for
+
+    reader, make, dropped = ChatReader(renderer_for(tiny["policy"]), 200), resolve(REWARD_OBJECTIVES[objective].encode), Counter()
+    config = Config(objective=objective)
+    row = lambda chosen, rejected: {"row_id": "r", "prompt": [{"role": "user", "content": "q"}],
+                                    **{side: [{"role": "assistant", "content": text}] for side, text in (("chosen", chosen), ("rejected", rejected))}}
+    assert make(row("yes", "no"), reader, config, dropped) and not dropped
+    assert make(row("no " + "yes " * 200, "yes " * 200), reader, config, dropped) and dropped == {"truncated": 1}
+    with pytest.raises(Drop, match="identical_after_truncation"):
+        make(row("yes " * 200 + "good", "yes " * 200 + "bad"), reader, config, dropped)
+    with pytest.raises(Drop, match="identical"):
+        make(row("same", "same"), reader, config, dropped)
+    assert dropped == {"truncated": 1}
+
+
 def test_two_responses_make_all_ranking_losses_equal():
     from stages.reward_losses import kwise_pairs, plackett_luce
 
