@@ -80,8 +80,8 @@ class RewardComponent(StageConfig):
     rel_tol: float = Field(0.0, ge=0, description="verifier, numbers: relative difference from the gold answer that still counts as right, for measured quantities; 0: exact.")
     input: str = Field("reward_model", description="model, judge: the stage input that holds the model, for example gold for a second one (judge: `judge` where that is "
                                                    "given).")
-    ranking: Literal["round_robin", "tournament"] = Field("round_robin", description="model, judge that compare: mean win probability against all other answers "
-                                                          "of the prompt (rs.rank), or a knock-out (rm.t2t_pair).")
+    ranking: Literal["round_robin", "tournament", "baseline"] = Field("round_robin", description="model, judge that compare: mean win probability against all other answers "
+                                                          "of the prompt (rs.rank), a knock-out (rm.t2t_pair), or the logit of winning against one of them, drawn (rs.rso).")
     judge_mode: Literal["score", "reference", "preference", "verdict"] = Field(
         "score", description="judge: expected score 1..10 as [-1, 1], the same with the reference answer shown, letter probabilities, or written verdicts.")
     judge_prompt: str = Field("", description="judge: template with {context}, {a}, and {b} or {reference}; {principle} is the text of the principle that the prompt's category names "
@@ -167,6 +167,8 @@ class RewardComponent(StageConfig):
             raise ValueError(f"reward {self.name!r}: cache_length {self.cache_length} exceeds max_length {self.max_length}; write a smaller cache_length")
         if self.kind in ("judge", "rubric", "debate") and self.endpoint and not self.endpoint_model:
             raise ValueError(f"reward {self.name!r}: endpoint needs endpoint_model, the name of the model on that server")
+        if self.ranking == "baseline" and self.kind == "judge" and self.judge_mode == "verdict":
+            raise ValueError(f"reward {self.name!r}: ranking=baseline is the logit of a probability, and written verdicts are none; write judge_mode=preference, or ranking=round_robin")
         if self.judge_prompt:
             try:
                 filled = self.judge_prompt.format(context="c", a="a", b="b", reference="r", principle="p")

@@ -19,6 +19,7 @@ from stages.reward_scorers import (ComparingScorer, Response, aggregate_steps, c
                                    split_steps)
 from stages.rewards import RewardComponent, build_rewards
 from stages.selection import convincing_wrong, uncertain
+from stages.spec import ConfigError
 from tests.chat_server import chat_server
 from tests.common import assistant, user
 from tests.reward.conftest import better, worse
@@ -140,6 +141,24 @@ def test_combinations_refuse_what_cannot_be(tiny, train):
             train("reward_combine", config, inputs, text[:5])
     with pytest.raises(Exception, match="sum 1"):
         train("reward_combine", {"combine": "weighted", "weights": {"a": 0.5}}, {"members.a": tiny["reward"]}, "sum")
+    both = {"members.a": tiny["reward"], "policy": tiny["policy"], "reference": tiny["policy"]}
+    for combine, inputs, text in (("mean", both, "does not read the input policy and reference; write combine=implicit"), ("implicit", both, "no members; leave members out")):
+        with pytest.raises(ConfigError, match=text):
+            train("reward_combine", {"combine": combine}, inputs, f"unread-{combine}")
+
+
+def test_settings_of_another_combination_are_refused():
+    """weights without combine=weighted would be a plain mean; complete configurations come back as they are."""
+    from stages.reward_combine import Config
+
+    for given, text in (({"weights": {"a": 0.7, "b": 0.3}}, "write combine=weighted"), ({"uncertainty_coef": 0.5, "combine": "min"}, "write combine=uwo"), ({"safety": "s"}, "combine=safety_gate"),
+                        ({"safety_threshold": 0.3, "combine": "uwo"}, "combine=safety_gate"), ({"helpful": "h"}, "combine=safety_gate"), ({"beta": 0.2}, "combine=implicit"),
+                        ({"max_length": 64, "combine": "weighted", "weights": {"a": 1.0}}, "combine=implicit")):
+        with pytest.raises(ValueError, match=f"would change nothing.*{text}"):
+            Config(**given)
+    for given in ({"combine": "weighted", "weights": {"a": 1.0}}, {"combine": "uwo", "uncertainty_coef": 0.5}, {"combine": "safety_gate", "helpful": "h", "safety_threshold": 0.3},
+                  {"combine": "implicit", "beta": 0.2, "max_length": 64}):
+        assert Config(**Config(**given).model_dump()) == Config(**given)
 
 
 def test_weights_and_the_safety_gate():
@@ -172,6 +191,23 @@ def test_comparisons_become_scores_by_round_robin_or_tournament():
     scorer.ranking, scorer.calls = "tournament", 0
     scores = scorer.score(responses)
     assert scorer.calls == 2 * 4 and scores[1] == 1.0 and max(scores[0], *scores[2:5]) < 1.0, "m - 1 comparisons, one champion"
+
+
+def test_the_reward_of_rso_is_the_logit_against_one_drawn_answer():
+    """rs.rso: logit P(y > y_b), both orders averaged; y_b is one of the prompt's own answers, the same in every run and another one for other answers."""
+    scorer = ByLength()
+    scorer.ranking = "baseline"
+    responses = [Response(user("p"), assistant("x" * n)) for n in (2, 9, 4, 5, 1)] + [Response(user("alone"), assistant("y"))]
+    scores = scorer.score(responses)
+    (drawn,) = [i for i in range(5) if scores[i] == 0.0]
+    p = {1: (0.9 + 1 - 0.1) / 2, -1: (0.1 + 1 - 0.9) / 2}  # of a longer and of a shorter answer
+    expected = [0.0 if i == drawn else math.log(q / (1 - q)) for i, r in enumerate(responses[:5]) for q in [p[1 if len(r.text) > len(responses[drawn].text) else -1]]]
+    assert scores[:5] == pytest.approx(expected) and scores[5] == 0.0 and scorer.calls == 2 * 4
+    assert scorer.score(responses) == scores
+    places = {next(i for i, s in enumerate(scorer.score([Response(user("p"), assistant("x" * n + str(k))) for n in (2, 9, 4, 5, 1)])) if s == 0.0) for k in range(40)}
+    assert places == set(range(5))
+    with pytest.raises(ValueError, match="judge_mode=preference"):
+        RewardComponent(kind="judge", judge_mode="verdict", ranking="baseline")
 
 
 def test_step_scores():

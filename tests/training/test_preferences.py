@@ -8,6 +8,7 @@ import pytest
 from stages import rejection
 from stages.harness import execute
 from stages.preferences import Config
+from stages.spec import ConfigError
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
 from tests.common import assistant, silent, user
@@ -96,7 +97,12 @@ def test_rso_pairs_come_from_accepted_candidates(candidates, build):
     result, rows = build({"select": "rso", "rso_accept": 8, "rso_beta": 1e-6}, candidates(rewards))
     used = {s for r in rows for s in (r["chosen_score"], r["rejected_score"])}
     assert used <= {3.75, 3.5, 3.25, 3.0} and all(r["margin"] > 0 for r in rows)  # beta -> 0 takes the 8 best
-    assert result["summary"]["accepted"] == 24 and result["summary"]["acceptance_rate"] == pytest.approx(24 / 100)
+    summary = result["summary"]
+    assert summary["accepted"] == 24 and summary["too_few"] == 1 and "too_few_to_accept" in [w["code"] for w in result["warnings"]]
+    assert summary["passes_per_prompt"] == 4, "two candidates share each of the four best rewards"
+    assert summary["acceptance_rate"] == pytest.approx(8 / (32 + 30 + 28 + 26)), "of the draws: each pass over those that are left, two fewer each time"
+    loose, _ = build({"select": "rso", "rso_accept": 8, "rso_beta": 1e6}, candidates(rewards, name="loose"))
+    assert loose["summary"]["acceptance_rate"] > 0.99 and loose["summary"]["passes_per_prompt"] == 1
     again, _ = build({"select": "rso", "rso_accept": 8, "rso_beta": 1e-6}, candidates(rewards, name="again"))
     assert again["outputs"]["data"]["digest"] == result["outputs"]["data"]["digest"]
     _, knocked = build({"select": "rso", "rso_accept": 8, "rso_beta": 1e6, "rso_pairs": "tournament"}, candidates([[0.1 * j for j in range(8)]], name="eight"))
@@ -197,6 +203,10 @@ def test_nothing_to_learn_from_says_what_to_change(candidates, build):
         build({"select": "gap"}, candidates([[1.0, 9.0]], kept=[[True, False]], name="cut"))
     with pytest.raises(ValueError, match=r"0 usable candidates \(2 not kept left aside\) none is left; raise num_generations or temperature of the sampling\.$"):
         build({"kind": "unpaired/1"}, candidates([[1.0, 9.0]], kept=[[False, False]], name="left"))
+    few = candidates([[0.0, 1.0, 2.0, 3.0], [0.5, 1.0]], name="few")
+    with pytest.raises(ValueError, match=r"2 prompts have fewer than rso_accept=8 of them; write rso_accept=4 or less.*num_generations=64"):
+        build({"select": "rso"}, few)
+    assert build({"select": "rso", "rso_accept": 4}, few)[0]["summary"]["too_few"] == 1
     with pytest.raises(ValueError, match="threshold=VALUE"):
         build({"kind": "unpaired/1"}, candidates([[1.0, 2.0]], name="plain"))
     assert Config().select == "best_vs_worst"
@@ -234,6 +244,18 @@ def test_align_trains_on_one_stage_only(tiny, tmp_path, spec, build):
     result, _ = build({"order": "given", "stages": 2}, pairs_file(tmp_path / "a", 11, held_out=2), "curriculum")
     made = execute(spec("align", {"stage_index": 1, "max_steps": 1, "max_length": 64}, {"model": tiny["policy"], "data": result["outputs"]["data"]["path"]}, "one"), silent)
     assert made["summary"]["pairs"] == 4
+
+
+def test_a_stage_of_a_curriculum_is_taken_before_its_pairs_are_converted(tiny, tmp_path, spec, build):
+    """sDPO with a loss on single responses: the pairs of the stage, as labelled rows; rows of other kinds have no stages."""
+    result, rows = build({"order": "given", "stages": 2}, pairs_file(tmp_path / "a", 11, held_out=2), "curriculum")
+    config = {"method": "kto", "stage_index": 1, "max_steps": 1, "max_length": 64, "batch_size": 4}
+    made = execute(spec("align", config, {"model": tiny["policy"], "data": result["outputs"]["data"]["path"]}, "kto"), silent)
+    assert made["summary"]["rows"] == 2 * sum(r["stage_index"] == 1 for r in rows) == 8
+    write_dataset(str(tmp_path / "labels"), "d", "unpaired/1", [complete_row("unpaired/1", {"prompt": user(f"p{i}"), "completion": assistant("x"), "label": bool(i % 2), "label_kind": "thumbs"},
+                                                                             dataset="d", source="s", origin="human") for i in range(6)])
+    with pytest.raises(ConfigError, match="unpaired/1 has no column stage_index; give the output of stage curriculum"):
+        execute(spec("align", config, {"model": tiny["policy"], "data": str(tmp_path / "labels")}, "labels"), silent)
 
 
 # -- ReST's selections -------------------------------------------------------------------------------------------------
