@@ -164,6 +164,8 @@ class Encoder:
         order = sorted(range(len(ranks)), key=lambda i: (ranks[i], i))
         if not self.method.columns:
             order = [i for at, i in enumerate(order) if at == 0 or ranks[i] != ranks[order[at - 1]]]
+            if tied := len(ranks) - len(order):
+                self.dropped["tied_responses"] += tied
         if len(order) < 2 or len({ranks[i] for i in order}) < 2:
             return self._drop("no_order")
         if self.config.win_probability != "ranks" and "win_prob" in self.method.columns and scores is None:

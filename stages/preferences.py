@@ -9,14 +9,23 @@ split of their prompt; a validation split is cut from the training prompts where
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from stages.settings import ReadWhen, refuse_unread
 from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
 
 class Config(StageConfig):
+    READ_WHEN: ClassVar[ReadWhen] = (
+        (("select", "soft_labels", "max_pairs_per_prompt"), lambda c: c.kind == "pairs/1", "only pairs are selected; write kind=pairs/1"),
+        (("eta",), lambda c: c.kind == "pairs/1" and c.select == "gap", "only select=gap has a least probability; write select=gap"),
+        (("tau",), lambda c: c.kind == "pairs/1" and (c.select == "gap" or c.soft_labels), "no probability is made of rewards; write select=gap or soft_labels=true"),
+        (("rso_beta", "rso_accept", "rso_pairs"), lambda c: uses_rso(c), "no candidates are accepted by chance; write select=rso"),
+        (("max_pairs_per_prompt",), lambda c: c.select not in ("best_vs_worst", "best_vs_random"), "this select gives one pair of a prompt; write select=all, gap, rso or correct_vs_incorrect"),
+        (("threshold",), lambda c: c.kind == "unpaired/1", "only single responses get a label from it; write kind=unpaired/1"))
+
     kind: Literal["pairs/1", "rankings/1", "unpaired/1"] = Field("pairs/1", description="Rows wanted: pairs, one ranking per prompt (by reward), or labelled responses.")
     select: Literal["best_vs_worst", "best_vs_random", "gap", "rso", "correct_vs_incorrect", "all"] = Field(
         "best_vs_worst", description="pairs: which. best_vs_worst (da.online_dpo), best_vs_random (a random one of the lower ones: Zephyr, Tulu 3), gap (rs.rs_dpo), rso (rs.rso), correct_vs_incorrect (da.dpo_nll), all with different rewards.")
@@ -34,6 +43,7 @@ class Config(StageConfig):
 
     @model_validator(mode="after")
     def _possible(self):
+        refuse_unread(self, self.READ_WHEN)
         if self.soft_labels and self.select == "correct_vs_incorrect":
             raise ValueError("soft_labels are made of rewards, and select=correct_vs_incorrect goes by the verdicts; write soft_labels=false, or another select")
         if self.members != "all" and self.kind != "rankings/1":

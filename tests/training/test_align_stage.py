@@ -130,6 +130,20 @@ def test_equal_or_missing_scores_are_dropped_where_the_loss_needs_them(tiny, pre
     assert odpo.dropped["score_gap_not_positive"] == odpo.dropped["no_score"] == rpo.dropped["no_score"] == 1
 
 
+def test_responses_that_a_tie_leaves_out_are_counted(tiny, tmp_path):
+    """Plackett-Luce has one response per rank; what is left out is said."""
+    rows = [complete_row("rankings/1", {"prompt": user(f"r{i}"), "completions": [assistant(t) for t in ("a", "bb", "ccc", "dd d")], "ranks": ranks}, dataset="d", source="s", origin="human")
+            for i, ranks in enumerate(([1, 2, 2, 2], [1, 2, 3, 4], [1, 1, 1, 1]))]
+    write_dataset(str(tmp_path / "r"), "d", "rankings/1", rows)
+    from stages.algorithms import DIRECT_METHODS
+    from stages.chat import renderer_for
+    from stages.preference_items import Encoder
+
+    encode = Encoder(renderer_for(tiny["policy"]), DIRECT_METHODS["pl_dpo"], Config(method="pl_dpo", max_length=96), None)
+    items = encode(open_dataset(str(tmp_path / "r")), "train")
+    assert [len(i.responses) for i in items] == [2, 4] and encode.dropped["tied_responses"] == 2 + 3 and encode.dropped["no_order"] == 1
+
+
 def test_kto_learns_from_a_batch_with_one_label_and_warns_about_weights(tiny, preferences):
     from stages.align import data_warnings
 
