@@ -110,7 +110,7 @@ def run(stage):
         found = held_out(stage, scorer, stage.dataset("pairs"), config.split, config.limit, config.probe_pairs)
         summary |= found
         if found:
-            warn_about(stage, found)
+            warn_about(stage, found, objective=card.objective)
         if not implicit:
             for name, member in scorer.members.items():
                 alone = held_out(stage, member, stage.dataset("pairs"), config.split, config.limit)

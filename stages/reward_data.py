@@ -203,6 +203,12 @@ def balanced(items: list[Item], dropped: Counter) -> list[Item]:
     return [item for index, item in enumerate(items) if index in keep]
 
 
+def attribute_scores(row: dict, attributes: list[str]) -> list[float]:
+    """A rated answer's score by each attribute, NaN where it has none; ``overall`` is the score itself."""
+    given = {a["aspect"]: float(a["score"]) for a in row.get("aspects") or []} | {"overall": float(row["score"])}
+    return [given.get(name, np.nan) for name in attributes]
+
+
 def check_attributes(attributes: list[str], dataset, split: str) -> None:
     """Refuse attributes that no row of the split has: their mean would be that of nothing, and every score with it.
 
@@ -223,8 +229,7 @@ def rating_items(row, reader, config, dropped) -> list[Item]:
     """One item per rated completion; ``targets`` and ``present`` per attribute (the overall score without ``attributes``)."""
     values = [float(row["score"])]
     if config.attributes:
-        given = {a["aspect"]: float(a["score"]) for a in row.get("aspects") or []} | {"overall": float(row["score"])}
-        values = [given.get(name, np.nan) for name in config.attributes]
+        values = attribute_scores(row, config.attributes)
         if np.isnan(values).all():
             raise Drop("no_attribute")
     weight = row_weight(row)
@@ -233,16 +238,21 @@ def rating_items(row, reader, config, dropped) -> list[Item]:
                   targets=values, raw=values[0] if len(values) == 1 else float(row["score"]), annotator=annotator, difficulty=0.0)]
 
 
-def standardise(items: list[Item], scale: tuple[list[float], list[float]] | None, centre_annotators: bool) -> tuple[list[float], list[float]]:
+def annotator_shifts(items: list[Item]) -> dict[str, np.ndarray]:
+    """What moves each annotator's mean rating to the overall one, per attribute: people use scales differently (``rm.regression``, centre_annotators)."""
+    values = np.array([i.extra["targets"] for i in items], float)
+    overall, names = np.nanmean(values, axis=0), np.array([str(i.extra["annotator"]) for i in items])
+    return {str(name): overall - np.nanmean(values[names == name], axis=0) for name in np.unique(names)}
+
+
+def standardise(items: list[Item], scale: tuple[list[float], list[float]] | None, shifts: dict[str, np.ndarray] | None = None) -> tuple[list[float], list[float]]:
     """Targets become z-scores in place; returns (mean, std), ddof 0, of the training targets, or applies the given ones.
 
-    ``centre_annotators`` first moves every annotator's mean rating to the overall one: people use scales differently (``rm.regression``).
+    ``shifts``: added first, by annotator (:func:`annotator_shifts` of the training rows); nothing is known of others.
     """
     values = np.array([i.extra["targets"] for i in items], float)
-    if scale is None and centre_annotators:
-        overall, names = np.nanmean(values, axis=0), np.array([str(i.extra["annotator"]) for i in items])
-        for name in np.unique(names):
-            values[names == name] += overall - np.nanmean(values[names == name], axis=0)
+    for row, item in zip(values, items) if shifts else ():
+        row += np.nan_to_num(shifts.get(str(item.extra["annotator"]), 0.0))
     if scale is None:
         std = np.nanstd(values, axis=0)
         scale = np.nanmean(values, axis=0).tolist(), np.where(std > 0, std, 1.0).tolist()

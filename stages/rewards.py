@@ -167,8 +167,9 @@ class RewardComponent(StageConfig):
             raise ValueError(f"reward {self.name!r}: cache_length {self.cache_length} exceeds max_length {self.max_length}; write a smaller cache_length")
         if self.kind in ("judge", "rubric", "debate") and self.endpoint and not self.endpoint_model:
             raise ValueError(f"reward {self.name!r}: endpoint needs endpoint_model, the name of the model on that server")
-        if self.ranking == "baseline" and self.kind == "judge" and self.judge_mode == "verdict":
-            raise ValueError(f"reward {self.name!r}: ranking=baseline is the logit of a probability, and written verdicts are none; write judge_mode=preference, or ranking=round_robin")
+        if self.ranking != "round_robin" and self.kind == "judge" and self.judge_mode != "preference":
+            raise ValueError(f"reward {self.name!r}: ranking={self.ranking} is made of probabilities of winning, which judge_mode={self.judge_mode} does not give; write judge_mode=preference, or "
+                             "leave ranking out")
         if self.judge_prompt:
             try:
                 filled = self.judge_prompt.format(context="c", a="a", b="b", reference="r", principle="p")

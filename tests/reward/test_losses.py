@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stages.batching import collate, plan
-from stages.reward_data import Drop, balanced, encode, package_steps, pair_difficulty, ranking_items, standardise
+from stages.reward_data import Drop, annotator_shifts, balanced, encode, package_steps, pair_difficulty, ranking_items, standardise
 from stages.reward_heads import (ChatReader, add_gain_bias, drop_lm_head, keep_lm_head, new_reward_model, reader_for, resolve_pooling, response_outputs,
                                  score_head)
 from stages.reward_losses import RewardLoss
@@ -167,7 +167,7 @@ def test_a_step_equals_an_independent_computation(tiny, rows, name):
     data, objective, settings, expected = CASES[name]
     model, items, loss, config = setup(tiny["policy"], rows[data], objective, outputs=OUTPUTS.get(name, 1), **settings)
     if objective == "regression":
-        standardise(items, None, False)
+        standardise(items, None)
     value, grads = ours(model, items, loss)
     split_value, split = ours(model, items, loss, max_tokens=1)
     model.zero_grad(set_to_none=True)
@@ -354,10 +354,14 @@ def test_two_responses_make_all_ranking_losses_equal():
 
 def test_ratings_are_standardised_per_attribute_and_annotators_centred():
     items = [SimpleNamespace(extra={"targets": [v], "annotator": a}) for v, a in ((1.0, "low"), (3.0, "low"), (3.0, "high"), (5.0, "high"))]
-    mean, std = standardise(items, None, True)
+    shifts = annotator_shifts(items)
+    mean, std = standardise(items, None, shifts)
     assert mean == [3.0] and std == [1.0] and [i.extra["targets"] for i in items] == [[-1.0], [1.0], [-1.0], [1.0]]
     constant = [SimpleNamespace(extra={"targets": [2.0], "annotator": None})] * 1
-    assert standardise(constant, None, False) == ([2.0], [1.0]) and constant[0].extra["targets"] == [0.0]
+    held_out = [SimpleNamespace(extra={"targets": [v], "annotator": a}) for v, a in ((4.0, "low"), (4.0, "high"), (4.0, "new"))]
+    standardise(held_out, (mean, std), shifts)
+    assert [i.extra["targets"] for i in held_out] == [[2.0], [0.0], [1.0]], "held-out ratings move with their annotators, as far as these are known"
+    assert standardise(constant, None) == ([2.0], [1.0]) and constant[0].extra["targets"] == [0.0]
 
 
 def test_outcomes_are_balanced_per_prompt():
@@ -419,6 +423,7 @@ UNREAD = [("kwise_pairs", {"label_smoothing": 0.3}), ("kwise_pairs", {"use_margi
           ("kwise_pairs", {"top_ranks": 1}), ("kwise_pairs", {"center_rewards_coefficient": 1.0}), ("plackett_luce", {"label_smoothing": 0.3}),
           ("plackett_luce", {"center_rewards_coefficient": 1.0}), ("plackett_luce", {"pair_weighting": "per_pair"}), ("pairwise", {"center_rewards_coefficient": 1.0}),
           ("pairwise", {"use_margin": True}), ("t2t_point", {"label_smoothing": 0.3}), ("t2t_point", {"use_soft_labels": True}), ("bt", {"top_ranks": 1}), ("bt", {"attributes": ["a"]}),
+          ("t2t_pair", {"init_head": "keep"}), ("t2t_point", {"pooling": "mean"}),
           ("margin", {"hard_labels": True}), ("kwise_pairs", {"curriculum": "margin"}), ("kwise_pairs", {"lm_loss_weight": 0.5})]
 
 
@@ -431,6 +436,34 @@ def test_settings_that_an_objective_would_ignore_are_refused(objective, setting)
     complete = Config(objective=objective).model_dump()
     assert Config(**complete).model_dump() == complete
     Config(objective=READ_BY[name][0], **setting)
+
+
+@pytest.mark.parametrize("given,says", [({"last_layers": 1}, "train_layers=head_and_last"), ({"curriculum_stages": 2}, "curriculum=margin"), ({"curriculum": "stage_index", "curriculum_stages": 2}, "curriculum"),
+                                        ({"objective": "orm", "outcome_token": "x"}, "outcome_head=gain_bias"), ({"objective": "prm", "neutral_as": "negative"}, "step_classes=3")])
+def test_settings_that_others_would_have_to_be_set_for_are_refused(given, says):
+    with pytest.raises(ValueError, match=f"would change nothing.*{says}"):
+        Config(**given)
+    for whole in (Config(train_layers="head_and_last", last_layers=1), Config(curriculum="margin", curriculum_stages=2), Config(objective="orm", outcome_head="gain_bias", outcome_token="x"),
+                  Config(objective="prm", step_classes=3, neutral_as="negative")):
+        assert Config(**whole.model_dump()) == whole
+
+
+def test_settings_of_inputs_that_are_not_given_are_refused(tiny, rows, train, tmp_path):
+    from stages.reward_model import kept_head, reading
+    from storage.datasets import write_dataset
+
+    common = {"max_steps": 1, "max_length": 96}
+    for given, says in (({"replay_fraction": 0.3}, "give the input replay"), ({"drift_alarm": 0.2}, "give the input previous")):
+        with pytest.raises(ConfigError, match=f"would change nothing.*{says}"):
+            train("reward_model", {**common, **given}, {"model": tiny["policy"], "data": rows["pairs"]}, says[-6:])
+    plain = [{**row, "stage_index": None} for row in open_dataset(rows["pairs"]).iter_rows()]
+    write_dataset(str(tmp_path / "plain"), "plain", "pairs/1", plain)
+    with pytest.raises(ConfigError, match="no pair has one; give the output of stage curriculum"):
+        train("reward_model", {**common, "curriculum": "stage_index"}, {"model": tiny["policy"], "data": str(tmp_path / "plain")}, "stages")
+    set_ = Config(replay_fraction=0.3, drift_alarm=0.2)
+    assert [(c.replay_fraction, c.drift_alarm) for c in (reading(set_, replay=None, previous="m"), reading(set_, replay={"a": "b"}, previous=None), reading(set_, replay=True, previous=True))] == [
+        (0.1, 0.2), (0.3, 0.05), (0.3, 0.2)]
+    assert kept_head(Config()).init_head == "keep" and kept_head(Config(objective="t2t_pair")).init_head == "fresh"
 
 
 @pytest.mark.parametrize("setting", ({"curriculum": "margin"}, {"lm_loss_weight": 0.5}, {"top_ranks": 1}))

@@ -139,6 +139,16 @@ def test_an_anchor_that_cannot_be_had_is_refused_before_training(tiny, rows, dat
             train("reward_model", {**COMMON, **config}, {"model": tiny["policy"], "data": rows[name], **more}, said[:6])
 
 
+def test_probes_are_of_the_split_that_judges(tiny, rows, train, tmp_path):
+    from storage.datasets import open_dataset, write_dataset
+
+    write_dataset(str(tmp_path / "two"), "two", "pairs/1", [row for row in open_dataset(rows["pairs"]).iter_rows() if row["split"] != "test"])
+    config = {**COMMON, "max_steps": 2, "probe_pairs": 4}
+    both = train("reward_model", config, {"model": tiny["policy"], "data": rows["pairs"]}, "both")["summary"]
+    two = train("reward_model", config, {"model": tiny["policy"], "data": str(tmp_path / "two")}, "two")["summary"]
+    assert "test/probe/repeated" in both and "validation/probe/repeated" not in both and "validation/probe/repeated" in two
+
+
 def test_no_held_out_rows_means_none_and_the_zero_point_is_of_all_answers(tiny, rows, train):
     """eval_rows=0: nothing is judged, and the bias is that of the anchor's answers and not of the first one."""
     import numpy as np
