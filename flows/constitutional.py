@@ -25,7 +25,7 @@ from stages.evaluate import Config as EvaluateConfig
 from stages.ingest import Config as IngestConfig
 from stages.mix import Config as MixConfig
 from stages.rejection import Config as RejectionConfig
-from stages.reward_model import Config as RewardModelConfig
+from stages.reward_model import Config as RewardModelConfig, reading
 from stages.rewards import RewardComponent
 from stages.revise import Config as ReviseConfig
 from stages.rl import Config as RLConfig
@@ -81,7 +81,7 @@ def constitutional(run: Run, config: Config) -> dict:
     answers = run("rejection", "answers", model=tuned, prompts=prompts, config=config.sample)["candidates"]
     judge, _ = judge_of(config.judge or config.model, config.feedback)
     labelled = run("judge", "feedback", data=answers, principles=principles, judge=judge, config=config.feedback, name_as="constitutional-pairs")
-    reward = run("reward_model", model=tuned, data=labelled["data"], replay={"helpful": pairs} if pairs else None, config=config.reward_model, name_as="constitutional-reward")["model"]
+    reward = run("reward_model", model=tuned, data=labelled["data"], replay={"helpful": pairs} if pairs else None, config=reading(config.reward_model, replay=pairs, previous=True), name_as="constitutional-reward")["model"]
     policy = run("rl", model=tuned, data=rl_prompts or prompts, reward_model=reward, config=config.rl, name_as="constitutional")["model"]
 
     models = {"start": config.model, "sl": tuned, "rl": policy}

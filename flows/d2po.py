@@ -20,6 +20,7 @@ from flows.steps import Source, ingest
 from stages.align import Config as AlignConfig
 from stages.preferences import Config as PreferencesConfig
 from stages.rejection import Config as RejectionConfig
+from stages.reward_model import kept_head, reading
 from stages.rewards import RewardComponent
 
 
@@ -59,9 +60,10 @@ def refreshed(run: Run, source: Source, config: GoldConfig, k: int, policy: str,
     known = labels.candidates if config.gold_memory == "all" else {name: labelled["candidates"]}
     fresh = run("preferences", f"gold_pairs_{k}", candidates=known, config=config.gold_pairs, seed=run.seed + k)["data"]
     goes_on = judge is not None and config.discriminator == "continue"
-    learned = run("reward_model", f"discriminator_{k}", model=judge if goes_on else start, data=fresh, previous=judge, seed=run.seed + k,
-                  replay=labels.pairs if config.gold_memory == "replay" else None, name_as=f"discriminator-{k}",
-                  config=config.train_reward_model.model_copy(update={"init_head": "keep"} if goes_on else {}))
+    replay = labels.pairs if config.gold_memory == "replay" else None
+    section = reading(config.train_reward_model, replay=replay is None or replay, previous=judge)  # without gold_memory=replay no round reads replay_fraction, and the stage says so
+    learned = run("reward_model", f"discriminator_{k}", model=judge if goes_on else start, data=fresh, previous=judge, seed=run.seed + k, replay=replay, name_as=f"discriminator-{k}",
+                  config=kept_head(section) if goes_on else section)
     labels.pairs[name] = fresh
     return learned["model"], {"round": k, "gold_labels": labelled.metrics.get("completions"), **accuracies(learned)}
 

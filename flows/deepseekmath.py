@@ -27,7 +27,7 @@ from flows.steps import Source
 from stages.label_steps import Config as LabelStepsConfig
 from stages.preferences import Config as PreferencesConfig
 from stages.rejection import Config as RejectionConfig
-from stages.reward_model import Config as RewardModelConfig
+from stages.reward_model import Config as RewardModelConfig, kept_head, reading
 from stages.rewards import RewardComponent
 from stages.rl import Config as RLConfig
 from stages.sft import Config as SFTConfig
@@ -74,8 +74,9 @@ def deepseekmath(run: Run, config: Config) -> dict:
         seed = run.seed + k
         if config.supervision != "rule" and (k > 1 or judge is None):
             fresh = labels(run, source, config, k, policy, prompts)
+            section = reading(config.train_reward_model, replay=labelled, previous=judge)
             learned = run("reward_model", f"reward_model_{k}", model=judge or adapted, data=fresh, previous=judge, replay=labelled or None, seed=seed, name_as=f"math-reward-{k}",
-                          config=config.train_reward_model.model_copy(update={"init_head": "keep"} if judge else {}))
+                          config=kept_head(section) if judge else section)
             judge, labelled[f"round_{k}"] = learned["model"], fresh
             history.append({"round": k, **accuracies(learned)})
         policy = models[f"round_{k}"] = run("rl", f"rl_{k}", model=policy, data=prompts, reward_model=judge, config=settings, seed=seed, name_as=f"grpo-{k}",

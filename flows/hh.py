@@ -31,8 +31,8 @@ from stages.distill import Config as DistillConfig
 from stages.evaluate import Config as EvaluateConfig
 from stages.ingest import Config as IngestConfig
 from stages.preferences import Config as PreferencesConfig
-from stages.rejection import Config as RejectionConfig
-from stages.reward_model import Config as RewardModelConfig
+from stages.rejection import Config as RejectionConfig, selecting
+from stages.reward_model import Config as RewardModelConfig, kept_head, reading
 from stages.rewards import RewardComponent
 from stages.rl import Config as RLConfig
 from stages.win_rate import Config as WinRateConfig
@@ -97,13 +97,13 @@ def hh(run: Run, config: Config) -> dict:
     scorer, settings = base, config.preference
     if votes:
         scorer = run("reward_model", "pmp", model=base, data=ingest(run, "pmp", votes, config), config=config.pmp, name_as="hh-pmp")["model"]
-        settings = settings.model_copy(update={"init_head": "keep"})
+        settings = kept_head(settings)
 
     judge, fresh, models, history = None, {}, {"start": start}, []
     if config.labels == "fresh":
-        early = run("reward_model", "early", model=scorer, data=pairs, config=settings, name_as="hh-early")["model"]
+        early = run("reward_model", "early", model=scorer, data=pairs, config=reading(settings, replay=None, previous=None), name_as="hh-early")["model"]
         many = run("rejection", "best_of_n", model=start, prompts=prompts, reward_model=early, config=config.best_of_n, **reward_inputs(source, config, config.best_of_n.rewards, start))
-        two = config.gold.model_copy(update={"rescore": True, "rescore_best": 2})
+        two = selecting(config.gold, rescore=True, rescore_best=2)
         fresh["best_of_n"] = run("rejection", "label_best", model=start, prompts=prompts, candidates=many["candidates"], config=two, **reward_inputs(source, config, config.gold.rewards, start))["candidates"]
         judge = early
     for k in range(1, config.rounds + 1):
@@ -111,8 +111,10 @@ def hh(run: Run, config: Config) -> dict:
         data, more = pairs, {}
         if fresh:
             data = run("preferences", f"fresh_pairs_{k}", candidates=fresh, config=config.gold_pairs, seed=seed)["data"]
-            more = {"replay": {"given": pairs}, "config": settings.model_copy(update={"replay_fraction": EVERYTHING})}
-        learned = run("reward_model", f"preference_{k}", model=scorer, data=data, previous=judge, seed=seed, name_as=f"hh-preference-{k}", **{"config": settings, **more})
+            more = {"replay": {"given": pairs}}
+        section = settings.model_copy(update={"replay_fraction": EVERYTHING}) if fresh else settings
+        learned = run("reward_model", f"preference_{k}", model=scorer, data=data, previous=judge, seed=seed, name_as=f"hh-preference-{k}",
+                      config=reading(section, replay=True, previous=judge), **more)
         judge = learned["model"]
         history.append({"round": k, **accuracies(learned)})
         models[f"round_{k}"] = run("rl", f"rl_{k}", model=start, data=prompts, reward_model=judge, config=config.rl, seed=seed, name_as=f"hh-rl-{k}",

@@ -27,7 +27,7 @@ from flows.steps import HELD_OUT, ingest
 from stages.ingest import Config as IngestConfig
 from stages.preferences import Config as PreferencesConfig
 from stages.rejection import Config as RejectionConfig
-from stages.reward_model import Config as RewardModelConfig
+from stages.reward_model import Config as RewardModelConfig, reading
 from stages.rewards import RewardComponent
 from stages.rl import Config as RLConfig
 from stages.rl import row_of
@@ -70,7 +70,8 @@ def instructgpt(run: Run, config: Config) -> dict:
     """InstructGPT: SFT, rankings of sampled answers, K-wise reward model, PPO with pretraining text, and what alignment cost."""
     config = scaled(config)
     source, demonstrations, prompts, text, base = begun(run, config)
-    instructed = run("sft", model=base, data=demonstrations, config=config.sft, name_as="sft")["model"]
+    unjudged = {name: SFTConfig.model_fields[name].default for name in ("eval_prompts", "eval_completion_length")}  # there is no reward model yet
+    instructed = run("sft", model=base, data=demonstrations, config=config.sft.model_copy(update=unjudged), name_as="sft")["model"]
     given = ingest(run, "rankings", config.data.rankings, config) if config.data.rankings else None
     ranker = scorer(run, source, config, config.rank.rewards, instructed) if given is None or config.rounds > 1 else None
 
@@ -81,8 +82,9 @@ def instructgpt(run: Run, config: Config) -> dict:
             answers[f"round_{k}"] = run("rejection", f"answers_{k}", model=policy, prompts=prompts, reward_model=ranker, config=next_prompts(config.rank, k), seed=seed,
                                         **reward_inputs(source, config, config.rank.rewards, policy))["candidates"]
         ranked = run("preferences", f"rankings_{k}", candidates=answers, config=config.rankings, seed=seed)["data"] if answers else given
+        section = config.kwise.model_copy(update={"replay_fraction": EVERYTHING}) if given and answers else config.kwise
         learned = run("reward_model", f"reward_model_{k}", model=config.backbone or instructed, data=ranked, anchor=demonstrations, previous=judge, seed=seed, name_as=f"instruct-reward-{k}",
-                      replay={"given": given} if given and answers else None, config=config.kwise.model_copy(update={"replay_fraction": EVERYTHING} if given and answers else {}))
+                      replay={"given": given} if given and answers else None, config=reading(section, replay=True, previous=judge))
         judge = learned["model"]
         history.append({"round": k, **accuracies(learned)})
         if k == 1:

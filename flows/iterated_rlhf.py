@@ -21,6 +21,7 @@ from flows.start import conclusion, reward_inputs, starting_policy, trained_scor
 from flows.steps import Source, ingest
 from stages.align import Config as AlignConfig
 from stages.preferences import Config as PreferencesConfig
+from stages.reward_model import reading
 from stages.rewards import RewardComponent
 from stages.rl import Config as RLConfig
 
@@ -51,7 +52,8 @@ def iterated_rlhf(run: Run, config: Config) -> dict:
     start = starting_policy(run, source, config)
     policy, judge, models, labels, history = start, config.reward_model, {"start": start}, Labels(), []
     if config.refresh != "before" and judge is None and any(component.kind == "model" for component in config.rl.rewards):
-        judge, labels.pairs["start"] = trained_scorer(run, source, config, start)
+        section = reading(config.train_reward_model, replay=config.gold_memory != "replay", previous=None) if config.refresh == "after" else config.train_reward_model
+        judge, labels.pairs["start"] = trained_scorer(run, source, config.model_copy(update={"train_reward_model": section}), start)
 
     def aligned(k: int, policy: str) -> str:
         pairs = run("preferences", f"pairs_{k}", candidates={f"round_{k}": labels.candidates[f"round_{k}"]}, config=config.pairs, seed=run.seed + k)["data"]

@@ -28,9 +28,9 @@ from flows.start import decided, evaluated, next_prompts, reward_inputs
 from flows.steps import HELD_OUT, Source, ingest
 from stages.ingest import Config as IngestConfig
 from stages.preferences import Config as PreferencesConfig
-from stages.rejection import Config as RejectionConfig
+from stages.rejection import Config as RejectionConfig, selecting
 from stages.reward_combine import Config as CombineConfig
-from stages.reward_model import Config as RewardModelConfig
+from stages.reward_model import Config as RewardModelConfig, reading
 from stages.rewards import RewardComponent
 from stages.rl import Config as RLConfig
 from stages.sft import Config as SFTConfig
@@ -75,7 +75,7 @@ def llama2(run: Run, config: Config) -> dict:
     instructed = run("sft", model=base, data=demonstrations, config=config.sft, name_as="sft")["model"]
 
     helpful, safety = [found["model"] for found in run.together([
-        lambda: run("reward_model", "helpful", model=instructed, data=pairs, config=config.helpful, name_as="llama2-helpful"),
+        lambda: run("reward_model", "helpful", model=instructed, data=pairs, config=reading(config.helpful, replay=True, previous=None), name_as="llama2-helpful"),
         *([lambda: run("reward_model", "safety", model=instructed, data=safety_pairs, config=config.safety, name_as="llama2-safety")] if safety_pairs else [])])] + [None] * (not safety_pairs)
     judge = gated(run, config, helpful, safety, "reward")
     policies, fresh, sampled, models = [instructed], {}, {}, {"start": base, "sft": instructed}
@@ -91,7 +91,7 @@ def llama2(run: Run, config: Config) -> dict:
         found = run("rejection", f"sample_{k}", model=policies[-1], config=next_prompts(config.sample, k), seed=seed, **scored)
         sampled[f"round_{k}"] = found["candidates"]
         if k > 1:
-            found = run("rejection", f"select_{k}", model=policies[-1], candidates=sampled, config=config.sample.model_copy(update={"rescore": True}), seed=seed, **scored)
+            found = run("rejection", f"select_{k}", model=policies[-1], candidates=sampled, config=selecting(config.sample, rescore=True), seed=seed, **scored)
         start = policies[-1] if config.improve_from == "current" else instructed
         policies.append(run("sft", f"improve_{k}", model=start, data=found["selected"], config=config.improve, seed=seed, name_as=f"llama2-rs-{k}")["model"])
         models[f"round_{k}"] = policies[-1]

@@ -6,7 +6,8 @@ Each round samples the current policy, scores the answers (verifier, reward mode
 aligns on the pairs. With other settings it is
 
     RS-DPO            pairs.select=gap                      every pair with a large enough reward gap
-    RSO               pairs.select=rso  align.method=dpo    pairs among statistically accepted answers (align.beta is RSO's gamma, 0.05)
+    RSO               pairs.select=rso  sample.num_generations=64  align.beta=0.05   pairs among statistically accepted answers (align.beta is RSO's gamma); with a
+                      pairwise ranker sample.rewards=[{kind: model, ranking: baseline}]
     iterative reasoning (IRPO)   pairs.select=correct_vs_incorrect  align.method=dpo_nll  reference=previous
     BPO               reference=previous  rounds=F  total_steps=T
     Online IPO        align.method=ipo
@@ -21,14 +22,14 @@ from __future__ import annotations
 
 from typing import Literal, Optional
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from flows.recipe import Run, recipe
 from flows.start import IteratedConfig, conclusion, next_prompts, reward_inputs, scorer, starting_policy
 from flows.steps import Source, ingest
 from stages.algorithms import DIRECT_METHODS
 from stages.align import Config as AlignConfig
-from stages.preferences import Config as PreferencesConfig
+from stages.preferences import Config as PreferencesConfig, uses_rso
 from stages.rejection import Config as RejectionConfig
 from stages.selection import refresh_intervals
 
@@ -43,6 +44,13 @@ class Config(IteratedConfig):
     split_prompts: bool = Field(False, description="Every round takes a part of its own of the prompts, all equally large (SPPO: three).")
     pairs: PreferencesConfig = Field(PreferencesConfig(), description="Preferences from the scored answers.")
     align: AlignConfig = Field(AlignConfig(), description="Direct alignment of each round.")
+
+    @model_validator(mode="after")
+    def _enough_to_accept(self):
+        if uses_rso(self.pairs) and self.pairs.rso_accept > self.sample.num_generations:
+            raise ValueError(f"pairs.select=rso accepts pairs.rso_accept={self.pairs.rso_accept} of a prompt's answers, and sample.num_generations={self.sample.num_generations} are sampled, so no prompt "
+                             "would give a pair; write sample.num_generations=64 (RSO), or a smaller pairs.rso_accept")
+        return self
 
 
 def round_prompts(config: Config, number: int) -> RejectionConfig:

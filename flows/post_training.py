@@ -26,6 +26,7 @@ from stages.evaluate import Config as EvaluateConfig
 from stages.promote import Config as GateConfig
 from stages.rejection import Config as RejectionConfig
 from stages.reward_model import Config as RewardModelConfig
+from stages.reward_objectives import COMPARING
 from stages.rl import Config as RLConfig
 from stages.sft import Config as SFTConfig
 
@@ -57,7 +58,7 @@ def post_training(run: Run, config: Config) -> dict:
     instructed = run("sft", model=base, data=demonstrations, config=config.sft, name_as="sft")["model"]
 
     def with_a_reward_model() -> tuple[str, str, str]:
-        anchored = config.reward_model.anchor in ("auto", "demonstrations")  # a score of 0 is that of an average demonstration
+        anchored = config.reward_model.anchor in ("auto", "demonstrations") and config.reward_model.objective not in COMPARING  # a score of 0 is that of an average demonstration
         judge = run("reward_model", model=instructed, data=pairs, anchor=demonstrations if anchored else None, config=config.reward_model, name_as="reward")["model"]
         answers = run("rejection", model=instructed, prompts=prompts, reward_model=judge, config=config.rejection,
                       **reward_inputs(source, config, config.rejection.rewards, instructed))

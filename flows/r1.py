@@ -36,7 +36,7 @@ from stages.evaluate import Config as EvaluateConfig
 from stages.ingest import Config as IngestConfig
 from stages.mix import Config as MixConfig
 from stages.promote import Config as GateConfig
-from stages.rejection import Config as RejectionConfig
+from stages.rejection import Config as RejectionConfig, selecting
 from stages.reward_model import Config as RewardModelConfig
 from stages.rewards import RewardComponent
 from stages.rl import Config as RLConfig
@@ -171,7 +171,7 @@ def learnable(run: Run, source: Source, config: Config, checkpoints: list[str], 
     numbered = list(enumerate(checkpoints, 1))
     candidates = run.together([lambda number=number, policy=policy: sampled(number, policy) for number, policy in numbered])
     right = run("rejection", "select", model=checkpoints[-1], prompts=prompts, candidates={f"checkpoint_{number}": found for (number, _), found in zip(numbered, candidates)},
-                config=config.sample)["selected"]
+                config=selecting(config.sample))["selected"]
     readable = run("mix", "readable", data={"reasoning": right}, config=config.readable)["data"]
     general = config.data.general or pairs_of(source, config)
     if general is None:

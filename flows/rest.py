@@ -21,7 +21,7 @@ from pydantic import Field
 from flows.recipe import Run, recipe
 from flows.start import IteratedConfig, conclusion, next_prompts, reward_inputs, scorer, starting_policy
 from flows.steps import Source, ingest
-from stages.rejection import Config as RejectionConfig
+from stages.rejection import Config as RejectionConfig, selecting
 from stages.rl import Config as RLConfig
 from stages.sft import Config as SFTConfig
 
@@ -41,6 +41,12 @@ class Config(IteratedConfig):
     rl: RLConfig = Field(RLConfig(), description="rl_after: reinforcement learning at the end.")
 
 
+def grow(config: Config, sampling: RejectionConfig) -> RejectionConfig:
+    """The settings of a Grow step: what only the selection at the thresholds of the Improve steps reads is left to these."""
+    unread = {"threshold_mode": sampling.threshold is None, "max_per_prompt": sampling.select == "top_per_prompt"}
+    return sampling.model_copy(update={name: RejectionConfig.model_fields[name].default for name, so in unread.items() if so and config.thresholds})
+
+
 @recipe(Config)
 def rest(run: Run, config: Config) -> dict:
     """Reinforced self-training: sample and score (Grow), then fine-tune on answers above rising thresholds (Improve), in rounds."""
@@ -55,13 +61,13 @@ def rest(run: Run, config: Config) -> dict:
         sampling = next_prompts(config.sample, number if config.fresh_prompts else 1).model_copy(update={"allow_empty": True})
         sampler = config.teacher or policy
         grown = run("rejection", f"grow_{number}", model=sampler, prompts=prompts, reward_model=judge, **reward_inputs(source, config, config.sample.rewards, policy),
-                    config=sampling, seed=run.seed + number)
+                    config=grow(config, sampling), seed=run.seed + number)
         for step, threshold in enumerate(config.thresholds or [None], 1):
             label = f"{number}_{step}"
             kept = grown
             if threshold is not None:
                 kept = run("rejection", f"filter_{label}", model=sampler, prompts=prompts, reward_model=judge, candidates=grown["candidates"], seed=run.seed + number,
-                           config=sampling.model_copy(update={"threshold": threshold, **({"select": "threshold"} if config.sample.select == "top_per_prompt" else {})}))
+                           config=selecting(sampling, threshold=threshold, **({"select": "threshold"} if config.sample.select == "top_per_prompt" else {})))
             if kept.metrics.get("selected") == 0:  # nothing above this threshold, so nothing above a higher one
                 break
             slower = config.improve.model_copy(update={"learning_rate": config.improve.learning_rate * config.learning_rate_decay ** (step - 1)})

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from stages.memory import Role
 from stages.settings import ChatConfig, OptimizerConfig
@@ -90,6 +90,13 @@ class Config(OptimizerConfig, ChatConfig):
                              "which is aot_paired; write the one that is meant")
         return value
 
+    @model_validator(mode="after")
+    def _heldout_z0(self):
+        if self.method == "kto" and self.z_ref_mode == "heldout" and not self.eval_every:
+            raise ValueError("z_ref_mode=heldout estimates z0 at every validation pass, and eval_every=0 makes none while it trains, so that z0 stays that of the start, 0; "
+                             "write eval_every=STEPS, or z_ref_mode=batch_mismatched")
+        return self
+
     def effective(self) -> dict:
         from stages.algorithms import DIRECT_METHODS
 
@@ -163,6 +170,9 @@ def run(stage):
         moving = MovingReference(config, stage.path("reference" if stage.has("reference") else "model"), stage.device)
     source = AlignmentRows(stage, model, objective, train, validation, moving)
     trainer = Trainer(model, objective, config, source.total_steps, stage.device)
+    if config.reference_update in ("tr_soft", "per_interval") and config.reference_interval >= source.total_steps:
+        stage.warn("reference_never_moves", f"reference_update={config.reference_update} moves the reference every reference_interval={config.reference_interval} steps, and this run has "
+                   f"{source.total_steps} optimizer steps, so that it stays where it was. Write a smaller reference_interval, or reference_update=frozen.")
     if frozen:
         add_reference(stage, renderer, objective, seen + validation, model)
     elif not method.needs_reference:  # held-out displacement is measured from the start instead
@@ -249,6 +259,9 @@ def data_warnings(config: Config, objective, train, validation) -> list[str]:
     from stages.direct_losses import kto_weight_range
 
     texts = []
+    if ignored := sum(i.extra.get("unread_weight", 1.0) != 1.0 for i in train):
+        texts.append(f"{ignored} rows have a weight other than 1, and {objective.method.name} matches the sorted responses of a step, in which all rows count alike; their weights change nothing. "
+                     "Write method=dpo to weigh rows.")
     if objective.method.name != "kto":
         return texts
     good = sum(i.extra["label"] for i in train)
@@ -264,14 +277,18 @@ def data_warnings(config: Config, objective, train, validation) -> list[str]:
     size = min(config.batch_size, len(train))
     steps = -(-len(train) // max(1, size))
     if config.z_ref_mode == "batch_mismatched" and (size < 2 or not any("mismatched" in i.extra for i in train)):
-        texts.append("z0 needs at least two rows with different prompts in a step and is 0 here; raise batch_size or set z_ref_mode=heldout.")
+        texts.append("z0 needs at least two rows with different prompts in a step and is 0 here; raise batch_size, or set z_ref_mode=heldout and eval_every=STEPS.")
     elif config.z_ref_mode == "batch_mismatched" and len(train) % size == 1 and (config.max_steps or round(config.num_train_epochs * steps)) >= steps:
         fitting = next(b for b in range(size + 1, len(train) + 1) if len(train) % b != 1)
         texts.append(f"{len(train)} rows in steps of {size} leave one row for the last step of an epoch, and z0, which needs two, is 0 there; write batch_size={fitting}, "
-                     "or set z_ref_mode=heldout.")
+                     "or set z_ref_mode=heldout and eval_every=STEPS.")
     if config.z_ref_mode == "heldout" and not validation:
         raise ConfigError("z_ref_mode=heldout estimates z0 on validation rows and there are none; give data with a validation split, or "
                          "z_ref_mode=batch_mismatched.")
+    total = config.max_steps or max(1, round(config.num_train_epochs * steps))
+    if config.z_ref_mode == "heldout" and config.eval_every >= total:
+        raise ConfigError(f"z_ref_mode=heldout estimates z0 at every validation pass, and with eval_every={config.eval_every} the run of {total} optimizer steps has none while it trains, so that "
+                          "z0 stays that of the start, 0; write a smaller eval_every, or z_ref_mode=batch_mismatched.")
     return texts
 
 

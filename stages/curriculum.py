@@ -8,18 +8,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from stages.settings import ReadWhen, refuse_unread
 from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
 
 class Config(StageConfig):
+    READ_WHEN: ClassVar[ReadWhen] = ((("pairing",), lambda c: c.order == "rank_gap", "only rankings are made into pairs; write order=rank_gap"),)
+
     order: Literal["given", "margin", "rank_gap"] = Field(
         "margin", description="given: file order (sDPO); margin: largest score gap, margin or strength first; rank_gap: rankings, the largest rank gap first (Curry-DPO).")
     stages: int = Field(3, ge=1, description="Stages; for rank_gap the most there can be, later pairs join the last.")
     pairing: Literal["best_vs_k", "all_pairs_by_gap"] = Field("best_vs_k", description="rank_gap: (1,K), (1,K-1) ... (1,2), or all pairs by their gap.")
+
+    @model_validator(mode="after")
+    def _read(self):
+        refuse_unread(self, self.READ_WHEN)
+        return self
 
 
 SPEC = StageSpec(
@@ -83,7 +91,7 @@ def staged(data, config, dropped: Counter) -> Iterator[dict]:
 
 
 def ranked(rows: Iterable[dict], config, dropped: Counter) -> Iterator[dict]:
-    """Pairs of rankings, the largest rank gap in stage 0; tied responses give no pair."""
+    """Pairs of rankings, the largest rank gap in stage 0; tied responses give no pair. Each weighs as much as its ranking: stages are trained one by one."""
     from stages import selection
     from stages.ingestion import pairing
 
@@ -93,7 +101,7 @@ def ranked(rows: Iterable[dict], config, dropped: Counter) -> Iterator[dict]:
         else:
             found = [(k, i, j, gap) for k, (gap, pairs) in enumerate(pairing.rank_gap_stages(row["ranks"])) for i, j in pairs]
         dropped["rows"] += not found
-        common = {name: row[name] for name in ("prompt", "prompt_id", "group_id", "dataset", "source", "split")}
+        common = {name: row[name] for name in ("prompt", "prompt_id", "group_id", "dataset", "source", "split", "weight")}
         scores = row.get("scores")
         for k, i, j, gap in found:
             yield {**common, "origin": "conversion", "chosen": row["completions"][i], "rejected": row["completions"][j], "rank_gap": gap,

@@ -92,6 +92,8 @@ class DirectAlignment:
         self.reduction = config.logp_reduction or method.logp_reduction
         self.nll_coef = method.nll_coef if config.nll_coef is None else config.nll_coef
         self.nll_reduction = config.nll_reduction or method.nll_reduction
+        if self.settings.get("nll_on_prompt") and not self.nll_coef:
+            raise ConfigError(f"options.nll_on_prompt says which tokens the NLL term of {method.name} counts, and nll_coef=0 switches that off; leave options.nll_on_prompt out, or write nll_coef=1.")
         self.loss = resolve(method.loss)
         self.terms = {"preference": Term(self.loss, method.columns, self.arguments, self.reduction, config.loss_weight)}
         for one in config.also:

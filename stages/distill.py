@@ -17,16 +17,24 @@ Sequence-level distillation (``kd.sequence``) needs no stage of its own: sample 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from stages.memory import Role
+from stages.settings import ReadWhen, refuse_unread, refuse_unread_in
 from stages.sft import RowsConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
 
 class Config(RowsConfig):
+    #: Beside RowsConfig.READ_WHEN, and read once the method has decided the direction.
+    READ_BY_METHOD: ClassVar[ReadWhen] = (
+        (("jsd_beta",), lambda c: c.direction == "jsd", "only the Jensen-Shannon divergence has a mixture; write direction=jsd"),
+        (("lmbda",), lambda c: c.method == "on_policy", "the student writes no answers; write method=on_policy"),
+        (("sampling_temperature", "max_completion_length"), lambda c: c.method == "on_policy" and c.lmbda > 0, "the student writes no answers; write method=on_policy and lmbda=0.5"),
+        (("soft_weight_schedule",), lambda c: c.soft_weight_end is not None, "soft_weight stays as it is; write soft_weight_end=0"))
+
     method: Literal["logit", "context", "on_policy"] = Field("logit", description="What the teacher sees and who writes the answers; see the stage's description.")
     direction: Literal["forward", "reverse", "jsd"] = Field("forward", description="KL(teacher||student), KL(student||teacher), or their generalised Jensen-Shannon divergence; "
                                                          "with method=on_policy the last unless given (GKD).")
@@ -46,6 +54,7 @@ class Config(RowsConfig):
     def _gkd(self):
         if self.method == "on_policy" and "direction" not in self.model_fields_set:
             self.__dict__["direction"] = "jsd"
+        refuse_unread(self, self.READ_BY_METHOD)
         return self
 
     @model_validator(mode="after")
@@ -68,6 +77,11 @@ SPEC = StageSpec(
             "data": InputSpec("dataset", kinds=("demonstrations/1", "teacher_logps/1"),
                               doc="Conversations (on_policy uses them up to the last user turn), or a teacher's captured distributions.")},
     outputs={"model": OutputSpec("model", role="policy")})
+
+
+#: Settings that are read of some rows only, as ``READ_WHEN``: of the stage.
+READ_OF_INPUTS: ReadWhen = (
+    (("train_on",), lambda s: s.dataset("data").kind != "teacher_logps/1", "which tokens are trained was decided when the teacher was captured; write train_on for the capture stage"),)
 
 
 class Distillation:
@@ -138,6 +152,7 @@ def run(stage):
 
     config, dataset = stage.config, stage.dataset("data")
     captured = dataset.kind == "teacher_logps/1"
+    refuse_unread_in(stage, READ_OF_INPUTS)
     if captured and (stage.has("teacher") or config.method != "logit"):
         raise ConfigError(f"distill: the teacher of {dataset.name} was asked when it was captured, and what it saw was decided there; leave teacher out and "
                           "write method=logit, or give demonstrations")

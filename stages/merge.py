@@ -11,18 +11,26 @@ Everything is computed in float32; integer buffers come from the first model, to
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from stages.settings import ReadWhen, refuse_unread
 from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
 
 class Config(StageConfig):
+    READ_WHEN: ClassVar[ReadWhen] = ((("density",), lambda c: c.method == "ties", "only ties trims differences; write method=ties"),)
+
     method: Literal["linear", "slerp", "task_arithmetic", "ties"] = Field("linear", description="How weights are combined; see the stage's description.")
     coefficients: dict[str, float] = Field(default_factory=dict, description="Label of each model -> coefficient; empty: equal shares (linear, slerp) or 1 each (task_arithmetic, ties). "
                                            "slerp: the share of the second model decides.")
     density: float = Field(0.2, gt=0, le=1, description="Share of each difference's entries that ties keeps (paper 0.2).")
+
+    @model_validator(mode="after")
+    def _read(self):
+        refuse_unread(self, self.READ_WHEN)
+        return self
 
 
 #: Settings in a config.json that change nothing of what the weights compute; max_window_layers is spelled out in layer_types.

@@ -25,10 +25,12 @@ def items_of(rows: Iterable[dict], of: Callable[[list[dict]], tuple[list, dict[s
     """(items, counts of what was dropped by reason), in the order of ``rows``.
 
     of: rows -> (items, counts); what it does to one row must not depend on the others, and it may neither use a GPU nor start threads.
-    expected: about how many rows there are. limit: stop once there are so many items.
+    expected: about how many rows there are. limit: stop once there are so many items; 0: read none.
     """
     items: list = []
     dropped: Counter = Counter()
+    if limit == 0:
+        return items, dropped
     workers = 1 if limit is not None or expected < WORTH else processes()
     parts = iter(lambda source=iter(rows): list(islice(source, 1 if limit is not None else PART)), [])
     for made, counts in map(of, parts) if workers == 1 else _ahead(of, parts, workers):

@@ -13,16 +13,18 @@ from collections.abc import Iterator
 KIND = {"pairs": "pairs/1", "conditions": "pairs/1", "unpaired": "unpaired/1", "rankings": "rankings/1", "segments": "segments/1"}
 
 
-def rows_as(dataset, split: str, kind: str, dropped: dict[str, int] | None = None) -> Iterator[dict]:
+def rows_as(dataset, split: str, kind: str, dropped: dict[str, int] | None = None, stage_index: int | None = None) -> Iterator[dict]:
     """Rows of a split as rows of ``kind``, converted by the rules of ingestion where the dataset is of another kind; what gives no row is counted
-    into ``dropped``, by reason.
+    into ``dropped``, by reason. ``stage_index``: of the pairs of a curriculum those of this stage only, taken before they are converted.
 
     Raises:
         ValueError: there is no such conversion.
+        ConfigError: ``stage_index`` of rows that have no such column.
     """
     from stages.ingest import Config
     from stages.ingestion import conversions
     from stages.ingestion.rules import Bad
+    from stages.spec import ConfigError
     from storage.schema import complete_row
 
     have, options = dataset.kind, Config()
@@ -30,7 +32,11 @@ def rows_as(dataset, split: str, kind: str, dropped: dict[str, int] | None = Non
     if path is None:
         raise ValueError(f"this method trains on {kind}, and {have} cannot become that; give data of kind {kind}"
                          + (", or choose a method for pairs, such as dpo" if kind == "segments/1" else " (stage ingest makes it from raw files)"))
+    if stage_index is not None and have != "pairs/1":
+        raise ConfigError(f"stage_index={stage_index} takes the pairs of one stage of a curriculum, and {have} has no column stage_index; give the output of stage curriculum, or leave stage_index out")
     rows, lost = dataset.iter_rows(split=split), Counter()
+    if stage_index is not None:
+        rows = (row for row in rows if row["stage_index"] == stage_index)
     for a, b in zip(path, path[1:]):
         made = []
         if (a, b) in conversions.ROWWISE:
@@ -83,8 +89,6 @@ class Encoder:
         def of(rows):
             items, self.dropped = [], Counter()
             for row in rows:
-                if self.config.stage_index is not None and split == "train" and row.get("stage_index") != self.config.stage_index:
-                    continue
                 with rendering(row):
                     item = self._drop("tie") if hard and is_tie(row) else make(row)
                 if item is not None:
@@ -92,7 +96,8 @@ class Encoder:
             return items, self.dropped
 
         counted = self.dropped
-        items, dropped = items_of(rows_as(dataset, split, KIND[self.method.data], counted), of, expected=dataset.rows_of(split), limit=limit)
+        rows = rows_as(dataset, split, KIND[self.method.data], counted, self.config.stage_index if split == "train" else None)
+        items, dropped = items_of(rows, of, expected=dataset.rows_of(split), limit=limit)
         self.dropped = counted
         self.dropped.update(dropped)
         if self.method.statistic == "z0":
@@ -122,6 +127,8 @@ class Encoder:
 
         # Sorted matching is between all rows of a step, so one row cannot count more than another.
         weight = 1.0 if self.method.statistic.startswith("sorted") else row_weight(row)
+        if self.method.statistic.startswith("sorted"):
+            extra["unread_weight"] = row_weight(row)
         return make_item(row["row_id"], prompt, [ids for ids, _ in responses], [mask for _, mask in responses], weight=weight,
                          prompt_id=row.get("prompt_id"), **extra)
 
@@ -156,6 +163,8 @@ class Encoder:
         order = sorted(range(len(ranks)), key=lambda i: (ranks[i], i))
         if not self.method.columns:
             order = [i for at, i in enumerate(order) if at == 0 or ranks[i] != ranks[order[at - 1]]]
+            if tied := len(ranks) - len(order):
+                self.dropped["tied_responses"] += tied
         if len(order) < 2 or len({ranks[i] for i in order}) < 2:
             return self._drop("no_order")
         if self.config.win_probability != "ranks" and "win_prob" in self.method.columns and scores is None:
@@ -204,6 +213,7 @@ class Encoder:
         The pairing is fixed so that the reference's log-probs of it can be cached.
         """
         from stages.batching import make_item
+        from stages.pairs import cut
 
         order = self.rng("mismatched", split).permutation(len(items))
         for at, i in enumerate(order):
@@ -211,9 +221,8 @@ class Encoder:
             partner = next((items[order[(at + step) % len(items)]] for step in range(1, len(items))
                             if items[order[(at + step) % len(items)]].extra["prompt_id"] != item.extra["prompt_id"]), None)
             if partner is not None:
-                room = max(self.config.max_length // 2, self.config.max_length - len(item.prompt))
-                ids, mask = partner.responses[0][:room], partner.masks[0][:room]
-                item.extra["mismatched"] = make_item(f"{item.row_id}~{partner.row_id}", item.prompt, [ids], [mask], prompt_id=item.extra["prompt_id"])
+                prompt, [(ids, mask)], _ = cut(item.prompt, [(partner.responses[0], partner.masks[0])], self.config.max_length)
+                item.extra["mismatched"] = make_item(f"{item.row_id}~{partner.row_id}", prompt, [ids], [mask], prompt_id=item.extra["prompt_id"])
 
 
 def score_gap(row: dict) -> float | None:

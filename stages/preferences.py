@@ -9,14 +9,23 @@ split of their prompt; a validation split is cut from the training prompts where
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from stages.settings import ReadWhen, refuse_unread
 from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
 
 class Config(StageConfig):
+    READ_WHEN: ClassVar[ReadWhen] = (
+        (("select", "soft_labels", "max_pairs_per_prompt"), lambda c: c.kind == "pairs/1", "only pairs are selected; write kind=pairs/1"),
+        (("eta",), lambda c: c.kind == "pairs/1" and c.select == "gap", "only select=gap has a least probability; write select=gap"),
+        (("tau",), lambda c: c.kind == "pairs/1" and (c.select == "gap" or c.soft_labels), "no probability is made of rewards; write select=gap or soft_labels=true"),
+        (("rso_beta", "rso_accept", "rso_pairs"), lambda c: uses_rso(c), "no candidates are accepted by chance; write select=rso"),
+        (("max_pairs_per_prompt",), lambda c: c.select not in ("best_vs_worst", "best_vs_random"), "this select gives one pair of a prompt; write select=all, gap, rso or correct_vs_incorrect"),
+        (("threshold",), lambda c: c.kind == "unpaired/1", "only single responses get a label from it; write kind=unpaired/1"))
+
     kind: Literal["pairs/1", "rankings/1", "unpaired/1"] = Field("pairs/1", description="Rows wanted: pairs, one ranking per prompt (by reward), or labelled responses.")
     select: Literal["best_vs_worst", "best_vs_random", "gap", "rso", "correct_vs_incorrect", "all"] = Field(
         "best_vs_worst", description="pairs: which. best_vs_worst (da.online_dpo), best_vs_random (a random one of the lower ones: Zephyr, Tulu 3), gap (rs.rs_dpo), rso (rs.rso), correct_vs_incorrect (da.dpo_nll), all with different rewards.")
@@ -34,6 +43,7 @@ class Config(StageConfig):
 
     @model_validator(mode="after")
     def _possible(self):
+        refuse_unread(self, self.READ_WHEN)
         if self.soft_labels and self.select == "correct_vs_incorrect":
             raise ValueError("soft_labels are made of rewards, and select=correct_vs_incorrect goes by the verdicts; write soft_labels=false, or another select")
         if self.members != "all" and self.kind != "rankings/1":
@@ -67,6 +77,8 @@ def run(stage):
             group.append(row)
             everything.append(row["reward"])
     counts = {"prompts": len(groups), "candidates": len(everything), "unusable": unusable.total(), "rows": 0, "prompts_without": 0, "accepted": 0}
+    if uses_rso(config):
+        counts |= {"draws": 0, "passes": 0, "too_few": 0}
     gaps, taken, lengths = [], [], []
     writer = stage.writer("data", config.kind)
     splits = curation.generated_splits((row for rows in groups.values() for row in rows), config.validation_fraction)
@@ -86,17 +98,28 @@ def run(stage):
         why = ", ".join(f"{n} {reason}" for reason, n in unusable.most_common())
         advice = ["raise num_generations or temperature of the sampling", *(["its max_completion_length"] if unusable["truncated"] else []),
                   *([] if config.kind != "pairs/1" or config.select in ("best_vs_worst", "best_vs_random", "all") else ["or take select=best_vs_worst"]), *(["or a lower eta"] if config.kind == "pairs/1" and config.select == "gap" else [])]
-        lack = ("none is left" if not everything else "no two differ in reward" + f" as select={config.select} asks for" * (config.kind == "pairs/1"))
-        raise ValueError(f"No prompt gave a row of {config.kind}: of {len(groups)} prompts with {len(everything)} usable candidates ({why or 'none'} left aside) {lack}; {', '.join(advice)}.")
+        if counts.get("too_few"):
+            most = max(map(len, groups.values()))
+            advice = [*([f"write rso_accept={most} or less, which is how many a prompt has at most, or"] if most > 1 else []), "sample more (RSO: num_generations=64, rso_accept=8)"]
+        lack = ("none is left" if not everything else f"{counts['too_few']} prompts have fewer than rso_accept={config.rso_accept} of them" if counts.get("too_few")
+                else "no two differ in reward" + f" as select={config.select} asks for" * (config.kind == "pairs/1"))
+        raise ValueError(f"No prompt gave a row of {config.kind}: of {len(groups)} prompts with {len(everything)} usable candidates ({why or 'none'} left aside) {lack}; {(' ' if counts.get('too_few') else ', ').join(advice)}.")
     writer.close(counts)
     summary = {**counts, "rows_per_prompt": counts["rows"] / len(groups), "reward/mean": sum(everything) / len(everything)}
-    if config.select == "rso":
-        summary["acceptance_rate"] = counts["accepted"] / max(len(everything), 1)
+    if uses_rso(config):  # of the draws, so that a low rate says that rso_beta lets little but the best through
+        summary |= {"acceptance_rate": counts["accepted"] / max(counts["draws"], 1), "passes_per_prompt": counts["passes"] / max(counts["accepted"] // config.rso_accept, 1)}
+        if counts["too_few"]:
+            stage.warn("too_few_to_accept", f"{counts['too_few']} of {len(groups)} prompts have fewer than rso_accept={config.rso_accept} usable candidates and give no pair. Sample more "
+                       "(num_generations), or write a smaller rso_accept.")
     if gaps:
         summary |= {"reward_gap/mean": sum(gaps) / len(gaps), "reward/used": sum(taken) / len(taken), "length_difference/mean": sum(lengths) / len(lengths)}
         stage.report("gaps", png=histogram({"reward gap": gaps}, title="Reward gap of the pairs", xlabel="chosen - rejected"))
     stage.summary(summary)
     stage.report("summary", markdown=document("Preferences from candidates", facts(summary)))
+
+
+def uses_rso(config: Config) -> bool:
+    return config.kind == "pairs/1" and config.select == "rso"
 
 
 def pairs_of(stage, rows, counts) -> list[dict]:
@@ -134,10 +157,12 @@ def rso_pairs(stage, prompt_id: str, rewards, counts) -> list[tuple[int, int]]:
 
     config = stage.config
     if len(rewards) < config.rso_accept:
+        counts["too_few"] += 1
         return []
     rng = stage.rng("rso", prompt_id)
-    accepted, _ = selection.rso_select(rewards, config.rso_accept, config.rso_beta, iter(rng.random, None))
-    counts["accepted"] += len(accepted)
+    accepted, draws, passes = selection.rso_select(rewards, config.rso_accept, config.rso_beta, iter(rng.random, None))
+    for name, n in (("accepted", len(accepted)), ("draws", draws), ("passes", passes)):
+        counts[name] += n
     order = [accepted[i] for i in rng.permutation(len(accepted))]
     if config.rso_pairs == "tournament":
         played, _ = selection.tournament(len(order), lambda a, b: rewards[order[a]] >= rewards[order[b]])

@@ -13,12 +13,12 @@ ends with the same bytes.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from stages.rewards import REWARD_INPUTS, RewardComponent
-from stages.settings import PROMPT_TEMPLATE, ChatConfig, PromptTemplate, SamplingConfig
+from stages.settings import PROMPT_TEMPLATE, ChatConfig, PromptTemplate, ReadWhen, SamplingConfig, refuse_unread, refuse_unread_in
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 
@@ -27,6 +27,12 @@ OTHER_CONTEXTS = ("in_context", "mixture_coef", "rationalise")
 
 
 class Config(SamplingConfig, ChatConfig):
+    READ_WHEN: ClassVar[ReadWhen] = (
+        (("k",), lambda c: c.select in ("top_k_per_prompt", "top_k_overall", "random_k_overall"), "this select takes no number of rows; write select=top_k_per_prompt or top_k_overall"),
+        (("max_per_prompt",), lambda c: c.select in ("top_per_prompt", "top_k_overall", "threshold", "all_correct"),
+         "this select has no such cap; write k with select=top_k_per_prompt, or select=top_k_overall, threshold or all_correct"),
+        (("hint",), lambda c: c.rationalise > 0, "no prompt is asked again with a hint (rationalise=0); write rationalise=4"))
+
     num_generations: int = Field(16, ge=1, description="Completions per prompt, N (texts 10-30; ours 16).")
     min_generations: int | None = Field(None, ge=1, title="Min generations", description="Completions per prompt are drawn, prompt by prompt, between this and num_generations (InstructGPT "
                                         "ranks 4 to 9 answers); empty: num_generations of each.")
@@ -68,6 +74,7 @@ class Config(SamplingConfig, ChatConfig):
 
     @model_validator(mode="after")
     def _possible(self):
+        refuse_unread(self, self.READ_WHEN)
         if self.min_generations is not None and self.min_generations > self.num_generations:
             raise ValueError(f"min_generations={self.min_generations} is above num_generations={self.num_generations}; write the smaller number of completions there")
         if self.rescore_best is not None and not self.rescore:
@@ -89,6 +96,27 @@ class Config(SamplingConfig, ChatConfig):
             raise ValueError("in_context samples behind the demonstrations of a component of kind icdpo; add one (weight=0 if it should not count), or write "
                              "in_context=false")
         return self
+
+
+#: What is read while sampling, and what while scoring: not where the answers, or their rewards too, are those of the input `candidates`.
+SAMPLING = (*SamplingConfig.model_fields, "num_generations", "min_generations", "mixture_coef", "rationalise", "hint", "in_context", "system", "trait_of", "split", "max_prompts", "prompt_part",
+            "prompt_offset", "max_prompt_length")
+SCORING = ("prompt_template", "block")
+
+#: Settings that are read with some inputs only, as ``Config.READ_WHEN``: of the stage.
+READ_OF_INPUTS: ReadWhen = (
+    (SAMPLING, lambda s: not s.many("candidates"), "the answers of the input candidates are taken as they are; leave candidates out to sample"),
+    (SCORING, lambda s: not s.many("candidates") or s.config.rescore, "the rewards of the input candidates are taken as they are; write rescore=true"),
+    (("trait_of",), lambda s: s.has("traits"), "no prompt has a trait without the input traits; give it"),
+    (("threshold_mode",), lambda s: s.config.threshold is not None, "there is no threshold; write threshold=0.9"),
+    (("max_per_prompt",), lambda s: s.config.select != "top_per_prompt", "select=top_per_prompt keeps one; write select=threshold, all_correct or top_k_overall"))
+
+
+def selecting(config: Config, **update) -> Config:
+    """The settings, changed by ``update``, for answers that are there (the input `candidates`): what sampling and, without ``rescore``, scoring would read is as in a fresh configuration."""
+    changed = config.model_copy(update=update)
+    unread = (*SAMPLING, *(() if changed.rescore else SCORING))
+    return changed.model_copy(update={name: field.get_default(call_default_factory=True) for name in unread if (field := Config.model_fields[name])})
 
 
 SPEC = StageSpec(
@@ -117,6 +145,7 @@ def run(stage):
     from storage.datasets import open_dataset
 
     config = stage.config
+    refuse_unread_in(stage, READ_OF_INPUTS)
     if config.rescore and not stage.many("candidates"):
         raise ConfigError("rejection: rescore scores candidates of earlier runs; give them as candidates.LABEL=REF, or write rescore=false")
     if config.chat_template_given and stage.many("candidates") and not config.rescore:
@@ -130,6 +159,8 @@ def run(stage):
     else:
         generate(stage)
     rows = list(open_dataset(str(stage.workdir / "out" / "candidates")).iter_rows())
+    if stage.many("candidates") and not config.rescore:
+        warn_of_rewards(stage, rows)
     n_prompts = 1 + max((r["prompt_idx"] for r in rows), default=-1)
     width = 1 + max((r["completion_idx"] for r in rows), default=-1)
     matrix = np.full((n_prompts, width), np.nan)
@@ -147,6 +178,16 @@ def run(stage):
     if config.difficulty_band is not None:
         write_banded(stage, rows)
     report(stage, rows, matrix, correct, chosen, duplicates)
+
+
+def warn_of_rewards(stage, rows) -> None:
+    """Say so where other rewards are configured than those that the candidates came with, which are the ones that select."""
+    if "rewards" not in stage.config.model_fields_set or stage.config.rewards == Config.model_fields["rewards"].get_default(call_default_factory=True):
+        return
+    asked, stored = {c.name for c in stage.config.rewards}, {part["source"].split("/")[0] for row in rows for part in row["scores"] or ()}
+    if asked != stored:
+        stage.warn("rewards_not_read", f"rewards names {', '.join(sorted(asked))}, and the candidates are selected by the rewards that they came with ({', '.join(sorted(stored)) or 'without names'}). "
+                   "Write rescore=true to score them anew.")
 
 
 def joined(stage):
@@ -475,6 +516,11 @@ def select(matrix, correct, config, stage) -> list[int]:
     from stages import selection
 
     width = matrix.shape[1]
+    if config.select == "threshold" and config.threshold is None:
+        raise ValueError("select=threshold needs threshold; write for example threshold=0.5.")
+    floor = None if config.threshold is None else level(matrix, config)
+    if floor is not None and config.select.startswith("random"):  # drawn among those that may be kept, as many as a selector of the best would keep
+        matrix = np.where(matrix > floor, matrix, np.nan)
     if config.select in ("top_per_prompt", "top_k_per_prompt"):
         best = selection.top_k_per_prompt(matrix, config.k if config.select == "top_k_per_prompt" else 1)
         flat = [i * width + j for i, row in enumerate(best) for j in row]
@@ -483,17 +529,15 @@ def select(matrix, correct, config, stage) -> list[int]:
     elif config.select == "random_k_overall":
         flat = selection.random_k_overall(matrix, config.k, stage.rng("random_k_overall"))
     elif config.select == "threshold":
-        if config.threshold is None:
-            raise ValueError("select=threshold needs threshold; write for example threshold=0.5.")
-        flat = selection.threshold(matrix, level(matrix, config))
+        flat = selection.threshold(matrix, floor)
     elif config.select == "all_correct":
         flat = np.flatnonzero(correct & ~np.isnan(matrix))
     else:
         picks = selection.random_per_prompt(matrix, stage.rng("random_per_prompt"))
         flat = [i * width + j for i, j in enumerate(picks) if j is not None]
     flat = sorted(int(i) for i in flat)
-    if config.threshold is not None and config.select != "threshold":
-        flat = [i for i in flat if matrix.flat[i] > level(matrix, config)]
+    if floor is not None and config.select != "threshold":
+        flat = [i for i in flat if matrix.flat[i] > floor]
     if config.max_per_prompt is not None and config.select in ("threshold", "all_correct"):
         flat = [i for at, i in enumerate(flat) if at < config.max_per_prompt or flat[at - config.max_per_prompt] // width != i // width]
     return flat

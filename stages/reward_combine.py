@@ -12,14 +12,21 @@ any reward model, and so is each member.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from stages.settings import ReadWhen, refuse_unread
 from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
 
 class Config(StageConfig):
+    READ_WHEN: ClassVar[ReadWhen] = (
+        (("weights",), lambda c: c.combine == "weighted", "only combine=weighted weighs members; write combine=weighted"),
+        (("uncertainty_coef",), lambda c: c.combine == "uwo", "only combine=uwo subtracts the members' variance; write combine=uwo"),
+        (("helpful", "safety", "safety_threshold"), lambda c: c.combine == "safety_gate", "only combine=safety_gate has a helpfulness and a safety model; write combine=safety_gate"),
+        (("beta", "max_length"), lambda c: c.combine == "implicit", "only combine=implicit reads a policy's log-probs; write combine=implicit"))
+
     combine: Literal["mean", "min", "uwo", "weighted", "safety_gate", "implicit"] = Field("mean", description="How the members become one score.")
     uncertainty_coef: float = Field(0.1, ge=0, description="uwo: lambda of mean - lambda * variance (no default in texts, ours 0.1; Coste et al. 2023).")
     weights: dict[str, float] = Field(default_factory=dict, description="weighted: {member label: weight}, sum 1.")
@@ -35,6 +42,7 @@ class Config(StageConfig):
 
     @model_validator(mode="after")
     def _possible(self):
+        refuse_unread(self, self.READ_WHEN)
         if self.combine == "weighted" and abs(sum(self.weights.values()) - 1) > 1e-6:
             raise ValueError("weights must have sum 1; write one per member label, for example weights={helpful: 0.7, safe: 0.3}")
         return self
@@ -53,13 +61,17 @@ def members_of(stage) -> dict[str, str]:
     """{folder name: path} of what the configured combination needs.
 
     Raises:
-        ConfigError: something is missing; the text says which input to give.
+        ConfigError: something is missing, or given although nothing reads it; the text says which input to give.
     """
     from stages.spec import ConfigError
 
     config = stage.config
     if config.combine == "implicit":
+        if stage.many("members"):
+            raise ConfigError("reward_combine: combine=implicit reads the inputs policy and reference and no members; leave members out, or write combine=mean")
         return {"policy": stage.path("policy"), "reference": stage.path("reference")}
+    if unread := [name for name in ("policy", "reference") if stage.has(name)]:
+        raise ConfigError(f"reward_combine: combine={config.combine} does not read the input {' and '.join(unread)}; write combine=implicit, or leave {'it' if len(unread) == 1 else 'them'} out")
     given = {label or "0": entry.path for label, entry in stage.many("members").items()}
     needed = {"weighted": list(config.weights), "safety_gate": [config.helpful, config.safety]}.get(config.combine, [])
     missing = [label for label in needed if label not in given]
@@ -98,7 +110,7 @@ def run(stage):
         found = held_out(stage, scorer, stage.dataset("pairs"), config.split, config.limit, config.probe_pairs)
         summary |= found
         if found:
-            warn_about(stage, found)
+            warn_about(stage, found, objective=card.objective)
         if not implicit:
             for name, member in scorer.members.items():
                 alone = held_out(stage, member, stage.dataset("pairs"), config.split, config.limit)

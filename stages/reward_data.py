@@ -157,17 +157,22 @@ def ranking_items(row, reader, config, dropped) -> list[Item]:
         raise Drop("single_response")
     ranks = [ranks[i] for i in order]
     completions = [row["completions"][i] for i in order]
-    listwise = config.objective == "plackett_luce"
-    if listwise and len(set(ranks)) < len(ranks):
+    listwise, top = config.objective == "plackett_luce", config.top_ranks or len(ranks)  # the order below the top is not known, so neither are ties there
+    winners = ranks
+    if listwise and any(a == b for a, b in zip(ranks[:top], ranks[1:])):
         if config.tie_policy == "error":
             raise ValueError(f"Row {row['row_id']} ranks responses equally, which Plackett-Luce cannot represent. Set tie_policy=drop_item "
                              "(keep the first of equals) or use_pairs, or objective=kwise_pairs.")
         if config.tie_policy == "drop_item":
-            keep = [i for i in range(len(ranks)) if i == 0 or ranks[i] != ranks[i - 1]]
+            keep = []
+            for i, rank in enumerate(ranks):
+                if len(keep) > top or not keep or rank != ranks[keep[-1]]:
+                    keep.append(i)
             ranks, completions = [ranks[i] for i in keep], [completions[i] for i in keep]
+            winners = ranks
         else:
-            listwise = False
-    pairs = [(i, j) for i in range(len(ranks)) for j in range(i + 1, len(ranks)) if ranks[i] < ranks[j]]
+            listwise, winners = False, [rank for rank in ranks if rank <= ranks[min(top, len(ranks)) - 1]]
+    pairs = [(i, j) for i in range(len(winners)) for j in range(i + 1, len(ranks)) if ranks[i] < ranks[j]]
     if not pairs:
         raise Drop("all_tied" if len(ranks) > 1 else "single_response")
     weight, per_prompt = row_weight(row), config.objective == "plackett_luce" or config.pair_weighting == "per_prompt"
@@ -198,12 +203,33 @@ def balanced(items: list[Item], dropped: Counter) -> list[Item]:
     return [item for index, item in enumerate(items) if index in keep]
 
 
+def attribute_scores(row: dict, attributes: list[str]) -> list[float]:
+    """A rated answer's score by each attribute, NaN where it has none; ``overall`` is the score itself."""
+    given = {a["aspect"]: float(a["score"]) for a in row.get("aspects") or []} | {"overall": float(row["score"])}
+    return [given.get(name, np.nan) for name in attributes]
+
+
+def check_attributes(attributes: list[str], dataset, split: str) -> None:
+    """Refuse attributes that no row of the split has: their mean would be that of nothing, and every score with it.
+
+    Raises:
+        ConfigError: names them and the aspects there are.
+    """
+    from stages.spec import ConfigError
+
+    there = {"overall"}
+    if attributes and dataset.kind == "ratings/1":
+        there |= {a["aspect"] for row in dataset.iter_rows(columns=["aspects"], split=split) for a in row["aspects"] or ()}
+    if lost := [name for name in attributes if name not in there]:
+        raise ConfigError(f"attributes={lost}: no row of split {split} is rated by {'it' if len(lost) == 1 else 'them'}; the aspects of the data are {', '.join(sorted(there))} "
+                          "(overall: the score), so write some of these, or leave attributes out")
+
+
 def rating_items(row, reader, config, dropped) -> list[Item]:
     """One item per rated completion; ``targets`` and ``present`` per attribute (the overall score without ``attributes``)."""
     values = [float(row["score"])]
     if config.attributes:
-        given = {a["aspect"]: float(a["score"]) for a in row.get("aspects") or []} | {"overall": float(row["score"])}
-        values = [given.get(name, np.nan) for name in config.attributes]
+        values = attribute_scores(row, config.attributes)
         if np.isnan(values).all():
             raise Drop("no_attribute")
     weight = row_weight(row)
@@ -212,16 +238,21 @@ def rating_items(row, reader, config, dropped) -> list[Item]:
                   targets=values, raw=values[0] if len(values) == 1 else float(row["score"]), annotator=annotator, difficulty=0.0)]
 
 
-def standardise(items: list[Item], scale: tuple[list[float], list[float]] | None, centre_annotators: bool) -> tuple[list[float], list[float]]:
+def annotator_shifts(items: list[Item]) -> dict[str, np.ndarray]:
+    """What moves each annotator's mean rating to the overall one, per attribute: people use scales differently (``rm.regression``, centre_annotators)."""
+    values = np.array([i.extra["targets"] for i in items], float)
+    overall, names = np.nanmean(values, axis=0), np.array([str(i.extra["annotator"]) for i in items])
+    return {str(name): overall - np.nanmean(values[names == name], axis=0) for name in np.unique(names)}
+
+
+def standardise(items: list[Item], scale: tuple[list[float], list[float]] | None, shifts: dict[str, np.ndarray] | None = None) -> tuple[list[float], list[float]]:
     """Targets become z-scores in place; returns (mean, std), ddof 0, of the training targets, or applies the given ones.
 
-    ``centre_annotators`` first moves every annotator's mean rating to the overall one: people use scales differently (``rm.regression``).
+    ``shifts``: added first, by annotator (:func:`annotator_shifts` of the training rows); nothing is known of others.
     """
     values = np.array([i.extra["targets"] for i in items], float)
-    if scale is None and centre_annotators:
-        overall, names = np.nanmean(values, axis=0), np.array([str(i.extra["annotator"]) for i in items])
-        for name in np.unique(names):
-            values[names == name] += overall - np.nanmean(values[names == name], axis=0)
+    for row, item in zip(values, items) if shifts else ():
+        row += np.nan_to_num(shifts.get(str(item.extra["annotator"]), 0.0))
     if scale is None:
         std = np.nanstd(values, axis=0)
         scale = np.nanmean(values, axis=0).tolist(), np.where(std > 0, std, 1.0).tolist()
@@ -286,30 +317,45 @@ def class_target(label: int, classes: int) -> list[float]:
 
 # -- two responses in one context, and label words ------------------------------------------------------------------------------
 
-def comparison_ids(reader, prompt, a, b) -> list[int]:
-    """Ids of one request that shows both responses; over-long parts are cut (responses at their end, the context at its beginning)."""
+def comparison_ids(reader, prompt, a, b) -> tuple[list[int], bool]:
+    """(ids of one request that shows both responses, whether it was cut): over-long parts are (responses at their end, the context at its beginning)."""
     from stages.reward_heads import transcript
 
     return fill(reader, COMPARE, context=transcript(prompt), a=transcript(a), b=transcript(b))
 
 
-def fill(reader, template: str, *, context: str, **responses: str) -> list[int]:
-    """Ids of a filled template within the reader's room."""
+def fill(reader, template: str, *, context: str, **responses: str) -> tuple[list[int], bool]:
+    """(ids of a filled template within the reader's room, whether parts of it were cut for that)."""
     ids = reader.instruction(template.format(context=context, **responses))
     if len(ids) <= reader.room:
-        return ids
+        return ids, False
     frame = len(reader.instruction(template.format(context="", **{k: "" for k in responses})))
     free = max(8, reader.room - frame - 8)
     share = max(4, free // (len(responses) + 1))
     decode = lambda part: reader.tokenizer.decode(part, skip_special_tokens=True)
     cut_down = {k: decode(reader.plain(v)[:share]) for k, v in responses.items()}
     left = max(1, free - sum(len(reader.plain(v)) for v in cut_down.values()))
-    return reader.instruction(template.format(context=decode(reader.plain(context)[-left:]), **cut_down))[-reader.room:]
+    return reader.instruction(template.format(context=decode(reader.plain(context)[-left:]), **cut_down))[-reader.room:], True
 
 
-def comparison_item(reader, row: dict, prompt, a, b, **extra) -> Item:
+def told_apart(requests: list[tuple[list[int], bool]], dropped: Counter) -> list[list[int]]:
+    """The ids of the two requests that a pair becomes; a cut one is counted.
+
+    Raises:
+        Drop: both are the same, so that one label contradicts the other.
+    """
+    ids, was_cut = [i for i, _ in requests], any(c for _, c in requests)
+    if same := identical(ids, was_cut):
+        raise Drop(same)
+    if was_cut:
+        dropped["truncated"] += 1
+    return ids
+
+
+def comparison_item(reader, row: dict, prompt, a, b, dropped: Counter, **extra) -> Item:
     """Both presentation orders of two responses, as the two rows of one item (``rm.pairwise``)."""
-    rows = [reader.wrap([], ids, [1] * len(ids)) for ids in (comparison_ids(reader, prompt, a, b), comparison_ids(reader, prompt, b, a))]
+    orders = told_apart([comparison_ids(reader, prompt, a, b), comparison_ids(reader, prompt, b, a)], dropped)
+    rows = [reader.wrap([], ids, [1] * len(ids)) for ids in orders]
     return make_item(row["row_id"], [], [r for _, r, _, _ in rows], [m for _, _, m, _ in rows], first=tuple(n for *_, n in rows),
                      lengths=tuple(len(reader.plain((m[-1].get("content") or ""))) for m in (a, b)), ended=(True, True), difficulty=0.0,
                      **_labels(row), **extra)
@@ -321,7 +367,7 @@ def comparison_items(row, reader, config, dropped) -> list[Item]:
         raise Drop("identical")
     if is_tie(row) and not config.use_soft_labels:
         raise Drop("tie")
-    return [comparison_item(reader, row, with_facts(row, row["prompt"], config.facts), row["chosen"], row["rejected"],
+    return [comparison_item(reader, row, with_facts(row, row["prompt"], config.facts), row["chosen"], row["rejected"], dropped,
                             counts={"weight": row_weight(row), "pairs": 1.0}, label_prob=1.0 if probability is None else float(probability))]
 
 
@@ -339,8 +385,8 @@ def point_label_items(row, reader, config, dropped) -> list[Item]:
 
     prompt = transcript(with_facts(row, row["prompt"], config.facts))
     words = config.label_words or ["Good", "Bad"]
-    return [label_item(reader, row, fill(reader, JUDGE_ONE, context=prompt, a=transcript(row[side])), word)
-            for side, word in zip(("chosen", "rejected"), words)]
+    requests = told_apart([fill(reader, JUDGE_ONE, context=prompt, a=transcript(row[side])) for side in ("chosen", "rejected")], dropped)
+    return [label_item(reader, row, ids, word) for ids, word in zip(requests, words)]
 
 
 def pair_label_items(row, reader, config, dropped) -> list[Item]:
@@ -348,5 +394,5 @@ def pair_label_items(row, reader, config, dropped) -> list[Item]:
     if is_tie(row):
         raise Drop("tie")
     prompt, words = with_facts(row, row["prompt"], config.facts), config.label_words or ["A", "B"]
-    return [label_item(reader, row, comparison_ids(reader, prompt, row["chosen"], row["rejected"]), words[0]),
-            label_item(reader, row, comparison_ids(reader, prompt, row["rejected"], row["chosen"]), words[1])]
+    requests = told_apart([comparison_ids(reader, prompt, row["chosen"], row["rejected"]), comparison_ids(reader, prompt, row["rejected"], row["chosen"])], dropped)
+    return [label_item(reader, row, ids, word) for ids, word in zip(requests, words)]

@@ -12,7 +12,8 @@ import numpy as np
 
 from stages import statistics
 from stages.pairs import is_tie
-from stages.reward_data import transition
+from stages.reward_data import attribute_scores, transition
+from stages.reward_objectives import READ_BY
 from stages.reward_scorers import Response, Scorer
 
 
@@ -104,8 +105,13 @@ def judge_pairs(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
     correct = (margin > 0).astype(float)
     found = interval(stage, correct, prompts, "accuracy", split)
     plain = statistics.pairwise_accuracy(margin, np.zeros_like(margin))
-    confidence = statistics.preference_confidence(margin, np.zeros_like(margin))
-    found |= {"pairs": float(len(rows)), "tie_rate": plain["ties"], "half_credit_accuracy": plain["half_credit"], "log_loss": plain["log_loss"],
+    odds = margin
+    if getattr(getattr(scorer, "card", None), "objective", "") == "t2t_point":  # scores are P(good): of two answers, one of them good, this is the logit of its being the first
+        p = np.clip(scores[keep] - scorer.bias, 1e-12, 1 - 1e-12)
+        odds = -np.diff(np.log(p / (1 - p)), axis=1)[:, 0]
+    confidence = statistics.preference_confidence(odds, np.zeros_like(odds))
+    found |= {"pairs": float(len(rows)), "tie_rate": plain["ties"], "half_credit_accuracy": plain["half_credit"],
+              "log_loss": plain["log_loss"] if odds is margin else float(np.logaddexp(0.0, -odds).mean()),
               "mean_margin": plain["mean_margin"], "ece": statistics.ece(*confidence)}
     longer = (lengths[:, 0] > lengths[:, 1]) + 0.5 * (lengths[:, 0] == lengths[:, 1])
     found |= {"chosen_longer_share": float(longer.mean()), "mean_length_difference": float((lengths[:, 0] - lengths[:, 1]).mean()),
@@ -203,23 +209,33 @@ def judge_rankings(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float
             "rankings": float(len(accuracy)), "log_loss": float(np.logaddexp(0.0, -np.array(margins)).mean()), "ece": statistics.ece(margins)}
 
 
+def rating_of(row: dict, scorer) -> float:
+    """What a model of ratings predicts of a row: its score, or the weighted sum of the attributes that it was trained on, NaN where the row lacks one of them."""
+    options = getattr(getattr(scorer, "card", None), "options", {})
+    if not options.get("attributes"):
+        return float(row["score"])
+    return sum(w * v for w, v in zip(options["weights"], attribute_scores(row, options["attributes"])) if w)
+
+
 def judge_ratings(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
     """Error and correlation against the ratings, and pairwise accuracy between differently rated answers of one prompt."""
     from stages.evaluation.reward_model import spearman
     from stages.reports import scatter
 
     scores = np.array(scorer.score([Response(r["prompt"], r["completion"], row=r) for r in rows]), float) - scorer.bias
-    keep = ~np.isnan(scores)
-    rows, scores = [r for r, k in zip(rows, keep) if k], scores[keep]
-    ratings = np.array([r["score"] for r in rows], float)
+    targets = np.array([rating_of(r, scorer) for r in rows], float)
+    keep = ~np.isnan(scores) & ~np.isnan(targets)
+    if not keep.any():
+        return {}
+    rows, scores, ratings = [r for r, k in zip(rows, keep) if k], scores[keep], targets[keep]
     found = {"mse": float(((scores - ratings) ** 2).mean()), "mae": float(np.abs(scores - ratings).mean()), "rows": float(len(rows)),
              "baseline_mse": float(ratings.var()), "pearson": statistics.pearson(scores, ratings), "spearman": spearman(scores, ratings)}
     groups: dict[str, list[int]] = {}
     for i, row in enumerate(rows):
         groups.setdefault(row.get("prompt_id") or row["row_id"], []).append(i)
-    right = [float(scores[i] > scores[j]) for members in groups.values() for i in members for j in members if ratings[i] > ratings[j]]
-    if right:
-        found |= interval(stage, right, None, "accuracy", split)
+    compared = [(prompt, float(scores[i] > scores[j])) for prompt, members in groups.items() for i in members for j in members if ratings[i] > ratings[j]]
+    if compared:
+        found |= interval(stage, [right for _, right in compared], [prompt for prompt, _ in compared], "accuracy", split)
     stage.report(f"ratings-{split}", png=scatter(ratings.tolist(), scores.tolist(), title="Predicted against given ratings", xlabel="rating", ylabel="score"))
     return {k: v for k, v in found.items() if not math.isnan(v)}
 
@@ -293,8 +309,8 @@ def _histogram(groups, title, xlabel):
     return histogram(groups, title=title, xlabel=xlabel)
 
 
-def warn_about(stage, found: dict[str, float], train_accuracy: float | None = None) -> None:
-    """Named warnings from held-out metrics; each says what to do. Of fewer than :data:`FEW` rows only that they are few."""
+def warn_about(stage, found: dict[str, float], train_accuracy: float | None = None, objective: str = "bt") -> None:
+    """Named warnings from held-out metrics; each says what to do, with settings that the objective reads. Of fewer than :data:`FEW` rows only that they are few."""
     if (n := count_of(found)) < FEW:
         stage.warn("few_held_out_rows", f"Only {n} held-out rows judge this reward model, too few for its accuracy, calibration or dependence on length to mean anything. Hold out more "
                    "(validation_fraction of the step that made the data), or evaluate it on other pairs (posttrain stage evaluate).")
@@ -323,12 +339,13 @@ def warn_about(stage, found: dict[str, float], train_accuracy: float | None = No
                    f"held-out pairs, the model in {accuracy:.3f}; look at length_matched_accuracy.")
     if found.get("ece", 0.0) > 0.15:
         stage.warn("reward_model_miscalibrated", f"Expected calibration error is {found['ece']:.3f}: its probabilities are not to be taken literally. Train for "
-                   "fewer steps, or use label_smoothing or soft labels.")
+                   "fewer steps" + (", or use label_smoothing or soft labels." if objective in READ_BY["label_smoothing"] else ", or on more rows."))
     fooled = {name: share for name, share in found.items() if name.startswith("probe/") and share > 0.5 and name != "probe/padded"}
     if fooled:
         worst = max(fooled, key=fooled.get)
         stage.warn("reward_model_fooled", f"The probe {worst.removeprefix('probe/')} scores at least as high as the chosen answer in {fooled[worst]:.0%} of "
-                   "cases. Train it with spoiled_fraction=0.1 (pairs), or add such answers as rejected ones, before optimising against this model.")
+                   "cases. " + ("Train it with spoiled_fraction=0.1 (pairs), or add" if objective in READ_BY["spoiled_fraction"] else "Add")
+                   + " such answers as rejected ones, before optimising against this model.")
     if found.get("chosen_from_stronger_model", 0.0) > 0.9:
         stage.warn("labels_name_the_model", f"In {found['chosen_from_stronger_model']:.0%} of the pairs the chosen answer comes from the stronger model: the reward "
                    "model can learn who wrote it. Mix answers of equal models.")

@@ -14,17 +14,24 @@ the same scorer that rejection sampling, RL and evaluation use.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from stages.memory import Role
-from stages.reward_objectives import KINDS, refuse_unread
-from stages.settings import ChatConfig, OptimizerConfig
+from stages.reward_objectives import COMPARING, KINDS, refuse_unread
+from stages.settings import ChatConfig, OptimizerConfig, ReadWhen, refuse_unread_in
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 
 class Config(OptimizerConfig, ChatConfig):
+    READ_WHEN: ClassVar[ReadWhen] = (
+        *OptimizerConfig.READ_WHEN,
+        (("last_layers",), lambda c: c.train_layers == "head_and_last", "the trained layers are not counted from the last; write train_layers=head_and_last"),
+        (("curriculum_stages",), lambda c: c.curriculum not in ("none", "stage_index"), "there is no curriculum that is cut into stages; write for example curriculum=margin"),
+        (("outcome_token",), lambda c: c.outcome_head == "gain_bias" or c.objective not in ("auto", "orm"), "a linear head reads no token's logit; write outcome_head=gain_bias"),
+        (("neutral_as",), lambda c: c.step_classes == 3 or c.objective not in ("auto", "prm"), "with two classes a neutral step is a right one; write step_classes=3"))
+
     objective: Literal["auto", "bt", "margin", "soft_label", "kwise_pairs", "plackett_luce", "pointwise_bce", "regression", "orm", "value", "prm",
                        "pairwise", "t2t_point", "t2t_pair"] = Field(
         "auto", description="What is learned; auto: bt from pairs, kwise_pairs from rankings, regression from ratings, pointwise_bce from labels, "
@@ -105,6 +112,26 @@ class Config(OptimizerConfig, ChatConfig):
         return self
 
 
+#: Settings that are read with some inputs only, as ``OptimizerConfig.READ_WHEN``: of the stage.
+READ_OF_INPUTS: ReadWhen = (
+    (("replay_fraction",), lambda s: bool(s.many("replay")), "there are no earlier rows to train on again; give the input replay"),
+    (("drift_alarm",), lambda s: s.has("previous"), "no earlier reward model is measured; give the input previous"))
+
+
+def reading(config: Config, *, replay, previous) -> Config:
+    """The settings of a step of a recipe that has these inputs or has not (None, {}): what only another step of its rounds reads is as in a fresh configuration."""
+    given = {"replay_fraction": bool(replay), "drift_alarm": previous is not None}
+    return config.model_copy(update={name: Config.model_fields[name].default for name, so in given.items() if not so})
+
+
+def kept_head(config: Config) -> Config:
+    """The settings for going on from a reward model: its head is kept. Label words have none of their own, and the language model's is always kept."""
+    return config if config.objective.startswith("t2t") else config.model_copy(update={"init_head": "keep"})
+
+
+#: Answers of the anchor that are scored where eval_rows=0 keeps no held-out rows: the zero point needs them all the same.
+ANCHOR_ROWS = 2000
+
 SPEC = StageSpec(
     name="reward_model", config=Config, gpu=True, parallel=True, roles=lambda config, given: [Role("reward model", "model", trained=True, sharded=True, headless=True)],
     inputs={"model": InputSpec("model", doc="Backbone: the SFT model (default choice), a base model, a smaller one, an encoder, or a reward model to go on from."),
@@ -157,17 +184,21 @@ class Setup:
             self.objective.read = add_gain_bias(self.model, self.lm_head, self.token)
         freeze_layers(self.model, config, self.row.reads)
         self.model = with_adapter(stage, self.model, config, self.row.reads)
-        self.scale = None
+        self.scale, self.shifts = None, None
 
     def items(self, dataset, split: str, dropped, limit=None, training: bool = False):
         """Items of one split; training rows also set the rating scale and are balanced."""
-        from stages.reward_data import balanced, encode, standardise
+        from stages.reward_data import annotator_shifts, balanced, check_attributes, encode, standardise
 
+        if self.row.name == "regression" and training:
+            check_attributes(self.config.attributes, dataset, split)
         items = encode(self.row, dataset, split, self.reader, self.config, dropped, limit)
         if self.row.name == "orm" and training and self.config.balance:
             items = balanced(items, dropped)
         if self.row.name == "regression" and items:
-            scale = standardise(items, None if training else self.scale, self.config.centre_annotators)
+            if training and self.config.centre_annotators:
+                self.shifts = annotator_shifts(items)
+            scale = standardise(items, None if training else self.scale, self.shifts)
             self.scale = self.scale or scale
         return items
 
@@ -282,9 +313,11 @@ def run(stage):
     from stages.training import Trainer, fit
 
     config, data = stage.config, stage.dataset("data")
+    refuse_unread_in(stage, READ_OF_INPUTS)
     if stage.has("anchor") and config.anchor in ("none", "chosen"):
         raise ConfigError(f"reward_model: anchor={config.anchor} does not read the input `anchor`; leave it out, or write anchor=auto")
     setup = Setup(stage, data)
+    check_anchor(stage, setup.row, data.kind)
     setup.separator = step_separator(data, config)
     if setup.pooling == "mean" and setup.row.reads == "response":
         plain, other = ("[CLS]", "cls") if setup.model.reads_both_ways else ("the last token", "last")
@@ -294,6 +327,8 @@ def run(stage):
     train = setup.items(data, config.split, dropped, training=True)
     if setup.config.use_margin and not any(item.extra.get("margin") for item in train):
         stage.warn("no_margins", "No pair has a margin, so objective=margin is bt. Ingest with margin_mode=llama2_small (strength labels) or score_diff (scores), or write objective=bt.")
+    if train and config.curriculum == "stage_index" and not any(item.extra.get("stage_index") is not None for item in train):
+        raise ConfigError("reward_model: curriculum=stage_index takes the stages that the column stage_index says, and no pair has one; give the output of stage curriculum, or write curriculum=margin")
     worse, replayed = spoiled(stage, setup, data, len(train), dropped), replay(stage, setup, len(train))
     train += worse + replayed
     validation = setup.items(data, "validation", Counter(), config.eval_rows)
@@ -316,11 +351,11 @@ def run(stage):
     if stage.many("replay"):
         summary["replayed"] = len(replayed)
     judged = {}
-    for split in ("validation", "test"):
-        found = held_out(stage, setup.scorer(stage, card), data, split, limit=config.eval_rows, probe_pairs=config.probe_pairs if split == "test" else 0)
+    for split in ("test", "validation"):  # probes are of the split that judges the model
+        found = held_out(stage, setup.scorer(stage, card), data, split, limit=config.eval_rows, probe_pairs=0 if judged else config.probe_pairs)
         if found:
             judged[split] = found
-            summary |= {f"{split}/{k}": v for k, v in found.items()}
+    summary |= {f"{split}/{k}": v for split in ("validation", "test") for k, v in judged.get(split, {}).items()}
     best = judged.get("test") or judged.get("validation") or {}
     earlier = held_out_of_all(stage, setup.scorer(stage, card), earlier_rows(stage), "earlier", config.eval_rows) if stage.many("replay") else {}
     summary |= {f"earlier/{k}": v for k, v in earlier.items()}
@@ -333,7 +368,7 @@ def run(stage):
         summary |= drift(stage, data, best)
     stage.summary(summary)
     if judged or earlier:
-        warn_about(stage, earlier if count_of(best) < FEW <= count_of(earlier) else best, final.get("accuracy"))
+        warn_about(stage, earlier if count_of(best) < FEW <= count_of(earlier) else best, final.get("accuracy"), setup.row.name)
     training_report(stage, f"Reward model ({setup.row.name})", summary)
 
 
@@ -413,6 +448,23 @@ def step_separator(data, config) -> str | None:
     return config.step_separator or first.get("separator") or "\n\n"
 
 
+def check_anchor(stage, row, kind: str) -> None:
+    """Refuse, before anything is trained, an anchor that cannot be had at the end.
+
+    Raises:
+        ConfigError: the data prefer no answer, the input `anchor` is missing, or the model only compares.
+    """
+    anchor = stage.config.anchor
+    if row.name in COMPARING and (stage.has("anchor") or anchor not in ("auto", "none")):
+        raise ConfigError(f"reward_model: objective={row.name} compares answers, so its scores have no zero point that an anchor could set; leave "
+                          + ("the input `anchor`" if stage.has("anchor") else f"anchor={anchor}") + " out")
+    if anchor == "chosen" and kind not in ("pairs/1", "rankings/1", "unpaired/1"):
+        raise ConfigError(f"reward_model: anchor=chosen takes the preferred answers of the data, and {kind} has none; write anchor=none, or give answers as the input `anchor` (demonstrations, or "
+                          "candidates of the rejection stage)")
+    if anchor in ("demonstrations", "generations") and not stage.has("anchor"):
+        raise ConfigError(f"reward_model: anchor={anchor} needs the input `anchor` (demonstrations, or candidates of the rejection stage); give it with --input anchor=FILE, or set anchor=chosen")
+
+
 def calibration_bias(stage, scorer, data, setup) -> tuple[float, str | None]:
     """``b = -mean`` of the anchor's raw scores, so that 0 is an average expert answer (``rm.calibrate``)."""
     from stages.estimators import calibration_bias as bias_of
@@ -423,11 +475,8 @@ def calibration_bias(stage, scorer, data, setup) -> tuple[float, str | None]:
     anchor = config.anchor if config.anchor != "auto" else given or setup.row.anchor
     if anchor == "none" or scorer.relative:
         return 0.0, None
-    if anchor != "chosen" and not stage.has("anchor"):
-        raise ValueError(f"anchor={anchor} needs the input `anchor` (demonstrations, or candidates of the rejection stage); give it with "
-                         "--input anchor=FILE, or set anchor=chosen.")
     source, split = (data, config.split) if anchor == "chosen" else (stage.dataset("anchor"), None)
-    scores = [s for s in scorer.score(anchor_responses(source, split, max(1, config.eval_rows))) if s == s]
+    scores = [s for s in scorer.score(anchor_responses(source, split, config.eval_rows or ANCHOR_ROWS)) if s == s]
     if not scores:
         raise ValueError(f"anchor={anchor}: no answer of the anchor can be scored; give data with chosen answers, or set anchor=none.")
     return float(bias_of(scores)), anchor

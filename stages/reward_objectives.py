@@ -65,6 +65,8 @@ NATURAL = {"pairs/1": "bt", "rankings/1": "kwise_pairs", "ratings/1": "regressio
            "trajectories/1": "regression"}
 KINDS = tuple(NATURAL)
 _BT = ("bt", "margin", "soft_label")
+#: Objectives of models that compare answers: their scores have no zero point.
+COMPARING = ("pairwise", "t2t_pair")
 #: Settings that some objectives read and the others would ignore.
 READ_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("use_margin", "center_rewards_coefficient", "curriculum", "spoiled_fraction", "spoiled_by"), _BT), **dict.fromkeys(("use_soft_labels", "label_smoothing"), (*_BT, "pairwise")),
@@ -72,7 +74,8 @@ READ_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("attributes", "attribute_weights", "regression_loss", "centre_annotators"), ("regression",)),
     **dict.fromkeys(("balance", "outcome_head", "outcome_token"), ("orm",)), "aggregation": ("orm", "prm"),
     **dict.fromkeys(("step_classes", "step_separator", "after_first_error", "hard_labels", "neutral_as"), ("prm",)),
-    "label_words": ("t2t_point", "t2t_pair"), "normalise_over_labels": ("t2t_point",)}
+    "label_words": ("t2t_point", "t2t_pair"), "normalise_over_labels": ("t2t_point",),
+    **dict.fromkeys(("init_head", "pooling"), tuple(row.name for row in _ROWS if row.reads != "labels"))}  # label words are read by the language model's own head
 
 
 def refuse_unread(name: str, config) -> None:

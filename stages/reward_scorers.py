@@ -211,8 +211,9 @@ def aggregate_steps(p, how: str = "prod") -> float:
 
 class ComparingScorer(Scorer):
     """A model that says which of two responses is better. As a scalar, by ``ranking``: mean win probability against the other
-    responses of the same prompt (``round_robin``, ``rs.rank``), or how far it came in a knock-out of m - 1 comparisons
-    (``tournament``, ``rm.t2t_pair``; the champion gets 1). A response without a rival gets 0.5."""
+    responses of the same prompt (``round_robin``, ``rs.rank``), how far it came in a knock-out of m - 1 comparisons
+    (``tournament``, ``rm.t2t_pair``; the champion gets 1), or logit P(y > y_b) with y_b one of the responses, drawn by their text
+    (``baseline``, the reward of ``rs.rso``; y_b gets 0). A response without a rival gets 0.5, or the logit 0."""
 
     relative = True
     ranking = "round_robin"
@@ -231,8 +232,15 @@ class ComparingScorer(Scorer):
     def score(self, responses):
         from stages.selection import round_robin
 
-        scores = [0.5] * len(responses)
+        scores = [0.0 if self.ranking == "baseline" else 0.5] * len(responses)
         for members in same_prompt(responses):
+            if self.ranking == "baseline":
+                drawn = members[drawn_by_text([responses[i] for i in members])]
+                others = [i for i in members if i != drawn]
+                p = np.clip(self.preferences([(responses[i], responses[drawn]) for i in others]) if others else [], 1e-12, 1 - 1e-12)
+                for i, value in zip(others, np.log(p / (1 - p))):
+                    scores[i] = float(value)
+                continue
             if self.ranking == "tournament" and len(members) > 1:
                 games, champion = self.best([responses[i] for i in members])
                 depth = [0] * len(members)
@@ -257,6 +265,13 @@ class ComparingScorer(Scorer):
         return tournament(len(responses), lambda i, j: self.preferences([(responses[i], responses[j])])[0] >= 0.5)
 
 
+def drawn_by_text(responses: Sequence[Response]) -> int:
+    """Place of one of the responses, as good as drawn: by a digest of all their texts, so that the same responses give the same one in every run."""
+    import hashlib
+
+    return int.from_bytes(hashlib.sha256("\0".join(r.text for r in responses).encode("utf-8", "surrogatepass")).digest()[:8], "big") % len(responses)
+
+
 def same_prompt(responses: Sequence[Response]) -> list[list[int]]:
     """Indices of the responses of each ``group``, or of each prompt where they have none, in order of first appearance."""
     import json
@@ -274,7 +289,7 @@ class PairwiseScorer(ComparingScorer):
         from stages.reward_data import comparison_ids
 
         rows = [self.reader.wrap([], ids, [1] * len(ids)) for ids in
-                (comparison_ids(self.reader, self._prompt(a), a.completion, b.completion) for a, b in pairs)]
+                (comparison_ids(self.reader, self._prompt(a), a.completion, b.completion)[0] for a, b in pairs)]
         items = [make_item("scored", prompt, [ids], [mask], first=(first,)) for prompt, ids, mask, first in rows]
         logits = self._outputs(items, lambda batch: response_outputs(self.model, batch, self.card.pooling)[:, 0].tolist())
         return [1.0 / (1.0 + math.exp(-z)) for z in logits]
@@ -327,7 +342,7 @@ class PointLabelScorer(LabelScorer):
         from stages.reward_data import JUDGE_ONE, fill
         from stages.reward_heads import transcript
 
-        requests = [fill(self.reader, JUDGE_ONE, context=transcript(self._prompt(r)), a=transcript(r.completion)) for r in responses]
+        requests = [fill(self.reader, JUDGE_ONE, context=transcript(self._prompt(r)), a=transcript(r.completion))[0] for r in responses]
         normalise = bool(self.card.options.get("normalise_over_labels"))
         return [float(p) + self.bias for p in label_probability(self.word_logps(requests, self.words), normalise)] if requests else []
 
@@ -340,7 +355,7 @@ class PairLabelScorer(LabelScorer, ComparingScorer):
     def one_order(self, pairs):
         from stages.reward_data import comparison_ids
 
-        requests = [comparison_ids(self.reader, self._prompt(a), a.completion, b.completion) for a, b in pairs]
+        requests = [comparison_ids(self.reader, self._prompt(a), a.completion, b.completion)[0] for a, b in pairs]
         return label_probability(self.word_logps(requests, self.words), True).tolist() if requests else []
 
 

@@ -88,8 +88,8 @@ class RewardComponent(StageConfig):
                                               "2\\sqrt{2}); timeout_s and memory_mib limit a comparison, and one that exceeds them stays wrong and counts in NAME/undecided.")
     input: str = Field("reward_model", description="model, judge: the stage input that holds the model, for example gold for a second one (judge: `judge` where that is "
                                                    "given).")
-    ranking: Literal["round_robin", "tournament"] = Field("round_robin", description="model, judge that compare: mean win probability against all other answers "
-                                                          "of the prompt (rs.rank), or a knock-out (rm.t2t_pair).")
+    ranking: Literal["round_robin", "tournament", "baseline"] = Field("round_robin", description="model, judge that compare: mean win probability against all other answers "
+                                                          "of the prompt (rs.rank), a knock-out (rm.t2t_pair), or the logit of winning against one of them, drawn (rs.rso).")
     judge_mode: Literal["score", "reference", "preference", "verdict"] = Field(
         "score", description="judge: expected score 1..10 as [-1, 1], the same with the reference answer shown, letter probabilities, or written verdicts.")
     judge_prompt: str = Field("", description="judge: template with {context}, {a}, and {b} or {reference}; {principle} is the text of the principle that the prompt's category names "
@@ -184,6 +184,9 @@ class RewardComponent(StageConfig):
             raise ValueError(f"reward {self.name!r}: cache_length {self.cache_length} exceeds max_length {self.max_length}; write a smaller cache_length")
         if self.kind in ("judge", "rubric", "debate") and self.endpoint and not self.endpoint_model:
             raise ValueError(f"reward {self.name!r}: endpoint needs endpoint_model, the name of the model on that server")
+        if self.ranking != "round_robin" and self.kind == "judge" and self.judge_mode != "preference":
+            raise ValueError(f"reward {self.name!r}: ranking={self.ranking} is made of probabilities of winning, which judge_mode={self.judge_mode} does not give; write judge_mode=preference, or "
+                             "leave ranking out")
         if self.judge_prompt:
             try:
                 filled = self.judge_prompt.format(context="c", a="a", b="b", reference="r", principle="p")

@@ -131,8 +131,8 @@ def rso_accept_probability(reward: float, best: float, beta: float) -> float:
     return math.exp((reward - best) / beta)
 
 
-def rso_select(rewards, num_samples: int, beta: float, uniforms) -> tuple[list[int], int]:
-    """Statistical rejection sampling: (accepted indices in order, uniforms used) (rs.rso, Liu et al. 2024 alg. 1).
+def rso_select(rewards, num_samples: int, beta: float, uniforms) -> tuple[list[int], int, int]:
+    """Statistical rejection sampling: (accepted indices in order, uniforms used, passes begun) (rs.rso, Liu et al. 2024 alg. 1).
 
     Passes over the remaining candidates with r_max of the pass; `uniforms` is an iterable of U[0,1) draws.
     """
@@ -143,8 +143,9 @@ def rso_select(rewards, num_samples: int, beta: float, uniforms) -> tuple[list[i
         raise ValueError("rejection sampling needs finite rewards; drop candidates whose scorer failed")
     if beta <= 0:
         raise ValueError("beta must be > 0; a small one such as 1e-6 takes the best")
-    remaining, accepted, draws, used = list(range(len(r))), [], iter(uniforms), 0
+    remaining, accepted, draws, used, passes = list(range(len(r))), [], iter(uniforms), 0, 0
     while len(accepted) < num_samples:
+        passes += 1
         top, taken = max(r[i] for i in remaining), set()
         for i in remaining:
             used += 1
@@ -154,7 +155,7 @@ def rso_select(rewards, num_samples: int, beta: float, uniforms) -> tuple[list[i
                 if len(accepted) == num_samples:
                     break
         remaining = [i for i in remaining if i not in taken]
-    return accepted, used
+    return accepted, used, passes
 
 
 def tournament(num_candidates: int, first_wins) -> tuple[list[tuple[int, int]], int | None]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from stages.spec import StageConfig
+from stages.spec import ConfigError, StageConfig
 
 
 #: Settings that are read under a condition only: (settings, condition, why nothing reads them where it does not hold and what to write).
@@ -37,6 +37,12 @@ def refuse_unread(*args, **more) -> None:
     found = unread(*args, **more)
     if found:
         raise ValueError("\n  ".join(found.values()))
+
+
+def refuse_unread_in(stage, rules: ReadWhen) -> None:
+    """:func:`refuse_unread` by rules about the inputs of a stage; conditions are called with the stage, and what they find is a ConfigError."""
+    if found := unread(stage.config, rules, stage):
+        raise ConfigError(f"{stage.name}: " + "\n  ".join(found.values()))
 
 
 class OptimizerConfig(StageConfig):

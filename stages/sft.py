@@ -14,8 +14,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from stages.memory import Role
-from stages.settings import ChatConfig, OptimizerConfig
-from stages.spec import InputSpec, OutputSpec, StageSpec
+from stages.settings import ChatConfig, OptimizerConfig, ReadWhen, refuse_unread_in
+from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 
 class RowsConfig(OptimizerConfig, ChatConfig):
@@ -38,6 +38,12 @@ class RowsConfig(OptimizerConfig, ChatConfig):
 
 
 class Config(RowsConfig):
+    READ_WHEN: ClassVar[ReadWhen] = (
+        *RowsConfig.READ_WHEN,
+        (("loss_scale_factor",), lambda c: c.loss_agg_mode == "seq-mean-token-sum-norm", "only one aggregation divides by a constant; write loss_agg_mode=seq-mean-token-sum-norm"),
+        (("curriculum_stages",), lambda c: c.curriculum != "none", "there is no curriculum; write curriculum=length or difficulty"),
+        (("unlikelihood_window",), lambda c: c.unlikelihood_coef > 0, "nothing is made unlikely (unlikelihood_coef=0); write unlikelihood_coef=1"))
+
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = Field(
         "token-mean", description="Loss aggregation over the whole optimizer step (sft.nll); the last divides sums by loss_scale_factor.")
     loss_scale_factor: float | None = Field(None, gt=0, title="Loss scale factor", description="loss_agg_mode=seq-mean-token-sum-norm: constant that divides the token sums; empty: max_length.")
@@ -251,6 +257,12 @@ class SelfPaced:
             self._objective.threshold = threshold
 
 
+#: Settings that are read with an input or with some rows only, as ``OptimizerConfig.READ_WHEN``: of the stage.
+READ_OF_INPUTS: ReadWhen = (
+    (("eval_prompts", "eval_completion_length"), lambda s: s.has("reward_model"), "no answers are judged without the input reward_model; give it"),
+    (("train_on",), lambda s: s.dataset("data").kind != "text/1" or s.config.train_on == "full", "rows of plain text have no turns and are trained in full; write train_on=full"))
+
+
 def run(stage):
     from stages.chat import stage_renderer
     from stages.modeling import policy_to_train, save_policy
@@ -260,6 +272,7 @@ def run(stage):
     from stages.training import Trainer, fit
 
     config, dataset = stage.config, stage.dataset("data")
+    refuse_unread_in(stage, READ_OF_INPUTS)
     full_text = dataset.kind == "text/1"
     if full_text and config.chat_template_given:
         raise ConfigError(f"sft: the rows of {dataset.name} are plain text, which no chat template shows; leave chat_template and chat_template_kwargs out")
@@ -301,7 +314,6 @@ def run(stage):
 def rows_in_order(stage, items, config):
     """The training source: shuffled rows, or a curriculum's parts one after the other."""
     from stages.selection import order_by_difficulty
-    from stages.spec import ConfigError
     from stages.training import ShuffledRows, StagedRows
 
     if config.curriculum == "none" or not items:
@@ -322,7 +334,6 @@ class Answers:
         from stages.sampler import Sampler
         from stages.sampling import SamplingParams
         from stages.sharding import Acting, asked
-        from stages.spec import ConfigError
 
         config = stage.config
         if dataset.kind != "demonstrations/1":
@@ -335,6 +346,9 @@ class Answers:
         if not self.prompts:
             raise ConfigError("sft: a reward_model needs validation rows to answer; give a dataset with a validation split, or leave the reward_model input out")
         self.renderer, self.scorer = renderer, load_scorer(stage.path("reward_model"), stage.device)
+        if self.scorer.relative:
+            raise ConfigError("sft: this reward_model compares answers to one prompt with each other, so the single answer of a validation pass always gets 0.5; give one that scores each answer by "
+                              "itself (objective=bt), or leave the reward_model input out")
         self.acting = Acting(model, asked(config))
         self.sampler = Sampler(self.acting.model, renderer.tokenizer)
         self.params = SamplingParams(temperature=0.0, max_new_tokens=config.eval_completion_length, stop_ids=renderer.stop_ids)

@@ -412,7 +412,8 @@ def fit(stage, trainer: Trainer, source: Source, *, evaluate: Callable[[], dict[
             judged, stop = judge()
             metrics.update({f"validation/{k}": v for k, v in judged.items()})
             if stop:
-                stage.log(f"early stop at step {step}: no better {trainer.config.select_by} than at step {trainer.best['step']}")
+                stage.log(f"early stop at step {step}: " + (f"no better {trainer.config.select_by} than at step {trainer.best['step']}" if "step" in trainer.best
+                                                            else f"{trainer.config.select_by} was not finite in any validation pass"))
         stage.metric(step, {f"{label}/{k}" if "/" not in k else k: v for k, v in metrics.items()})
         if step > first + 1:
             counted = getattr(source, "step_tokens", None)
@@ -437,9 +438,12 @@ def fit(stage, trainer: Trainer, source: Source, *, evaluate: Callable[[], dict[
     if losses:  # the last tenth of the steps; read from what was logged, so a resumed run says the same
         late = losses[-max(1, len(losses) // 10):]
         stage.summary({f"{label}/loss": math.fsum(late) / len(late)})
-    if trainer.best:
+    if "step" in trainer.best:
         stage.summary({"selected_step": trainer.best["step"]})
-    if evaluate is not None and trainer.best and trainer.best["step"] != trainer.step_index:
+    elif trainer.best:
+        stage.warn("nothing_selected", f"{trainer.config.select_by} was not finite in any validation pass, so no pass was the best and the last weights are published. Write another select_by, or "
+                   "look at the validation rows.")
+    if evaluate is not None and (stop or trainer.best.get("step", trainer.step_index) != trainer.step_index):
         final = evaluate()
     return initial, final
 

@@ -37,6 +37,10 @@ def test_the_iterated_recipes_plan_their_rounds(monkeypatch):
     given = planned("online_dpo", monkeypatch, rounds=1, reward_model="(my.rm)", sample={"rewards": [{"name": "rm", "kind": "model"}]})
     assert "train_reward_model" not in given and given["sample_1"][1]["reward_model"] == "(my.rm)"
 
+    with pytest.raises(Exception, match="write sample.num_generations=64"):
+        planned("online_dpo", monkeypatch, pairs={"select": "rso"})
+    assert planned("online_dpo", monkeypatch, rounds=1, pairs={"select": "rso"}, sample={"num_generations": 64})["pairs_1"][2].rso_accept == 8
+
     own = planned("online_dpo", monkeypatch, rounds=2, sample={"rewards": [{"kind": "judge"}]})
     assert [own[f"sample_{k}"][1].get("judge") for k in (1, 2)] == ["(given.model)", "(align_1.model)"]
 

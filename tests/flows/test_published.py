@@ -124,7 +124,8 @@ def test_instructgpt_ranks_trains_chooses_and_optimises(monkeypatch):
     assert steps["reward_model_1"][1] == {"model": "(sft.model)", "data": "(rankings_1.data)", "anchor": "(ingest_demonstrations.data)"}
     chosen = steps["sft_chosen"]
     assert chosen[1] == {**steps["sft"][1], "reward_model": "(reward_model_1.model)"} and (chosen[2].select_by, chosen[2].eval_every) == ("reward", "epoch") and chosen[3] == steps["sft"][3]
-    assert chosen[2].model_copy(update={"select_by": None, "eval_every": 0}) == steps["sft"][2], "the same training, looked at after every pass"
+    assert (chosen[2].eval_completion_length, steps["sft"][2].eval_completion_length) == (1000, 128), "the first training has no reward model that would read answers"
+    assert chosen[2].model_copy(update={"select_by": None, "eval_every": 0, "eval_completion_length": 128}) == steps["sft"][2], "the same training, looked at after every pass"
     optimised = {"model": "(sft_chosen.model)", "data": "(ingest_prompts.data)"}
     assert steps["rl_1"][1] == {**optimised, "reward_model": "(reward_model_1.model)", "ptx": "(ingest_text.data)"}
     assert steps["answers_2"][1]["model"] == "(rl_1.model)" and steps["answers_2"][2].prompt_offset == 33_000 and steps["answers_2"][3] != steps["answers_1"][3]

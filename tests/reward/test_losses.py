@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stages.batching import collate, plan
-from stages.reward_data import Drop, balanced, encode, pair_difficulty, ranking_items, standardise
+from stages.reward_data import Drop, annotator_shifts, balanced, encode, pair_difficulty, ranking_items, standardise
 from stages.reward_heads import (ChatReader, add_gain_bias, drop_lm_head, keep_lm_head, new_reward_model, reader_for, resolve_pooling, response_outputs,
                                  score_head)
 from stages.reward_losses import RewardLoss
@@ -167,7 +167,7 @@ def test_a_step_equals_an_independent_computation(tiny, rows, name):
     data, objective, settings, expected = CASES[name]
     model, items, loss, config = setup(tiny["policy"], rows[data], objective, outputs=OUTPUTS.get(name, 1), **settings)
     if objective == "regression":
-        standardise(items, None, False)
+        standardise(items, None)
     value, grads = ours(model, items, loss)
     split_value, split = ours(model, items, loss, max_tokens=1)
     model.zero_grad(set_to_none=True)
@@ -299,6 +299,48 @@ def test_ties_under_plackett_luce():
     assert len(item.responses) == 3 and not item.extra["listwise"] and item.extra["pairs"] == [(0, 1), (0, 2)]
 
 
+def test_ties_matter_where_the_ranking_is_certain():
+    """rm.plackett_luce, partial rankings: below the top m nothing is known, so ties there are no ties; at the border of the top they are."""
+    top = lambda ranks, m, **more: ranking(ranks, objective="plackett_luce", top_ranks=m, **more)[0]
+    tail = top([1, 2, 3, 3, 3], 2)
+    assert tail.extra["listwise"] and len(tail.responses) == 5, "the three at the end are one crowd that lost to the first two"
+    for ranks, m in (([1, 1, 2, 3], 2), ([1, 2, 2, 3], 2), ([1, 1], 1)):
+        with pytest.raises(ValueError, match="tie_policy=drop_item"):
+            top(ranks, m)
+    kept = top([1, 1, 2, 3, 3], 2, tie_policy="drop_item")
+    assert kept.extra["listwise"] and kept.extra["ranks"] == [1, 2, 3, 3], "of the tied in the top the first, of those below all"
+    assert top([1, 2, 2, 2, 3], 2, tie_policy="drop_item").extra["ranks"] == [1, 2, 3]
+    fallback = top([1, 2, 2, 3, 4], 2, tie_policy="use_pairs")
+    assert not fallback.extra["listwise"] and fallback.extra["pairs"] == [(0, 1), (0, 2), (0, 3), (0, 4), (1, 3), (1, 4), (2, 3), (2, 4)], "nobody wins below the top"
+    assert fallback.extra["pair_weight"] == 1 / 8 and top([1, 2, 3, 4], 2).extra["pairs"] == [(i, j) for i in range(4) for j in range(i + 1, 4)]
+
+
+def test_attributes_that_no_row_has_are_named_with_those_there_are(tiny, rows, train):
+    """rm.regression: the mean of nothing would make every score NaN."""
+    for attributes, said in ((["help", "thruth"], r"\['thruth'\]: no row of split train is rated by it; the aspects of the data are help, overall, truth"), (["x", "y"], "rated by them")):
+        with pytest.raises(ConfigError, match=said):
+            train("reward_model", {"objective": "regression", "attributes": attributes, "max_steps": 1, "max_length": 96}, {"model": tiny["policy"], "data": rows["ratings"]}, attributes[0])
+
+
+@pytest.mark.parametrize("objective", ("pairwise", "t2t_point", "t2t_pair"))
+def test_comparisons_that_the_cut_makes_the_same_are_dropped_and_cuts_are_counted(tiny, objective):
+    """Answers that differ behind the cut would teach that the same request is both right and wrong."""
+    from stages.algorithms import resolve
+    from stages.chat import renderer_for
+
+    reader, make, dropped = ChatReader(renderer_for(tiny["policy"]), 200), resolve(REWARD_OBJECTIVES[objective].encode), Counter()
+    config = Config(objective=objective)
+    row = lambda chosen, rejected: {"row_id": "r", "prompt": [{"role": "user", "content": "q"}],
+                                    **{side: [{"role": "assistant", "content": text}] for side, text in (("chosen", chosen), ("rejected", rejected))}}
+    assert make(row("yes", "no"), reader, config, dropped) and not dropped
+    assert make(row("no " + "yes " * 200, "yes " * 200), reader, config, dropped) and dropped == {"truncated": 1}
+    with pytest.raises(Drop, match="identical_after_truncation"):
+        make(row("yes " * 200 + "good", "yes " * 200 + "bad"), reader, config, dropped)
+    with pytest.raises(Drop, match="identical"):
+        make(row("same", "same"), reader, config, dropped)
+    assert dropped == {"truncated": 1}
+
+
 def test_two_responses_make_all_ranking_losses_equal():
     from stages.reward_losses import kwise_pairs, plackett_luce
 
@@ -312,10 +354,14 @@ def test_two_responses_make_all_ranking_losses_equal():
 
 def test_ratings_are_standardised_per_attribute_and_annotators_centred():
     items = [SimpleNamespace(extra={"targets": [v], "annotator": a}) for v, a in ((1.0, "low"), (3.0, "low"), (3.0, "high"), (5.0, "high"))]
-    mean, std = standardise(items, None, True)
+    shifts = annotator_shifts(items)
+    mean, std = standardise(items, None, shifts)
     assert mean == [3.0] and std == [1.0] and [i.extra["targets"] for i in items] == [[-1.0], [1.0], [-1.0], [1.0]]
     constant = [SimpleNamespace(extra={"targets": [2.0], "annotator": None})] * 1
-    assert standardise(constant, None, False) == ([2.0], [1.0]) and constant[0].extra["targets"] == [0.0]
+    held_out = [SimpleNamespace(extra={"targets": [v], "annotator": a}) for v, a in ((4.0, "low"), (4.0, "high"), (4.0, "new"))]
+    standardise(held_out, (mean, std), shifts)
+    assert [i.extra["targets"] for i in held_out] == [[2.0], [0.0], [1.0]], "held-out ratings move with their annotators, as far as these are known"
+    assert standardise(constant, None) == ([2.0], [1.0]) and constant[0].extra["targets"] == [0.0]
 
 
 def test_outcomes_are_balanced_per_prompt():
@@ -376,6 +422,7 @@ UNREAD = [("kwise_pairs", {"label_smoothing": 0.3}), ("kwise_pairs", {"use_margi
           ("kwise_pairs", {"top_ranks": 1}), ("kwise_pairs", {"center_rewards_coefficient": 1.0}), ("plackett_luce", {"label_smoothing": 0.3}),
           ("plackett_luce", {"center_rewards_coefficient": 1.0}), ("plackett_luce", {"pair_weighting": "per_pair"}), ("pairwise", {"center_rewards_coefficient": 1.0}),
           ("pairwise", {"use_margin": True}), ("t2t_point", {"label_smoothing": 0.3}), ("t2t_point", {"use_soft_labels": True}), ("bt", {"top_ranks": 1}), ("bt", {"attributes": ["a"]}),
+          ("t2t_pair", {"init_head": "keep"}), ("t2t_point", {"pooling": "mean"}),
           ("margin", {"hard_labels": True}), ("kwise_pairs", {"curriculum": "margin"}), ("kwise_pairs", {"lm_loss_weight": 0.5})]
 
 
@@ -388,6 +435,34 @@ def test_settings_that_an_objective_would_ignore_are_refused(objective, setting)
     complete = Config(objective=objective).model_dump()
     assert Config(**complete).model_dump() == complete
     Config(objective=READ_BY[name][0], **setting)
+
+
+@pytest.mark.parametrize("given,says", [({"last_layers": 1}, "train_layers=head_and_last"), ({"curriculum_stages": 2}, "curriculum=margin"), ({"curriculum": "stage_index", "curriculum_stages": 2}, "curriculum"),
+                                        ({"objective": "orm", "outcome_token": "x"}, "outcome_head=gain_bias"), ({"objective": "prm", "neutral_as": "negative"}, "step_classes=3")])
+def test_settings_that_others_would_have_to_be_set_for_are_refused(given, says):
+    with pytest.raises(ValueError, match=f"would change nothing.*{says}"):
+        Config(**given)
+    for whole in (Config(train_layers="head_and_last", last_layers=1), Config(curriculum="margin", curriculum_stages=2), Config(objective="orm", outcome_head="gain_bias", outcome_token="x"),
+                  Config(objective="prm", step_classes=3, neutral_as="negative")):
+        assert Config(**whole.model_dump()) == whole
+
+
+def test_settings_of_inputs_that_are_not_given_are_refused(tiny, rows, train, tmp_path):
+    from stages.reward_model import kept_head, reading
+    from storage.datasets import write_dataset
+
+    common = {"max_steps": 1, "max_length": 96}
+    for given, says in (({"replay_fraction": 0.3}, "give the input replay"), ({"drift_alarm": 0.2}, "give the input previous")):
+        with pytest.raises(ConfigError, match=f"would change nothing.*{says}"):
+            train("reward_model", {**common, **given}, {"model": tiny["policy"], "data": rows["pairs"]}, says[-6:])
+    plain = [{**row, "stage_index": None} for row in open_dataset(rows["pairs"]).iter_rows()]
+    write_dataset(str(tmp_path / "plain"), "plain", "pairs/1", plain)
+    with pytest.raises(ConfigError, match="no pair has one; give the output of stage curriculum"):
+        train("reward_model", {**common, "curriculum": "stage_index"}, {"model": tiny["policy"], "data": str(tmp_path / "plain")}, "stages")
+    set_ = Config(replay_fraction=0.3, drift_alarm=0.2)
+    assert [(c.replay_fraction, c.drift_alarm) for c in (reading(set_, replay=None, previous="m"), reading(set_, replay={"a": "b"}, previous=None), reading(set_, replay=True, previous=True))] == [
+        (0.1, 0.2), (0.3, 0.05), (0.3, 0.2)]
+    assert kept_head(Config()).init_head == "keep" and kept_head(Config(objective="t2t_pair")).init_head == "fresh"
 
 
 @pytest.mark.parametrize("setting", ({"curriculum": "margin"}, {"lm_loss_weight": 0.5}, {"top_ranks": 1}))

@@ -19,6 +19,7 @@ from stages.reward_scorers import (ComparingScorer, Response, aggregate_steps, c
                                    split_steps)
 from stages.rewards import RewardComponent, build_rewards
 from stages.selection import convincing_wrong, uncertain
+from stages.spec import ConfigError
 from tests.chat_server import chat_server
 from tests.common import assistant, user
 from tests.reward.conftest import better, worse
@@ -140,6 +141,24 @@ def test_combinations_refuse_what_cannot_be(tiny, train):
             train("reward_combine", config, inputs, text[:5])
     with pytest.raises(Exception, match="sum 1"):
         train("reward_combine", {"combine": "weighted", "weights": {"a": 0.5}}, {"members.a": tiny["reward"]}, "sum")
+    both = {"members.a": tiny["reward"], "policy": tiny["policy"], "reference": tiny["policy"]}
+    for combine, inputs, text in (("mean", both, "does not read the input policy and reference; write combine=implicit"), ("implicit", both, "no members; leave members out")):
+        with pytest.raises(ConfigError, match=text):
+            train("reward_combine", {"combine": combine}, inputs, f"unread-{combine}")
+
+
+def test_settings_of_another_combination_are_refused():
+    """weights without combine=weighted would be a plain mean; complete configurations come back as they are."""
+    from stages.reward_combine import Config
+
+    for given, text in (({"weights": {"a": 0.7, "b": 0.3}}, "write combine=weighted"), ({"uncertainty_coef": 0.5, "combine": "min"}, "write combine=uwo"), ({"safety": "s"}, "combine=safety_gate"),
+                        ({"safety_threshold": 0.3, "combine": "uwo"}, "combine=safety_gate"), ({"helpful": "h"}, "combine=safety_gate"), ({"beta": 0.2}, "combine=implicit"),
+                        ({"max_length": 64, "combine": "weighted", "weights": {"a": 1.0}}, "combine=implicit")):
+        with pytest.raises(ValueError, match=f"would change nothing.*{text}"):
+            Config(**given)
+    for given in ({"combine": "weighted", "weights": {"a": 1.0}}, {"combine": "uwo", "uncertainty_coef": 0.5}, {"combine": "safety_gate", "helpful": "h", "safety_threshold": 0.3},
+                  {"combine": "implicit", "beta": 0.2, "max_length": 64}):
+        assert Config(**Config(**given).model_dump()) == Config(**given)
 
 
 def test_weights_and_the_safety_gate():
@@ -172,6 +191,24 @@ def test_comparisons_become_scores_by_round_robin_or_tournament():
     scorer.ranking, scorer.calls = "tournament", 0
     scores = scorer.score(responses)
     assert scorer.calls == 2 * 4 and scores[1] == 1.0 and max(scores[0], *scores[2:5]) < 1.0, "m - 1 comparisons, one champion"
+
+
+def test_the_reward_of_rso_is_the_logit_against_one_drawn_answer():
+    """rs.rso: logit P(y > y_b), both orders averaged; y_b is one of the prompt's own answers, the same in every run and another one for other answers."""
+    scorer = ByLength()
+    scorer.ranking = "baseline"
+    responses = [Response(user("p"), assistant("x" * n)) for n in (2, 9, 4, 5, 1)] + [Response(user("alone"), assistant("y"))]
+    scores = scorer.score(responses)
+    (drawn,) = [i for i in range(5) if scores[i] == 0.0]
+    p = {1: (0.9 + 1 - 0.1) / 2, -1: (0.1 + 1 - 0.9) / 2}  # of a longer and of a shorter answer
+    expected = [0.0 if i == drawn else math.log(q / (1 - q)) for i, r in enumerate(responses[:5]) for q in [p[1 if len(r.text) > len(responses[drawn].text) else -1]]]
+    assert scores[:5] == pytest.approx(expected) and scores[5] == 0.0 and scorer.calls == 2 * 4
+    assert scorer.score(responses) == scores
+    places = {next(i for i, s in enumerate(scorer.score([Response(user("p"), assistant("x" * n + str(k))) for n in (2, 9, 4, 5, 1)])) if s == 0.0) for k in range(40)}
+    assert places == set(range(5))
+    for mode in ("verdict", "score"):
+        with pytest.raises(ValueError, match="judge_mode=preference"):
+            RewardComponent(kind="judge", judge_mode=mode, ranking="baseline")
 
 
 def test_step_scores():
@@ -530,6 +567,60 @@ class CountsWords:
 
     def lengths(self, responses):
         return [len(r.text.split()) for r in responses]
+
+
+class SaysGood(CountsWords):
+    """P(good) .98 of the longer and .9 of the shorter answer in most cases: right, and sure of it."""
+
+    card = SimpleNamespace(objective="t2t_point")
+
+    def score(self, responses):
+        return [0.98 if len(r.text.split()) > 3 else 0.5 for r in responses]
+
+
+def test_probabilities_of_single_answers_are_compared_by_their_odds():
+    """rm.t2t_point: the difference of two probabilities is no logit; P(a is the good one) is sigma(logit a - logit b)."""
+    rows = [{"row_id": str(i), "prompt_id": str(i), "prompt": user("q"), "chosen": assistant("w " * (5 if i % 50 else 1)), "rejected": assistant("w " * (1 if i % 50 else 5)), "source": "s"} for i in range(100)]
+    found = judge_pairs(Told(), SaysGood(), rows, "test")
+    assert found["accuracy"] == 0.98 and found["mean_margin"] == pytest.approx(0.48 * 0.96)
+    assert found["ece"] == pytest.approx(0.0, abs=1e-9), "odds of .98 : .02, and right in 98 of 100"
+    assert found["log_loss"] == pytest.approx(-0.98 * math.log(0.98) - 0.02 * math.log(0.02))
+    assert judge_pairs(Told(), CountsWords(), rows, "test")["log_loss"] == pytest.approx(0.98 * math.log1p(math.exp(-4)) + 0.02 * math.log1p(math.exp(4)))
+
+
+@pytest.mark.parametrize("objective,advised", (("bt", True), ("pairwise", True), ("t2t_point", False), ("kwise_pairs", False), ("combined", False)))
+def test_advice_names_settings_that_the_objective_reads(objective, advised):
+    texts = {}
+    stage = Told()
+    stage.warn = texts.__setitem__
+    warn_about(stage, {"accuracy": 0.7, "pairs": 100.0, "ece": 0.3, "probe/repeated": 0.9}, objective=objective)
+    assert ("label_smoothing" in texts["reward_model_miscalibrated"]) is advised
+    assert ("spoiled_fraction" in texts["reward_model_fooled"]) is (objective == "bt")
+
+
+def test_ratings_are_judged_by_what_was_learned_of_them(monkeypatch):
+    """rm.regression: the weighted sum of the attributes, of rows that have them; intervals are over prompts, not over their pairs."""
+    from stages.reward_eval import judge_ratings
+
+    monkeypatch.setattr("stages.reports.scatter", lambda *a, **k: b"")
+    rng = np.random.default_rng(0)
+    rows = [{"row_id": str(i), "prompt_id": str(i % 6), "prompt": user("q"), "completion": assistant(str(i)), "score": float(rng.normal()),
+             "aspects": [{"aspect": "help", "score": float(i % 7)}, *([{"aspect": "truth", "score": float(i % 5)}] if i % 4 else [])]} for i in range(60)]
+    target = {r["completion"][0]["content"]: 0.75 * r["aspects"][0]["score"] + 0.25 * r["aspects"][1]["score"] for r in rows if len(r["aspects"]) > 1}
+    scorer = SimpleNamespace(bias=2.0, card=SimpleNamespace(objective="regression", options={"attributes": ["help", "truth"], "weights": [0.75, 0.25]}),
+                             score=lambda responses: [target.get(r.text, 0.0) + 2.5 for r in responses])
+    found = judge_ratings(Told(), scorer, rows, "test")
+    assert found["rows"] == 45 == len(target) and found["mse"] == pytest.approx(0.25) and found["pearson"] == pytest.approx(1.0) and found["accuracy"] == 1.0
+    assert found["baseline_mse"] == pytest.approx(np.var(list(target.values())))
+    only = SimpleNamespace(bias=0.0, card=SimpleNamespace(objective="regression", options={"attributes": ["help", "truth"], "weights": [1.0, 0.0]}), score=lambda rs: [0.0 for _ in rs])
+    assert judge_ratings(Told(), only, rows, "test")["rows"] == 60, "what weighs nothing is not missed"
+    overall = SimpleNamespace(bias=0.0, card=SimpleNamespace(objective="regression", options={"attributes": [], "weights": [1.0]}), score=lambda rs: [0.0 for _ in rs])
+    assert judge_ratings(Told(), overall, rows, "test")["mse"] == pytest.approx(np.mean([r["score"] ** 2 for r in rows]))
+    right = {f"{i}": i % 2 for i in range(6)}  # all pairs of a prompt right or wrong together
+    rows = [{"row_id": f"{i}-{k}", "prompt_id": str(i), "prompt": user("q"), "completion": assistant(f"{i} {k}"), "score": float(k)} for i in range(6) for k in range(8)]
+    together = SimpleNamespace(bias=0.0, card=None, score=lambda rs: [float(r.text.split()[1]) * (1 if right[r.text.split()[0]] else -1) for r in rs])
+    found = judge_ratings(Told(), together, rows, "test")
+    assert found["accuracy"] == 0.5 and found["accuracy_ci_high"] - found["accuracy_ci_low"] > 0.5, "six prompts, not 168 pairs"
 
 
 def test_a_scorer_that_counts_words_is_found_out():

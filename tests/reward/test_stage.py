@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from stages.reward_scorers import Response, load_scorer
-from stages.spec import PROJECT_ROOT
+from stages.spec import PROJECT_ROOT, ConfigError
 from tests.common import assistant, user
 from tests.reward.conftest import better, worse
 
@@ -125,6 +125,40 @@ def test_an_anchor_that_is_given_is_used(tiny, rows, data, train):
     assert scorer.card.anchor == "demonstrations" and np.mean(scores) == pytest.approx(0, abs=1e-5)
     with pytest.raises(ValueError, match="anchor=auto"):
         train("reward_model", {**config, "anchor": "chosen"}, {"model": tiny["policy"], "data": rows["pairs"], "anchor": data["demonstrations"]}, "refused")
+
+
+def test_an_anchor_that_cannot_be_had_is_refused_before_training(tiny, rows, data, train, monkeypatch):
+    """Steps and ratings prefer no answer, and a model that compares has no zero point: said at the start, not after hours."""
+    from stages import training
+
+    monkeypatch.setattr(training, "fit", lambda *a, **k: pytest.fail("it began to train"))
+    for name, config, more, said in (("steps", {"anchor": "chosen"}, {}, "stepwise/1 has none; write anchor=none"), ("ratings", {"anchor": "chosen"}, {}, "ratings/1 has none"),
+                                     ("pairs", {"anchor": "demonstrations"}, {}, "needs the input `anchor`"), ("pairs", {"objective": "pairwise", "anchor": "chosen"}, {}, "leave anchor=chosen out"),
+                                     ("pairs", {"objective": "t2t_pair"}, {"anchor": data["demonstrations"]}, "leave the input `anchor` out")):
+        with pytest.raises(ConfigError, match=said):
+            train("reward_model", {**COMMON, **config}, {"model": tiny["policy"], "data": rows[name], **more}, said[:6])
+
+
+def test_probes_are_of_the_split_that_judges(tiny, rows, train, tmp_path):
+    from storage.datasets import open_dataset, write_dataset
+
+    write_dataset(str(tmp_path / "two"), "two", "pairs/1", [row for row in open_dataset(rows["pairs"]).iter_rows() if row["split"] != "test"])
+    config = {**COMMON, "max_steps": 2, "probe_pairs": 4}
+    both = train("reward_model", config, {"model": tiny["policy"], "data": rows["pairs"]}, "both")["summary"]
+    two = train("reward_model", config, {"model": tiny["policy"], "data": str(tmp_path / "two")}, "two")["summary"]
+    assert "test/probe/repeated" in both and "validation/probe/repeated" not in both and "validation/probe/repeated" in two
+
+
+def test_no_held_out_rows_means_none_and_the_zero_point_is_of_all_answers(tiny, rows, train):
+    """eval_rows=0: nothing is judged, and the bias is that of the anchor's answers and not of the first one."""
+    import numpy as np
+
+    from storage.datasets import open_dataset
+
+    result = train("reward_model", {**COMMON, "max_steps": 2, "eval_rows": 0}, {"model": tiny["policy"], "data": rows["pairs"]})
+    assert not any(name.startswith(("validation/", "test/")) for name in result["summary"])
+    chosen = [Response(r["prompt"], r["chosen"]) for r in open_dataset(rows["pairs"]).iter_rows(split="train")]
+    assert np.mean(load_scorer(result["outputs"]["model"]["path"]).score(chosen)) == pytest.approx(0, abs=1e-5)
 
 
 def test_spoiled_copies_of_answers_are_learned_to_be_worse(tiny, rows, train):

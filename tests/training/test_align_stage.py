@@ -130,6 +130,20 @@ def test_equal_or_missing_scores_are_dropped_where_the_loss_needs_them(tiny, pre
     assert odpo.dropped["score_gap_not_positive"] == odpo.dropped["no_score"] == rpo.dropped["no_score"] == 1
 
 
+def test_responses_that_a_tie_leaves_out_are_counted(tiny, tmp_path):
+    """Plackett-Luce has one response per rank; what is left out is said."""
+    rows = [complete_row("rankings/1", {"prompt": user(f"r{i}"), "completions": [assistant(t) for t in ("a", "bb", "ccc", "dd d")], "ranks": ranks}, dataset="d", source="s", origin="human")
+            for i, ranks in enumerate(([1, 2, 2, 2], [1, 2, 3, 4], [1, 1, 1, 1]))]
+    write_dataset(str(tmp_path / "r"), "d", "rankings/1", rows)
+    from stages.algorithms import DIRECT_METHODS
+    from stages.chat import renderer_for
+    from stages.preference_items import Encoder
+
+    encode = Encoder(renderer_for(tiny["policy"]), DIRECT_METHODS["pl_dpo"], Config(method="pl_dpo", max_length=96), None)
+    items = encode(open_dataset(str(tmp_path / "r")), "train")
+    assert [len(i.responses) for i in items] == [2, 4] and encode.dropped["tied_responses"] == 2 + 3 and encode.dropped["no_order"] == 1
+
+
 def test_kto_learns_from_a_batch_with_one_label_and_warns_about_weights(tiny, preferences):
     from stages.align import data_warnings
 
@@ -170,6 +184,56 @@ def test_z0_is_of_mismatched_prompts_mean_first_clamp_after(tiny, preferences):
         assert z0 == pytest.approx(max(0.0, sum(ratios) / len(ratios) - shift), rel=1e-5)
     assert world.objective.prepare(world.policy, world.items[:1], "cpu")["z0"] == 0.0
     assert DirectAlignment(Config(method="kto", z_ref_mode="zero")).prepare(world.policy, world.items, "cpu") == {}
+
+
+def test_a_held_out_z0_needs_validation_passes_while_it_trains(tiny, preferences, spec):
+    """Without them z0 would be that of the start, which is z_ref_mode=zero."""
+    with pytest.raises(ValueError, match="write eval_every=STEPS, or z_ref_mode=batch_mismatched"):
+        Config(method="kto", z_ref_mode="heldout")
+    inputs = {"model": tiny["policy"], "data": preferences["unpaired"]}
+    config = {"method": "kto", "z_ref_mode": "heldout", "max_steps": 3, "batch_size": 4, "max_length": 96, "learning_rate": 3e-2, "warmup_ratio": 0.0}
+    with pytest.raises(ConfigError, match="the run of 3 optimizer steps has none while it trains.*smaller eval_every"):
+        execute(spec("align", {**config, "eval_every": 3}, inputs, "late"), silent)
+    made = spec("align", {**config, "eval_every": 1}, inputs, "held-out")
+    execute(made, silent)
+    used, held_out = ({step["step"]: step["metrics"][name] for step in steps_of(made) if name in step["metrics"]} for name in ("train/z0", "validation/z0"))
+    assert [used[k + 1] for k in range(3)] == [held_out[k] for k in range(3)], "each step under the estimate of the validation pass before it"
+
+
+@pytest.mark.parametrize("length", (24, 30, 200))
+def test_mismatched_rows_fit_into_max_length(tiny, length, tmp_path):
+    """A long prompt with another row's long answer is cut as any row is; what fits is as it was."""
+    rows = [complete_row("unpaired/1", {"prompt": user("why " * n), "completion": assistant("so " * n), "label": bool(i % 2), "label_kind": "thumbs"}, dataset="d", source="s", origin="human")
+            for i, n in enumerate((1, 3, 8, 14, 20))]
+    write_dataset(str(tmp_path / "d"), "d", "unpaired/1", rows)
+    from stages import randomness
+    from stages.algorithms import DIRECT_METHODS
+    from stages.chat import renderer_for
+    from stages.preference_items import Encoder
+
+    items = Encoder(renderer_for(tiny["policy"]), DIRECT_METHODS["kto"], Config(method="kto", max_length=length), lambda *p: randomness.rng(0, "align", *p))(open_dataset(str(tmp_path / "d")), "train")
+    others = [item.extra["mismatched"] for item in items]
+    assert len(others) == 5 and max(len(o.prompt) + len(o.responses[0]) for o in others) <= length
+    by_name = {item.row_id: item for item in items}
+    for other in others:
+        mine, theirs = (by_name[name] for name in other.row_id.split("~"))
+        if len(mine.prompt) + len(theirs.responses[0]) <= length:
+            assert other.prompt.tolist() == mine.prompt.tolist() and other.responses[0].tolist() == theirs.responses[0].tolist()
+        assert mine.prompt.tolist()[len(mine.prompt) - len(other.prompt):] == other.prompt.tolist() and len(other.prompt) > 0 and sum(other.masks[0]) > 0
+
+
+def test_what_settings_cannot_do_for_this_run_is_said(tiny, preferences, spec):
+    """A reference that would move after the last step, row weights that sorted matching cannot have, an NLL that is asked about the prompt and switched off."""
+    def warnings(name, **settings):
+        result = execute(spec("align", {"max_steps": 3, "batch_size": 4, "max_length": 96, **settings}, {"model": tiny["policy"], "data": preferences["pairs"]}, name), silent)
+        return {w["code"]: w["text"] for w in result["warnings"]}
+
+    late = warnings("late", reference_update="tr_soft", reference_interval=3)
+    assert "3 optimizer steps" in late["reference_never_moves"] and "reference_never_moves" not in warnings("moves", reference_update="tr_soft", reference_interval=2)
+    assert "weight" in warnings("aot", method="aot")["align_settings"]
+    with pytest.raises(ConfigError, match="nll_coef=0.*leave options.nll_on_prompt out"):
+        DirectAlignment(Config(method="orpo", nll_coef=0.0, options={"nll_on_prompt": True}))
+    DirectAlignment(Config(method="orpo", nll_coef=0.0, options={"nll_on_prompt": False}))
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto", "orpo", "simpo", "exo_pair", "discopop", "wpo", "alphapo", "rpo"])

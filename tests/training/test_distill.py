@@ -123,3 +123,15 @@ def test_a_teacher_is_asked_for(spec, tiny, data):
 
     with pytest.raises(ConfigError, match="teacher=REF"):
         distilled(spec, tiny, data, {}, "none")
+
+
+@pytest.mark.parametrize("given,says", [({"jsd_beta": 0.3}, "direction=jsd"), ({"lmbda": 0.2}, "method=on_policy"), ({"sampling_temperature": 0.5}, "method=on_policy and lmbda=0.5"),
+                                        ({"max_completion_length": 8, "method": "on_policy", "lmbda": 0.0}, "lmbda=0.5"), ({"soft_weight_schedule": "cosine"}, "soft_weight_end=0"),
+                                        ({"jsd_beta": 0.3, "method": "on_policy", "direction": "reverse"}, "direction=jsd")])
+def test_settings_that_this_method_would_not_read_are_refused(given, says):
+    from stages.distill import Config
+
+    with pytest.raises(ValueError, match=f"would change nothing.*{says}"):
+        Config(**given)
+    whole = Config(method="on_policy", jsd_beta=0.3, lmbda=0.2, sampling_temperature=0.5, max_completion_length=8, soft_weight_end=0.0, soft_weight_schedule="cosine")
+    assert whole.direction == "jsd" and Config(**whole.model_dump()) == whole

@@ -20,7 +20,8 @@ RS = {"num_generations": 4, "max_completion_length": 10, "block": 16, "max_promp
 
 
 def sampled(spec, tiny, data, config, name, **inputs):
-    made = spec("rejection", {**RS, **config}, {"model": tiny["policy"], "prompts": data["prompts"]}, name)
+    sampling = RS if not any(key.startswith("candidates") for key in inputs) else {}
+    made = spec("rejection", {**sampling, **config}, {"model": tiny["policy"], "prompts": data["prompts"]}, name)
     made["inputs"] |= {k: {"kind": "dataset", "path": v, "ref": k, "digest": k} for k, v in inputs.items()}
     return execute(made, silent), made
 
@@ -176,7 +177,7 @@ def test_a_hint_helps_where_nothing_was_right_and_is_not_trained(spec, data, par
     summary = result["summary"]
     assert (summary["prompts/direct"], summary["prompts/rationalised"], summary["prompts/unsolved"]) == (len(solved), len(told), 6 - len(solved) - len(told))
     assert summary["correct/mean"] == pytest.approx(sum(bool(r["correct"]) for r in direct) / 12)
-    without = execute(spec("rejection", {**config, "rationalise": 0}, {"model": parrot, "prompts": zeros}, "direct"), silent)
+    without = execute(spec("rejection", {**{k: v for k, v in config.items() if k != "hint"}, "rationalise": 0}, {"model": parrot, "prompts": zeros}, "direct"), silent)
     assert [r["completion"] for r in rows_of(without)] == [r["completion"] for r in direct]
     for wrong, text in (({"rationalise": 1, "rewards": [{"kind": "length"}]}, "kind verifier"), ({"rationalise": 1, "hint": "the answer is {answer}"},
                                                                                                  "question")):
@@ -258,7 +259,7 @@ def test_candidates_of_two_models_are_joined_by_prompt(spec, tiny, data):
                     {"model": tiny[name], "prompts": data["prompts"]}, name)
         made["inputs"]["model"]["ref"] = name
         paths[name] = execute(made, silent)["outputs"]["candidates"]["path"]
-    made = spec("rejection", {**RS, "allow_empty": True}, {"model": tiny["policy"], "prompts": data["prompts"]}, "joined")
+    made = spec("rejection", {"allow_empty": True}, {"model": tiny["policy"], "prompts": data["prompts"]}, "joined")
     made["inputs"] |= {f"candidates.{name}": {"kind": "dataset", "path": path, "ref": name, "digest": name} for name, path in paths.items()}
     result = execute(made, silent)
     rows = rows_of(result)
@@ -419,7 +420,7 @@ def test_candidates_without_token_ids_are_scored_by_their_text(spec, tiny, data)
         "prompt": row["prompt"], "prompt_idx": i, "completion_idx": k, "completion": [{"role": "assistant", "content": text}], "scores": [], "reward": 0.0, "kept": kept, "drop_reason": reason,
         "extra_json": json.dumps(extra)}, dataset="texts", source="s", origin="human") for i, row in enumerate(prompts) for k, (text, extra, kept, reason) in enumerate(answers)])
     rewards = [{"name": "rm", "kind": "model"}, {"name": "short", "kind": "length_penalty", "length_alpha": 1.0, "weight": 0.0}]
-    made = spec("rejection", {**RS, "rewards": rewards, "rescore": True}, {"model": tiny["policy"], "prompts": data["prompts"], "reward_model": tiny["reward"]}, "texts")
+    made = spec("rejection", {"rewards": rewards, "rescore": True}, {"model": tiny["policy"], "prompts": data["prompts"], "reward_model": tiny["reward"]}, "texts")
     made["inputs"]["candidates"] = {"kind": "dataset", "path": path, "ref": "c", "digest": "c"}
     found = rows_of(execute(made, silent))
     assert [row["drop_reason"] for row in found] == [None, None, None, "truncated", "engine_error", None] * 2
@@ -465,7 +466,7 @@ def test_a_killed_scoring_ends_with_the_same_bytes(spec, tiny, data, forks):
     from storage.files import tree_digest
 
     first, _ = sampled(spec, tiny, data, {"rewards": LENGTH, "num_generations": 8}, "first")
-    config = {**RS, "num_generations": 8, "rewards": SHORT, "rescore": True, "block": 1, "allow_empty": True}
+    config = {"rewards": SHORT, "rescore": True, "block": 1, "allow_empty": True}
 
     def asked(name):
         made = spec("rejection", config, {"model": tiny["policy"], "prompts": data["prompts"]}, name)

@@ -122,3 +122,9 @@ def test_kill9_merges_to_the_same_bytes(tiny, spec, forks):
     assert tree_digest(out) == tree_digest(Path(whole["workdir"], "out"))
     summaries = [json.loads(Path(made["workdir"], "result.json").read_text())["summary"] for made in (whole, killed)]
     assert summaries[0] == summaries[1]
+
+
+def test_only_ties_trims():
+    with pytest.raises(ValueError, match="density=0.5 would change nothing.*method=ties"):
+        Config(method="task_arithmetic", density=0.5)
+    assert Config(method="ties", density=0.5).density == 0.5

@@ -178,6 +178,33 @@ def test_the_best_pass_by_reward_score_is_published(tiny, data, spec):
     assert result["summary"]["validation/reward"] == pytest.approx(max(passes.values()), rel=1e-5)
 
 
+@pytest.mark.parametrize("patience", (0, 2))
+def test_where_no_pass_was_finite_the_last_weights_are_published_and_it_is_said(tiny, data, spec, monkeypatch, patience):
+    """select_by of a metric that is never a number, with and without early stopping: a warning, and the weights of the last step."""
+    evaluate = Trainer.evaluate
+    monkeypatch.setattr(Trainer, "evaluate", lambda self, items: {**evaluate(self, items), "odd": float("nan")})
+    config = {**SFT, "max_steps": 4, "eval_every": 1}
+    chosen = execute(spec("sft", {**config, "select_by": "odd", "early_stopping_patience": patience}, {"model": tiny["policy"], "data": data["demonstrations"]}, "odd"), silent)
+    steps = 4 if not patience else chosen["summary"]["steps"]
+    assert [w["code"] for w in chosen["warnings"]].count("nothing_selected") == 1 and "selected_step" not in chosen["summary"] and (steps == 4 or steps < 4 and patience)
+    if not patience:
+        plain = execute(spec("sft", config, {"model": tiny["policy"], "data": data["demonstrations"]}, "plain"), silent)
+        assert chosen["summary"]["validation/nll"] == plain["summary"]["validation/nll"]
+    else:
+        assert "validation/nll" in chosen["summary"]
+
+
+def test_a_model_that_compares_answers_cannot_choose_the_best_pass(tiny, data, spec, tmp_path):
+    """Every pass would get 0.5 and the first, untrained, would be published; inside a combination too."""
+    from stages.reward_heads import RewardCard, new_reward_model, save_reward_model, write_card
+
+    save_reward_model(new_reward_model(tiny["policy"]), load_tokenizer(tiny["policy"]), tmp_path / "both/members/a", RewardCard("pairwise", max_length=96))
+    write_card(tmp_path / "both", RewardCard("combined", options={"members": ["a"], "combine": "mean"}))
+    for name, path in (("alone", tmp_path / "both/members/a"), ("inside", tmp_path / "both")):
+        with pytest.raises(ConfigError, match="compares answers.*objective=bt"):
+            execute(spec("sft", {**SFT, "eval_every": 2, "select_by": "reward"}, {"model": tiny["policy"], "data": data["demonstrations"], "reward_model": str(path)}, name), silent)
+
+
 def test_a_validation_pass_behind_every_epoch(tiny, data, spec):
     """eval_every=epoch: 42 rows in batches of 8 are 6 steps; the weights of the best such pass are published."""
     for stage, more in (("sft", {}), ("distill", {"method": "context", "context": "Be brief."})):

@@ -30,6 +30,7 @@ def test_order_and_counts(workers):
     items, dropped = parallel.items_of(iter(range(1000)), of, expected=1000, limit=10)
     assert [n for n, _ in items] == [1, 2, 4, 5, 7, 8, 10, 11, 13, 14] and dropped == {"third": 5}
     assert parallel.items_of([], of, expected=0) == ([], {})
+    assert parallel.items_of(iter(range(1000)), of, expected=1000, limit=0) == ([], {}), "no validation rows means none"
 
 
 def test_an_error_is_raised_where_it_arises(workers):

@@ -8,6 +8,7 @@ import pytest
 from stages import rejection
 from stages.harness import execute
 from stages.preferences import Config
+from stages.spec import ConfigError
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
 from tests.common import assistant, silent, user
@@ -96,7 +97,12 @@ def test_rso_pairs_come_from_accepted_candidates(candidates, build):
     result, rows = build({"select": "rso", "rso_accept": 8, "rso_beta": 1e-6}, candidates(rewards))
     used = {s for r in rows for s in (r["chosen_score"], r["rejected_score"])}
     assert used <= {3.75, 3.5, 3.25, 3.0} and all(r["margin"] > 0 for r in rows)  # beta -> 0 takes the 8 best
-    assert result["summary"]["accepted"] == 24 and result["summary"]["acceptance_rate"] == pytest.approx(24 / 100)
+    summary = result["summary"]
+    assert summary["accepted"] == 24 and summary["too_few"] == 1 and "too_few_to_accept" in [w["code"] for w in result["warnings"]]
+    assert summary["passes_per_prompt"] == 4, "two candidates share each of the four best rewards"
+    assert summary["acceptance_rate"] == pytest.approx(8 / (32 + 30 + 28 + 26)), "of the draws: each pass over those that are left, two fewer each time"
+    loose, _ = build({"select": "rso", "rso_accept": 8, "rso_beta": 1e6}, candidates(rewards, name="loose"))
+    assert loose["summary"]["acceptance_rate"] > 0.99 and loose["summary"]["passes_per_prompt"] == 1
     again, _ = build({"select": "rso", "rso_accept": 8, "rso_beta": 1e-6}, candidates(rewards, name="again"))
     assert again["outputs"]["data"]["digest"] == result["outputs"]["data"]["digest"]
     _, knocked = build({"select": "rso", "rso_accept": 8, "rso_beta": 1e6, "rso_pairs": "tournament"}, candidates([[0.1 * j for j in range(8)]], name="eight"))
@@ -133,7 +139,7 @@ def test_generated_rows_stay_in_the_split_of_their_prompt(tiny, data, spec, cand
     mixed = candidates([[0.0, 1.0]] * 300, splits=given)
     assert split(build({"validation_fraction": 0.05}, mixed)[1]) == split(selected(mixed)) == split(selected(mixed, validation_fraction=0.05)) == given
     only = candidates([[0.0, 1.0] if s == "train" else [0.0] for s in given], kept=[[True, s == "train"][: 1 + (s == "train")] for s in given], name="train")
-    pairs, chosen = split(build({"validation_fraction": 0.05}, only)[1]), split(selected(only, validation_fraction=0.05, max_per_prompt=1))
+    pairs, chosen = split(build({"validation_fraction": 0.05}, only)[1]), split(selected(only, validation_fraction=0.05, select="top_k_per_prompt"))
     assert len(pairs) == given.count("train") and 3 <= pairs.count("validation") <= 30 and set(pairs) == {"train", "validation"} and "validation" in chosen
     tests = candidates([[0.0, 1.0]] * 40, splits=["test"] * 40, name="test")
     assert set(split(build({"validation_fraction": 0.05}, tests)[1])) == set(split(selected(tests))) == {"test"}
@@ -197,9 +203,25 @@ def test_nothing_to_learn_from_says_what_to_change(candidates, build):
         build({"select": "gap"}, candidates([[1.0, 9.0]], kept=[[True, False]], name="cut"))
     with pytest.raises(ValueError, match=r"0 usable candidates \(2 not kept left aside\) none is left; raise num_generations or temperature of the sampling\.$"):
         build({"kind": "unpaired/1"}, candidates([[1.0, 9.0]], kept=[[False, False]], name="left"))
+    few = candidates([[0.0, 1.0, 2.0, 3.0], [0.5, 1.0]], name="few")
+    with pytest.raises(ValueError, match=r"2 prompts have fewer than rso_accept=8 of them; write rso_accept=4 or less.*num_generations=64"):
+        build({"select": "rso"}, few)
+    assert build({"select": "rso", "rso_accept": 4}, few)[0]["summary"]["too_few"] == 1
     with pytest.raises(ValueError, match="threshold=VALUE"):
         build({"kind": "unpaired/1"}, candidates([[1.0, 2.0]], name="plain"))
     assert Config().select == "best_vs_worst"
+
+
+@pytest.mark.parametrize("given,says", [
+    ({"eta": 0.9}, "select=gap"), ({"tau": 2.0}, "soft_labels=true"), ({"rso_beta": 0.1, "select": "all"}, "select=rso"), ({"rso_accept": 4}, "select=rso"), ({"rso_pairs": "tournament"}, "select=rso"),
+    ({"kind": "rankings/1", "select": "all"}, "kind=pairs/1"), ({"kind": "unpaired/1", "soft_labels": True}, "kind=pairs/1"), ({"max_pairs_per_prompt": 3}, "this select gives one pair"),
+    ({"kind": "rankings/1", "max_pairs_per_prompt": 3}, "kind=pairs/1"), ({"threshold": 0.5}, "kind=unpaired/1")])
+def test_settings_that_another_selection_reads_are_refused(given, says):
+    with pytest.raises(ValueError, match=f"would change nothing.*{says}"):
+        Config(**given)
+    for whole in (Config(select="gap", eta=0.9, tau=2.0, max_pairs_per_prompt=3), Config(select="rso", rso_beta=0.1, rso_accept=4, rso_pairs="tournament", soft_labels=True, tau=2.0),
+                  Config(kind="unpaired/1", threshold=0.5), Config(kind="rankings/1", members="best_and_worst")):
+        assert Config(**whole.model_dump()) == whole
 
 
 # -- curricula ------------------------------------------------------------------------------------------------------
@@ -230,10 +252,34 @@ def test_sdpo_chunks_keep_the_order_and_curry_goes_from_easy_to_hard(tmp_path, b
         build({"order": "margin"}, str(tmp_path / "a"), "curriculum")
 
 
+def test_the_pairs_of_a_ranking_weigh_as_it_does(tmp_path, build):
+    from stages.curriculum import Config as Curriculum
+
+    rankings = [complete_row("rankings/1", {"prompt": user(f"r{i}"), "completions": [assistant(t) for t in "abc"], "ranks": [2, 1, 3], "weight": w}, dataset="d", source="s", origin="human")
+                for i, w in enumerate((1.0, 0.25))]
+    write_dataset(str(tmp_path / "c"), "d", "rankings/1", rankings)
+    _, rows = build({"order": "rank_gap"}, str(tmp_path / "c"), "curriculum")
+    assert [r["weight"] for r in rows] == [1.0, 1.0, 0.25, 0.25]
+    with pytest.raises(ValueError, match="pairing=all_pairs_by_gap would change nothing.*order=rank_gap"):
+        Curriculum(pairing="all_pairs_by_gap")
+
+
 def test_align_trains_on_one_stage_only(tiny, tmp_path, spec, build):
     result, _ = build({"order": "given", "stages": 2}, pairs_file(tmp_path / "a", 11, held_out=2), "curriculum")
     made = execute(spec("align", {"stage_index": 1, "max_steps": 1, "max_length": 64}, {"model": tiny["policy"], "data": result["outputs"]["data"]["path"]}, "one"), silent)
     assert made["summary"]["pairs"] == 4
+
+
+def test_a_stage_of_a_curriculum_is_taken_before_its_pairs_are_converted(tiny, tmp_path, spec, build):
+    """sDPO with a loss on single responses: the pairs of the stage, as labelled rows; rows of other kinds have no stages."""
+    result, rows = build({"order": "given", "stages": 2}, pairs_file(tmp_path / "a", 11, held_out=2), "curriculum")
+    config = {"method": "kto", "stage_index": 1, "max_steps": 1, "max_length": 64, "batch_size": 4}
+    made = execute(spec("align", config, {"model": tiny["policy"], "data": result["outputs"]["data"]["path"]}, "kto"), silent)
+    assert made["summary"]["rows"] == 2 * sum(r["stage_index"] == 1 for r in rows) == 8
+    write_dataset(str(tmp_path / "labels"), "d", "unpaired/1", [complete_row("unpaired/1", {"prompt": user(f"p{i}"), "completion": assistant("x"), "label": bool(i % 2), "label_kind": "thumbs"},
+                                                                             dataset="d", source="s", origin="human") for i in range(6)])
+    with pytest.raises(ConfigError, match="unpaired/1 has no column stage_index; give the output of stage curriculum"):
+        execute(spec("align", config, {"model": tiny["policy"], "data": str(tmp_path / "labels")}, "labels"), silent)
 
 
 # -- ReST's selections -------------------------------------------------------------------------------------------------
@@ -242,7 +288,7 @@ def test_thresholds_by_quantile_caps_and_empty_selections(tiny, data, spec, cand
     path = candidates([[0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 0.7, 0.8]], correct=[[True] * 4, [False, True, True, True]])
 
     def select(name, **config):
-        made = spec("rejection", {"num_generations": 4, **config}, {"model": tiny["policy"], "prompts": data["prompts"]}, name)
+        made = spec("rejection", config, {"model": tiny["policy"], "prompts": data["prompts"]}, name)
         made["inputs"]["candidates"] = {"kind": "dataset", "path": path, "ref": "c", "digest": "c"}
         result = execute(made, silent)
         return result, [(r["messages"][0]["content"], r["messages"][1]["content"]) for r in open_dataset(result["outputs"]["selected"]["path"]).iter_rows()]
@@ -255,6 +301,57 @@ def test_thresholds_by_quantile_caps_and_empty_selections(tiny, data, spec, cand
         select("error", select="threshold", threshold=5.0)
     with pytest.raises(ValueError, match="no share"):
         select("share", select="threshold", threshold=1.5, threshold_mode="quantile")
+
+
+def test_random_controls_are_drawn_among_what_may_be_kept(tiny, data, spec, candidates):
+    """A floor holds before the draw: as many rows as a selector of the best, not as many as the draw happened to leave."""
+    path = candidates([[0.1, 0.2, 0.3, 0.9], [0.0, 0.8, 0.1, 0.2]] * 20)
+
+    def rewards(name, **config):
+        made = spec("rejection", config, {"model": tiny["policy"], "prompts": data["prompts"]}, name)
+        made["inputs"]["candidates"] = {"kind": "dataset", "path": path, "ref": "c", "digest": "c"}
+        return execute(made, silent)["summary"]
+
+    each = rewards("each", select="random_per_prompt", threshold=0.5)
+    assert each["selected"] == 40 and each["reward/selected"] == pytest.approx(0.85)
+    assert rewards("overall", select="random_k_overall", k=15, threshold=0.5)["selected"] == 15
+    share = rewards("share", select="random_k_overall", k=15, threshold=0.75, threshold_mode="quantile")
+    assert share["selected"] == 15 and share["reward/selected"] > 0.7, "the quantile is of all rewards"
+
+
+@pytest.mark.parametrize("given,says", [({"k": 4}, "select=top_k_per_prompt"), ({"k": 4, "select": "threshold", "threshold": 0.5}, "top_k_overall"), ({"select": "top_k_per_prompt", "max_per_prompt": 2}, "write k"),
+                                        ({"select": "random_per_prompt", "max_per_prompt": 2}, "no such cap"), ({"select": "random_k_overall", "max_per_prompt": 2}, "no such cap"),
+                                        ({"hint": "{question} {answer}"}, "rationalise=4")])
+def test_settings_of_another_selector_are_refused(given, says):
+    with pytest.raises(ValueError, match=f"would change nothing.*{says}"):
+        rejection.Config(**given)
+    for whole in (rejection.Config(select="top_k_overall", k=9, max_per_prompt=2), rejection.Config(select="all_correct", max_per_prompt=2), rejection.Config(rationalise=2, hint="{question} {answer}")):
+        assert rejection.Config(**whole.model_dump()) == whole
+
+
+def test_settings_of_sampling_are_refused_for_answers_that_are_there(tiny, data, spec, candidates):
+    """And those that need an input or a threshold; a recipe that selects again from what it sampled resets them."""
+    path = candidates([[0.1, 0.9], [0.4, 0.2]])
+
+    def select(given, with_candidates=True):
+        made = spec("rejection", given, {"model": tiny["policy"], "prompts": data["prompts"]}, f"s{len(given)}-{next(iter(given))}-{with_candidates}")
+        if with_candidates:
+            made["inputs"]["candidates"] = {"kind": "dataset", "path": path, "ref": "c", "digest": "c"}
+        return execute(made, silent)
+
+    for given, says in (({"num_generations": 4}, "taken as they are"), ({"temperature": 0.5}, "leave candidates out to sample"), ({"max_prompts": 3}, "taken as they are"), ({"block": 8}, "write rescore=true"),
+                        ({"threshold_mode": "quantile"}, "write threshold=0.9"), ({"max_per_prompt": 2}, "keeps one")):
+        with pytest.raises(ConfigError, match=f"would change nothing.*{says}"):
+            select(given)
+    for given, says in (({"trait_of": "drawn"}, "input traits"), ({"threshold_mode": "quantile"}, "threshold=0.9")):
+        with pytest.raises(ConfigError, match=says):
+            select(given, with_candidates=False)
+    full = rejection.Config(num_generations=4, temperature=0.5, max_prompts=3, engine="server", engine_url="http://localhost:1/v1", min_tokens=2, select="top_k_per_prompt", k=2)
+    again = rejection.selecting(full, threshold=0.15)
+    assert (again.num_generations, again.temperature, again.engine, again.engine_url) == (16, 1.0, "builtin", None) and (again.select, again.k, again.threshold) == ("top_k_per_prompt", 2, 0.15)
+    assert select(again.model_dump(mode="json"))["summary"]["selected"] == 3
+    other = select({"rewards": [{"name": "other", "kind": "length"}]})
+    assert [w["code"] for w in other["warnings"]].count("rewards_not_read") == 1
 
 
 def test_rounds_pass_over_prompts_in_a_circle(tiny, data, spec):

@@ -188,3 +188,26 @@ def test_distillation_does_not_show_settings_of_sft_alone():
     from stages.distill import Config as Distill
 
     assert not {"unlikelihood_coef", "unlikelihood_window", "self_paced_threshold", "self_paced_threshold_end"} & set(Distill.model_fields)
+
+
+@pytest.mark.parametrize("given,says", [({"loss_scale_factor": 100.0}, "loss_agg_mode=seq-mean-token-sum-norm"), ({"curriculum_stages": 5}, "curriculum=length"),
+                                        ({"unlikelihood_window": 8}, "unlikelihood_coef=1"), ({"lora_alpha": 8.0}, "lora_rank=16")])
+def test_settings_that_this_run_would_not_read_are_refused(given, says):
+    with pytest.raises(ValueError, match=f"would change nothing.*{says}"):
+        Config(**given)
+    whole = Config(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=100.0, curriculum="length", curriculum_stages=5, unlikelihood_coef=1.0, unlikelihood_window=8)
+    assert Config(**whole.model_dump()) == whole and Config(**Config().model_dump()) == Config()
+
+
+def test_settings_of_answers_or_turns_that_are_not_there_are_refused(tiny, data, spec, tmp_path):
+    """Without a reward model no answers are judged, and plain text has no turns."""
+    from stages.spec import ConfigError
+    from storage.datasets import write_dataset
+    from storage.schema import complete_row
+
+    write_dataset(str(tmp_path / "text"), "t", "text/1", [complete_row("text/1", {"text": f"word {i} " * 20}, dataset="t", source="s", origin="human") for i in range(8)])
+    for rows, given, says in ((data["demonstrations"], {"eval_prompts": 8}, "without the input reward_model"), (data["demonstrations"], {"eval_completion_length": 8}, "reward_model"),
+                              (str(tmp_path / "text"), {"train_on": "final_turn"}, "write train_on=full"), (str(tmp_path / "text"), {"train_on": "final_message"}, "write train_on=full")):
+        with pytest.raises(ConfigError, match=f"would change nothing.*{says}"):
+            execute(spec("sft", {**SFT, "max_steps": 1, **given}, {"model": tiny["policy"], "data": rows}, says[-6:]), silent)
+    execute(spec("sft", {**SFT, "max_steps": 1, "train_on": "full"}, {"model": tiny["policy"], "data": str(tmp_path / "text")}, "whole"), silent)

@@ -405,7 +405,7 @@ def round_robin(i, p):
 
 
 def rso_trace(i, p):
-    accepted, used = selection.rso_select(i["rewards"], p["num_samples"], p["beta"], i["uniforms"])
+    accepted, used, _ = selection.rso_select(i["rewards"], p["num_samples"], p["beta"], i["uniforms"])
     return {"accepted": accepted, "uniforms_used": used}
 
 
