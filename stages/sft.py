@@ -268,7 +268,6 @@ def run(stage):
     from stages.modeling import policy_to_train, save_policy
     from stages.curves import training_report
     from stages.preflight import preflight
-    from stages.spec import ConfigError
     from stages.training import Trainer, fit
 
     config, dataset = stage.config, stage.dataset("data")
