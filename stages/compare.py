@@ -249,8 +249,7 @@ def table(names: list[str], metrics: dict, columns: list[str], differences: dict
 
 def write(stage, parts: list[Part], taxes: dict[str, dict]) -> None:
     """``eval_scores/1`` rows: NAME/METRIC, NAME/METRIC/gain over the model before, and NAME/METRIC/tax against the first."""
-    from storage.files import canonical_json
-    from storage.schema import complete_row
+    from stages.evaluation.scores import known, score_row
 
     rows = []
     for part in parts:
@@ -260,11 +259,8 @@ def write(stage, parts: list[Part], taxes: dict[str, dict]) -> None:
     rows += [(row["benchmark"], f"{name}/{row['metric']}/tax", row["delta"], row["se"], row["items"], row, parts[0].metas[name]) for name, tax in taxes.items() for row in tax["rows"]]
     names = parts[0].names
     writer = stage.writer("comparison", "eval_scores/1", meta={"names": names, "protocol_hash": parts[0].protocol_hash})
-    writer.write(complete_row("eval_scores/1", {
-        "run_id": stage.key[:16], "benchmark": benchmark, "metric": metric, "value": float(value), "se": se, "n": int(n),
-        "config_json": canonical_json({"protocol_hash": meta["protocol_hash"], "model": meta["model"]}),
-        "extra_json": canonical_json({key: item for key, item in detail.items() if item is not None})},
-        dataset=benchmark, source=f"model:m-{meta['model'][:12]}", origin="conversion", split="test") for benchmark, metric, value, se, n, detail, meta in rows)
+    writer.write(score_row(stage.key[:16], benchmark, metric, value, se, n, config={"protocol_hash": meta["protocol_hash"], "model": meta["model"]},
+                           source=f"model:m-{meta['model'][:12]}", detail=known(detail)) for benchmark, metric, value, se, n, detail, meta in rows)
     writer.close({"models": len(names)})
 
 

@@ -192,21 +192,20 @@ def warnings(stage, table: list[dict], state: dict) -> None:
 
 def write(stage, rows: list[dict], state: dict, table: list[dict], scores: list[dict]) -> None:
     """The two outputs."""
+    from stages.evaluation.scores import score_row
     from storage.files import canonical_json
     from storage.schema import complete_row
 
     config = stage.config
     verdict = {"mode": config.mode, "n": config.n, "threshold": config.threshold, "unit": config.unit, "completions": config.completions, "outside": config.outside,
                "unread": state["unread"], "training": {name: stage.inputs[f"training.{name}" if name else "training"].digest for name in stage.many("training")}}
-    text, benchmark_ = canonical_json(verdict), stage.dataset("prompts").name
+    benchmark_ = stage.dataset("prompts").name
     measured = [(f"contamination_rate/{row['training data']}" if row["training data"] != "all of them" else "contamination_rate", row["benchmark"], row["rate"], row["items"], {}) for row in table]
     measured += [(row["metric"] + suffix, benchmark_, row[column], row[f"{column}_n"], {side: row[f"{column}_{side}"] for side in ("low", "high") if row[f"{column}_{side}"] is not None})
                  for row in scores for suffix, column in (("", "all"), ("_clean", "clean"), ("_contaminated", "contaminated")) if row[column] is not None]
     model = stage.inputs["model"].digest[:12] if stage.has("model") else "unknown"
     writer = stage.writer("scores", "eval_scores/1", meta={"verdict": verdict})
-    writer.write(complete_row("eval_scores/1", {"run_id": stage.key[:16], "benchmark": bench, "metric": metric, "value": float(value), "se": None, "n": int(n), "config_json": text,
-                                                "extra_json": canonical_json(extra)}, dataset=bench, source=f"model:m-{model}", origin="ai", split="test")
-                 for metric, bench, value, n, extra in measured)
+    writer.write(score_row(stage.key[:16], bench, metric, value, None, n, config=verdict, source=f"model:m-{model}", origin="ai", detail=extra) for metric, bench, value, n, extra in measured)
     writer.close({"metrics": len(measured)})
     tags: dict[int, list[str]] = {}
     for name, hits in state["hits"].items():

@@ -688,19 +688,16 @@ def benchmark_name(stage) -> str:
 def write_scores(stage, plan: Plan, meta: dict, metrics: dict, tables: dict) -> None:
     """One ``eval_scores/1`` row per metric and per group's accuracy; ``config_json`` is the protocol, ``extra_json`` the interval."""
     from stages.evaluation.multiple_choice import RATES
-    from storage.files import canonical_json
-    from storage.schema import complete_row
+    from stages.evaluation.scores import known, score_row
 
-    benchmark, config = benchmark_name(stage), canonical_json({**meta["protocol"], "protocol_hash": meta["protocol_hash"]})
+    benchmark, config = benchmark_name(stage), {**meta["protocol"], "protocol_hash": meta["protocol_hash"]}
     rows = [(name, m.value, m.se, m.n, {"low": m.low, "high": m.high}) for name, m in metrics.items()]
     for field, table in tables.items():
         rows += [(f"{metric}/{field}={row[field]}", row[metric], None, row["prompts"], {"low": row.get(f"{metric}_low"), "high": row.get(f"{metric}_high")})
                  for row in table for metric in ("accuracy", "greedy_accuracy", *RATES, "reward") if row.get(metric) is not None]
     writer = stage.writer("scores", "eval_scores/1", meta=meta)
-    writer.write(complete_row("eval_scores/1", {
-        "run_id": plan.run_id, "benchmark": benchmark, "metric": name, "value": float(value), "se": se, "n": int(n), "config_json": config,
-        "extra_json": canonical_json({key: bound for key, bound in interval.items() if bound is not None})},
-        dataset=benchmark, source=f"model:m-{meta['model'][:12]}", origin="ai", split="test") for name, value, se, n, interval in rows)
+    writer.write(score_row(plan.run_id, benchmark, name, value, se, n, config=config, source=f"model:m-{meta['model'][:12]}", origin="ai", detail=known(interval))
+                 for name, value, se, n, interval in rows)
     writer.close({"metrics": len(rows)})
 
 

@@ -151,14 +151,11 @@ def ends(curve: list[float]) -> tuple[float, float]:
 
 
 def write(stage, table) -> None:
-    from storage.files import canonical_json
-    from storage.schema import complete_row
+    from stages.evaluation.scores import score_row
 
     writer = stage.writer("results", "eval_scores/1")
-    writer.write(complete_row("eval_scores/1", {
-        "run_id": stage.key[:16], "benchmark": "learning", "metric": f"{row['method']}/{stage.config.metric}", "value": row["value"], "n": row["prompts"], "config_json": "{}",
-        "extra_json": canonical_json({k: v for k, v in row.items() if k not in ("method", "value") and v == v})},
-        dataset="learning", source="learning", origin="conversion", split="test") for row in table)
+    writer.write(score_row(stage.key[:16], "learning", f"{row['method']}/{stage.config.metric}", row["value"], None, row["prompts"], config={}, source="learning",
+                           detail={k: v for k, v in row.items() if k not in ("method", "value") and v == v}) for row in table)
     writer.close({"methods": len(table)})
 
 

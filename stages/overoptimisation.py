@@ -233,14 +233,12 @@ def point(metric: str, value: float, x: float, n: int, *, mean: float | None = N
 
 
 def write_points(stage, points: list[dict], summary: dict) -> None:
-    from storage.files import canonical_json
-    from storage.schema import complete_row
+    from stages.evaluation.scores import score_row
 
     def known(value):
         return value if value is not None and value == value else None
 
     writer = stage.writer("curve", "eval_scores/1", meta={"summary": summary})
-    writer.write(complete_row("eval_scores/1", {"run_id": stage.key[:16], "benchmark": "overoptimisation", "metric": p["metric"], "value": p["value"], "se": p["se"], "n": p["n"],
-                                                "config_json": canonical_json({"x": known(p["x"])}), "extra_json": canonical_json({"z": known(p["z"])})},
-                              dataset="overoptimisation", source="made", origin="verifier", split="test") for p in points if p["value"] == p["value"])
+    writer.write(score_row(stage.key[:16], "overoptimisation", p["metric"], p["value"], p["se"], p["n"], config={"x": known(p["x"])}, source="made", origin="verifier",
+                           detail={"z": known(p["z"])}) for p in points if p["value"] == p["value"])
     writer.close({"points": len(points)})

@@ -138,13 +138,10 @@ def figure(stage, curves: dict) -> None:
 
 
 def write(stage, held_out: dict) -> None:
-    from storage.files import canonical_json
-    from storage.schema import complete_row
+    from stages.evaluation.scores import known, score_row
 
     rows = [(f"{name}/{metric}", m["value"], m["se"], m["n"], {"low": m["low"], "high": m["high"]}) for name, part in held_out.items() for metric, m in part.items()]
     rows += [(f"{name}/{metric}/gain", m["gain"]["difference"], m["gain"]["se"], m["gain"]["n"], m["gain"]) for name, part in held_out.items() for metric, m in part.items() if m["gain"]]
     writer = stage.writer("results", "eval_scores/1")
-    writer.write(complete_row("eval_scores/1", {"run_id": stage.key[:16], "benchmark": "overoptimisation", "metric": metric, "value": float(value), "se": se, "n": int(n), "config_json": "{}",
-                                                "extra_json": canonical_json({k: v for k, v in detail.items() if v is not None})},
-                              dataset="overoptimisation", source="overoptimisation", origin="conversion", split="test") for metric, value, se, n, detail in rows)
+    writer.write(score_row(stage.key[:16], "overoptimisation", metric, value, se, n, config={}, source="overoptimisation", detail=known(detail)) for metric, value, se, n, detail in rows)
     writer.close({"rows": len(rows)})

@@ -295,16 +295,13 @@ def gate_row(gate: Gate, candidate: Evaluation) -> dict:
 
 def write_decision(stage, decision: dict, candidate: Evaluation) -> None:
     """``eval_scores/1``: row 0 is the decision (value 1 or 0), then one row per check."""
-    from storage.files import canonical_json
-    from storage.schema import complete_row
+    from stages.evaluation.scores import score_row
 
     rows = [("promote", float(decision["promote"]), None, len(decision["evidence"]), decision)]
     rows += [(f"{index}:{row['check']}:{row['metric']}", row.get("difference", row["candidate"]), row.get("se"), row["n"], row)
              for index, row in enumerate(decision["evidence"])]
     writer = stage.writer("decision", "eval_scores/1", meta={"decision": decision})
-    writer.write(complete_row("eval_scores/1", {
-        "run_id": stage.key[:16], "benchmark": "promotion", "metric": metric, "value": float(value), "se": se, "n": int(n), "config_json": canonical_json(content)},
-        dataset="promotion", source=decision["candidate"], origin="conversion", split="test") for metric, value, se, n, content in rows)
+    writer.write(score_row(stage.key[:16], "promotion", metric, value, se, n, config=content, source=decision["candidate"]) for metric, value, se, n, content in rows)
     writer.close({"checks": len(decision["evidence"]), "promote": int(decision["promote"])})
 
 

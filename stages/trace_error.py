@@ -117,10 +117,8 @@ def run(stage):
     summary = {**scores.flatten(metrics), "solutions": len(judged), "right": sum(right), **lost}
     stage.summary(summary)
     out = stage.writer("scores", "eval_scores/1")
-    out.write(complete_row("eval_scores/1", {
-        "run_id": stage.key[:16], "benchmark": stage.dataset("data").name, "metric": name, "value": m.value, "se": m.se, "n": m.n,
-        "config_json": canonical_json({"threshold": config.threshold, "labels": "reward_model" if scorer is not None else "data"}), "extra_json": canonical_json({"low": m.low, "high": m.high})},
-        dataset=stage.dataset("data").name, source="steps", origin="conversion", split="test") for name, m in metrics.items())
+    how = {"threshold": config.threshold, "labels": "reward_model" if scorer is not None else "data"}
+    out.write(scores.score_row(stage.key[:16], stage.dataset("data").name, name, m.value, m.se, m.n, config=how, source="steps", detail={"low": m.low, "high": m.high}) for name, m in metrics.items())
     out.close({"metrics": len(metrics)})
     shown = [{"prompt": row["prompt"][-1]["content"], "first wrong step": row["completions"][row["labels"].index(min(row["labels"]))], "solution": row["separator"].join(row["completions"])}
              for row, r, w in zip(judged, right, wrong_step) if r and w][: config.examples]

@@ -401,17 +401,14 @@ def write_battles(stage, good, judge_id: str, asked: int) -> None:
 
 def write_scores(stage, metrics: dict, groups: list[dict], ranking: list[dict], judge_id: str) -> None:
     """``eval_scores/1``: every rate of every pair of models; ``config_json`` says how it was judged."""
-    from storage.files import canonical_json
-    from storage.schema import complete_row
+    from stages.evaluation.scores import known, score_row
 
-    config = canonical_json({**stage.config.identity(), "judge": judge_id})
+    config = {**stage.config.identity(), "judge": judge_id}
     rows = [(f"{a}:{b}/{name}", m.value, m.se, m.n, {"low": m.low, "high": m.high}) for (a, b), found in metrics.items() for name, m in found.items()]
     rows += [(f"{r['model']}:{r['against']}/win_rate/{r['by']}={r['group']}", r["win_rate"], None, r["items"], {"low": r["win_rate_low"], "high": r["win_rate_high"]}) for r in groups]
     rows += [(f"{r['player']}/bt_elo", r["elo"], None, r["games"], {"low": r["low"], "high": r["high"]}) for r in ranking]
     writer = stage.writer("scores", "eval_scores/1")
-    writer.write([complete_row("eval_scores/1", {
-        "run_id": stage.key[:16], "benchmark": "win_rate", "metric": name, "value": float(value), "se": se, "n": int(n), "config_json": config,
-        "extra_json": canonical_json({k: v for k, v in interval.items() if v is not None})}, dataset="win_rate", source=judge_id, origin="ai", split="test") for name, value, se, n, interval in rows])
+    writer.write([score_row(stage.key[:16], "win_rate", name, value, se, n, config=config, source=judge_id, origin="ai", detail=known(interval)) for name, value, se, n, interval in rows])
     writer.close({"metrics": len(rows)})
 
 

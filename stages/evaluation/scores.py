@@ -40,6 +40,20 @@ class Metric:
     high: float | None = None
 
 
+def score_row(run_id: str, benchmark: str, metric: str, value: float, se: float | None, n: int, *, config: dict, source: str, origin: str = "conversion", detail: dict | None = None) -> dict:
+    """A finished ``eval_scores/1`` row. ``config``, how it was measured, is its ``config_json``; ``detail`` its ``extra_json``."""
+    from storage.files import canonical_json
+    from storage.schema import complete_row
+
+    row = {"run_id": run_id, "benchmark": benchmark, "metric": metric, "value": float(value), "se": se, "n": int(n), "config_json": canonical_json(config)}
+    return complete_row("eval_scores/1", row if detail is None else {**row, "extra_json": canonical_json(detail)}, dataset=benchmark, source=source, origin=origin, split="test")
+
+
+def known(detail: dict) -> dict:
+    """The entries that are not None."""
+    return {name: value for name, value in detail.items() if value is not None}
+
+
 def lower_is_better(name: str) -> bool:
     """Direction of a metric: True where less is better (name up to the first '/')."""
     return name.split("/")[0] in LOWER_IS_BETTER or name.endswith("/unscorable_fraction")
