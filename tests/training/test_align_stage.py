@@ -230,7 +230,8 @@ def test_what_settings_cannot_do_for_this_run_is_said(tiny, preferences, spec):
 
     late = warnings("late", reference_update="tr_soft", reference_interval=3)
     assert "3 optimizer steps" in late["reference_never_moves"] and "reference_never_moves" not in warnings("moves", reference_update="tr_soft", reference_interval=2)
-    assert "weight" in warnings("aot", method="aot")["align_settings"]
+    for method in ("aot_unpaired", "aot_paired"):
+        assert "weight" in warnings(method, method=method)["align_settings"]
     with pytest.raises(ConfigError, match="nll_coef=0.*leave options.nll_on_prompt out"):
         DirectAlignment(Config(method="orpo", nll_coef=0.0, options={"nll_on_prompt": True}))
     DirectAlignment(Config(method="orpo", nll_coef=0.0, options={"nll_on_prompt": False}))
