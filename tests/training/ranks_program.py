@@ -26,7 +26,7 @@ def main(policy: str, out: str, sharding: str = "none") -> None:
         from stages.settings import OptimizerConfig
 
         model = (new_reward_model(policy) if reward else load_policy(policy)).double()
-        config = OptimizerConfig(max_tokens_per_micro_batch=64, max_grad_norm=1e9, sharding=sharding, forward="model" if sharding == "full" else "auto")
+        config = OptimizerConfig(max_tokens_per_micro_batch=24, max_grad_norm=1e9, sharding=sharding, forward="model" if sharding == "full" else "auto")
         if getattr(getattr(objective, "row", None), "kl_loss_estimator", "") == "full":
             objective.anchor = load_policy(policy).double()
             for parameter in objective.anchor.parameters():

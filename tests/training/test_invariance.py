@@ -28,7 +28,7 @@ def group_items(rng, n=4, g=3):
         masks = [[1] * len(r) for r in responses]
         if i == 1:
             masks[0] = [0] * len(responses[0])
-        items.append(make_item(f"row-{i}", prompt, responses, masks, advantages=rng.normal(size=g).tolist(),
+        items.append(make_item(f"row-{i}", prompt, responses, masks, by_response=("advantages", "rewards", "correct", "values", "old_logps", "ref_logps"), advantages=rng.normal(size=g).tolist(),
                                rewards=rng.normal(size=g).tolist(), correct=[1.0, 0.0, 1.0][:g], values=[rng.normal(0, 1, len(r)).tolist() for r in responses],
                                old_logps=[rng.normal(-5.5, 0.1, len(r)).tolist() for r in responses],
                                ref_logps=[rng.normal(-5.5, 0.1, len(r)).tolist() for r in responses]))
