@@ -59,6 +59,43 @@ def test_the_iterated_recipes_plan_their_rounds(monkeypatch):
     assert "align_2" not in steps and all("reference" not in steps[f"align_{k}"][1] for k in (0, 1))
 
 
+class Given:
+    """A step of a plan as the rules about its inputs see it."""
+
+    def __init__(self, inputs, config):
+        self.inputs, self.config = inputs, config
+
+    def has(self, name):
+        return name in self.inputs
+
+    def many(self, name):
+        return {key: ref for key, ref in self.inputs.items() if key == name or key.startswith(name + ".")}
+
+
+@pytest.mark.parametrize("recipe,values", [
+    ("rest", {"rounds": 2, "thresholds": [0.5, 0.8], "sample": {"num_generations": 8, "temperature": 0.7, "max_prompts": 5, "threshold_mode": "quantile", "max_per_prompt": 3, "block": 8}}),
+    ("rest", {"thresholds": [], "sample": {"select": "all_correct", "max_per_prompt": 10, "rationalise": 2}}),
+    ("d2po", {"rounds": 2, "gold_memory": "replay", "train_reward_model": {"replay_fraction": 0.3, "drift_alarm": 0.2}}),
+    ("iterated_rlhf", {"rounds": 2, "refresh": "after", "gold_memory": "replay", "train_reward_model": {"replay_fraction": 0.3, "drift_alarm": 0.2}, "rl": {"rewards": [{"kind": "model"}]}}),
+    ("hh", {"rounds": 2, "labels": "fresh", "gold": {"temperature": 0.7, "rewards": [{"kind": "length"}]}, "preference": {"drift_alarm": 0.2}}),
+    ("llama2", {"rounds": 3, "sample": {"temperature": 0.7}, "helpful": {"drift_alarm": 0.2}})])
+def test_a_section_for_all_rounds_is_no_setting_that_one_step_ignores(recipe, values, monkeypatch):
+    """What a round has no use for is reset by the recipe, and what the next one reads is kept."""
+    from stages import rejection, reward_model
+    from stages.settings import unread
+
+    steps = planned(recipe, monkeypatch, metrics={"rejection": {"selected": 5}}, **values)
+    asked = {label: (stage, Given(inputs, config)) for label, (stage, inputs, config, _) in steps.items() if stage in ("rejection", "reward_model")}
+    for label, (stage, given) in asked.items():
+        assert not unread(given.config, {"rejection": rejection, "reward_model": reward_model}[stage].READ_OF_INPUTS, given), label
+        assert type(given.config).model_validate(given.config.model_dump(mode="json")) == given.config, label
+    if recipe == "rest" and values["thresholds"]:
+        assert {c.config.threshold_mode for label, (_, c) in asked.items() if label.startswith("filter")} == {"quantile"} and asked["filter_1_1"][1].config.max_per_prompt == 3
+        assert (asked["grow_1"][1].config.num_generations, asked["grow_1"][1].config.temperature, asked["filter_1_1"][1].config.num_generations) == (8, 0.7, 16)
+    if recipe == "d2po":
+        assert [asked[f"discriminator_{k}"][1].config.replay_fraction for k in (1, 2)] == [0.1, 0.3] and asked["discriminator_2"][1].config.drift_alarm == 0.2
+
+
 def test_files_are_split_for_the_evaluation_at_the_end_and_its_lack_is_said_at_once(monkeypatch):
     """A file has no splits; training for hours and then finding no test prompts would be late."""
     for recipe in ("online_dpo", "rest", "sdpo", "post_training", "iterated_rlhf"):
