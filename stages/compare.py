@@ -234,8 +234,10 @@ def paired_differences(names: list[str], records: dict, columns: list[str], main
 
 
 def table(names: list[str], metrics: dict, columns: list[str], differences: dict, metric: str) -> list[dict]:
-    """Rows of the report: one per model, intervals in brackets, the paired gain over the row above."""
+    """Rows of the report: one per model, intervals in brackets, the paired gain over the row above; where that may be chance, how many prompts a test of shares that
+    large would need (two-sided 5%, power 80%, not paired, which needs the most; eval.statistics)."""
     from stages.reports import with_interval
+    from stages.statistics import power_two_proportions
 
     rows = []
     for name in names:
@@ -243,6 +245,9 @@ def table(names: list[str], metrics: dict, columns: list[str], differences: dict
         if (name, metric) in differences:
             d = differences[name, metric]
             row |= {f"{metric} gain over the row above": with_interval(d["difference"], d["low"], d["high"]), "p": d["p_value"], "better / worse": f"{d['better']} / {d['worse']}"}
+            shares = [metrics[one][metric].value for one in (names[names.index(name) - 1], name)]
+            if d["low"] <= 0 <= d["high"] and all(0 <= share <= 1 for share in shares) and shares[0] != shares[1]:
+                row["prompts to tell"] = power_two_proportions(*shares)
         rows.append(row)
     return rows
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -206,6 +207,17 @@ def test_comparison(evaluations, tmp_path):
     page = next(Path(report["markdown"]).read_text() for report in result["reports"] if report["name"] == "comparison")
     assert f"**{result['summary']['best']}**" in page and "gain over the row above" in page and "greedy answers" in page
     assert open_dataset(tmp_path / "out" / "comparison").num_rows > 6
+
+
+def test_a_gain_that_may_be_chance_says_how_many_prompts_would_tell():
+    """n per arm = ceil((z_.975 + z_.8)^2 (p1 (1 - p1) + p2 (1 - p2)) / (p1 - p2)^2), eval.statistics; by hand for .50 against .55."""
+    from stages.compare import table
+    from stages.evaluation.scores import Metric
+
+    metrics = {name: {"accuracy": Metric(value, 100, 0.05, value - 0.1, value + 0.1)} for name, value in (("a", 0.5), ("b", 0.55), ("c", 0.9))}
+    gain = lambda d, low, high: {"difference": d, "low": low, "high": high, "p_value": 0.5, "better": 3, "worse": 2}
+    rows = table(["a", "b", "c"], metrics, ["accuracy"], {("b", "accuracy"): gain(0.05, -0.05, 0.15), ("c", "accuracy"): gain(0.35, 0.2, 0.5)}, "accuracy")
+    assert [row.get("prompts to tell") for row in rows] == [None, math.ceil((1.959964 + 0.841621) ** 2 * (0.25 + 0.2475) / 0.0025), None]
 
 
 def test_comparison_refuses_different_protocols(tiny, evaluations, tmp_path):
