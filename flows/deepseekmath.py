@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 
 from flows.published import Data, PublishedConfig, alignment_tax, begun, scaled
 from flows.recipe import Run, recipe
-from flows.start import accuracies, decided, evaluated, next_prompts, reward_inputs
+from flows.start import accuracies, decided, evaluated, next_prompts, reward_inputs, rl_inputs
 from flows.steps import Source
 from stages.label_steps import Config as LabelStepsConfig
 from stages.preferences import Config as PreferencesConfig
@@ -79,8 +79,8 @@ def deepseekmath(run: Run, config: Config) -> dict:
                           config=kept_head(section) if judge else section)
             judge, labelled[f"round_{k}"] = learned["model"], fresh
             history.append({"round": k, **accuracies(learned)})
-        policy = models[f"round_{k}"] = run("rl", f"rl_{k}", model=policy, data=prompts, reward_model=judge, config=settings, seed=seed, name_as=f"grpo-{k}",
-                                            **reward_inputs(source, config, settings.rewards, policy))["model"]
+        policy = models[f"round_{k}"] = run("rl", f"rl_{k}", model=policy, data=prompts, config=settings, seed=seed, name_as=f"grpo-{k}",
+                                            **rl_inputs(source, config, settings, policy, judge))["model"]
 
     evaluations, held_out = evaluated(run, source, config, models, prompts, judge)
     tax = alignment_tax(run, config, models, evaluations, text)

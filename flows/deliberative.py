@@ -76,7 +76,7 @@ def deliberative(run: Run, config: Config) -> dict:
 
     def shown(section: Any) -> dict[str, str | None]:
         """What the judge of a section reads: the specifications, and its model where it asks no server."""
-        return {"principles": specifications, "judge": (config.judge or config.model) if any(c.kind == "judge" and not c.endpoint for c in section.rewards) else None}
+        return {"principles": specifications if any("{principle}" in c.judge_prompt for c in section.rewards) else None, "judge": (config.judge or config.model) if any(c.kind == "judge" and not c.endpoint for c in section.rewards) else None}
 
     answers = run("rejection", "reason", model=config.model, prompts=prompts, traits=specifications, config=config.reason, **shown(config.reason))["selected"]
     if general:

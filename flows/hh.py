@@ -25,7 +25,7 @@ from pydantic import Field, model_validator
 from flows.config import PRESETS, load_yaml
 from flows.published import EVERYTHING, WORLDS_AND_JUDGES, Data, PublishedConfig, alignment_tax, held_out_text, scaled
 from flows.recipe import Run, recipe
-from flows.start import accuracies, decided, evaluated, next_prompts, reward_inputs, starting_policy
+from flows.start import accuracies, decided, evaluated, next_prompts, reward_inputs, rl_inputs, starting_policy
 from flows.steps import HELD_OUT, Source, compared, ingest, judge_of
 from stages.distill import Config as DistillConfig
 from stages.evaluate import Config as EvaluateConfig
@@ -117,8 +117,8 @@ def hh(run: Run, config: Config) -> dict:
                       config=reading(section, replay=True, previous=judge), **more)
         judge = learned["model"]
         history.append({"round": k, **accuracies(learned)})
-        models[f"round_{k}"] = run("rl", f"rl_{k}", model=start, data=prompts, reward_model=judge, config=config.rl, seed=seed, name_as=f"hh-rl-{k}",
-                                   **reward_inputs(source, config, config.rl.rewards, start))["model"]
+        models[f"round_{k}"] = run("rl", f"rl_{k}", model=start, data=prompts, config=config.rl, seed=seed, name_as=f"hh-rl-{k}",
+                                   **rl_inputs(source, config, config.rl, start, judge))["model"]
         if k < config.rounds:
             fresh[f"online_{k}"] = run("rejection", f"online_{k}", model=models[f"round_{k}"], prompts=prompts, config=next_prompts(config.gold, k), seed=seed,
                                        **reward_inputs(source, config, config.gold.rewards, start))["candidates"]

@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 
 from flows.published import EVERYTHING, WORLDS_AND_JUDGES, Data, PublishedConfig, alignment_tax, begun, scaled
 from flows.recipe import Run, recipe
-from flows.start import accuracies, decided, evaluated, next_prompts, reward_inputs, scorer
+from flows.start import accuracies, decided, evaluated, next_prompts, reward_inputs, rl_inputs, scorer
 from flows.steps import HELD_OUT, ingest
 from stages.ingest import Config as IngestConfig
 from stages.preferences import Config as PreferencesConfig
@@ -94,8 +94,8 @@ def instructgpt(run: Run, config: Config) -> dict:
             models["sft"] = instructed
 
         def optimised(label: str, settings: RLConfig) -> str:
-            return run("rl", label, model=instructed, data=prompts, reward_model=judge, ptx=text if row_of(settings).ptx_coef else None, config=settings, seed=seed,
-                       name_as=f"instruct-{label.replace('_', '-')}", **reward_inputs(source, config, settings.rewards, instructed))["model"]
+            return run("rl", label, model=instructed, data=prompts, ptx=text if row_of(settings).ptx_coef else None, config=settings, seed=seed,
+                       name_as=f"instruct-{label.replace('_', '-')}", **rl_inputs(source, config, settings, instructed, judge))["model"]
 
         policy = models[f"round_{k}"] = optimised(f"rl_{k}", config.rl)
     if config.plain_ppo:

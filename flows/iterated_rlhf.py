@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from flows.d2po import GoldConfig, Labels, refreshed
 from flows.recipe import Run, recipe
-from flows.start import conclusion, reward_inputs, starting_policy, trained_scorer
+from flows.start import conclusion, rl_inputs, starting_policy, trained_scorer
 from flows.steps import Source, ingest
 from stages.align import Config as AlignConfig
 from stages.preferences import Config as PreferencesConfig
@@ -69,8 +69,8 @@ def iterated_rlhf(run: Run, config: Config) -> dict:
             refresh(k)
         if config.offline == "first" and k == 1:
             policy = models["offline"] = aligned(k, policy)
-        policy = run("rl", f"rl_{k}", model=policy, data=prompts, reward_model=judge, reference=start if config.kl_to == "start" and k > 1 else None, config=config.rl,
-                     seed=run.seed + k, name_as=f"iterated-rl-{k}", **reward_inputs(source, config, config.rl.rewards, policy))["model"]
+        policy = run("rl", f"rl_{k}", model=policy, data=prompts, reference=start if config.kl_to == "start" and k > 1 else None, config=config.rl,
+                     seed=run.seed + k, name_as=f"iterated-rl-{k}", **rl_inputs(source, config, config.rl, policy, judge))["model"]
         if config.offline == "after":
             policy = aligned(k, policy)
         models[f"round_{k}"] = policy

@@ -24,7 +24,7 @@ from pydantic import Field
 
 from flows.published import EVERYTHING, Data, PublishedConfig, alignment_tax, begun, scaled
 from flows.recipe import Run, recipe
-from flows.start import decided, evaluated, next_prompts, reward_inputs
+from flows.start import decided, evaluated, next_prompts, reward_inputs, rl_inputs
 from flows.steps import HELD_OUT, Source, ingest
 from stages.ingest import Config as IngestConfig
 from stages.preferences import Config as PreferencesConfig
@@ -95,7 +95,7 @@ def llama2(run: Run, config: Config) -> dict:
         start = policies[-1] if config.improve_from == "current" else instructed
         policies.append(run("sft", f"improve_{k}", model=start, data=found["selected"], config=config.improve, seed=seed, name_as=f"llama2-rs-{k}")["model"])
         models[f"round_{k}"] = policies[-1]
-    models["rl"] = run("rl", model=policies[-1], data=prompts, reward_model=judge, config=config.rl, name_as="llama2-rl", **reward_inputs(source, config, config.rl.rewards, policies[-1]))["model"]
+    models["rl"] = run("rl", model=policies[-1], data=prompts, config=config.rl, name_as="llama2-rl", **rl_inputs(source, config, config.rl, policies[-1], judge))["model"]
 
     evaluations, held_out = evaluated(run, source, config, models, prompts, judge)
     tax = alignment_tax(run, config, models, evaluations, text)

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from flows.config import merge
 from flows.recipe import Run, recipe
-from flows.start import IteratedConfig, reward_inputs, starting_policy
+from flows.start import IteratedConfig, reward_inputs, rl_inputs, starting_policy
 from flows.steps import Source, evaluate, ingest
 from stages.evaluate import Config as EvaluateConfig
 from stages.ingest import Config as IngestConfig
@@ -74,8 +74,8 @@ def overoptimisation(run: Run, config: Config) -> dict:
                         **reward_inputs(source, config, config.evaluate.rewards, start))["samples"]
 
     def trained(name: str, arm: RLConfig) -> tuple[str, str, str]:
-        done = run("rl", f"rl_{name}", model=start, data=prompts, reward_model=proxy, config=arm, name_as=f"overoptimised-{name.replace('_', '-')}",
-                   **reward_inputs(source, config, arm.rewards, start))
+        done = run("rl", f"rl_{name}", model=start, data=prompts, config=arm, name_as=f"overoptimised-{name.replace('_', '-')}",
+                   **rl_inputs(source, config, arm, start, proxy))
         curve = run("overoptimisation", f"curve_{name}", rollouts=done["rollouts"], model=start, reward_model=proxy, gold=gold, config=config.curve)
         return curve["curve"], judged(name, done["model"]), done["model"]
 

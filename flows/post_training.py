@@ -19,7 +19,7 @@ from typing import Literal
 from pydantic import Field
 
 from flows.recipe import Run, recipe
-from flows.start import RewardSources, WorldRecipeConfig, pretrained, reward_inputs
+from flows.start import RewardSources, WorldRecipeConfig, pretrained, reward_inputs, rl_inputs
 from flows.steps import Source, evaluate_all, ingest, promote
 from stages.align import Config as AlignConfig
 from stages.evaluate import Config as EvaluateConfig
@@ -64,8 +64,8 @@ def post_training(run: Run, config: Config) -> dict:
                       **reward_inputs(source, config, config.rejection.rewards, instructed))
         start = instructed if config.rejection_sft_from == "sft" else base
         selected = run("sft", "rejection_sft", model=start, data=answers["selected"], config=config.rejection_sft, name_as="rejection-sft")["model"]
-        reinforced = run("rl", model=selected, data=prompts, reward_model=judge, config=config.rl, name_as="rl",
-                         **reward_inputs(source, config, config.rl.rewards, selected))["model"]
+        reinforced = run("rl", model=selected, data=prompts, config=config.rl, name_as="rl",
+                         **rl_inputs(source, config, config.rl, selected, judge))["model"]
         return judge, selected, reinforced
 
     def directly() -> str:

@@ -19,7 +19,7 @@ from typing import Literal, Optional
 from pydantic import Field
 
 from flows.recipe import Run, recipe
-from flows.start import IteratedConfig, conclusion, next_prompts, reward_inputs, scorer, starting_policy
+from flows.start import IteratedConfig, conclusion, next_prompts, reward_inputs, rl_inputs, scorer, starting_policy
 from flows.steps import Source, ingest
 from stages.rejection import Config as RejectionConfig, selecting
 from stages.rl import Config as RLConfig
@@ -75,5 +75,5 @@ def rest(run: Run, config: Config) -> dict:
                          name_as=f"rest-{label.replace('_', '-')}", seed=run.seed + number)["model"]
             models[f"round_{label}"] = policy
     if config.rl_after:
-        models["rl"] = run("rl", model=policy, data=prompts, reward_model=judge, config=config.rl, name_as="rest-rl", **reward_inputs(source, config, config.rl.rewards, policy))["model"]
+        models["rl"] = run("rl", model=policy, data=prompts, config=config.rl, name_as="rest-rl", **rl_inputs(source, config, config.rl, policy, judge))["model"]
     return conclusion(run, source, config, models, prompts, judge)

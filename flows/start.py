@@ -13,6 +13,7 @@ from stages.evaluate import Config as EvaluateConfig
 from stages.ingest import Config as IngestConfig
 from stages.promote import Config as GateConfig
 from stages.reward_model import Config as RewardModelConfig
+from stages.rl import Config as RLConfig, reads_input
 from stages.sft import Config as SFTConfig
 from stages.spec import StageConfig
 from stages.world import Config as WorldConfig
@@ -127,6 +128,12 @@ def reward_inputs(source: Source, config: Any, components: list, policy: str) ->
     if any(component.kind == "icdpo" for component in components):
         wanted["demonstrations"] = source("demonstrations")
     return wanted
+
+
+def rl_inputs(source: Source, config: Any, settings: RLConfig, policy: str, judge: str | None) -> dict[str, str | None]:
+    """What the rewards and the critic of RL with these settings read: :func:`reward_inputs`, and the reward model ``judge`` where something asks it."""
+    given = reward_inputs(source, config, settings.rewards, policy)
+    return {**given, "reward_model": judge if reads_input(settings, "reward_model", [name for name, ref in given.items() if ref]) else None}
 
 
 def conclusion(run: Run, source: Source, config: Any, models: dict[str, str], prompts: str, judge: str | None) -> dict:

@@ -27,7 +27,7 @@ from pydantic import Field, field_validator
 
 from flows.recipe import Run, recipe
 from flows.start import Data as WorldData
-from flows.start import RewardSources, WorldRecipeConfig, pretrained, reward_inputs
+from flows.start import RewardSources, WorldRecipeConfig, pretrained, reward_inputs, rl_inputs
 from flows.steps import ALL_TEST, HELD_OUT, Source, contamination, evaluate_all, ingest, promote
 from stages.align import Config as AlignConfig
 from stages.contamination import Config as ContaminationConfig
@@ -124,7 +124,7 @@ def tulu3(run: Run, config: Config) -> dict:
 
     aligned, valued = run.together([lambda: run("align", "dpo", model=instructed, data=pairs, config=config.dpo, name_as="dpo")["model"],
                                     lambda: run("reward_model", model=instructed, data=pairs, config=config.reward_model, name_as="reward")["model"]])
-    reinforced = run("rl", model=aligned, data=prompts, reward_model=valued, config=config.rl, name_as="rl", **reward_inputs(source, config, config.rl.rewards, aligned))["model"]
+    reinforced = run("rl", model=aligned, data=prompts, config=config.rl, name_as="rl", **rl_inputs(source, config, config.rl, aligned, valued))["model"]
 
     models = {"base": base, "sft": instructed, "dpo": aligned, "rl": reinforced}
     held_out = {"prompts": test, **reward_inputs(source, config, config.evaluate.rewards, instructed)}

@@ -203,7 +203,12 @@ def _aggregates(r: RLPreset, c) -> bool:
 #: Settings of the rl stage that are read under a condition only (``stages.settings.unread``): the condition on the resolved row ``r`` and the config ``c``,
 #: and what is written where it does not hold. What is not named here is read by every preset; of settings with several conditions the first that fails speaks.
 RL_READ_WHEN = (
+    # TRPO's step: its critic alone takes gradient steps
+    (("learning_rate",), lambda r, c: r.update != "trust_region", "TRPO's step has no learning rate, max_kl is its length and the critic's rate is critic_learning_rate; write one of these"),
+    (("lr_schedule", "warmup_ratio", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm"), lambda r, c: r.update != "trust_region" or r.needs_critic,
+     "TRPO's step is that of conjugate gradient and line search, and there is no critic; write max_kl, or preset=ppo"),
     # advantages
+    (("advantage",), lambda r, c: r.unit != "pairs", "the preset's loss compares the rewards of pairs and reads no advantages; write another preset"),
     (("baseline", "scale_rewards", "std_ddof", "std_eps", "whiten", "adv_norm_ddof", "advantage_clip"), lambda r, c: r.unit != "pairs",
      "the preset's loss compares the rewards of pairs and reads no advantages; write another preset"),
     (("baseline", "whiten", "adv_norm_ddof", "advantage_clip"), lambda r, c: r.unit != "tokens",
@@ -262,22 +267,27 @@ RL_READ_WHEN = (
     (("ref_decay",), lambda r, c: c.ref_mode == "ema", "only ref_mode=ema is an average; write that"),
     # critic
     (("critic_mode", "critic_init", "critic_learning_rate", "critic_target", "critic_warmup_steps", "vf_coef", "cliprange_value", "value_loss_half"),
-     lambda r, c: r.needs_critic, "the preset has no critic; write preset=ppo"),
+     lambda r, c: r.needs_critic, "the preset has no critic, or its advantage reads none; write preset=ppo (with its own advantage)"),
     (("critic_init", "critic_learning_rate", "critic_warmup_steps"), lambda r, c: c.critic_mode == "separate", "a shared trunk learns with the policy; write critic_mode=separate"),
     (("vf_coef",), lambda r, c: c.critic_mode == "shared", "a critic of its own has its own learning rate (critic_learning_rate); write critic_mode=shared"),
     # lengths and filters
     (("missing_eos_penalty", "missing_eos_mode"), lambda r, c: r.truncation_policy == "penalty", "cut completions are not penalised; write truncation_policy=penalty"),
     (("truncated_in_stats",), lambda r, c: r.truncation_policy == "mask", "cut completions are not masked; write truncation_policy=mask"),
+    (("truncated_in_stats",), lambda r, c: r.unit != "pairs" and (r.advantage in GROUP_ADVANTAGES or _baseline(r) in ("moving_average", "batch_mean", "table", "v_star")),
+     "no mean is taken over the rewards of completions; write advantage=group_mean, or baseline=batch_mean"),
     (("filter_groups_metric", "gen_batch_size", "max_num_gen_batches"), lambda r, c: r.dynamic_sampling, "no group is sampled again; write dynamic_sampling=true"),
     (("filter_groups_metric",), lambda r, c: r.advantage != "process", "groups are judged by the rewards of their steps, whatever is right in the end; write advantage=group_mean"),
-    (("zero_advantage",), lambda r, c: r.compares, "the preset does not compare the completions of a group, so none is without a signal; write advantage=group_mean"),
+    (("zero_advantage",), lambda r, c: r.unit != "pairs" and r.advantage in GROUP_ADVANTAGES and r.advantage != "win_rate",
+     "the preset has no advantages that are 0 for a whole group of equal rewards; write advantage=group_mean"),
     # off-policy data, pretraining mix, trust region
     (("replay_window",), lambda r, c: c.replay_fraction > 0, "nothing is replayed; write replay_fraction=0.25 (with an off-policy preset)"),
     (("max_staleness",), lambda r, c: c.replay_fraction > 0 or c.async_rollouts, "nothing old is trained on; write replay_fraction=0.25 (with an off-policy preset), or async_rollouts=true"),
     (("ptx_batch_ratio", "ptx_agg", "ptx_max_length"), lambda r, c: r.ptx_coef > 0, "no pretraining text is mixed in; write ptx_coef (and the input ptx)"),
     (("max_kl", "cg_iters", "fisher_fraction", "cg_damping", "backtrack_coeff", "backtrack_iters", "trust_region_max_parameters"), lambda r, c: r.update == "trust_region",
      "the preset takes gradient steps; write preset=trpo (early_stop_kl bounds the KL of the others)"),
-    # prompts, groups, validation
+    # engines, prompts, groups, validation
+    (("engine_timeout_s", "engine_concurrency"), lambda r, c: c.engine == "server", "no server is asked for completions; write engine=server"),
+    (("engine_sleep",), lambda r, c: c.engine == "vllm", "only vLLM can sleep; write engine=vllm"),
     (("curriculum_mix",), lambda r, c: c.curriculum == "easy_to_hard", "write curriculum=easy_to_hard"),
     (("rerank_score",), lambda r, c: c.curriculum == "rerank", "write curriculum=rerank"),
     (("curriculum_beta", "curriculum_sigma"), lambda r, c: c.curriculum == "gaussian", "write curriculum=gaussian"),
@@ -289,6 +299,51 @@ RL_READ_WHEN = (
     (("conditioning",), lambda r, c: any(one.kind == "rubric" for one in c.rewards), "every answer is sampled behind the plain question; add a reward of kind rubric"),
     (("sft_in_loss",), lambda r, c: c.sft_member != "none", "no SFT answer joins a group; write sft_member=append"),
     (("eval_every",), lambda r, c: c.eval_prompts > 0, "no validation prompt is asked; write eval_prompts=64"))
+
+
+def _pays_outcomes(r: RLPreset, c) -> bool:
+    return r.advantage != "process" or bool(c.environment)
+
+
+#: Inputs of the rl stage that are read under a condition only (``stages.settings.refuse_unread_inputs``): the condition on the resolved row ``r``, the config ``c`` and ``by_rewards``,
+#: the names of the inputs that its reward components read.
+RL_INPUTS_READ_WHEN = (
+    (("reward_model",), lambda r, c, by_rewards: "reward_model" in by_rewards or not _pays_outcomes(r, c) or (
+        r.needs_critic and c.critic_mode == "separate" and c.critic_init != "policy"),
+     "no reward asks it, and no critic starts from it; write rewards=[{name: reward, kind: model}] to be paid by it"),
+    (("judge",), lambda r, c, by_rewards: "judge" in by_rewards, "no reward asks it; write rewards=[{name: judge, kind: judge}]"),
+    (("gold",), lambda r, c, by_rewards: "gold" in by_rewards, "no reward asks it; write rewards=[..., {name: gold, kind: model, input: gold, weight: 0}] to watch it"),
+    (("rubric",), lambda r, c, by_rewards: "rubric" in by_rewards, "no reward scores by it; write rewards=[{name: rubric, kind: rubric}]"),
+    (("group_preference", "context"), lambda r, c, by_rewards: "context" in by_rewards or "group_preference" in by_rewards,
+     "no reward asks it; write rewards=[{kind: group_preference, group: NAME}]"),
+    (("demonstrations",), lambda r, c, by_rewards: "demonstrations" in by_rewards, "no reward retrieves from it; write rewards=[{kind: icdpo}]"),
+    (("principles",), lambda r, c, by_rewards: "principles" in by_rewards, "no judge is shown them; write {principle} in the judge_prompt of a reward"),
+    (("sft",), lambda r, c, _: c.sft_member != "none", "no SFT answer joins a group; write sft_member=append"),
+    (("reference",), lambda r, c, _: c.ref_mode != "previous" or r.opponent == "mixture", "the reference is the policy that started the iteration; write ref_mode=frozen"),
+    (("critic",), lambda r, c, _: r.needs_critic, "the preset has no critic, or its advantage reads none; write preset=ppo"),
+    (("critic",), lambda r, c, _: c.critic_mode == "separate", "the critic is a head on the policy's trunk; write critic_mode=separate"),
+    (("ptx",), lambda r, c, _: r.ptx_coef > 0, "no pretraining text is mixed in; write ptx_coef=27.8"),
+    (("baselines",), lambda r, c, _: _baseline(r) in ("table", "v_star"), "no baseline of prompts is read; write baseline=table or v_star (with advantage=reward_minus_baseline)"),
+    (("prompt_stats",), lambda r, c, _: c.curriculum in ("pass_at_k", "self_paced") or c.difficulty_band is not None,
+     "no pass rates are read; write curriculum=pass_at_k or self_paced, or difficulty_band=[0.2, 0.8]"))
+
+#: Settings of the rl stage that an input replaces; conditions are called with the stage.
+RL_READ_OF_INPUTS = (
+    (("baseline_samples", "v_star_beta"), lambda s: not s.has("baselines"), "the input baselines gives the baselines, and nothing is sampled for them; leave that input out"),
+    (("critic_init",), lambda s: not s.has("critic"), "the critic starts from the input critic; leave that input out"))
+
+#: What must hold for an alarm of ``stop_on`` ever to go off: alarm -> (condition on row and config, what to write). Alarms that are not named always can.
+RL_ALARMS_WATCH = {
+    "kl_over_target": (lambda r, c: bool(r.target_kl) and r.kl_target == "ref" and (r.kl_loss_coef > 0 or r.kl_reward_coef > 0),
+                       "there is no target for a KL to the reference; write target_kl=6.0 (with beta=0.04 or kl_coef=0.02)"),
+    "over_optimisation": (lambda r, c: c.eval_prompts > 0 and c.eval_every > 0, "it compares passes over validation prompts; write eval_prompts=64 and eval_every=10"),
+    "harmful_critic": (lambda r, c: r.needs_critic, "there is no critic; write preset=ppo"),
+    **dict.fromkeys(("entropy_collapse", "entropy_explosion"), (lambda r, c: c.log_entropy or c.entropy_coef > 0, "the entropy is not measured; write log_entropy=true")),
+    "dead_groups": (lambda r, c: r.compares, "no completions of a group are compared; write preset=grpo"),
+    "clip_fraction_high": (lambda r, c: not r.objective and not r.strictly_on_policy, "no ratio is compared with a clip range; write surrogate=clip (with a preset that has a surrogate)"),
+    "ratio_off": (lambda r, c: not r.strictly_on_policy, "every step is taken from the policy that sampled, where ratios are 1; write surrogate=clip"),
+    "unscorable_rewards": (_pays_outcomes, "the rewards of steps are paid, which all completions have; write advantage=group_mean"),
+    "cut_completions_earn_more": (lambda r, c: r.truncation_policy not in ("bootstrap", "mask"), "a cut completion earns nothing of its own; write truncation_policy=score")}
 
 
 def _baseline(r: RLPreset) -> str:

@@ -369,6 +369,18 @@ def model_input(component: RewardComponent, inputs: dict) -> str:
     return name
 
 
+def inputs_read(components: Sequence[RewardComponent], given: Iterable[str]) -> set[str]:
+    """Names of the stage inputs that components read where ``given`` are there. A rubric's items may name any model, so it counts as a reader of all."""
+    found: set[str] = set()
+    for component in components:
+        if component.kind in ("model", "group_preference", "icdpo") or component.kind in ("judge", "debate") and not component.endpoint:
+            named = {**dict.fromkeys(given), component.input: None, "group_preference": None, "model": None}
+            found.add(model_input(component, named))
+        found |= {"group_preference": {"context"}, "icdpo": {"demonstrations"}, "rubric": {"rubric", "reward_model", "judge", "gold", "group_preference"}}.get(component.kind, set())
+        found |= {"principles"} if "{principle}" in component.judge_prompt else set()
+    return found
+
+
 def _model_path(component: RewardComponent, inputs: dict) -> str:
     name = model_input(component, inputs)
     return str(getattr(inputs[name], "path", inputs[name]))

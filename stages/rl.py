@@ -23,8 +23,8 @@ from typing import Literal
 from pydantic import Field
 
 from stages.memory import SAMPLING, Role
-from stages.rewards import REWARD_INPUTS, RewardComponent
-from stages.settings import PROMPT_TEMPLATE, AgentConfig, ChatConfig, OptimizerConfig, PromptTemplate, SamplingConfig, unread
+from stages.rewards import REWARD_INPUTS, RewardComponent, inputs_read
+from stages.settings import PROMPT_TEMPLATE, AgentConfig, ChatConfig, OptimizerConfig, PromptTemplate, SamplingConfig, refuse_unread_in, refuse_unread_inputs, unread
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 Preset = Literal["reinforce", "remax", "reinforce_pp", "rloo", "grpo", "grpo_process", "dr_grpo", "dapo", "grpo_plus", "gspo", "cispo", "grape",
@@ -260,7 +260,7 @@ def roles(config, given) -> list[Role]:
     found = [Role("policy", "model", trained=True, sharded=True)]
     reference = "reference" if "reference" in given else "model"
     follows = config.ref_mode in ("ema", "refresh")
-    if (row.needs_reference or row.opponent == "mixture" or config.monitor_kl) and not (config.lora_rank and not follows and reference == "model"):
+    if loads_reference(row, config) and not (config.lora_rank and not follows and reference == "model"):
         found.append(Role("reference", reference, sharded=not follows and row.kl_loss_estimator != "full" and row.opponent != "mixture"))
     if config.async_rollouts:
         found.append(Role(SAMPLING, "model"))
@@ -273,6 +273,19 @@ def roles(config, given) -> list[Role]:
         found.append(Role("critic", start, trained=True, whole=True, sharded=True, headless=True))
     asked = {c.input for c in config.rewards if c.kind == "model"}
     return found + [Role(name, name) for name in ("reward_model", "gold", "judge", "group_preference") if name in given and (name != "reward_model" or name in asked)]
+
+
+def loads_reference(row, config: Config) -> bool:
+    """Whether a reference model is held; that of ref_mode=previous is in the log-probs of the samples already."""
+    return row.opponent == "mixture" or (row.needs_reference or config.monitor_kl) and config.ref_mode != "previous"
+
+
+def reads_input(config: Config, name: str, given: Collection[str] = ()) -> bool:
+    """Whether a run with these settings would read one of its optional inputs beside those that are ``given``."""
+    from stages.algorithms import RL_INPUTS_READ_WHEN
+
+    row, by_rewards = row_of(config), inputs_read(config.rewards, {name, *given})
+    return all(condition(row, config, by_rewards) for names, condition, _ in RL_INPUTS_READ_WHEN if name in names)
 
 
 SPEC = StageSpec(
@@ -304,7 +317,7 @@ SPEC = StageSpec(
 
 def row_of(config: Config):
     """The preset's row with the config's overrides applied, not checked against each other."""
-    from stages.algorithms import RL_AXES, preset_options, rl_preset
+    from stages.algorithms import RL_AXES, VALUE_ADVANTAGES, preset_options, rl_preset
 
     start, changes = rl_preset(config.preset), {axis: getattr(config, name) for name, axis in RL_AXES.items()}
     if config.options:
@@ -313,6 +326,10 @@ def row_of(config: Config):
         except ValueError as error:
             raise ConfigError(str(error)) from None
     row = rl_preset(config.preset, **{k: v for k, v in changes.items() if v is not None})
+    if row.needs_critic and row.advantage not in VALUE_ADVANTAGES and row.unit != "tokens":
+        row = replace(row, needs_critic=False)  # nothing would read its values
+    if config.critic_mode == "shared" or not row.needs_critic:
+        row = replace(row, critic_warmup_steps=0)  # a head on the policy's trunk learns with the policy
     if config.multi_objective_aggregation == "normalize_then_sum" and config.scale_rewards is None and row.advantage == "group_mean":
         return replace(row, scale="none")  # the components are divided by their std, their sum is not again
     return row
@@ -335,7 +352,7 @@ def arm_of(values: dict, own: Collection[str]) -> Config:
 
 def resolve_preset(config: Config):
     """The preset row with the config's overrides applied and checked; (row, warnings)."""
-    from stages.algorithms import BASELINE_ADVANTAGES, validate_rl
+    from stages.algorithms import BASELINE_ADVANTAGES, RL_ALARMS_WATCH, rl_preset, validate_rl
 
     row = row_of(config)
     updates = row.num_iterations * config.num_minibatches
@@ -444,6 +461,21 @@ def resolve_preset(config: Config):
     dead = not_read(config)
     if dead:
         raise ValueError(f"preset={config.preset}: " + "\n  ".join(dead.values()))
+    for name in (n for n in config.stop_on if n in RL_ALARMS_WATCH):
+        condition, text = RL_ALARMS_WATCH[name]
+        if not condition(row, config):
+            raise ValueError(f"stop_on={name} would never stop the run: {text}, or leave {name} out of stop_on.")
+    if config.critic_mode == "shared" and rl_preset(config.preset).critic_warmup_steps:
+        warnings.append(f"critic_mode=shared: a head on the policy's trunk learns with the policy, so the critic steps of preset={config.preset} before it are left out; write "
+                        "critic_mode=separate for them")
+    if config.replay_fraction and int(config.prompts_per_step * config.replay_fraction) == 0:
+        warnings.append(f"replay_fraction={config.replay_fraction} of prompts_per_step={config.prompts_per_step} is less than one prompt, so nothing is replayed; write replay_fraction="
+                        f"{1 / config.prompts_per_step:.4g} or more")
+    if config.mode_mix == "share" and 0 < config.improve_share and int(config.improve_share * config.num_generations + 1e-9) == 0:
+        warnings.append(f"improve_share={config.improve_share} of num_generations={config.num_generations} is less than one answer, so none is improved; write mode_mix=probability, or "
+                        f"improve_share={1 / config.num_generations:.4g}")
+    if row.positive_nll_coef and not any(c.kind in ("verifier", "code", "python", "remote", "rubric", "environment", "debate") for c in config.rewards):
+        warnings.append(f"preset={config.preset} adds the NLL of right completions, and no reward says which are right, so it is 0; add {{name: verdict, kind: verifier, weight: 0}} to rewards")
     if config.reward_norm.startswith("whiten") and row.scale != "none":
         warnings.append(f"reward_norm={config.reward_norm} on top of scale_rewards={row.scale}: the second cancels the first's scale, write reward_norm=none")
     if config.prompts_per_step % config.num_minibatches:
@@ -467,6 +499,7 @@ def resolve_preset(config: Config):
 def run(stage):
     from stages import sharding
     from stages.adapters import AdapterOff
+    from stages.algorithms import RL_INPUTS_READ_WHEN, RL_READ_OF_INPUTS
     from stages.chat import stage_renderer
     from stages.critics import Critic, why_no_start
     from stages.generation import prompt_rows
@@ -487,6 +520,8 @@ def run(stage):
     if config.sharding == "full" and row.update == "trust_region":
         raise ConfigError("update=trust_region takes derivatives along a direction, for which weights must be whole; write sharding=none (several devices share the "
                           "micro-batches then too), lora_rank=16 where memory is short, or another preset.")
+    refuse_unread_inputs(stage, RL_INPUTS_READ_WHEN, row, config, inputs_read(config.rewards, stage.inputs))
+    refuse_unread_in(stage, RL_READ_OF_INPUTS)
     stage.log(f"{row}")
     for text in warnings:
         stage.warn("rl_settings", text)
@@ -504,7 +539,7 @@ def run(stage):
 
     reference = old = critic = None
     apart = False  # whether the reference is in shards of its own
-    if row.needs_reference or row.opponent == "mixture" or config.monitor_kl:
+    if loads_reference(row, config):
         if stage.has("reference"):
             _same_vocabulary(renderer, stage.path("reference"), "reference")
         follows = config.ref_mode in ("ema", "refresh")

@@ -45,6 +45,16 @@ def refuse_unread_in(stage, rules: ReadWhen) -> None:
         raise ConfigError(f"{stage.name}: " + "\n  ".join(found.values()))
 
 
+def refuse_unread_inputs(stage, rules: ReadWhen, *context) -> None:
+    """Raise a ConfigError about inputs that were given although nothing would read them, by rules (inputs, condition, why and what to write) whose conditions are called with ``context``."""
+    found: dict[str, str] = {}
+    for names, condition, text in rules:
+        for name in (n for n in names if stage.has(n) and n not in found and not condition(*context)):
+            found[name] = f"the input {name} would change nothing: {text}, or leave the input out."
+    if found:
+        raise ConfigError(f"{stage.name}: " + "\n  ".join(found.values()))
+
+
 class OptimizerConfig(StageConfig):
     """Settings shared by every trained stage. ``LORA_RATE``: what a LoRA adapter multiplies the default learning rate by, where none is given."""
 
@@ -221,6 +231,14 @@ PROMPT_TEMPLATE = ("How a prompt is shown: the model's chat template; its last m
                    "For base models (RL-ZERO); the same in training and evaluation.")
 
 
+#: Settings of an environment that are read under a condition only.
+AGENT_READ_WHEN: ReadWhen = (
+    (("environment_options", "environment_timeout_s", "environment_memory_mib", "environment_network", "environment_workers", "max_turns", "max_turn_length", "observation_role"),
+     lambda c: bool(c.environment), "a prompt is answered once, without an environment; write environment=tools (or module:Class of your own)"),
+    (("environment_timeout_s", "environment_memory_mib", "environment_network", "environment_workers", "observation_role"), lambda c: c.environment != "debate",
+     "a debate has no process of its own and no tool that answers; write another environment"))
+
+
 class AgentConfig(StageConfig):
     """An environment that the policy acts in over several turns (``AGENT-RL``); without one, a prompt is answered once. Rewards that are not
     given are then the environment's own."""
@@ -240,6 +258,7 @@ class AgentConfig(StageConfig):
 
     @model_validator(mode="after")
     def _environment(self):
+        refuse_unread(self, AGENT_READ_WHEN)
         if self.environment and getattr(self, "engine", "builtin") != "builtin":
             raise ValueError(f"environment={self.environment} needs the exact tokens of growing transcripts, which engine={self.engine} does not give; write engine=builtin")
         if self.environment not in ("", "debate"):

@@ -48,6 +48,7 @@ class Scored:
     trained_B: np.ndarray
     plain: list[list[float]]                  # log-probs of the policy behind the plain question; ``old`` unless conditioning=sampling
     preferred_B: np.ndarray | None = None     # P(a completion beats the other of its pair), where the loss reads it and a model compares; NaN = in no pair
+    start: list[list[float]] | None = None    # log-probs of the policy that starts the iteration, where early_stop_kl needs others than ``old``
     items: list[Item] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -90,6 +91,9 @@ class Crediting:
         items = [make_item(g.prompt["row_id"], ids, [s.ids for s in own], [s.action_mask for s in own], by_response=()) for g in groups for ids, own in contexts_of(g)]
         sampled = [s.logps for s in samples]
         old = plain = self._old_logps(groups, samples, sampled, items, version)
+        start = None  # of early stopping, where ratios are to whoever sampled and not to the policy that starts the iteration
+        if config.early_stop_kl is not None and old is sampled and (not self.policy.exact_logps or any(not g.fresh or g.version != version for g in groups)):
+            start = self.logps(self.policy.model, items)
         if any(s.context_ids is not None for s in samples):
             plain = self.logps(self.policy.model, [make_item(g.prompt["row_id"], g.ids, [s.ids for s in g.samples], [s.action_mask for s in g.samples], by_response=()) for g in groups])
         weights = self._importance_weights(padded(old), padded(sampled), mask) if config.importance_correction != "none" else None
@@ -153,7 +157,7 @@ class Crediting:
             metrics |= off_policy_metrics([g.version for g in groups], version, sampled, old)
         elif all(logps is not None for logps in sampled) and (old is not sampled or not self.policy.engine.exact_logps):
             metrics |= self._mismatch(samples, self.logps(self.policy.model, items) if old is sampled else old)
-        scored = Scored(samples, group_at, sampled, old, ref, values, weights, overlong, batch, credit, trained, plain, preferred, metrics=metrics)
+        scored = Scored(samples, group_at, sampled, old, ref, values, weights, overlong, batch, credit, trained, plain, preferred, start, metrics=metrics)
         scored.items = self._items(scored, items)
         if tokens := sum(i.n_targets for i in scored.items):  # entropy, ratios and KL of the update are means over these groups' tokens
             metrics["groups/forwarded_fraction"] = sum(i.n_targets for i in scored.items if not i.extra["skip_forward"]) / tokens
@@ -215,11 +219,11 @@ class Crediting:
                                 "directory it is given, with its tokenizer and without a sampling default of its own.")
         return found
 
-    def drift(self, items: list[Item]) -> float:
-        """Mean k3 of KL(old||new) over the trained tokens of ``items``, nats."""
+    def drift(self, items: list[Item], since_start: bool = False) -> float:
+        """Mean k3 of KL(old||new) over the trained tokens of ``items``, nats; ``since_start``: from the policy that started the iteration, whoever sampled."""
         live = [i for i in items if i.n_targets]
         total = count = 0.0
-        for new, old, mask in zip(self.logps(self.policy.model, live), (o for i in live for o in i.extra["old_logps"]), (m for i in live for m in i.masks)):
+        for new, old, mask in zip(self.logps(self.policy.model, live), (o for i in live for o in (i.extra.get("start_logps") if since_start else None) or i.extra["old_logps"]), (m for i in live for m in i.masks)):
             d = np.where(mask > 0, np.subtract(new, old) if len(new) else 0.0, 0.0).clip(-20, 20)
             total, count = total + float((np.expm1(d) - d).sum()), count + float((mask > 0).sum())
         return total / max(count, 1.0)
@@ -347,6 +351,8 @@ class Crediting:
                      "advantages": [float(advantages[i, 0]) for i in rows] if by_row else cut(advantages)}
             if scored.ref is not None:
                 extra["ref_logps"] = [list(map(float, scored.ref[i])) for i in rows]
+            if scored.start is not None:
+                extra["start_logps"] = [list(map(float, scored.start[i])) for i in rows]
             if scored.weights_BT is not None:
                 extra["weights"] = cut(scored.weights_BT)
             if scored.values is not None:

@@ -119,7 +119,7 @@ class GroupSampler:
         with cuda.freely(self.stage.device):
             drawn = self.members.sample(self.policy.engine, prompts, params, own, iteration, first) if self.members.active else self.policy.draw(prompts, own, params)
         greedy = opponents = [None] * len(prompts)
-        if self.row.baseline == "greedy":
+        if self.row.read_baseline == "greedy":
             greedy = [g[0] for g in self.policy.draw(prompts, [s[:1] for s in own], replace(params, temperature=0.0))]  # in the same world as its group
         if self.opponent is not None:
             with cuda.freely(self.stage.device):

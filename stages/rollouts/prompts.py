@@ -21,6 +21,7 @@ import numpy as np
 from stages.evaluation.sampling import pass_at_k
 from stages.schedules import ADMITTING, admitted_prompts, e2h_probabilities, learning_scores, rerank
 from stages.selection import difficulty_band, order_by_difficulty
+from stages.spec import ConfigError
 
 
 class Passes:
@@ -119,6 +120,9 @@ class PromptOrder:
         """Take note of new groups, dropped ones included; one that nothing could be scored of changes nothing that is known."""
         groups = list(groups)
         if self.config.curriculum == "rerank":
+            if self.config.rerank_score == "confidence" and groups and not any(s.logps for g in groups for s in g.samples):
+                raise ConfigError(f"rerank_score=confidence orders prompts by the log-probs of answers, and engine={self.config.engine} gives none; write rerank_score=mean_deviation, or "
+                                  "engine=builtin or vllm.")
             known = {g.prompt["row_id"]: ([s.total for s in g.samples if np.isfinite(s.total)],
                                           [v for s in g.samples for v, own in zip(s.logps or (), s.action_mask) if own]) for g in groups}
             known = {row_id: (totals, logps) for row_id, (totals, logps) in known.items() if totals and (logps or self.config.rerank_score != "confidence")}

@@ -100,7 +100,7 @@ class Rollouts:
         if self.frozen is None:
             self.frozen = {name: weights_digest(part) for name, part in self.fixed.items()}
         used = self.iteration < 0 or self.inner >= self.steps_per_batch
-        early = bool(not used and self.config.early_stop_kl and self.inner and self.crediting.drift(self._minibatch()) > 1.5 * self.config.early_stop_kl)
+        early = bool(not used and self.config.early_stop_kl and self.inner and self.crediting.drift(self._minibatch(), since_start=True) > 1.5 * self.config.early_stop_kl)
         if used or early:
             self._next_iteration(step)
             if self.config.early_stop_kl:
@@ -133,7 +133,7 @@ class Rollouts:
             move_towards(self.reference, self.policy.model, keep)
         if averaged:
             move_towards(self.opponent.model, self.policy.model, self.config.opponent_decay)
-        if self.reference is not None:  # how often it moved (REF-POLICY)
+        if self.reference is not None or self.config.ref_mode == "previous":  # how often it moved (REF-POLICY)
             mode, every = self.config.ref_mode, self.config.ref_sync_steps
             extra["kl/reference_version"] = float({"ema": step, "refresh": step // every, "previous": self.iteration}.get(mode, 0))
         if metrics.get("policy/ratio_sq"):  # effective sample size over the tokens, (sum w)^2 / (n sum w^2) (ops.monitor)

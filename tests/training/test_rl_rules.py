@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stages import randomness
-from stages.algorithms import RL_AXES, RL_READ_WHEN, rl_preset
+from stages.algorithms import RL_ALARMS_WATCH, RL_AXES, RL_INPUTS_READ_WHEN, RL_READ_OF_INPUTS, RL_READ_WHEN, rl_preset
 from stages.batching import make_item
 from stages.credit import Batch, assign
 from stages.estimators import RunningScale, normalise_rewards
@@ -18,10 +18,10 @@ from stages.generation import Sample
 from stages.losses import policy_loss
 from stages.modeling import load_policy
 from stages.policy_update import PolicyGradient
-from stages.rl import Config, Preset, not_read, resolve_preset, row_of
+from stages.rl import SPEC, AlarmName, Config, Preset, not_read, reads_input, resolve_preset, roles, row_of
 from stages.rollouts.groups import Group, control
 from stages.rollouts.metrics import credit_metrics, cut_gain, rollout_metrics
-from stages.settings import AgentConfig, OptimizerConfig, SamplingConfig
+from stages.settings import AGENT_READ_WHEN, AgentConfig, ChatConfig, OptimizerConfig, SamplingConfig
 from stages.rollouts.prompts import PromptOrder
 from stages.spec import ConfigError
 from stages.training import Trainer, TrainingError
@@ -156,16 +156,154 @@ def other_value(name):
 
 
 #: Settings that every preset reads: whoever adds one says here or in RL_READ_WHEN when it is read.
-ALWAYS = {"preset", "rewards", "max_steps", "prompts_per_step", "num_generations", "num_iterations", "num_minibatches", "advantage", "options", "beta", "kl_coef", "kl_controller",
+ALWAYS = {"preset", "rewards", "max_steps", "prompts_per_step", "num_generations", "num_iterations", "num_minibatches", "options", "beta", "kl_coef", "kl_controller",
           "monitor_kl", "allow_double_kl", "entropy_coef", "log_entropy", "truncation_policy", "reward_norm", "reward_clip", "soft_punish_cache", "context_schedule",
-          "dynamic_sampling", "reward_override", "async_rollouts", "engine_sleep", "engine_max_mismatch", "allow_reencoded_ids", "replay_fraction", "ptx_coef", "curriculum", "difficulty_band",
+          "dynamic_sampling", "reward_override", "async_rollouts", "engine_max_mismatch", "allow_reencoded_ids", "replay_fraction", "ptx_coef", "curriculum", "difficulty_band",
           "no_resampling_pass_rate", "mode_mix", "sft_member", "split", "prompt_template", "max_prompt_length", "max_prompts", "stop_on", "eval_prompts"}
+
+#: Settings that rl shares with other stages, which every run reads: how it computes, samples and publishes.
+SHARED_ALWAYS = {"max_nonfinite_steps", "max_tokens_per_micro_batch", "compute_dtype", "forward", "sharding", "activation_checkpointing", "lora_rank", "ema_decay", "select_by",
+                 "device_memory_gib", "memory_check", "temperature", "top_p", "top_k", "min_p", "max_completion_length", "stop_strings", "min_tokens", "repetition_penalty", "frequency_penalty",
+                 "presence_penalty", "bad_words", "logit_bias", "generation_batch", "engine", "environment", "chat_template", "chat_template_kwargs"}
+#: Those that their own class refuses by a validator of its own, and two digests that fill themselves in.
+REFUSED_BY_CLASS = {"early_stopping_patience", "engine_url", "engine_model", "engine_api", "engine_key_variable", "engine_options", "sampling_dtype", "environment_digest", "chat_template_digest"}
 
 
 def test_every_setting_says_when_it_is_read():
     named = {name for names, _, _ in RL_READ_WHEN for name in names}
-    shared = {*OptimizerConfig.model_fields, *SamplingConfig.model_fields, *AgentConfig.model_fields}
+    shared = {*OptimizerConfig.model_fields, *SamplingConfig.model_fields, *AgentConfig.model_fields, *ChatConfig.model_fields}
     assert named <= set(Config.model_fields) and named & ALWAYS == set() and set(Config.model_fields) - shared - named == ALWAYS
+    conditional = {name for rules in (OptimizerConfig.READ_WHEN, AGENT_READ_WHEN) for names, _, _ in rules for name in names}
+    assert shared - named - conditional == SHARED_ALWAYS | REFUSED_BY_CLASS and not SHARED_ALWAYS & REFUSED_BY_CLASS
+
+
+def test_every_optional_input_and_alarm_says_when_it_is_read():
+    named = {name for names, _, _ in RL_INPUTS_READ_WHEN for name in names}
+    assert named == {name for name, spec in SPEC.inputs.items() if not spec.required} - {"stored"}  # check_stored refuses what it replaces
+    assert {name for names, _, _ in RL_READ_OF_INPUTS for name in names} <= set(Config.model_fields)
+    assert set(get_args(AlarmName)) - set(RL_ALARMS_WATCH) == {"reward_collapse", "completions_truncated", "length_growth", "repetition", "engine_mismatch"}
+
+
+@pytest.mark.parametrize("config, inputs, says", [
+    ({}, ["reward_model"], "kind: model"), ({"preset": "ppo", "critic_init": "policy"}, ["reward_model"], "kind: model"), ({"preset": "ppo", "advantage": "group_mean", "kl_coef": 0.0, "truncation_policy": "score"}, ["reward_model"], "kind: model"),
+    ({}, ["critic"], "preset=ppo"), ({"preset": "ppo", "critic_mode": "shared"}, ["critic"], "critic_mode=separate"), ({"preset": "ppo", "critic_init": "policy"}, ["critic"], "input critic"),
+    ({}, ["ptx"], "ptx_coef"), ({"preset": "ppo_ptx", "ptx_coef": 0.0}, ["ptx"], "ptx_coef"), ({}, ["baselines"], "baseline=table"), ({}, ["prompt_stats"], "curriculum=pass_at_k"),
+    ({}, ["sft"], "sft_member=append"), ({}, ["rubric"], "kind: rubric"), ({}, ["judge"], "kind: judge"), ({"rewards": [{"kind": "model"}]}, ["reward_model", "gold"], "input: gold"),
+    ({}, ["context"], "group_preference"), ({}, ["demonstrations"], "icdpo"), ({"rewards": [{"kind": "judge"}]}, ["judge", "principles"], "{principle}"),
+    ({"rewards": [{"kind": "judge"}]}, ["judge", "reward_model"], "kind: model"), ({"ref_mode": "previous"}, ["reference"], "ref_mode=frozen"),
+    ({"preset": "a_lol", "baseline_samples": 3}, ["baselines"], "input baselines"), ({"rewards": [{"kind": "judge", "endpoint": "http://h", "endpoint_model": "m"}]}, ["judge"], "kind: judge")])
+def test_an_input_that_nothing_reads_is_refused(tiny, rl, config, inputs, says):
+    with pytest.raises(ConfigError, match=f"(?s)would change nothing.*{says}"):
+        rl("unread", config, **dict.fromkeys(inputs, tiny["reward"]))
+
+
+@pytest.mark.parametrize("config, name", [
+    ({"rewards": [{"kind": "model"}]}, "reward_model"), ({"preset": "ppo"}, "reward_model"), ({"preset": "grpo_process"}, "reward_model"), ({"rewards": [{"kind": "judge"}]}, "reward_model"),
+    ({"rewards": [{"kind": "judge"}]}, "judge"), ({"rewards": [{"kind": "judge", "input": "gold"}]}, "gold"), ({"rewards": [{"kind": "rubric"}]}, "reward_model"), ({"rewards": [{"kind": "rubric"}]}, "judge"),
+    ({"rewards": [{"kind": "verifier"}, {"kind": "model", "input": "gold", "weight": 0.0}]}, "gold"), ({"rewards": [{"kind": "group_preference", "group": "g"}]}, "group_preference"),
+    ({"rewards": [{"kind": "group_preference", "group": "g"}]}, "context"), ({"rewards": [{"kind": "icdpo"}]}, "demonstrations"), ({"preset": "astar_po"}, "baselines"), ({"preset": "ppo"}, "critic"),
+    ({"preset": "ppo_ptx"}, "ptx"), ({"difficulty_band": (0.2, 0.8)}, "prompt_stats"), ({"sft_member": "append"}, "sft"), ({"preset": "nash_md", "ref_mode": "previous", "kl_coef": 0.0}, "reference"),
+    ({"rewards": [{"kind": "judge", "judge_prompt": "{a} {principle}"}]}, "principles")])
+def test_every_reader_of_an_input_counts(config, name):
+    assert reads_input(Config(**config), name)
+
+
+def test_a_recipe_gives_rl_the_reward_model_only_where_something_asks_it():
+    from flows.start import RewardSources, rl_inputs
+
+    def given(**config):
+        return rl_inputs(None, RewardSources(), Config(**config), "policy", "scorer")["reward_model"]
+
+    assert given() is None and given(preset="ppo") == "scorer" and given(rewards=[{"kind": "model"}]) == "scorer" and given(rewards=[{"kind": "judge"}]) is None
+
+
+@pytest.mark.parametrize("config, says", [
+    ({"stop_on": ["kl_over_target"]}, "target_kl"), ({"stop_on": ["over_optimisation"], "eval_prompts": 4}, "eval_every"), ({"stop_on": ["harmful_critic"]}, "preset=ppo"),
+    ({"stop_on": ["repetition", "entropy_collapse"], "log_entropy": False}, "log_entropy=true"), ({"preset": "reinforce", "stop_on": ["dead_groups"]}, "preset=grpo"),
+    ({"preset": "reinforce", "stop_on": ["ratio_off"]}, "surrogate=clip"), ({"preset": "topr", "stop_on": ["clip_fraction_high"]}, "surrogate=clip"),
+    ({"preset": "grpo_process", "stop_on": ["unscorable_rewards"]}, "group_mean"), ({"preset": "ppo", "stop_on": ["cut_completions_earn_more"]}, "truncation_policy=score")])
+def test_an_alarm_that_can_never_go_off_stops_nothing(config, says):
+    with pytest.raises(ValueError, match=f"would never stop the run.*{says}"):
+        resolve_preset(Config(**config))
+
+
+def test_alarms_that_can_go_off_are_taken():
+    resolve_preset(Config(target_kl=6.0, eval_prompts=4, eval_every=2, stop_on=[name for name in get_args(AlarmName) if name != "harmful_critic"]))
+    resolve_preset(Config(preset="ppo", target_kl=6.0, stop_on=["harmful_critic", "kl_over_target", "ratio_off", "clip_fraction_high"]))
+
+
+@pytest.mark.parametrize("name, value", [("max_turns", 3), ("max_turn_length", 5), ("environment_timeout_s", 1.0), ("environment_memory_mib", 256), ("environment_network", True),
+                                         ("environment_workers", 2), ("observation_role", "user"), ("environment_options", {"turns": 2})])
+def test_settings_of_an_environment_need_one(name, value):
+    from stages.evaluate import Config as EvaluateConfig
+
+    for made in (Config, EvaluateConfig):
+        with pytest.raises(ValueError, match=f"{name}.* would change nothing.*environment=tools"):
+            made(**{name: value})
+        assert getattr(made(environment="tools", **{name: value}), name) == value
+        if name.startswith("environment_") and name != "environment_options" or name == "observation_role":
+            with pytest.raises(ValueError, match=f"{name}.* would change nothing.*debate"):
+                made(environment="debate", **{name: value})
+        elif name != "environment_options":
+            made(environment="debate", **{name: value})
+
+
+def test_a_critic_that_nothing_reads_is_not_made(rl):
+    """PPO and TRPO with an advantage of rewards alone; and a shared critic has no warm-up, whatever the preset's."""
+    for preset in ("ppo", "trpo", "vapo"):
+        config = Config(preset=preset, advantage="group_mean", **({} if preset == "vapo" else {"kl_coef": 0.0}), truncation_policy="score")
+        row, _ = resolve_preset(config)
+        assert (row.needs_critic, row.critic_warmup_steps) == (False, 0) and "critic" not in {role.name for role in roles(config, {"model"})}
+    assert "critic" in {role.name for role in roles(Config(preset="ppo"), {"model"})} and row_of(Config(preset="oreo")).needs_critic
+    result, metrics = rl("none", {"preset": "ppo", "advantage": "group_mean", "kl_coef": 0.0, "truncation_policy": "score", "num_iterations": 1, "max_steps": 1, "critic_learning_rate": 1e-5})
+    assert "critic" not in result["outputs"] and not any(name.startswith("critic/") for name in metrics[0])
+    row, warnings = resolve_preset(Config(preset="vapo", critic_mode="shared", truncation_policy="score"))
+    assert row.critic_warmup_steps == 0 and any("critic_mode=separate" in text for text in warnings)
+
+
+def test_the_policy_that_started_the_iteration_needs_no_reference_model(rl):
+    config = {"preset": "grpo", "beta": 0.04, "ref_mode": "previous", "max_steps": 2, "learning_rate": 1e-3}
+    assert "reference" not in {role.name for role in roles(Config(**config), {"model"})}
+    result, metrics = rl("previous", config)
+    assert all(row["logp_ref"] == row["logp_old"] for row in rows_of(result)) and [m["kl/reference_version"] for m in metrics] == [0.0, 1.0]
+
+
+def test_an_override_of_the_advantage_drops_what_only_the_presets_own_reads(rl, monkeypatch):
+    """astar_po samples no baselines and remax no greedy completion where the advantage does not read them."""
+    from stages.rollouts.source import Rollouts
+
+    monkeypatch.setattr(Rollouts, "_measure_baselines", lambda self: pytest.fail("baselines are sampled"))
+    rl("star", {"preset": "astar_po", "advantage": "group_mean", "max_steps": 1})
+    source = rl.source("remax", {"preset": "remax", "advantage": "group_mean"})
+    assert all(group.greedy_sample is None for group in source.groups.sample(source.order.take(2, 0), 0, 0))
+
+
+@pytest.mark.parametrize("config, says", [
+    ({"preset": "topr", "prompts_per_step": 16, "replay_fraction": 0.05}, "replay_fraction=0.0625"), ({"num_generations": 3, "mode_mix": "share", "rewards": [{"kind": "rubric"}]}, "mode_mix=probability"),
+    ({"preset": "vapo", "rewards": [{"kind": "model"}]}, "kind: verifier")])
+def test_a_share_of_nothing_is_told(config, says):
+    assert any(says in text for text in resolve_preset(Config(**config))[1])
+    assert not any(says in text for text in resolve_preset(Config(preset=config.get("preset", "grpo"), **({"replay_fraction": 0.25} if "replay_fraction" in config else {})))[1])
+
+
+def test_early_stopping_measures_from_the_start_of_the_iteration(rl):
+    """TOPR's ratios are to whoever sampled; replayed completions are far from that at once, and no step of this iteration is."""
+    source = rl.source("drift", {"preset": "topr", "num_iterations": 2, "early_stop_kl": 0.1, "prompts_per_step": 2, "rewards": [SPREAD], "reward_override": "none"})
+    groups = source.groups.sample(source.order.take(2, 0), 0, 0)
+    for group in groups:
+        group.fresh = False
+        for sample in group.samples:
+            sample.logps = [v - 1.0 for v in sample.logps]
+    items = source.crediting(groups, 1, 1).items
+    assert source.crediting.drift(items) == pytest.approx(np.e - 2, abs=1e-3) and source.crediting.drift(items, since_start=True) == pytest.approx(0.0, abs=1e-8)
+    assert all("start_logps" in i.by_response for i in items)
+
+
+def test_confidence_needs_log_probs(rl):
+    order = rl.source("confident", {"curriculum": "rerank", "rerank_score": "confidence", "preset": "dr_grpo"}).order
+    sample = SimpleNamespace(total=1.0, logps=None, action_mask=[1])
+    with pytest.raises(ConfigError, match="rerank_score=mean_deviation"):
+        order.learn([SimpleNamespace(prompt=order.prompts[0][0], samples=[sample])])
 
 
 @pytest.mark.parametrize("preset", get_args(Preset))
@@ -208,7 +346,11 @@ def test_the_record_says_what_a_preset_filled_in():
     ({"max_num_gen_batches": 3}, "dynamic_sampling"), ({"loss_scale_factor": 5.0}, "seq-mean-token-sum-norm"), ({"replay_window": 5}, "replay_fraction"), ({"max_kl": 0.1}, "preset=trpo"),
     ({"beta": 0.0, "kl_is_weighted": True}, "beta=0.04"), ({"vine_samples": 3}, "vineppo"), ({"preset": "sppo", "epsilon": 0.1}, "options"), ({"preset": "copg", "whiten": True}, "pairs"),
     ({"preset": "topr", "loss_agg_mode": "token-mean"}, "no token term"), ({"early_stop_kl": 0.1}, "num_iterations=2"), ({"lr_schedule": "constant", "min_lr_ratio": 0.1}, "does not decay"),
-    ({"lora_alpha": 32}, "lora_rank=16")])
+    ({"lora_alpha": 32}, "lora_rank=16"), ({"preset": "trpo", "learning_rate": 0.1}, "critic_learning_rate"), ({"preset": "trpo", "advantage": "group_mean", "truncation_policy": "score", "weight_decay": 0.1}, "max_kl"),
+    ({"preset": "p3o", "advantage": "group_mean"}, "pairs"), ({"preset": "copg", "zero_advantage": "mask"}, "group_mean"), ({"preset": "sppo", "zero_advantage": "mask"}, "group_mean"),
+    ({"preset": "vapo", "truncation_policy": "mask", "truncated_in_stats": False}, "batch_mean"), ({"preset": "p3o", "truncation_policy": "mask", "truncated_in_stats": False}, "batch_mean"),
+    ({"preset": "remax", "truncation_policy": "mask", "truncated_in_stats": False}, "batch_mean"), ({"engine_timeout_s": 5.0}, "engine=server"),
+    ({"preset": "ppo", "advantage": "group_mean", "kl_coef": 0.0, "truncation_policy": "score", "vf_coef": 0.1}, "no critic")])
 def test_a_setting_without_effect_says_what_to_write(config, says):
     with pytest.raises(ValueError, match=f"(?s)would change nothing.*{says}"):
         resolve_preset(Config(**config))
