@@ -15,7 +15,7 @@ BASELINE_ADVANTAGES = ("reward_minus_baseline", "reward_to_go")             # re
 VALUE_ADVANTAGES = ("gae", "reward_minus_value")                            # need a critic
 SCALES = ("none", "group", "batch", "batch_centered")
 BASELINES = ("none", "constant", "moving_average", "batch_mean", "greedy", "table", "v_star")
-CRITIC_TARGETS = ("lambda_return", "mc_return", "td0", "terminal", "bandit", "kl_adjusted_outcome", "soft_bellman")
+CRITIC_TARGETS = ("lambda_return", "mc_return", "td0", "n_step", "terminal", "bandit", "kl_adjusted_outcome", "soft_bellman")
 ON_POLICY_SURROGATES = ("logp", "stopgrad_ratio")
 
 
@@ -57,6 +57,7 @@ class RLPreset:
     std_eps: float = 1e-4
     needs_critic: bool = False
     critic_target: str = "lambda_return"  # CRITIC_TARGETS
+    n_steps: int = 5                     # of critic_target=n_step (A3C, Mnih et al. 2016)
     num_iterations: int = 1              # optimizer epochs over one rollout
     reset_optimizer: bool = False        # Adam's moments start anew with every rollout batch
     update: str = "adamw"                # adamw, or trust_region (conjugate gradient and line search, one step per rollout)
@@ -191,7 +192,7 @@ RL_PRESETS: dict[str, RLPreset] = {row.name: row for row in _RL_ROWS}
 RL_AXES = {"beta": "kl_loss_coef", "kl_estimator": "kl_loss_estimator", "kl_coef": "kl_reward_coef", "scale_rewards": "scale", "loss_agg_mode": "aggregation",
            **{name: name for name in (
                "advantage", "baseline", "std_ddof", "std_eps", "whiten", "adv_norm_ddof", "gamma", "lam", "lam_critic", "opponent", "surrogate", "ratio_level", "epsilon",
-               "epsilon_high", "clip_ratio_c", "num_iterations", "kl_reward_mode", "kl_direction", "kl_target", "kl_controller", "target_kl", "critic_target",
+               "epsilon_high", "clip_ratio_c", "num_iterations", "kl_reward_mode", "kl_direction", "kl_target", "kl_controller", "target_kl", "critic_target", "n_steps",
                "critic_warmup_steps", "truncation_policy", "dynamic_sampling", "ptx_coef")}}
 
 
@@ -221,11 +222,12 @@ RL_READ_WHEN = (
      "no std of a group or batch is taken; write advantage=group_mean scale_rewards=group"),
     (("adv_norm_ddof",), lambda r, c: r.whiten, "advantages are not whitened; write whiten=true"),
     (("gamma",), lambda r, c: r.advantage in ("turn_returns", "reward_to_go", "gae") or (
-        r.needs_critic and r.critic_target in ("lambda_return", "mc_return", "td0", "soft_bellman")),
+        r.needs_critic and r.critic_target in ("lambda_return", "mc_return", "td0", "n_step", "soft_bellman")),
      "every token is credited with the whole reward; write advantage=reward_to_go, gae (with a critic) or turn_returns (in an environment)"),
     (("lam",), lambda r, c: (r.advantage == "gae" and r.lam_alpha is None) or (r.needs_critic and r.critic_target == "lambda_return" and r.lam_critic is None),
      "no lambda-return with a fixed lambda is taken; write preset=ppo (vapo sets the policy's by length, the critic's is lam_critic)"),
     (("lam_critic",), lambda r, c: r.needs_critic and r.critic_target == "lambda_return", "it is the lambda of a critic's target; write preset=ppo, with critic_target=lambda_return"),
+    (("n_steps",), lambda r, c: r.needs_critic and r.critic_target == "n_step", "it is the horizon of a critic's target; write preset=ppo, with critic_target=n_step"),
     (("baseline_value",), lambda r, c: _baseline(r) == "constant", "it is the baseline of baseline=constant; write that (with advantage=reward_minus_baseline)"),
     (("baseline_decay",), lambda r, c: _baseline(r) == "moving_average", "only baseline=moving_average decays; write that (with advantage=reward_minus_baseline)"),
     (("baseline_samples",), lambda r, c: _baseline(r) in ("table", "v_star"), "only baseline=table and v_star sample before training; write one of them"),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stages.estimators import (DEGENERATE, gae, group_advantage, place_terminal, process_advantage, reward_to_go, shape_rewards, turn_returns, vine_advantages,
+from stages.estimators import (DEGENERATE, gae, group_advantage, nstep_returns, place_terminal, process_advantage, reward_to_go, shape_rewards, turn_returns, vine_advantages,
                                whiten)
 
 
@@ -196,6 +196,8 @@ def critic_targets(row, batch: Batch, rewards, tokens, outcome):
     if kind in ("lambda_return", "mc_return", "td0"):
         lam = {"lambda_return": row.lam if row.lam_critic is None else row.lam_critic, "mc_return": 1.0, "td0": 0.0}[kind]
         return gae(tokens, batch.values_BT, mask, batch.bootstrap_B, row.gamma, lam)[1]
+    if kind == "n_step":
+        return nstep_returns(tokens, batch.values_BT, mask, row.n_steps, batch.bootstrap_B, row.gamma)
     if kind == "kl_adjusted_outcome":
         return np.where(mask, outcome + after[:, None], 0.0)
     if kind == "soft_bellman":  # V regresses on what is still to come, less beta times the log-ratios to come (OREO)

@@ -146,11 +146,18 @@ def td_errors(token_rewards_BT, values_BT, mask_BT, bootstrap_value_B=0.0, gamma
     return gae(token_rewards_BT, values_BT, mask_BT, bootstrap_value_B, gamma, 0.0)[0]
 
 
-def nstep_return(rewards_T, values_T, t: int, n: int, gamma: float = 1.0, bootstrap_value: float = 0.0) -> float:
-    """n-step return of one row from step t; past the end it is the return to the end plus the bootstrap (TD)."""
-    rewards, values = _f64(rewards_T), list(_f64(values_T)) + [bootstrap_value]
-    end = min(t + n, len(rewards))
-    return float(sum(gamma ** (k - t) * rewards[k] for k in range(t, end)) + gamma ** (end - t) * values[end])
+def nstep_returns(token_rewards_BT, values_BT, mask_BT, n: int, bootstrap_value_B=0.0, gamma: float = 1.0):
+    """G_t^(n) = r_t + ... + gamma^(n-1) r_{t+n-1} + gamma^n V(s_{t+n}) [B, T], 0 outside the mask (TD). Past the end it is the return to the end plus the bootstrap; masked
+    tokens are skipped as in :func:`gae`, and n counts the others."""
+    rewards, values, mask = _f64(token_rewards_BT), _f64(values_BT), _bool(mask_BT)
+    found, after = np.zeros_like(rewards), np.broadcast_to(_f64(bootstrap_value_B), rewards.shape[:1])
+    for row, at in enumerate(map(np.flatnonzero, mask)):
+        r, v = rewards[row, at], np.append(values[row, at], after[row])
+        ends = np.minimum(np.arange(len(at)) + n, len(at))
+        found[row, at] = gamma ** (ends - np.arange(len(at))) * v[ends]
+        for ahead in range(min(n, len(at))):
+            found[row, at[: len(at) - ahead]] += gamma**ahead * r[ahead:]
+    return found
 
 
 def turn_returns(turn_rewards_K, gamma: float = 1.0):

@@ -117,8 +117,9 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
     critic_init: Literal["auto", "reward_model", "policy"] = Field(
         "auto", description="Separate critic starts from the reward model where one is given, else from the policy.")
     critic_learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate of the separate critic (InstructGPT 9e-6).")
-    critic_target: Literal["lambda_return", "mc_return", "td0", "terminal", "bandit", "kl_adjusted_outcome"] | None = Field(
+    critic_target: Literal["lambda_return", "mc_return", "td0", "n_step", "terminal", "bandit", "kl_adjusted_outcome"] | None = Field(
         None, title="Critic target", description="What the critic regresses on (CRITIC-LOSS); bandit: one value per prompt.")
+    n_steps: int | None = Field(None, ge=1, title="n steps", description="critic_target=n_step: tokens whose rewards are summed before the critic's own value stands for the rest (A3C 5).")
     critic_warmup_steps: int | None = Field(
         None, ge=0, title="Critic warm-up steps", description="Critic steps on rollouts of the starting policy before it moves.")
     vf_coef: float = Field(0.5, ge=0, description="Weight of the value loss (shared trunk only).")

@@ -150,6 +150,9 @@ def test_critic_targets_by_hand():
     for target, values in expected.items():
         row = rl_preset("ppo", critic_target=target, kl_reward_coef=0.0)
         assert np.allclose(critic_targets(row, batch, *shaped(row, batch, 0.0)), values), target
+    for n, like in ((1, "td0"), (2, None), (9, "mc_return")):
+        row = rl_preset("ppo", critic_target="n_step", n_steps=n, kl_reward_coef=0.0)
+        assert np.allclose(critic_targets(row, batch, *shaped(row, batch, 0.0)), expected[like] if like else [[.7, 1, 1], [.3, .3, 0]]), n
     row = rl_preset("oreo", options={"beta": 2.0})
     assert np.allclose(critic_targets(row, batch_of(bootstrap_B=0.0), *shaped(row, batch, 0.0)), [[1 - 1.2, 1 - 1.0, 1 - .6], [-1.8, -1.0, 0]])
 

@@ -61,7 +61,7 @@ def td(i, p):
     adv, ret = estimators.gae([r], [v], mask, boot, g, lam)
     out = {"td_error": delta, "td_target": delta + arr(v), "lambda_return": ret[0], "gae_plus_value": adv[0] + arr(v)}
     for n in range(1, 10):
-        out[f"G_{n}"] = estimators.nstep_return(r, v, t, n, g, boot)
+        out[f"G_{n}"] = estimators.nstep_returns([r], [v], mask, n, boot, g)[0, t]
         out[f"A_{n}"] = out[f"G_{n}"] - v[t]
     return out
 
