@@ -391,7 +391,7 @@ def _prompt_stats(inputs, params):
 
 def _length_dynamic(inputs, params):
     group = SimpleNamespace(samples=[SimpleNamespace(correct=bool(c), total=r) for c, r in zip(inputs["correct"], inputs["total_reward"])])
-    sampler = SimpleNamespace(config=SimpleNamespace(filter_groups_metric="acc"))
+    sampler = SimpleNamespace(config=SimpleNamespace(filter_groups_metric="acc"), row=SimpleNamespace(advantage="group_mean"))
     return {"reward_std_nonzero": not estimators.is_constant(inputs["total_reward"]), "keep_group": GroupSampler.no_signal(sampler, group) is None}
 
 
