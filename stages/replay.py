@@ -101,7 +101,7 @@ def cuda_graphs() -> Callable[[Step], Step]:
 
     def capture(step: Step) -> Step:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # another thread may be training meanwhile (async_rollouts)
             found = step()
 
         def replay() -> torch.Tensor:
