@@ -54,7 +54,7 @@ class Replayed:
         self.decoder, self.params, self.slots = decoder, params, slots
         self.capture = capture or cuda_graphs()
         self.draws = draws_alone(params)
-        self.kv, self.storage = None, ()
+        self.kv, self.columns = None, 0
         self.steps: dict[tuple[int, int], tuple[int, Step]] = {}  # bucket -> (runs so far, what runs it)
         self.sent = torch.zeros(3, slots, dtype=torch.int64, device=decoder.device)
         pinned = decoder.device.type == "cuda"
@@ -66,8 +66,8 @@ class Replayed:
         Returns (tokens [n] int64, their log-probs [n] float32) where drawing is part of the step, else logits [n, V], which the next step overwrites.
         """
         n = len(tokens)
-        if (kv, self.storage) != (self.kv, tuple(map(id, kv.keys))):  # it has grown, or is another: what was captured wrote elsewhere
-            self.kv, self.storage, self.steps = kv, tuple(map(id, kv.keys)), {}
+        if kv is not self.kv or kv.columns != self.columns:  # another one, or it has grown: what was captured wrote elsewhere
+            self.kv, self.columns, self.steps = kv, kv.columns, {}
         rows, width = bucket(n, self.slots), min(-(-(int(columns.max()) + 1) // COLUMNS) * COLUMNS, kv.columns)
         out = self.outgoing.numpy()
         out[:, n:rows] = 0  # a token in the first column of slots that nobody owns
