@@ -205,7 +205,6 @@ def _aggregates(r: RLPreset, c) -> bool:
 #: and what is written where it does not hold. What is not named here is read by every preset; of settings with several conditions the first that fails speaks.
 RL_READ_WHEN = (
     # TRPO's step: its critic alone takes gradient steps
-    (("learning_rate",), lambda r, c: r.update != "trust_region", "TRPO's step has no learning rate, max_kl is its length and the critic's rate is critic_learning_rate; write one of these"),
     (("lr_schedule", "warmup_ratio", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm"), lambda r, c: r.update != "trust_region" or r.needs_critic,
      "TRPO's step is that of conjugate gradient and line search, and there is no critic; write max_kl, or preset=ppo"),
     # advantages

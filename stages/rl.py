@@ -552,6 +552,9 @@ def run(stage):
     elif stage.has("reference"):
         stage.warn("reference_unused", f"The input reference is not read: {config.preset} has no KL to it. Write beta=0.04 or kl_coef=0.02, or monitor_kl=true to log "
                    "the KL, or leave the input out.")
+    if row.update == "trust_region" and config.learning_rate != type(config).model_fields["learning_rate"].default:
+        stage.warn("learning_rate_unused", f"learning_rate={config.learning_rate} moves nothing: the length of TRPO's step is max_kl={config.max_kl}" +
+                   (f", and its critic learns at critic_learning_rate={config.critic_learning_rate}." if row.needs_critic else "."))
     if row.kl_loss_coef and row.kl_target == "old" and row.kl_loss_estimator == "full":
         old = another(stage.path("model"))
     if row.needs_critic:

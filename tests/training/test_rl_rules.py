@@ -162,7 +162,7 @@ ALWAYS = {"preset", "rewards", "max_steps", "prompts_per_step", "num_generations
           "no_resampling_pass_rate", "mode_mix", "sft_member", "split", "prompt_template", "max_prompt_length", "max_prompts", "stop_on", "eval_prompts"}
 
 #: Settings that rl shares with other stages, which every run reads: how it computes, samples and publishes.
-SHARED_ALWAYS = {"max_nonfinite_steps", "max_tokens_per_micro_batch", "compute_dtype", "forward", "sharding", "activation_checkpointing", "lora_rank", "ema_decay", "select_by",
+SHARED_ALWAYS = {"learning_rate", "max_nonfinite_steps", "max_tokens_per_micro_batch", "compute_dtype", "forward", "sharding", "activation_checkpointing", "lora_rank", "ema_decay", "select_by",
                  "device_memory_gib", "memory_check", "temperature", "top_p", "top_k", "min_p", "max_completion_length", "stop_strings", "min_tokens", "repetition_penalty", "frequency_penalty",
                  "presence_penalty", "bad_words", "logit_bias", "generation_batch", "engine", "environment", "chat_template", "chat_template_kwargs"}
 #: Those that their own class refuses by a validator of its own, and two digests that fill themselves in.
@@ -346,7 +346,7 @@ def test_the_record_says_what_a_preset_filled_in():
     ({"max_num_gen_batches": 3}, "dynamic_sampling"), ({"loss_scale_factor": 5.0}, "seq-mean-token-sum-norm"), ({"replay_window": 5}, "replay_fraction"), ({"max_kl": 0.1}, "preset=trpo"),
     ({"beta": 0.0, "kl_is_weighted": True}, "beta=0.04"), ({"vine_samples": 3}, "vineppo"), ({"preset": "sppo", "epsilon": 0.1}, "options"), ({"preset": "copg", "whiten": True}, "pairs"),
     ({"preset": "topr", "loss_agg_mode": "token-mean"}, "no token term"), ({"early_stop_kl": 0.1}, "num_iterations=2"), ({"lr_schedule": "constant", "min_lr_ratio": 0.1}, "does not decay"),
-    ({"lora_alpha": 32}, "lora_rank=16"), ({"preset": "trpo", "learning_rate": 0.1}, "critic_learning_rate"), ({"preset": "trpo", "advantage": "group_mean", "truncation_policy": "score", "weight_decay": 0.1}, "max_kl"),
+    ({"lora_alpha": 32}, "lora_rank=16"), ({"preset": "trpo", "advantage": "group_mean", "truncation_policy": "score", "weight_decay": 0.1}, "max_kl"),
     ({"preset": "p3o", "advantage": "group_mean"}, "pairs"), ({"preset": "copg", "zero_advantage": "mask"}, "group_mean"), ({"preset": "sppo", "zero_advantage": "mask"}, "group_mean"),
     ({"preset": "vapo", "truncation_policy": "mask", "truncated_in_stats": False}, "batch_mean"), ({"preset": "p3o", "truncation_policy": "mask", "truncated_in_stats": False}, "batch_mean"),
     ({"preset": "remax", "truncation_policy": "mask", "truncated_in_stats": False}, "batch_mean"), ({"engine_timeout_s": 5.0}, "engine=server"),
