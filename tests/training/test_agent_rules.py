@@ -139,10 +139,11 @@ def test_a_signal_of_length_alone_is_none(override):
     """DYN-SAMPLING on rewards reads the unshaped ones: right answers that differ in length only teach nothing about the task."""
     from types import SimpleNamespace
 
+    from stages.algorithms import rl_preset
     from stages.rollouts.groups import GroupSampler
 
     config = Config(rewards=[{"kind": "python", "source": "def score(p, c, a): return 0.1"}, {"kind": "length_penalty"}], filter_groups_metric="reward_std", reward_override=override)
-    sampler = GroupSampler(SimpleNamespace(config=config), None, None, None, None)
+    sampler = GroupSampler(SimpleNamespace(config=config), rl_preset(config.preset), None, None, None)
     prompt = ({"row_id": "1"}, [1])
 
     def no_signal(values, lengths):
