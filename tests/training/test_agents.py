@@ -25,10 +25,11 @@ from storage.schema import complete_row
 COUNTDOWN = "tests.training.environments:Countdown"
 SMALL = {"preset": "agent", "environment": COUNTDOWN, "max_steps": 2, "prompts_per_step": 2, "num_generations": 4, "max_completion_length": 120, "max_turn_length": 8,
          "learning_rate": 1e-3, "max_turns": 4}
+ANSWERS = {name: value for name, value in SMALL.items() if name not in ("environment", "max_turns", "max_turn_length")}  # one turn, without an environment
 
 
 def train(spec, tiny, data, name, config, **inputs):
-    made = spec("rl", {**SMALL, **config}, {"model": tiny["policy"], "data": data["prompts"]}, name)
+    made = spec("rl", {**(ANSWERS if config.get("environment") == "" else SMALL), **config}, {"model": tiny["policy"], "data": data["prompts"]}, name)
     for key, path in inputs.items():
         made["inputs"][key] = {"kind": "model", "path": path, "ref": key, "digest": key}
     result = execute(made, lambda event: None)
@@ -442,7 +443,7 @@ def test_continuations_that_an_engine_lost_are_left_out(tiny, data, spec):
     from stages.rollouts.steps import monte_carlo
     from stages.sampler import Completion
 
-    config = {**SMALL, "environment": "", "preset": "vineppo", "vine_samples": 3, "step_separator": "e", "max_completion_length": 24,
+    config = {**ANSWERS, "preset": "vineppo", "vine_samples": 3, "step_separator": "e", "max_completion_length": 24,
               "rewards": [{"kind": "regex", "pattern": r"[ -~]\Z"}]}
     stage = Stage(get_stage("rl"), spec("rl", config, {"model": tiny["policy"], "data": data["prompts"]}, "vine-lost"), lambda event: None)
     renderer = renderer_for(tiny["policy"])
@@ -493,7 +494,7 @@ def test_prompts_are_admitted_by_pass_at_k(tiny, data, spec, tmp_path):
     stats = [complete_row("prompt_stats/1", {"prompt_id": r["prompt_id"], "iteration": k, "n": 8, "mean_reward": 0.0, "reward_std": 0.0, "pass_at_1": p, "mean_logprob": 0.0,
                                              "kept": True}, dataset="d", source="s", origin="ai") for i, r in enumerate(known) for k, p in ((0, 1.0), (1, 1.0 if i % 5 == 0 else 0.25))]
     write_dataset(str(tmp_path / "stats"), "stats", "prompt_stats/1", stats)
-    made = spec("rl", {**SMALL, "preset": "grpo", "beta": 0.0, "environment": "", "max_completion_length": 8, "max_steps": 6, "curriculum": "pass_at_k", "passk_bands": [0.9, 0.2],
+    made = spec("rl", {**ANSWERS, "preset": "grpo", "beta": 0.0, "max_completion_length": 8, "max_steps": 6, "curriculum": "pass_at_k", "passk_bands": [0.9, 0.2],
                        "rewards": [{"kind": "verifier"}]}, {"model": tiny["policy"], "data": data["prompts"]}, "passk")
     made["inputs"]["prompt_stats"] = {"kind": "dataset", "path": str(tmp_path / "stats"), "ref": "stats", "digest": "stats"}
     rows = rows_of(execute(made, lambda event: None))
@@ -517,7 +518,7 @@ def test_self_paced_rl_lets_harder_prompts_in(tiny, data, spec, tmp_path):
     stats = [complete_row("prompt_stats/1", {"prompt_id": r["prompt_id"], "iteration": 0, "n": 8, "mean_reward": 0.0, "reward_std": 0.0, "pass_at_1": 1.0 if i % 5 == 0 else 0.25,
                                              "mean_logprob": 0.0, "kept": True}, dataset="d", source="s", origin="ai") for i, r in enumerate(known)]
     write_dataset(str(tmp_path / "stats"), "stats", "prompt_stats/1", stats)
-    made = spec("rl", {**SMALL, "preset": "grpo", "beta": 0.0, "environment": "", "max_completion_length": 8, "max_steps": 6, "curriculum": "self_paced",
+    made = spec("rl", {**ANSWERS, "preset": "grpo", "beta": 0.0, "max_completion_length": 8, "max_steps": 6, "curriculum": "self_paced",
                        "self_paced_thresholds": [0.4, 1.25], "rewards": [{"kind": "verifier"}]}, {"model": tiny["policy"], "data": data["prompts"]}, "paced")
     made["inputs"]["prompt_stats"] = {"kind": "dataset", "path": str(tmp_path / "stats"), "ref": "stats", "digest": "stats"}
     rows = rows_of(execute(made, lambda event: None))
@@ -536,7 +537,7 @@ def test_prompts_outside_the_difficulty_band_are_left_out(tiny, data, spec, tmp_
     stats = [complete_row("prompt_stats/1", {"prompt_id": p, "iteration": 0, "n": 10, "mean_reward": 0.0, "reward_std": 0.0, "pass_at_1": rate, "mean_logprob": 0.0, "kept": True},
                           dataset="d", source="s", origin="ai") for p, rate in rates.items()]
     write_dataset(str(tmp_path / "stats"), "stats", "prompt_stats/1", stats)
-    config = {**SMALL, "preset": "grpo", "beta": 0.0, "environment": "", "max_completion_length": 8, "prompts_per_step": 12, "difficulty_band": [0.2, 0.4], "rewards": [{"kind": "verifier"}]}
+    config = {**ANSWERS, "preset": "grpo", "beta": 0.0, "max_completion_length": 8, "prompts_per_step": 12, "difficulty_band": [0.2, 0.4], "rewards": [{"kind": "verifier"}]}
     made = spec("rl", config, {"model": tiny["policy"], "data": data["prompts"]}, "band")
     made["inputs"]["prompt_stats"] = {"kind": "dataset", "path": str(tmp_path / "stats"), "ref": "stats", "digest": "stats"}
     result = execute(made, lambda event: None)
