@@ -526,7 +526,7 @@ def test_candidates_are_scored_again_without_sampling(tiny, prompts, rubric, spe
     versions = {r["prompt_id"]: r["category"] for r in open_dataset(prompts).iter_rows()}
     for old, new in zip(before, after):
         assert new["row_id"] == old["row_id"] and new["reward"] == pytest.approx(pattern[old["row_id"]] if versions[old["prompt_id"]] == "double" else old["reward"])
-    again = spec("rejection", config, inputs, "again")
+    again = spec("rejection", {"rewards": config["rewards"], "allow_empty": True}, inputs, "again")
     again["inputs"]["candidates"] = {"kind": "dataset", "path": other["outputs"]["data"]["path"], "ref": "c", "digest": "c"}
     assert execute(again, silent)["summary"]["completions"] == 16
 
