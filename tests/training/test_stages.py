@@ -91,7 +91,7 @@ def test_rejection_keeps_every_candidate_and_selects_again_without_sampling(tiny
                 best[row["prompt_idx"]] = row
     selected = list(open_dataset(first["outputs"]["selected"]["path"]).iter_rows())
     assert [s["messages"][-1]["content"] for s in selected] == [best[i]["completion"][0]["content"] for i in sorted(best)]
-    again = spec("rejection", {**config, "select": "top_k_overall", "k": 5}, {"model": tiny["policy"], "prompts": data["prompts"]}, "rs2")
+    again = spec("rejection", {"rewards": config["rewards"], "select": "top_k_overall", "k": 5}, {"model": tiny["policy"], "prompts": data["prompts"]}, "rs2")
     again["inputs"]["candidates"] = {"kind": "dataset", "path": first["outputs"]["candidates"]["path"], "ref": "c", "digest": "c"}
     second = execute(again, silent)
     assert second["summary"]["selected"] == 5 and second["summary"]["completions"] == len(rows)
