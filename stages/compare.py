@@ -246,7 +246,7 @@ def table(names: list[str], metrics: dict, columns: list[str], differences: dict
             d = differences[name, metric]
             row |= {f"{metric} gain over the row above": with_interval(d["difference"], d["low"], d["high"]), "p": d["p_value"], "better / worse": f"{d['better']} / {d['worse']}"}
             shares = [metrics[one][metric].value for one in (names[names.index(name) - 1], name)]
-            if d["low"] <= 0 <= d["high"] and all(0 <= share <= 1 for share in shares) and shares[0] != shares[1]:
+            if d["low"] is not None and d["low"] <= 0 <= d["high"] and all(0 <= share <= 1 for share in shares) and shares[0] != shares[1]:
                 row["prompts to tell"] = power_two_proportions(*shares)
         rows.append(row)
     return rows
