@@ -57,7 +57,7 @@ def test_rso_acceptance_frequencies():
     assert np.abs(hits - p * np.append(1.0, np.cumprod(1 - p)[:-1])).max() < 0.02
     with pytest.raises(ValueError, match="num_samples=4"):
         selection.rso_select(rewards, 4, beta, rng.random(100))
-    assert selection.rso_select(rewards, 2, 1e-9, [0.5] * 9) == ([0, 1], 4, 2), "one pass of three draws, and a second that ends with its first"
+    assert selection.rso_select(rewards[::-1], 2, 1e-9, [0.5] * 9) == ([0, 1], 4, 2), "one pass of three draws, and a second that ends with its first"
 
 
 def test_pairs_from_scores():
