@@ -18,12 +18,14 @@ once and the rows' keys and values as they are long on average, at the rate at w
 
 Notes (what was measured):
     3.9M-parameter Llama (4 layers, hidden 256, 8 heads, 4 KV heads, vocabulary 4096), 128 prompts of 8-63 tokens, batch 32, max_new 256, stop rate
-    1%, float32, two threads on 2 cores with nothing else running, three interleaved repeats; useful tokens per second of wall time:
+    1%, float32, two threads on 2 cores with nothing else running, two interleaved repeats; useful tokens per second of wall time:
 
-                       repeat 0    repeat 1    repeat 2    built-in is
-    built-in             3616        3705        3151
-    static generate       781         865         879      4.2x
-    generate_batch        987         946         862      3.8x
+                       repeat 0    repeat 1    built-in is
+    built-in             5020        4794
+    static generate       939         869        5.4x
+    generate_batch        987        1121        4.7x
+
+    On an AMD EPYC, whose products go through oneDNN (``stages.products``); on a machine of a slower product before that 3705, 865 and 946 (4.2x, 3.8x).
 
     The same with `--shared 1100 --prompts 64 --repeats 1`: 2112 beside 203 (10.4x) and 172 (12.3x).
 
