@@ -182,6 +182,8 @@ def print_description(value: dict[str, Any]) -> None:
 def _print_maker(record: dict[str, Any]) -> None:
     for name, one in (record.get("inputs") or {}).items():
         print(f"  from    {name} = {short(one.get('given') or one['ref'])}")
+    from storage.lineage import flat
+
     for key, setting in flat({**(record.get("config") or {}), **(record.get("effective") or {})}):
         print(f"  config  {key} = {setting}")
     for key, metric in sorted((record.get("metrics") or {}).items()):
@@ -190,14 +192,6 @@ def _print_maker(record: dict[str, Any]) -> None:
         print(f"  mlflow  {record['mlflow']['url']}")
     if record.get("git"):
         print(f"  code    {record['git']}")
-
-
-def flat(config: dict[str, Any], prefix: str = ""):
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 # ---------------------------------------------------------------- lineage

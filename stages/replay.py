@@ -12,8 +12,8 @@ captured as a CUDA graph, from token ids to the token drawn, and then replayed w
 Drawing is part of the graph where it has no branch that depends on numbers (all but top-p) and where logits are not processed; else the graph ends
 with the logits.
 
-``capture`` is what makes a step replayable, :func:`cuda_graphs` by default. Without CUDA the tests give one that calls the step again: all but the
-capture itself (buckets, buffers, when a step is thrown away) is then held to the tokens of the sampler without it.
+Without CUDA the tests put a capture that calls the step again in the place of :func:`cuda_graphs`: all but the capture itself (buckets, buffers,
+when a step is thrown away) is then held to the tokens of the sampler without it.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Replayed:
         slots: rows of the KV storage.
     """
 
-    def __init__(self, decoder, params: SamplingParams, slots: int, capture: Callable[[Step], Step] | None = None):
+    def __init__(self, decoder, params: SamplingParams, slots: int):
         self.decoder, self.params, self.slots = decoder, params, slots
-        self.capture = capture or cuda_graphs()
+        self.capture = cuda_graphs()
         self.draws = draws_alone(params)
         self.kv, self.columns = None, 0
         self.steps: dict[tuple[int, int], tuple[int, Step]] = {}  # bucket -> (runs so far, what runs it)

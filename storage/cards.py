@@ -24,7 +24,7 @@ def model_card(ref: str) -> str:
     found = store.resolve(ref, "model")
     tree = lineage.tree(found.ref)
     steps, outside = [], {}
-    _walk(tree, "", steps, outside)
+    _walk(tree, steps, outside)
     maker = records.makers_of(found.digest)
     role = next((o.get("role") for o in (maker[0]["outputs"].values() if maker else ()) if o["digest"] == found.digest), None) or "policy"
     header = {"library_name": "transformers", "tags": sorted({"posttrain", *(node["stage"] for node in steps if node["kind"] == "model")})}
@@ -46,8 +46,8 @@ def model_card(ref: str) -> str:
         text.append(f"### {n}. {node['label'] or node['stage']}" + (f" (stage {node['stage']})" if node["label"] not in ("", node["stage"]) else "") + "\n")
         text += [f"- {name}: {_named(one)}" for name, one in node["inputs"].items()]
         text.append(f"- seed {node['seed']}, stage key `{node['key'][:16]}`" + (f", code {node['git'][:12]}" if node["git"] else ""))
-        text.append("- settings: " + ", ".join(f"`{key}={value}`" for key, value in _flat(node["config"]) if value not in (None, "", [], {})))
-        numbers = [f"{key} {value:.4g}" for key, value in sorted(node["metrics"].items()) if isinstance(value, (int, float)) and not isinstance(value, bool)]
+        text.append("- settings: " + ", ".join(f"`{key}={value}`" for key, value in lineage.flat(node["config"]) if value not in (None, "", [], {})))
+        numbers = [f"{key} {value:.4g}" for key, value in sorted(_numbers(node["metrics"]).items())]
         text.append(("- numbers: " + ", ".join(numbers) if numbers else "- no numbers") + "\n")
     if maker:
         text.append("## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in sorted(maker[0]["versions"].items())) + "\n")
@@ -55,10 +55,10 @@ def model_card(ref: str) -> str:
     return "\n".join(text)
 
 
-def _walk(node: dict[str, Any], name: str, steps: list, outside: dict) -> None:
+def _walk(node: dict[str, Any], steps: list, outside: dict) -> None:
     """Stages behind a node in the order they can run, each once; what came from outside by digest."""
-    for below, child in node.get("inputs", {}).items():
-        _walk(child, below, steps, outside)
+    for child in node.get("inputs", {}).values():
+        _walk(child, steps, outside)
     if node.get("again"):
         return
     if node.get("stage"):
@@ -76,12 +76,16 @@ def _named(node: dict[str, Any]) -> str:
     return f"`{node['ref'] if node.get('stage') else _outside(node)}` (digest `{node['digest'][:16]}`)"
 
 
+def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
+
+
 def _evaluations(digest: str) -> list[str]:
     """Rows of the evaluations of a model, those under one protocol side by side in time."""
     rows = []
     for record in records.users_of(digest):
         if record["stage"] == "evaluate" and (record["inputs"].get("model") or {}).get("digest") == digest:
-            numbers = {k: v for k, v in record["metrics"].items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+            numbers = _numbers(record["metrics"])
             data = next((_outside(one).split("@")[0].removeprefix("dataset:") for one in record["inputs"].values() if one["kind"] == "dataset"), "")
             for name, value in sorted(numbers.items()):
                 bounds = [numbers.get(f"{name}_{end}") for end in ("low", "high")]
@@ -89,11 +93,3 @@ def _evaluations(digest: str) -> list[str]:
                     interval = f"{bounds[0]:.4g} to {bounds[1]:.4g}" if None not in bounds else ""
                     rows.append(f"| {name} | {value:.4g} | {interval} | {data} | `{record['metrics'].get('protocol_hash', '')}` |")
     return ["## Evaluations\n", "Numbers compare with those under the same protocol hash.\n", "| metric | value | 95% | data | protocol |\n|---|---|---|---|---|", *rows, ""] if rows else []
-
-
-def _flat(config: dict[str, Any], prefix: str = ""):
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

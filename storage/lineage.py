@@ -7,6 +7,7 @@ written out once; later mentions carry ``again: true``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from storage import records, registry, store
@@ -65,6 +66,15 @@ def _names(kind: str, digest: str) -> list[str]:
 def uses(digest: str) -> list[dict[str, Any]]:
     """What was made from a digest: {stage, label, key, outputs} of every record that took it as an input."""
     return [{"stage": r["stage"], "label": r.get("label", ""), "key": r["key"], "outputs": {n: o["ref"] for n, o in r["outputs"].items()}} for r in records.users_of(digest)]
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of every setting of a record."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def lines(node: dict[str, Any], name: str = "", indent: str = "", last: bool = True, top: bool = True) -> list[str]:
