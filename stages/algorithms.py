@@ -191,7 +191,7 @@ RL_PRESETS: dict[str, RLPreset] = {row.name: row for row in _RL_ROWS}
 #: Settings of the rl stage that take the place of an axis of the preset's row: setting -> field of the row.
 RL_AXES = {"beta": "kl_loss_coef", "kl_estimator": "kl_loss_estimator", "kl_coef": "kl_reward_coef", "scale_rewards": "scale", "loss_agg_mode": "aggregation",
            **{name: name for name in (
-               "advantage", "baseline", "std_ddof", "std_eps", "whiten", "adv_norm_ddof", "gamma", "lam", "lam_critic", "opponent", "surrogate", "ratio_level", "epsilon",
+               "advantage", "baseline", "std_ddof", "std_eps", "whiten", "adv_norm_ddof", "gamma", "lam", "lam_critic", "lam_alpha", "opponent", "surrogate", "ratio_level", "epsilon",
                "epsilon_high", "clip_ratio_c", "num_iterations", "kl_reward_mode", "kl_direction", "kl_target", "kl_controller", "target_kl", "critic_target", "n_steps",
                "critic_warmup_steps", "truncation_policy", "dynamic_sampling", "ptx_coef")}}
 
@@ -225,6 +225,7 @@ RL_READ_WHEN = (
      "every token is credited with the whole reward; write advantage=reward_to_go, gae (with a critic) or turn_returns (in an environment)"),
     (("lam",), lambda r, c: (r.advantage == "gae" and r.lam_alpha is None) or (r.needs_critic and r.critic_target == "lambda_return" and r.lam_critic is None),
      "no lambda-return with a fixed lambda is taken; write preset=ppo (vapo sets the policy's by length, the critic's is lam_critic)"),
+    (("lam_alpha",), lambda r, c: r.advantage == "gae", "no generalised advantage estimate is taken; write preset=ppo or vapo"),
     (("lam_critic",), lambda r, c: r.needs_critic and r.critic_target == "lambda_return", "it is the lambda of a critic's target; write preset=ppo, with critic_target=lambda_return"),
     (("n_steps",), lambda r, c: r.needs_critic and r.critic_target == "n_step", "it is the horizon of a critic's target; write preset=ppo, with critic_target=n_step"),
     (("baseline_value",), lambda r, c: _baseline(r) == "constant", "it is the baseline of baseline=constant; write that (with advantage=reward_minus_baseline)"),

@@ -65,6 +65,8 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
     advantage_clip: float | None = Field(None, gt=0, title="Advantage clip", description="Clip advantages to +- this, after whitening.")
     gamma: float | None = Field(None, ge=0, le=1, title="Gamma", description="Discount (LLM 1).")
     lam: float | None = Field(None, ge=0, le=1, title="Lambda", description="GAE lambda (.9 to .97).")
+    lam_alpha: float | None = Field(None, gt=0, title="Length-adaptive lambda", description="Lambda of the policy's advantages is 1 - 1/(lam_alpha * length), at least 0, in place "
+                                    "of lam (VAPO: .05, for answers of thousands of tokens; answers of 20 need 1 or more, otherwise it is 0).")
     lam_critic: float | None = Field(None, ge=0, le=1, title="Critic's lambda", description="GAE lambda of the critic's target, where it differs (VAPO 1).")
     surrogate: Literal["clip", "none", "logp", "stopgrad_ratio", "cispo"] | None = Field(None, title="Surrogate", description="Policy loss per token.")
     ratio_level: Literal["token", "sequence", "sequence_mean"] | None = Field(

@@ -339,7 +339,7 @@ def test_the_record_says_what_a_preset_filled_in():
 
 @pytest.mark.parametrize("config, says", [
     ({"preset": "rloo", "epsilon": 0.01}, "write surrogate=clip"), ({"preset": "grpo", "gamma": 0.5}, "advantage=reward_to_go"), ({"preset": "grpo", "lam": 0.1}, "preset=ppo"),
-    ({"preset": "vapo", "lam": 0.5}, "lam_critic"), ({"preset": "grpo", "critic_learning_rate": 1.0}, "has no critic"), ({"beta": 0.0, "kl_estimator": "k2"}, "beta=0.04"),
+    ({"preset": "vapo", "lam": 0.5}, "lam_critic"), ({"preset": "grpo", "lam_alpha": 0.5}, "preset=ppo or vapo"), ({"preset": "grpo", "critic_learning_rate": 1.0}, "has no critic"), ({"beta": 0.0, "kl_estimator": "k2"}, "beta=0.04"),
     ({"beta": 0.0, "ref_mode": "ema"}, "no reference"), ({"ref_decay": 0.5}, "ref_mode=ema"), ({"eval_every": 1}, "eval_prompts"), ({"beta": 0.0, "target_kl": 1.0}, "kl_controller"),
     ({"kl_coef_max": 1.0}, "kl_controller"), ({"preset": "ppo", "critic_mode": "shared", "critic_init": "policy"}, "critic_mode=separate"), ({"cliprange_value": 0.2}, "preset=ppo"),
     ({"preset": "cispo", "clip_ratio_c": 3.0}, "surrogate=clip"), ({"missing_eos_penalty": 2.0}, "truncation_policy=penalty"), ({"filter_groups_metric": "reward_std"}, "dynamic_sampling"),
