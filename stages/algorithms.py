@@ -17,6 +17,8 @@ SCALES = ("none", "group", "batch", "batch_centered")
 BASELINES = ("none", "constant", "moving_average", "batch_mean", "greedy", "table", "v_star")
 CRITIC_TARGETS = ("lambda_return", "mc_return", "td0", "n_step", "terminal", "bandit", "kl_adjusted_outcome", "soft_bellman")
 ON_POLICY_SURROGATES = ("logp", "stopgrad_ratio")
+#: Constants of the surrogates that have some (``options`` of the rl stage), with their papers' values.
+SURROGATE_OPTIONS = {"sapo": {"tau_pos": 1.0, "tau_neg": 1.05}, "vespo": {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}}
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class RLPreset:
     clip_ratio_c: float | None = None    # dual clip
     objective: str = ""                  # "module:function" of a loss on whole responses (sequence_losses.Responses), instead of a surrogate
     unit: str = "sequences"              # what `objective` is averaged over: sequences, pairs (two completions of a prompt) or tokens
-    options: dict = field(default_factory=dict)  # keyword arguments of `objective`
+    options: dict = field(default_factory=dict)  # keyword arguments of `objective`; of a surrogate its SURROGATE_OPTIONS
     off_policy_ok: bool = False          # may train on replayed or stored rollouts of other policies
     on_policy_logps: bool = False        # replayed rollouts get the current policy's log-probs, not those they were sampled with
     kl_reward_coef: float = 0.0          # nats -> reward
@@ -138,6 +140,10 @@ _RL_ROWS = (
              note="one geometric-mean ratio and one clip per sequence"),
     RLPreset("cispo", "group_mean", scale="group", surrogate="cispo", epsilon_high=0.28, aggregation="token-mean",
              min_generations=2, source="CISPO (MiniMax 2025)", note="clipped detached weight, every token keeps a gradient"),
+    RLPreset("sapo", "group_mean", scale="group", surrogate="sapo", aggregation="seq-mean-token-mean", min_generations=2, source="SAPO (Gao et al. 2025)",
+             note="a smooth gate in the place of the clip, narrower for negative advantages"),
+    RLPreset("vespo", "group_mean", scale="group", surrogate="vespo", aggregation="token-mean", min_generations=2, source="VESPO (2026)",
+             note="log-probs weighted by a gamma function of the sequence's product ratio, 1 on-policy; for stale or asynchronous rollouts"),
     RLPreset("grape", "group_mean", aggregation="seq-mean-token-sum", min_generations=2, source="GRAPE", note="for rubric rewards"),
     RLPreset("grape_alt", "group_mean", ratio_level="sequence", aggregation="seq-mean-token-mean", min_generations=2, source="Alt-GRAPE, PPO-SEQ",
              note="one product ratio and one clip per sequence; collapses more easily than token level"),
@@ -241,11 +247,17 @@ RL_READ_WHEN = (
     # ratios, clips, aggregation
     (("surrogate", "ratio_level", "epsilon", "epsilon_high", "clip_ratio_c", "importance_correction"), lambda r, c: not r.objective,
      "the preset has a loss of its own on whole responses instead of a surrogate; write its constants as options, or another preset"),
-    (("ratio_level",), lambda r, c: r.surrogate != "logp", "surrogate=logp has no ratio; write surrogate=clip"),
+    (("top_entropy_quantile", "off_policy_mask_threshold"), lambda r, c: not r.objective, "the preset has a loss of its own on whole responses, of which no token or response is left out; "
+                                                                                         "write preset=grpo"),
+    (("top_entropy_quantile", "off_policy_mask_threshold"), lambda r, c: r.update != "trust_region", "TRPO's step is measured over all tokens; write preset=grpo or ppo"),
+    (("off_policy_mask_threshold",), lambda r, c: r.num_iterations * c.num_minibatches > 1 or c.engine != "builtin" or c.async_rollouts or c.importance_correction != "none",
+     "every step is taken from the policy that sampled, from which nothing is off; write num_iterations=2, num_minibatches=2 or async_rollouts=true"),
+    (("ratio_level",), lambda r, c: r.surrogate not in ("logp", "vespo"), "surrogate=logp has no ratio and vespo one of its own; write surrogate=clip"),
     (("epsilon",), lambda r, c: r.surrogate == "clip" or (r.surrogate == "cispo" and r.epsilon_high is None), "the surrogate has no lower clip; write surrogate=clip"),
     (("epsilon_high",), lambda r, c: r.surrogate in ("clip", "cispo"), "the surrogate does not clip; write surrogate=clip"),
     (("clip_ratio_c",), lambda r, c: r.surrogate == "clip", "the surrogate does not clip; write surrogate=clip"),
     (("importance_clip_max",), lambda r, c: c.importance_correction != "none" and not r.objective, "no importance weights are taken; write importance_correction=token_truncate"),
+    (("importance_clip_min",), lambda r, c: c.importance_correction != "none" and not r.objective, "no importance weights are taken; write importance_correction=token_truncate"),
     (("loss_agg_mode", "loss_scale_factor", "token_norm_scope"), _aggregates,
      "the preset's loss is a mean over sequences or pairs and has no token term; write beta=0.04 or entropy_coef=0.01 to add one"),
     (("loss_scale_factor",), lambda r, c: r.aggregation == "seq-mean-token-sum-norm", "only one aggregation has a constant; write loss_agg_mode=seq-mean-token-sum-norm"),
@@ -361,16 +373,17 @@ def rl_preset(name: str, **changes) -> RLPreset:
 
 
 #: Where constants of a preset's own loss make sense: numbers above the first and up to the second, or the words to choose from; a pair of numbers is an interval of weights, low to high.
-RL_OPTION_RANGES: dict[str, tuple] = {"tau": (0.0, float("inf")), "beta": (0.0, float("inf")), "eta": (0.0, float("inf")), "epsilon": (0.0, float("inf")), "form": ("separate", "joint")}
+RL_OPTION_RANGES: dict[str, tuple] = {**{name: (0.0, float("inf")) for options in SURROGATE_OPTIONS.values() for name in options}, "tau": (0.0, float("inf")), "beta": (0.0, float("inf")), "eta": (0.0, float("inf")), "epsilon": (0.0, float("inf")), "form": ("separate", "joint")}
 
 
 def preset_options(row: RLPreset, given: dict) -> dict:
-    """The constants of a preset's own loss with those ``given`` in their place; ValueError where one is unknown, of another type, or makes no sense."""
-    unknown = set(given) - set(row.options)
+    """The constants of a preset's own loss, or of its surrogate, with those ``given`` in their place; ValueError where one is unknown, of another type, or makes no sense."""
+    known, of = (row.options, f"preset {row.name}") if row.objective or row.surrogate not in SURROGATE_OPTIONS else (SURROGATE_OPTIONS[row.surrogate], f"surrogate {row.surrogate}")
+    unknown = set(given) - set(known)
     if unknown:
-        raise ValueError(f"options {', '.join(sorted(unknown))}: preset {row.name} has {', '.join(row.options) or 'none'}; remove them.")
+        raise ValueError(f"options {', '.join(sorted(unknown))}: {of} has {', '.join(known) or 'none'}; remove them.")
     for name, value in given.items():
-        like, who = row.options[name], f"options.{name}={list(value) if isinstance(value, tuple) else value!r} of preset {row.name}"
+        like, who = known[name], f"options.{name}={list(value) if isinstance(value, tuple) else value!r} of {of}"
         if isinstance(like, tuple):
             if not isinstance(value, (tuple, list)) or not 0.0 <= value[0] <= value[1]:
                 raise ValueError(f"{who}: write the smallest and the largest weight, 0 or more, like {list(like)}.")
@@ -379,7 +392,7 @@ def preset_options(row: RLPreset, given: dict) -> dict:
                 raise ValueError(f"{who}: write one of {', '.join(RL_OPTION_RANGES[name])}.")
         elif isinstance(value, bool) or not isinstance(value, (int, float)) or not RL_OPTION_RANGES[name][0] < value < RL_OPTION_RANGES[name][1]:
             raise ValueError(f"{who}: write a number > {RL_OPTION_RANGES[name][0]:g}, like {like:g}.")
-    return {**row.options, **{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}}
+    return {**known, **{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}}
 
 
 def validate_rl(row: RLPreset, num_generations: int, *, updates_per_generation: int | None = None,

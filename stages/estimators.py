@@ -234,6 +234,19 @@ def overlong_penalty(lengths, max_completion_length: int, soft_punish_cache: int
     return np.clip((max_completion_length - soft_punish_cache - n) / soft_punish_cache, -1.0, 0.0)
 
 
+def top_entropy_tokens(entropies_BT, mask_BT, share: float):
+    """(tokens [B, T] of the mask whose entropy is at or above its (1 - share) quantile, that quantile in nats) (Wang et al. 2025, "Beyond the 80/20 rule", eq. 5).
+
+    The quantile is taken over all tokens of the mask together; tokens of equal entropy are in or out together. Without a token in the mask: (none, 0).
+    """
+    mask = _bool(mask_BT)
+    if not mask.any():
+        return mask, 0.0
+    entropies = np.where(mask, _f64(entropies_BT), -np.inf)
+    threshold = float(np.quantile(entropies[mask], 1.0 - share))
+    return entropies >= threshold, threshold
+
+
 class DynamicSamplingExhausted(RuntimeError):
     """No full batch of informative prompts within max_num_gen_batches."""
 

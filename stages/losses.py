@@ -11,6 +11,8 @@ Masked positions may hold anything, NaN and infinities included: they are replac
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -162,7 +164,7 @@ def displacement_metrics(policy_chosen, policy_rejected, ref_chosen, ref_rejecte
 # --- policy gradients -----------------------------------------------------------------------------
 
 RATIO_LEVELS = ("token", "sequence", "sequence_mean")
-SURROGATES = ("clip", "none", "logp", "stopgrad_ratio", "cispo")
+SURROGATES = ("clip", "none", "logp", "stopgrad_ratio", "cispo", "sapo", "vespo")
 
 
 def log_ratios(logps_BT, old_logps_BT, mask_BT, ratio_level: str = "token", log_ratio_clamp: float = LOG_RATIO_CLAMP):
@@ -185,18 +187,19 @@ def log_ratios(logps_BT, old_logps_BT, mask_BT, ratio_level: str = "token", log_
 
 def policy_loss(logps_BT, old_logps_BT, advantages, mask_BT, *, epsilon: float = 0.2, epsilon_high: float | None = None,
                 ratio_level: str = "token", surrogate: str = "clip", clip_ratio_c: float | None = None,
-                weights_BT=None, log_ratio_clamp: float = LOG_RATIO_CLAMP):
+                weights_BT=None, log_ratio_clamp: float = LOG_RATIO_CLAMP, options: Mapping[str, float] = MappingProxyType({})):
     """Per-token policy loss [B, T] (to minimise) and detached sums for the log.
 
     `advantages` [B] (repeated on every token) or [B, T]; detached here. `surrogate`:
     `clip` -min(rho A, clip(rho, 1-epsilon, 1+epsilon_high) A) (PPO-CLIP; `clip_ratio_c` adds the dual clip);
     `none` -rho A (CPI); `logp` -A log pi (REINFORCE, RLOO; old_logps unused);
-    `stopgrad_ratio` -A pi/sg(pi) (ONE-STEP); `cispo` -sg(min(rho, 1+epsilon_high)) A log pi.
-    `weights_BT` are detached importance weights (TIS). epsilon_high defaults to epsilon.
+    `stopgrad_ratio` -A pi/sg(pi) (ONE-STEP); `cispo` -sg(min(rho, 1+epsilon_high)) A log pi;
+    `sapo` -A :func:`soft_gate`(rho); `vespo` -A :func:`gamma_weights` log pi (``options``: their constants, of algorithms.SURROGATE_OPTIONS).
+    `weights_BT` are detached importance weights (TIS), which `vespo` takes into its ratio. epsilon_high defaults to epsilon.
     Metrics: {"tokens", "clip_low", "clip_high", "outside_range", "ratio", "ratio_sq", "k1", "k2", "k3", "log_ratio_clamped"},
     sums over trained tokens, k* of KL(old||new), and the maximum "ratio_max".
     "clip_*" count tokens whose gradient is zeroed: none unless the surrogate is `clip`; the dual clip's are "clip_dual". "capped"
-    are those whose weight `cispo` cut to 1+epsilon_high.
+    are those whose weight `cispo` cut to 1+epsilon_high; "soft_weight" is what `sapo` and `vespo` leave of the gradient of rho A or A log pi.
     """
     _choice("surrogate", surrogate, SURROGATES)
     high = epsilon if epsilon_high is None else epsilon_high
@@ -209,7 +212,7 @@ def policy_loss(logps_BT, old_logps_BT, advantages, mask_BT, *, epsilon: float =
     adv = advantages.detach().to(logps.dtype)
     adv = masked(adv.unsqueeze(-1).expand_as(logps) if adv.dim() == logps.dim() - 1 else adv, mask)
     old = logps.detach() if surrogate in ("logp", "stopgrad_ratio") else old_logps_BT.detach()
-    log_ratio, clamped = log_ratios(logps, old, mask, ratio_level, log_ratio_clamp)
+    log_ratio, clamped = log_ratios(logps, old, mask, "token" if surrogate == "vespo" else ratio_level, log_ratio_clamp)
     ratio = torch.exp(log_ratio)
     hits = dict.fromkeys(("clip_low", "clip_high"), torch.zeros_like(mask))
     if surrogate == "clip":
@@ -223,26 +226,72 @@ def policy_loss(logps_BT, old_logps_BT, advantages, mask_BT, *, epsilon: float =
     elif surrogate == "cispo":
         hits["capped"] = (ratio > 1 + high) & mask
         objective = ratio.detach().clamp(max=1 + high) * adv * logps
+    elif surrogate == "sapo":
+        gate, hits["soft_weight"] = soft_gate(ratio, adv, **options)
+        objective = gate * adv
+    elif surrogate == "vespo":
+        hits["soft_weight"] = gamma_weights(log_ratio, adv, mask, weights_BT, **options)
+        objective, weights_BT = hits["soft_weight"] * adv * logps, None
     else:  # none, stopgrad_ratio
         objective = ratio * adv
     if weights_BT is not None:
         objective = objective * masked(weights_BT.detach().to(objective.dtype), mask)
     d, r = log_ratio.detach(), ratio.detach()
     outside = ((r < 1 - epsilon) | (r > 1 + high)) & mask
-    metrics = {"tokens": mask.sum(), **{name: hit.sum() for name, hit in hits.items()},
+    metrics = {"tokens": mask.sum(), **{name: masked(hit, mask).sum() if hit.is_floating_point() else hit.sum() for name, hit in hits.items()},
                "outside_range": outside.sum(), "ratio": masked(r, mask).sum(), "ratio_sq": masked(r * r, mask).sum(), "k1": masked(-d, mask).sum(),
                "k2": masked(d * d / 2, mask).sum(), "k3": masked(torch.expm1(d) - d, mask).sum(),
                "log_ratio_clamped": clamped.sum(), "ratio_max": masked(r, mask).max() if r.numel() else r.sum()}
     return masked(-objective, mask), metrics
 
 
-def truncated_importance_weights(old_logps_BT, rollout_logps_BT, mask_BT, mode: str = "token_truncate", clip_max: float = 2.0):
-    """Detached weights pi_old(trainer)/mu(engine): [B, T] for token modes, [B, 1] for sequence modes (TIS)."""
+def by_sign(positive, constant_pos: float, constant_neg: float, like):
+    """One of two constants by a bool tensor, in the type and place of ``like``."""
+    return torch.where(positive, *(torch.tensor(c, dtype=like.dtype, device=like.device) for c in (constant_pos, constant_neg)))
+
+
+def soft_gate(ratio_BT, advantages_BT, tau_pos: float = 1.0, tau_neg: float = 1.05):
+    """(4/tau) sigma(tau (rho - 1)) [B, T], tau by the sign of the advantage, and its derivative 4 sigma (1 - sigma), detached (SAPO, Gao et al. 2025, eq. 5 and 6).
+
+    The derivative is 1 on-policy and falls to 0 on both sides of it, where a clip would cut at once.
+    """
+    tau = by_sign(advantages_BT > 0, tau_pos, tau_neg, ratio_BT)
+    sigma = torch.sigmoid(tau * (ratio_BT - 1))
+    return 4 * sigma / tau, (4 * sigma * (1 - sigma)).detach()
+
+
+def gamma_weights(log_ratio_BT, advantages_BT, mask_BT, weights_BT=None, k_pos: float = 2.0, lambda_pos: float = 3.0, k_neg: float = 3.0, lambda_neg: float = 2.0):
+    """phi(w) = w^k exp(lambda (1 - w)) [B, T], detached: the weight of a sequence with product ratio w, by the sign of the advantage; 1 at w = 1 (VESPO, 2026).
+
+    log_ratio_BT: log pi/pi_old by token, 0 outside the mask; weights_BT: importance weights pi_old/mu, which make w the ratio to whoever sampled. log w is held
+    within [log 1e-8, 20], so that phi is a number between 0 and its maximum at w = k/lambda.
+    """
+    low = math.log(1e-8)
+    log_w = log_ratio_BT.detach().sum(-1, keepdim=True)
+    if weights_BT is not None:
+        log_w = log_w + masked(weights_BT.detach().to(log_w.dtype).log().clamp(low, LOG_RATIO_CLAMP), mask_BT).sum(-1, keepdim=True)
+    log_w, gains = log_w.clamp(low, LOG_RATIO_CLAMP), advantages_BT >= 0
+    k, rate = by_sign(gains, k_pos, k_neg, log_w), by_sign(gains, lambda_pos, lambda_neg, log_w)
+    return masked(torch.exp(k * log_w - rate * torch.expm1(log_w)), mask_BT)
+
+
+def off_policy_keep(logps_BT, sampler_logps_BT, advantages_BT, mask_BT, threshold: float):
+    """Which tokens [B, T] stay in the policy loss: all of non-negative advantage, and those of a sequence whose mean of log mu/pi is at most the
+    threshold (off-policy sequence masking, DeepSeek-V3.2 2025, eq. 9). mu: whoever sampled; detached; rows without a token are kept.
+    """
+    mask = mask_BT.bool()
+    drift = masked(sampler_logps_BT - logps_BT.detach(), mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    return (advantages_BT >= 0) | (drift <= threshold)
+
+
+def truncated_importance_weights(old_logps_BT, rollout_logps_BT, mask_BT, mode: str = "token_truncate", clip_max: float = 2.0, clip_min: float = 0.0):
+    """Detached weights pi_old(trainer)/mu(engine): [B, T] for token modes, [B, 1] for sequence modes (TIS). Outside of [clip_min, clip_max] they are cut
+    to it (truncate) or 0 (mask)."""
     _choice("mode", mode, ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"))
     log_ratio, _ = log_ratios(old_logps_BT.detach(), rollout_logps_BT.detach(), mask_BT)
     ratio = torch.exp(log_ratio if mode.startswith("token") else
                       log_ratio.sum(-1, keepdim=True).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP))
-    return ratio.clamp(max=clip_max) if mode.endswith("truncate") else torch.where(ratio > clip_max, 0.0, ratio)
+    return ratio.clamp(clip_min, clip_max) if mode.endswith("truncate") else torch.where((ratio > clip_max) | (ratio < clip_min), 0.0, ratio)
 
 
 def tapered_weights(logps_B, behaviour_logps_B, rewards_B, clip_pos=(1.0, 1.0), clip_neg=(0.0, 1.0)):

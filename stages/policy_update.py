@@ -12,7 +12,7 @@ import torch
 
 from stages.algorithms import resolve
 from stages.divergence import exact_kl
-from stages.losses import aggregate, denominator_of, kl_estimate, masked, policy_loss, value_loss
+from stages.losses import aggregate, denominator_of, kl_estimate, masked, off_policy_keep, policy_loss, value_loss
 from stages.modeling import head_of, hidden_states, precise, token_logps
 from stages.training import Sums
 
@@ -97,7 +97,14 @@ class PolicyGradient:
         surrogate = "clip" if self.objective else row.surrogate
         losses, sums = policy_loss(logps_SL, old_SL, advantages, mask, epsilon=row.epsilon, epsilon_high=row.epsilon_high, ratio_level=row.ratio_level,
                                    surrogate=surrogate, clip_ratio_c=row.clip_ratio_c,
-                                   weights_BT=column("weights") if any("weights" in i.extra for i in batch.items) else None)
+                                   weights_BT=column("weights") if any("weights" in i.extra for i in batch.items) else None,
+                                   options={} if self.objective else row.options)
+        if any("learned" in i.extra for i in batch.items):  # top_entropy_quantile
+            losses = losses * column("learned")
+        if config.off_policy_mask_threshold is not None:
+            sampler_SL = column("sampler_logps") if any("sampler_logps" in i.extra for i in batch.items) else old_SL
+            keep = off_policy_keep(logps_SL, sampler_SL, advantages if by_token else advantages[:, None], mask, config.off_policy_mask_threshold)
+            losses, sums["off_policy_masked"] = torch.where(keep, losses, 0.0), (mask & ~keep).sum()
         if self.objective:
             terms = self._responses(batch, mask, logps_SL, old_SL, ref_SL, advantages, per_response, column)
             metrics = {f"policy/{k}": (sums[k].float(), "forwarded") for k in ("ratio", "ratio_max", "k1", "k2", "k3")}

@@ -27,7 +27,7 @@ from stages.rewards import REWARD_INPUTS, RewardComponent, inputs_read
 from stages.settings import PROMPT_TEMPLATE, AgentConfig, ChatConfig, OptimizerConfig, PromptTemplate, SamplingConfig, refuse_unread_in, refuse_unread_inputs, unread
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
-Preset = Literal["reinforce", "remax", "reinforce_pp", "rloo", "grpo", "grpo_process", "dr_grpo", "dapo", "grpo_plus", "gspo", "cispo", "grape",
+Preset = Literal["reinforce", "remax", "reinforce_pp", "rloo", "grpo", "grpo_process", "dr_grpo", "dapo", "grpo_plus", "gspo", "cispo", "sapo", "vespo", "grape",
                  "grape_alt", "ppo", "ppo_outcome", "ppo_ptx", "ppo_penalty_adaptive", "ppo_clip_kl", "a2c", "vapo", "trpo_penalty", "trpo", "agent", "vineppo", "topr", "a_lol",
                  "offline_is", "p3o", "copg", "mdpo", "astar_po", "oreo", "sppo", "online_ipo", "nash_md"]
 AlarmName = Literal["unscorable_rewards", "reward_collapse", "kl_over_target", "entropy_collapse", "entropy_explosion", "clip_fraction_high", "ratio_off",
@@ -68,7 +68,8 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
     lam_alpha: float | None = Field(None, gt=0, title="Length-adaptive lambda", description="Lambda of the policy's advantages is 1 - 1/(lam_alpha * length), at least 0, in place "
                                     "of lam (VAPO: .05, for answers of thousands of tokens; answers of 20 need 1 or more, otherwise it is 0).")
     lam_critic: float | None = Field(None, ge=0, le=1, title="Critic's lambda", description="GAE lambda of the critic's target, where it differs (VAPO 1).")
-    surrogate: Literal["clip", "none", "logp", "stopgrad_ratio", "cispo"] | None = Field(None, title="Surrogate", description="Policy loss per token.")
+    surrogate: Literal["clip", "none", "logp", "stopgrad_ratio", "cispo", "sapo", "vespo"] | None = Field(
+        None, title="Surrogate", description="Policy loss per token: clipped ratio (PPO), unclipped, REINFORCE's log-prob, or weights that fade smoothly (sapo by token, vespo by sequence).")
     ratio_level: Literal["token", "sequence", "sequence_mean"] | None = Field(
         None, title="Ratio level", description="Ratio per token, product or geometric mean per sequence.")
     epsilon: float | None = Field(None, gt=0, title="Epsilon", description="Lower clip range.")
@@ -83,7 +84,14 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
         "nonempty", description="Means over sequences count those with a trained token (verl), or all that were sampled (TRL's GRPO).")
     options: dict[str, float | tuple[float, float] | str] = Field(
         default_factory=dict, description="Constants of a preset's own loss: tau (mdpo, online_ipo), beta (copg, astar_po, oreo), eta (sppo), epsilon and form=separate or joint (p3o), "
-        "clip_pos and clip_neg (topr, a_lol, offline_is): smallest and largest importance weight of a completion with positive and with other advantage, for example clip_pos=[0, 2].")
+        "clip_pos and clip_neg (topr, a_lol, offline_is): smallest and largest importance weight of a completion with positive and with other advantage, for example clip_pos=[0, 2]; "
+        "or of a surrogate: tau_pos, tau_neg (sapo), k_pos, lambda_pos, k_neg, lambda_neg (vespo).")
+    top_entropy_quantile: float = Field(
+        1.0, gt=0, le=1, description="Share of the trained tokens of a rollout batch, those of highest entropy under the policy that starts the iteration, that the policy loss learns from "
+        "(Wang et al. 2025: 0.2); KL and entropy bonus stay on all, and so do the denominators. 1 = all.")
+    off_policy_mask_threshold: float | None = Field(
+        None, ge=0, title="Off-policy mask threshold", description="Leave completions of negative advantage out of the policy loss whose mean log mu/pi, mu whoever sampled, is above this "
+        "[nats per token] (DeepSeek-V3.2; TRL); empty: none.")
 
     # KL and entropy.
     beta: float | None = Field(None, ge=0, title="Beta", description="KL-in-loss coefficient; 0 loads no reference.")
@@ -167,7 +175,8 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
                                                               "average; 0 = never.")
     allow_reencoded_ids: bool = Field(False, description="Train on the encoding of texts from a server that returns no ids; what was sampled may have been "
                                                          "other ids.")
-    importance_clip_max: float = Field(2.0, gt=0, description="Largest importance weight (TIS).")
+    importance_clip_max: float = Field(2.0, gt=0, description="Largest importance weight (TIS; TRL 3.0): larger ones are cut to it (truncate) or become 0 (mask).")
+    importance_clip_min: float = Field(0.0, ge=0, description="Smallest importance weight: smaller ones are raised to it (truncate) or become 0 (mask); 0 = no bound.")
     async_rollouts: bool = Field(False, description="Sample the next batch while this one is trained on, from the weights of its start (ASYNC): one iteration off-policy, the same result "
                                                     "however fast either is. For an engine on devices of its own, or rewards that take time.")
     replay_window: int = Field(3, ge=1, description="Iterations, the current one included, whose rollouts may be replayed.")
@@ -322,13 +331,12 @@ def row_of(config: Config):
     """The preset's row with the config's overrides applied, not checked against each other."""
     from stages.algorithms import RL_AXES, VALUE_ADVANTAGES, preset_options, rl_preset
 
-    start, changes = rl_preset(config.preset), {axis: getattr(config, name) for name, axis in RL_AXES.items()}
-    if config.options:
-        try:
-            changes["options"] = preset_options(start, config.options)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+    changes = {axis: getattr(config, name) for name, axis in RL_AXES.items()}
     row = rl_preset(config.preset, **{k: v for k, v in changes.items() if v is not None})
+    try:
+        row = replace(row, options=preset_options(row, config.options))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     if row.needs_critic and row.advantage not in VALUE_ADVANTAGES and row.unit != "tokens":
         row = replace(row, needs_critic=False)  # nothing would read its values
     if config.critic_mode == "shared" or not row.needs_critic:
@@ -436,6 +444,12 @@ def resolve_preset(config: Config):
     if config.replay_fraction and not row.off_policy_ok:
         raise ValueError(f"replay_fraction={config.replay_fraction} gives rollouts of older policies to {config.preset}, which is on-policy; write "
                          "replay_fraction=0, or preset=topr, offline_is, copg, mdpo or oreo.")
+    if config.importance_clip_min > config.importance_clip_max:
+        raise ValueError(f"importance_clip_min={config.importance_clip_min:g} is above importance_clip_max={config.importance_clip_max:g}; write for example importance_clip_min=0.5 "
+                         "importance_clip_max=2.")
+    if row.surrogate == "vespo" and not row.objective and config.importance_correction.startswith("sequence"):
+        raise ValueError(f"surrogate=vespo takes importance weights into its own ratio of the sequence, token by token; write importance_correction=token_truncate or token_mask in the place of "
+                         f"{config.importance_correction}.")
     if config.sft_member == "replace" and config.num_generations < 2:
         raise ValueError("sft_member=replace leaves no sample in groups of one; write sft_member=append or num_generations >= 2")
     if config.conditioning == "sampling" and (row.objective or row.advantage == "vine" or config.token_norm_scope == "group"):

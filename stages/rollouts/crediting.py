@@ -19,7 +19,8 @@ from stages.algorithms import BASELINE_ADVANTAGES, RLPreset
 from stages.batching import Item, make_item, per_response
 from stages.credit import Batch, Credit, assign
 from stages.debate import debate_metrics
-from stages.estimators import KLController, MovingAverageBaseline, RunningScale, apply_truncation, normalise_rewards, normalized_sum, overlong_penalty, table_baseline, v_star
+from stages.estimators import (KLController, MovingAverageBaseline, RunningScale, apply_truncation, normalise_rewards, normalized_sum, overlong_penalty, table_baseline, top_entropy_tokens,
+                               v_star)
 from stages.generation import Sample, preferences
 from stages.members import Members
 from stages.rollouts.comparisons import inside, preferences_by
@@ -49,6 +50,7 @@ class Scored:
     plain: list[list[float]]                  # log-probs of the policy behind the plain question; ``old`` unless conditioning=sampling
     preferred_B: np.ndarray | None = None     # P(a completion beats the other of its pair), where the loss reads it and a model compares; NaN = in no pair
     start: list[list[float]] | None = None    # log-probs of the policy that starts the iteration, where early_stop_kl needs others than ``old``
+    learned_BT: np.ndarray | None = None      # tokens that the policy loss learns from (top_entropy_quantile); None: all
     items: list[Item] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -157,7 +159,10 @@ class Crediting:
             metrics |= off_policy_metrics([g.version for g in groups], version, sampled, old)
         elif all(logps is not None for logps in sampled) and (old is not sampled or not self.policy.engine.exact_logps):
             metrics |= self._mismatch(samples, self.logps(self.policy.model, items) if old is sampled else old)
-        scored = Scored(samples, group_at, sampled, old, ref, values, weights, overlong, batch, credit, trained, plain, preferred, start, metrics=metrics)
+        learned = None
+        if config.top_entropy_quantile < 1:
+            learned, metrics["entropy/threshold"] = top_entropy_tokens(padded(self.entropies(self.policy.model, items)), mask & trained[:, None], config.top_entropy_quantile)
+        scored = Scored(samples, group_at, sampled, old, ref, values, weights, overlong, batch, credit, trained, plain, preferred, start, learned, metrics=metrics)
         scored.items = self._items(scored, items)
         if tokens := sum(i.n_targets for i in scored.items):  # entropy, ratios and KL of the update are means over these groups' tokens
             metrics["groups/forwarded_fraction"] = sum(i.n_targets for i in scored.items if not i.extra["skip_forward"]) / tokens
@@ -167,6 +172,14 @@ class Crediting:
     # -- log-probs ----------------------------------------------------------------------------------------------------
     def logps(self, model, items: list[Item]) -> list[list[float]]:
         """Log-probs of every response token under ``model`` at the sampling temperature, in sample order, in the precision of the training forward."""
+        return self._per_token(model, items, 0)
+
+    def entropies(self, model, items: list[Item]) -> list[list[float]]:
+        """Entropy of the distribution of every response token, nats, as :meth:`logps`."""
+        return self._per_token(model, items, 1)
+
+    def _per_token(self, model, items: list[Item], which: int) -> list[list[float]]:
+        """Log-probs (0) or entropies (1) of every response token."""
         from stages.modeling import target_logps
         from stages.training import products
 
@@ -174,7 +187,7 @@ class Crediting:
 
         def compute(batch):
             with products(config, device):
-                padded = batch.padded(target_logps(model, batch, config.temperature)[0]).cpu().numpy()
+                padded = batch.padded(target_logps(model, batch, config.temperature, entropy=bool(which))[which]).cpu().numpy()
             lengths = [len(response) for item in batch.items for response in item.responses]
             return [row[:length].tolist() for row, length in zip(padded, lengths)]
 
@@ -208,7 +221,7 @@ class Crediting:
         from stages.losses import truncated_importance_weights
 
         found = truncated_importance_weights(torch.tensor(old), torch.tensor(sampled), torch.tensor(mask), self.config.importance_correction,
-                                             self.config.importance_clip_max)
+                                             self.config.importance_clip_max, self.config.importance_clip_min)
         return found.expand(mask.shape).numpy()
 
     def _mismatch(self, samples, old) -> dict[str, float]:
@@ -355,6 +368,10 @@ class Crediting:
                 extra["start_logps"] = [list(map(float, scored.start[i])) for i in rows]
             if scored.weights_BT is not None:
                 extra["weights"] = cut(scored.weights_BT)
+            if scored.learned_BT is not None:
+                extra["learned"] = cut(scored.learned_BT.astype(float))
+            if config.off_policy_mask_threshold is not None and scored.old is not scored.sampled and all(logps is not None for logps in scored.sampled):
+                extra["sampler_logps"] = [list(map(float, scored.sampled[i])) for i in rows]
             if scored.values is not None:
                 extra |= {"values": [scored.values[i] for i in rows], "returns": cut(scored.credit.returns_BT)}
             if row.objective:

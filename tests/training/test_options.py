@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stages.adapters import AdapterOff, add_lora
-from stages.batching import collate
+from stages.batching import collate, make_item
 from stages.chat import load_tokenizer
 from stages.harness import execute
 from stages.modeling import ModelError, head_of, load_policy, save_policy, target_logps
@@ -256,6 +256,17 @@ def test_a_layers_own_forward_and_ours_train_alike(tiny):
             trainer.step(items)
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.allclose(*weights, atol=2e-5)
+
+
+def test_a_pad_token_that_a_text_holds_is_learned_by_every_forward(tiny):
+    """Transformers' embeddings leave the pad token's row out of the gradient (``padding_idx``), also where it was sampled, or is the end token too; our forward does not."""
+    items, found = [make_item("r", [20, 3, 30], [[40, 3, 50, 3]], [[1, 1, 1, 1]], weight=1.0), make_item("s", [21], [[41, 51]], [[1, 1]], weight=1.0)], []
+    for forward in ("own", "model"):
+        model = load_policy(tiny["policy"]).double()
+        assert model.config.pad_token_id == 3 and model.get_input_embeddings().padding_idx == 3
+        Trainer(model, NextToken("token-mean"), OptimizerConfig(forward=forward, max_grad_norm=1e9), 1).step(items)
+        found.append(model.get_input_embeddings().weight.grad)
+    assert torch.allclose(*found, atol=1e-6) and float(found[0][3].norm()) > 1e-2
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ def rl(tiny, data, spec):
         reference = load_policy(stage.path("reference") if stage.has("reference") else tiny["policy"]) if row.needs_reference else None
         return Rollouts(stage, row, renderer, Acting(load_policy(tiny["policy"]), False), build_rewards(stage.config.rewards, stage.inputs, renderer=renderer), prompts, reference=reference)
 
-    build.source = source
+    build.source, build.tiny = source, tiny
     return build
 
 

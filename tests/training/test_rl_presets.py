@@ -128,7 +128,7 @@ def stored(rows):
 def papers_advantages(name, rows):
     """Advantage of every completion (a number, or one per token) from the rewards, values and log-probs of the rollout rows."""
     R = [r["reward"] for r in rows]
-    if name in ("grpo", "dapo", "grpo_plus", "gspo", "cispo"):
+    if name in ("grpo", "dapo", "grpo_plus", "gspo", "cispo", "sapo", "vespo"):
         return per_group(z_score, R)
     if name in ("dr_grpo", "grape", "grape_alt", "mdpo"):
         return per_group(centred, R)
@@ -209,6 +209,11 @@ def papers_loss(name, rows, A, new, old, ref, full_new, full_old):
         return -sum(clip(r, a, low, high).sum() for r, a in zip(ratio, A)) / N
     if name == "cispo":
         return -sum((r.detach().clamp(max=1.28) * a * n).sum() for r, a, n in zip(ratio, A, new)) / N
+    if name == "sapo":
+        return -sum((4 / (tau := 1.0 if a > 0 else 1.05) / (1 + torch.exp(-tau * (r - 1))) * a).mean() for r, a in zip(ratio, A)) / S
+    if name == "vespo":
+        phi = [float(torch.exp(k * (s - o.sum()) + rate * (1 - torch.exp(s - o.sum())))) for s, o, a in zip(seq, old, A) for k, rate in [(2.0, 3.0) if a >= 0 else (3.0, 2.0)]]
+        return -sum((w * a * n).sum() for w, a, n in zip(phi, A, new)) / N
     if name == "ppo_penalty_adaptive":
         return -sum((r * a - k).sum() for r, a, k in zip(ratio, A, exact)) / N
     if name == "ppo_clip_kl":
