@@ -14,14 +14,14 @@ def converse(model: str, *, prompt: str | None, system: str | None, temperature:
     from transformers.utils.logging import disable_progress_bar
 
     from stages.chat import renderer_for
-    from stages.modeling import load_policy
+    from stages.modeling import load_frozen
     from stages.sampler import Sampler, SamplingParams
 
     disable_progress_bar()
     found = store.resolve(model, "model")
     renderer = renderer_for(found.path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    sampler = Sampler(load_policy(found.path, device), renderer.tokenizer, max_batch=1)
+    sampler = Sampler(load_frozen(found.path, device), renderer.tokenizer, max_batch=1)
     params = SamplingParams(temperature=temperature, top_p=top_p, max_new_tokens=max_tokens, stop_ids=frozenset(renderer.stop_ids))
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)

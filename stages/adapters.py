@@ -118,6 +118,21 @@ def plain_parameters(model) -> Iterator[tuple[str, torch.Tensor]]:
         del value  # before the next one is gathered
 
 
+@torch.no_grad()
+def rounding(model, dtype: torch.dtype) -> float | None:
+    """How far rounding the merged matrices to ``dtype`` moves them, as a share of how far their adapter moved them (norms over all of them); None without an
+    adapter. Every rank must ask where the model is sharded."""
+    if not is_adapted(model):
+        return None
+    lost = moved = 0.0
+    for (_, value), (_, name, parameter) in zip(plain_parameters(model), plain_names(model)):
+        if name.endswith(".base_layer.weight"):
+            value = value.float()
+            lost += float((value.to(dtype).float() - value).square().sum())
+            moved += float((value - sharding.whole(parameter).float()).square().sum())
+    return (lost / moved) ** 0.5 if moved else 0.0
+
+
 def plain_names(model) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
     """(name in the plain model, name under the adapter, parameter) of every weight that the plain model has, tied ones once."""
     base = model.get_base_model() if is_adapted(model) else model

@@ -116,7 +116,7 @@ def roles(config, given) -> list[Role]:
     if not DIRECT_METHODS[config.method].needs_reference:
         return found
     if config.reference_update != "frozen":
-        return [*found, Role("reference", source)]
+        return [*found, Role("reference", source, moves=True)]
     return found + [Role("reference", source, before=True, sharded=True)] * ("reference" in given)
 
 
@@ -138,7 +138,7 @@ def run(stage):
     from stages.chat import renderer_for, stage_renderer
     from stages.curves import training_report
     from stages.direct_alignment import UNIT, AlignmentRows, DirectAlignment, MovingReference
-    from stages.modeling import policy_to_train, save_policy
+    from stages.modeling import policy_to_train, publish
     from stages.preference_items import Encoder
     from stages.preflight import check_ids, preflight
     from stages.training import Trainer, TrainingError, fit
@@ -188,8 +188,7 @@ def run(stage):
                                 "cached reference does not belong to this model and data; drop the ref_logps input.")
     preflight(stage, trainer, seen, config.batch_size, renderer, prepare=source.prepare, completions_end=not config.mask_formatting)
     _, final = fit(stage, trainer, source, evaluate=(lambda: source.evaluate(trainer)) if validation else None, eval_every=config.eval_every)
-    with stage.output_model("model", role="policy") as directory:
-        save_policy(model, renderer.tokenizer, directory, base=stage.inputs["model"].ref)
+    publish(stage, model, renderer.tokenizer)
     summary = {"steps": trainer.step_index, unit: len(train), "skipped_steps": trainer.skipped,
                **{f"dropped/{k}": v for k, v in dropped.items()}, **{f"validation/{k}": v for k, v in final.items()}}
     if final.get("displacement/both_fell_fraction", 0.0) > 0.5 or displaced(source.history):
@@ -331,7 +330,7 @@ def write_reference(stage, role: str, objective, items, prints, cached, policy) 
     """Compute what the cache lacks, 512 rows at a time, and publish all of it: pairs as ``ref_logps/1``, else (and in two parts, for
     ``ld_alpha``) ``ref_values/1``."""
     from stages.adapters import AdapterOff, is_adapted
-    from stages.modeling import freeze, load_policy
+    from stages.modeling import load_frozen
     from stages.sharding import asked, shard
     from storage.schema import complete_row
 
@@ -346,7 +345,7 @@ def write_reference(stage, role: str, objective, items, prints, cached, policy) 
         if model is None and role == "model":
             model = AdapterOff(policy) if is_adapted(policy) else policy
         if model is None:
-            model = freeze(load_policy(stage.path(role), stage.device, in_shards=asked(stage.config)))
+            model = load_frozen(stage.path(role), stage.device, stage.config.frozen_dtype, in_shards=asked(stage.config))
             if asked(stage.config):
                 shard(model, stage.device)
         return zip((i.row_id for i in part), objective.log_probs(model, part, stage.device))

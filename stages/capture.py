@@ -42,7 +42,7 @@ SPEC = StageSpec(
 def run(stage):
     from stages.batching import per_response
     from stages.chat import stage_renderer
-    from stages.modeling import freeze, head_of, hidden_states, load_policy, top_logps
+    from stages.modeling import head_of, hidden_states, load_frozen, top_logps
     from stages.reports import document, facts
     from storage.datasets import open_dataset
 
@@ -51,7 +51,7 @@ def run(stage):
     writer = stage.writer("captured", "teacher_logps/1", meta={"context": config.context})
     done = stage.units_done
     if done * config.block < len(items):
-        model = freeze(load_policy(stage.path("model"), stage.device))
+        model = load_frozen(stage.path("model"), stage.device)
 
     def distributions(batch):
         values = top_logps(head_of(model), hidden_states(model, batch, batch.src_N), config.top_k, config.distillation_temperature)

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from stages.frozen import LOW, arithmetic, is_kept, released
 from stages.lean import interleave, odd_layers
 from stages.products import Packed, prefers_onednn
 
@@ -242,7 +243,7 @@ class GenericDecoder:
 
     def refresh(self) -> None:
         """The model's own forward reads its parameters; in another type it is that of a copy as they are now."""
-        if self.dtype not in (None, self.source.dtype):
+        if self.dtype not in (None, arithmetic(self.source)):
             self.model = copied_as(self.source, self.dtype)
 
     def check_length(self, total: int) -> None:
@@ -291,7 +292,7 @@ class GenericDecoder:
 def copied_as(model, dtype: torch.dtype):
     """The model with parameters of another type, each copied once; buffers (rotary frequencies) keep theirs."""
     memo = {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in model.parameters()}
-    return copy.deepcopy(model, memo)
+    return released(copy.deepcopy(model, memo))
 
 
 def _slot_cache(kv: SlotKV, rows: torch.Tensor, columns: torch.Tensor, longest: int):
@@ -335,7 +336,7 @@ def why_not_lean(model) -> str | None:
     model = bare(model)
     if (type(model).__module__, type(model).__name__) not in _LEAN:
         return f"{type(model).__name__} is not Llama, Mistral, Qwen2 or Qwen3"
-    if len({p.dtype for p in model.parameters()} | {p.device for p in model.parameters()}) != 2:
+    if len({p.dtype for p in model.parameters()} - ({LOW} if is_kept(model) else set())) != 1 or len({p.device for p in model.parameters()}) != 1:
         return "parameters of several dtypes or devices"
     if any(module._forward_hooks or module._forward_pre_hooks for module in (model, *model.lm_head.modules())):
         return "forward hooks"
@@ -360,7 +361,7 @@ def linear_weight(linear) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         return (base.weight, base.bias) if linear.disable_adapters != linear.merged else None
     weight = base.weight
     for adapter in active:
-        weight = weight + linear.get_delta_weight(adapter).to(weight.dtype)
+        weight = weight + linear.get_delta_weight(adapter)
     return weight, base.bias
 
 
@@ -404,13 +405,14 @@ class _Product:
 class _Layer:
     """Fused weights of one decoder layer."""
 
-    def __init__(self, layer, heads: int, groups: int, dtype: torch.dtype):
+    def __init__(self, layer, heads: int, groups: int, dtype: torch.dtype, wide: torch.dtype):
+        """wide: type that weights are changed in (scaled) before they are rounded to dtype."""
         attention, mlp = layer.self_attn, layer.mlp
         self.scale = attention.scaling  # folded into the queries: their norm weight, or their projection
         q, k, v = (linear_weight(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
         pair = lambda wb, count: tuple(None if x is None else interleave(x, count) for x in wb)
         if not hasattr(attention, "q_norm"):
-            q = tuple(None if x is None else x * self.scale for x in q)
+            q = tuple(None if x is None else x.to(wide) * self.scale for x in q)
         self.qkv = _Product([pair(q, heads), pair(k, groups), v], dtype)
         self.out = _Product([linear_weight(attention.o_proj)], dtype)
         self.gate_up = _Product([linear_weight(mlp.gate_proj), linear_weight(mlp.up_proj)], dtype)
@@ -459,9 +461,10 @@ class LeanDecoder:
         """Read (and fuse) the weights as they are now."""
         core = self.model.model
         weight = core.embed_tokens.weight
-        self.dtype, self.device = self.asked or weight.dtype, weight.device
+        wide = arithmetic(self.model)
+        self.dtype, self.device = self.asked or wide, weight.device
         self.embedding = weight.to(self.dtype)
-        self.layers = [_Layer(layer, self.heads, self.groups, self.dtype) for layer in core.layers]
+        self.layers = [_Layer(layer, self.heads, self.groups, self.dtype, wide) for layer in core.layers]
         self.norm, self.eps = core.norm.weight.to(self.dtype), core.norm.variance_epsilon
         head = linear_weight(self.model.lm_head)
         self.head = _Product([(self.embedding if head[0] is weight else head[0], head[1])], self.dtype)

@@ -145,7 +145,7 @@ def run(stage):
     from stages.adapters import AdapterOff
     from stages.chat import renderer_for, stage_renderer
     from stages.curves import training_report
-    from stages.modeling import freeze, load_policy, policy_to_train, save_policy
+    from stages.modeling import load_frozen, policy_to_train, publish
     from stages.preflight import preflight
     from stages.spec import ConfigError
     from stages.training import Trainer, fit
@@ -171,7 +171,7 @@ def run(stage):
     stage.log(f"{len(train)} training rows, {len(validation)} validation rows; dropped {dropped}")
     model = policy_to_train(stage)
     own = not captured and config.lora_rank and not stage.has("teacher")  # the starting model is the one under the adapter
-    objective = Distillation(config, None if captured else AdapterOff(model) if own else freeze(load_policy(teacher_path, stage.device)))
+    objective = Distillation(config, None if captured else AdapterOff(model) if own else load_frozen(teacher_path, stage.device, config.frozen_dtype))
     source = answers(stage, train, objective, renderer, model)
     trainer = Trainer(model, objective, config, source.total_steps, stage.device)
     preflight(stage, trainer, train, config.batch_size, renderer)
@@ -181,8 +181,7 @@ def run(stage):
         return trainer.evaluate(validation)
 
     before, final = fit(stage, trainer, source, evaluate=evaluate if validation else None, eval_every=config.steps_between_validations(len(train)))
-    with stage.output_model("model", role="policy") as directory:
-        save_policy(model, renderer.tokenizer, directory, base=stage.inputs["model"].ref)
+    publish(stage, model, renderer.tokenizer)
     summary = {"steps": trainer.step_index, "rows": len(train), "skipped_steps": trainer.skipped, **{f"dropped/{k}": v for k, v in dropped.items()}}
     if final:
         summary |= {"validation/kl": final["kl"], "validation/kl_before": before["kl"]}

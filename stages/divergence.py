@@ -79,8 +79,9 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, teacher_hidden, student, teacher, direction, temperature, beta):
         out = hidden.new_empty(hidden.shape[0], dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+        wide, theirs = student.widened(), teacher.widened()
         for rows in head_chunks(hidden.shape[0], weight):
-            out[rows] = _values(*_logs(student, hidden[rows], teacher, teacher_hidden[rows], temperature), direction, beta) * temperature ** 2
+            out[rows] = _values(*_logs(wide, hidden[rows], theirs, teacher_hidden[rows], temperature), direction, beta) * temperature ** 2
         ctx.save_for_backward(hidden, weight, bias, teacher_hidden)
         ctx.settings = student, teacher, direction, temperature, beta
         return out
@@ -89,6 +90,7 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx, grad):
         hidden, weight, bias, teacher_hidden = ctx.saved_tensors
         student, teacher, direction, temperature, beta = ctx.settings
+        student, teacher = student.widened(), teacher.widened()
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=grad.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=grad.dtype) if bias is not None and ctx.needs_input_grad[2] else None
@@ -107,10 +109,10 @@ class _Divergence(torch.autograd.Function):
             if student.softcap:
                 cap = student.logits(hidden[rows]) / student.softcap
                 dz = dz * (1 - cap * cap)
-            dz = dz.to(weight.dtype)
-            grad_hidden[rows] = (dz @ weight).to(hidden.dtype)
+            dz = dz.to(student.weight.dtype)
+            grad_hidden[rows] = (dz @ student.weight).to(hidden.dtype)
             if grad_weight is not None:
-                grad_weight += dz.t() @ hidden[rows].to(weight.dtype)
+                grad_weight += dz.t() @ hidden[rows].to(dz.dtype)
             if grad_bias is not None:
                 grad_bias += dz.sum(0)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None

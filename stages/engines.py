@@ -75,9 +75,9 @@ def make_engine(stage, renderer, model=None, *, sleeps: bool = False, role: str 
     if config.engine == "builtin":
         dtype = getattr(torch, config.sampling_dtype)
         if model is None:
-            from stages.modeling import freeze, load_policy
+            from stages.modeling import freeze, load_frozen, load_policy
 
-            model = freeze(load_policy(path, stage.device, dtype))
+            model = load_frozen(path, stage.device) if dtype == torch.float32 else freeze(load_policy(path, stage.device, dtype))
         return Sampler(model() if callable(model) and not isinstance(model, torch.nn.Module) else model, renderer.tokenizer,
                        max_batch=config.generation_batch, dtype=dtype)
     from stages import ranks
@@ -118,7 +118,7 @@ def beside_training(stage, path: str, sleeps: bool) -> dict:
                            device=stage.device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(torch.device(stage.device))
-        share = memory.engine_share(free, total, 4 * sum(row["parameters"] for row in need.rows), need.states, max(need.caches.values(), default=0), sleeps)
+        share = memory.engine_share(free, total, sum(row["held"] for row in need.rows), need.states, max(need.caches.values(), default=0), sleeps)
         stage.log(f"vLLM may take {share:.0%} of {memory.shown(total)} on the GPU, of which {memory.shown(free)} are free and training needs more; another share is "
                   "engine_options={gpu_memory_utilization: SHARE}")
         found["gpu_memory_utilization"] = share

@@ -335,9 +335,9 @@ class Plan:
         return self._loaded[name]
 
     def policy(self, role: str = "model"):
-        from stages.modeling import freeze, load_policy
+        from stages.modeling import load_frozen
 
-        return self._once(role, lambda: freeze(load_policy(self.stage.path(role), self.stage.device)))
+        return self._once(role, lambda: load_frozen(self.stage.path(role), self.stage.device))
 
     def scorer(self, role: str):
         from stages.judge import Judge, LocalJudge

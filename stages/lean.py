@@ -590,13 +590,13 @@ def states(model, ids_U, positions_U, segments, at_N=None, dtype: torch.dtype | 
     """
     core = core_of(model)
     first = core.layers[0].self_attn
-    weight = core.embed_tokens.weight
+    weight = core.embed_tokens.weight  # like all matrices it may be kept in a narrower type than the model's own, which is that of the norms (stages.frozen)
     config = core.config
-    shape = Shape(config.num_attention_heads, config.num_key_value_heads, first.head_dim, core.norm.variance_epsilon, dtype or weight.dtype)
+    shape = Shape(config.num_attention_heads, config.num_key_value_heads, first.head_dim, core.norm.variance_epsilon, dtype or core.norm.weight.dtype)
     angles = positions_U.to(torch.float32)[:, None] * core.rotary_emb.inv_freq.to(weight.device, torch.float32)
     scale = float(getattr(core.rotary_emb, "attention_scaling", 1.0))
     turn = torch.complex(angles.cos() * scale, angles.sin() * scale)[:, None]
-    if weight.dtype == torch.float64:
+    if core.norm.weight.dtype == torch.float64:
         turn = turn.to(torch.complex128)
     plan = blocks(segments, weight.device, shape.low)
     x = F.embedding(ids_U, weight)

@@ -5,7 +5,7 @@
     activations are tried, on the dearest micro-batch (``stages/preflight.py``)
 
 A stage declares which models it holds (``StageSpec.roles``). Master weights are float32, so a trained parameter takes 4 bytes, its gradient 4 and AdamW's
-moments 8, 16 in all as in mixed precision (2 + 2 + 4 + 8); a frozen one takes 4 (in bfloat16 2). Imports no torch: ``posttrain run --dry-run`` asks, too.
+moments 8, 16 in all as in mixed precision (2 + 2 + 4 + 8); a frozen one takes 4, or 2 where it is a matrix that is kept in bfloat16 (``frozen_dtype``). Imports no torch: ``posttrain run --dry-run`` asks, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from stages.spec import ConfigError
 from storage.files import read_json
 
-TRAINED, FROZEN = 16, 4  # bytes per parameter
+TRAINED, FROZEN, KEPT = 16, 4, 2  # bytes per parameter; KEPT: frozen in bfloat16
 GIB = 2**30
 SAMPLING = "policy that samples"
 #: Elements of log-probabilities that the LM head keeps for backward at most, whatever the vocabulary.
@@ -42,6 +42,7 @@ class Role:
         before: only until training starts (a reference whose log-probs are then cached).
         sharded: split over the devices under ``sharding=full``.
         headless: without the output layer (critics and reward models read hidden states).
+        moves: not trained, but written to while training goes on (a reference that follows the policy), so that it stays float32.
     """
 
     name: str
@@ -51,20 +52,28 @@ class Role:
     before: bool = False
     sharded: bool = False
     headless: bool = False
+    moves: bool = False
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Parameters of a model directory; ``matrices``: {name: (rows, columns)} of its weight matrices; ``config``: its text config."""
+    """Parameters of a model directory; ``matrices``: {name: (rows, columns)} of its weight matrices; ``config``: its text config; ``low``: the matrices that are stored
+    in bfloat16."""
 
     parameters: int
     matrices: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     config: Mapping = field(default_factory=dict)
+    low: frozenset[str] = frozenset()
+
+    def frozen_bytes(self, how: str) -> int:
+        """Of the model as a frozen one, its matrices kept as ``frozen_dtype=how`` says."""
+        kept = sum(rows * columns for name, (rows, columns) in self.matrices.items() if how == "bfloat16" or how == "auto" and name in self.low)
+        return FROZEN * self.parameters - (FROZEN - KEPT) * kept
 
 
 def shape_of(path: str | Path) -> Shape | None:
     """Read from the headers of the safetensors files alone; of other weights from their size. None where there are none."""
-    folder, matrices, parameters = Path(path), {}, 0
+    folder, matrices, parameters, low = Path(path), {}, 0, set()
     config = read_json(folder / "config.json", {})
     files = [f for f in sorted(folder.rglob("*.safetensors")) if "adapter" not in f.relative_to(folder).parts]
     for file in files:
@@ -78,10 +87,11 @@ def shape_of(path: str | Path) -> Shape | None:
                 parameters += count
                 if len(entry["shape"]) == 2:
                     matrices[name] = tuple(entry["shape"])
+                    low |= {name} if entry["dtype"] == "BF16" else set()
     if not files:
         size = {"float32": 4, "float64": 8}.get(config.get("torch_dtype") or config.get("dtype"), 2)
         parameters = sum(f.stat().st_size for f in folder.glob("pytorch_model*.bin")) // size
-    return Shape(parameters, matrices, config.get("text_config") or config) if parameters else None
+    return Shape(parameters, matrices, config.get("text_config") or config, frozenset(low)) if parameters else None
 
 
 def lora_parameters(shape: Shape, config) -> int:
@@ -93,6 +103,11 @@ def lora_parameters(shape: Shape, config) -> int:
         if layer in named if named else not any(word in name for word in ("embed", "lm_head", "wte", "wpe", "score.")):
             total += config.lora_rank * (rows + columns)
     return total
+
+
+def frozen_dtype(config) -> str:
+    """How frozen matrices are kept under these settings."""
+    return getattr(config, "frozen_dtype", "auto")
 
 
 def state_bytes(trained: Collection[int], frozen: Collection[int], bytes_trained: int = TRAINED, bytes_frozen: int = FROZEN) -> int:
@@ -146,17 +161,19 @@ def need(roles: Sequence[Role], shapes: Mapping[str, Shape | None], config, devi
         if shape is None:
             continue
         if role.headless:
-            shape = replace(shape, parameters=shape.parameters - sum(a * b for name, (a, b) in shape.matrices.items() if name == "lm_head.weight"))
+            shape = replace(shape, parameters=shape.parameters - sum(a * b for name, (a, b) in shape.matrices.items() if name == "lm_head.weight"),
+                            matrices={name: size for name, size in shape.matrices.items() if name != "lm_head.weight"})
         share = devices if sharded and role.sharded else 1
         adapter = lora_parameters(shape, config) if lora and role.trained and not role.whole else None
         trained = 0 if not role.trained else shape.parameters if adapter is None else adapter
-        frozen = shape.parameters if not role.trained or adapter is not None else 0
+        changes = role.moves or role.whole or not lora and (role.trained or role.name == SAMPLING)
+        held = FROZEN * shape.parameters if changes else shape.frozen_bytes(frozen_dtype(config))
         extra = 0 if role.whole or not role.trained else trained * 4 * (bool(getattr(config, "ema_decay", 0)) + bool(getattr(config, "select_by", None)))
-        size = (state_bytes([trained], [frozen]) + extra) // share
-        weights = 4 * shape.parameters // share
+        size = (state_bytes([trained], []) + (held if not role.trained or adapter is not None else 0) + extra) // share
+        weights = held // share
         during += 0 if role.before else size
         before += weights if role.before or role.trained else 0
-        rows.append({"model": role.name, "parameters": shape.parameters, "trained": trained, "bytes": weights if role.before else size} | ({"while": "before training"} if role.before else {}))
+        rows.append({"model": role.name, "parameters": shape.parameters, "trained": trained, "held": weights, "bytes": weights if role.before else size} | ({"while": "before training"} if role.before else {}))
     return Need(rows, max(during, before), caches_of(config, shapes.get("model"), device), sorted({r.source for r in roles if shapes.get(r.source) is None}))
 
 
@@ -170,6 +187,9 @@ def caches_of(config, shape: Shape | None, device: str = "cpu") -> dict[str, int
     """Logits of a chunk (on a GPU) and kept for backward, and the KV cache of what is sampled together, every sequence as long as it may be, and of what turns continue."""
     text = shape.config if shape is not None else {}
     logits = min(logits_bytes(together(config)[0], text["vocab_size"]), 4 * HEAD_KEEP_ELEMENTS) if "vocab_size" in text else 0
+    head = max(((rows * columns) for name, (rows, columns) in shape.matrices.items() if rows == text.get("vocab_size")), default=0) if shape is not None else 0
+    if logits and config.compute_dtype == "float32" and getattr(config, "lora_rank", 0) and shape.frozen_bytes(frozen_dtype(config)) < FROZEN * shape.parameters:
+        logits += 4 * head  # kept in bfloat16, and widened while logits are computed
     if logits and device != "cpu":
         logits += HEAD_CHUNK_BYTES * min(together(config)[0] * text["vocab_size"], HEAD_CHUNK_ON_GPU)
     if not hasattr(config, "generation_batch") or getattr(config, "engine", "builtin") != "builtin" or "num_hidden_layers" not in text:
@@ -243,6 +263,8 @@ def refusal(name: str, roles: Sequence[Role], shapes: Mapping[str, Shape | None]
     advice = []
     if not config.lora_rank and any(r.trained and not r.whole for r in roles):
         advice.append(f"lora_rank=16 ({says(fits(lora_rank=16))})")
+    if frozen_dtype(config) != "bfloat16" and (smaller := fits(frozen_dtype="bfloat16")) < found.states:
+        advice.append(f"frozen_dtype=bfloat16 ({says(smaller)})")
     for setting, off in (("ema_decay", 0.0), ("select_by", None)):
         if getattr(config, setting, None):
             advice.append(f"{setting} left out ({says(fits(**{setting: off}))})")
@@ -276,6 +298,8 @@ def check(stage) -> None:
         roles = stage.spec.roles(stage.config, set(stage.inputs))
     except ValueError:
         return  # settings that do not fit together: the stage itself says it better
+    if frozen_dtype(stage.config) != "auto" and not any(not r.moves and not r.trained or r.trained and not r.whole and stage.config.lora_rank for r in roles):
+        raise ConfigError(f"{stage.name}: frozen_dtype={stage.config.frozen_dtype} would change nothing: nothing is frozen here; write lora_rank=16, or leave frozen_dtype out.")
     shapes = {role.source: shape_of(stage.inputs[role.source].path) for role in roles}
     limit = limit_of(stage.config, stage.device, stage.world_size)
     found = need(roles, shapes, stage.config, stage.world_size, stage.device)

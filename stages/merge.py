@@ -47,7 +47,7 @@ SPEC = StageSpec(
 
 
 def run(stage):
-    from stages.modeling import load_policy, note_stored_type, save_policy
+    from stages.modeling import load_policy, note_types, save_policy
     from stages.chat import renderer_for
     from stages.spec import ConfigError
 
@@ -62,7 +62,7 @@ def run(stage):
     coefficients = coefficients_of(config, labels)
     stage.log("merging " + ", ".join(f"{c:g} x {label} ({given[label].ref or given[label].path})" for label, c in coefficients.items()))
     model = load_policy(given[labels[0]].path)
-    note_stored_type(stage, given[labels[0]].path)
+    note_types(stage, given[labels[0]].path)
     paths = {**{label: given[label].path for label in labels}, **({BASE: stage.path("base")} if differences else {})}
     models = {label: load_policy(path) for label, path in paths.items()}
     states = {label: m.state_dict() for label, m in models.items()}

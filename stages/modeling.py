@@ -11,13 +11,13 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from stages import adapters, lean, pending, ranks, sharding
+from stages import adapters, frozen, lean, pending, ranks, sharding
 from stages.batching import Batch, Padded, choose_form, collate, make_item, pad
 from stages.chat import Renderer
 from stages.memory import HEAD_CHUNK_ON_GPU, HEAD_KEEP_ELEMENTS
@@ -64,33 +64,52 @@ def load_policy(path: str, device: str = "cpu", dtype: torch.dtype = torch.float
     return model
 
 
-def note_stored_type(stage, path: str) -> None:
-    """Say in the log where a model that is stored in half precision will be published in float32."""
+def note_types(stage, path: str) -> None:
+    """Say in the log where a model that is stored in half precision will be published in float32, or frozen weights are rounded."""
     from transformers import AutoConfig
 
     stored = str(getattr(AutoConfig.from_pretrained(path), "dtype", None) or "float32").removeprefix("torch.")
-    if stored in ("bfloat16", "float16"):
+    if getattr(stage.config, "lora_rank", 0) and stage.config.frozen_dtype == "bfloat16" and stored != "bfloat16":
+        stage.warn("frozen_rounded", f"frozen_dtype=bfloat16 rounds the frozen matrices of a model that is stored as {stored} to 8 significant bits. The adapter is trained on the rounded model, "
+                   "which is also its own reference, and the published model is the rounded one with the adapter on top. Write frozen_dtype=auto where there is memory for them as they are.")
+    if stored in ("bfloat16", "float16") and getattr(stage.config, "save_dtype", "float32") == "float32":
         stage.log(f"the input model is stored as {stored}; the new weights are published as they were computed, in float32, which takes twice the space and keeps the small changes that "
-                  f"{stored} rounds away. Load them with dtype=torch.{stored} where that is enough")
+                  f"{stored} rounds away. " + ("Write save_dtype=bfloat16" if hasattr(stage.config, "save_dtype") else f"Load them with dtype=torch.{stored}")
+                  + " where that is enough")
+
+
+def load_frozen(path: str, device: str = "cpu", how: str = "auto", in_shards: bool = False):
+    """:func:`load_policy` of a model that is never trained and never moves, its matrices kept as ``how`` (``frozen_dtype``) says; its products stay float32 (or autocast's)."""
+    return settled(freeze(load_policy(path, device, in_shards=in_shards or frozen.may_keep(path, how))), path, device, how, in_shards)
+
+
+def settled(model, path: str, device: str, how: str, in_shards: bool):
+    """A model whose trained part is known, with its frozen matrices kept as ``how`` says, and its weights read unless it will be sharded."""
+    if frozen.may_keep(path, how):
+        frozen.keep(model, how)
+    return model if in_shards else pending.fill(model).to(device)
 
 
 def policy_to_train(stage, name: str = "model"):
-    """The stage's input policy, ready to train: with the LoRA adapter its config asks for."""
-    model = load_policy(stage.path(name), stage.device, in_shards=sharding.asked(stage.config))
-    note_stored_type(stage, stage.path(name))
-    return adapters.add_lora(model, stage.config, stage.seed_for("lora"))
+    """The stage's input policy, ready to train: with the LoRA adapter its config asks for, and what that leaves frozen kept as ``frozen_dtype`` says."""
+    config, path, in_shards = stage.config, stage.path(name), sharding.asked(stage.config)
+    waits = bool(config.lora_rank) and frozen.may_keep(path, config.frozen_dtype)
+    model = load_policy(path, stage.device, in_shards=in_shards or waits)
+    note_types(stage, path)
+    model = adapters.add_lora(model, config, stage.seed_for("lora"))
+    return settled(model, path, stage.device, config.frozen_dtype, in_shards) if waits else model
 
 
-def save_policy(model, tokenizer, directory: str | Path, generation_config=None, base: str | None = None) -> None:
+def save_policy(model, tokenizer, directory: str | Path, generation_config=None, base: str | None = None, dtype: torch.dtype | None = None) -> None:
     """Write a Hugging Face model directory (safetensors, tokenizer, chat template, generation config). Rank 0 writes; every rank must call.
 
     A LoRA adapter is merged in (the wrapped model is used up) and written beside it under ``adapter/``; ``base`` is the name of the
-    model it was trained on. A sharded model may be used up too.
+    model it was trained on. A sharded model may be used up too. ``dtype``: see :func:`save_weights`.
     """
     adapters.save_adapter(model, directory, base)
     plain = pending.plain(model)
     plain.config.use_cache = True
-    save_weights(model, directory)
+    save_weights(model, directory, dtype)
     plain.config.use_cache = False
     if ranks.rank() == 0:
         tokenizer.save_pretrained(directory)
@@ -109,14 +128,39 @@ def stopping_where_turns_end(generation_config, tokenizer):
     return generation_config
 
 
-def save_weights(model, directory: str | Path) -> None:
-    """Weights and config of the plain model, an adapter merged in, as ``save_pretrained`` writes them: of a sharded model one gathered tensor after
-    the other. Rank 0 writes; every rank must call. The model is used up."""
-    if sharding.root_of(model) is not None and pending.write(model, directory):
+def save_weights(model, directory: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Weights and config of the plain model, an adapter merged in, as ``save_pretrained`` writes them: of a sharded model, or one that is kept in bfloat16, one
+    tensor after the other. Rank 0 writes; every rank must call. The model is used up.
+
+    Args:
+        dtype: what the weights are rounded to as they are written (None: as they were computed, which is float32 for those only kept in bfloat16); an adapter is merged in float32.
+    """
+    if (sharding.root_of(model) is not None or frozen.is_kept(model) or dtype not in (None, torch.float32)) and pending.write(model, directory, dtype=dtype):
         return
     sharding.collect(model)
     if ranks.rank() == 0:
-        (model.merge_and_unload() if adapters.is_adapted(model) else model).save_pretrained(directory, safe_serialization=True)
+        frozen.widen(model)
+        plain = model.merge_and_unload() if adapters.is_adapted(model) else model
+        (plain if dtype is None else plain.to(dtype)).save_pretrained(directory, safe_serialization=True)
+
+
+def publish(stage, model, tokenizer, name: str = "model") -> None:
+    """Write a stage's trained policy as its output, in the stage's ``save_dtype``; every rank must call."""
+    dtype = save_type(stage, model)
+    with stage.output_model(name, role="policy") as directory:
+        save_policy(model, tokenizer, directory, base=stage.inputs["model"].ref, dtype=dtype)
+
+
+def save_type(stage, model) -> torch.dtype | None:
+    """The type that ``save_dtype`` asks for, None for float32; says what rounding to it costs. Every rank must call."""
+    if stage.config.save_dtype == "float32":
+        return None
+    dtype = getattr(torch, stage.config.save_dtype)
+    share = adapters.rounding(model, dtype)
+    stage.warn("rounded_weights", f"save_dtype={stage.config.save_dtype}: the published weights are rounded to {stage.config.save_dtype}; the validation numbers of this stage are of the weights before. "
+               + ("" if share is None else f"Rounding moves the adapted matrices by {share:.1%} of what the adapter moved them. ")
+               + "Write save_dtype=float32 to keep them as they were computed" + (", or load adapter/ on its base." if share is not None else "."))
+    return dtype
 
 
 def freeze(model: nn.Module) -> nn.Module:
@@ -219,12 +263,21 @@ def precise(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Head:
-    """The LM head as data: ``logits = cap(scale * (hidden @ weight.T + bias))``."""
+    """The LM head as data: ``logits = cap(scale * (hidden @ weight.T + bias))``. ``dtype``: of its products outside autocast, where the weight is only kept in another one."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     scale: float = 1.0
     softcap: float | None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def low(self) -> torch.dtype:
+        return self.dtype or self.weight.dtype
+
+    def widened(self) -> Head:
+        """The head with its weight in the type of its products, for several of them."""
+        return self if self.weight.dtype == self.low else replace(self, weight=self.weight.to(self.low))
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         out = linear(hidden_NH, self.weight, self.bias)
@@ -252,12 +305,13 @@ def head_of(model) -> Head:
         scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
         softcap = getattr(config, "final_logit_softcapping", None)
     output = model.get_output_embeddings()
-    head = Head(adapters.output_weight(output), getattr(output, "bias", None), scale, softcap)
+    weight = adapters.output_weight(output)
+    head = Head(weight, getattr(output, "bias", None), scale, softcap, torch.float32 if frozen.is_kept(model) and weight.dtype == frozen.LOW else None)
     if cached is None:
         ids = torch.arange(4, device=head.weight.device).remainder(head.weight.shape[0])[None]
         with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):  # in bfloat16 the two round differently
             positions = torch.arange(4, device=ids.device)[None]
-            ours = head.logits(hidden_states(model, collate([make_item("probe", [], [ids[0].tolist()], [[0] * 4])], ids.device))).float()
+            ours = head.widened().logits(hidden_states(model, collate([make_item("probe", [], [ids[0].tolist()], [[0] * 4])], ids.device))).float()
             theirs = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
         if not torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3):
             raise ModelError(f"{type(model).__name__} changes its logits after the LM head in a way that is not supported; "
@@ -357,7 +411,7 @@ def token_logps(head: Head, hidden_NH, targets_N, temperature: float = 1.0, entr
     V is. Under autocast the products run in its type. ``hits``, a bool tensor ``[N]``, is told where the target is the likeliest token.
     """
     kind = hidden_NH.device.type
-    low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
+    low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.low
     with torch.autocast(kind, enabled=False):
         logps, entropies, _ = _ChunkedLogps.apply(hidden_NH, head.weight, head.bias, targets_N, float(temperature),
                                                   head.scale, head.softcap, entropy, low, hits)
@@ -367,7 +421,7 @@ def token_logps(head: Head, hidden_NH, targets_N, temperature: float = 1.0, entr
 def token_and_mean_logps(head: Head, hidden_NH, targets_N, hits=None):
     """:func:`token_logps` and the mean log-probability over all V tokens of the head, each ``[N]``, from the same pass; differentiable (label smoothing)."""
     kind = hidden_NH.device.type
-    low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
+    low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.low
     with torch.autocast(kind, enabled=False):
         logps, _, means = _ChunkedLogps.apply(hidden_NH, head.weight, head.bias, targets_N, 1.0, head.scale, head.softcap, False, low, hits, True)
     return logps, means
@@ -389,8 +443,9 @@ class _ChunkedColumns(torch.autograd.Function):
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logps = hidden.new_empty(columns.shape, dtype=wide)
         rest = hidden.new_zeros(columns.shape[0] if want_rest else 0, dtype=wide)
+        head = Head(weight.to(low), None if bias is None else bias.to(low), scale, softcap)
         for rows in head_chunks(len(hidden), weight):
-            logp, _ = _ChunkedColumns._logs(Head(weight, bias, scale, softcap), hidden[rows], temperature, low)
+            logp, _ = _ChunkedColumns._logs(head, hidden[rows], temperature)
             logps[rows] = logp.gather(1, columns[rows])
             if want_rest:
                 rest[rows] = logp.scatter_(1, columns[rows], -torch.inf).logsumexp(-1)
@@ -399,9 +454,9 @@ class _ChunkedColumns(torch.autograd.Function):
         return logps, rest
 
     @staticmethod
-    def _logs(head, hidden, temperature, low):
+    def _logs(head, hidden, temperature):
         """(log-probs, logits after scale and softcap) of a chunk."""
-        z = precise(Head(head.weight.to(low), None if head.bias is None else head.bias.to(low), head.scale, head.softcap).logits(hidden.to(low)))
+        z = precise(head.logits(hidden.to(head.weight.dtype)))
         return torch.log_softmax(z if temperature == 1.0 else z / temperature, dim=-1), z
 
     @staticmethod
@@ -411,8 +466,9 @@ class _ChunkedColumns(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=grad_logps.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=grad_logps.dtype) if bias is not None and ctx.needs_input_grad[2] else None
+        head = Head(weight.to(low), None if bias is None else bias.to(low), scale, softcap)
         for rows in head_chunks(len(hidden), weight):
-            logp, z = _ChunkedColumns._logs(Head(weight, bias, scale, softcap), hidden[rows], temperature, low)
+            logp, z = _ChunkedColumns._logs(head, hidden[rows], temperature)
             g = grad_logps[rows]
             total = g.sum(-1, keepdim=True)
             if want_rest:  # d rest / d z_v = p_v / mass of the rest for v in the rest, minus p_v; without a rest there is nothing to move
@@ -428,7 +484,7 @@ class _ChunkedColumns(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += dz.sum(0)
             dz = dz.to(low)
-            grad_hidden[rows] = (dz @ weight.to(low)).to(hidden.dtype)
+            grad_hidden[rows] = (dz @ head.weight).to(hidden.dtype)
             if grad_weight is not None:
                 grad_weight += dz.t() @ hidden[rows].to(low)
         return (grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None if grad_bias is None else grad_bias.to(bias.dtype),
@@ -443,7 +499,7 @@ def column_logps(head: Head, hidden_NH, columns_NK, temperature: float = 1.0, re
     tokens of a position must differ from each other.
     """
     kind = hidden_NH.device.type
-    low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
+    low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.low
     with torch.autocast(kind, enabled=False):
         logps, others = _ChunkedColumns.apply(hidden_NH, head.weight, head.bias, columns_NK, head.scale, head.softcap, float(temperature), rest, low)
     return logps, (others if rest else None)
@@ -455,7 +511,7 @@ def top_logps(head: Head, hidden_NH, k: int, temperature: float = 1.0):
 
     k is at most the vocabulary, whose rest is -inf. Computed chunk by chunk.
     """
-    k = min(k, head.weight.shape[0])
+    k, head = min(k, head.weight.shape[0]), head.widened()
     parts = []
     for rows in head_chunks(len(hidden_NH), head.weight):
         logp = torch.log_softmax(precise(head.logits(hidden_NH[rows])) / temperature, -1)

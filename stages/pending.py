@@ -98,6 +98,13 @@ def weight_files(path: str) -> list[str]:
     return [there(name) for name in names]
 
 
+def stored_types(file: str) -> dict[str, str]:
+    """{tensor: its type as the header of a safetensors file names it, such as "BF16"}."""
+    with open(file, "rb") as handle:
+        entries = json.loads(handle.read(int.from_bytes(handle.read(8), "little")))
+    return {name: entry["dtype"] for name, entry in entries.items() if name != "__metadata__"}
+
+
 def _open(file: str):
     from safetensors import safe_open
 
@@ -144,9 +151,9 @@ def fill(model, modules: Iterable[nn.Module] | None = None):
 # -- a sharded model into files -------------------------------------------------------------------------------------------------
 
 @torch.no_grad()
-def write(model, directory: str | Path, largest: str | int | None = None) -> bool:
-    """Write a sharded model, its adapter merged in, as ``save_pretrained`` would, in files of at most ``largest`` (default: the library's): every rank
-    holds one gathered tensor at a time, and must call.
+def write(model, directory: str | Path, largest: str | int | None = None, dtype: torch.dtype | None = None) -> bool:
+    """Write a model, sharded or whole, its adapter merged in, as ``save_pretrained`` would, in files of at most ``largest`` (default: the library's): every rank
+    holds one gathered tensor at a time, and must call. ``dtype``: what weights are rounded to (None: as they were computed).
 
     False, and nothing written, where the library would store the weights under other names or in another form.
     """
@@ -155,12 +162,13 @@ def write(model, directory: str | Path, largest: str | int | None = None) -> boo
     base = plain(model)
     if getattr(base, "_weight_conversions", None):
         return False
-    sharding.root_of(model).reshard()
-    shapes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in _contents(model)}
+    if sharding.root_of(model) is not None:
+        sharding.root_of(model).reshard()
+    shapes = {name: torch.empty(shape, dtype=kind, device="meta") for name, shape, kind in _contents(model, dtype)}
     shapes = {name: tensor for name, tensor in shapes.items() if not any(re.search(ignored, name) for ignored in getattr(base, "_keys_to_ignore_on_save", None) or ())}
     places = {}
     if ranks.rank() == 0:
-        base.config.dtype, base.config.architectures = str(base.dtype).removeprefix("torch."), [type(base).__name__]
+        base.config.dtype, base.config.architectures = str(_published(base, base.dtype, dtype)).removeprefix("torch."), [type(base).__name__]
         base.config.save_pretrained(directory)
         if base.can_generate():
             base.generation_config.save_pretrained(directory)
@@ -171,17 +179,22 @@ def write(model, directory: str | Path, largest: str | int | None = None) -> boo
             path, at = places[name]
             with open(path, "r+b") as handle:
                 handle.seek(at)
-                handle.write(tensor_files.raw(value))
+                handle.write(tensor_files.raw(value.to(shapes[name].dtype)))
         del value  # before the next one is gathered
     return True
 
 
-def _contents(model):
+def _published(base, own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """Type in which a weight of type ``own`` is written: ``dtype``, or the type it is computed in."""
+    return dtype or (torch.float32 if "_posttrain_kept" in base.__dict__ else own)
+
+
+def _contents(model, dtype: torch.dtype | None):
     """(name, shape, type) of everything that is stored of the plain model; nothing is gathered."""
     from stages.adapters import plain_names
 
     base = plain(model)
-    yield from ((name, parameter.shape, parameter.dtype) for name, _, parameter in plain_names(model))
+    yield from ((name, parameter.shape, _published(base, parameter.dtype, dtype)) for name, _, parameter in plain_names(model))
     kept = base.state_dict()
     yield from ((name, value.shape, value.dtype) for name, value in base.named_buffers() if name in kept)
 

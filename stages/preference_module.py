@@ -26,7 +26,7 @@ from torch import nn
 
 from stages.batching import per_response
 from stages.modeling import ModelError, freeze
-from stages.reward_heads import RewardCard, load_reward_model, mean_states, reader_for, write_card
+from stages.reward_heads import RewardCard, load_frozen_reward, mean_states, reader_for, write_card
 from stages.reward_scorers import Response, Scorer
 
 MODULE_FILE = "group_preference.safetensors"
@@ -184,7 +184,7 @@ class Embedder:
 
     def __init__(self, path: str, device: str = "cpu", max_length: int | None = None, max_tokens: int = 8192):
         self.device, self.max_tokens = device, max_tokens
-        self.model = freeze(load_reward_model(path, device))
+        self.model = load_frozen_reward(path, device)
         self.reader = reader_for(path, self.model, max_length, "mean")
 
     @property

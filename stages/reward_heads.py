@@ -19,7 +19,8 @@ from torch import nn
 
 from stages import adapters, pending, ranks
 from stages.batching import pad
-from stages.modeling import ModelError, disable_dropout, hidden_states, precise, save_weights
+from stages.frozen import may_keep
+from stages.modeling import ModelError, disable_dropout, freeze, hidden_states, precise, save_weights, settled
 from stages.tools import tells_tools
 
 CALIBRATION_FILE = "reward_calibration.json"
@@ -109,6 +110,11 @@ def load_reward_model(path: str, device: str = "cpu", dtype: torch.dtype = torch
     return model
 
 
+def load_frozen_reward(path: str, device: str = "cpu", how: str = "auto"):
+    """:func:`load_reward_model` of a model that is never trained, the matrices of its backbone kept as ``how`` (``frozen_dtype``) says."""
+    return settled(freeze(load_reward_model(path, device, in_shards=may_keep(path, how))), path, device, how, in_shards=False)
+
+
 def _reads_both_ways(model) -> bool:
     """Whether a later token changes an earlier state: an encoder. Asked of the model itself, not of a list of names; of one made-up layer of it
     where its own weights are still in files."""
@@ -142,10 +148,10 @@ def score_head(model) -> nn.Linear:
     return found[-1]
 
 
-def save_reward_model(model, tokenizer, directory: str | Path, card: RewardCard | None = None) -> None:
+def save_reward_model(model, tokenizer, directory: str | Path, card: RewardCard | None = None, dtype: torch.dtype | None = None) -> None:
     """Write weights (a LoRA adapter merged in), tokenizer and card; :func:`stages.reward_scorers.load_scorer` reads all three."""
     pending.plain(model).config.pad_token_id = tokenizer.pad_token_id
-    save_weights(model, directory)
+    save_weights(model, directory, dtype)
     if ranks.rank() == 0:
         tokenizer.save_pretrained(directory)
     write_card(directory, card or RewardCard())

@@ -148,13 +148,16 @@ class Setup:
 
     def __init__(self, stage, dataset):
         from stages import sharding
-        from stages.modeling import ModelError, load_policy, note_stored_type
+        from stages.frozen import may_keep
+        from stages.modeling import ModelError, load_policy, note_types, settled
         from stages.reward_heads import add_gain_bias, keep_lm_head, load_reward_model, new_reward_model, reader_for, resolve_pooling
         from stages.reward_losses import RewardLoss
         from stages.reward_objectives import objective_for
 
-        config, path, in_shards = stage.config, stage.path("model"), sharding.asked(stage.config)
-        self.row = objective_for(config.objective, dataset.kind)
+        config, path = stage.config, stage.path("model")
+        waits = bool(config.lora_rank) and may_keep(path, config.frozen_dtype)  # for what the adapter leaves frozen
+        in_shards = sharding.asked(config) or waits
+        self.stage, self.row = stage, objective_for(config.objective, dataset.kind)
         refuse_unread(self.row.name, config)  # what objective=auto stands for is known now
         self.config = config.model_copy(update={"objective": self.row.name, **dict(self.row.settings)})
         if self.row.reads == "labels":
@@ -164,7 +167,7 @@ class Setup:
             self.model = (new_reward_model(path, stage.device, stage.seed_for("head"), outputs=outputs, in_shards=in_shards) if config.init_head == "fresh"
                           else load_reward_model(path, stage.device, outputs=outputs, in_shards=in_shards))
             self.pooling = resolve_pooling(config.pooling, self.model, self.row.reads)
-        note_stored_type(stage, path)
+        note_types(stage, path)
         if config.chat_template_given and getattr(self.model, "reads_both_ways", False):
             raise ConfigError("reward_model: an encoder reads texts without a chat template; leave chat_template and chat_template_kwargs out")
         self.reader = reader_for(path, self.model, config.max_length, self.pooling, config.template())
@@ -184,6 +187,8 @@ class Setup:
             self.objective.read = add_gain_bias(self.model, self.lm_head, self.token)
         freeze_layers(self.model, config, self.row.reads)
         self.model = with_adapter(stage, self.model, config, self.row.reads)
+        if waits:
+            self.model = settled(self.model, path, stage.device, config.frozen_dtype, sharding.asked(config))
         self.scale, self.shifts = None, None
 
     def items(self, dataset, split: str, dropped, limit=None, training: bool = False):
@@ -228,14 +233,15 @@ class Setup:
         return resolve(self.row.score)(stage.path("model"), card, stage.device, self.config.max_tokens_per_micro_batch, model=self.model, reader=self.reader)
 
     def save(self, directory, card) -> None:
-        from stages.modeling import save_policy
+        from stages.modeling import save_policy, save_type
         from stages.reward_heads import save_reward_model, write_card
 
+        dtype = save_type(self.stage, self.model)
         if self.row.reads == "labels":
-            save_policy(self.model, self.reader.tokenizer, directory)
+            save_policy(self.model, self.reader.tokenizer, directory, dtype=dtype)
             write_card(directory, card)
         else:
-            save_reward_model(self.model, self.reader.tokenizer, directory, card)
+            save_reward_model(self.model, self.reader.tokenizer, directory, card, dtype)
 
 
 def with_adapter(stage, model, config, reads: str):
@@ -428,7 +434,7 @@ def drift(stage, data, new: dict[str, float]) -> dict[str, float]:
     from stages.statistics import chance_of_more
 
     config = stage.config
-    previous = load_scorer(stage.path("previous"), stage.device, config.max_tokens_per_micro_batch)
+    previous = load_scorer(stage.path("previous"), stage.device, config.max_tokens_per_micro_batch, config.frozen_dtype)
     found = next((f for f in (held_out(stage, previous, data, split, config.eval_rows) for split in ("test", "validation")) if f), {})
     own = previous.card.options.get("held_out", {})
     then, now = own.get("accuracy"), found.get("accuracy")

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from stages.batching import make_item, per_response
-from stages.modeling import ModelError, freeze
-from stages.reward_heads import ChatReader, RewardCard, load_reward_model, read_card, reader_for, response_outputs, token_outputs
+from stages.modeling import ModelError
+from stages.reward_heads import ChatReader, RewardCard, load_frozen_reward, read_card, reader_for, response_outputs, token_outputs
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Scorer:
     needs_group = False  # True: it scores in the context of a group (stages/preference_module.py)
     why_not = "the reward model reads no token of it"
 
-    def __init__(self, path: str, card: RewardCard, device: str = "cpu", max_tokens: int = 8192, model=None, reader=None):
-        self.path, self.card, self.device, self.max_tokens = path, card, device, max_tokens
+    def __init__(self, path: str, card: RewardCard, device: str = "cpu", max_tokens: int = 8192, model=None, reader=None, frozen: str = "auto"):
+        self.path, self.card, self.device, self.max_tokens, self.frozen = path, card, device, max_tokens, frozen
         self.bias = card.bias
         self.disagreement: list[float] | None = None
         self.model, self.reader = model, reader
@@ -56,7 +56,7 @@ class Scorer:
             self.load()
 
     def load(self) -> None:
-        self.model = freeze(load_reward_model(self.path, self.device))
+        self.model = load_frozen_reward(self.path, self.device, self.frozen)
         self.reader = reader_for(self.path, self.model, self.card.max_length, self.card.pooling, self.card.template())
 
     def score(self, responses: Sequence[Response]) -> list[float]:
@@ -301,9 +301,9 @@ class LabelScorer(Scorer):
     words_by_default: tuple[str, ...] = ()
 
     def load(self) -> None:
-        from stages.modeling import load_policy
+        from stages.modeling import load_frozen
 
-        self.model = freeze(load_policy(self.path, self.device))
+        self.model = load_frozen(self.path, self.device, self.frozen)
         self.reader = reader_for(self.path, self.model, self.card.max_length, template=self.card.template())
 
     @property
@@ -365,9 +365,9 @@ class ImplicitScorer(Scorer):
     """``rm.implicit``: beta (log pi(y|x) - log ref(y|x)) of a tuned policy and its reference, sums over the response's tokens."""
 
     def load(self) -> None:
-        from stages.modeling import load_policy
+        from stages.modeling import load_frozen
 
-        self.policy, self.reference = (freeze(load_policy(str(Path(self.path, name)), self.device)) for name in ("policy", "reference"))
+        self.policy, self.reference = (load_frozen(str(Path(self.path, name)), self.device, self.frozen) for name in ("policy", "reference"))
         self.reader = reader_for(str(Path(self.path, "policy")), self.policy, self.card.max_length)
 
     def score(self, responses):
@@ -385,7 +385,7 @@ class CombinedScorer(Scorer):
     """Several calibrated models as one: ``rm.ensemble`` (mean, min, uwo), ``rm.multi`` (weighted, safety_gate)."""
 
     def load(self) -> None:
-        self.members = {name: load_scorer(str(Path(self.path, "members", name)), self.device, self.max_tokens) for name in self.card.options["members"]}
+        self.members = {name: load_scorer(str(Path(self.path, "members", name)), self.device, self.max_tokens, self.frozen) for name in self.card.options["members"]}
         first = next(iter(self.members.values()))
         self.reader, self.relative = first.reader, any(m.relative for m in self.members.values())
 
@@ -426,8 +426,8 @@ def safety_gate(helpful, safety, safety_prompt, threshold: float = 0.15) -> np.n
     return np.where(np.asarray(safety_prompt, bool) | (safety < threshold), safety, np.asarray(helpful, float))
 
 
-def load_scorer(path: str, device: str = "cpu", max_tokens: int = 8192) -> Scorer:
-    """The scorer of a reward-model directory, as its card says.
+def load_scorer(path: str, device: str = "cpu", max_tokens: int = 8192, frozen: str = "auto") -> Scorer:
+    """The scorer of a reward-model directory, as its card says; ``frozen``: how its matrices are kept (``frozen_dtype``).
 
     Raises:
         ModelError: no reward model in the directory.
@@ -437,12 +437,12 @@ def load_scorer(path: str, device: str = "cpu", max_tokens: int = 8192) -> Score
 
     card = read_card(path)
     if card.objective == "combined":
-        return CombinedScorer(path, card, device, max_tokens)
+        return CombinedScorer(path, card, device, max_tokens, frozen=frozen)
     if card.objective == "implicit":
-        return ImplicitScorer(path, card, device, max_tokens)
+        return ImplicitScorer(path, card, device, max_tokens, frozen=frozen)
     if card.objective == "group_preference":
         return resolve("stages.preference_module:GroupPreferenceScorer")(path, card, device, max_tokens)
     if card.objective not in REWARD_OBJECTIVES:
         raise ModelError(f"{path} was written with objective {card.objective!r}, which this version does not know; train it again with one of: "
                          f"{', '.join(REWARD_OBJECTIVES)}.")
-    return resolve(REWARD_OBJECTIVES[card.objective].score)(path, card, device, max_tokens)
+    return resolve(REWARD_OBJECTIVES[card.objective].score)(path, card, device, max_tokens, frozen=frozen)

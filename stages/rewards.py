@@ -305,11 +305,11 @@ def commonest_failure(found: Iterable[dict[str, str]]) -> str:
     return "{} ({} of {})".format(*counts.most_common(1)[0], len(found)) if counts else "no component gave a reason"
 
 
-def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, renderer=None, device: str = "cpu") -> "Rewards":
+def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, renderer=None, device: str = "cpu", frozen: str = "auto") -> "Rewards":
     """Scorers for the configured components. Reward models are loaded here, once, and stay frozen.
 
     inputs: stage inputs by name (a component of kind model names one of them). renderer: renders a prompt row
-    when the caller does not pass its token ids. Raises ValueError naming the setting to change.
+    when the caller does not pass its token ids. frozen: how matrices of models are kept (``frozen_dtype``). Raises ValueError naming the setting to change.
     """
     if not components:
         raise ValueError("rewards is empty; write at least one component, for example rewards=[{name: verifier, kind: verifier}]")
@@ -324,9 +324,9 @@ def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, render
     scorers = {}
     for component in components:
         if component.kind in ("model", "judge", "group_preference", "debate"):
-            scorers[component.name] = _scorer(component, inputs, device)
+            scorers[component.name] = _scorer(component, inputs, device, frozen)
         elif component.kind == "icdpo":
-            scorers[component.name] = _in_context_scorer(component, inputs, renderer, device)
+            scorers[component.name] = _in_context_scorer(component, inputs, renderer, device, frozen)
         elif component.kind == "rubric":
             scorers[component.name] = _rubric_scorer(component, inputs, renderer, device)
     if any(c.blend for c in components):
@@ -386,11 +386,11 @@ def _model_path(component: RewardComponent, inputs: dict) -> str:
     return str(getattr(inputs[name], "path", inputs[name]))
 
 
-def load_model(component: RewardComponent, inputs: dict, device: str):
+def load_model(component: RewardComponent, inputs: dict, device: str, frozen: str = "auto"):
     """The reward model of a component."""
     from stages.reward_scorers import load_scorer
 
-    scorer = load_scorer(_model_path(component, inputs), device)
+    scorer = load_scorer(_model_path(component, inputs), device, frozen=frozen)
     if scorer.needs_group != (component.kind == "group_preference"):
         raise ValueError(f"reward {component.name!r}: the input {model_input(component, inputs)!r} is " + (
             "a group preference model, which scores in the context of a group; write kind: group_preference, group: NAME, and give context=DATASET"
@@ -400,29 +400,29 @@ def load_model(component: RewardComponent, inputs: dict, device: str):
     return scorer
 
 
-def load_asked(component: RewardComponent, inputs: dict, device: str):
+def load_asked(component: RewardComponent, inputs: dict, device: str, frozen: str = "auto"):
     """The language model that a judge component asks: a server, or a local model."""
     from stages.judge import LocalJudge, ServerJudge
     from stages.reward_heads import RewardCard
 
     if component.endpoint:
         return ServerJudge(component.endpoint, component.endpoint_model, component.key_variable, max(component.timeout_s, 60.0), component.concurrency)
-    return LocalJudge(_model_path(component, inputs), RewardCard(), device)
+    return LocalJudge(_model_path(component, inputs), RewardCard(), device, frozen=frozen)
 
 
-def _scorer(component: RewardComponent, inputs: dict, device: str):
+def _scorer(component: RewardComponent, inputs: dict, device: str, frozen: str):
     from stages.judge import Judge
 
     if component.kind == "model":
-        return load_model(component, inputs, device)
+        return load_model(component, inputs, device, frozen)
     if component.kind == "group_preference":
-        return _group_scorer(component, inputs, device)
+        return _group_scorer(component, inputs, device, frozen)
     mode, prompt = component.judge_mode, component.judge_prompt
     if component.kind == "debate":
         from stages.debate import JUDGE
 
         mode, prompt = "verdict" if mode == "verdict" else "preference", prompt or (JUDGE if mode != "verdict" else "")
-    judge = Judge(load_asked(component, inputs, device), mode, prompt=prompt, max_tokens=component.judge_tokens, retries=component.judge_retries, principles=_principles(component, inputs))
+    judge = Judge(load_asked(component, inputs, device, frozen), mode, prompt=prompt, max_tokens=component.judge_tokens, retries=component.judge_retries, principles=_principles(component, inputs))
     judge.ranking = component.ranking
     return judge
 
@@ -439,10 +439,10 @@ def _principles(component: RewardComponent, inputs: dict) -> dict[str, str]:
     return found
 
 
-def _group_scorer(component: RewardComponent, inputs: dict, device: str):
+def _group_scorer(component: RewardComponent, inputs: dict, device: str, frozen: str):
     from stages.preference_module import points_of
 
-    scorer = load_model(component, inputs, device)
+    scorer = load_model(component, inputs, device, frozen)
     if "context" not in inputs:
         raise ValueError(f"reward {component.name!r} needs the stage input 'context', rated responses of the group; give context=FILE or a ratings/1 dataset")
     dataset = _dataset(inputs, "context")
@@ -454,10 +454,10 @@ def _group_scorer(component: RewardComponent, inputs: dict, device: str):
     return scorer
 
 
-def _in_context_scorer(component: RewardComponent, inputs: dict, renderer, device: str):
+def _in_context_scorer(component: RewardComponent, inputs: dict, renderer, device: str, frozen: str):
     from stages.chat import renderer_for
     from stages.in_context import InContextScorer
-    from stages.modeling import freeze, load_policy
+    from stages.modeling import load_frozen
 
     if "demonstrations" not in inputs:
         raise ValueError(f"reward {component.name!r} needs the stage input 'demonstrations'; give demonstrations=FILE or a demonstrations/1 dataset")
@@ -466,7 +466,7 @@ def _in_context_scorer(component: RewardComponent, inputs: dict, renderer, devic
     if renderer_for(path).vocabulary_hash != renderer.vocabulary_hash:
         raise ValueError(f"reward {component.name!r}: the model of input {component.input!r} has another tokenizer than the policy, whose token ids it would "
                          f"score; leave input out")
-    return InContextScorer(freeze(load_policy(path, device)), renderer, _dataset(inputs, "demonstrations"), device=device,
+    return InContextScorer(load_frozen(path, device, frozen), renderer, _dataset(inputs, "demonstrations"), device=device,
                            count=component.num_demonstrations, coarse=component.coarse_demonstrations, max_tokens=component.demonstration_length)
 
 

@@ -273,13 +273,13 @@ def roles(config, given) -> list[Role]:
     reference = "reference" if "reference" in given else "model"
     follows = config.ref_mode in ("ema", "refresh")
     if loads_reference(row, config) and not (config.lora_rank and not follows and reference == "model"):
-        found.append(Role("reference", reference, sharded=not follows and row.kl_loss_estimator != "full" and row.opponent != "mixture"))
+        found.append(Role("reference", reference, sharded=not follows and row.kl_loss_estimator != "full" and row.opponent != "mixture", moves=follows))
     if config.async_rollouts:
         found.append(Role(SAMPLING, "model"))
     if row.kl_loss_coef and row.kl_target == "old" and row.kl_loss_estimator == "full":
-        found.append(Role("old policy", "model"))
+        found.append(Role("old policy", "model", moves=True))
     if row.advantage == "win_rate" and row.opponent == "ema":
-        found.append(Role("opponent", "model"))
+        found.append(Role("opponent", "model", moves=True))
     if row.needs_critic and config.critic_mode == "separate":
         start = "critic" if "critic" in given else "reward_model" if "reward_model" in given and config.critic_init != "policy" else "model"
         found.append(Role("critic", start, trained=True, whole=True, sharded=True, headless=True))
@@ -520,7 +520,7 @@ def run(stage):
     from stages.chat import stage_renderer
     from stages.critics import Critic, why_no_start
     from stages.generation import prompt_rows
-    from stages.modeling import freeze, load_policy, policy_to_train, save_policy
+    from stages.modeling import freeze, load_frozen, load_policy, policy_to_train, publish
     from stages.policy_update import PolicyGradient
     from stages.preflight import rl_preflight
     from stages.rewards import build_rewards
@@ -547,13 +547,9 @@ def run(stage):
     held_out = []
     if config.eval_prompts:
         held_out = prompt_rows(stage, stage.dataset("data"), "validation", renderer, config.max_prompt_length, config.eval_prompts, config.prompt_template)
-    rewards = build_rewards(config.rewards, stage.inputs, renderer=renderer, device=stage.device)
+    rewards = build_rewards(config.rewards, stage.inputs, renderer=renderer, device=stage.device, frozen=config.frozen_dtype)
     rewards.check([prompt for prompt, _ in prompts + held_out])
     model = policy_to_train(stage)
-
-    def another(path: str, in_shards: bool = False):
-        return freeze(load_policy(path, stage.device, in_shards=in_shards))
-
     reference = old = critic = None
     apart = False  # whether the reference is in shards of its own
     if loads_reference(row, config):
@@ -564,7 +560,8 @@ def run(stage):
             reference = AdapterOff(model)
         else:
             apart = sharding.asked(config) and not follows and row.kl_loss_estimator != "full" and row.opponent != "mixture"
-            reference = another(stage.path("reference" if stage.has("reference") else "model"), in_shards=apart)
+            path = stage.path("reference" if stage.has("reference") else "model")
+            reference = freeze(load_policy(path, stage.device)) if follows else load_frozen(path, stage.device, config.frozen_dtype, in_shards=apart)
     elif stage.has("reference"):
         stage.warn("reference_unused", f"The input reference is not read: {config.preset} has no KL to it. Write beta=0.04 or kl_coef=0.02, or monitor_kl=true to log "
                    "the KL, or leave the input out.")
@@ -572,7 +569,7 @@ def run(stage):
         stage.warn("learning_rate_unused", f"learning_rate={config.learning_rate} moves nothing: the length of TRPO's step is max_kl={config.max_kl}" +
                    (f", and its critic learns at critic_learning_rate={config.critic_learning_rate}." if row.needs_critic else "."))
     if row.kl_loss_coef and row.kl_target == "old" and row.kl_loss_estimator == "full":
-        old = another(stage.path("model"))
+        old = freeze(load_policy(stage.path("model"), stage.device))
     if row.needs_critic:
         start = "critic" if stage.has("critic") else "reward_model" if stage.has("reward_model") and config.critic_init != "policy" else "model"
         if start == "model" and config.critic_init == "reward_model":
@@ -601,8 +598,7 @@ def run(stage):
     source.close()
     if critic is not None:
         critic.save(stage, renderer)
-    with stage.output_model("model", role="policy") as directory:
-        save_policy(model, renderer.tokenizer, directory, base=stage.inputs["model"].ref)
+    publish(stage, model, renderer.tokenizer)
     summary = {"updates_per_generation": source.steps_per_batch, "old_logps": "sampler" if source.policy.exact_logps else "trainer",
                "engine": source.policy.engine.name, "steps": trainer.step_index,
                "iterations": source.iteration + 1, "skipped_steps": trainer.skipped,

@@ -30,6 +30,7 @@ import torch
 
 from stages import usage
 from stages.decoders import Prefilled, SlotKV, Trunks, make_decoder, max_positions
+from stages.frozen import arithmetic
 from stages.prefixes import Kept, KeptRows, prefilled_continuing, prefilled_groups, shared_beginnings
 from stages.replay import Replayed
 from stages.sampling import SamplingParams, bad_word_ids, processed_logits, sample_step, uniforms
@@ -82,7 +83,7 @@ class Sampler:
         self.tokenizer = tokenizer
         self.max_batch = int(max_batch)
         self.lean, self.dtype = lean, dtype
-        self.exact_logps = dtype in (None, self.model.get_input_embeddings().weight.dtype)
+        self.exact_logps = dtype in (None, arithmetic(self.model))
         self.name = "built-in" if self.exact_logps else f"built-in in {str(dtype).removeprefix('torch.')}"
         self.kept: KeptRows | None = None
 

@@ -87,6 +87,10 @@ class OptimizerConfig(StageConfig):
     lora_alpha: float | None = Field(None, gt=0, title="LoRA alpha", description="The adapter counts alpha / rank; empty: 2 * rank.")
     lora_rslora: bool = Field(False, description="The adapter counts alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023).")
     lora_targets: str = Field("all-linear", description="Layers with an adapter: all-linear, or names such as q_proj,v_proj.")
+    frozen_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="How frozen matrices are kept (under an adapter; of references, teachers, reward models): as the checkpoint stores them where that is bfloat16, which changes "
+        "no number (auto); all widened to float32; or all in bfloat16, which rounds float32 ones once. Products are in compute_dtype whichever it is.")
+    save_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of the published weights; an adapter is merged in float32, and bfloat16 rounds the sum.")
     ema_decay: float = Field(0.0, ge=0, lt=1, description="Train, but validate and publish the exponential moving average of the weights with this decay; 0 = off.")
     select_by: str | None = Field(None, title="Select by", description="Validation metric whose best pass gives the published weights (for example loss, accuracy); empty: the last weights. Needs eval_every.")
     early_stopping_patience: int = Field(0, ge=0, description="Stop after this many validation passes in a row without a better select_by; 0 = never.")

@@ -265,7 +265,7 @@ READ_OF_INPUTS: ReadWhen = (
 
 def run(stage):
     from stages.chat import stage_renderer
-    from stages.modeling import policy_to_train, save_policy
+    from stages.modeling import policy_to_train, publish
     from stages.curves import training_report
     from stages.preflight import preflight
     from stages.training import Trainer, fit
@@ -299,8 +299,7 @@ def run(stage):
             return {**trainer.evaluate(validation), **(answers.judge() if answers else {})}
 
     before, final = fit(stage, trainer, source, eval_every=config.steps_between_validations(len(train)), evaluate=evaluate)
-    with stage.output_model("model", role="policy") as directory:
-        save_policy(model, renderer.tokenizer, directory, base=stage.inputs["model"].ref)
+    publish(stage, model, renderer.tokenizer)
     summary = {"steps": trainer.step_index, "rows": len(train), "skipped_steps": trainer.skipped,
                **{f"dropped/{k}": v for k, v in dropped.items()}}
     if final:
@@ -344,7 +343,7 @@ class Answers:
                 self.prompts.append(row["messages"][:turns[0]])
         if not self.prompts:
             raise ConfigError("sft: a reward_model needs validation rows to answer; give a dataset with a validation split, or leave the reward_model input out")
-        self.renderer, self.scorer = renderer, load_scorer(stage.path("reward_model"), stage.device)
+        self.renderer, self.scorer = renderer, load_scorer(stage.path("reward_model"), stage.device, frozen=stage.config.frozen_dtype)
         if self.scorer.relative:
             raise ConfigError("sft: this reward_model compares answers to one prompt with each other, so the single answer of a validation pass always gets 0.5; give one that scores each answer by "
                               "itself (objective=bt), or leave the reward_model input out")

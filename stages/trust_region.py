@@ -198,7 +198,7 @@ def tangents(model, batch, along: dict[str, torch.Tensor]) -> tuple[torch.Tensor
 def head_fisher(head: Head, hidden_NH, moved_NH, d_weight, d_bias, temperature: float, tokens: int):
     """M (J v) pulled back to what the logits are made of: (``[N, H]`` by the hidden states, ``[V, H]`` by the head, ``[V]`` by its bias), the last two None
     where the head is not trained. ``moved_NH, d_weight, d_bias`` are the derivatives along v (:func:`tangents`); memory is that of a chunk of logits."""
-    by_hidden = torch.empty_like(hidden_NH)
+    by_hidden, head = torch.empty_like(hidden_NH), head.widened()
     by_weight = torch.zeros_like(head.weight) if d_weight is not None else None
     by_bias = torch.zeros_like(head.bias) if d_bias is not None else None
     for rows in head_chunks(len(hidden_NH), head.weight):

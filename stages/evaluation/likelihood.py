@@ -68,7 +68,7 @@ def response_ranks(model, items: Sequence, max_tokens: int, device: str) -> list
     from stages.modeling import head_chunks, head_of, hidden_states, precise
 
     def compute(batch):
-        head, hidden, ranks = head_of(model), hidden_states(model, batch, batch.src_N), []
+        head, hidden, ranks = head_of(model).widened(), hidden_states(model, batch, batch.src_N), []
         for rows in head_chunks(len(hidden), head.weight):
             logits = precise(head.logits(hidden[rows]))
             ranks += (1 + (logits > logits.gather(1, batch.target_N[rows, None])).sum(1)).tolist()

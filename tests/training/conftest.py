@@ -54,3 +54,21 @@ def spec(tmp_path):
 
     build.path = lambda name: str(tmp_path / f"{name}.json")
     return build
+
+
+@pytest.fixture(scope="session")
+def half(tiny, tmp_path_factory):
+    """{"policy", "other", "reward"}: the tiny models stored in bfloat16, as models are published."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from stages.reward_heads import load_reward_model, read_card, save_reward_model
+
+    root, paths = tmp_path_factory.mktemp("half"), {}
+    for name in ("policy", "other"):
+        paths[name] = str(root / name)
+        AutoModelForCausalLM.from_pretrained(tiny[name], dtype=torch.bfloat16).save_pretrained(paths[name])
+        AutoTokenizer.from_pretrained(tiny[name]).save_pretrained(paths[name])
+    paths["reward"] = str(root / "reward")
+    save_reward_model(load_reward_model(tiny["reward"]), AutoTokenizer.from_pretrained(tiny["reward"]), paths["reward"], read_card(tiny["reward"]), torch.bfloat16)
+    return paths

@@ -1,0 +1,253 @@
+"""Frozen matrices kept in bfloat16: the bits of float32 where the checkpoint is stored so, in every stage that holds a frozen model, in half the memory."""
+
+import gc
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stages import frozen, memory
+from stages.adapters import AdapterOff, add_lora
+from stages.batching import collate
+from stages.divergence import divergence
+from stages.harness import execute
+from stages.modeling import Head, head_of, hidden_states, load_frozen, load_policy, policy_to_train, save_policy, target_logps, top_logps
+from stages.chat import load_tokenizer
+from stages.registry import get_spec
+from stages.sampler import Sampler
+from stages.sampling import SamplingParams
+from stages.settings import OptimizerConfig
+from stages.sft import NextToken
+from stages.training import Trainer, products
+from storage.datasets import open_dataset
+from storage.files import tree_digest
+from tests.common import silent
+from tests.training.test_invariance import text_items
+
+SFT = {"learning_rate": 1e-2, "batch_size": 8, "num_train_epochs": 1, "max_length": 64, "lora_rank": 4}
+RL = {"preset": "grpo", "beta": 0.1, "lora_rank": 4, "learning_rate": 1e-2, "max_steps": 4, "prompts_per_step": 4, "num_generations": 4, "num_iterations": 2,
+      "max_completion_length": 10, "rewards": [{"name": "length", "kind": "length", "max_length": 10, "cache_length": 10}]}
+
+
+def low(model) -> set[str]:
+    return {n for n, p in model.named_parameters() if p.dtype == torch.bfloat16}
+
+
+def to_train(path, **settings):
+    class Stage:
+        config = OptimizerConfig(lora_rank=4, learning_rate=1e-2, warmup_ratio=0, **settings)
+        device, path = "cpu", None
+        warn = log = staticmethod(lambda *a: None)
+        seed_for = staticmethod(lambda *a: 7)
+
+    Stage.path = staticmethod(lambda name: path)
+    return policy_to_train(Stage), Stage.config
+
+
+def trained(path, **settings):
+    """A policy whose adapter has learned something, and the numbers of its steps."""
+    model, config = to_train(path, **settings)
+    trainer, steps = Trainer(model, NextToken("token-mean"), config, 3), []
+    for seed in range(3):
+        steps.append(trainer.step(text_items(np.random.default_rng(seed))))
+    return model, steps
+
+
+@pytest.mark.parametrize("settings", ({}, {"compute_dtype": "bfloat16"}, {"forward": "model"}, {"forward": "model", "compute_dtype": "bfloat16"}, {"activation_checkpointing": True},
+                                      {"forward": "model", "activation_checkpointing": True}, {"lora_targets": "q_proj,lm_head"}))
+def test_what_is_stored_in_bfloat16_gives_the_bits_of_float32(half, settings):
+    """Losses, gradients (as they move the adapter) and log-probs of trained model and reference, in every way that the layers are computed."""
+    (kept, steps), (wide, expected) = (trained(half["policy"], frozen_dtype=how, **settings) for how in ("auto", "float32"))
+    assert low(kept) == {n for n, p in kept.named_parameters() if p.ndim == 2 and not p.requires_grad} and not low(wide)
+    assert frozen.arithmetic(kept) == torch.float32
+    assert steps == expected and steps[0]["loss"] != steps[1]["loss"]
+    items = text_items(np.random.default_rng(9))
+    with torch.no_grad(), products(OptimizerConfig(compute_dtype=settings.get("compute_dtype", "float32")), "cpu"):
+        for view in (lambda m: m, AdapterOff):
+            for model in (kept, wide):
+                model.eval()
+            assert torch.equal(*(target_logps(view(m), collate(items))[0] for m in (kept, wide)))
+    mine, theirs = (dict(m.named_parameters()) for m in (kept, wide))
+    assert all(torch.equal(mine[n], theirs[n]) for n in mine if ".lora_" in n)
+
+
+def test_a_float32_model_kept_in_bfloat16_is_the_model_of_its_rounded_matrices(tiny, half):
+    """Norms are not rounded; auto leaves a float32 checkpoint as it is."""
+    items = text_items(np.random.default_rng(0))
+    rounded = load_policy(tiny["policy"])
+    for parameter in rounded.parameters():
+        if parameter.ndim == 2:
+            parameter.data = parameter.data.bfloat16().float()
+    with torch.no_grad():
+        assert torch.equal(*(target_logps(m, collate(items))[0] for m in (load_frozen(tiny["policy"], how="bfloat16"), rounded)))
+    assert not low(load_frozen(tiny["policy"])) and not low(load_frozen(half["policy"], how="float32"))
+    assert low(load_frozen(half["policy"])) == low(load_frozen(tiny["policy"], how="bfloat16")) != set()
+    model = frozen.widen(load_frozen(half["policy"]))
+    assert not low(model) and not frozen.is_kept(model) and "forward" not in model.lm_head.__dict__
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_policy_and_reference_are_the_same_numbers_at_the_first_step(tiny, half, dtype):
+    """log pi / ref is exactly 0 before the first update, by the adapter switched off and by a model of its own, whatever the products' type."""
+    items = text_items(np.random.default_rng(3))
+    for path, how in ((half["policy"], "auto"), (tiny["policy"], "bfloat16")):
+        model, config = to_train(path, frozen_dtype=how, compute_dtype=dtype)
+        with torch.no_grad(), products(config, "cpu"):
+            policy, off, apart = (target_logps(m, collate(items))[0] for m in (model.train(), AdapterOff(model), load_frozen(path, how=how)))
+        assert torch.equal(policy, off) and torch.equal(policy, apart)
+
+
+def test_the_sampler_samples_what_the_trainer_computes(half):
+    """Tokens and log-probs are those of the float32 model, which are the trainer's; in bfloat16 too the adapter is merged in float32 and rounded once."""
+    (kept, _), (wide, _) = (trained(half["policy"], frozen_dtype=how) for how in ("auto", "float32"))
+    prompts, seeds = [[1, 40, 50, 60], [1, 70, 80]], [[1, 2], [3, 4]]
+    for dtype, lean in ((torch.float32, None), (torch.float32, False), (torch.bfloat16, None), (torch.bfloat16, False)):
+        mine, theirs = (Sampler(m, None, dtype=dtype, lean=lean) for m in (kept, wide))
+        assert mine.exact_logps == theirs.exact_logps == (dtype == torch.float32)
+        mine, theirs = (s.generate(prompts, SamplingParams(max_new_tokens=8), seeds) for s in (mine, theirs))
+        assert mine == theirs
+    (row,) = Sampler(kept, None).generate([prompts[0]], SamplingParams(max_new_tokens=8), [[5]])[0]
+    from stages.batching import make_item
+
+    with torch.no_grad():
+        logps, _ = target_logps(kept.eval(), collate([make_item("r", prompts[0], [row.ids], [[1] * len(row.ids)])]))
+    assert row.logps == pytest.approx(logps.tolist(), abs=1e-5)
+
+
+def test_distributions_under_a_kept_head_are_those_of_the_widened_one(half):
+    items = text_items(np.random.default_rng(1))
+    kept, wide = load_frozen(half["policy"]), load_policy(half["policy"])
+    batch = collate(items)
+    with torch.no_grad():
+        states = hidden_states(wide, batch, batch.src_N)
+        assert torch.equal(states, hidden_states(kept, batch, batch.src_N))
+        assert all(torch.equal(a, b) for a, b in zip(top_logps(head_of(kept), states, 5), top_logps(head_of(wide), states, 5)))
+    student = Head(torch.randn(wide.lm_head.weight.shape, generator=torch.Generator().manual_seed(0)), None)
+    for teacher_first in (False, True):
+        found = []
+        for model in (kept, wide):
+            moved = states.clone().requires_grad_()
+            heads = (student, head_of(model)) if not teacher_first else (head_of(model), student)
+            value = divergence(heads[0], moved, heads[1], states, "reverse")
+            value.sum().backward()
+            found.append((value.detach(), moved.grad))
+        assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+STAGES = {
+    "sft": ("sft", {**SFT, "eval_every": 2}, "demonstrations", {}),
+    "sft in bfloat16": ("sft", {**SFT, "compute_dtype": "bfloat16"}, "demonstrations", {}),
+    "align": ("align", {**SFT, "max_length": 96}, "pairs", {}),
+    "align with a given reference": ("align", {**SFT, "max_length": 96}, "pairs", {"reference": "other"}),
+    "distill from a teacher": ("distill", {**SFT, "method": "logit", "direction": "forward"}, "demonstrations", {"teacher": "other"}),
+    "reward_model": ("reward_model", {**SFT, "max_length": 96}, "pairs", {}),
+    "rl": ("rl", RL, "prompts", {}),
+    "rl with a reference of its own and a reward model": ("rl", {**RL, "rewards": [{"kind": "model"}]}, "prompts", {"reference": "other", "reward_model": "reward"}),
+    "rl with a trust region": ("rl", {**RL, "preset": "trpo", "beta": 0, "truncation_policy": "score", "num_iterations": 1}, "prompts", {}),
+}
+
+
+@pytest.mark.parametrize("case", STAGES)
+def test_a_stage_on_a_bfloat16_checkpoint_publishes_the_bytes_of_float32(case, half, data, spec):
+    """frozen_dtype=auto against float32: metrics, published model, adapter and datasets are the same bytes; the published model is float32."""
+    stage, config, rows, more = STAGES[case]
+    inputs, found = {"model": half["policy"], "data": data[rows], **{name: half[which] for name, which in more.items()}}, {}
+    for how in ("auto", "float32"):
+        made = spec(stage, {**config, "frozen_dtype": how}, inputs, how)
+        result = execute(made, silent)
+        out = Path(made["workdir"], "out")
+        found[how] = {p.name: tree_digest(p) for p in out.iterdir()}, Path(made["workdir"], "metrics.jsonl").read_bytes(), result["summary"]
+    assert found["auto"] == found["float32"]
+    published = load_policy if stage != "reward_model" else __import__("stages.reward_heads", fromlist=["x"]).load_reward_model
+    assert not low(published(str(out / "model"))) and json.loads((out / "model/config.json").read_text())["dtype"] == "float32"
+    assert not memory.shape_of(out / "model").low
+
+
+def test_scores_come_back_to_the_bit_in_a_fresh_process(half, tmp_path):
+    """Base and adapter give the trained scores; the published directory those of its own weights."""
+    model, _ = trained(half["policy"])
+    items = text_items(np.random.default_rng(0))
+
+    def scores(m):
+        with torch.inference_mode():
+            return target_logps(m.eval(), collate(items))[0].tolist()
+
+    mine = scores(model)
+    save_policy(model, load_tokenizer(half["policy"]), tmp_path / "out", base="model:base")
+    merged = scores(load_policy(str(tmp_path / "out")))
+    assert merged == pytest.approx(mine, abs=1e-4)
+    program = f"""
+import json, numpy as np, torch
+from peft import PeftModel
+from stages.batching import collate
+from stages.modeling import load_frozen, load_policy, target_logps
+from tests.training.test_invariance import text_items
+batch = collate(text_items(np.random.default_rng(0)))
+with torch.inference_mode():
+    print(json.dumps([target_logps(m.eval(), batch)[0].tolist() for m in (
+        PeftModel.from_pretrained(load_policy({half['policy']!r}), {str(tmp_path / 'out' / 'adapter')!r}), load_policy({str(tmp_path / 'out')!r}), load_frozen({str(tmp_path / 'out')!r}))]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == [mine, merged, merged]
+
+
+@pytest.mark.parametrize("stage,rows", (("sft", "demonstrations"), ("reward_model", "pairs")))
+@pytest.mark.parametrize("rank", (0, 4))
+def test_published_in_bfloat16_is_the_float32_model_rounded_once_and_it_is_said(stage, rows, rank, tiny, data, spec):
+    from safetensors.torch import load_file
+
+    config, found = {**SFT, "max_length": 96, "lora_rank": rank}, {}
+    for dtype in ("float32", "bfloat16"):
+        result = execute(spec(stage, {**config, "save_dtype": dtype}, {"model": tiny["policy"], "data": data[rows]}, dtype), silent)
+        found[dtype] = load_file(Path(result["outputs"]["model"]["path"], "model.safetensors")), [w for w in result["warnings"] if w["code"] == "rounded_weights"]
+    (exact, none), (rounded, (warned,)) = found["float32"], found["bfloat16"]
+    assert not none and exact.keys() == rounded.keys()
+    assert all(v.dtype == torch.bfloat16 and torch.equal(v, exact[n].bfloat16()) for n, v in rounded.items())
+    assert json.loads(Path(result["outputs"]["model"]["path"], "config.json").read_text())["dtype"] == "bfloat16"
+    assert "save_dtype=bfloat16" in warned["text"]
+    if rank:
+        base = load_file(Path(tiny["policy"], "model.safetensors"))
+        adapted = [n for n in base if n in exact and not torch.equal(base[n], exact[n])]
+        share = (sum(float((rounded[n].float() - exact[n]).square().sum()) for n in adapted) / sum(float((exact[n] - base[n]).square().sum()) for n in adapted)) ** 0.5
+        assert f"by {share:.1%} of what the adapter moved them" in warned["text"]
+
+
+@pytest.mark.parametrize("stage,rows", (("sft", "demonstrations"), ("rl", "prompts"), ("reward_model", "pairs")))
+def test_the_plan_of_memory_is_what_is_held(stage, rows, tiny, half, data, spec, monkeypatch):
+    """Bytes of all parameters that are alive when training begins, for a checkpoint in bfloat16 under auto and for a float32 one kept so."""
+    from stages import preflight
+    from transformers import PreTrainedModel
+
+    alive = lambda: {id(one): one for one in gc.get_objects() if isinstance(one, PreTrainedModel)}
+    for path, how in ((half["policy"], "auto"), (tiny["policy"], "bfloat16")):
+        gc.collect()
+        before, held = set(alive()), []
+
+        def looked_at(running, trainer, *arguments, **more):
+            gc.collect()
+            held.append(sum(preflight.held_bytes([one for key, one in alive().items() if key not in before], [trainer])))
+            raise InterruptedError
+
+        monkeypatch.setattr(preflight, "rl_preflight" if stage == "rl" else "preflight", looked_at)
+        settings = {**(RL if stage == "rl" else SFT), "frozen_dtype": how}
+        with pytest.raises(InterruptedError):
+            execute(spec(stage, settings, {"model": path, "data": data[rows]}, how), silent)
+        config = get_spec(stage).config(**settings)
+        roles = get_spec(stage).roles(config, {"model", "data"})
+        shape = memory.shape_of(path)
+        found = memory.need(roles, {"model": shape}, config)
+        assert found.states == pytest.approx(held[0], rel=0.02)
+        wide = memory.need(roles, {"model": shape}, config.model_copy(update={"frozen_dtype": "float32"})).states
+        assert found.states < wide - 1.8 * sum(a * b for n, (a, b) in shape.matrices.items() if n != "lm_head.weight" or stage != "reward_model")
+        if how == "bfloat16":
+            refused = memory.refusal(stage, roles, {"model": shape}, config.model_copy(update={"frozen_dtype": "auto"}), found.states)
+            assert f"frozen_dtype=bfloat16 (needs {memory.shown(found.states)})" in refused
+
+
+def test_a_setting_that_nothing_reads_is_refused(tiny, data, spec):
+    with pytest.raises(ValueError, match="nothing is frozen.*lora_rank=16"):
+        execute(spec("sft", {**SFT, "lora_rank": 0, "frozen_dtype": "bfloat16"}, {"model": tiny["policy"], "data": data["demonstrations"]}, "unread"), silent)
