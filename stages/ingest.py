@@ -3,7 +3,8 @@
 Reads JSON Lines, JSON, CSV/TSV, Parquet, Arrow (`save_to_disk`) and text, plain or gzip, in the
 formats that people have: TRL's preference, unpaired, prompt-completion, prompt-only, stepwise and
 language-modelling sets (strings or messages), HH transcripts, AlpacaEval judgements, GSM8K,
-MATH, multiple choice (MMLU, ARC, HellaSwag, columns A B C D ...), Likert comparisons, ratings, rankings. Every input row is either kept or put into `quarantine` with
+MATH, multiple choice (MMLU, ARC, HellaSwag, columns A B C D ...), Likert comparisons, ratings, rankings, and
+published datasets in columns of their own (`ingestion/published.py`). Every input row is either kept or put into `quarantine` with
 its file, line and codes; the counts add up. Runs in flat memory and resumes where it was killed.
 
 Order per row: parse -> adapt to our schema -> rules -> duplicates and contradictions -> conversion
@@ -181,9 +182,10 @@ SPEC = StageSpec(
 
 def native_kind(path: str, config: Config | None = None) -> str | None:
     """Kind of the rows behind a path, from its first readable rows; None if no format fits."""
-    from stages.ingestion.formats import ALIASES, Adapter, detect, kind_of, rename
+    from stages.ingestion.formats import kind_of
+    from stages.ingestion.published import adapter_of
     from stages.ingestion.rules import Bad
-    from stages.ingestion.sources import SourceError, find_files, head_rows
+    from stages.ingestion.sources import Record, SourceError, find_files, head_rows
     from storage.datasets import DatasetError, open_dataset
 
     config = config or Config()
@@ -197,18 +199,16 @@ def native_kind(path: str, config: Config | None = None) -> str | None:
         return None
     found = None
     for source in files:
-        rows = [rename(row, config.columns()) for row in head_rows(source)]
-        name = ALIASES.get(config.format, config.format)
-        name = detect(rows) if name == "auto" else name
-        if name is None:
+        adapter = adapter_of(source, config)
+        if adapter is None:
             continue
-        adapter = Adapter(name, config)
-        for row in rows:
+        for record in adapter.records(Record(line, None, row, None) for line, row in enumerate(head_rows(source), 1)):
             try:
-                return adapter(row)[0]
+                if record.row is not None and record.code is None:
+                    return adapter(record.row)[0]
             except Bad:
                 continue
-        found = found or kind_of(name, config.kind)     # nothing of it can be read: the quarantine will say why
+        found = found or kind_of(adapter.name, config.kind)     # nothing of it can be read: the quarantine will say why
     return found
 
 

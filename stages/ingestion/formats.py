@@ -23,8 +23,11 @@ from stages.ingestion.sources import canonical_bytes, split_named
 SYNONYMS = {
     "completion": ("response", "output"),
     "score": ("rating", "overall_score"),
-    "chosen_score": ("score_chosen",),
-    "rejected_score": ("score_rejected",),
+    "system": ("system_prompt",),
+    "chosen_score": ("score_chosen", "chosen_rating", "chosen-rating"),
+    "rejected_score": ("score_rejected", "rejected_rating", "rejected-rating"),
+    "chosen_model": ("chosen-model",),
+    "rejected_model": ("rejected-model",),
     "messages": ("conversations", "conversation"),
     "ranks": ("rank",),
 }
@@ -41,6 +44,10 @@ _LISTS = frozenset(("labels", "ranks", "scores", "completions", "votes", "turns"
                     "reward_route", "choices", "options", "endings", "mc1_targets", "chosen_segments", "rejected_segments", "aspects", "models", "soft_labels", "constraint_ids"))
 _MESSAGES = ("messages", "prompt", "completion", "chosen", "rejected", "response_a", "response_b")
 _MESSAGE_KEYS = frozenset(("role", "content", "from", "value", "name", "tool_call_id", "functions", "tools", "function_calls", "tool_calls", "function_call"))
+# Labels of comparisons as Chatbot Arena and JudgeBench write them.
+_WINNERS = {"model_a": "A", "model_b": "B", "tie (bothbad)": "tie", "both_bad": "tie", "bothbad": "tie", "a>b": "A", "b>a": "B", "a=b": "tie", "b=a": "tie"}
+# What NuminaMath writes where there is no answer to check: a proof is asked for, or none was found.
+_NO_ANSWER = frozenset(("proof", "notfound", "not found"))
 _HH_TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
@@ -606,6 +613,7 @@ def _comparison(row: dict, options) -> tuple[str, dict, set]:
         if label is None:
             raise Bad("missing_column")
         named = options.label_map.get(_label_name(label), label)
+        named = _WINNERS.get(named.strip().lower(), named) if isinstance(named, str) else named
         if isinstance(named, str) and not re.fullmatch(r"\s*[+-]?\d+(\.\d*)?\s*", named):
             votes([named])
             out |= {"label_kind": "choice", "votes": [named]}
@@ -684,6 +692,8 @@ def _math(row: dict, options) -> tuple[str, dict, set]:
         answer = extract_boxed(solution or "")
     if answer is None:
         raise Bad("verifier_spec_invalid")
+    if isinstance(answer, str) and answer.strip().lower() in _NO_ANSWER:
+        raise Bad("no_final_answer")
     kind, out, codes = _prompts({"prompt": problem, "answer": answer, "answer_type": row.get("answer_type"), "category": row.get("subject") or row.get("type")}, options)
     if out["answer_type"] == "text" and row.get("answer_type", options.answer_type) is None:
         out["answer_type"] = "latex"
@@ -790,9 +800,10 @@ def _rlvr(row: dict, options) -> tuple[str, dict, set]:
 
 
 def _instruction(row: dict, options) -> tuple[str, dict, set]:
-    instruction, given = row.get("instruction"), row.get("input")
-    if isinstance(instruction, str) and isinstance(given, str) and given.strip():
-        instruction = f"{instruction}\n\n{given}"
+    instruction = row.get("instruction")
+    for given in (row.get("input"), row.get("context")):       # Alpaca's, Dolly's
+        if isinstance(instruction, str) and isinstance(given, str) and given.strip():
+            instruction = f"{instruction}\n\n{given}"
     return _demonstration({"prompt": instruction, "completion": row.get("output", row.get("response", row.get("completion"))),
                            "system": row.get("system")}, options)
 
@@ -865,7 +876,7 @@ def _segment(item: Any) -> dict:
         {"aspect": str(s.get("aspect")), "score": float(s["score"]), "rationale": s.get("rationale")} for s in scores]}
 
 
-_TEXTS = frozenset(("domain", "category", "language", "critique", "answer", "separator"))
+_TEXTS = frozenset(("domain", "category", "language", "critique", "answer", "separator", "context"))
 _ANSWER = ("answer", "answer_type", "tests", "constraints", "facts", "reward_route", "domain", "category", "language",
            "instruction_id_list", "kwargs", "test", "entry_point")
 # format -> (adapter, required columns, further columns it reads, in order of precedence)
@@ -893,7 +904,7 @@ FORMATS: dict[str, tuple[Callable, tuple[str, ...], tuple[str, ...]]] = {
     "gsm8k": (_gsm8k, ("question", "answer"), ()),
     "math": (_math, ("problem", "solution"), ("answer", "answer_type", "level", "type", "subject")),
     "qa": (_qa, ("question", "answer"), ()),
-    "instruction": (_instruction, ("instruction",), ("input", "output", "response", "completion", "system")),
+    "instruction": (_instruction, ("instruction",), ("input", "context", "output", "response", "completion", "system")),
     "turns": (_turns, ("turns",), ("category",)),
     "prompts": (_prompts, ("prompt",), ("system", *_ANSWER)),
     "text": (_text, ("text",), ("domain",)),
@@ -965,10 +976,12 @@ def rename(row: dict, column_map: dict[str, str]) -> dict:
 
 
 class Adapter:
-    """Reads rows of one format. options: the stage's config (kind, scales, column_map ...)."""
+    """Reads rows of one format. options: the stage's config (kind, scales, column_map ...). `published.adapter_of` makes the one of a file."""
 
-    def __init__(self, name: str, options):
+    def __init__(self, name: str, options, records: Callable | None = None):
         self.name = name
+        #: records of the source -> those that this adapter reads; for published datasets in columns of their own (`published.py`)
+        self.records = records or iter
         self._read, required, more = FORMATS[name]
         self._used = frozenset(required) | frozenset(more) | frozenset(_COMMON)
         self._options, self._map = options, options.columns()

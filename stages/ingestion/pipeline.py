@@ -16,7 +16,8 @@ from typing import Any, Iterator
 from stages.choices import question_of
 from stages.harness import StageFailure
 from stages.ingestion import agreement, conversions, curation, rules, votes
-from stages.ingestion.formats import _ASKED, ALIASES, Adapter, detect, fold_system, known_columns, rename
+from stages.ingestion.formats import _ASKED, Adapter, fold_system, known_columns, rename
+from stages.ingestion.published import adapter_of
 from stages.ingestion.rules import Bad
 from stages.ingestion.seen import SeenRows
 from stages.ingestion.sources import Reading, Record, SourceError, SourceFile, canonical_bytes, find_files, head_rows, parse_json, split_named
@@ -168,10 +169,9 @@ class Ingestion:
             except SourceError as error:
                 raise ConfigError(f"stage ingest, input benchmarks.{label}: {error}") from None
             for source in files:
-                name = detect(head_rows(source))
-                adapter = Adapter(name, Config(kind="prompts/1")) if name else None
+                adapter = adapter_of(source, Config(kind="prompts/1"))
                 before, skipped = len(index), 0
-                for record in Reading(source):
+                for record in adapter.records(Reading(source)) if adapter else Reading(source):
                     row = record.row if record.row is not None or record.code else parse_json(record.raw)[0]
                     texts = _asked_of(row, adapter) if row is not None else []
                     for turn, text in enumerate(texts):
@@ -252,7 +252,7 @@ class Ingestion:
         for source in self.files:
             adapter = self._adapter(source)
             reading = Reading(source)
-            for index, record in enumerate(reading):
+            for index, record in enumerate(adapter.records(reading) if adapter else reading):
                 yield source.name, adapter, record
                 if index % 1_000 == 0:
                     self.stage.progress(done + reading.done, total, self._told())
@@ -269,15 +269,13 @@ class Ingestion:
         return f"{self.counts.rows_in:,} rows, {self.counts.rows_quarantined:,} in quarantine"
 
     def _adapter(self, source: SourceFile) -> Adapter | None:
-        name = ALIASES.get(self.config.format, self.config.format)
-        if name == "auto":
-            name = detect([rename(row, self.config.columns()) for row in head_rows(source)])
-        if name is None:
+        adapter = adapter_of(source, self.config)
+        if adapter is None:
             if any(head_rows(source)):  # else nothing in it could be read, which is told of the rows
                 self.stage.warn("unknown_format", f"{source.name} fits no known format. {self._columns_hint()}")
             return None
-        self.counts.formats[source.name] = name
-        return Adapter(name, self.config)
+        self.counts.formats[source.name] = adapter.name
+        return adapter
 
     def _read(self, start: int) -> None:
         limit, seq = self.config.limit, 0
@@ -687,7 +685,7 @@ class Ingestion:
             hint = " " + self._columns_hint() if "missing_column" in account["codes"] and self.files else ""
             if worst[0][0] == "invalid_utf8":
                 hint += " A file in another encoding can be rewritten: iconv -f latin1 -t utf-8 FILE > NEW (or -f utf-16)."
-            hint += "".join(f" {code}: {rules.CODES[code]}." for code, _ in worst if code in ("scale_unknown", "verifier_spec_invalid", "bad_label", "wrong_type", "contradicts_row"))
+            hint += "".join(f" {code}: {rules.CODES[code]}." for code, _ in worst if code in ("scale_unknown", "label_unsaid", "orphan_message", "verifier_spec_invalid", "bad_label", "wrong_type", "contradicts_row"))
             hint += "".join(f" {name}: {damage}." for name, damage in list(counts.damaged_files.items())[:3])
             raise StageFailure(
                 f"{counts.rows_damaged} of {counts.rows_in} rows ({counts.rows_damaged / counts.rows_in:.1%}) were refused, more than "
