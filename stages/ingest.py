@@ -31,7 +31,7 @@ class Config(StageConfig):
                   "comparisons/1", "stepwise/1", "segments/1", "rubric_items/1", "principles/1"] = Field(
         "auto", description="kind of rows wanted; auto takes what the data is (comparisons become pairs). Source: catalogue A.0, A.1")
     format: Literal["auto", "trl", "hh", "preference", "implicit", "alpaca_eval", "comparisons", "likert", "multiple_choice", "gsm8k", "math", "qa", "rlvr",
-                    "messages", "sharegpt", "prompt_completion", "instruction", "alpaca", "unpaired", "ratings", "rankings",
+                    "messages", "sharegpt", "prompt_completion", "instruction", "alpaca", "unpaired", "events", "ratings", "rankings",
                     "stepwise", "segments", "prompts", "prompt_only", "turns", "text", "language_modeling"] = Field(
         "auto", description="format of the source rows; auto (and trl) look at the columns of each file's first rows")
     files: str | None = Field(None, description="pattern of the files to read where the input is a directory, such as 'train*.jsonl'")
@@ -106,6 +106,12 @@ class Config(StageConfig):
                                                               "(data.ratings)")
     threshold: float | None = Field(None, description="ratings at or above it are desirable / good enough for demonstrations")
     dead_band: float = Field(0.0, ge=0, description="ratings nearer to the threshold than this are dropped")
+    aspect_weights: dict[str, float] = Field(
+        default_factory=dict, description="the score of a rating as the weighted sum of its aspects, such as {helpfulness: 0.7, honesty: 0.3}; weights sum to 1. Default: the score that the "
+        "source gives, else the mean of the aspects (data.ratings)")
+    event_map: dict[str, float] = Field(
+        default_factory=dict, description="what signals of a product say of an answer (rows with prompt, response, action): {action: weight}, below 0 for a bad answer, 0 to leave it out; added "
+        "to thumbs_up 1, thumbs_down -1, regenerate -0.5, close_tab -0.25, angry_followup -0.5, copy 0.5, and edit (the edited text over the answer) (data.implicit)")
     scale_min: float | None = Field(None, description="lowest possible score; null: not checked")
     scale_max: float | None = Field(None, description="highest possible score; null: not checked")
     max_pairs_per_prompt: int | None = Field(None, ge=1, description="cap for pairs made of thumbs or ratings; null: all")
@@ -137,6 +143,8 @@ class Config(StageConfig):
             raise ValueError("validation_fraction + test_fraction must leave rows for training; write for example 0.05 and 0.05")
         if self.halves and self.validation_fraction + self.test_fraction > 0:
             raise ValueError("halves replaces the other splits; set validation_fraction and test_fraction to 0")
+        if self.aspect_weights and abs(sum(self.aspect_weights.values()) - 1) > 1e-9:
+            raise ValueError(f"aspect_weights sum to {sum(self.aspect_weights.values()):g}; write weights that sum to 1, such as {{helpfulness: 0.7, honesty: 0.3}}")
         known = set(SYNONYMS) | set(_COMMON) | {"source"}
         for _, required, more in FORMATS.values():
             known |= set(required) | set(more)
@@ -202,6 +210,8 @@ def native_kind(path: str, config: Config | None = None) -> str | None:
         adapter = adapter_of(source, config)
         if adapter is None:
             continue
+        if adapter.name == "events":
+            return "pairs/1" if config.kind == "pairs/1" else "unpaired/1"      # whatever the first row is
         for record in adapter.records(Record(line, None, row, None) for line, row in enumerate(head_rows(source), 1)):
             try:
                 if record.row is not None and record.code is None:

@@ -16,6 +16,7 @@ from typing import Any, Callable
 import orjson
 
 from stages.ingestion import choices as mc
+from stages.ingestion.pairing import EVENT_MAP
 from stages.ingestion.rules import Bad, role_codes, segment_codes
 from stages.ingestion.sources import canonical_bytes, split_named
 
@@ -539,6 +540,21 @@ def _unpaired(row: dict, options) -> tuple[str, dict, set]:
                           "label_kind": kind if isinstance(kind, str) else "thumbs"}, set()
 
 
+def _event(row: dict, options) -> tuple[str, dict, set]:
+    """What somebody did with an answer (`data.implicit`): a labelled completion, or of an edit the edited text over the answer. `published.py` gives the edited text an `edited` of its own."""
+    from stages.ingestion.pairing import event
+
+    action = row.get("action")
+    if not isinstance(action, str):
+        raise Bad("missing_column" if action is None else "wrong_type")
+    label, weight = (True, 1.0) if action == "edited" else event(action, options.event_map)
+    if label == "pair" and options.kind == "pairs/1":
+        return "pairs/1", {"prompt": to_prompt(row.get("prompt"), row.get("system")), "chosen": to_completion(row.get("edited_text")), "rejected": to_completion(row.get("completion")),
+                           "weight": weight}, set()
+    return "unpaired/1", {"prompt": to_prompt(row.get("prompt"), row.get("system")), "completion": to_completion(row.get("completion")), "label": label is True, "weight": weight,
+                          "label_kind": f"event:{'edit' if action == 'edited' else action}"}, set()
+
+
 def _rating(row: dict, options) -> tuple[str, dict, set]:
     low = _optional_number(row.get("scale_min")) if row.get("scale_min") is not None else options.scale_min
     high = _optional_number(row.get("scale_max")) if row.get("scale_max") is not None else options.scale_max
@@ -552,19 +568,31 @@ def _rating(row: dict, options) -> tuple[str, dict, set]:
         out["aspects"] = [{"aspect": str(item.get("aspect")), "score": to_number(item.get("score")),
                            "rationale": item.get("rationale") if isinstance(item.get("rationale"), str) else None}
                           for item in _structs(aspects)]
-    if row.get("score") is None and out.get("aspects"):
+    if options.aspect_weights:
+        out["score"] = weighted(out.get("aspects"), options.aspect_weights)
+    elif row.get("score") is None and out.get("aspects"):
         out["score"] = math.fsum(item["score"] for item in out["aspects"]) / len(out["aspects"])
     else:
         out["score"] = to_number(row.get("score"))
     if not low <= out["score"] <= high:
         raise Bad("bad_label")
-    if out.get("aspects") and out["score"] == 10 and \
+    if out.get("aspects") and not options.aspect_weights and out["score"] == 10 and \
             math.fsum(item["score"] for item in out["aspects"]) / len(out["aspects"]) <= 2:
         raise Bad("score_inconsistent")         # UltraFeedback: an overall 10 that meant 1
     if isinstance(row.get("model"), str):
         out["gen"] = {"model_id": row["model"]}
     # The same rating by two people or groups is two rows.
     return "ratings/1", out | _annotated({"annotator": row.get("group")} | {k: row[k] for k in ("annotator_id", "annotator", "criteria") if row.get(k) is not None}), set()
+
+
+def weighted(aspects: list[dict] | None, weights: dict[str, float]) -> float:
+    """The overall score of a rating as the weighted sum of its aspects (`data.ratings`); Bad(missing_aspect) where it lacks one."""
+    from stages.ingestion.pairing import overall_scores
+
+    found = {item["aspect"]: item["score"] for item in aspects or ()}
+    if any(name not in found for name in weights):
+        raise Bad("missing_aspect")
+    return overall_scores([[found[name] for name in weights]], list(weights.values()))[0]
 
 
 def _ranking(row: dict, options) -> tuple[str, dict, set]:
@@ -895,6 +923,7 @@ FORMATS: dict[str, tuple[Callable, tuple[str, ...], tuple[str, ...]]] = {
                                                                  "is_quality_control", "annotator_id", "annotator")),
     "rankings": (_ranking, ("completions",), ("prompt", "system", "ranks", "scores", "models", "annotator_id", "annotator", "criteria")),
     "unpaired": (_unpaired, ("completion", "label"), ("prompt", "system", "label_kind")),
+    "events": (_event, ("prompt", "completion", "action"), ("system", "edited_text")),
     "ratings": (_rating, ("completion", "score"), ("prompt", "system", "aspects", "critique", "scale_min", "scale_max", "model", "annotator_id",
                                                 "annotator", "criteria")),
     "rlvr": (_rlvr, ("messages", "ground_truth", "dataset"), ("system", "category", "language")),
@@ -915,7 +944,7 @@ ALIASES = {"trl": "auto", "likert": "comparisons", "sharegpt": "messages", "prom
 
 # Kind of the rows of a format, for files of which no sampled row can be read.
 _KINDS = {"alpaca_eval": "comparisons/1", "segments": "segments/1", "hh": "pairs/1", "preference": "pairs/1", "comparisons": "comparisons/1", "stepwise": "stepwise/1",
-          "rankings": "rankings/1", "unpaired": "unpaired/1", "ratings": "ratings/1", "rlvr": "prompts/1", "messages": "demonstrations/1", "prompt_completion": "demonstrations/1",
+          "rankings": "rankings/1", "unpaired": "unpaired/1", "events": "unpaired/1", "ratings": "ratings/1", "rlvr": "prompts/1", "messages": "demonstrations/1", "prompt_completion": "demonstrations/1",
           "multiple_choice": "prompts/1", "gsm8k": "prompts/1", "math": "prompts/1", "qa": "demonstrations/1", "instruction": "demonstrations/1", "turns": "prompts/1", "prompts": "prompts/1", "text": "text/1"}
 
 
@@ -934,6 +963,8 @@ def _format_of(row: dict) -> str | None:
     keys = frozenset(key for key, value in row.items() if value is not None)
     for name, (_, required, _) in FORMATS.items():
         if name == "hh" and not ("prompt" not in keys and isinstance(row.get("chosen"), str) and _HH_TURN.match(row["chosen"])):
+            continue
+        if name == "events" and row.get("action") not in EVENT_MAP:
             continue
         if name == "gsm8k" and not (isinstance(row.get("answer"), str) and "####" in row["answer"]):
             continue
@@ -961,10 +992,10 @@ def detect(rows: list[dict]) -> str | None:
 
 def rename(row: dict, column_map: dict[str, str]) -> dict:
     """The row with our names: column_map is {our name: source name}; dotted source names go inside structs."""
-    out = dict(row)
+    taken = set(column_map.values())
+    out = {name: value for name, value in row.items() if name not in taken}        # all at once: two columns may change places
     for ours, theirs in column_map.items():
         if theirs in row:
-            out.pop(theirs, None)
             out[ours] = row[theirs]
         elif "." in theirs:
             value: Any = row

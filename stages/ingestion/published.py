@@ -9,7 +9,7 @@ may hold several of ours (the four rated answers of UltraFeedback), and several 
 | HelpSteer, HelpSteer2 (helpfulness is the score, `aspect_weights` another), UltraFeedback | ratings |
 | HelpSteer2-Preference, HelpSteer3, PKU-SafeRLHF (`label_column=better_response_id` or `safer_response_id`), SHP, WebGPT, summarize_from_feedback, Chatbot Arena, JudgeBench | comparisons |
 | Nectar, OpenAssistant (messages or trees), Stack Exchange preferences | rankings |
-| BeaverTails, conversations with a label (LLaMA-Factory's kto_tag) | unpaired |
+| BeaverTails, conversations with a label (LLaMA-Factory's kto_tag), signals of a product (prompt, response, action) | unpaired; edits as pairs |
 | verl and DAPO, DeepMath, NuminaMath and OpenR1 (kind=prompts/1), MBPP, APPS, prompts with `solution` or `ground_truth` | prompts with answers or tests |
 | PRM800K, Math-Shepherd | stepwise |
 | Capybara, LIMA, OpenOrca, s1K, xLAM, Alpaca with `history` | demonstrations |
@@ -17,11 +17,13 @@ may hold several of ours (the four rated answers of UltraFeedback), and several 
 from __future__ import annotations
 
 import re
+from datetime import datetime, timezone
 from typing import Any, Callable, Iterator, NamedTuple
 
 import orjson
 
 from stages.ingestion.formats import ALIASES, Adapter, detect, hh_transcript, rename
+from stages.ingestion.pairing import EVENT_MAP
 from stages.ingestion.rules import Bad
 from stages.ingestion.sources import Record, SourceFile, canonical_bytes, head_rows, parse_json
 
@@ -440,6 +442,31 @@ def _is_labelled_talk(row: dict, options) -> bool:
     return talk is not None and isinstance(label, bool) and len(talk) > 1 and talk[-1].get("role", talk[-1].get("from")) in ("assistant", "gpt")
 
 
+_TIMES = ("collected_at", "ts", "timestamp", "created_at")
+
+
+def _events(row: dict, options) -> list[dict]:
+    """A product signal about an answer; of an edit, where no pairs are wanted, also the edited text as an answer that is wanted."""
+    at, text = next((row[name] for name in _TIMES if row.get(name) is not None), None), next((row[name] for name in _EDITED if row.get(name) is not None), None)
+    if _number(at):         # seconds or milliseconds since 1970
+        at = datetime.fromtimestamp(at / 1000 if at > 1e11 else at, timezone.utc).isoformat()
+    name = next(name for name in _ANSWERS if row.get(name) is not None)
+    if row["action"] == "edit" and text is None:
+        raise Bad("missing_column")
+    new = _without(row, *_TIMES, *_EDITED, name, completion=row[name], collected_at=at)
+    if row["action"] != "edit" or options.kind == "pairs/1":
+        return [new | ({"edited_text": text} if text is not None else {})]
+    return [new, {**new, "completion": text, "action": "edited"}]
+
+
+_EDITED = ("edited", "edited_text", "edited_response")
+_ANSWERS = ("response", "output", "completion")
+
+
+def _is_event(row: dict, options) -> bool:
+    return any(row.get(name) is not None for name in _ANSWERS) and (row["action"] in EVENT_MAP or row["action"] in options.event_map or options.format == "events") and row.get("label") is None
+
+
 # -- prompts that can be checked ------------------------------------------------------------------------------
 def _for_prompts(row: dict, options) -> bool:
     return options.kind in ("auto", "prompts/1")
@@ -576,7 +603,6 @@ def _xlam(row: dict, options) -> list[dict]:
 
 
 _QUESTIONS = ("question", "query", "problem", "input")
-_ANSWERS = ("response", "output", "completion")
 
 
 def _answered(row: dict, options) -> list[dict]:
@@ -611,6 +637,7 @@ FORMS: tuple[Form, ...] = (
     Form(("message_id", "message_tree_id", "text", "role"), stream=_oasst, format=lambda options: "messages" if options.kind in ("demonstrations/1", "text/1") else "rankings"),
     Form(("message_tree_id", "prompt"), None, lambda row, options: isinstance(row["prompt"], dict) and "replies" in row["prompt"], _oasst,
          lambda options: "messages" if options.kind in ("demonstrations/1", "text/1") else "rankings"),
+    Form(("prompt", "action"), _events, _is_event, format=lambda options: "events"),
     Form(("history", "human_ref_A", "human_ref_B", "labels"), _shp),
     Form(("question", "answer_0", "answer_1", "score_0", "score_1"), _webgpt, lambda row, options: isinstance(row["question"], dict)),
     Form(("info", "summaries", "choice"), _summaries, lambda row, options: isinstance(row["info"], dict)),

@@ -238,3 +238,22 @@ def test_a_form_is_read_in_any_container_and_rows_that_are_not_of_it_keep_their_
     assert lines.codes() == {4: ["missing_column"], 5: ["parse_error"]}
     named = ingest(tmp_path / "x.parquet", tmp_path / "w3", format="prompt_completion")         # a format that is named is taken
     assert named.data.kind == "demonstrations/1"
+
+
+def test_columns_may_change_places(tmp_path):
+    path = write_lines(tmp_path / "x.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "b"}])
+    (row,) = ingest(path, tmp_path / "w", chosen_column="rejected", rejected_column="chosen").rows
+    assert (said(row["chosen"]), said(row["rejected"])) == (["b"], ["a"])
+
+
+@pytest.mark.parametrize("row, code, tells, more", [
+    ({"prompt": "p", "response": "a", "quality": 3}, "unread_label", "score_column=quality", {}),
+    ({"prompt": "p", "target": "a"}, "unread_answer", "answer_column=target", {}),
+    ({"prompt": "p", "chosen": "a", "rejected": "b", "score_chosen": 1, "score_rejected": 2}, "scores_against", "chosen_column=rejected", {}),
+    ({"prompt": "p", "response": "a", "topic": "x"}, None, "", {}),
+    ({"prompt": "p", "target": "a"}, None, "", {"answer_column": "target"}),
+    ({"prompt": "p", "chosen": "a", "rejected": "b", "score_chosen": 2, "score_rejected": 1}, None, "", {}),
+])
+def test_what_is_put_aside_is_told_where_it_looks_like_the_label(tmp_path, row, code, tells, more):
+    warnings = {w["code"]: w["text"] for w in ingest(write_lines(tmp_path / "x.jsonl", [row]), tmp_path / "w", **more).result["warnings"]}
+    assert warnings.keys() & {"unread_label", "unread_answer", "scores_against"} == ({code} if code else set()) and tells in warnings.get(code, "")
