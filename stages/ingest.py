@@ -3,7 +3,8 @@
 Reads JSON Lines, JSON, CSV/TSV, Parquet, Arrow (`save_to_disk`) and text, plain or gzip, in the
 formats that people have: TRL's preference, unpaired, prompt-completion, prompt-only, stepwise and
 language-modelling sets (strings or messages), HH transcripts, AlpacaEval judgements, GSM8K,
-MATH, multiple choice (MMLU, ARC, HellaSwag, columns A B C D ...), Likert comparisons, ratings, rankings. Every input row is either kept or put into `quarantine` with
+MATH, multiple choice (MMLU, ARC, HellaSwag, columns A B C D ...), Likert comparisons, ratings, rankings, and
+published datasets in columns of their own (`ingestion/published.py`). Every input row is either kept or put into `quarantine` with
 its file, line and codes; the counts add up. Runs in flat memory and resumes where it was killed.
 
 Order per row: parse -> adapt to our schema -> rules -> duplicates and contradictions -> conversion
@@ -30,7 +31,7 @@ class Config(StageConfig):
                   "comparisons/1", "stepwise/1", "segments/1", "rubric_items/1", "principles/1"] = Field(
         "auto", description="kind of rows wanted; auto takes what the data is (comparisons become pairs). Source: catalogue A.0, A.1")
     format: Literal["auto", "trl", "hh", "preference", "implicit", "alpaca_eval", "comparisons", "likert", "multiple_choice", "gsm8k", "math", "qa", "rlvr",
-                    "messages", "sharegpt", "prompt_completion", "instruction", "alpaca", "unpaired", "ratings", "rankings",
+                    "messages", "sharegpt", "prompt_completion", "instruction", "alpaca", "unpaired", "events", "ratings", "rankings",
                     "stepwise", "segments", "prompts", "prompt_only", "turns", "text", "language_modeling"] = Field(
         "auto", description="format of the source rows; auto (and trl) look at the columns of each file's first rows")
     files: str | None = Field(None, description="pattern of the files to read where the input is a directory, such as 'train*.jsonl'")
@@ -105,6 +106,12 @@ class Config(StageConfig):
                                                               "(data.ratings)")
     threshold: float | None = Field(None, description="ratings at or above it are desirable / good enough for demonstrations")
     dead_band: float = Field(0.0, ge=0, description="ratings nearer to the threshold than this are dropped")
+    aspect_weights: dict[str, float] = Field(
+        default_factory=dict, description="the score of a rating as the weighted sum of its aspects, such as {helpfulness: 0.7, honesty: 0.3}; weights sum to 1. Default: the score that the "
+        "source gives, else the mean of the aspects (data.ratings)")
+    event_map: dict[str, float] = Field(
+        default_factory=dict, description="what signals of a product say of an answer (rows with prompt, response, action): {action: weight}, below 0 for a bad answer, 0 to leave it out; added "
+        "to thumbs_up 1, thumbs_down -1, regenerate -0.5, close_tab -0.25, angry_followup -0.5, copy 0.5, and edit (the edited text over the answer) (data.implicit)")
     scale_min: float | None = Field(None, description="lowest possible score; null: not checked")
     scale_max: float | None = Field(None, description="highest possible score; null: not checked")
     max_pairs_per_prompt: int | None = Field(None, ge=1, description="cap for pairs made of thumbs or ratings; null: all")
@@ -136,6 +143,8 @@ class Config(StageConfig):
             raise ValueError("validation_fraction + test_fraction must leave rows for training; write for example 0.05 and 0.05")
         if self.halves and self.validation_fraction + self.test_fraction > 0:
             raise ValueError("halves replaces the other splits; set validation_fraction and test_fraction to 0")
+        if self.aspect_weights and abs(sum(self.aspect_weights.values()) - 1) > 1e-9:
+            raise ValueError(f"aspect_weights sum to {sum(self.aspect_weights.values()):g}; write weights that sum to 1, such as {{helpfulness: 0.7, honesty: 0.3}}")
         known = set(SYNONYMS) | set(_COMMON) | {"source"}
         for _, required, more in FORMATS.values():
             known |= set(required) | set(more)
@@ -181,9 +190,10 @@ SPEC = StageSpec(
 
 def native_kind(path: str, config: Config | None = None) -> str | None:
     """Kind of the rows behind a path, from its first readable rows; None if no format fits."""
-    from stages.ingestion.formats import ALIASES, Adapter, detect, kind_of, rename
+    from stages.ingestion.formats import kind_of
+    from stages.ingestion.published import adapter_of
     from stages.ingestion.rules import Bad
-    from stages.ingestion.sources import SourceError, find_files, head_rows
+    from stages.ingestion.sources import Record, SourceError, find_files, head_rows
     from storage.datasets import DatasetError, open_dataset
 
     config = config or Config()
@@ -197,18 +207,18 @@ def native_kind(path: str, config: Config | None = None) -> str | None:
         return None
     found = None
     for source in files:
-        rows = [rename(row, config.columns()) for row in head_rows(source)]
-        name = ALIASES.get(config.format, config.format)
-        name = detect(rows) if name == "auto" else name
-        if name is None:
+        adapter = adapter_of(source, config)
+        if adapter is None:
             continue
-        adapter = Adapter(name, config)
-        for row in rows:
+        if adapter.name == "events":
+            return "pairs/1" if config.kind == "pairs/1" else "unpaired/1"      # whatever the first row is
+        for record in adapter.records(Record(line, None, row, None) for line, row in enumerate(head_rows(source), 1)):
             try:
-                return adapter(row)[0]
+                if record.row is not None and record.code is None:
+                    return adapter(record.row)[0]
             except Bad:
                 continue
-        found = found or kind_of(name, config.kind)     # nothing of it can be read: the quarantine will say why
+        found = found or kind_of(adapter.name, config.kind)     # nothing of it can be read: the quarantine will say why
     return found
 
 

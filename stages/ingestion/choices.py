@@ -21,7 +21,7 @@ from stages.choices import INSTRUCTION, LETTERS, with_options
 from stages.ingestion.rules import Bad
 
 QUESTIONS = ("question", "question_stem", "ctx", "goal", "sentence", "query", "prompt")
-ANSWERS = ("answerKey", "answer_key", "answer", "label", "gold", "answer_index", "answer_idx", "correct_answer", "target")
+ANSWERS = ("answerKey", "answer_key", "answer", "label", "gold", "answer_index", "answer_idx", "correct_answer", "target", "correct")
 SPREAD = (("sol", 1), ("option", 1), ("option_", 1), ("choice", 1), ("ending", 0))  # choices in columns of their own: sol1 sol2 ...
 USED = ("category", "subject", "system", "choices", "options", "endings", "mc1_targets", *QUESTIONS, *ANSWERS, *LETTERS[:10], *LETTERS[:10].lower())
 
@@ -142,6 +142,8 @@ def _texts(found: Any) -> tuple[list[str], list[str] | None]:
     """(texts, labels) of a list of texts, numbers or {text, label}."""
     if not isinstance(found, list):
         raise Bad("wrong_type")
+    if len(found) > 1 and all(isinstance(item, str) and re.match(rf"\(?{letter}\)", item) for letter, item in zip(LETTERS, found)):     # AQuA: "A)21"
+        found = [item[item.index(")") + 1:].strip() for item in found]
     if found and all(isinstance(item, dict) for item in found):
         if not all(isinstance(item.get("text"), str) for item in found):
             raise Bad("wrong_type")

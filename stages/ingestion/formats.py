@@ -16,6 +16,7 @@ from typing import Any, Callable
 import orjson
 
 from stages.ingestion import choices as mc
+from stages.ingestion.pairing import EVENT_MAP
 from stages.ingestion.rules import Bad, role_codes, segment_codes
 from stages.ingestion.sources import canonical_bytes, split_named
 
@@ -23,8 +24,11 @@ from stages.ingestion.sources import canonical_bytes, split_named
 SYNONYMS = {
     "completion": ("response", "output"),
     "score": ("rating", "overall_score"),
-    "chosen_score": ("score_chosen",),
-    "rejected_score": ("score_rejected",),
+    "system": ("system_prompt",),
+    "chosen_score": ("score_chosen", "chosen_rating", "chosen-rating"),
+    "rejected_score": ("score_rejected", "rejected_rating", "rejected-rating"),
+    "chosen_model": ("chosen-model",),
+    "rejected_model": ("rejected-model",),
     "messages": ("conversations", "conversation"),
     "ranks": ("rank",),
 }
@@ -41,6 +45,10 @@ _LISTS = frozenset(("labels", "ranks", "scores", "completions", "votes", "turns"
                     "reward_route", "choices", "options", "endings", "mc1_targets", "chosen_segments", "rejected_segments", "aspects", "models", "soft_labels", "constraint_ids"))
 _MESSAGES = ("messages", "prompt", "completion", "chosen", "rejected", "response_a", "response_b")
 _MESSAGE_KEYS = frozenset(("role", "content", "from", "value", "name", "tool_call_id", "functions", "tools", "function_calls", "tool_calls", "function_call"))
+# Labels of comparisons as Chatbot Arena and JudgeBench write them.
+_WINNERS = {"model_a": "A", "model_b": "B", "tie (bothbad)": "tie", "both_bad": "tie", "bothbad": "tie", "a>b": "A", "b>a": "B", "a=b": "tie", "b=a": "tie"}
+# What NuminaMath writes where there is no answer to check: a proof is asked for, or none was found.
+_NO_ANSWER = frozenset(("proof", "notfound", "not found"))
 _HH_TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
@@ -532,6 +540,21 @@ def _unpaired(row: dict, options) -> tuple[str, dict, set]:
                           "label_kind": kind if isinstance(kind, str) else "thumbs"}, set()
 
 
+def _event(row: dict, options) -> tuple[str, dict, set]:
+    """What somebody did with an answer (`data.implicit`): a labelled completion, or of an edit the edited text over the answer. `published.py` gives the edited text an `edited` of its own."""
+    from stages.ingestion.pairing import event
+
+    action = row.get("action")
+    if not isinstance(action, str):
+        raise Bad("missing_column" if action is None else "wrong_type")
+    label, weight = (True, 1.0) if action == "edited" else event(action, options.event_map)
+    if label == "pair" and options.kind == "pairs/1":
+        return "pairs/1", {"prompt": to_prompt(row.get("prompt"), row.get("system")), "chosen": to_completion(row.get("edited_text")), "rejected": to_completion(row.get("completion")),
+                           "weight": weight}, set()
+    return "unpaired/1", {"prompt": to_prompt(row.get("prompt"), row.get("system")), "completion": to_completion(row.get("completion")), "label": label is True, "weight": weight,
+                          "label_kind": f"event:{'edit' if action == 'edited' else action}"}, set()
+
+
 def _rating(row: dict, options) -> tuple[str, dict, set]:
     low = _optional_number(row.get("scale_min")) if row.get("scale_min") is not None else options.scale_min
     high = _optional_number(row.get("scale_max")) if row.get("scale_max") is not None else options.scale_max
@@ -545,19 +568,31 @@ def _rating(row: dict, options) -> tuple[str, dict, set]:
         out["aspects"] = [{"aspect": str(item.get("aspect")), "score": to_number(item.get("score")),
                            "rationale": item.get("rationale") if isinstance(item.get("rationale"), str) else None}
                           for item in _structs(aspects)]
-    if row.get("score") is None and out.get("aspects"):
+    if options.aspect_weights:
+        out["score"] = weighted(out.get("aspects"), options.aspect_weights)
+    elif row.get("score") is None and out.get("aspects"):
         out["score"] = math.fsum(item["score"] for item in out["aspects"]) / len(out["aspects"])
     else:
         out["score"] = to_number(row.get("score"))
     if not low <= out["score"] <= high:
         raise Bad("bad_label")
-    if out.get("aspects") and out["score"] == 10 and \
+    if out.get("aspects") and not options.aspect_weights and out["score"] == 10 and \
             math.fsum(item["score"] for item in out["aspects"]) / len(out["aspects"]) <= 2:
         raise Bad("score_inconsistent")         # UltraFeedback: an overall 10 that meant 1
     if isinstance(row.get("model"), str):
         out["gen"] = {"model_id": row["model"]}
     # The same rating by two people or groups is two rows.
     return "ratings/1", out | _annotated({"annotator": row.get("group")} | {k: row[k] for k in ("annotator_id", "annotator", "criteria") if row.get(k) is not None}), set()
+
+
+def weighted(aspects: list[dict] | None, weights: dict[str, float]) -> float:
+    """The overall score of a rating as the weighted sum of its aspects (`data.ratings`); Bad(missing_aspect) where it lacks one."""
+    from stages.ingestion.pairing import overall_scores
+
+    found = {item["aspect"]: item["score"] for item in aspects or ()}
+    if any(name not in found for name in weights):
+        raise Bad("missing_aspect")
+    return overall_scores([[found[name] for name in weights]], list(weights.values()))[0]
 
 
 def _ranking(row: dict, options) -> tuple[str, dict, set]:
@@ -606,6 +641,7 @@ def _comparison(row: dict, options) -> tuple[str, dict, set]:
         if label is None:
             raise Bad("missing_column")
         named = options.label_map.get(_label_name(label), label)
+        named = _WINNERS.get(named.strip().lower(), named) if isinstance(named, str) else named
         if isinstance(named, str) and not re.fullmatch(r"\s*[+-]?\d+(\.\d*)?\s*", named):
             votes([named])
             out |= {"label_kind": "choice", "votes": [named]}
@@ -684,6 +720,8 @@ def _math(row: dict, options) -> tuple[str, dict, set]:
         answer = extract_boxed(solution or "")
     if answer is None:
         raise Bad("verifier_spec_invalid")
+    if isinstance(answer, str) and answer.strip().lower() in _NO_ANSWER:
+        raise Bad("no_final_answer")
     kind, out, codes = _prompts({"prompt": problem, "answer": answer, "answer_type": row.get("answer_type"), "category": row.get("subject") or row.get("type")}, options)
     if out["answer_type"] == "text" and row.get("answer_type", options.answer_type) is None:
         out["answer_type"] = "latex"
@@ -790,9 +828,10 @@ def _rlvr(row: dict, options) -> tuple[str, dict, set]:
 
 
 def _instruction(row: dict, options) -> tuple[str, dict, set]:
-    instruction, given = row.get("instruction"), row.get("input")
-    if isinstance(instruction, str) and isinstance(given, str) and given.strip():
-        instruction = f"{instruction}\n\n{given}"
+    instruction = row.get("instruction")
+    for given in (row.get("input"), row.get("context")):       # Alpaca's, Dolly's
+        if isinstance(instruction, str) and isinstance(given, str) and given.strip():
+            instruction = f"{instruction}\n\n{given}"
     return _demonstration({"prompt": instruction, "completion": row.get("output", row.get("response", row.get("completion"))),
                            "system": row.get("system")}, options)
 
@@ -865,7 +904,7 @@ def _segment(item: Any) -> dict:
         {"aspect": str(s.get("aspect")), "score": float(s["score"]), "rationale": s.get("rationale")} for s in scores]}
 
 
-_TEXTS = frozenset(("domain", "category", "language", "critique", "answer", "separator"))
+_TEXTS = frozenset(("domain", "category", "language", "critique", "answer", "separator", "context"))
 _ANSWER = ("answer", "answer_type", "tests", "constraints", "facts", "reward_route", "domain", "category", "language",
            "instruction_id_list", "kwargs", "test", "entry_point")
 # format -> (adapter, required columns, further columns it reads, in order of precedence)
@@ -884,6 +923,7 @@ FORMATS: dict[str, tuple[Callable, tuple[str, ...], tuple[str, ...]]] = {
                                                                  "is_quality_control", "annotator_id", "annotator")),
     "rankings": (_ranking, ("completions",), ("prompt", "system", "ranks", "scores", "models", "annotator_id", "annotator", "criteria")),
     "unpaired": (_unpaired, ("completion", "label"), ("prompt", "system", "label_kind")),
+    "events": (_event, ("prompt", "completion", "action"), ("system", "edited_text")),
     "ratings": (_rating, ("completion", "score"), ("prompt", "system", "aspects", "critique", "scale_min", "scale_max", "model", "annotator_id",
                                                 "annotator", "criteria")),
     "rlvr": (_rlvr, ("messages", "ground_truth", "dataset"), ("system", "category", "language")),
@@ -893,7 +933,7 @@ FORMATS: dict[str, tuple[Callable, tuple[str, ...], tuple[str, ...]]] = {
     "gsm8k": (_gsm8k, ("question", "answer"), ()),
     "math": (_math, ("problem", "solution"), ("answer", "answer_type", "level", "type", "subject")),
     "qa": (_qa, ("question", "answer"), ()),
-    "instruction": (_instruction, ("instruction",), ("input", "output", "response", "completion", "system")),
+    "instruction": (_instruction, ("instruction",), ("input", "context", "output", "response", "completion", "system")),
     "turns": (_turns, ("turns",), ("category",)),
     "prompts": (_prompts, ("prompt",), ("system", *_ANSWER)),
     "text": (_text, ("text",), ("domain",)),
@@ -904,7 +944,7 @@ ALIASES = {"trl": "auto", "likert": "comparisons", "sharegpt": "messages", "prom
 
 # Kind of the rows of a format, for files of which no sampled row can be read.
 _KINDS = {"alpaca_eval": "comparisons/1", "segments": "segments/1", "hh": "pairs/1", "preference": "pairs/1", "comparisons": "comparisons/1", "stepwise": "stepwise/1",
-          "rankings": "rankings/1", "unpaired": "unpaired/1", "ratings": "ratings/1", "rlvr": "prompts/1", "messages": "demonstrations/1", "prompt_completion": "demonstrations/1",
+          "rankings": "rankings/1", "unpaired": "unpaired/1", "events": "unpaired/1", "ratings": "ratings/1", "rlvr": "prompts/1", "messages": "demonstrations/1", "prompt_completion": "demonstrations/1",
           "multiple_choice": "prompts/1", "gsm8k": "prompts/1", "math": "prompts/1", "qa": "demonstrations/1", "instruction": "demonstrations/1", "turns": "prompts/1", "prompts": "prompts/1", "text": "text/1"}
 
 
@@ -923,6 +963,8 @@ def _format_of(row: dict) -> str | None:
     keys = frozenset(key for key, value in row.items() if value is not None)
     for name, (_, required, _) in FORMATS.items():
         if name == "hh" and not ("prompt" not in keys and isinstance(row.get("chosen"), str) and _HH_TURN.match(row["chosen"])):
+            continue
+        if name == "events" and row.get("action") not in EVENT_MAP:
             continue
         if name == "gsm8k" and not (isinstance(row.get("answer"), str) and "####" in row["answer"]):
             continue
@@ -950,10 +992,10 @@ def detect(rows: list[dict]) -> str | None:
 
 def rename(row: dict, column_map: dict[str, str]) -> dict:
     """The row with our names: column_map is {our name: source name}; dotted source names go inside structs."""
-    out = dict(row)
+    taken = set(column_map.values())
+    out = {name: value for name, value in row.items() if name not in taken}        # all at once: two columns may change places
     for ours, theirs in column_map.items():
         if theirs in row:
-            out.pop(theirs, None)
             out[ours] = row[theirs]
         elif "." in theirs:
             value: Any = row
@@ -965,10 +1007,12 @@ def rename(row: dict, column_map: dict[str, str]) -> dict:
 
 
 class Adapter:
-    """Reads rows of one format. options: the stage's config (kind, scales, column_map ...)."""
+    """Reads rows of one format. options: the stage's config (kind, scales, column_map ...). `published.adapter_of` makes the one of a file."""
 
-    def __init__(self, name: str, options):
+    def __init__(self, name: str, options, records: Callable | None = None):
         self.name = name
+        #: records of the source -> those that this adapter reads; for published datasets in columns of their own (`published.py`)
+        self.records = records or iter
         self._read, required, more = FORMATS[name]
         self._used = frozenset(required) | frozenset(more) | frozenset(_COMMON)
         self._options, self._map = options, options.columns()

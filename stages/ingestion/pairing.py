@@ -269,6 +269,29 @@ EVENT_MAP: dict[str, tuple[bool | str, float]] = {
     "close_tab": (False, 0.25), "angry_followup": (False, 0.5), "copy": (True, 0.5),
     "edit": ("pair", 1.0),
 }
+EXPLICIT = frozenset(("thumbs_up", "thumbs_down", "edit"))      # said on purpose; all others are behaviour
+
+
+def event(action: str, more: dict[str, float] | None = None) -> tuple[bool | str, float]:
+    """(label or "pair", weight) of a product signal (`data.implicit`). more: signed weights of other signals, below 0 for a bad answer; 0 leaves a signal out.
+
+    Raises Bad(bad_label) for an unknown one, Bad(ignored_event) for one with weight 0.
+    """
+    if more and action in more:
+        if more[action] == 0:
+            raise Bad("ignored_event")
+        return more[action] > 0, abs(more[action])
+    if action not in EVENT_MAP:
+        raise Bad("bad_label")
+    return EVENT_MAP[action]
+
+
+def last_event(explicit: Sequence[bool], times: Sequence) -> int:
+    """Index of the signal that counts among all of one response: explicit beats implicit, then the last one (`data.implicit`). times: comparable, or None where unknown (then input order)."""
+    among = [index for index, said in enumerate(explicit) if said] or range(len(explicit))
+    if any(times[index] is None for index in among):
+        return among[-1]
+    return max(among, key=lambda index: (times[index], index))
 
 
 def text_to_text(context: str, chosen: str, rejected: str, form: str = "pointwise") -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Iterator
@@ -16,7 +17,8 @@ from typing import Any, Iterator
 from stages.choices import question_of
 from stages.harness import StageFailure
 from stages.ingestion import agreement, conversions, curation, rules, votes
-from stages.ingestion.formats import _ASKED, ALIASES, Adapter, detect, fold_system, known_columns, rename
+from stages.ingestion.formats import _ASKED, Adapter, fold_system, known_columns, rename, weighted
+from stages.ingestion.published import adapter_of
 from stages.ingestion.rules import Bad
 from stages.ingestion.seen import SeenRows
 from stages.ingestion.sources import Reading, Record, SourceError, SourceFile, canonical_bytes, find_files, head_rows, parse_json, split_named
@@ -32,6 +34,10 @@ _CONTENT = {"pairs/1": ("prompt", "chosen", "rejected"), "comparisons/1": ("prom
             "demonstrations/1": ("messages",), "prompts/1": ("prompt", "answer"), "rankings/1": ("prompt", "completions"),
             "ratings/1": ("prompt", "completion"), "unpaired/1": ("prompt", "completion"), "stepwise/1": ("prompt", "completions"),
             "segments/1": ("prompt", "chosen", "rejected"), "text/1": ("text",)}
+# Columns beside demonstrations that say how good the answer is, and beside prompts that hold one.
+_JUDGED = ("label", "labels", "score", "scores", "rating", "reward", "rank", "preference", "is_safe", "safe", "is_correct", "correct", "correctness", "helpfulness", "quality", "overall_score",
+           "thumbs", "feedback", "upvotes")
+_ANSWERS = ("answers", "correct_answer", "ground_truth", "solution", "final_answer", "expected_answer", "reference_answer", "reference", "target", "gold", "label", "output", "response", "completion")
 _PREFERRED = {"comparisons/1": "pairs/1"}       # what `kind: auto` makes of a kind
 
 
@@ -55,6 +61,7 @@ class Counts:
         self.native: dict[str, int] = dict(state.get("native", {}))
         self.labels: dict[str, int] = dict(state.get("labels", {}))
         self.steps: dict[str, list[int]] = {key: list(value) for key, value in state.get("steps", {}).items()}     # numbers seen as step labels, by file
+        self.scores_against: int = state.get("scores_against", 0)
         self.cut_prompts: int = state.get("cut_prompts", 0)
         self.reasoning: dict[str, int] = dict(state.get("reasoning", {}))
 
@@ -89,6 +96,8 @@ class Ingestion:
         self.name = self.config.dataset or (self.dataset.name if self.dataset else _stem(self.path))
         self._check_mapped()
         self.kind = self._wanted_kind()
+        if self.config.aspect_weights and (native := self.dataset.kind if self.dataset else _native(self.path, self.config)) != "ratings/1":
+            raise ConfigError(f"stage ingest: aspect_weights makes scores of the aspects of ratings, and the data holds {native or 'no known rows'}; leave it out")
         self._benchmark_skips: dict[str, int] = {}
         self.benchmarks = self._benchmark_index()
         self._fractions = self.config.fractions()
@@ -104,9 +113,7 @@ class Ingestion:
             return self.config.kind
         if self.dataset is not None:
             return self.dataset.kind
-        from stages.ingest import native_kind
-
-        found = native_kind(self.path, self.config)
+        found = _native(self.path, self.config)
         if found is None:
             if all(source.size == 0 or not head_rows(source, 1) for source in self.files):
                 return "text/1"         # nothing readable: all of it goes to quarantine
@@ -168,10 +175,9 @@ class Ingestion:
             except SourceError as error:
                 raise ConfigError(f"stage ingest, input benchmarks.{label}: {error}") from None
             for source in files:
-                name = detect(head_rows(source))
-                adapter = Adapter(name, Config(kind="prompts/1")) if name else None
+                adapter = adapter_of(source, Config(kind="prompts/1"))
                 before, skipped = len(index), 0
-                for record in Reading(source):
+                for record in adapter.records(Reading(source)) if adapter else Reading(source):
                     row = record.row if record.row is not None or record.code else parse_json(record.raw)[0]
                     texts = _asked_of(row, adapter) if row is not None else []
                     for turn, text in enumerate(texts):
@@ -252,7 +258,7 @@ class Ingestion:
         for source in self.files:
             adapter = self._adapter(source)
             reading = Reading(source)
-            for index, record in enumerate(reading):
+            for index, record in enumerate(adapter.records(reading) if adapter else reading):
                 yield source.name, adapter, record
                 if index % 1_000 == 0:
                     self.stage.progress(done + reading.done, total, self._told())
@@ -269,15 +275,35 @@ class Ingestion:
         return f"{self.counts.rows_in:,} rows, {self.counts.rows_quarantined:,} in quarantine"
 
     def _adapter(self, source: SourceFile) -> Adapter | None:
-        name = ALIASES.get(self.config.format, self.config.format)
-        if name == "auto":
-            name = detect([rename(row, self.config.columns()) for row in head_rows(source)])
-        if name is None:
+        adapter = adapter_of(source, self.config)
+        if adapter is None:
             if any(head_rows(source)):  # else nothing in it could be read, which is told of the rows
                 self.stage.warn("unknown_format", f"{source.name} fits no known format. {self._columns_hint()}")
             return None
-        self.counts.formats[source.name] = name
-        return Adapter(name, self.config)
+        self.counts.formats[source.name] = adapter.name
+        self._tell_unread(source, adapter)
+        if self.config.event_map and adapter.name != "events":
+            raise ConfigError(f"stage ingest: event_map says what the signals of a product mean, and {source.name} is read as {adapter.name}; rows with prompt, response and action are signals "
+                              "(format=events), else leave event_map out")
+        return adapter
+
+    def _tell_unread(self, source: SourceFile, adapter: Adapter) -> None:
+        """Warn of columns that say which answers are good, or what the answer is, where the rows are read as something that has no place for it."""
+        kinds, beside, answered = set(), {}, False
+        for record in adapter.records(Record(line, None, row, None) for line, row in enumerate(head_rows(source), 1)):
+            try:
+                kind, row, _ = adapter(record.row) if record.row is not None and record.code is None else (None, {}, None)
+                extra = json.loads(row.get("extra_json") or "{}")
+            except (Bad, RecursionError, OverflowError):
+                continue
+            kinds.add(kind)
+            answered = answered or any(row.get(name) for name in ("answer", "tests", "constraints"))
+            beside.update((name, value) for name, value in extra.items() if value not in (None, "", []))
+        if kinds == {"demonstrations/1"} and (found := [name for name, value in beside.items() if name in _JUDGED and not isinstance(value, (list, dict))]):
+            self.stage.warn("unread_label", f"{source.name} is read as demonstrations, of which every answer is trained on alike, but has {' and '.join(found)}: score_column={found[0]} reads it as "
+                            f"a rating, label_column={found[0]} as right or wrong; if it is neither, all is well")
+        elif kinds == {"prompts/1"} and self.kind == "prompts/1" and not answered and (found := [name for name in beside if name in _ANSWERS]):
+            self.stage.warn("unread_answer", f"the prompts of {source.name} have no answer that a verifier could check, but the file has {' and '.join(found)}: answer_column={found[0]} reads it")
 
     def _read(self, start: int) -> None:
         limit, seq = self.config.limit, 0
@@ -304,6 +330,8 @@ class Ingestion:
         try:
             if self.dataset is not None:
                 kind, native, codes = self.dataset.kind, row, set()
+                if self.config.aspect_weights:      # another score makes another row
+                    native = {key: value for key, value in row.items() if key != "row_id"} | {"score": weighted(row.get("aspects"), self.config.aspect_weights)}
             elif adapter is None:
                 raise Bad("missing_column")
             else:
@@ -412,7 +440,8 @@ class Ingestion:
         flagging = self.config.contradictions == "flag_second"
         annotated = kind == "comparisons/1" and bool((row.get("ann") or {}).get("annotator_id"))
         # Equal labels of an item are votes too, where votes are counted.
-        counted = (self.config.contradictions == "keep_as_votes" and (kind == "pairs/1" == self.kind or (kind == "comparisons/1" and "pairs/1" in path and not annotated))) or (
+        signal = kind == "unpaired/1" and self.dataset is None and votes.is_event(row)      # of several the last counts
+        counted = signal or (self.config.contradictions == "keep_as_votes" and (kind == "pairs/1" == self.kind or (kind == "comparisons/1" and "pairs/1" in path and not annotated))) or (
             self.config.on_conflict == "majority" and kind == "unpaired/1" == self.kind)
         if self.config.deduplicate != "off" and not counted:
             key, exact = self._identity(kind, row)
@@ -438,7 +467,7 @@ class Ingestion:
             rows = [new for item in rows for new in conversions.rowwise(have, want, item, self.config, self._draw(seq), self.gaps)]
             have = want
         voting = (self.config.contradictions in ("drop_both", "keep_as_votes") and kind == have == "pairs/1") or (
-            have == self.kind == "unpaired/1" and not staged_to and self.config.deduplicate != "off")
+            have == self.kind == "unpaired/1" and not staged_to and (signal or self.config.deduplicate != "off"))
         if voting and staged_to:
             raise ConfigError(f"stage ingest: contradictions={self.config.contradictions} cannot be combined with the conversion to "
                               f"{self.kind}; make pairs first (kind=pairs/1), then convert that dataset")
@@ -483,17 +512,19 @@ class Ingestion:
         done = 0
         for gid, staged in self.seen.groups(after):
             rows, have = [item["row"] for _, item in staged], staged[0][1]["kind"]
-            rows_out, reasons, lost = self._settle(have, rows, gid)
+            kept, gone = votes.settle_events(rows) if have == "unpaired/1" and self.dataset is None else (range(len(rows)), {})
+            rows_out, reasons, lost = self._settle(have, [rows[index] for index in kept], gid)
+            lost = gone | {kept[index]: code for index, code in lost.items()}
             self.counts.drop({reason: count for reason, count in reasons.items() if count})
             refused = {staged[index][1]["seq"] for index in lost}
-            kept = {item["seq"] for _, item in staged} - refused
+            seqs = {item["seq"] for _, item in staged} - refused
             for index, code in lost.items():
                 item = staged[index][1]
-                if item["seq"] in kept:
+                if item["seq"] in seqs:
                     continue
                 self._raw_name = (item["source"], Record(item["line"], None, item["row"], None))
                 self._refuse((code,))
-            self.counts.rows_kept += len(kept)
+            self.counts.rows_kept += len(seqs)
             self._write(rows_out, staged[0][1]["source"], gid)
             done += 1
             if done % 1_000 == 0:
@@ -561,6 +592,8 @@ class Ingestion:
                 made.add(key)
             out.append(done)
             if self.kind == "pairs/1":
+                if row.get("chosen_score") is not None and row.get("rejected_score") is not None:
+                    self.counts.scores_against += row["chosen_score"] < row["rejected_score"]
                 gens = [(row.get(f"{side}_gen") or {}).get("model_id") for side in ("chosen", "rejected")]
                 self.bias.add(_said(row["chosen"]), _said(row["rejected"]), (gens[0], gens[1]), prompt=_said(row["prompt"]) if row["prompt"] else "",
                               first_won=first_won, strength=row.get("strength"))
@@ -687,7 +720,9 @@ class Ingestion:
             hint = " " + self._columns_hint() if "missing_column" in account["codes"] and self.files else ""
             if worst[0][0] == "invalid_utf8":
                 hint += " A file in another encoding can be rewritten: iconv -f latin1 -t utf-8 FILE > NEW (or -f utf-16)."
-            hint += "".join(f" {code}: {rules.CODES[code]}." for code, _ in worst if code in ("scale_unknown", "verifier_spec_invalid", "bad_label", "wrong_type", "contradicts_row"))
+            if worst[0][0] == "duplicate_row":
+                hint += " max_quarantine_fraction=1 takes the first of each; deduplicate=off keeps all."
+            hint += "".join(f" {code}: {rules.CODES[code]}." for code, _ in worst if code in ("scale_unknown", "label_unsaid", "orphan_message", "verifier_spec_invalid", "bad_label", "wrong_type", "contradicts_row"))
             hint += "".join(f" {name}: {damage}." for name, damage in list(counts.damaged_files.items())[:3])
             raise StageFailure(
                 f"{counts.rows_damaged} of {counts.rows_in} rows ({counts.rows_damaged / counts.rows_in:.1%}) were refused, more than "
@@ -723,6 +758,9 @@ class Ingestion:
         if counts.reasoning.get("left"):
             stage.warn("reasoning_left_out", f"{counts.reasoning['left']} assistant messages have reasoning in a field of its own that is not trained: it stays in extra_json. "
                        + ("Ingest with reasoning=think to write it before their text." if self.config.reasoning == "drop" else "It, or their content, is no text."))
+        if counts.scores_against:
+            stage.warn("scores_against", f"{counts.scores_against} pairs have a higher score for the rejected answer: are these costs, or are chosen and rejected swapped? "
+                       "(chosen_column=rejected rejected_column=chosen swaps them)")
         if counts.long_prompts:
             stage.warn("very_long_prompt", f"{counts.long_prompts} prompts have more than {LONG_PROMPT} characters")
         if self.kind == "demonstrations/1" and counts.native.get("pairs/1"):
@@ -876,6 +914,12 @@ class NearDuplicates:
         """Close and delete the scratch file."""
         self.db.close()
         self.path.unlink(missing_ok=True)
+
+
+def _native(path: str, config) -> str | None:
+    from stages.ingest import native_kind
+
+    return native_kind(path, config)
 
 
 # -- small things -----------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ def read_rows(stage, name: str, kinds: tuple[str, ...], refused: Counter) -> Ite
     Raises ConfigError: rows of another kind than `kinds`, or a file of no known format.
     """
     from stages.ingest import Config
-    from stages.ingestion.formats import Adapter, detect
+    from stages.ingestion.published import adapter_of
     from stages.ingestion.rules import Bad
-    from stages.ingestion.sources import Reading, SourceError, find_files, head_rows, parse_json
+    from stages.ingestion.sources import Reading, SourceError, find_files, parse_json
     from stages.spec import ConfigError
     from storage.datasets import DatasetError, open_dataset
     from storage.schema import complete_row
@@ -37,11 +37,10 @@ def read_rows(stage, name: str, kinds: tuple[str, ...], refused: Counter) -> Ite
     except SourceError as error:
         raise ConfigError(f"stage {stage.name}: input {name!r}: {error}") from None
     for source in files:
-        known = detect(head_rows(source))
-        if known is None:
+        adapter = adapter_of(source, Config())
+        if adapter is None:
             raise ConfigError(wrong.format(f"{source.name}, whose rows fit no known format"))
-        adapter = Adapter(known, Config())
-        for record in Reading(source):
+        for record in adapter.records(Reading(source)):
             row, code = record.row, record.code
             if code is None and row is None:
                 row, code = parse_json(record.raw)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from datetime import datetime
 
 from stages.ingestion import pairing
 from stages.ingestion.conversions import _derived, comparison_to_pair
@@ -71,3 +72,22 @@ def settle_labels(rows: list[dict], on_conflict: str) -> tuple[list[dict], dict[
     if 0 < good < len(rows) and (on_conflict != "majority" or 2 * good == len(rows)):
         return [], dict.fromkeys(range(len(rows)), "contradicts_row")
     return [next(row for row in rows if row["label"] == (2 * good > len(rows)))], {}
+
+
+def is_event(row: dict) -> bool:
+    """Whether a labelled completion says what somebody did with it (`data.implicit`)."""
+    return (row.get("label_kind") or "").startswith("event:")
+
+
+def settle_events(rows: list[dict]) -> tuple[list[int], dict[int, str]]:
+    """(indices of the rows that count, {index: why not}) of product signals: one for each completion, the last explicit one, else the last."""
+    items: dict[bytes, list[int]] = {}
+    for index, row in enumerate(rows):
+        if is_event(row):
+            items.setdefault(item_key(row), []).append(index)
+    lost: dict[int, str] = {}
+    for indices in items.values():
+        times = [None if rows[index].get("collected_at") is None else datetime.fromisoformat(str(rows[index]["collected_at"])) for index in indices]
+        keep = indices[pairing.last_event([rows[index]["label_kind"].removeprefix("event:") in pairing.EXPLICIT for index in indices], times)]
+        lost |= {index: "superseded_event" for index in indices if index != keep}
+    return [index for index in range(len(rows)) if index not in lost], lost

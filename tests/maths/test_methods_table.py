@@ -61,7 +61,7 @@ def indexed(text: str) -> dict[str, str]:
 
 #: Central and described entries of the third page that have no row yet: nothing reaches them, or a part of what they say is missing. A new row shortens this.
 GAPS = """
-data.implicit data.vendor data.fasttext_mining
+data.vendor data.fasttext_mining
 synth.cold_start synth.matrix synth.ditto synth.saro
 synth.urial_demos
 reward.tampering reward.safety

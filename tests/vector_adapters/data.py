@@ -149,7 +149,7 @@ def _constraints(inputs, params):
 
 
 def _events(inputs, params):
-    found = [pairing.EVENT_MAP[event] for event in inputs["events"]]
+    found = [pairing.event(event) for event in inputs["events"]]
     return {"label": [label for label, _ in found], "weight": [weight for _, weight in found]}
 
 
