@@ -39,7 +39,7 @@ SPEC = StageSpec(
 PROMPT = ("system", "few_shot")
 
 COLUMNS = ("accuracy", "greedy_accuracy", "prompt_level_strict_acc", "mc_letter_acc", "mc_text_acc", "mc_text_acc_norm", "perplexity", "bits_per_byte", "mt_bench", "over_refusal_rate",
-           "refusal_rate_unsafe", "refusal_balanced", "rewardbench", "reward", "kl_reference", "length_mean", "truncation_rate")
+           "refusal_rate_unsafe", "refusal_balanced", "rewardbench", "rewardbench2", "rm_bench", "reward", "kl_reference", "length_mean", "truncation_rate")
 
 
 def run(stage):

@@ -368,9 +368,9 @@ def all_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED) -> dict[str
 
 def _suites(records: Sequence[dict], seed: int, prefix: str) -> dict[str, Metric]:
     """Metrics of the suites that have a module of their own; each is empty where the samples are none of its business."""
-    from stages.evaluation import compute, mt_bench, refusals, rewardbench, shift, signs
+    from stages.evaluation import best_of, compute, mt_bench, refusals, rewardbench, shift, signs
 
-    return (rewardbench.metrics(records, prefix) | refusals.metrics(records) | mt_bench.metrics(records, seed) | signs.metrics(records) | shift.metrics(records)
+    return (rewardbench.metrics(records, prefix) | best_of.metrics(records, seed, prefix) | refusals.metrics(records) | mt_bench.metrics(records, seed) | signs.metrics(records) | shift.metrics(records)
             | compute.metrics(records))
 
 
