@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from stages.verifiers import FLEXIBLE_ORDER, extract, extract_boxed, extract_number, math_equal
+from stages.verifiers import FLEXIBLE_ORDER, extract, extract_boxed, extract_number, last_box, math_equal
 
 STYLES = ("boxed", "hash", "phrase", "answer_tag")
 #: A source has a style where so large a share of its answers has any, and a second one where so large a share of these has it (ours).
@@ -43,10 +43,8 @@ def ending_of(text: str) -> Ending | None:
         return Ending("answer_tag", answer.strip(), text[:found.start()]) if answer.strip() else None
     if (found := _HASH.search(text)) and found[1].strip():
         return Ending("hash", found[1].strip(), text[:found.start()])
-    box = extract_boxed(text)
-    if box is not None and box.strip():
-        start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
-        end = text.index("{", start) + len(box) + 2
+    start, box, end = last_box(text) or (0, "", 0)
+    if box.strip():
         if _CLOSING.match(text, end):
             said = _PHRASE.search(text)
             alone = said and said.start(1) <= start and _BARE.fullmatch(text[said.start(1):start] + text[end:])

@@ -39,7 +39,7 @@ SPEC = StageSpec(
 PROMPT = ("system", "few_shot")
 
 COLUMNS = ("accuracy", "greedy_accuracy", "prompt_level_strict_acc", "mc_letter_acc", "mc_text_acc", "mc_text_acc_norm", "perplexity", "bits_per_byte", "mt_bench", "over_refusal_rate",
-           "refusal_rate_unsafe", "refusal_balanced", "rewardbench", "reward", "kl_reference", "length_mean", "truncation_rate")
+           "refusal_rate_unsafe", "refusal_balanced", "rewardbench", "rewardbench2", "rm_bench", "reward", "kl_reference", "length_mean", "truncation_rate")
 
 
 def run(stage):
@@ -134,6 +134,12 @@ class Part:
         gain = next((name for name in ("reward", self.metric) if name in self.columns and not lower_is_better(name)), None)
         self.frontier_of = gain if gain and "kl_reference" in self.columns and len(self.names) > 1 else None
         self.differences = paired_differences(self.names, self.records, self.columns, self.metric, config.confidence)
+        for name, before in zip(self.names[1:], self.names):
+            for side, missing in ((name, "candidate_missing"), (before, "champion_missing")):
+                if lacking := (self.differences.get((name, self.metric)) or {}).get(missing):
+                    stage.warn("answers_missing", f"{side} has no {self.metric} for {lacking:.1%} of the answers that were scored for {before if side == name else name}"
+                               f"{f' on {benchmark}' if benchmark else ''}: their gain is over the items that both have, and each column over the model's own. Why is under unscorable in its samples; "
+                               "evaluate it again where a server or grader failed.")
 
     def summary(self) -> dict[str, float]:
         """Its numbers, under the benchmark's name where there is one."""
@@ -235,16 +241,20 @@ def paired_differences(names: list[str], records: dict, columns: list[str], main
 
 def table(names: list[str], metrics: dict, columns: list[str], differences: dict, metric: str) -> list[dict]:
     """Rows of the report: one per model, intervals in brackets, the paired gain over the row above; where that may be chance, how many prompts a test of shares that
-    large would need (two-sided 5%, power 80%, not paired, which needs the most; eval.statistics)."""
+    large would need (two-sided 5%, power 80%, not paired, which needs the most; eval.statistics). ``items``: those that the model's own ``metric`` is over. Where several gains are
+    tested, ``p of all`` is Holm's, which counts them all."""
     from stages.reports import with_interval
-    from stages.statistics import power_two_proportions
+    from stages.statistics import holm, power_two_proportions
 
+    tested = [name for name in names if (name, metric) in differences and differences[name, metric]["p_value"] is not None]
+    together = dict(zip(tested, holm([differences[name, metric]["p_value"] for name in tested]))) if len(tested) > 1 else {}
     rows = []
     for name in names:
-        row = {"model": name or "model"} | {column: with_interval(m.value, m.low, m.high) for column in columns for m in [metrics[name][column]]}
+        row = {"model": name or "model", **({"items": metrics[name][metric].n} if metric in metrics[name] else {})} | {column: with_interval(m.value, m.low, m.high) for column in columns for m in [metrics[name][column]]}
         if (name, metric) in differences:
             d = differences[name, metric]
-            row |= {f"{metric} gain over the row above": with_interval(d["difference"], d["low"], d["high"]), "p": d["p_value"], "better / worse": f"{d['better']} / {d['worse']}"}
+            row |= {f"{metric} gain over the row above": with_interval(d["difference"], d["low"], d["high"]), "p": d["p_value"], **({"p of all": together[name]} if name in together else {}),
+                    "better / worse": f"{d['better']} / {d['worse']}"}
             shares = [metrics[one][metric].value for one in (names[names.index(name) - 1], name)]
             if d["low"] is not None and d["low"] <= 0 <= d["high"] and all(0 <= share <= 1 for share in shares) and shares[0] != shares[1]:
                 row["prompts to tell"] = power_two_proportions(*shares)
@@ -275,10 +285,10 @@ def publish_taxes(stage, first: str, taxes: dict[str, dict]) -> None:
 
     table = [{"model": name, **row} for name, tax in taxes.items() for row in tax["rows"]]
     shown = [{"model": row["model"], "benchmark": row["benchmark"], "metric": row["metric"], "before": row["before"], "after": row["after"],
-              "change": reports.with_interval(row["delta"], row["low"], row["high"]), "se": row["se"], "verdict": row["verdict"]} for row in table]
+              "change": reports.with_interval(row["delta"], row["low"], row["high"]), "se": row["se"], "items": row["items"], "verdict": row["verdict"]} for row in table]
     means = [f"{name}: mean change of the benchmarks' share of right answers {tax['mean_delta']:+.4f}, worst {tax['worst']:+.4f}." for name, tax in taxes.items() if tax["mean_delta"] is not None]
     stage.report("alignment-tax", table=table, markdown=reports.document(f"Against {first or 'the first model'}", "Paired on the items that both have; better and worse are beyond 2 standard errors. "
-                 "Of a loss, less is better.", reports.markdown_table(shown), "\n".join(means)))
+                 f"Of a loss, less is better. If nothing had changed, {0.0455 * sum(row['se'] is not None for row in table):.1f} of the {len(table)} rows would be called so by chance.", reports.markdown_table(shown), "\n".join(means)))
 
 
 def publish(stage, part: Part, best: dict) -> None:

@@ -14,7 +14,7 @@
                          Prompts with a label safe or unsafe, or with a mirror image: refusals (``evaluation/refusals.py``); with ``mt_bench``
                          questions of several turns, rated by a judge (``evaluation/mt_bench.py``). Always signs of style, reasoning, diversity.
 ``target=reward_model``  scores held-out pairs: accuracy, calibration, length bias, probes that should score low (``rm.eval``); of pairs that name a
-                         subset, accuracy per subset and section and in total (RewardBench, ``evaluation/rewardbench.py``).
+                         subset, accuracy per subset and section and in total (RewardBench, ``evaluation/rewardbench.py``; RewardBench 2 and RM-Bench, ``evaluation/best_of.py``).
 ``target=judge``         the same of a language model that is asked which answer is better, in both orders; ties count half in RewardBench.
 
 Every answer is kept (``eval_samples/1``), every number with its error (``eval_scores/1``). The seed of a sample depends on the
@@ -546,10 +546,11 @@ class Plan:
         return scored
 
     def _pair_rows(self, source: dict, score: dict, lengths: list[int]) -> list[dict]:
-        from stages.evaluation import rewardbench
+        from stages.evaluation import best_of, rewardbench
 
+        lists = best_of.asked_of(source)
         shared = {"prompt": source["prompt"][-1]["content"] if source["prompt"] else "", "source": source.get("source"), "strength": source.get("strength"),
-                  "subset": rewardbench.subset_of(source), "compared": score.get("compared")}
+                  "subset": None if lists else rewardbench.subset_of(source), "compared": score.get("compared"), **lists}
         rows = []
         for index, side in enumerate(("chosen", "rejected")):
             extra = {**shared, **score[side], "mode": side}
@@ -659,7 +660,7 @@ def difficulty_of(row: dict) -> str | None:
 
 def conclude(stage, plan: Plan, meta: dict, records: list[dict]) -> None:
     """Metrics from the stored samples, the scores dataset, the summary and the reports."""
-    from stages.evaluation import few_shot, mt_bench, multiple_choice, perturbed, refusals, rewardbench, scores
+    from stages.evaluation import best_of, few_shot, mt_bench, multiple_choice, perturbed, refusals, rewardbench, scores
 
     metrics = scores.all_metrics(records)
     changed, records = perturbed.table(records), scores.originals(every := records)
@@ -674,6 +675,7 @@ def conclude(stage, plan: Plan, meta: dict, records: list[dict]) -> None:
     warnings(stage, metrics, records, unscored)
     multiple_choice.warnings(stage, records, metrics)
     rewardbench.warn(stage, records)
+    best_of.warn(stage, records)
     refusals.warn(stage, records, metrics)
     mt_bench.warn(stage, records, [row for row, _ in plan.prompts])
     perturbed.warn(stage, every, metrics)
@@ -773,7 +775,7 @@ HEADLINES = {
 
 def meaning(name: str, target: str) -> str:
     """What a metric says, for a reader of the report."""
-    from stages.evaluation import held_out_text, multiple_choice, shift
+    from stages.evaluation import best_of, held_out_text, multiple_choice, shift
     from stages.evaluation.signs import MEANINGS
 
     stem = name.split("/")[0]
@@ -786,7 +788,7 @@ def meaning(name: str, target: str) -> str:
         return f"{metric} of items that have both forms: " + {"original": "the original ones", "perturbed": "the perturbed ones", "gap": "original less perturbed, paired"}[form]
     if stem.endswith("_macro"):
         return f"{meaning(stem.removesuffix('_macro'), target)}: mean over categories, whatever their sizes"
-    for known in (multiple_choice.HEADLINES, held_out_text.HEADLINES):
+    for known in (multiple_choice.HEADLINES, held_out_text.HEADLINES, best_of.MEANINGS):
         if stem in known:
             return known[stem]
     if stem == "accuracy" and target != "policy":
@@ -804,7 +806,7 @@ def meaning(name: str, target: str) -> str:
 def publish(stage, plan: Plan, meta: dict, metrics: dict, tables: dict, probe_table: list[dict], records: list[dict], changed: list[dict]) -> None:
     """Figures, tables and the page that a person reads."""
     from stages import reports
-    from stages.evaluation import compute, mt_bench, refusals, rewardbench, shift, signs
+    from stages.evaluation import best_of, compute, mt_bench, refusals, rewardbench, shift, signs
     from stages.evaluation.scores import item_values
 
     rows = [{"metric": name, "value": m.value, "low": m.low, "high": m.high, "se": m.se, "n": m.n, "meaning": meaning(name, stage.config.target)} for name, m in metrics.items()]
@@ -830,10 +832,10 @@ def publish(stage, plan: Plan, meta: dict, metrics: dict, tables: dict, probe_ta
                 stage.report(f"accuracy-by-{field}", png=reports.bar_chart(
                     [{"model": row[field], "value": row.get("accuracy"), "low": row.get("accuracy_low"), "high": row.get("accuracy_high")} for row in table],
                     title=f"Accuracy by {field} (95% interval)", ylabel="accuracy"))
-    best_of = {int(name.split("_")[2]): m for name, m in metrics.items() if name.startswith("best_of_")}
-    if best_of and "accuracy" in metrics:
-        xs = [1, *sorted(best_of)]
-        curve = {"picked by the reward model": (xs, [metrics["accuracy"].value, *(best_of[n].value for n in sorted(best_of))])}
+    picked = {int(name.split("_")[2]): m for name, m in metrics.items() if name.startswith("best_of_")}
+    if picked and "accuracy" in metrics:
+        xs = [1, *sorted(picked)]
+        curve = {"picked by the reward model": (xs, [metrics["accuracy"].value, *(picked[n].value for n in sorted(picked))])}
         passes = {int(name.split("_")[2]): m.value for name, m in metrics.items() if name.startswith("pass_at_")}
         if set(xs[1:]) <= set(passes):
             curve["at least one right (pass@n)"] = (xs, [metrics["accuracy"].value, *(passes[n] for n in xs[1:])])
@@ -850,7 +852,7 @@ def publish(stage, plan: Plan, meta: dict, metrics: dict, tables: dict, probe_ta
     if probe_table:
         stage.report("probes", table=probe_table)
     prefix = "pair_" if stage.config.target == "policy" else ""
-    suites = {"RewardBench": rewardbench.table(records, metrics, prefix), "Refusals": refusals.table(metrics), "MT-Bench": mt_bench.table(metrics, records), "Original and perturbed items": changed,
+    suites = {"RewardBench": rewardbench.table(records, metrics, prefix), "Right answers over several wrong ones": best_of.table(metrics, prefix), "Refusals": refusals.table(metrics), "MT-Bench": mt_bench.table(metrics, records), "Original and perturbed items": changed,
               "Style, reasoning, diversity": signs.table(metrics), "Right answers to look at": signs.odd_but_right(records, stage.config.examples)}
     for name, part in suites.items():
         if part:

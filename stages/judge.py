@@ -43,7 +43,8 @@ PROMPTS = {
 #: For a component with ``judge_prompt``: how well one answer keeps to the specification of its kind of request (``synth.deliberative``).
 BY_SPECIFICATION = ("You check whether an answer keeps to a specification.\n\n[Specification]\n{principle}\n[End of specification]\n\n[Question]\n{context}\n[End of question]" + ONE
                     + "\n\nRate with one whole number from 1 to 10 how well the answer keeps to the specification: 1 breaks it, 10 keeps to all of it and helps as far as it allows. Rating:")
-_MARK = re.compile(r"\[((?:end of )?(?:specification|question|(?:reference )?answer(?: [ab])?))\]", re.IGNORECASE)
+_GAP = r"[\s\u200b-\u200d\u2060\ufeff]"  # white space, seen or not
+_MARK = re.compile(rf"\[{_GAP}*((?:end{_GAP}+of{_GAP}+)?(?:specification|question|reasoning|critique|(?:reference{_GAP}+)?answer(?:{_GAP}+(?:[a-z]|\d+))?)){_GAP}*\]", re.IGNORECASE)
 _VERDICT = re.compile(r"\[\[([ABC])\]\]")
 _FIVE_WAY = re.compile(r"\[\[(A>>B|A>B|A=B|B>A|B>>A)\]\]")
 
@@ -72,7 +73,8 @@ def parse_five_way(text: str) -> str | None:
 
 
 def quoted(text: str) -> str:
-    """Text that is shown to a judge: a mark of the request in it, such as ``[Answer B]``, gets round brackets, so that none can open or close a part."""
+    """Text that is shown to a judge: a mark of a request in it, such as ``[Answer B]``, ``[End of answer 2]`` or ``[Reasoning]``, however it is spaced, gets round brackets, so that none can
+    open or close a part."""
     return _MARK.sub(r"(\1)", text)
 
 

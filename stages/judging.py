@@ -152,13 +152,6 @@ class Item:
         return text_of(self.a) == text_of(self.b)
 
 
-def safely(text: str) -> str:
-    """Text as it is shown to a judge: no mark of the request in it, such as ``[Answer B]`` or ``[Reasoning]``, opens or closes a part."""
-    from stages.judge import quoted
-
-    return re.sub(r"\[((?:end of )?reasoning)\]", r"(\1)", quoted(text), flags=re.IGNORECASE)
-
-
 def text_of(messages: Sequence[dict]) -> str:
     """An answer's messages as a judge reads them."""
     from stages.reward_heads import transcript
@@ -412,17 +405,18 @@ class PairJudge(Asker):
         return found
 
     def _shown(self, item: Item, order: int, principle: dict | None) -> str:
+        from stages.judge import quoted
         from stages.principles import comparison_request
         from stages.verifiers import view
 
-        a, b = (safely(view(text_of(answer), self.config.view)) for answer in ((item.a, item.b) if order == 0 else (item.b, item.a)))
+        a, b = (quoted(view(text_of(answer), self.config.view)) for answer in ((item.a, item.b) if order == 0 else (item.b, item.a)))
         few_shot = self.config.few_shot and self.config.few_shot.rstrip("\n") + "\n\n"
         return self.config.template.format(preamble=self.preamble, few_shot=few_shot, principle=comparison_request(principle) + "\n\n" if principle else "",
-                                           context=safely(text_of(item.prompt)), a=a, b=b)
+                                           context=quoted(text_of(item.prompt)), a=a, b=b)
 
     def _letters(self, calls: Sequence[_Call]) -> None:
         """Probabilities of the letters, behind a reasoning where one is asked for."""
-        from stages.judge import Reply
+        from stages.judge import Reply, quoted
 
         asked = [(call, f"{call.shown}\n\n{self.config.asks}") for call in calls]
         if self.config.explains:
@@ -433,7 +427,7 @@ class PairJudge(Asker):
                 if error:  # no label without the reasoning that it was to be read behind
                     call.rows.append(self._row(call, key, Reply(error=f"no reasoning: {error}"), self.prompt_id))
                 else:
-                    asked.append((call, call.shown + REASONED.format(reasoning=safely(reply.text.strip())) + self.config.asks))
+                    asked.append((call, call.shown + REASONED.format(reasoning=quoted(reply.text.strip())) + self.config.asks))
         for (call, _), (key, reply) in zip(asked, self._choices([text for _, text in asked])):
             call.rows.append(self._row(call, key, reply, self.prompt_id))
 

@@ -23,7 +23,7 @@ from typing import Literal, Optional
 
 from pydantic import Field, model_validator
 
-from stages.judging import ERRORS, AskedSettings, Asker, safely, text_of
+from stages.judging import ERRORS, AskedSettings, Asker, text_of
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 ASPECTS = {
@@ -177,12 +177,12 @@ def calls_of(stage, group: Group, judge_preamble: str) -> list[Call]:
 
 def request(stage, group: Group, aspect: str, shown: Sequence[int], preamble: str) -> str:
     """What the judge is shown and asked: no model is named, and no mark in an answer can open or close a part."""
+    from stages.judge import quoted
     from stages.verifiers import view
 
     config = stage.config
-    clean = lambda text: re.sub(r"\[((?:end of )?answer \d+)\]", r"(\1)", safely(text), flags=re.IGNORECASE)
-    answers = "\n\n".join(f"[Answer {n}]\n{clean(view(text_of(group.answers[i]['completion']), config.view))}\n[End of answer {n}]" for n, i in enumerate(shown, 1))
-    item = SHOWN.format(preamble=preamble, context=clean(text_of(group.answers[0]["prompt"])), answers=answers)
+    answers = "\n\n".join(f"[Answer {n}]\n{quoted(view(text_of(group.answers[i]['completion']), config.view))}\n[End of answer {n}]" for n, i in enumerate(shown, 1))
+    item = SHOWN.format(preamble=preamble, context=quoted(text_of(group.answers[0]["prompt"])), answers=answers)
     if config.mode == "ranking":
         return f"{item}\n\n" + RANK.format(example=" > ".join(map(str, [2, 1, *range(3, len(shown) + 1)][: len(shown)])))
     return f"{item}\n\n" + RATE.format(aspect=aspect.replace("_", " "), text=config.aspects[aspect], n=len(shown), scale=config.scale, example=(config.scale + 1) // 2)

@@ -63,7 +63,6 @@ EXAMPLES = [
      "revision": "That depends on which two. Paracetamol and ibuprofen are often taken together by healthy adults in their usual doses, while two of the same kind can be harmful. "
                  "Tell a pharmacist which ones you mean, and what else you take."},
 ]
-_MARK = re.compile(r"\[((?:end of )?(?:question|answer|critique))\]", re.IGNORECASE)
 _ABOUT_THE_TASK = re.compile(r"\b(?:revis|rewrit|re-writ|critiqu|edit|rephras)\w*", re.IGNORECASE)
 HEAD = 200  # characters of a reply in which it is looked for whether the task is declined: further on the same words tell or quote
 CONTRAST_ROWS = 1000  # pairs of which contrastiveness is computed: it takes time that grows with the square of their length
@@ -226,7 +225,9 @@ def request_of(principle: dict, name: str) -> str:
 
 def quoted(text: str) -> str:
     """Text that is shown: a mark of the request in it, such as ``[Critique]``, gets round brackets, so that none can open or close a part."""
-    return _MARK.sub(r"(\1)", text).replace(STOP, STOP.replace("\n", "\n "))
+    from stages.judge import quoted as without_marks
+
+    return without_marks(text).replace(STOP, STOP.replace("\n", "\n "))
 
 
 def critique_request(config: Config, chain: Chain, principle: dict) -> str:

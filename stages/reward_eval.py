@@ -74,7 +74,9 @@ def judged(stage, scorer: Scorer, kind: str, rows: list[dict], split: str, probe
 
 
 def interval(stage, values, clusters, name: str, split: str) -> dict[str, float]:
-    low, high = statistics.bootstrap_ci(values, n=1000, seed=stage.seed_for("bootstrap", split) % 2**32, clusters=clusters)
+    from stages.evaluation.scores import certain
+
+    low, high = certain(list(map(float, values)), range(len(values)) if clusters is None else clusters) or statistics.bootstrap_ci(values, n=1000, seed=stage.seed_for("bootstrap", split) % 2**32, clusters=clusters)
     return {name: float(np.mean(values)), f"{name}_ci_low": low, f"{name}_ci_high": high}
 
 
@@ -177,10 +179,11 @@ def probe(stage, scorer, rows, pairs, margin) -> dict[str, float]:
         asked += [(changed(chosen, sides[0][name]), changed(rejected, sides[1][name])) for name in sides[0]]
         gaps, _ = margins_of(scorer, asked)
         for name, gap in zip([f"probe/{n}" for n in bad], gaps):
-            found.setdefault(name, []).append(gap <= 0)
+            found.setdefault(name, []).append(None if math.isnan(gap) else gap <= 0)
         for name, gap in zip([f"flips/{n}" for n in sides[0]], gaps[len(bad):]):
-            found.setdefault(name, []).append((gap > 0) != (before > 0))
-    table = [{"probe": name, "share": float(np.mean(values)), "n": len(values)} for name, values in sorted(found.items())]
+            found.setdefault(name, []).append(None if math.isnan(gap) else (gap > 0) != (before > 0))
+    scored = {name: [value for value in values if value is not None] for name, values in found.items()}  # a probe without a score, for example one that is too long, says nothing
+    table = [{"probe": name, "share": float(np.mean(values)), "n": len(values), "without a score": len(found[name]) - len(values)} for name, values in sorted(scored.items()) if values]
     if table:
         stage.report("probes", table=table)
     return {row["probe"]: row["share"] for row in table}

@@ -79,6 +79,15 @@ def mcnemar_exact(only_a: int, only_b: int) -> float:
     return min(1.0, 2 * sum(math.comb(n, i) for i in range(k + 1)) / 2 ** n) if n else 1.0
 
 
+def holm(p_values) -> list[float]:
+    """p-values of several tests, each raised so that the chance of any false alarm among them stays at its level (Holm 1979), in the order given."""
+    out, worst = [0.0] * len(p_values), 0.0
+    for rank, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        worst = max(worst, min(1.0, (len(p_values) - rank) * p_values[i]))
+        out[i] = worst
+    return out
+
+
 def clustered_se(scores, clusters) -> float:
     """Sandwich standard error of the mean over clusters, no small-sample factor."""
     x = _f64(scores)

@@ -83,27 +83,45 @@ def language_of(row: dict) -> tuple[str, ...] | None:
 
 # -------------------------------------------------------------------------------------------------- extraction
 
-def extract_boxed(text: str) -> str | None:
-    r"""Content of the last `\boxed{...}` or `\fbox{...}`; braces balanced, escaped braces are content, unclosed is None."""
-    start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
-    if start < 0:
+_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|[ \t]+([-+−]?(?:\d|\.\d|\\[a-zA-Z])[^\s$]*))")  # "\boxed 18" as people write it
+
+
+def last_box(text: str) -> tuple[int, str, int] | None:
+    r"""(start, content, end) of the last `\boxed{...}` or `\fbox{...}`; braces balanced, escaped braces are content, unclosed is None."""
+    found = None
+    for found in _BOX.finditer(text):
+        pass
+    if found is None:
         return None
-    begin = text.index("{", start) + 1
-    depth, i = 1, begin
+    if found[1] is not None:
+        said = found[1].rstrip(".,;")
+        return found.start(), said, found.start(1) + len(said)
+    depth, i = 1, found.end()
     while i < len(text):
         if text[i] == "\\":
             i += 2
             continue
         depth += {"{": 1, "}": -1}.get(text[i], 0)
         if depth == 0:
-            return text[begin:i]
+            return found.start(), text[found.end():i], i + 1
         i += 1
     return None
+
+
+def extract_boxed(text: str) -> str | None:
+    """Content of :func:`last_box`."""
+    found = last_box(text)
+    return None if found is None else found[1]
 
 
 def without_thousands(text: str) -> str:
     """Commas before exactly three digits removed; with a bracket, which may hold a list, the text as it is."""
     return text if any(b in text for b in "([{") else re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+
+
+def plain_minus(text: str) -> str:
+    """The sign of a negative number as a hyphen: U+2212, and an en dash that is no range ("3–5"), are written so by many models and are no other numbers."""
+    return re.sub(r"(?<![\w)\]}.%])–(?=[\d.\\$])", "-", text.replace("−", "-"))
 
 
 def extract_hash(text: str) -> str | None:
@@ -121,8 +139,8 @@ def extract_answer_tag(text: str) -> str | None:
 
 
 def extract_phrase(text: str) -> str | None:
-    """X of the last "the answer is X", up to the end of the sentence."""
-    found = re.findall(r"the answer is:?\s*([^\n]*)", text, re.IGNORECASE)
+    """X of the last "the (final, correct) answer is X", up to the end of the sentence."""
+    found = re.findall(r"the (?:final |correct )?answer is:?\s*([^\n]*)", text, re.IGNORECASE)
     if not found:
         return None
     return re.split(r"\.(?:\s|$)", found[-1])[0].strip().strip("*") or None
@@ -130,7 +148,7 @@ def extract_phrase(text: str) -> str | None:
 
 def extract_last_number(text: str) -> str | None:
     """Last number-like span, without currency sign, commas and final dot (the flexible GSM8K extraction)."""
-    found = [a or b for a, b in re.findall(r"(-?[$0-9.,]{2,})|(-?[0-9]+)", text)]
+    found = [a or b for a, b in re.findall(r"(-?[$0-9.,]{2,})|(-?[0-9]+)", plain_minus(text))]
     found = [f for f in (re.sub(r"\.$", "", f.replace("$", "").replace(",", "")) for f in found) if re.search(r"\d", f)]
     return found[-1] if found else None
 
@@ -151,7 +169,7 @@ def extract(text: str, order: Sequence[str] = STRICT_ORDER) -> str | None:
 
 
 #: A number with mark-up around it and at most words behind it: "**18**", "$18 dollars"; not "3. Last step", "3, 4" or "18 or 20".
-_MEASURED = re.compile(r"[*_ ]{0,9}((?:[+-] ?)?(?:\\?\$[+-]? ?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?)(?:\\?[%$*_]|°){0,9}(?:\.?[*_ ]{0,9}| {1,9}[^\W\d_][^\d,;]*)")
+_MEASURED = re.compile(r"[*_ ]{0,9}((?:[+-] ?)?(?:\\?\$[+-]? ?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+| \d+/\d+)?)(?:\\?[%$*_]|°){0,9}(?:\.?[*_ ]{0,9}| {1,9}[^\W\d_][^\d,;]*)")
 
 
 def extract_number(text: str, flexible: bool = False) -> str | None:
@@ -163,7 +181,7 @@ def extract_number(text: str, flexible: bool = False) -> str | None:
         if value is None:
             continue
         number = as_rational(normalise_math(value)) is not None
-        if not number and name == "hash" and (measured := _MEASURED.fullmatch(value)):
+        if not number and name == "hash" and (measured := _MEASURED.fullmatch(plain_minus(value))):
             value, number = measured.group(1), True
         if number or not flexible:
             return value
@@ -174,6 +192,28 @@ def extract_number(text: str, flexible: bool = False) -> str | None:
 def extract_mc_letter(text: str) -> str | None:
     """Letter of the last "Therefore, the answer is (X)" (eval.mc_generation); anything else is a format failure."""
     found = re.findall(r"Therefore, the answer is \(([A-Z])\)", text)
+    return found[-1] if found else None
+
+
+_LETTER = r"(?:[\[(*_$\s]|\\boxed\{|\\(?:text|textbf|mathrm|mathbf)\{|\\\(){0,9}([A-Z])(?![A-Za-z'’])[\])*_$}]{0,9}"  # a letter in whatever mark-up is around it
+_SAID = re.compile(r"(?i:answer(?:\s{1,3}is|\s{0,3}[:=])\s{0,3}(?:the\s)?(?:option|choice|letter)?:?)" + _LETTER + r"(?P<behind>[^\n]*)")
+
+
+def extract_mc_anywhere(text: str) -> str | None:
+    """A letter where people and benchmarks write it besides: in a box or an answer tag, behind "answer is" or "Answer:", as the last "(X)", or alone on a line. None where two are
+    named at once ("(A) or (B)"), and for the words I and A of a sentence."""
+    strict = extract_mc_letter(text)
+    if strict is not None:
+        return strict
+    for marked in (extract_answer_tag(text), extract_boxed(text)):
+        if marked is not None and (found := re.fullmatch(rf"{_LETTER}(?:[.:,)].*)?", marked.strip(), re.DOTALL)):
+            return found[1]
+    if said := list(_SAID.finditer(text)):
+        behind = said[-1]["behind"]
+        several = re.match(r"\s*(?:or|and|/|,)\s*\(?[A-Z](?![A-Za-z])", behind)
+        word = said[-1][1] in "IA" and re.match(r" [a-z]", behind) and not re.match(r" (?:because|since|as|is|and|so|which|for)\b", behind)
+        return None if several or word else said[-1][1]
+    found = re.findall(r"\(([A-Z])\)", text) or re.findall(r"^\s*\**([A-Z])[.):]?\**\s*$", text, re.MULTILINE) or re.findall(r"\A\s*\**([A-Z])[.):]\**\s", text)
     return found[-1] if found else None
 
 
@@ -190,33 +230,42 @@ def extract_world(text: str) -> str | None:
 
 # -------------------------------------------------------------------------------------------------- equality
 
-_WORDS = r"\\(?:text|textrm|textit|textbf|mbox|mathrm) ?\{([^{}]*)\}"  # words in a formula
+_WORDS = r"\\(?:text|textrm|textit|textbf|mbox|mathrm|mathbf) ?\{([^{}]*)\}"  # words in a formula
+_TWO_ANSWERS = re.compile(r"\d|,|\b(?:or|and|not)\b")  # words behind a number that are no unit: "18\text{ or 19}"
+_BETWEEN = "\x01"  # of two numbers beside each other
+_ROW = "\x00"  # stands for the end of a matrix's row, two backslashes, while single ones are read
 _UNIT = re.compile(rf"(?: ?(?:/|\\cdot)? ?{_WORDS}(?: ?\^ ?\{{?-?\d+\}}?)?){{1,6}}$")
 
 
 def normalise_math(text: str) -> str:
     r"""String form in which equal answers are mostly equal: `$`, units in `\text{}`, `\left`, degrees, percent, "x=" removed (reward.math)."""
-    s = " ".join(text.split())
-    for gone in ("\\left", "\\right", "\\!", "\\,", "\\;", "\\:", "\\ ", "\\(", "\\)", "\\%", "%", "\\$", "$", "°"):
+    s = " ".join(plain_minus(text).replace("\\\\", _ROW).split())
+    for gone in ("\\left", "\\right", "\\displaystyle", "\\textstyle", "\\qquad", "\\quad", "\\degree", "\\!", "\\,", "\\;", "\\:", "\\ ", "\\(", "\\)", "\\%", "%", "\\$", "$", "°"):
         s = s.replace(gone, "")
     s = re.sub(r" ?\^ ?(?:\\circ|\{ ?\\circ ?\})", "", re.sub(r"(?<=\S)~", " ", s).replace("{,}", ",")).strip().rstrip(".").strip()
     s = " ".join(s.split())
     s = re.sub(r"(?<=\d) +(?=\d+/\d)", "+", s)  # 1 1/2 is not 11/2
-    s = _UNIT.sub(lambda m: "" if m.start() else m.group(), s)
+    s = re.sub(r"(?<=\d) +(?=\d)(?!\d{3}(?!\d))", _BETWEEN, s)  # nor 3 4 34, but 1 000 is 1000
+    s = _UNIT.sub(lambda m: "" if m.start() and not any(_TWO_ANSWERS.search(word) for word in re.findall(_WORDS, m.group())) else m.group(), s)
     s = re.sub(_WORDS, r"\1", s).strip().rstrip(".").strip()
     head, equals, tail = s.partition("=")
     if equals and "=" not in tail and len(head.strip()) <= 2:
         s = tail
-    s = s.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac").replace(" ", "")
+    s = re.sub(r"\\[tdc]frac(?![a-zA-Z])", r"\\frac", s).replace(" ", "")
     s = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", s)
     s = re.sub(r"\\frac(\d)\{", r"\\frac{\1}{", s)
     s = re.sub(r"\\frac\{([^{}]*)\}(\w)", r"\\frac{\1}{\2}", s)
     s = re.sub(r"\\sqrt(\w)", r"\\sqrt{\1}", s)
-    return without_thousands(s)
+    s = re.sub(r"([_^])\{(\w)\}", r"\1\2", s)
+    s = re.sub(r"^\(([A-Z])\)$", r"\1", s)  # the letter of a choice
+    return without_thousands(s).replace(_ROW, "\\\\")
 
 
 def as_rational(text: str) -> Fraction | None:
-    r"""Exact value of an integer, decimal, `a/b` or `\frac{a}{b}`; None for anything else."""
+    r"""Exact value of an integer, decimal, `a/b`, `\frac{a}{b}` or mixed number (`2\frac{1}{3}`, `2+1/3`); None for anything else."""
+    if (mixed := re.fullmatch(r"(-?)(\d{1,400})(?:\\frac\{(\d{1,400})\}\{(\d{1,400})\}|\+(\d{1,400})/(\d{1,400}))", text)) and not (mixed[1] and mixed[5]):
+        whole, top, bottom = (int(part) for part in (mixed[2], mixed[3] or mixed[5], mixed[4] or mixed[6]))
+        return (-1 if mixed[1] else 1) * (whole + Fraction(top, bottom)) if top < bottom else None
     fraction = re.fullmatch(r"(-?)\\frac\{(-?\d+(?:\.\d+)?)\}\{(-?\d+(?:\.\d+)?)\}", text)
     if fraction:
         sign, top, bottom = fraction.groups()
@@ -248,9 +297,15 @@ def _parts(text: str) -> tuple[str, list[str], str] | None:
     return (text[0], parts + [current], text[-1]) if parts or text[0] == "{" else None
 
 
+def _matrix(text: str) -> list[list[str]] | None:
+    """Rows of a matrix, whatever its brackets; None if it is none. A determinant is a number."""
+    found = re.fullmatch(r"\\begin\{([pbB]?matrix|smallmatrix|array)\}(?:\{[lcr|]*\})?(.*?)(?:\\\\)?\\end\{\1\}", text, re.DOTALL)
+    return [row.split("&") for row in found[2].split("\\\\")] if found and "\\begin" not in found[2] else None
+
+
 def math_equal(answer: str, gold: str, *, rel_tol: float = 0.0) -> bool:
-    """Whether two answers are the same value: equal strings after `normalise_math`, equal exact rationals, tuples equal element by element, or sets in
-    braces with equal elements in any order. No float tolerance unless `rel_tol` is given (reward.math)."""
+    r"""Whether two answers are the same value: equal strings after `normalise_math`, equal exact rationals, tuples and matrices equal element by element, sets in
+    braces with equal elements in any order, or words in `\text{}` that are equal but for case. No float tolerance unless `rel_tol` is given (reward.math)."""
     a, b = normalise_math(answer), normalise_math(gold)
     if not a or not b:
         return False
@@ -259,6 +314,11 @@ def math_equal(answer: str, gold: str, *, rel_tol: float = 0.0) -> bool:
     x, y = as_rational(a), as_rational(b)
     if x is not None and y is not None:
         return x == y or (rel_tol > 0 and abs(x - y) <= Fraction(rel_tol) * max(abs(x), abs(y)))
+    if re.search(_WORDS, gold) and len(b) > 2 and a.isalpha() and b.isalpha():  # \text{Even}
+        return a.casefold() == b.casefold()
+    rows, others = _matrix(a), _matrix(b)
+    if rows and others:
+        return [len(row) for row in rows] == [len(row) for row in others] and all(math_equal(p, q, rel_tol=rel_tol) for row, other in zip(rows, others) for p, q in zip(row, other))
     left, right = _parts(a), _parts(b)
     if not left or not right or left[::2] != right[::2] or len(left[1]) != len(right[1]):
         return False
@@ -342,14 +402,11 @@ def verify_text(row: dict, text: str, flexible: bool = False, rel_tol: float = 0
 
 
 def verify_choice(row: dict, text: str, flexible: bool = False, rel_tol: float = 0.0) -> tuple[bool, str | None]:
-    """(right?, letter) for multiple choice; `flexible` also takes a lone letter or the last "(X)"."""
+    """(right?, letter) for multiple choice by the sentence that the prompt asks for; `flexible`: by :func:`extract_mc_anywhere`."""
     gold = gold_of(row).strip().strip("().").upper()
     if not re.fullmatch(r"[A-Z]", gold):
         raise BadGold(f"answer {gold[:40]!r} is no letter although answer_type is mc; write one letter A-Z")
-    letter = extract_mc_letter(text)
-    if letter is None and flexible:
-        found = re.findall(r"\(([A-Z])\)", text) or re.findall(r"^\s*([A-Z])[.):]?\s*$", text, re.MULTILINE)
-        letter = found[-1] if found else None
+    letter = extract_mc_anywhere(text) if flexible else extract_mc_letter(text)
     return letter == gold, letter
 
 

@@ -13,6 +13,7 @@
 ``reward_model``  probes and transforms for scorers
 ``text``          what the answers look like: diversity, stock phrases, contrastiveness
 ``rewardbench``   subsets, sections and total of reward-model benchmarks
+``best_of``       one right answer among several wrong ones: RewardBench 2, RM-Bench
 ``refusals``      refusals on safe, unsafe and mirrored prompts
 ``mt_bench``      questions of several turns, rated by a judge
 ``signs``         style, reasoning and diversity of a policy's answers

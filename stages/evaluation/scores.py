@@ -26,6 +26,7 @@ LOWER_IS_BETTER = (
     "truncation_rate", "format_error_rate", "unscorable_rate", "kl_reference", "length_mean", "repetition_3", "log_loss",
     "ece", "tie_rate", "stock_phrase_rate", "tool_errors", "environment_failure_rate", "fooled_rate", "changed_rate",
     "mc_letter_brier", "lm_loss", "perplexity", "bits_per_byte", "over_refusal_rate", "refusal_unequal_pairs", "mt_bench_missing_rate",
+    "constraints_unscorable_rate", "refusal_unclassified_rate",
 )
 
 
@@ -55,8 +56,8 @@ def known(detail: dict) -> dict:
 
 
 def lower_is_better(name: str) -> bool:
-    """Direction of a metric: True where less is better (name up to the first '/')."""
-    return name.split("/")[0] in LOWER_IS_BETTER or name.endswith("/unscorable_fraction")
+    """Direction of a metric: True where less is better (name up to the first '/', whoever scored: ``pair_log_loss`` as ``log_loss``)."""
+    return name.split("/")[0].removeprefix("pair_") in LOWER_IS_BETTER or name.endswith("/unscorable_fraction") or name.startswith("perturbed/") and "/gap" in name
 
 
 def records_of(rows: Iterable[dict]) -> list[dict]:
@@ -177,6 +178,14 @@ def share(values: Sequence[float], clusters: Sequence[str] | None = None) -> Met
     effective = max(1.0, effective)
     low, high = statistics.wilson(mean * effective, effective)
     return Metric(mean, len(values), se, float(low), float(high))
+
+
+def certain(values: Sequence[float], clusters: Sequence[str]) -> tuple[float, float] | None:
+    """Wilson's interval at one count per cluster, of values that are all 0 or all 1: resampling them tells nothing, and would call the rate certain. None of other values."""
+    if len(set(values)) != 1 or values[0] not in (0.0, 1.0):
+        return None
+    n = len(set(clusters))
+    return statistics.wilson(n * values[0], n)
 
 
 def average(values: Sequence[float], clusters: Sequence[str], seed: int = BOOTSTRAP_SEED) -> Metric:
@@ -368,9 +377,9 @@ def all_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED) -> dict[str
 
 def _suites(records: Sequence[dict], seed: int, prefix: str) -> dict[str, Metric]:
     """Metrics of the suites that have a module of their own; each is empty where the samples are none of its business."""
-    from stages.evaluation import compute, mt_bench, refusals, rewardbench, shift, signs
+    from stages.evaluation import best_of, compute, mt_bench, refusals, rewardbench, shift, signs
 
-    return (rewardbench.metrics(records, prefix) | refusals.metrics(records) | mt_bench.metrics(records, seed) | signs.metrics(records) | shift.metrics(records)
+    return (rewardbench.metrics(records, prefix) | best_of.metrics(records, seed, prefix) | refusals.metrics(records) | mt_bench.metrics(records, seed) | signs.metrics(records) | shift.metrics(records)
             | compute.metrics(records))
 
 
@@ -390,7 +399,7 @@ def _changed(records: Sequence[dict]) -> dict[str, Metric]:
 def pair_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED, prefix: str = "") -> dict[str, Metric]:
     """Metrics of a scorer on held-out pairs (rm.eval): ``chosen`` records carry the margin d = r_chosen - r_rejected.
 
-    accuracy is strict (ties wrong); intervals by bootstrap over prompts (or their groups); ECE of max(sigmoid(d), 1 - sigmoid(d)) in 10 bins.
+    accuracy is strict (ties wrong); intervals by bootstrap over prompts (or their groups), Wilson's where all are right or all wrong; ECE of max(sigmoid(d), 1 - sigmoid(d)) in 10 bins.
     ``prefix`` names the metrics of a policy's implicit scores (``pair_``).
     """
     chosen = [r for r in records if r["mode"] == "chosen"]
@@ -401,7 +410,7 @@ def pair_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED, prefix: st
     prompts, clusters = [r.get("prompt_id") or r["item_id"] for r in chosen], [cluster_of(r) for r in chosen]
     correct = [float(d > 0) for d in margins]
     found = {
-        "accuracy": average(correct, clusters, seed),
+        "accuracy": average(correct, clusters, seed) if (bounds := certain(correct, clusters)) is None else Metric(correct[0], len(correct), 0.0 if len(set(clusters)) > 1 else None, *bounds),
         "tie_rate": Metric(float((margins == 0).mean()), len(chosen)),
         "accuracy_ties_half": Metric(float(((margins > 0) + 0.5 * (margins == 0)).mean()), len(chosen)),
         "mean_margin": average(margins.tolist(), clusters, seed),
@@ -475,8 +484,8 @@ def paired(candidate: Sequence[dict], champion: Sequence[dict], metric: str, con
 
     Returns {"difference", "se", "low", "high", "p_value", "n", "items", "better", "worse", "candidate", "champion", "candidate_missing",
     "champion_missing"}: means over the ``items`` that both have a value of, in ``n`` independent clusters (prompts, or groups of them); interval
-    by bootstrap over clusters, p-value two-sided normal on the paired (clustered) error, McNemar's exact test added for one yes/no answer
-    per cluster. ``*_missing``: share of the other's values that this side lacks, None where it lacks none.
+    by bootstrap over clusters, p-value two-sided normal on the paired (clustered) error, or, where all clusters differ by the same and leave no error, that of the
+    exact sign test; McNemar's exact test added for one yes/no answer per cluster. ``*_missing``: share of the other's values that this side lacks, None where it lacks none.
     """
     candidate, champion = originals(candidate), originals(champion)
     if metric in held_out_text.DENOMINATORS:
@@ -494,7 +503,7 @@ def paired(candidate: Sequence[dict], champion: Sequence[dict], metric: str, con
     result = {
         "metric": metric, "candidate": float(left.mean()), "champion": float(right.mean()), "difference": mean, "se": se,
         "low": low, "high": high, "confidence": confidence, "n": n, "items": len(shared),
-        "p_value": None if se is None else statistics.normal_tail(mean / se) if se > 0 else float(mean == 0),
+        "p_value": None if se is None else statistics.normal_tail(mean / se) if se > 1e-12 else 1.0 if mean == 0 else statistics.mcnemar_exact(n, 0),
         "better": int((differences > 0).sum()), "worse": int((differences < 0).sum()), **_missing(candidate, champion, metric),
         "note": f"{apart} items are scored in only one of the two evaluations and are left out" if apart else None,
     }

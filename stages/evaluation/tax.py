@@ -36,11 +36,12 @@ def rows_of(before: Sequence[dict], after: Sequence[dict], benchmark: str, allow
 
 def judged(rows: Sequence[dict]) -> dict:
     """Marks every row (``verdict``: worse, better or within 2 se) and sums up: {"regressed": rows that are worse, "mean_delta",
-    "worst": over the benchmarks' main shares of right answers, None without one}. Without an error nothing is said to have moved."""
+    "worst": over the benchmarks' main shares of right answers, None without one}. Without an error nothing is said to have moved, nor where items that all differ by the same
+    leave none and are too few for the sign test."""
     sign = lambda row: -1.0 if scores.lower_is_better(row["metric"]) else 1.0
     key = lambda row: f"{row['benchmark']}/{row['metric']}"
     gains = [{key(row): sign(row) * row[side] for row in rows} for side in ("before", "after")]
-    errors = {key(row): math.inf if row["se"] is None else row["se"] for row in rows}
+    errors = {key(row): math.inf if row["se"] is None or row["se"] < 1e-12 and row["p"] > 0.05 else row["se"] for row in rows}
     worse, better = (set(suites.alignment_tax(*pair, errors)["regressed"]) if rows else set() for pair in (gains, gains[::-1]))
     for row in rows:
         row["verdict"] = "worse" if key(row) in worse else "better" if key(row) in better else "within 2 se"

@@ -6,6 +6,7 @@ of one prompt (staged on disk by the stage) and gives rows. Both keep prompt_id 
 """
 from __future__ import annotations
 
+import json
 import math
 from statistics import fmean
 from typing import Any, Callable
@@ -56,7 +57,7 @@ def _derived(kind: str, row: dict, new: dict, sources: list[tuple[str, dict]] | 
     """`new` with provenance: carried common columns, origin and the ids of its input rows."""
     carried = {name: row[name] for name in _CARRIED if row.get(name) is not None}
     ids = [item.get("row_id") or row_id(k, item) for k, item in (sources or [(kind, row)])]
-    extra = {"from": kind, "row_ids": ids}
+    extra = {"from": kind, "row_ids": ids, **new.pop("_kept", {})}
     return {**carried, "origin": "conversion", "extra_json": canonical_bytes(extra).decode(), **new}
 
 
@@ -94,6 +95,8 @@ def comparison_to_pair(row: dict, options) -> dict:
 
 
 def _ranking_to_pairs(row: dict, options, draw, gaps) -> list[dict]:
+    from stages.ingestion.best_of import of_pair
+
     ranks, scores = row["ranks"], row.get("scores")
     gens = row.get("gens") or [None] * len(ranks)
     by_score = scores and options.margin_mode == "score_diff"
@@ -118,6 +121,8 @@ def _ranking_to_pairs(row: dict, options, draw, gaps) -> list[dict]:
             new |= {"chosen_score": scores[i], "rejected_score": scores[j]}
             if by_score:
                 new["margin"] = scores[i] - scores[j]
+        if '"best_of"' in (row.get("extra_json") or "") and (kept := of_pair(json.loads(row["extra_json"]), i, j)):
+            new["_kept"] = kept
         out.append(new)
     return out
 

@@ -15,6 +15,7 @@ from typing import Any, Callable
 
 import orjson
 
+from stages.ingestion import best_of as lists
 from stages.ingestion import choices as mc
 from stages.ingestion.pairing import EVENT_MAP
 from stages.ingestion.rules import Bad, role_codes, segment_codes
@@ -911,6 +912,7 @@ _ANSWER = ("answer", "answer_type", "tests", "constraints", "facts", "reward_rou
 FORMATS: dict[str, tuple[Callable, tuple[str, ...], tuple[str, ...]]] = {
     "alpaca_eval": (_alpaca_eval, ("instruction", "output_1", "output_2", "preference"),
                     ("generator_1", "generator_2", "dataset")),
+    "best_of": (lists.best_of, ("chosen", "rejected"), ("prompt", *lists.USED)),
     "segments": (_segments, ("chosen", "rejected", "chosen_segments", "rejected_segments"), ("prompt", "system", "offset_unit")),
     "hh": (_pair, ("chosen", "rejected"), ("prompt",)),
     "preference": (_pair, ("chosen", "rejected"), ("prompt", "system", "chosen_score", "rejected_score", "margin", "strength",
@@ -943,7 +945,7 @@ ALIASES = {"trl": "auto", "likert": "comparisons", "sharegpt": "messages", "prom
 
 
 # Kind of the rows of a format, for files of which no sampled row can be read.
-_KINDS = {"alpaca_eval": "comparisons/1", "segments": "segments/1", "hh": "pairs/1", "preference": "pairs/1", "comparisons": "comparisons/1", "stepwise": "stepwise/1",
+_KINDS = {"alpaca_eval": "comparisons/1", "best_of": "rankings/1", "segments": "segments/1", "hh": "pairs/1", "preference": "pairs/1", "comparisons": "comparisons/1", "stepwise": "stepwise/1",
           "rankings": "rankings/1", "unpaired": "unpaired/1", "events": "unpaired/1", "ratings": "ratings/1", "rlvr": "prompts/1", "messages": "demonstrations/1", "prompt_completion": "demonstrations/1",
           "multiple_choice": "prompts/1", "gsm8k": "prompts/1", "math": "prompts/1", "qa": "demonstrations/1", "instruction": "demonstrations/1", "turns": "prompts/1", "prompts": "prompts/1", "text": "text/1"}
 
@@ -962,6 +964,8 @@ def _has(keys: frozenset, name: str) -> bool:
 def _format_of(row: dict) -> str | None:
     keys = frozenset(key for key, value in row.items() if value is not None)
     for name, (_, required, _) in FORMATS.items():
+        if name == "best_of" and not lists.is_best_of(row):
+            continue
         if name == "hh" and not ("prompt" not in keys and isinstance(row.get("chosen"), str) and _HH_TURN.match(row["chosen"])):
             continue
         if name == "events" and row.get("action") not in EVENT_MAP:
@@ -1023,7 +1027,7 @@ class Adapter:
         self._tools = name not in ("messages", "text")      # those of conversations are read with their turns
         if self._tools:
             self._used |= {"tools"}
-        self._asks = name in ("segments", "preference", "comparisons", "stepwise", "rankings", "unpaired", "ratings")
+        self._asks = name in ("best_of", "segments", "preference", "comparisons", "stepwise", "rankings", "unpaired", "ratings")
 
     def __call__(self, row: dict) -> tuple[str, dict, set]:
         """(kind, row, codes). Raises Bad. What the schema has no column for goes to extra_json."""

@@ -283,3 +283,51 @@ def test_overoptimisation_fit_and_peak():
 def test_diversity():
     assert text.distinct_n([["a", "b"], ["a", "b"]], 1) == 0.5 and text.distinct_n([["a"]], 2) is None
     assert text.levenshtein("kitten", "sitting") == 3 and text.levenshtein("", "abc") == 3
+
+
+def test_a_rate_of_all_or_none_is_not_certain():
+    """Resampling pairs that are all ordered right gives [1, 1] whatever their number; the interval is Wilson's at one count per prompt, against its formula."""
+    from stages.evaluation.scores import all_metrics, certain
+
+    def pairs(n, margin, prompts):
+        rows = [{"item_id": str(i), "prompt_id": str(i % prompts), "group_id": str(i % prompts), "sample_idx": 0, "output": "", "tokens": 1 + i, "finish": None, "reward": margin, "margin": margin, "mode": "chosen", "correct": margin > 0} for i in range(n)]
+        return rows + [{**row, "mode": "rejected", "reward": 0.0} for row in rows]
+
+    z2 = 1.959963984540054 ** 2
+    for n, prompts in ((3, 3), (30, 30), (30, 6), (2, 1)):
+        for margin, value in ((1.0, 1.0), (-1.0, 0.0)):
+            found = all_metrics(pairs(n, margin, prompts))["accuracy"]
+            assert found.value == value and found.n == n
+            assert (found.low, found.high) == (pytest.approx(prompts / (prompts + z2) if value else 0.0), pytest.approx(1.0 if value else z2 / (prompts + z2)))
+    assert certain([1.0, 0.0], ["a", "b"]) is None and certain([0.5, 0.5], ["a", "b"]) is None
+
+
+def test_equal_differences_of_few_prompts_prove_little():
+    """Three prompts that all turn from wrong to right leave no error: their p is that of the sign test, 2 * 0.5^3, and no benchmark is called better for it; ten are."""
+    from stages.evaluation import tax
+    from stages.evaluation.scores import paired
+
+    def answers(n, right):
+        return [{"item_id": str(i), "prompt_id": str(i), "group_id": str(i), "sample_idx": 0, "output": "", "tokens": 1, "finish": "stop", "reward": None, "mode": "greedy", "correct": right, "dataset": "d"} for i in range(n)]
+
+    assert paired(answers(3, True), answers(3, False), "accuracy")["p_value"] == pytest.approx(2 * 0.5 ** 3) and paired(answers(3, True), answers(3, True), "accuracy")["p_value"] == 1.0
+    for n, verdict in ((3, "within 2 se"), (5, "within 2 se"), (10, "worse")):
+        rows = tax.rows_of(answers(n, True), answers(n, False), "b")
+        assert tax.judged(rows)["regressed"] == [row for row in rows if verdict == "worse"] and {row["verdict"] for row in rows} == {verdict}
+
+
+def test_less_is_better_whoever_scored():
+    from stages.evaluation.scores import lower_is_better
+
+    assert all(map(lower_is_better, ("log_loss", "pair_log_loss", "pair_tie_rate", "perturbed/accuracy/gap", "perturbed/accuracy/gap/perturbation=names", "constraints_unscorable_rate")))
+    assert not any(map(lower_is_better, ("pair_accuracy", "perturbed/accuracy/original", "accuracy")))
+
+
+def test_holm_keeps_the_chance_of_any_false_alarm():
+    """Against its definition: each ordered p times how many are left, never below an earlier one; under equal models a false alarm among five tests comes as often as promised."""
+    from stages.statistics import holm
+
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06]) and holm([]) == [] and holm([0.2]) == [0.2] and holm([0.6, 0.9]) == [1.0, 1.0]
+    rng = np.random.default_rng(2)
+    alarms = np.mean([min(holm(rng.random(5).tolist())) < 0.05 for _ in range(4000)])
+    assert 0.04 < alarms < 0.06

@@ -220,6 +220,35 @@ def test_a_gain_that_may_be_chance_says_how_many_prompts_would_tell():
     assert [row.get("prompts to tell") for row in rows] == [None, math.ceil((1.959964 + 0.841621) ** 2 * (0.25 + 0.2475) / 0.0025), None]
 
 
+def test_a_table_counts_its_items_and_all_of_its_tests():
+    """Each model's items stand beside its numbers; of two gains with p = 0.02 and 0.04, Holm's are 0.04 and 0.04; one gain alone has no such column."""
+    from stages.compare import table
+    from stages.evaluation.scores import Metric
+
+    metrics = {name: {"accuracy": Metric(0.5, n, 0.05, 0.4, 0.6)} for name, n in (("a", 100), ("b", 97), ("c", 100))}
+    gain = lambda p: {"difference": 0.1, "low": 0.01, "high": 0.15, "p_value": p, "better": 3, "worse": 2}
+    rows = table(["a", "b", "c"], metrics, ["accuracy"], {("b", "accuracy"): gain(0.04), ("c", "accuracy"): gain(0.02)}, "accuracy")
+    assert [row["items"] for row in rows] == [100, 97, 100] and [row.get("p of all") for row in rows] == [None, 0.04, 0.04]
+    assert "p of all" not in table(["a", "b"], metrics, ["accuracy"], {("b", "accuracy"): gain(0.04)}, "accuracy")[1]
+
+
+def test_answers_that_one_model_lacks_are_said(evaluations, tmp_path):
+    """The same evaluation without the verdicts of a quarter of its answers: the comparison names the side that lacks them."""
+    from storage.datasets import write_dataset
+
+    rows = list(open_dataset(evaluations["policy"][1] / "samples").iter_rows())
+    graded = [row for row in rows if row["correct"] is not None and json.loads(row["extra_json"])["mode"] == "sample"]
+    for row in graded[: len(graded) // 4]:
+        row["correct"] = None
+    meta = open_dataset(evaluations["policy"][1] / "samples").manifest["meta"]
+    write_dataset(str(tmp_path / "less"), "less", "eval_samples/1", rows, meta=meta)
+    whole, less = str(evaluations["policy"][1] / "samples"), str(tmp_path / "less")
+    told = {w["code"]: w["text"] for w in execute(spec("compare", tmp_path / "run", {"evaluations.whole": whole, "evaluations.less": less}, {"order": ["whole", "less"]}))["warnings"]}
+    assert told["answers_missing"].startswith("less has no accuracy for") and "scored for whole" in told["answers_missing"]
+    none = execute(spec("compare", tmp_path / "same", {"evaluations.a": whole, "evaluations.b": whole}, {}))
+    assert "answers_missing" not in {w["code"] for w in none["warnings"]}
+
+
 def test_comparison_refuses_different_protocols(tiny, evaluations, tmp_path):
     execute(spec("evaluate", tmp_path / "warm", {"model": tiny["policy"], "prompts": tiny["prompts"]}, {**POLICY, "temperature": 0.5}))
     inputs = {"evaluations.a": str(evaluations["policy"][1] / "samples"), "evaluations.b": str(tmp_path / "warm" / "out" / "samples")}

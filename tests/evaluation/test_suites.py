@@ -34,11 +34,11 @@ def pair(item, margin, subset, **fields):
     return [record(item, mode="chosen", margin=margin, subset=subset, **{"reward": margin, **fields}), record(item, mode="rejected", reward=0.0)]
 
 
-def ingested(tmp_path, name, rows):
+def ingested(tmp_path, name, rows, **settings):
     """The dataset that ingest makes of a file with these rows, all in split train."""
     file = tmp_path / f"{name}.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
-    given = spec("ingest", tmp_path / f"ingest-{name}", {}, {}, key=name * 8)
+    given = spec("ingest", tmp_path / f"ingest-{name}", {}, settings, key=name * 8)
     execute({**given, "inputs": {"data": {"path": str(file), "digest": sha256_file(file)}}})
     return str(tmp_path / f"ingest-{name}" / "out" / "data")
 

@@ -143,4 +143,5 @@ def test_the_strict_test_is_as_it_was():
     assert not any(math_equal(a, b) for a, b in SAME if (a, b) not in STRICT) and all(math_equal(a, b) for a, b in STRICT)
 
 
-STRICT = [pair for pair in SAME if pair in {("45^\\circ", "45"), ("1,000", "1000"), ("x=5", "5"), (r"\dfrac{3}{4}\%", "0.75")}]
+STRICT = [pair for pair in SAME if pair in {("45^\\circ", "45"), ("1,000", "1000"), ("x=5", "5"), (r"\dfrac{3}{4}\%", "0.75"), (r"2\frac{1}{3}", r"\frac{7}{3}"), ("1 1/2", "1.5"),
+                                             (r"\begin{array}{cc}1&2\end{array}", r"\begin{pmatrix}1&2\end{pmatrix}")}]

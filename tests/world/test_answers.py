@@ -1,0 +1,68 @@
+r"""Answers as models write them against gold answers: a right one must not be refused, a wrong one must not pass (reward.math, eval.mc_generation)."""
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from stages.answer_format import ending_of, rewritten
+from stages.verifiers import extract_boxed, extract_mc_anywhere, last_box, math_equal, verify_choice, verify_math, verify_text
+
+RIGHT = [  # (gold, answer)
+    ("-5", "#### −5"), ("-5", r"\boxed{–5}"), ("-5", "#### −5 dollars"), ("18", r"\boxed 18"), ("18", r"so \boxed {18}."), ("18", r"\boxed 18."), ("1.5", "#### 1 1/2"), ("5/2", r"\boxed{2\frac{1}{2}}"),
+    ("-2.5", r"\boxed{-2\frac12}"), ("100/3", r"\boxed{33\frac{1}{3}\%}"), ("10", r"\boxed{10\degree}"), ("10", r"\boxed{\mathbf{10}}"), ("10", r"\boxed{\displaystyle 10}"), ("10", r"\boxed{10 \quad}"),
+    ("3/4", r"\boxed{\cfrac{3}{4}}"), ("1000000", r"\boxed{1 000 000}"), ("27", r"\boxed{27\text{ cm}^3}"), ("18", r"\boxed{18 \text{ square inches}}"),
+    (r"\text{(C)}", r"\boxed{C}"), (r"\text{(C)}", r"\boxed{\text{C}}"), ("C", r"\boxed{(C)}"), (r"\text{even}", r"\boxed{\text{Even}}"), (r"\text{Evelyn}", r"\boxed{evelyn}"), ("4210_{5}", r"\boxed{4210_5}"), ("x^{2}", r"\boxed{x^2}"),
+    (r"\begin{pmatrix} -1/3 \\ 2/3 \\ 5/3 \end{pmatrix}", r"\boxed{\begin{pmatrix} -\frac13 \\ \frac23 \\[1ex] \frac53 \end{pmatrix}}".replace("[1ex]", "")),
+    (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\boxed{\begin{bmatrix}1&2\\3&4\\\end{bmatrix}}")]
+WRONG = [
+    ("5", "#### −5"), ("-5", "#### 5"), ("18", r"\boxed{18\text{ or 19}}"), ("18", r"\boxed{18\text{ and more, 19}}"), ("18", "#### 18 or 19"), ("34", r"\boxed{3 4}"), ("34", r"\boxed{3\quad 4}"), ("11/2", r"\boxed{1 1/2}"),
+    ("-1/2", r"\boxed{-1 1/2}"), ("8", r"\boxed{2\frac{8}{2}}"), (r"\text{even}", r"\boxed{\text{Eve}}"), ("AB", r"\boxed{ab}"), (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\boxed{\begin{pmatrix}1&2\\34\end{pmatrix}}"),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\boxed{\begin{pmatrix}1 & 2\end{pmatrix}}"), (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\boxed{\begin{vmatrix}1&2\\3&4\end{vmatrix}}"), ("x^{12}", r"\boxed{x^12}"),
+    ("18", r"Use \boxed notation: 18"), ("18", r"\boxed{18")]
+
+
+@pytest.mark.parametrize("gold, answer", RIGHT)
+def test_right_answers(gold, answer):
+    assert verify_math({"answer": gold, "answer_type": "latex"}, answer)[0]
+
+
+@pytest.mark.parametrize("gold, answer", WRONG)
+def test_wrong_answers(gold, answer):
+    assert not verify_math({"answer": gold, "answer_type": "latex"}, answer)[0]
+
+
+def test_the_flexible_reading_knows_signs_and_how_minerva_ends():
+    read = lambda gold, text: verify_math({"answer": gold, "answer_type": "number"}, text, True)[0]
+    assert read("-5", "So it is −5.") and not read("5", "So it is −5.") and read("5", "It lies in 3–5.") and read("-7", "this leaves –7")
+    assert read("18", "Final Answer: The final answer is $18$. I hope it is correct. Problem 7") and not read("7", "Final Answer: The final answer is $18$. I hope it is correct. Problem 7")
+
+
+def test_a_box_with_a_space_is_found_and_rewritten():
+    r"""``\boxed {12}`` ends a text as ``\boxed{12}`` does: the place where it starts and ends is the box's."""
+    text = r"Half of 24 is \boxed {12}."
+    start, inside, end = last_box(text)
+    assert (text[start:end], inside) == (r"\boxed {12}", "12") and extract_boxed(r"\boxed{1} and \fbox{2}") == "2" and last_box(r"\boxed{1") is None and last_box("none") is None
+    assert ending_of(text).style == "boxed" and rewritten(text, "hash") == "Half of 24 is 12.\n#### 12"
+
+
+LETTERS = [  # (what is said, the letter that is read, the letter by the sentence that the prompt asks for)
+    ("Therefore, the answer is (B).", "B", "B"), ("Therefore, the answer is (A). Therefore, the answer is (B).", "B", "B"), ("therefore, the answer is B", "B", None), ("**Answer: B**", "B", None), ("Answer: B", "B", None),
+    ("ANSWER:B", "B", None), (r"\boxed{B}", "B", None), (r"\boxed{\text{(B)}}", "B", None), (r"The answer is $\boxed{B}$.", "B", None), ("The correct answer is B.", "B", None), ("The best answer is B) honey", "B", None),
+    ("The answer is (B). (A) is wrong.", "B", None), ("B", "B", None), ("B.", "B", None), ("**B**", "B", None), ("B. honey", "B", None), ("(B) honey", "B", None), ("<answer>B</answer>", "B", None), ("<answer>B. honey</answer>", "B", None),
+    ("The answer is **B**", "B", None), ("the answer is option B", "B", None), ("Final answer: (B)", "B", None), ("The answer is B, because A is wrong.", "B", None), ("The answer is A because bees make it", "A", None),
+    ("The answer is (A) or (B)", None, None), ("Answer: A or C", None, None), ("Answer: A, B", None, None), ("The answer is I don't know", None, None), ("The answer is a bee", None, None), ("The answer is A bee", None, None),
+    ("I think A is wrong", None, None), ("The answer is Banana", None, None), ("", None, None)]
+
+
+@pytest.mark.parametrize("said, letter, strict", LETTERS)
+def test_letters(said, letter, strict):
+    assert extract_mc_anywhere(said) == letter
+    assert verify_choice({"answer": "B"}, said)[1] == strict and verify_choice({"answer": "B"}, said, True) == (letter == "B", letter)
+
+
+def test_no_reading_takes_long():
+    started = time.monotonic()
+    for text in ("answer is" + " " * 100_000, "answer:" + "(" * 100_000, "answer is the " * 20_000, r"\boxed " * 20_000, r"\boxed{" * 20_000, "–" * 100_000, "1 " * 50_000, r"\begin{pmatrix}" * 5_000, "answer is " + "*(" * 50_000 + "B"):
+        extract_mc_anywhere(text), extract_boxed(text), math_equal(text[:20_000], "1"), verify_text({"answer": "B"}, text)
+    assert time.monotonic() - started < 20
