@@ -120,10 +120,13 @@ def prompt_rows(stage, dataset, split: str | None, renderer, max_prompt_length: 
 
 
 def sampling_params(config, renderer):
+    """What a stage's settings ask of an engine. A stop string that is a special token is a stop token: texts are without special tokens."""
+    from stages.sampler import unseen_tokens
     from stages.sampling import SamplingParams
 
-    return SamplingParams(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, min_p=config.min_p,
-                          max_new_tokens=config.max_completion_length, stop_ids=frozenset(renderer.stop_ids), stop_strings=tuple(config.stop_strings),
+    special = unseen_tokens(renderer.tokenizer) if config.stop_strings else {}
+    return SamplingParams(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, min_p=config.min_p, max_new_tokens=config.max_completion_length,
+                          stop_ids=frozenset(renderer.stop_ids) | {special[s] for s in config.stop_strings if s in special}, stop_strings=tuple(s for s in config.stop_strings if s not in special),
                           min_tokens=config.min_tokens, logit_bias=config.logit_bias, bad_words=tuple(config.bad_words),
                           repetition_penalty=config.repetition_penalty, frequency_penalty=config.frequency_penalty, presence_penalty=config.presence_penalty)
 
@@ -156,44 +159,54 @@ def remembering(sampler):
     return getattr(sampler, "remembering", nullcontext)()
 
 
-def sample_with_room(sampler, prompts, params, seeds, rooms) -> list[list]:
+def sample_with_room(sampler, prompts, params, seeds, rooms, begun=None) -> list[list]:
     """Completions of every prompt with at most ``rooms[i]`` new tokens, together where the model has positions for the widest room.
+    begun: how many last tokens of each prompt are its completion's first ones, which count for ``min_tokens``.
 
     A completion is a function of (weights, prompt, seed), so one that is cut afterwards is the one that a lower limit gives.
     """
     from stages.sampler import text_of
 
     widest = max(rooms, default=0)
-    calls: dict[int, list[int]] = {}
+    calls: dict[tuple[int, int], list[int]] = {}
     for i, (prompt, room) in enumerate(zip(prompts, rooms)):
-        calls.setdefault(widest if room_after(sampler, prompt, widest) == widest else room, []).append(i)
+        limit = widest if room_after(sampler, prompt, widest) == widest else room
+        calls.setdefault((limit, min(limit, max(0, params.min_tokens - (begun[i] if begun else 0)))), []).append(i)
     out: list = [None] * len(prompts)
-    for limit, rows in sorted(calls.items(), reverse=True):
-        for i, found in zip(rows, sampler.generate([prompts[i] for i in rows], replace(params, max_new_tokens=limit), [seeds[i] for i in rows])):
-            out[i] = [c if len(c.ids) <= rooms[i] else replace(c, ids=c.ids[:rooms[i]], logps=c.logps[:rooms[i]], finish_reason="length",
+    for (limit, least), rows in sorted(calls.items(), reverse=True):
+        for i, found in zip(rows, sampler.generate([prompts[i] for i in rows], replace(params, max_new_tokens=limit, min_tokens=least), [seeds[i] for i in rows])):
+            out[i] = [c if len(c.ids) <= rooms[i] else replace(c, ids=c.ids[:rooms[i]], logps=c.logps[:rooms[i]] if c.logps is not None else None, finish_reason="length",
                                                                text=text_of(sampler.tokenizer, c.ids[:rooms[i]])) for c in found]
     return out
 
 
 def continuations(sampler, starts, params, seeds) -> list[list[Sample]]:
-    """Completions that begin as ``(sample, tokens)`` says: with so many tokens of that sample; as whole completions of its prompt. Ranks share the work."""
-    from stages import ranks
-    from stages.sampler import tag_ids, text_of
+    """Completions that begin as ``(sample, tokens)`` says: with so many tokens of that sample; as whole completions of its prompt. Ranks share the work.
 
+    What counts a completion's tokens counts those that it begins with: min_tokens and stop strings (also one that begins among them).
+
+    Raises:
+        SamplerError: a frequency or presence penalty, which engines count over new tokens only.
+    """
+    from stages import ranks
+    from stages.sampler import DerivedText, SamplerError
+
+    for name in (name for name in ("frequency_penalty", "presence_penalty") if getattr(params, name)):
+        raise SamplerError(f"{name}={getattr(params, name)} counts the tokens of a completion, and here completions are continued, whose first tokens it would not see; "
+                           "leave it out, or write repetition_penalty, which counts prompt and completion")
     mine = list(range(ranks.rank(), len(starts), ranks.world_size()))
     given = {i: (starts[i][0].prompt_ids, starts[i][0].ids[: starts[i][1]]) for i in mine}
     made = sample_with_room(sampler, [given[i][0] + given[i][1] for i in mine], params, [seeds[i] for i in mine],
-                            [params.max_new_tokens - len(given[i][1]) for i in mine]) if mine else []
-    found = {i: [(given[i][1] + list(c.ids), c.finish_reason, c.error) for c in group] for i, group in zip(mine, made)}
+                            [params.max_new_tokens - len(given[i][1]) for i in mine], [len(given[i][1]) for i in mine]) if mine else []
+    derived = DerivedText(sampler.tokenizer, params)
+    found = {i: [(*derived.ended(given[i][1], list(c.ids), c.finish_reason), c.error) for c in group] for i, group in zip(mine, made)}
     everyone = {i: group for part in ranks.gather(found) for i, group in part.items()}
 
-    tags = tag_ids(sampler.tokenizer)
+    def spoken(ids):
+        return [t for t in ids if t not in params.stop_ids]
 
-    def text(ids):
-        return text_of(sampler.tokenizer, [t for t in ids if t not in params.stop_ids], tags)
-
-    return [[Sample(sample.prompt, sample.prompt_ids, j, ids, [], reason, text(ids), error=error) for j, (ids, reason, error) in enumerate(everyone[i])]
-            for i, (sample, _) in enumerate(starts)]
+    return [[Sample(sample.prompt, sample.prompt_ids, j, ids, [], reason, derived.of(spoken(ids), len(spoken(sample.ids[:count]))), error=error)
+             for j, (ids, reason, error) in enumerate(everyone[i])] for i, (sample, count) in enumerate(starts)]
 
 
 def warn_of_failures(stage, engine, samples: list[Sample]) -> None:

@@ -144,6 +144,10 @@ def check_request(prompts, params: SamplingParams, seeds, *, vocabulary: int, po
         raise SamplerError(f"{len(prompts)} prompts but {len(seeds)} seed lists: give one list of seeds per prompt")
     if (params.stop_strings or params.bad_words) and tokenizer is None:
         raise SamplerError("stop_strings and bad_words need text: give the Sampler a tokenizer or use stop_ids")
+    unseen = unseen_tokens(tokenizer) if params.stop_strings else {}
+    for stop, token in ((s, t) for s in params.stop_strings for t in unseen if t in s):
+        raise SamplerError(f"stop string {stop!r} holds the special token {token!r}, which the text of a completion is without, so it would never be found: write {token!r} alone in a stage's "
+                           f"stop_strings, which makes it a stop token, or the text around it without it")
     for i, prompt in enumerate(prompts):
         if len(prompt) == 0:
             bos = getattr(tokenizer, "bos_token_id", None)
@@ -399,6 +403,8 @@ class _Run:
     def _take(self, token: np.ndarray, logp: np.ndarray, slots: np.ndarray) -> list[int]:
         """One token per slot, drawn with this log-prob; harvest finished rows; returns their slots."""
         params, count = self.params, self.count[slots]
+        if np.isnan(logp).any():
+            self._refuse_nothing(int(slots[np.isnan(logp).argmax()]))
         self.token[slots] = token
         self.out_ids[slots, count] = token
         self.out_logps[slots, count] = logp
@@ -415,6 +421,12 @@ class _Run:
             self._harvest(slot, "eos" if eos[j] else "stop" if j in stopped else "length")
             finished.append(slot)
         return finished
+
+    def _refuse_nothing(self, slot: int) -> None:
+        """A slot's logits leave nothing to draw from: they are no numbers, or all tokens are banned."""
+        banned = " Or bad_words, min_tokens and logit processors together ban every token: leave some out." if self.params.processed else ""
+        raise SamplerError(f"the model gives no probabilities for token {self.count[slot] + 1} after prompt {self.row[slot, 0]}: its logits are not finite. Look for weights that are not "
+                           f"(a training that diverged, a damaged copy), compute in float32 where a half type overflows, or write a temperature that is 0 or not as small.{banned}")
 
     def _harvest(self, slot: int, reason: str) -> None:
         i, g = self.row[slot]
@@ -435,6 +447,12 @@ def tag_ids(tokenizer) -> set[int]:
     """Ids of the tags of a response's parts (``verifiers.TAGS``) that are special tokens, which decoding would drop."""
     found = {tag: tokenizer.convert_tokens_to_ids(tag) for tag in TAGS}
     return {i for tag, i in found.items() if i is not None and tokenizer.convert_ids_to_tokens(i) == tag and not tokenizer.decode([i], skip_special_tokens=True)}
+
+
+def unseen_tokens(tokenizer) -> dict[str, int]:
+    """Special tokens that texts are without (:func:`text_of`), and their ids."""
+    tags = tag_ids(tokenizer)
+    return {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if (token.special or i in tokenizer.all_special_ids) and i not in tags and str(token)}
 
 
 def text_of(tokenizer, ids, tags: set[int] | None = None) -> str:
@@ -460,17 +478,29 @@ class DerivedText:
     def decode(self, ids: list[int]) -> str:
         return text_of(self.tokenizer, ids, self.tags)
 
-    def of(self, ids: list[int]) -> str:
-        """Text of a completion, cut before its first stop string."""
+    def of(self, ids: list[int], begun: int = 0) -> str:
+        """Text of a completion, cut before its first stop string. begun: how many tokens it began with; no stop string ends among them."""
         if self.tokenizer is None:
             return ""
         text = self.decode(ids)
-        cuts = [at for at in (text.find(s, self._start(ids, s)) for s in self.stops) if at >= 0]
+        cuts = self._cuts(text, ids, begun)
         return text[: min(cuts)] if cuts else text
 
-    def _start(self, ids: list[int], stop: str) -> int:
-        """Where a stop string may begin: it counts only if it ends after the first min_tokens tokens."""
-        return max(0, len(self.decode(ids[: self.min_tokens])) - len(stop) + 1) if self.min_tokens else 0
+    def ended(self, begun: list[int], new: list[int], reason: str) -> tuple[list[int], str]:
+        """A completion of tokens that were given and new ones that an engine drew behind them, and how it ended: also at a stop string that begins among the given
+        ones, where the engine, which sees the new ones alone, went on."""
+        ids = begun + new
+        if self.stops and new and self._cuts(self.decode(ids), ids, len(begun)):
+            for n in range(len(begun) + 1, len(ids) + 1):
+                if self._cuts(self.decode(ids[:n]), ids, len(begun)):
+                    return ids[:n], "stop"
+        return ids, reason
+
+    def _cuts(self, text: str, ids: list[int], begun: int = 0) -> list[int]:
+        """Where stop strings begin that count: those that end after the first min_tokens tokens, and after those that the completion began with."""
+        first = max(self.min_tokens, begun)
+        before = len(self.decode(ids[:first])) if first else 0
+        return [at for at in (text.find(s, max(0, before - len(s) + 1) if first else 0) for s in self.stops) if at >= 0]
 
     def _may_end(self, token: int) -> bool:
         """Whether a token's text may hold the last character of a stop string (unsure counts as yes)."""
@@ -488,8 +518,7 @@ class DerivedText:
                 continue
             ids = out_ids[slots[j], : counts[slots[j]]].tolist()
             if self.min_tokens:
-                text = self.decode(ids)
-                hit = any(text.find(s, self._start(ids, s)) >= 0 for s in self.stops)
+                hit = bool(self._cuts(self.decode(ids), ids))
             else:
                 text = self.decode([t for t in ids if t not in self.special][-self.tail :])
                 hit = any(s in text for s in self.stops)

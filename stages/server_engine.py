@@ -15,6 +15,7 @@ Where text comes back, rows are marked ``reencoded``.
 from __future__ import annotations
 
 import json
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 from stages import usage
@@ -114,7 +115,7 @@ class ServerEngine:
             return self._completion(patiently(lambda: self._call(self.url + "/completions", body)), prompt, params, text)
         except ServerError as error:
             why = str(error)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             why = f"the answer is not a completion ({type(error).__name__}: {error})"
         return Completion([], None, "error", "", self.api != "vllm", why)
 
@@ -169,9 +170,13 @@ class ServerEngine:
         # only where nothing changes it
         given = (choice.get("logprobs") or {}).get("token_logprobs") if params.temperature in (0, 1) and not params.filtered and not params.processed else None
         logps = [float(v) for v in given] if given is not None and len(given) == len(ids) else None
+        if logps is not None and not all(map(math.isfinite, logps)):
+            raise ValueError("its log-probs are not finite")
         return Completion(ids, logps, reason, text.of(ids[:-1] if reason == "eos" else ids))
 
     def _from_text(self, said: str, finish: str, params, text) -> Completion:
+        if finish not in ("stop", "length"):  # content_filter, or none where the request was given up: not an end of the model's
+            raise ValueError(f"finish_reason is {finish!r}")
         ids = self.tokenizer.encode(said, add_special_tokens=False)
         kept = said[: min([at for at in (said.find(s) for s in params.stop_strings) if at >= 0], default=len(said))]
         if finish == "length":
