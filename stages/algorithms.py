@@ -520,7 +520,8 @@ _DIRECT_ROWS = (
     DirectMethod("nca_pair", "stages.direct_losses:nca_pair_loss", source="da.relatives"),
     DirectMethod("exo_pair", "stages.direct_losses:exo_pair_loss", divergence=True, options={"label_smoothing": 1e-3}, source="da.relatives"),
     DirectMethod("r_dpo", "stages.direct_losses:r_dpo_loss", divergence=True, columns=("length_chosen", "length_rejected"), options={"alpha": 0.05}, source="da.relatives"),
-    DirectMethod("wpo", "stages.direct_losses:wpo_loss", divergence=True, columns=("mean_chosen", "mean_rejected"), source="da.relatives"),
+    DirectMethod("wpo", "stages.direct_losses:wpo_loss", divergence=True, columns=("mean_chosen", "mean_rejected"), settings={"aligned": False},
+                 source="da.relatives; aligned: Zhou et al. 2024, eq. 2 with sampled alignment"),
     DirectMethod("aot_unpaired", "stages.direct_losses:aot_matched_loss", columns=("matched_rejected", "matched_chosen"), statistic="sorted",
                  options={"label_smoothing": 0.0}, source="da.relatives (Melnyk et al. 2024)"),
     DirectMethod("aot_paired", "stages.direct_losses:aot_paired_loss", columns=("matched_margin",), statistic="sorted_pairs", options={"label_smoothing": 0.0},
@@ -597,7 +598,7 @@ def refuse_addend(row: DirectMethod, added: DirectMethod, config) -> None:
         refuse("one compares with a reference policy and the other has none; write two methods of one kind, such as dpo with bco_pair, or simpo with reference_free")
     if row.statistic or added.statistic:
         refuse("aot matches the rows of a whole step and is trained alone; leave one of them out")
-    if added.nll_coef or added.settings:
+    if added.nll_coef:
         refuse("it has an NLL term of its own, and a run has one; write it as method and add the other, or nll_coef=1 with "
                + {"dpo_nll": "dpo", "cpo": "reference_free"}.get(added.name, "another loss"))
     if "target" in added.columns or added.name == "written":

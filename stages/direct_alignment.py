@@ -16,7 +16,7 @@ from stages.algorithms import DIRECT_METHODS, DIRECT_READ_WHEN, OPTION_RANGES, r
 from stages.batching import per_response
 from stages.direct_losses import aot_matches, equal_ranks, f_divergence_score, kto_reference_point, log_odds, segment_sums
 from stages.losses import displacement_metrics
-from stages.modeling import freeze, load_policy, load_weights, move_towards, target_logps, weights_file
+from stages.modeling import freeze, head_of, hidden_states, load_policy, load_weights, log_collision, move_towards, target_logps, token_logps, weights_file
 from stages.settings import refuse_unread
 from stages.spec import ConfigError
 from stages.training import ShuffledRows, Sums, products
@@ -28,13 +28,14 @@ FROM_REFERENCE = ("loss", "preference", "rewards", "displacement", "gradient_wei
 
 @dataclass(frozen=True)
 class Term:
-    """One loss on pairs: its columns, its keyword arguments, how token log-probs become the number of a response, its weight in the sum."""
+    """One loss on pairs: its columns, its keyword arguments, how token log-probs become the number of a response, its weight in the sum; ``aligned``: WPO's weights are."""
 
     loss: object
     columns: tuple[str, ...]
     arguments: dict
     reduction: str
     weight: float
+    aligned: bool = False
 
 
 def given_options(method, options: dict) -> tuple[dict, dict]:
@@ -95,7 +96,7 @@ class DirectAlignment:
         if self.settings.get("nll_on_prompt") and not self.nll_coef:
             raise ConfigError(f"options.nll_on_prompt says which tokens the NLL term of {method.name} counts, and nll_coef=0 switches that off; leave options.nll_on_prompt out, or write nll_coef=1.")
         self.loss = resolve(method.loss)
-        self.terms = {"preference": Term(self.loss, method.columns, self.arguments, self.reduction, config.loss_weight)}
+        self.terms = {"preference": Term(self.loss, method.columns, self.arguments, self.reduction, config.loss_weight, bool(self.settings.get("aligned")))}
         for one in config.also:
             added = DIRECT_METHODS[one.method]
             if one.method == config.method or f"{one.method}_preference" in self.terms:
@@ -103,17 +104,18 @@ class DirectAlignment:
             refuse_addend(method, added, config)
             own = one.beta if one.beta is not None else None if added.default_beta is None else beta if beta is not None else added.default_beta
             self.warnings += validate_direct(added, own, added.needs_reference)
-            self.terms[f"{one.method}_preference"] = Term(resolve(added.loss), added.columns, {**({} if own is None else {"beta": own}), **given_options(added, one.options)[0]},
-                                                          added.logp_reduction, one.weight)
+            arguments, settings = given_options(added, one.options)
+            self.terms[f"{one.method}_preference"] = Term(resolve(added.loss), added.columns, {**({} if own is None else {"beta": own}), **arguments}, added.logp_reduction, one.weight,
+                                                          bool(settings.get("aligned")))
         rows = [method, *(DIRECT_METHODS[one.method] for one in config.also)]
         #: The method's row with what all losses of the sum want of a pair.
         self.reads = replace(method, columns=tuple(dict.fromkeys(name for row in rows for name in row.columns)), positive_gap=any(row.positive_gap for row in rows))
         self.z0, self.means = 0.0, {"chosen": 0.0, "rejected": 0.0}
 
-    def values(self, model, batch) -> list:
+    def values(self, model, batch, states_NH=None) -> list:
         """What a response is to this method, differentiable: the sum of its target log-probs (0-dim), of each segment [N], or (``ld_alpha``) of the
-        targets within the length of the pair's shorter response and of those beyond it [2]."""
-        logps, _ = target_logps(model, batch)
+        targets within the length of the pair's shorter response and of those beyond it [2]. ``states_NH``: the hidden states behind the targets, where they are known."""
+        logps, _ = target_logps(model, batch) if states_NH is None else token_logps(head_of(model), states_NH, batch.target_N)
         if self.config.ld_alpha is not None:
             lengths = batch.mask_SL.sum(1)
             common = lengths.view(-1, 2).amin(1).repeat_interleave(2)
@@ -137,12 +139,16 @@ class DirectAlignment:
                 "desirable": float(sum(label is True for label in labels)), "undesirable": float(sum(label is False for label in labels))}
 
     def __call__(self, model, batch):
-        values = self.values(model, batch)
+        states = hidden_states(model, batch, batch.src_N)
+        values, more = self.values(model, batch, states), {}
+        if any(term.aligned for term in self.terms.values()):
+            collisions = log_collision(head_of(model), states)
+            more["collisions"] = collisions.new_zeros(batch.mask_SL.shape[0]).index_add(0, batch.seq_N, collisions).view(len(batch.items), -1)
         groups, at = [], 0
         for item in batch.items:
             groups.append(values[at:at + len(item.responses)])
             at += len(item.responses)
-        return getattr(self, "_" + self.method.data)(batch, groups)
+        return getattr(self, "_" + self.method.data)(batch, groups, **more)
 
     def compared(self, values):
         """What the loss compares of a response's values ``[..., responses]`` (``ld_alpha``: ``[..., responses, 2]``, of which the part beyond the common length weighs
@@ -150,7 +156,8 @@ class DirectAlignment:
         return values if self.config.ld_alpha is None else values[..., 0] + self.config.ld_alpha * values[..., 1]
 
     # -- losses by kind of data -------------------------------------------------------------------------------------
-    def _pairs(self, batch, groups):
+    def _pairs(self, batch, groups, collisions=None):
+        """``collisions`` [B, responses]: sums of :func:`stages.modeling.log_collision`, for WPO's aligned weights."""
         policy = torch.stack([torch.stack(g) for g in groups])
         ref = column(batch, "ref", policy)
         compared, compared_ref = self.compared(policy), None if ref is None or not self.method.needs_reference else self.compared(ref)
@@ -167,12 +174,14 @@ class DirectAlignment:
 
         found = {"length_chosen": lengths[:, 0], "length_rejected": lengths[:, 1], "target": policy[:, -1] if policy.shape[1] > 2 else policy[:, 0]}
         found |= {"mean_chosen": policy[:, 0] / lengths[:, 0], "mean_rejected": policy[:, 1] / lengths[:, 1]}
+        aligned = {} if collisions is None else {name: found[name] - collisions[:, k] / lengths[:, k] for k, name in enumerate(("mean_chosen", "mean_rejected"))}
         if self.method.data == "conditions":
             found["h_corrupted"] = policy[:, 2] - ref[:, 2]
         weight, terms = column(batch, "weight", policy), {}
         for name, term in self.terms.items():
             scaled, scaled_ref = scaled_by(term.reduction)
-            columns = {name: found[name] if name in found else column(batch, name, policy) for name in term.columns}
+            known = {**found, **aligned} if term.aligned else found
+            columns = {name: known[name] if name in known else column(batch, name, policy) for name in term.columns}
             sides = (scaled[:, 0], scaled[:, 1], *((None, None) if scaled_ref is None else (scaled_ref[:, 0], scaled_ref[:, 1])))
             terms[name] = (term.weight * (term.loss(*sides, **term.arguments, **columns) * weight).sum(), "weight")
         if self.nll_coef:

@@ -188,7 +188,10 @@ def aot_paired_loss(pc, pr, rc, rr, *, beta: float = 0.1, label_smoothing: float
 
 
 def wpo_loss(pc, pr, rc, rr, *, beta: float = 0.1, mean_chosen, mean_rejected):
-    """DPO weighted by the detached length-normalised probability of both responses, exp(M_w + M_l) (da.relatives, WPO)."""
+    """DPO weighted by the detached length-normalised probability of both responses, exp(M_w + M_l) (da.relatives, WPO).
+
+    Option ``aligned``: M is less the mean of log sum_v pi(v)^2, so that a response as likely as one the policy would draw weighs 1 (Zhou et al. 2024).
+    """
     weight = torch.exp(mean_chosen + mean_rejected).detach()
     return weight * F.softplus(-beta * _h_difference(pc, pr, rc, rr))
 

@@ -328,3 +328,21 @@ def test_trl_computes_the_same_loss_from_the_same_log_probs(theirs, ours, monkey
     mine, = torch.autograd.grad(loss, flat)
     wanted = torch.cat([slope[order.index((i, k)), :n] for i, pair in enumerate(lengths) for k, n in enumerate(pair)])
     assert torch.allclose(mine, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("also", (False, True))
+def test_aligned_weights_of_wpo_are_relative_to_what_the_policy_would_draw(tiny, preferences, also):
+    """exp of the mean of log pi(y_t) - log sum_v pi(v)^2 of both responses, without gradient (Zhou et al. 2024); alone, and beside another loss."""
+    changes = {"method": "dpo", "also": [{"method": "wpo", "weight": 0.5, "options": {"aligned": True}}]} if also else {"method": "wpo", "options": {"aligned": True}}
+    world = World(tiny, preferences, **changes)
+    weights = {}
+    with torch.no_grad():
+        for item in world.items:
+            mean = 0.0
+            for k in range(2):
+                logp = world.policy(input_ids=torch.tensor([[*item.prompt.tolist(), *item.responses[k].tolist()]])).logits[0, len(item.prompt) - 1:-1].log_softmax(-1)
+                live = torch.tensor(item.masks[k].astype(bool))
+                mean += float((world.logps(world.policy, item, k)[live] - (logp.exp() ** 2).sum(-1).log()[live]).mean())
+            weights[item.extra["prompt_id"]] = math.exp(mean)
+    agrees(world, pairwise(lambda r, w, l: ((1.0 + 0.5 * weights[r["prompt_id"]]) if also else weights[r["prompt_id"]]) * L(0.1 * (w - l))))
+    assert len({round(w, 6) for w in weights.values()}) > 3
