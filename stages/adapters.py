@@ -44,7 +44,8 @@ def add_lora(model, config, seed: int, task: str = "CAUSAL_LM"):
             from stages.modeling import ModelError
 
             linear = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
-            raise ModelError(f"lora_targets={config.lora_targets!r} fits no layer of {type(model).__name__}; write all-linear or some of: {', '.join(linear)}") from error
+            raise ModelError(f"lora_targets={config.lora_targets!r} fits no layer of {type(model).__name__}; write all-linear or some of: {', '.join(linear)}. "
+                             f"peft says: {error}") from error
     output, embedding = adapted.get_output_embeddings(), adapted.get_input_embeddings()
     if output is not None and (hasattr(output, "base_layer") or hasattr(embedding, "base_layer")) and output.weight is embedding.weight:
         from stages.modeling import ModelError
