@@ -95,13 +95,18 @@ def shape_of(path: str | Path) -> Shape | None:
 
 
 def lora_parameters(shape: Shape, config) -> int:
-    """rank * (rows + columns) of every matrix that gets an adapter: all but embeddings and output layer, or those named."""
-    named = None if config.lora_targets == "all-linear" else config.lora_targets.replace(" ", "").split(",")
+    """rank * (rows + columns) of every matrix that gets an adapter: all but embeddings and output layer, or those named; rows more with DoRA; and matrices trained whole."""
+    listed = lambda text: text.replace(" ", "").split(",")
+    named = None if config.lora_targets == "all-linear" else listed(config.lora_targets)
     total = 0
     for name, (rows, columns) in shape.matrices.items():
         layer = name.removesuffix(".weight").rsplit(".", 1)[-1]
-        if layer in named if named else not outside_layers(name):
-            total += config.lora_rank * (rows + columns)
+        if layer in listed(config.lora_modules_to_save):
+            total += rows * columns
+        elif layer in listed(config.lora_exclude):
+            continue
+        elif layer in named if named else not outside_layers(name):
+            total += config.lora_rank * (rows + columns) + rows * config.lora_dora
     return total
 
 

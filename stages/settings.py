@@ -63,7 +63,7 @@ class OptimizerConfig(StageConfig):
 
     LORA_RATE: ClassVar[float] = 1.0
     READ_WHEN: ClassVar[ReadWhen] = (
-        (("lora_alpha", "lora_rslora", "lora_targets"), lambda c: c.lora_rank > 0, "there is no adapter (lora_rank=0); write lora_rank=16"),
+        (("lora_alpha", "lora_rslora", "lora_dora", "lora_targets", "lora_exclude", "lora_modules_to_save"), lambda c: c.lora_rank > 0, "there is no adapter (lora_rank=0); write lora_rank=16"),
         (("decay_ratio", "decay_type"), lambda c: c.lr_schedule == "wsd", "only lr_schedule=wsd has a final decay of its own; write lr_schedule=wsd"),
         (("lr_power",), lambda c: c.lr_schedule == "polynomial", "only lr_schedule=polynomial has a power; write lr_schedule=polynomial"),
         (("lr_cycles",), lambda c: c.lr_schedule == "cosine_with_restarts", "only lr_schedule=cosine_with_restarts starts anew; write lr_schedule=cosine_with_restarts"),
@@ -104,7 +104,10 @@ class OptimizerConfig(StageConfig):
     lora_rank: int = Field(0, ge=0, description="Rank of a LoRA adapter; 0 trains all weights (texts 8-64; needs about 10 times the learning rate).")
     lora_alpha: float | None = Field(None, gt=0, title="LoRA alpha", description="The adapter counts alpha / rank; empty: 2 * rank.")
     lora_rslora: bool = Field(False, description="The adapter counts alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023).")
+    lora_dora: bool = Field(False, description="The length of every row of a weight is trained apart from its direction (DoRA, Liu et al. 2024). Through the model's own forward, which is slower.")
     lora_targets: str = Field("all-linear", description="Layers with an adapter: all-linear, or names such as q_proj,v_proj.")
+    lora_exclude: str = Field("", description="Names of layers that get no adapter although lora_targets takes them (peft exclude_modules), such as k_proj,down_proj.")
+    lora_modules_to_save: str = Field("", description="Names of modules that are trained in full beside the adapter (peft modules_to_save), such as embed_tokens,lm_head for new tokens.")
     frozen_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="How frozen matrices are kept (under an adapter; of references, teachers, reward models): as the checkpoint stores them where that is bfloat16, which changes "
         "no number (auto); all widened to float32; or all in bfloat16, which rounds float32 ones once. Products are in compute_dtype whichever it is.")

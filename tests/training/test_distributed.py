@@ -72,6 +72,9 @@ CASES = {  # name: (stage, settings, rows)
     "rl, LoRA on a base kept in bfloat16": ("rl", {**RL, "preset": "grpo", "beta": 0.1, "lora_rank": 4, "learning_rate": 1e-2, "frozen_dtype": "bfloat16"}, "prompts"),
     "rl, LoRA on a base kept in bfloat16, sharded": ("rl", {**RL, **FULL, "preset": "grpo", "beta": 0.1, "lora_rank": 4, "learning_rate": 1e-2, "num_iterations": 2, "frozen_dtype": "bfloat16"}, "prompts"),
     "reward model, LoRA on a base kept in bfloat16, sharded": ("reward_model", {**ROWS, **FULL, "lora_rank": 4, "learning_rate": 1e-2, "frozen_dtype": "bfloat16", "save_dtype": "bfloat16"}, "pairs"),
+    "rl, DoRA, sharded": ("rl", {**RL, **FULL, "preset": "grpo", "beta": 0.1, "lora_rank": 4, "lora_dora": True, "learning_rate": 1e-2}, "prompts"),
+    "sft, LoRA and whole modules on a base kept in bfloat16, sharded": ("sft", {**ROWS, **FULL, "learning_rate": 1e-2, "lora_rank": 4, "lora_targets": "q_proj,v_proj",
+                                                                               "lora_modules_to_save": "embed_tokens,lm_head", "frozen_dtype": "bfloat16"}, "demonstrations"),
     "rl, LoRA, sharded": ("rl", {**RL, **FULL, "preset": "grpo", "beta": 0.1, "lora_rank": 4, "learning_rate": 1e-2, "num_iterations": 2}, "prompts"),
 }
 
