@@ -602,13 +602,15 @@ def promote(
 def export(
     model: Annotated[str, typer.Argument(help="A model ref.")],
     directory: Annotated[Path, typer.Argument(help="New directory; loads with from_pretrained anywhere.")],
+    adapter: Annotated[bool, typer.Option("--adapter", help="Only the LoRA adapter, as peft loads one (adapter_model.safetensors, adapter_config.json), with the tokenizer.")] = False,
+    base: Annotated[Optional[str], typer.Option(help="With --adapter: path or hub id of the model it belongs on, written into adapter_config.json.")] = None,
     json_: Json = False,
 ) -> None:
     """Copy a model out of the store as a plain Hugging Face directory."""
     from flows import env, report
 
     env.prepare(quiet=True)
-    value = report.export(model, directory)
+    value = report.export(model, directory, adapter, base)
     if json_:
         return emit(value)
     print(f"{value['ref']} -> {value['directory']} ({value['files']} files)")

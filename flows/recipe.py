@@ -12,6 +12,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel, Field, model_validator
@@ -213,7 +214,9 @@ class Plan(Run):
             return memory.shape_of(store.resolve(ref, "model").path)
 
         known = {name: shape(ref) for name, ref in inputs.items() if spec.input_spec(name).kind == "model"}
-        self.shapes |= {f"({label}.{name})": known["model"] for name, output in spec.outputs.items() if output.kind == "model" and known.get("model") is not None}
+        if (start := known.get("model")) is not None:  # what it publishes has its shape, in the type that it publishes
+            low = frozenset(start.matrices) if getattr(config, "save_dtype", "float32") == "bfloat16" else frozenset()
+            self.shapes |= {f"({label}.{name})": replace(start, low=low) for name, output in spec.outputs.items() if output.kind == "model"}
         if spec.roles is None:
             return {}
         settings, devices = parse_config(spec, config.model_dump(mode="json") if config else {}), wanted_devices() if spec.parallel else 1

@@ -322,14 +322,32 @@ def print_decision(value: dict[str, Any]) -> None:
         print(f"  {reason}")
 
 
-def export(ref: str, directory: Path) -> dict[str, Any]:
-    """Copy a model's files to a new directory, with a model card where it brings none."""
+def export(ref: str, directory: Path, adapter: bool = False, base: str | None = None) -> dict[str, Any]:
+    """Copy a model's files to a new directory, with a model card where it brings none.
+
+    Args:
+        adapter: its LoRA adapter alone, as peft loads one, with the tokenizer. base: path or hub id of the model that it belongs on, for its config.
+    """
     from storage.cards import model_card
 
     found = store.resolve(ref, "model")
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"{directory} is not empty; name a new directory")
-    shutil.copytree(found.path, directory, dirs_exist_ok=True)
+    if base and not adapter:
+        raise ConfigError(f"--base {base} is the model that an adapter belongs on; write --adapter too, or leave it out")
+    if not adapter:
+        shutil.copytree(found.path, directory, dirs_exist_ok=True)
+    else:
+        source = Path(found.path, "adapter")
+        if not source.is_dir():
+            raise ConfigError(f"{ref} has no adapter beside its weights: it was not trained with lora_rank; leave --adapter out")
+        shutil.copytree(source, directory, dirs_exist_ok=True)
+        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+            if Path(found.path, name).is_file():
+                shutil.copy2(Path(found.path, name), directory / name)
+        if base:
+            settings = json.loads((directory / "adapter_config.json").read_text())
+            atomic_write_text(directory / "adapter_config.json", json.dumps({**settings, "base_model_name_or_path": base}, sort_keys=True, indent=1) + "\n")
     if not (directory / "README.md").exists():
         atomic_write_text(directory / "README.md", model_card(ref))
     return {"ref": found.ref, "digest": found.digest, "directory": str(directory.resolve()),

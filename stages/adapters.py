@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from stages import ranks, sharding
+from stages import pending, ranks, sharding
 
 ADAPTER_FOLDER = "adapter"
 
@@ -33,9 +33,10 @@ def add_lora(model, config, seed: int, task: str = "CAUSAL_LM"):
         return model
     from peft import LoraConfig, get_peft_model
 
-    targets = config.lora_targets if config.lora_targets == "all-linear" else config.lora_targets.replace(" ", "").split(",")
+    targets = config.lora_targets if config.lora_targets == "all-linear" else names_in(config.lora_targets)
     settings = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha or 2 * config.lora_rank, lora_dropout=0.0, bias="none", use_rslora=config.lora_rslora,
-                          target_modules=targets, task_type=task)
+                          use_dora=config.lora_dora, target_modules=targets, exclude_modules=names_in(config.lora_exclude) or None,
+                          modules_to_save=whole_modules(model, config) or None, task_type=task)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed % 2**63)
         try:
@@ -44,7 +45,8 @@ def add_lora(model, config, seed: int, task: str = "CAUSAL_LM"):
             from stages.modeling import ModelError
 
             linear = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
-            raise ModelError(f"lora_targets={config.lora_targets!r} fits no layer of {type(model).__name__}; write all-linear or some of: {', '.join(linear)}") from error
+            raise ModelError(f"lora_targets={config.lora_targets!r} fits no layer of {type(model).__name__}; write all-linear or some of: {', '.join(linear)}. "
+                             f"peft says: {error}") from error
     output, embedding = adapted.get_output_embeddings(), adapted.get_input_embeddings()
     if output is not None and (hasattr(output, "base_layer") or hasattr(embedding, "base_layer")) and output.weight is embedding.weight:
         from stages.modeling import ModelError
@@ -54,20 +56,59 @@ def add_lora(model, config, seed: int, task: str = "CAUSAL_LM"):
     return adapted
 
 
+def names_in(text: str) -> list[str]:
+    """The names of a comma-separated list."""
+    return [name for name in text.replace(" ", "").split(",") if name]
+
+
+def whole_modules(model, config) -> list[str]:
+    """The names of ``lora_modules_to_save``, once such modules are there and hold their weights, of which peft makes the trained copies.
+
+    Raises:
+        ModelError: no module of that name, or one that shares its weight with another.
+    """
+    from stages.modeling import ModelError
+
+    if not (wanted := names_in(config.lora_modules_to_save)):
+        return []
+    found = {name: [module for path, module in model.named_modules() if path.rsplit(".", 1)[-1] == name] for name in wanted}
+    for name in wanted:
+        if not found[name] or not any(True for module in found[name] for _ in module.parameters()):
+            known = sorted({path.rsplit(".", 1)[-1] for path, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None})
+            raise ModelError(f"lora_modules_to_save names {name!r}, and {type(model).__name__} has no such module with weights; write some of: {', '.join(known)}")
+    pending.fill(model, [module for modules in found.values() for module in modules])
+    output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    chosen = {module for modules in found.values() for module in modules}
+    if output is not None and output.weight is embedding.weight and chosen & {output, embedding}:
+        raise ModelError(f"lora_modules_to_save={config.lora_modules_to_save!r}: {type(model).__name__} has one weight for the embedding and the output layer, which cannot be trained in one of them; "
+                         "leave them out, or train all weights (lora_rank=0)")
+    return wanted
+
+
 def output_weight(output) -> torch.Tensor:
     """The LM head's weight ``[V, H]``, with the product of its LoRA adapter on top where it has one; differentiable in both factors."""
     if not hasattr(output, "lora_A"):
         return output.weight
     weight = output.base_layer.weight
     with torch.autocast(weight.device.type, enabled=False):
-        for adapter in () if output.disable_adapters else output.active_adapters:
-            weight = weight + _update(output, adapter)
+        return weight if output.disable_adapters else merged(output, weight)
+
+
+def merged(layer, weight: torch.Tensor, read=lambda factor: factor) -> torch.Tensor:
+    """The weight of a layer under its active adapters, W + (alpha / r) B A, as the layer stores it; differentiable in both factors. ``read`` is put between it and what
+    the adapters hold. Of DoRA each row of that has the length that is trained, m; the length it is divided by has no gradient (Liu et al. 2024, section 4.3)."""
+    turned = getattr(layer, "fan_in_fan_out", False)
+    for adapter in layer.active_adapters:
+        if adapter in layer.lora_A:
+            delta = layer.scaling[adapter] * (read(layer.lora_B[adapter].weight) @ read(layer.lora_A[adapter].weight))
+        else:
+            delta = layer.scaling[adapter] * (read(layer.lora_embedding_B[adapter]) @ read(layer.lora_embedding_A[adapter])).t()
+        weight = weight + (delta.t() if turned else delta)
+        if adapter in (getattr(layer, "lora_magnitude_vector", None) or {}):
+            lengths = torch.linalg.norm(weight.detach(), dim=0 if turned else 1)
+            factor = read(layer.lora_magnitude_vector[adapter].weight) / lengths
+            weight = (factor if turned else factor[:, None]) * weight
     return weight
-
-
-def _update(layer, adapter: str, read=lambda factor: factor) -> torch.Tensor:
-    """What an adapter adds to its layer's weight, (alpha / r) B A; ``read`` is put between it and the factors."""
-    return layer.scaling[adapter] * (read(layer.lora_B[adapter].weight) @ read(layer.lora_A[adapter].weight))
 
 
 @contextlib.contextmanager
@@ -99,7 +140,7 @@ class AdapterOff:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The base model's own weights."""
-        return ((name, p) for name, p in self.model.get_base_model().named_parameters() if ".lora_" not in name)
+        return ((name, p) for name, p in self.model.get_base_model().named_parameters() if ".lora_" not in name and ".modules_to_save." not in name)
 
 
 @torch.no_grad()
@@ -110,10 +151,7 @@ def plain_parameters(model) -> Iterator[tuple[str, torch.Tensor]]:
     for plain, name, parameter in plain_names(model):
         value, (path, _, kind) = sharding.whole(parameter), name.rpartition(".base_layer.")
         if path and kind == "weight":
-            layer = base.get_submodule(path)
-            for adapter in layer.active_adapters:
-                delta = _update(layer, adapter, sharding.whole)
-                value = value + (delta.t() if getattr(layer, "fan_in_fan_out", False) else delta)
+            value = merged(base.get_submodule(path), value, sharding.whole)
         yield plain, value
         del value  # before the next one is gathered
 
@@ -149,7 +187,7 @@ def save_adapter(model, directory: str | Path, base: str | None = None) -> None:
     """
     if not is_adapted(model):
         return
-    state = {name: sharding.whole(p) for name, p in model.named_parameters() if ".lora_" in name}
+    state = {name: sharding.whole(p) for name, p in model.named_parameters() if ".lora_" in name or ".modules_to_save." in name}
     if ranks.rank() != 0:
         return
     for settings in model.peft_config.values():

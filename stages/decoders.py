@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from stages.adapters import merged
 from stages.frozen import LOW, arithmetic, is_kept, released
 from stages.lean import interleave, odd_layers
 from stages.products import Packed, prefers_onednn
@@ -353,16 +354,12 @@ def linear_weight(linear) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     base = getattr(linear, "base_layer", None)
     if type(base) is not nn.Linear or not hasattr(linear, "get_delta_weight") or not hasattr(linear, "lora_A"):
         return None
-    variants = getattr(linear, "lora_variant", None) or {}
-    active = [a for a in linear.active_adapters if a in linear.lora_A]
-    if any(a in variants for a in active) or any(getattr(b, "bias", None) is not None for b in linear.lora_B.values()):
+    others = set(getattr(linear, "lora_variant", None) or {}) - set(getattr(linear, "lora_magnitude_vector", None) or {})  # than DoRA
+    if any(a in others for a in linear.active_adapters) or any(getattr(b, "bias", None) is not None for b in linear.lora_B.values()):
         return None
     if linear.disable_adapters or linear.merged:
         return (base.weight, base.bias) if linear.disable_adapters != linear.merged else None
-    weight = base.weight
-    for adapter in active:
-        weight = weight + linear.get_delta_weight(adapter)
-    return weight, base.bias
+    return merged(linear, base.weight), base.bias
 
 
 class _Product:

@@ -95,14 +95,40 @@ def shape_of(path: str | Path) -> Shape | None:
 
 
 def lora_parameters(shape: Shape, config) -> int:
-    """rank * (rows + columns) of every matrix that gets an adapter: all but embeddings and output layer, or those named."""
-    named = None if config.lora_targets == "all-linear" else config.lora_targets.replace(" ", "").split(",")
+    """rank * (rows + columns) of every matrix that gets an adapter: all but embeddings and output layer, or those named; rows more with DoRA; and matrices trained whole."""
+    listed = lambda text: text.replace(" ", "").split(",")
+    named = None if config.lora_targets == "all-linear" else listed(config.lora_targets)
     total = 0
     for name, (rows, columns) in shape.matrices.items():
         layer = name.removesuffix(".weight").rsplit(".", 1)[-1]
-        if layer in named if named else not any(word in name for word in ("embed", "lm_head", "wte", "wpe", "score.")):
-            total += config.lora_rank * (rows + columns)
+        if layer in listed(config.lora_modules_to_save):
+            total += rows * columns
+        elif layer in listed(config.lora_exclude):
+            continue
+        elif layer in named if named else not outside_layers(name):
+            total += config.lora_rank * (rows + columns) + rows * config.lora_dora
     return total
+
+
+def trained_bytes(config, shape: Shape, role: Role, adapter: int | None) -> int:
+    """Weights, gradients and optimizer state of what is trained of a model: all of it, or an adapter of so many parameters. A critic's optimizer is AdamW."""
+    if not role.trained:
+        return 0
+    count, optimizer = shape.parameters if adapter is None else adapter, "adamw" if role.whole else getattr(config, "optimizer", "adamw")
+    if optimizer == "sgd":
+        return (8 + (4 if config.momentum else 0)) * count
+    if optimizer == "adafactor":
+        in_matrices = sum(rows * columns for rows, columns in shape.matrices.values())
+        return 8 * count + 4 * (sum(rows + columns for rows, columns in shape.matrices.values()) + count - in_matrices)
+    if optimizer == "muon":
+        layers = sum(rows * columns for name, (rows, columns) in shape.matrices.items() if not outside_layers(name)) if adapter is None else adapter
+        return state_bytes([count], []) - 4 * layers
+    return state_bytes([count], [])
+
+
+def outside_layers(name: str) -> bool:
+    """Whether a matrix is an embedding, an output layer or a head."""
+    return any(word in name for word in ("embed", "lm_head", "wte", "wpe", "score."))
 
 
 def frozen_dtype(config) -> str:
@@ -169,7 +195,7 @@ def need(roles: Sequence[Role], shapes: Mapping[str, Shape | None], config, devi
         changes = role.moves or role.whole or not lora and (role.trained or role.name == SAMPLING)
         held = FROZEN * shape.parameters if changes else shape.frozen_bytes(frozen_dtype(config))
         extra = 0 if role.whole or not role.trained else trained * 4 * (bool(getattr(config, "ema_decay", 0)) + bool(getattr(config, "select_by", None)))
-        size = (state_bytes([trained], []) + (held if not role.trained or adapter is not None else 0) + extra) // share
+        size = (trained_bytes(config, shape, role, adapter) + (held if not role.trained or adapter is not None else 0) + extra) // share
         weights = held // share
         during += 0 if role.before else size
         before += weights if role.before or role.trained else 0
@@ -265,6 +291,8 @@ def refusal(name: str, roles: Sequence[Role], shapes: Mapping[str, Shape | None]
         advice.append(f"lora_rank=16 ({says(fits(lora_rank=16))})")
     if frozen_dtype(config) != "bfloat16" and (smaller := fits(frozen_dtype="bfloat16")) < found.states:
         advice.append(f"frozen_dtype=bfloat16 ({says(smaller)})")
+    if not config.lora_rank and config.optimizer == "adamw" and config.sharding == "none" and any(r.trained and not r.whole for r in roles):
+        advice.append(f"optimizer=adafactor ({says(fits(optimizer='adafactor'))})")
     for setting, off in (("ema_decay", 0.0), ("select_by", None)):
         if getattr(config, setting, None):
             advice.append(f"{setting} left out ({says(fits(**{setting: off}))})")

@@ -90,14 +90,28 @@ def settled(model, path: str, device: str, how: str, in_shards: bool):
     return model if in_shards else pending.fill(model).to(device)
 
 
+def waits(config, path: str) -> bool:
+    """Whether the weights of a model that is to be trained stay in their files at first: where it will be sharded, or an adapter leaves them frozen that may be kept in
+    bfloat16. Not those of DoRA, whose magnitudes are read off them."""
+    return not (config.lora_rank and config.lora_dora) and (sharding.asked(config) or bool(config.lora_rank) and frozen.may_keep(path, config.frozen_dtype))
+
+
+def adapted(model, stage, path: str, add: Callable):
+    """A loaded model (:func:`waits`) with the adapter that ``add(model)`` puts on it, if any, and what that leaves frozen kept as ``frozen_dtype`` says."""
+    config = stage.config
+    if not config.lora_rank:
+        return add(model)
+    if config.lora_dora and config.frozen_dtype == "bfloat16":  # magnitudes of the weights as they will be
+        frozen.widen(frozen.keep(freeze(model), "bfloat16"))
+    return settled(add(model), path, stage.device, config.frozen_dtype, sharding.asked(config))
+
+
 def policy_to_train(stage, name: str = "model"):
     """The stage's input policy, ready to train: with the LoRA adapter its config asks for, and what that leaves frozen kept as ``frozen_dtype`` says."""
-    config, path, in_shards = stage.config, stage.path(name), sharding.asked(stage.config)
-    waits = bool(config.lora_rank) and frozen.may_keep(path, config.frozen_dtype)
-    model = load_policy(path, stage.device, in_shards=in_shards or waits)
+    config, path = stage.config, stage.path(name)
+    model = load_policy(path, stage.device, in_shards=waits(config, path))
     note_types(stage, path)
-    model = adapters.add_lora(model, config, stage.seed_for("lora"))
-    return settled(model, path, stage.device, config.frozen_dtype, in_shards) if waits else model
+    return adapted(model, stage, path, lambda model: adapters.add_lora(model, config, stage.seed_for("lora")))
 
 
 def save_policy(model, tokenizer, directory: str | Path, generation_config=None, base: str | None = None, dtype: torch.dtype | None = None) -> None:

@@ -8,6 +8,7 @@ in the first seconds. Nothing here changes a result: the trial micro-batch's gra
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -167,8 +168,9 @@ def rl_plan_facts(source, made: list[Item], trainer) -> dict[str, int | str]:
 
 
 def held_bytes(models, trainers) -> tuple[int, int]:
-    """(bytes of all parameters of these models on this rank, each storage once; bytes that training adds to them: gradients, two Adam moments,
-    averages)."""
+    """(bytes of all parameters of these models on this rank, each storage once; bytes that training adds to them: gradients, the optimizer's
+    state, averages)."""
+    from stages.optimizers import state_shapes
     from stages.sharding import local
 
     held = {}
@@ -176,9 +178,10 @@ def held_bytes(models, trainers) -> tuple[int, int]:
         for _, parameter in model.named_parameters():
             here = local(parameter.detach())
             held[here.untyped_storage().data_ptr()] = here.untyped_storage().nbytes()
-    trained = [local(p.detach()).nbytes for t in trainers for p in t.parameters.values()]
+    gradients = [local(p.detach()).nbytes for t in trainers for p in t.parameters.values()]
+    states = [local(p.detach()).nbytes * math.prod(shape) // max(1, p.numel()) for t in trainers for p, shape in state_shapes(t.optimizer)]
     averages = [local(a).nbytes for t in trainers for a in t.averages.values()]
-    return sum(held.values()), 3 * sum(trained) + sum(averages)
+    return sum(held.values()), sum(gradients) + sum(states) + sum(averages)
 
 
 def kv_bytes(source, longest_prompt: int) -> int:
@@ -352,7 +355,7 @@ def try_dearest(trainer, items: Sequence[Item], batch_size: int, prepare=None, s
     started = time.monotonic()
     moments = []
     try:
-        moments = adam_moments(trainer)
+        moments = optimizer_state(trainer)
         if prepare is not None:
             prepare(step)
         counts = trainer.objective.counts(step)
@@ -376,13 +379,15 @@ def try_dearest(trainer, items: Sequence[Item], batch_size: int, prepare=None, s
     return seconds, tokens, peak
 
 
-def adam_moments(trainer) -> list:
-    """What AdamW will hold of every trained weight from the first step on, so that a trial before it needs the memory of one after it."""
+def optimizer_state(trainer) -> list:
+    """As much as the optimizer will hold of every trained weight from the first step on, so that a trial before it needs the memory of one after it."""
     import torch
 
-    if trainer.optimizer.state:  # of a run that goes on: they are there
+    from stages.optimizers import state_shapes
+
+    if trainer.optimizer.state:  # of a run that goes on: it is there
         return []
-    return [torch.full_like(p, 0.0, requires_grad=False) for group in trainer.optimizer.param_groups for p in group["params"] if p.requires_grad for _ in range(2)]
+    return [torch.full_like(p, 0.0, requires_grad=False) if shape == p.shape else p.new_zeros(shape) for p, shape in state_shapes(trainer.optimizer) if p.requires_grad]
 
 
 def duration(seconds: float) -> str:

@@ -147,16 +147,13 @@ class Setup:
     """One reward model in training: its row, settings, network and reader."""
 
     def __init__(self, stage, dataset):
-        from stages import sharding
-        from stages.frozen import may_keep
-        from stages.modeling import ModelError, load_policy, note_types, settled
+        from stages.modeling import ModelError, adapted, load_policy, note_types, waits
         from stages.reward_heads import add_gain_bias, keep_lm_head, load_reward_model, new_reward_model, reader_for, resolve_pooling
         from stages.reward_losses import RewardLoss
         from stages.reward_objectives import objective_for
 
         config, path = stage.config, stage.path("model")
-        waits = bool(config.lora_rank) and may_keep(path, config.frozen_dtype)  # for what the adapter leaves frozen
-        in_shards = sharding.asked(config) or waits
+        in_shards = waits(config, path)
         self.stage, self.row = stage, objective_for(config.objective, dataset.kind)
         refuse_unread(self.row.name, config)  # what objective=auto stands for is known now
         self.config = config.model_copy(update={"objective": self.row.name, **dict(self.row.settings)})
@@ -186,9 +183,7 @@ class Setup:
                 raise ModelError(f"outcome_token={config.outcome_token!r} is not in the vocabulary; write a token of the model's tokenizer.")
             self.objective.read = add_gain_bias(self.model, self.lm_head, self.token)
         freeze_layers(self.model, config, self.row.reads)
-        self.model = with_adapter(stage, self.model, config, self.row.reads)
-        if waits:
-            self.model = settled(self.model, path, stage.device, config.frozen_dtype, sharding.asked(config))
+        self.model = adapted(self.model, stage, path, lambda model: with_adapter(stage, model, config, self.row.reads))
         self.scale, self.shifts = None, None
 
     def items(self, dataset, split: str, dropped, limit=None, training: bool = False):

@@ -24,7 +24,7 @@ from pydantic import Field
 
 from stages.memory import SAMPLING, Role
 from stages.rewards import REWARD_INPUTS, RewardComponent, inputs_read
-from stages.settings import PROMPT_TEMPLATE, AgentConfig, ChatConfig, OptimizerConfig, PromptTemplate, SamplingConfig, refuse_unread_in, refuse_unread_inputs, unread
+from stages.settings import PROMPT_TEMPLATE, AgentConfig, ChatConfig, OptimizerConfig, PromptTemplate, SamplingConfig, Schedule, refuse_unread_in, refuse_unread_inputs, unread
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 Preset = Literal["reinforce", "remax", "reinforce_pp", "rloo", "grpo", "grpo_process", "dr_grpo", "dapo", "grpo_plus", "gspo", "cispo", "sapo", "vespo", "grape",
@@ -40,7 +40,7 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
     rewards: list[RewardComponent] = Field(default_factory=lambda: [RewardComponent(name="verifier", kind="verifier")],
                                            description="Named, weighted reward components.")
     learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate, full parameters (texts 1e-6 to 1e-5).")
-    lr_schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after warm-up.")
+    lr_schedule: Schedule = Field("constant", description="Decay after warm-up, as in the other stages.")
     warmup_ratio: float = Field(0.0, ge=0, le=1, description="Share of the steps spent in linear warm-up.")
     max_steps: int = Field(100, ge=1, description="Optimizer steps.")
     prompts_per_step: int = Field(16, ge=1, description="Prompts per rollout batch.")

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from stages.spec import ConfigError, StageConfig
 
@@ -55,25 +55,43 @@ def refuse_unread_inputs(stage, rules: ReadWhen, *context) -> None:
         raise ConfigError(f"{stage.name}: " + "\n  ".join(found.values()))
 
 
+Schedule = Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "wsd"]
+
+
 class OptimizerConfig(StageConfig):
     """Settings shared by every trained stage. ``LORA_RATE``: what a LoRA adapter multiplies the default learning rate by, where none is given."""
 
     LORA_RATE: ClassVar[float] = 1.0
     READ_WHEN: ClassVar[ReadWhen] = (
-        (("lora_alpha", "lora_rslora", "lora_targets"), lambda c: c.lora_rank > 0, "there is no adapter (lora_rank=0); write lora_rank=16"),
-        (("decay_ratio",), lambda c: c.lr_schedule == "wsd", "only lr_schedule=wsd has a final decay of its own; write lr_schedule=wsd"),
+        (("lora_alpha", "lora_rslora", "lora_dora", "lora_targets", "lora_exclude", "lora_modules_to_save"), lambda c: c.lora_rank > 0, "there is no adapter (lora_rank=0); write lora_rank=16"),
+        (("decay_ratio", "decay_type"), lambda c: c.lr_schedule == "wsd", "only lr_schedule=wsd has a final decay of its own; write lr_schedule=wsd"),
+        (("lr_power",), lambda c: c.lr_schedule == "polynomial", "only lr_schedule=polynomial has a power; write lr_schedule=polynomial"),
+        (("lr_cycles",), lambda c: c.lr_schedule == "cosine_with_restarts", "only lr_schedule=cosine_with_restarts starts anew; write lr_schedule=cosine_with_restarts"),
+        (("warmup_ratio",), lambda c: c.warmup_steps is None, "warmup_steps says how long the warm-up is; leave warmup_steps out"),
+        (("adam_beta1", "adam_beta2", "adam_epsilon"), lambda c: c.optimizer in ("adamw", "muon"), "it is a constant of AdamW, which nothing uses here; write optimizer=adamw"),
+        (("momentum",), lambda c: c.optimizer in ("sgd", "muon"), "AdamW's is adam_beta1, and adafactor has none; write optimizer=sgd"),
         (("min_lr_ratio",), lambda c: c.lr_schedule != "constant", "lr_schedule=constant does not decay; write lr_schedule=cosine or linear"),
         (("eval_every",), lambda c: getattr(c, "eval_rows", 1) > 0, "eval_rows=0 keeps no validation rows; write eval_rows=500"))
 
-    learning_rate: float = Field(2e-5, gt=0, description="Peak AdamW learning rate; default of sft and distill with LoRA 2e-4.")
-    lr_schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = Field(
-        "cosine", description="After warm-up: decay to min_lr_ratio (linear, cosine), 1/sqrt(step), or stable until the last decay_ratio of the steps, then linear (wsd).")
+    optimizer: Literal["adamw", "sgd", "adafactor", "muon"] = Field(
+        "adamw", description="torch's AdamW (8 bytes of state per trained weight), SGD (0, with momentum 4; needs a learning_rate of its own), Adafactor (next to none; steps relative to the size of "
+        "weights, default learning rate 50 times AdamW's) or Muon on the layers' matrices with AdamW for the rest (4; AdamW's learning rate).")
+    learning_rate: float = Field(2e-5, gt=0, description="Peak learning rate, the default AdamW's; of sft and distill with LoRA 2e-4.")
+    lr_schedule: Schedule = Field(
+        "cosine", description="After warm-up: decay to min_lr_ratio (linear, cosine, polynomial; cosine_with_restarts lr_cycles times), 1/sqrt(step), or stable until the last decay_ratio of the "
+        "steps, then decay_type (wsd).")
     warmup_ratio: float = Field(0.1, ge=0, le=1, description="Share of the steps spent in linear warm-up.")
+    warmup_steps: int | None = Field(None, ge=0, title="Warm-up steps", description="Steps of linear warm-up, in the place of warmup_ratio.")
     decay_ratio: float = Field(0.2, gt=0, le=1, description="Share of the steps spent in the final decay (lr_schedule=wsd).")
+    decay_type: Literal["linear", "cosine", "1-sqrt"] = Field("linear", description="Form of the final decay (lr_schedule=wsd).")
+    lr_power: float = Field(1.0, gt=0, description="lr_schedule=polynomial: (share of the steps that is left)^power.")
+    lr_cycles: int = Field(1, ge=1, description="lr_schedule=cosine_with_restarts: how many times it decays.")
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Final learning rate as a share of the peak.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay, on matrices only (TRL default 0).")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay (of sgd: added to the gradient), on matrices only (TRL default 0).")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1.")
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW beta2.")
+    adam_epsilon: float = Field(1e-8, gt=0, description="AdamW epsilon.")
+    momentum: float | None = Field(None, ge=0, lt=1, title="Momentum", description="Of optimizer=sgd (default 0: no state at all) or muon (default 0.95).")
     max_grad_norm: float = Field(1.0, gt=0, description="Global gradient-norm clip (TRL default 1.0).")
     max_nonfinite_steps: int = Field(5, ge=0, description="Optimizer steps with a non-finite loss or gradient that are skipped before the stage fails.")
     max_tokens_per_micro_batch: int = Field(4096, ge=1, description="Tokens per forward pass (a shared prompt once); bounds memory, cannot change the result. A prompt with more responses than "
@@ -86,7 +104,10 @@ class OptimizerConfig(StageConfig):
     lora_rank: int = Field(0, ge=0, description="Rank of a LoRA adapter; 0 trains all weights (texts 8-64; needs about 10 times the learning rate).")
     lora_alpha: float | None = Field(None, gt=0, title="LoRA alpha", description="The adapter counts alpha / rank; empty: 2 * rank.")
     lora_rslora: bool = Field(False, description="The adapter counts alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023).")
+    lora_dora: bool = Field(False, description="The length of every row of a weight is trained apart from its direction (DoRA, Liu et al. 2024). Through the model's own forward, which is slower.")
     lora_targets: str = Field("all-linear", description="Layers with an adapter: all-linear, or names such as q_proj,v_proj.")
+    lora_exclude: str = Field("", description="Names of layers that get no adapter although lora_targets takes them (peft exclude_modules), such as k_proj,down_proj.")
+    lora_modules_to_save: str = Field("", description="Names of modules that are trained in full beside the adapter (peft modules_to_save), such as embed_tokens,lm_head for new tokens.")
     frozen_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="How frozen matrices are kept (under an adapter; of references, teachers, reward models): as the checkpoint stores them where that is bfloat16, which changes "
         "no number (auto); all widened to float32; or all in bfloat16, which rounds float32 ones once. Products are in compute_dtype whichever it is.")
@@ -99,10 +120,35 @@ class OptimizerConfig(StageConfig):
     memory_check: Literal["refuse", "warn"] = Field("refuse", description="What is done about a plan that does not fit: refused before anything is loaded, or only said.",
                                                     json_schema_extra={"identity": False})
 
+    @field_validator("lr_schedule", mode="before")
+    @classmethod
+    def _schedule_of_transformers(cls, value):
+        ours = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine with min_lr_ratio=SHARE", "cosine_warmup_with_min_lr": "cosine with min_lr_ratio=SHARE",
+                "warmup_stable_decay": "wsd with decay_ratio=SHARE and decay_type=linear, cosine or 1-sqrt", "reduce_lr_on_plateau": "constant with select_by=loss early_stopping_patience=N",
+                "greedy": "constant with select_by=loss early_stopping_patience=N"}
+        if value in ours:
+            raise ValueError(f"transformers' {value} is written otherwise here: lr_schedule={ours[value]}")
+        return value
+
     @model_validator(mode="after")
-    def _adapter_rate(self):
-        if self.lora_rank and "learning_rate" not in self.model_fields_set:
-            self.__dict__["learning_rate"] = self.LORA_RATE * type(self).model_fields["learning_rate"].default
+    def _rate(self):
+        if "learning_rate" not in self.model_fields_set:
+            if self.optimizer == "sgd":
+                raise ValueError("optimizer=sgd moves weights by the gradient itself, for which no learning rate is usual; write learning_rate too, for example learning_rate=0.1 "
+                                 "(about the most that max_grad_norm=1 lets all weights move by together in a step)")
+            scale = (self.LORA_RATE if self.lora_rank else 1.0) * (50.0 if self.optimizer == "adafactor" else 1.0)
+            if scale != 1.0:
+                self.__dict__["learning_rate"] = scale * type(self).model_fields["learning_rate"].default
+        return self
+
+    @model_validator(mode="after")
+    def _optimizer(self):
+        if self.optimizer in ("adafactor", "muon") and self.sharding == "full":
+            raise ValueError(f"optimizer={self.optimizer} needs whole matrices ({'their rows and columns' if self.optimizer == 'adafactor' else 'it orthogonalises each'}), and sharding=full splits "
+                             "them over the devices; write optimizer=adamw or sgd, or sharding=none")
+        if self.optimizer == "adafactor" and self.lora_rank:
+            raise ValueError("optimizer=adafactor steps by shares of a weight's size, and half of an adapter starts at 0, where it hardly moves; write optimizer=adamw, whose state is small for an "
+                             "adapter, or muon")
         return self
 
     @model_validator(mode="after")

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import torch
 
-from stages import cuda, lean, ranks, sharding
+from stages import cuda, lean, optimizers, ranks, sharding
 from stages.batching import Batch, Item, collate, cut, plan, size
 from stages.curves import logged_metrics
 from stages.modeling import head_of, is_lean, shared_up_to
@@ -87,8 +87,12 @@ def products(config: OptimizerConfig, device: str):
 
 
 def learning_rate_at(step: int, total: int, config: OptimizerConfig) -> float:
-    """Learning rate of 0-based ``step``: linear warm-up, then the chosen decay to ``min_lr_ratio * learning_rate``."""
-    warmup = int(config.warmup_ratio * total)
+    """Learning rate of 0-based ``step``: linear warm-up, then the chosen decay to ``min_lr_ratio * learning_rate``.
+
+    From the end of warm-up on it is what transformers' schedule of that name gives at the same step. Warm-up is one step ahead of transformers', whose first step moves
+    nothing, and so is ``inverse_sqrt``, which goes on from it.
+    """
+    warmup = int(config.warmup_ratio * total) if config.warmup_steps is None else min(config.warmup_steps, total)
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
     if config.lr_schedule == "constant":
@@ -97,7 +101,11 @@ def learning_rate_at(step: int, total: int, config: OptimizerConfig) -> float:
         return config.learning_rate * max(config.min_lr_ratio, math.sqrt(max(1, warmup) / (step + 1)))
     start = max(warmup, total - round(config.decay_ratio * total)) if config.lr_schedule == "wsd" else warmup
     done = max(0.0, (step - start) / max(1, total - start))
-    shape = 0.5 * (1.0 + math.cos(math.pi * done)) if config.lr_schedule == "cosine" else 1.0 - done
+    how = {"wsd": config.decay_type, "cosine_with_restarts": "cosine"}.get(config.lr_schedule, config.lr_schedule)
+    if config.lr_schedule == "cosine_with_restarts":
+        done = config.lr_cycles * done % 1.0 if done < 1.0 else 1.0
+    shape = {"cosine": lambda: 0.5 * (1.0 + math.cos(math.pi * done)), "polynomial": lambda: max(0.0, 1.0 - done) ** config.lr_power,
+             "1-sqrt": lambda: 1.0 - math.sqrt(done)}.get(how, lambda: 1.0 - done)()
     return config.learning_rate * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape)
 
 
@@ -139,11 +147,7 @@ class Trainer:
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.averages = {n: p.detach().clone() for n, p in self.parameters.items()} if config.ema_decay else {}
         self.best_weights: dict[str, torch.Tensor] = {}
-        matrices = [p for p in self.parameters.values() if p.ndim >= 2]
-        vectors = [p for p in self.parameters.values() if p.ndim < 2]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2), eps=1e-8, fused=True)
+        self.optimizer = optimizers.make(config, model, self.parameters)
 
     def _micro_batches(self, items: Sequence[Item]) -> list[tuple[list[Item], bool]]:
         """This rank's micro-batches of a step.
@@ -308,13 +312,12 @@ class Trainer:
 
     # -- state --------------------------------------------------------------------------------------------------
     def state(self) -> tuple[dict, dict[str, Callable[[Path], None]]]:
-        """(JSON state, files): weights, both Adam moments and step counts, averages and best weights, exactly. With sharded weights every
+        """(JSON state, files): weights, what the optimizer holds of each, averages and best weights, exactly. With sharded weights every
         rank's file holds its own rows; they resume on any number of ranks."""
         tensors = {f"weight/{n}": p for n, p in self.parameters.items()}
         tensors |= {f"average/{n}": t for n, t in self.averages.items()} | {f"best/{n}": t for n, t in self.best_weights.items()}
         for name, parameter in self.parameters.items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"adam/{key}/{name}"] = value
+            tensors |= {f"optimizer/{key}/{name}": value for key, value in self.optimizer.state.get(parameter, {}).items() if value is not None}
         parts, mine = (self.ranks, ranks.rank()) if self.root is not None else (1, 0)
         return ({"step": self.step_index, "skipped": self.skipped, "best": self.best, "parts": parts},
                 {f"trainer-{mine}.safetensors": writer_of(tensors)})
@@ -328,13 +331,10 @@ class Trainer:
                 stored.into(f"average/{name}", self.averages[name])
             if f"best/{name}" in stored:
                 self.best_weights[name] = stored.into(f"best/{name}", torch.empty_like(parameter.detach()))
-            moments = {}
-            for key in ("step", "exp_avg", "exp_avg_sq"):
-                if f"adam/{key}/{name}" in stored:
-                    moments[key] = stored.whole(f"adam/step/{name}").to(parameter.device) if key == "step" else \
-                        stored.into(f"adam/{key}/{name}", torch.empty_like(parameter.detach()))
-            if moments:
-                self.optimizer.state[parameter] = moments
+            held = {key: f"optimizer/{key}/{name}" for key in optimizers.STATE if f"optimizer/{key}/{name}" in stored}
+            if held:
+                self.optimizer.state[parameter] = {key: stored.into(where, torch.empty_like(parameter.detach())) if key in optimizers.LIKE_THE_WEIGHT
+                                                   else stored.whole(where).to(parameter.device) for key, where in held.items()}
         self.step_index, self.skipped, self.best = state["step"], state["skipped"], state["best"]
 
 

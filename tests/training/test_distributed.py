@@ -48,6 +48,8 @@ TURNS = {"preset": "agent", "environment": "tests.training.environments:Countdow
 CASES = {  # name: (stage, settings, rows)
     "sft": ("sft", {**ROWS, "ema_decay": 0.5}, "demonstrations"),
     "align": ("align", ROWS, "pairs"),
+    "align, muon": ("align", {**ROWS, "optimizer": "muon", "learning_rate": 2e-4}, "pairs"),  # it computes in bfloat16
+    "sft, momentum, sharded": ("sft", {**ROWS, **FULL, "optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.9}, "demonstrations"),
     "rl": ("rl", {**RL, "preset": "dr_grpo"}, "prompts"),
     "rl, environment": ("rl", {**RL, **TURNS}, "prompts"),
     "rl, environment, sharded": ("rl", {**RL, **TURNS, **FULL, "eval_prompts": 3, "eval_every": 2}, "prompts"),
@@ -67,6 +69,12 @@ CASES = {  # name: (stage, settings, rows)
     "rl, critic, reference, sharded": ("rl", {**RL, **FULL, "preset": "ppo", "beta": 0.1, "kl_coef": 0}, "prompts"),
     "rl, shared critic, averages, sharded": ("rl", {**RL, **FULL, "preset": "ppo", "critic_mode": "shared", "ema_decay": 0.5, "eval_prompts": 3, "eval_every": 2}, "prompts"),
     "rl, LoRA, shared critic, sharded": ("rl", {**RL, **FULL, "preset": "ppo", "critic_mode": "shared", "beta": 0.1, "kl_coef": 0, "lora_rank": 4, "learning_rate": 1e-2}, "prompts"),
+    "rl, LoRA on a base kept in bfloat16": ("rl", {**RL, "preset": "grpo", "beta": 0.1, "lora_rank": 4, "learning_rate": 1e-2, "frozen_dtype": "bfloat16"}, "prompts"),
+    "rl, LoRA on a base kept in bfloat16, sharded": ("rl", {**RL, **FULL, "preset": "grpo", "beta": 0.1, "lora_rank": 4, "learning_rate": 1e-2, "num_iterations": 2, "frozen_dtype": "bfloat16"}, "prompts"),
+    "reward model, LoRA on a base kept in bfloat16, sharded": ("reward_model", {**ROWS, **FULL, "lora_rank": 4, "learning_rate": 1e-2, "frozen_dtype": "bfloat16", "save_dtype": "bfloat16"}, "pairs"),
+    "rl, DoRA, sharded": ("rl", {**RL, **FULL, "preset": "grpo", "beta": 0.1, "lora_rank": 4, "lora_dora": True, "learning_rate": 1e-2}, "prompts"),
+    "sft, LoRA and whole modules on a base kept in bfloat16, sharded": ("sft", {**ROWS, **FULL, "learning_rate": 1e-2, "lora_rank": 4, "lora_targets": "q_proj,v_proj",
+                                                                               "lora_modules_to_save": "embed_tokens,lm_head", "frozen_dtype": "bfloat16"}, "demonstrations"),
     "rl, LoRA, sharded": ("rl", {**RL, **FULL, "preset": "grpo", "beta": 0.1, "lora_rank": 4, "learning_rate": 1e-2, "num_iterations": 2}, "prompts"),
 }
 

@@ -26,6 +26,8 @@ from stages.training import Trainer, products
 from storage.datasets import open_dataset
 from storage.files import tree_digest
 from tests.common import silent
+from tests.reward.conftest import encoder  # noqa: F401
+from tests.training.test_architectures import MODELS, build
 from tests.training.test_invariance import text_items
 
 SFT = {"learning_rate": 1e-2, "batch_size": 8, "num_train_epochs": 1, "max_length": 64, "lora_rank": 4}
@@ -246,6 +248,48 @@ def test_the_plan_of_memory_is_what_is_held(stage, rows, tiny, half, data, spec,
         if how == "bfloat16":
             refused = memory.refusal(stage, roles, {"model": shape}, config.model_copy(update={"frozen_dtype": "auto"}), found.states)
             assert f"frozen_dtype=bfloat16 (needs {memory.shown(found.states)})" in refused
+
+
+@pytest.mark.parametrize("name", (*MODELS, "tied"))
+@pytest.mark.parametrize("adapter", (False, True))
+def test_any_architecture_computes_the_same_bits(name, adapter, tmp_path):
+    """Log-probs and an adapter's gradient, of a checkpoint stored in bfloat16, read tensor by tensor; and what is published."""
+    family, more, _ = MODELS[name] if name != "tied" else ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}, 0)
+    build(family, more).bfloat16().save_pretrained(tmp_path)
+    path, items, found = str(tmp_path), text_items(np.random.default_rng(0)), []
+    for how in ("auto", "float32"):
+        if adapter:
+            model, _ = to_train(path, frozen_dtype=how, **({"lora_targets": "q_proj,v_proj"} if name == "state space" else {}))  # peft puts no adapter on a Mamba layer
+            with torch.no_grad():
+                for n, p in model.named_parameters():
+                    if ".lora_B" in n:
+                        p.fill_(0.01)
+        else:
+            model = load_frozen(path, how=how)
+        logps = target_logps(model.train(), collate(items))[0]
+        gradients = torch.autograd.grad(logps.sum(), [p for p in model.parameters() if p.requires_grad]) if adapter else ()
+        if adapter:
+            from stages.modeling import save_weights
+
+            save_weights(model, tmp_path / how)
+        found.append((low(model), logps.detach(), gradients))
+    (kept, mine, gradients), (wide, expected, others) = found
+    assert kept and not wide and torch.equal(mine, expected) and all(torch.equal(a, b) for a, b in zip(gradients, others))
+    if adapter:
+        assert {p.name: p.read_bytes() for p in (tmp_path / "auto").iterdir()} == {p.name: p.read_bytes() for p in (tmp_path / "float32").iterdir()}
+
+
+def test_an_encoder_scores_the_same_bits(encoder, tmp_path):
+    from transformers import AutoTokenizer
+
+    from stages.reward_heads import RewardCard, new_reward_model, save_reward_model
+    from stages.reward_scorers import Response, load_scorer
+
+    save_reward_model(new_reward_model(encoder), AutoTokenizer.from_pretrained(encoder), tmp_path, RewardCard(pooling="mean", max_length=128), torch.bfloat16)
+    asked = [Response([{"role": "user", "content": "which one?"}], [{"role": "assistant", "content": text}]) for text in ("yes", "no no")]
+    kept, wide = (load_scorer(str(tmp_path), frozen=how) for how in ("auto", "float32"))
+    assert low(kept.model) and not low(wide.model) and kept.score(asked) == wide.score(asked)
+    assert torch.nn.Linear(1, 1).weight.dtype == next(iter(kept.model.classifier.parameters())).dtype
 
 
 def test_a_setting_that_nothing_reads_is_refused(tiny, data, spec):
