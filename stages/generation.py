@@ -55,6 +55,7 @@ class Sample:
     weights: dict[str, float] | None = None
     forced: dict | None = None  # what budget forcing did to its thought (stages.evaluation.forcing)
     turn_parts: dict[str, list[float]] | None = None
+    step_rewards: tuple[list[int], list[float]] | None = None  # (last tokens, rewards) of what its steps earned of ``total``, where a component pays them (step_credit)
     steps: tuple[list[int], list[float]] | None = None  # (last token, reward) of its reasoning steps, once they were scored (advantage=process)
 
     @property
@@ -234,6 +235,7 @@ def score(rewards, samples: list[Sample], group_of: list | None = None) -> None:
         sample.total = float("nan") if result.total is None or sample.failure else float(result.total)
         sample.parts, sample.reasons, sample.correct, sample.items = result.parts, result.reasons, result.correct, result.items
         sample.tier, sample.weights, sample.turn_rewards, sample.turn_parts = result.tier, result.weights, result.turn_rewards, result.turn_parts
+        sample.step_rewards = result.step_rewards
 
 
 def regrade(rewards, samples: list[Sample]) -> None:

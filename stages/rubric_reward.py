@@ -39,7 +39,7 @@ class RubricScorer:
     """
 
     def __init__(self, component, rubric: Rubric, inputs: dict, renderer=None, device: str = "cpu", known: dict | None = None):
-        from stages.rewards import RewardComponent, Rewards
+        from stages.rewards import OF_KINDS, RewardComponent, Rewards
 
         self.component, self.rubric, self.inputs, self.device, self.known = component, rubric, inputs, device, known or {}
         self.answers: dict[tuple[str, str], str] = {}
@@ -47,7 +47,7 @@ class RubricScorer:
         self.settings, self.scorer_ids, scorers = {}, {}, {}
         for item in (item for items in rubric.items.values() for item in items):
             key = f"{item.category}/{item.item_id}"
-            inherited = ({"view": component.view} if component.view != "full" else {}) | ({k: getattr(component, k) for k in JUDGE_SETTINGS} if item.scorer["kind"] == "judge" else {})
+            inherited = ({"view": component.view} if component.view != "full" and item.scorer["kind"] in OF_KINDS["view"] else {}) | ({k: getattr(component, k) for k in JUDGE_SETTINGS} if item.scorer["kind"] == "judge" else {})
             own = RewardComponent.model_validate({**inherited, **item.scorer, "name": key})
             self.settings[key] = own
             criticised = own.kind == "judge" and item.kind != "verifiable"

@@ -39,7 +39,7 @@ def control(stage, sample: Sample, *counters) -> None:
     sample.correct = None
     if sample.failure or sample.error is not None:  # what an environment or an engine lost earns nothing, whatever the control
         return
-    sample.turn_rewards, sample.turn_parts = None, None
+    sample.turn_rewards, sample.turn_parts, sample.step_rewards = None, None, None
     if kind == "inverted":
         sample.total = -sample.total
     elif kind == "random":

@@ -65,11 +65,12 @@ class Records:
     def _rollout(self, scored: Scored, i: int, iteration: int, version: int, draw: int) -> dict:
         s, group, batch, credit = scored.samples[i], scored.group_at[i], scored.batch, scored.credit
         n, valued, old = len(s.ids), scored.values is not None, [float(v) for v in scored.old[i]]
-        steps = batch.steps[i] if batch.steps else (None, None)
+        steps = batch.steps[i] if batch.steps else s.step_rewards or (None, None)
         turns = None if s.turns is None else [{"start": t["start"], "end": t["end"], "reward": r, "events": t["events"]} for t, r in zip(s.turns, batch.turns[i][1])]
         extra = {"mode": s.mode, "off_policy": s.off_policy, "parent_sample_id": s.parent} if self.members.active else {}
         extra |= ({"reencoded": True} if s.reencoded else {}) | ({"draw": draw} if draw else {})
         extra |= {"pair_preference": float(scored.preferred_B[i])} if scored.preferred_B is not None and np.isfinite(scored.preferred_B[i]) else {}
+        extra |= {"steps_paid": True} if batch.steps_paid else {}
         failed = failures(s.parts, s.reasons)
         extra |= {"unscorable": failed} if failed else {}
         ok = bool(np.isfinite(batch.rewards_B[i]))

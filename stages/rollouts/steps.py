@@ -8,24 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from stages.generation import Sample, score, warn_of_failures
+from stages.process_rewards import step_ends, token_pieces
 from stages.rollouts.groups import Group, control
 from stages.rollouts.policy import PolicySampler
-
-
-def step_ends(pieces: list[str], separator: str) -> list[int]:
-    """Index of the last token of each non-blank reasoning step: the token that completes its separator, or the last token (GRPO-PROCESS)."""
-    text, bounds = "".join(pieces), np.cumsum([len(p) for p in pieces])
-    ends, start = [], 0
-    for part in text.split(separator):
-        stop = start + len(part) + len(separator)
-        if part.strip():
-            ends.append(int(min(np.searchsorted(bounds, stop), len(pieces) - 1)))
-        start = stop
-    return ends
-
-
-def _pieces(renderer, ids: list[int]) -> list[str]:
-    return [renderer.tokenizer.decode([t], skip_special_tokens=True) for t in ids]
 
 
 class StepRewards:
@@ -62,7 +47,7 @@ class StepRewards:
         return sample.steps[0], sample.steps[1]
 
     def _of(self, sample: Sample) -> tuple[list[int], list[float]]:
-        ends = step_ends(_pieces(self.renderer, sample.ids), self.separator)
+        ends = step_ends(token_pieces(self.renderer, sample.ids), self.separator)
         if self.reads_text:
             from stages.reward_scorers import Response
 
@@ -84,7 +69,7 @@ def monte_carlo(stage, policy: PolicySampler, rewards, samples: list[Sample], gr
     """
     config, starts, borders, prompt_at = stage.config, [], [], {}  # starts: (sample, tokens or turns that are kept); borders: a completion's places there
     number, group_of = {id(g): k for k, g in enumerate(group_at)}, []  # of every start
-    steps = [[t["end"] - 1 for t in s.turns] if policy.agent else step_ends(_pieces(policy.renderer, s.ids), config.step_separator) for s in samples]
+    steps = [[t["end"] - 1 for t in s.turns] if policy.agent else step_ends(token_pieces(policy.renderer, s.ids), config.step_separator) for s in samples]
     steps = [[*ends[:-1], len(s.ids) - 1] if s.ids else [] for ends, s in zip(steps, samples)]
     seeds = []
 

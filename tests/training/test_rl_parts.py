@@ -137,7 +137,7 @@ def test_dual_and_value_clipping_reach_the_steps_loss(tiny):
 
 def batch_of(**changes):
     values = {"rewards_B": np.array([1.0, 0.0]), "group_of_B": np.array([0, 0]), "mask_BT": np.array([[1, 1, 1], [1, 1, 0]], bool),
-              "kept_B": np.ones(2, bool), "counted_B": np.ones(2, bool), "kl_BT": np.array([[0.1, 0.2, 0.3], [0.4, 0.5, 0.0]]),
+              "kept_B": np.ones(2, bool), "counted_B": np.ones(2, bool), "kl_BT": np.array([[0.1, 0.2, 0.3], [0.4, 0.5, 0.0]]), "log_ratio_BT": np.array([[0.1, 0.2, 0.3], [0.4, 0.5, 0.0]]),
               "values_BT": np.array([[0.5, 0.6, 0.7], [0.1, 0.2, 9.0]]), "bootstrap_B": np.array([0.0, 0.3])}
     return Batch(**{**values, **changes})
 
