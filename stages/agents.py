@@ -62,7 +62,7 @@ class Trajectory:
 
     def sample(self) -> Sample:
         return Sample(self.task, self.prompt_ids, self.index, self.ids, self.logps, self.finish or "length", self.turns[-1]["text"] if self.turns else "",
-                      tool_mask=self.tool_mask, turns=self.turns, failure=self.failure, environment_seed=self.environment_seed)
+                      tool_mask=self.tool_mask, turns=self.turns, failure=self.failure, environment_seed=self.environment_seed, seed=self.seed)
 
 
 class Agent:

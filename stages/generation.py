@@ -56,6 +56,7 @@ class Sample:
     forced: dict | None = None  # what budget forcing did to its thought (stages.evaluation.forcing)
     turn_parts: dict[str, list[float]] | None = None
     step_rewards: tuple[list[int], list[float]] | None = None  # (last tokens, rewards) of what its steps earned of ``total``, where a component pays them (step_credit)
+    seed: int | None = None  # that it was drawn with; None where nobody sampled it here
     steps: tuple[list[int], list[float]] | None = None  # (last token, reward) of its reasoning steps, once they were scored (advantage=process)
 
     @property
@@ -139,7 +140,7 @@ def sample_groups(sampler, rows, params, seeds) -> list[list[Sample]]:
     mine = range(ranks.rank(), len(rows), ranks.world_size())
     found = sampler.generate([rows[i][1] for i in mine], params, [seeds[i] for i in mine]) if len(mine) else []
     completions = {i: group for part in ranks.gather(dict(zip(mine, found))) for i, group in part.items()}
-    return [[Sample(row, ids, k, c.ids, c.logps, c.finish_reason, c.text, reencoded=c.reencoded, error=c.error) for k, c in enumerate(completions[i])]
+    return [[Sample(row, ids, k, c.ids, c.logps, c.finish_reason, c.text, reencoded=c.reencoded, error=c.error, seed=seeds[i][k]) for k, c in enumerate(completions[i])]
             for i, (row, ids) in enumerate(rows)]
 
 

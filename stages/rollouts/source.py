@@ -73,7 +73,7 @@ class Rollouts:
         if self.stored is not None and steps is not None and steps.reads_text:
             raise ConfigError("the input stored has no texts, which a process reward model reads (advantage=process); give a scalar reward_model, or leave the input stored out.")
         self.crediting = Crediting(stage, row, self.policy, rewards, members, reference, critic, steps)
-        self.records = Records(stage, members, self.policy.agent is not None, renderer.tokenizer.decode)
+        self.records = Records(stage, members, self.policy)
         self.ptx = pretraining_items(stage.dataset("ptx"), renderer, config.ptx_max_length) if row.ptx_coef else []
         self.on_new_batch = lambda: None   # called when an iteration's items are ready
         self.iteration, self.inner, self.version = -1, 0, 0  # version: optimizer steps of the policy that sampled
