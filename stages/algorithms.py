@@ -40,6 +40,7 @@ class RLPreset:
     objective: str = ""                  # "module:function" of a loss on whole responses (sequence_losses.Responses), instead of a surrogate
     unit: str = "sequences"              # what `objective` is averaged over: sequences, pairs (two completions of a prompt) or tokens
     options: dict = field(default_factory=dict)  # keyword arguments of `objective`
+    objective_log: str = ""              # "module:function" of what is logged of it: {name: sum over the trained responses}
     off_policy_ok: bool = False          # may train on replayed or stored rollouts of other policies
     on_policy_logps: bool = False        # replayed rollouts get the current policy's log-probs, not those they were sampled with
     kl_reward_coef: float = 0.0          # nats -> reward
@@ -160,12 +161,12 @@ _RL_ROWS = (
              note="needs an environment; the return of each turn on its own tokens, less the group's mean at that turn"),
     RLPreset("vineppo", "vine", aggregation="token-mean", source="VinePPO (Kazemnejad et al. 2024)",
              note="vine_samples continuations from every step border; paper: 9, PPO's clip, KL 1e-4"),
-    RLPreset("topr", "reward_minus_baseline", objective=_REGRESSION + "tapered", options={"clip_pos": (1.0, 1.0), "clip_neg": (0.0, 1.0)},
+    RLPreset("topr", "reward_minus_baseline", objective=_REGRESSION + "tapered", objective_log=_REGRESSION + "tapered_log", options={"clip_pos": (1.0, 1.0), "clip_neg": (0.0, 1.0)},
              aggregation="seq-mean-token-sum", off_policy_ok=True, source="TOPR (Le Roux et al. 2025)", note="stored and replayed rollouts welcome"),
-    RLPreset("a_lol", "reward_minus_baseline", baseline="table", objective=_REGRESSION + "tapered", options={"clip_pos": (0.0, 2.0), "clip_neg": (0.0, 0.0)},
+    RLPreset("a_lol", "reward_minus_baseline", baseline="table", objective=_REGRESSION + "tapered", objective_log=_REGRESSION + "tapered_log", options={"clip_pos": (0.0, 2.0), "clip_neg": (0.0, 0.0)},
              aggregation="seq-mean-token-sum", off_policy_ok=True, source="A-LoL (Baheti et al. 2023)",
              note="positive advantages only, R - V(x) of the starting policy; the clip is ours; give the input stored"),
-    RLPreset("offline_is", "reward_minus_baseline", objective=_REGRESSION + "tapered", options={"clip_pos": (0.0, 2.0), "clip_neg": (0.0, 2.0)},
+    RLPreset("offline_is", "reward_minus_baseline", objective=_REGRESSION + "tapered", objective_log=_REGRESSION + "tapered_log", options={"clip_pos": (0.0, 2.0), "clip_neg": (0.0, 2.0)},
              aggregation="seq-mean-token-sum", off_policy_ok=True, source="OFFPOL-IS", note="truncated importance-weighted policy gradient"),
     RLPreset("p3o", "reward_minus_baseline", objective=_REGRESSION + "pairwise_ppo", unit="pairs", options={"epsilon": 0.2, "form": "separate"},
              kl_reward_coef=0.02, min_generations=2, source="P3O (Wu et al. 2023)"),

@@ -105,7 +105,8 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
     k_beta: float = Field(0.1, gt=0, title="Controller gain", description="kl_controller=adaptive_ziegler: a batch moves the coefficient by this share of the KL's relative error, which counts up to 0.2 (Ziegler 0.1).")
     kl_horizon: float | None = Field(None, gt=0, title="KL horizon", description="kl_controller=adaptive_ziegler: completions over which the coefficient moves; takes the place of k_beta, which is "
                                                                                "then the batch's completions over it (TRL 10000).")
-    monitor_kl: bool = Field(False, description="Log the KL to the reference although no coefficient needs it (one more forward of the samples).")
+    monitor_kl: bool = Field(False, description="Log the KL to the reference although no coefficient needs it (one more forward of the samples); where the reference moves (ref_mode), passes over "
+                             "validation prompts also log the KL to the policy that training started from, kl/start_sequence_sum, which is held for it.")
     allow_double_kl: bool = Field(False, description="Allow a KL in the reward and in the loss at once.")
     ref_mode: Literal["frozen", "ema", "refresh", "previous"] = Field(
         "frozen", description="Reference: frozen; moving average of the policy; mixed with it every ref_sync_steps; the policy that started the iteration.")
@@ -271,6 +272,8 @@ def roles(config, given) -> list[Role]:
         found.append(Role(SAMPLING, "model"))
     if row.kl_loss_coef and row.kl_target == "old" and row.kl_loss_estimator == "full":
         found.append(Role("old policy", "model"))
+    if loads_start(config) and not config.lora_rank:
+        found.append(Role("starting policy", "model"))
     if row.advantage == "win_rate" and row.opponent == "ema":
         found.append(Role("opponent", "model"))
     if row.needs_critic and config.critic_mode == "separate":
@@ -278,6 +281,11 @@ def roles(config, given) -> list[Role]:
         found.append(Role("critic", start, trained=True, whole=True, sharded=True, headless=True))
     asked = {c.input for c in config.rewards if c.kind == "model"}
     return found + [Role(name, name) for name in ("reward_model", "gold", "judge", "group_preference") if name in given and (name != "reward_model" or name in asked)]
+
+
+def loads_start(config: Config) -> bool:
+    """Whether validation passes log the KL to the policy that training started from, beside that to a reference that moves."""
+    return config.monitor_kl and config.ref_mode != "frozen" and config.eval_prompts > 0
 
 
 def exact_in_reward(row, config: Config) -> bool:
@@ -610,14 +618,17 @@ def run(stage):
     anchor = old if row.kl_target == "old" else reference
     if apart:
         sharding.shard(reference, stage.device)
-    source = Rollouts(stage, row, renderer, acting, rewards, prompts, reference=reference, old=old, critic=critic)
+    start = None
+    if loads_start(config):
+        start = AdapterOff(model) if config.lora_rank else another(stage.path("model"))
+    source = Rollouts(stage, row, renderer, acting, rewards, prompts, reference=reference, old=old, critic=critic, start=start)
     objective = PolicyGradient(row, config, source.kl_loss_coef, anchor,
                                critic.head if critic is not None and config.critic_mode == "shared" else None)
     trainer = (TrustRegionTrainer if row.update == "trust_region" else Trainer)(model, objective, config, source.total_steps, stage.device)
     if row.reset_optimizer:
         source.on_new_batch = trainer.optimizer.state.clear
     rl_preflight(stage, trainer, source)
-    evaluate = (lambda: source.evaluate(held_out, trainer.step_index)) if held_out else None
+    evaluate = (lambda: source.evaluate(held_out, trainer.step_index) | source.beside_text(trainer)) if held_out else None
     fit(stage, trainer, source, evaluate=evaluate, eval_every=config.eval_every)
     source.close()
     if critic is not None:

@@ -25,7 +25,7 @@ from stages.members import Members
 from stages.process_rewards import merged
 from stages.rollouts.comparisons import inside, preferences_by
 from stages.rollouts.groups import Group
-from stages.rollouts.metrics import credit_metrics, cut_gain, mismatch_metrics, off_policy_metrics, rollout_metrics, step_metrics
+from stages.rollouts.metrics import credit_metrics, cut_gain, mismatch_metrics, off_policy_metrics, return_metrics, rollout_metrics, step_metrics, weight_metrics
 from stages.rollouts.policy import PolicySampler
 from stages.rollouts.steps import StepRewards, monte_carlo
 from stages.rubric_reward import rubric_metrics
@@ -159,6 +159,10 @@ class Crediting:
         if preferred is not None:
             trained = trained & np.isfinite(preferred)
         metrics |= credit_metrics(batch, credit, trained, coef, self.controller.coef, row.gamma)
+        if batch.steps_paid or row.advantage in ("reward_to_go", "gae", "turn_returns"):
+            metrics |= return_metrics(batch, credit, trained, row.gamma)
+        if weights is not None:
+            metrics |= weight_metrics(weights, batch.mask_BT & trained[:, None], config.importance_correction, config.importance_clip_max)
         if any(not g.fresh or g.version != version for g in groups):
             metrics |= off_policy_metrics([g.version for g in groups], version, sampled, old)
         elif all(logps is not None for logps in sampled) and (old is not sampled or not self.policy.engine.exact_logps):
