@@ -28,6 +28,9 @@ class StepRewards:
         if not self.reads_text and not hasattr(self.scorer, "score_ids"):
             raise ValueError(f"advantage=process reads a process reward model (objective=prm) or a scalar one, not objective={self.scorer.card.objective}; give "
                              "another reward_model.")
+        if not self.reads_text and not self.scorer.reads_ids_of(renderer):
+            raise ValueError("advantage=process scores a completion's token ids with the input reward_model, which has another tokenizer or chat template than the policy; give a process reward model "
+                             "(objective=prm), which reads text, or a scalar one with the policy's tokenizer and template.")
         stage.warn("rewards_watched", f"advantage=process pays what the input reward_model says of each step; {', '.join(c.name for c in stage.config.rewards)} "
                    f"{'is' if len(stage.config.rewards) == 1 else 'are'} scored, logged and stored, and paid to nobody.")
         own = self.scorer.card.options["separator"] if self.reads_text else self.separator
