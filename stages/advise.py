@@ -83,7 +83,7 @@ def method_for(facts: Facts) -> tuple[str, str] | None:
             return "rl preset=grpo (or dapo, dr_grpo, rloo)", f"{facts.verifiable:.0%} of the prompts can be verified, and these presets need neither critic nor reward model"
         return "rl preset=ppo with a reward_model", "the prompts cannot be verified, so a learned reward decides"
     if facts.kind == "stepwise/1":
-        return "reward_model objective=prm, then rl preset=ppo", "rewards at every step are dense, which a critic makes use of"
+        return "reward_model objective=prm, then rl preset=ppo rewards=[{kind: model, step_credit: each}]", "rewards at every step are dense, which a critic makes use of"
     if facts.kind not in ("pairs/1", "rankings/1"):
         return None
     if facts.overlap >= MINIMAL:

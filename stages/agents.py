@@ -62,7 +62,7 @@ class Trajectory:
 
     def sample(self) -> Sample:
         return Sample(self.task, self.prompt_ids, self.index, self.ids, self.logps, self.finish or "length", self.turns[-1]["text"] if self.turns else "",
-                      tool_mask=self.tool_mask, turns=self.turns, failure=self.failure, environment_seed=self.environment_seed)
+                      tool_mask=self.tool_mask, turns=self.turns, failure=self.failure, environment_seed=self.environment_seed, seed=self.seed)
 
 
 class Agent:
@@ -176,10 +176,14 @@ class Agent:
         """Bring every trajectory to the end of its prefix, by playing the prefix's actions in its own environment."""
         for depth in range(max((len(p.turns) for p in prefixes), default=0)):
             acting = [(t, p.turns[depth]) for group, p in zip(groups, prefixes) for t in group if t.finish is None and depth < len(p.turns)]
-            for (trajectory, _), seen in zip(acting, self.pool.step([episode_of[id(t)] for t, _ in acting], [turn["text"] for _, turn in acting])):
-                if seen.error or seen.done:
-                    reason = seen.error or "the environment does not repeat what it did; make it a function of (task, seed, actions)"
-                    trajectory.finish, trajectory.failure = "failure", reason
+            for (trajectory, turn), seen in zip(acting, self.pool.step([episode_of[id(t)] for t, _ in acting], [turn["text"] for _, turn in acting])):
+                if seen.error:  # a time-out, say, costs its own continuation
+                    trajectory.finish, trajectory.failure = "failure", seen.error
+                    continue
+                again = seen.reward, list(seen.events), seen.done or json.dumps(self._shown(seen.messages), ensure_ascii=False)
+                if again != (turn["reward"], turn["events"], turn["observation"]):
+                    raise ValueError(f"the environment does not repeat what it did: turn {depth + 1} of a task led to {again!r:.200} where it had led to "
+                                     f"{(turn['reward'], turn['events'], turn['observation'])!r:.200}, so nothing can be continued from there; make it a function of (task, seed, actions)")
         for group, prefix in zip(groups, prefixes):
             for trajectory in group:
                 trajectory.prompt_ids, trajectory.ids = list(prefix.prompt_ids), list(prefix.ids)

@@ -42,6 +42,7 @@ class RLPreset:
     objective: str = ""                  # "module:function" of a loss on whole responses (sequence_losses.Responses), instead of a surrogate
     unit: str = "sequences"              # what `objective` is averaged over: sequences, pairs (two completions of a prompt) or tokens
     options: dict = field(default_factory=dict)  # keyword arguments of `objective`; of a surrogate its SURROGATE_OPTIONS
+    objective_log: str = ""              # "module:function" of what is logged of it: {name: sum over the trained responses}
     off_policy_ok: bool = False          # may train on replayed or stored rollouts of other policies
     on_policy_logps: bool = False        # replayed rollouts get the current policy's log-probs, not those they were sampled with
     kl_reward_coef: float = 0.0          # nats -> reward
@@ -166,12 +167,12 @@ _RL_ROWS = (
              note="needs an environment; the return of each turn on its own tokens, less the group's mean at that turn"),
     RLPreset("vineppo", "vine", aggregation="token-mean", source="VinePPO (Kazemnejad et al. 2024)",
              note="vine_samples continuations from every step border; paper: 9, PPO's clip, KL 1e-4"),
-    RLPreset("topr", "reward_minus_baseline", objective=_REGRESSION + "tapered", options={"clip_pos": (1.0, 1.0), "clip_neg": (0.0, 1.0)},
+    RLPreset("topr", "reward_minus_baseline", objective=_REGRESSION + "tapered", objective_log=_REGRESSION + "tapered_log", options={"clip_pos": (1.0, 1.0), "clip_neg": (0.0, 1.0)},
              aggregation="seq-mean-token-sum", off_policy_ok=True, source="TOPR (Le Roux et al. 2025)", note="stored and replayed rollouts welcome"),
-    RLPreset("a_lol", "reward_minus_baseline", baseline="table", objective=_REGRESSION + "tapered", options={"clip_pos": (0.0, 2.0), "clip_neg": (0.0, 0.0)},
+    RLPreset("a_lol", "reward_minus_baseline", baseline="table", objective=_REGRESSION + "tapered", objective_log=_REGRESSION + "tapered_log", options={"clip_pos": (0.0, 2.0), "clip_neg": (0.0, 0.0)},
              aggregation="seq-mean-token-sum", off_policy_ok=True, source="A-LoL (Baheti et al. 2023)",
              note="positive advantages only, R - V(x) of the starting policy; the clip is ours; give the input stored"),
-    RLPreset("offline_is", "reward_minus_baseline", objective=_REGRESSION + "tapered", options={"clip_pos": (0.0, 2.0), "clip_neg": (0.0, 2.0)},
+    RLPreset("offline_is", "reward_minus_baseline", objective=_REGRESSION + "tapered", objective_log=_REGRESSION + "tapered_log", options={"clip_pos": (0.0, 2.0), "clip_neg": (0.0, 2.0)},
              aggregation="seq-mean-token-sum", off_policy_ok=True, source="OFFPOL-IS", note="truncated importance-weighted policy gradient"),
     RLPreset("p3o", "reward_minus_baseline", objective=_REGRESSION + "pairwise_ppo", unit="pairs", options={"epsilon": 0.2, "form": "separate"},
              kl_reward_coef=0.02, min_generations=2, source="P3O (Wu et al. 2023)"),
@@ -202,6 +203,11 @@ RL_AXES = {"beta": "kl_loss_coef", "kl_estimator": "kl_loss_estimator", "kl_coef
                "critic_warmup_steps", "truncation_policy", "dynamic_sampling", "ptx_coef")}}
 
 
+def _pays_steps(c) -> bool:
+    """Whether a reward pays the reasoning steps of a completion."""
+    return any(one.step_credit != "none" and one.weight for one in c.rewards)
+
+
 def _aggregates(r: RLPreset, c) -> bool:
     """Whether any term of the loss is a sum over tokens that the aggregation weighs."""
     return not r.objective or r.unit == "tokens" or r.kl_loss_coef > 0 or c.entropy_coef > 0 or r.needs_critic
@@ -227,9 +233,9 @@ RL_READ_WHEN = (
     (("std_ddof", "std_eps"), lambda r, c: r.advantage == "process" or c.multi_objective_aggregation == "normalize_then_sum" or (r.scale != "none" and r.advantage in ("group_mean", "turn_returns")),
      "no std of a group or batch is taken; write advantage=group_mean scale_rewards=group"),
     (("adv_norm_ddof",), lambda r, c: r.whiten, "advantages are not whitened; write whiten=true"),
-    (("gamma",), lambda r, c: r.advantage in ("turn_returns", "reward_to_go", "gae") or (
+    (("gamma",), lambda r, c: r.advantage in ("turn_returns", "reward_to_go", "gae") or (r.advantage == "leave_one_out" and _pays_steps(c)) or (
         r.needs_critic and r.critic_target in ("lambda_return", "mc_return", "td0", "n_step", "soft_bellman")),
-     "every token is credited with the whole reward; write advantage=reward_to_go, gae (with a critic) or turn_returns (in an environment)"),
+     "every token is credited with the whole reward; write advantage=reward_to_go, gae (with a critic) or turn_returns (in an environment, or with steps that a reward pays)"),
     (("lam",), lambda r, c: (r.advantage == "gae" and r.lam_alpha is None) or (r.needs_critic and r.critic_target == "lambda_return" and r.lam_critic is None),
      "no lambda-return with a fixed lambda is taken; write preset=ppo (vapo sets the policy's by length, the critic's is lam_critic)"),
     (("lam_alpha",), lambda r, c: r.advantage == "gae", "no generalised advantage estimate is taken; write preset=ppo or vapo"),
@@ -271,8 +277,10 @@ RL_READ_WHEN = (
     (("kl_direction",), lambda r, c: r.kl_loss_estimator == "full", "only the exact KL has a direction; write kl_estimator=full"),
     (("kl_is_weighted",), lambda r, c: r.kl_loss_estimator != "full", "the exact KL needs no weights; write kl_estimator=k3"),
     (("kl_reward_mode",), lambda r, c: r.kl_reward_coef > 0, "there is no KL in the reward (kl_coef=0); write kl_coef=0.02"),
-    (("kl_reward_estimator",), lambda r, c: r.kl_reward_coef > 0 or (r.needs_critic and r.critic_target == "soft_bellman"),
+    (("kl_reward_estimator",), lambda r, c: r.kl_reward_coef > 0,
      "there is no KL in the reward (kl_coef=0); write kl_coef=0.02"),
+    (("k_beta", "kl_horizon"), lambda r, c: r.kl_controller == "adaptive_ziegler", "only one controller has a gain; write kl_controller=adaptive_ziegler"),
+    (("k_beta",), lambda r, c: c.kl_horizon is None, "kl_horizon takes its place; leave one of them out"),
     (("kl_coef_min", "kl_coef_max"), lambda r, c: r.kl_controller != "fixed", "the KL coefficient does not move; write kl_controller=adaptive_ppo"),
     (("target_kl",), lambda r, c: r.kl_controller != "fixed" or (r.kl_target == "ref" and (r.kl_loss_coef > 0 or r.kl_reward_coef > 0)),  # the alarm kl_over_target
      "no KL to the reference is held down; write kl_coef=0.02 or beta=0.04, and kl_controller=adaptive_ppo"),

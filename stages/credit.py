@@ -34,12 +34,14 @@ class Batch:
     bootstrap_B: np.ndarray | float = 0.0     # V after the last token of rows cut by the length limit
     steps: list[tuple[list[int], list[float]]] = field(default_factory=list)  # (last token, reward) of each reasoning step, per row
     preference_BO: np.ndarray | None = None   # P(completion preferred to each of its opponents); NaN = not comparable
-    turns: list[tuple[list[int], list[float]]] = field(default_factory=list)  # of trajectories: (last token, reward) of each turn of the policy
+    turns: list[tuple[list[int], list[float]]] = field(default_factory=list)  # of trajectories: (last token, reward) of each turn of the policy; of steps that are paid, of each step
+    log_ratio_BT: np.ndarray | None = None    # log pi_old/pi_ref, where there is a reference
+    steps_paid: bool = False                  # whether ``turns`` are steps
     step_values: list[list[float]] = field(default_factory=list)  # Monte-Carlo values of the states before each step (VINEPPO)
 
     def token_rewards(self, rewards_B):
-        """[B, T]: a completion's reward on its last token; a trajectory's on the last token of each turn, whatever the truncation rule or a
-        penalty changed on the last one."""
+        """[B, T]: a completion's reward on its last token; a trajectory's on the last token of each turn and that of paid steps on theirs, whatever the truncation rule,
+        a penalty or an outcome added on the last one."""
         if not self.turns:
             return place_terminal(rewards_B, self.mask_BT)
         out = np.zeros(self.mask_BT.shape)
@@ -87,6 +89,8 @@ def _baseline(batch, rewards):
 
 
 def _group(row, batch, rewards, tokens, outcome):
+    if batch.steps_paid and row.advantage == "leave_one_out":
+        return _turn_returns(row, batch, rewards, tokens, outcome, leave_one_out=True)
     baseline = _baseline(batch, rewards)
     rewards = np.where(np.isfinite(batch.rewards_B), rewards, np.nan)
     advantages, informative = group_advantage(rewards - baseline, batch.group_of_B, row.group_mode, row.std_ddof, row.std_eps, batch.counted_B)
@@ -110,10 +114,10 @@ def _process(row, batch, rewards, tokens, outcome):
     return out, informative
 
 
-def _turn_returns(row, batch, rewards, tokens, outcome):
-    """AGENT-RL: every token of a turn gets the turn's discounted return less the group's mean return at the same turn; a turn that one
+def _turn_returns(row, batch, rewards, tokens, outcome, leave_one_out: bool = False):
+    """AGENT-RL: every token of a turn (of a paid step) gets the turn's discounted return less the group's mean return at the same turn; a turn that one
     trajectory alone reached is compared with the group's mean return of whole trajectories. Reward on the last turn only, gamma 1 and turns that
-    all reach: the group-mean advantage."""
+    all reach: the group-mean advantage. ``leave_one_out``: the means are over the other trajectories (RLOO), which no action of this one moves."""
     out, informative = np.zeros(batch.mask_BT.shape), np.zeros(len(rewards), bool)
     for group in np.unique(batch.group_of_B):
         rows = [i for i in np.flatnonzero(batch.group_of_B == group) if batch.counted_B[i] and batch.turns[i][0]]
@@ -126,6 +130,8 @@ def _turn_returns(row, batch, rewards, tokens, outcome):
             here = [i for i in rows if len(returns[i]) > k]
             baseline = np.mean([returns[i][k] for i in here]) if len(here) > 1 else np.mean([returns[i][0] for i in rows])
             for i in here:
+                if leave_one_out and len(rows) > 1:
+                    baseline = np.mean([returns[j][k] for j in here if j != i] if len(here) > 1 else [returns[j][0] for j in rows if j != i])
                 value = (returns[i][k] - baseline) / scale if len(rows) > 1 else 0.0
                 start = batch.turns[i][0][k - 1] + 1 if k else 0
                 out[i, start:batch.turns[i][0][k] + 1] = value
@@ -201,7 +207,7 @@ def critic_targets(row, batch: Batch, rewards, tokens, outcome):
     if kind == "kl_adjusted_outcome":
         return np.where(mask, outcome + after[:, None], 0.0)
     if kind == "soft_bellman":  # V regresses on what is still to come, less beta times the log-ratios to come (OREO)
-        kl = np.where(mask, batch.kl_BT, 0.0)
+        kl = np.where(mask, batch.log_ratio_BT, 0.0)  # the log-ratio of the policy's loss, whatever estimates the KL in the reward
         return np.where(mask, reward_to_go(tokens, mask, row.gamma) - row.options["beta"] * kl[:, ::-1].cumsum(1)[:, ::-1], 0.0)
     return _per_row(np.where(np.isfinite(batch.rewards_B), batch.rewards_B, 0.0) + after, batch)  # terminal, bandit
 

@@ -401,7 +401,7 @@ def adaptive_ppo(coef: float, kl: float, target_kl: float, **_) -> float:
 
 
 def adaptive_ziegler(coef: float, kl: float, target_kl: float, k_beta: float = 0.1, **_) -> float:
-    """coef (1 + k_beta clip(kl/target - 1, -0.2, 0.2)) (KL-CTRL, Ziegler et al. 2019; horizon form: k_beta = n_steps/horizon)."""
+    """coef (1 + k_beta clip(kl/target - 1, -0.2, 0.2)) (KL-CTRL, Ziegler et al. 2019); the horizon form is k_beta = completions / horizon."""
     return coef * (1 + k_beta * min(max(kl / target_kl - 1, -0.2), 0.2))
 
 
@@ -414,21 +414,25 @@ KL_CONTROLLERS = {"fixed": fixed, "adaptive_ppo": adaptive_ppo, "adaptive_ziegle
 
 
 class KLController:
-    """A KL coefficient and the rule that moves it after each update; its state belongs in the checkpoint."""
+    """A KL coefficient and the rule that moves it after each update; its state belongs in the checkpoint.
 
-    def __init__(self, coef: float, controller: str = "fixed", target_kl: float | None = None, low: float | None = None, high: float | None = None, **options):
+    ``k_beta``: gain of ``adaptive_ziegler`` per update; with a ``horizon`` it is the update's completions over it instead (TRL's kl_horizon).
+    """
+
+    def __init__(self, coef: float, controller: str = "fixed", target_kl: float | None = None, low: float | None = None, high: float | None = None, k_beta: float = 0.1, horizon: float | None = None):
         _choice("kl_controller", controller, KL_CONTROLLERS)
         if controller != "fixed" and not (target_kl and target_kl > 0):
             raise ValueError(f"kl_controller={controller} needs target_kl > 0 (6.0 nats per sequence is a common start)")
         if low is not None and high is not None and low > high:
             raise ValueError(f"kl_coef_min={low} is above kl_coef_max={high}; write the smaller one first")
-        self.coef, self.controller, self.target_kl, self.options = coef, controller, target_kl, options
+        self.coef, self.controller, self.target_kl, self.k_beta, self.horizon = coef, controller, target_kl, k_beta, horizon
         self.low, self.high = 0.0 if low is None else low, float("inf") if high is None else high
 
-    def update(self, kl: float) -> float:
-        """Move the coefficient by the measured KL (same unit as target_kl) and return it."""
+    def update(self, kl: float, completions: int = 0) -> float:
+        """Move the coefficient by the measured KL (same unit as target_kl) of so many completions and return it."""
         if self.controller != "fixed":
-            self.coef = min(max(KL_CONTROLLERS[self.controller](self.coef, kl, self.target_kl, **self.options), self.low), self.high)
+            gain = completions / self.horizon if self.horizon else self.k_beta
+            self.coef = min(max(KL_CONTROLLERS[self.controller](self.coef, kl, self.target_kl, k_beta=gain), self.low), self.high)
         return self.coef
 
     def state_dict(self) -> dict:

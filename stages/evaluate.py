@@ -384,6 +384,7 @@ class Plan:
         sampler = self._once("sampler", lambda: make_engine(stage, self.renderer, self.policy))
         rewards = self._once("rewards", lambda: build_rewards(config.rewards, stage.inputs, renderer=self.renderer, device=stage.device))
         rewards.check([row for row, _ in rows])
+        rewards.check_company(config.num_samples + config.greedy, "write num_samples=4")
         params = sampling_params(config, self.renderer)
         started = time.monotonic()
         groups = {}
@@ -408,14 +409,14 @@ class Plan:
         return made, [sample.items for _, sample in flat]
 
     def _reward(self, samples) -> list[float | None]:
-        from stages.reward_scorers import Response
+        from stages.reward_scorers import Response, same_prompt
 
         scorer = self.scorer("reward_model")
         everyone, samples = samples, [s for s in samples if s.error is None]
         as_ids = scorer.reads_ids_of(self.renderer)
-        scores = scorer.score([Response(s.prompt["prompt"], [{"role": "assistant", "content": s.text}], s.prompt_ids + s.ids if as_ids else None, s.prompt)
-                               for s in samples])
-        found = iter(None if value != value else value for value in scores)
+        shown = [Response(s.prompt["prompt"], [{"role": "assistant", "content": s.text}], s.prompt_ids + s.ids if as_ids else None, s.prompt) for s in samples]
+        alone = {of[0] for of in same_prompt(shown) if len(of) == 1} if scorer.relative else set()  # nothing to compare with (rewards.ALONE)
+        found = iter(None if value != value or k in alone else value for k, value in enumerate(scorer.score(shown)))
         return [next(found) if s.error is None else None for s in everyone]
 
     def _kl(self, samples) -> list[float]:

@@ -55,6 +55,8 @@ class Sample:
     weights: dict[str, float] | None = None
     forced: dict | None = None  # what budget forcing did to its thought (stages.evaluation.forcing)
     turn_parts: dict[str, list[float]] | None = None
+    step_rewards: tuple[list[int], list[float]] | None = None  # (last tokens, rewards) of what its steps earned of ``total``, where a component pays them (step_credit)
+    seed: int | None = None  # that it was drawn with; None where nobody sampled it here
     steps: tuple[list[int], list[float]] | None = None  # (last token, reward) of its reasoning steps, once they were scored (advantage=process)
 
     @property
@@ -141,7 +143,7 @@ def sample_groups(sampler, rows, params, seeds) -> list[list[Sample]]:
     mine = range(ranks.rank(), len(rows), ranks.world_size())
     found = sampler.generate([rows[i][1] for i in mine], params, [seeds[i] for i in mine]) if len(mine) else []
     completions = {i: group for part in ranks.gather(dict(zip(mine, found))) for i, group in part.items()}
-    return [[Sample(row, ids, k, c.ids, c.logps, c.finish_reason, c.text, reencoded=c.reencoded, error=c.error) for k, c in enumerate(completions[i])]
+    return [[Sample(row, ids, k, c.ids, c.logps, c.finish_reason, c.text, reencoded=c.reencoded, error=c.error, seed=seeds[i][k]) for k, c in enumerate(completions[i])]
             for i, (row, ids) in enumerate(rows)]
 
 
@@ -247,6 +249,7 @@ def score(rewards, samples: list[Sample], group_of: list | None = None) -> None:
         sample.total = float("nan") if result.total is None or sample.failure else float(result.total)
         sample.parts, sample.reasons, sample.correct, sample.items = result.parts, result.reasons, result.correct, result.items
         sample.tier, sample.weights, sample.turn_rewards, sample.turn_parts = result.tier, result.weights, result.turn_rewards, result.turn_parts
+        sample.step_rewards = result.step_rewards
 
 
 def regrade(rewards, samples: list[Sample]) -> None:

@@ -67,12 +67,18 @@ def parse_item(text: str) -> tuple[dict | None, str | None]:
     if not text:
         return None, "the answer is empty"
     if text.startswith("{"):
+        said: list[str] = []  # keys of the outermost object, which is read last; json would keep the last of two values
+
+        def read(pairs):
+            said[:] = [key for key, _ in pairs]
+            return dict(pairs)
+
         try:
-            found = json.loads(text)
+            found = json.loads(text, object_pairs_hook=read)
         except ValueError as error:
             return None, f"the JSON object cannot be read ({error})"
-        if [k for k in found if k in ("reasoning", "score", "confidence")] != ["reasoning", "score", "confidence"]:
-            return None, "the keys must be reasoning, score, confidence, in this order"
+        if [k for k in said if k in ("reasoning", "score", "confidence")] != ["reasoning", "score", "confidence"]:
+            return None, "the keys must be reasoning, score, confidence, each once and in this order"
         numbers = found["score"], found["confidence"]
         if any(isinstance(v, bool) or not isinstance(v, (int, float)) for v in numbers):
             return None, "score and confidence must be numbers"

@@ -54,7 +54,7 @@ class PolicyGradient:
     def counts(self, items):
         rl = [i for i in items if not i.extra.get("ptx")]
         ptx = [i for i in items if i.extra.get("ptx")]
-        return {"tokens": float(sum(i.n_targets for i in rl)), "sequences": counted_sequences(rl, self.config.seq_denominator),
+        return {"tokens": float(sum(i.n_targets for i in rl)), "trained": counted_sequences(rl, "nonempty"), "sequences": counted_sequences(rl, self.config.seq_denominator),
                 "groups": float(sum(i.n_targets > 0 for i in rl)), "pairs": float(len(pairs_of(rl, [bool(m.any()) for i in rl for m in i.masks]))),
                 "forwarded": float(sum(i.n_targets for i in rl if not i.extra.get("skip_forward"))),
                 "correct_tokens": float(sum(m.sum() for i in rl for m, c in zip(i.masks, i.extra.get("correct", [])) if c)),
@@ -106,8 +106,8 @@ class PolicyGradient:
             keep = off_policy_keep(logps_SL, sampler_SL, advantages if by_token else advantages[:, None], mask, config.off_policy_mask_threshold)
             losses, sums["off_policy_masked"] = torch.where(keep, losses, 0.0), (mask & ~keep).sum()
         if self.objective:
-            terms = self._responses(batch, mask, logps_SL, old_SL, ref_SL, advantages, per_response, column)
-            metrics = {f"policy/{k}": (sums[k].float(), "forwarded") for k in ("ratio", "ratio_max", "k1", "k2", "k3")}
+            terms, own = self._responses(batch, mask, logps_SL, old_SL, ref_SL, advantages, per_response, column)
+            metrics = {f"policy/{k}": (sums[k].float(), "forwarded") for k in ("ratio", "ratio_max", "k1", "k2", "k3")} | {f"policy/{k}": (v, "trained") for k, v in own.items()}
         else:
             terms = {"policy": (self.aggregate(losses, mask, batch.items), self.count)}
             metrics = {f"policy/{k}": (v.float(), "forwarded") for k, v in sums.items() if k != "tokens"}
@@ -135,7 +135,9 @@ class PolicyGradient:
             error = value_loss(values_SL, column("returns"), mask & (mask.cumsum(-1) == 1) if first else mask, column("values"), config.cliprange_value, config.value_loss_half)
             total, by = (error.sum(), "sequences") if first else (self.aggregate(error, mask, batch.items), self.count)
             terms["value"] = (config.vf_coef * total, by)
-            metrics["critic/value_mean"] = (masked(values_SL.detach(), mask).sum(), "forwarded")
+            metrics |= {"critic/value_mean": (masked(values_SL.detach(), mask).sum(), "forwarded"), "critic/return_mean": (masked(column("returns"), mask).sum(), "forwarded")}
+            if config.cliprange_value is not None:
+                metrics["critic/clip_fraction"] = (((values_SL.detach() - column("values")).abs() > config.cliprange_value) & mask).float().sum(), "forwarded"
         if row.ptx_coef:
             nll = masked(-logps_SL, batch.mask_SL & is_ptx[:, None]).sum()
             by = "ptx_tokens" if config.ptx_agg == "token-mean" else "ptx_documents"
@@ -154,19 +156,20 @@ class PolicyGradient:
         return kl_estimate(logps_SL, target, row.kl_loss_estimator, mask, old_SL if self.config.kl_is_weighted else None)
 
     def _responses(self, batch, mask, logps_SL, old_SL, ref_SL, advantages, per_response, column):
-        """The preset's own loss on whole responses (``stages.sequence_losses``)."""
+        """The preset's own loss on whole responses (``stages.sequence_losses``), and sums over them for the log."""
         from stages.sequence_losses import Responses
 
         advantages_SL = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(logps_SL)
         pairs = pairs_of(batch.items, mask.any(-1).tolist())
         if self.row.unit == "pairs" and not pairs:
-            return {"policy": (0.0 * logps_SL.sum(), "pairs")}
+            return {"policy": (0.0 * logps_SL.sum(), "pairs")}, {}
         seen = Responses(masked(logps_SL, mask), masked(old_SL, mask), None if ref_SL is None else masked(ref_SL, mask), mask,
                          per_response("rewards"), masked(advantages_SL, mask), column("values") if self.row.needs_critic else None,
                          torch.tensor(pairs, dtype=torch.long, device=logps_SL.device).reshape(-1, 2),
                          per_response("preferences") if any("preferences" in i.extra for i in batch.items) else None)
         values = self.objective(seen, **self.row.options)
+        logged = resolve(self.row.objective_log)(seen, **self.row.options) if self.row.objective_log else {}
         if self.row.unit == "tokens":
-            return {"policy": (self.aggregate(values, mask, batch.items), self.count)}
+            return {"policy": (self.aggregate(values, mask, batch.items), self.count)}, logged
         values = masked(values, mask.any(-1)) if self.row.unit == "sequences" else values
-        return {"policy": (values.sum(), self.row.unit)}
+        return {"policy": (values.sum(), self.row.unit)}, logged

@@ -340,6 +340,7 @@ def generate(stage) -> None:
             sampler = make_engine(stage, renderer)
         rewards = build_rewards(config.rewards, stage.inputs, renderer=renderer, device=stage.device)
         rewards.check([row for row, _ in rows])
+        rewards.check_company(config.num_generations, "write num_generations=4")
         params = sampling_params(config, renderer)
     for start in range(done * config.block, total, config.block):
         block = rows[start:start + config.block]

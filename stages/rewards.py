@@ -30,8 +30,23 @@ LENGTH_KINDS = ("length", "length_group", "length_target", "length_penalty", "tr
 VERIFYING = ("verifier", "code", "majority", "length_group", "length_target")  # judge the final answer: they do not see the thought before it
 READ_OTHERS = ("majority", "length_group", "length_target")  # scored last: they read what the other components said
 TIERS = ("rule", "learned", "judge")
-#: Settings of few kinds, refused where another kind would ignore them.
-OF_KINDS = {"scope": ("python",), "symbolic": ("verifier", "length_group", "length_target"), "url": ("remote",), "batch_size": ("remote",), "request_form": ("remote",), "score_key": ("remote",)}
+_RIGHT = ("verifier", "length_group", "length_target")  # ask a verifier whether an answer is right
+_SCORED = ("model", "judge", "group_preference")  # a model's number
+_ASKED = ("judge", "debate", "rubric")  # a language model's words
+#: Kinds that read a setting; others refuse it. What is not named here every kind reads.
+OF_KINDS: dict[str, tuple[str, ...]] = {
+    "view": (*_RIGHT, *_SCORED, "majority", "remote", "format", "regex", "constraints", "code", "python", "language", "rubric"),
+    **dict.fromkeys(("correct_value", "incorrect_value"), ("verifier",)), **dict.fromkeys(("verifier", "rel_tol", "symbolic"), _RIGHT), "extraction": (*_RIGHT, "majority"),
+    "input": (*_SCORED, "icdpo", "debate", "rubric"), "ranking": ("model", "judge"), "step_credit": ("model",), **dict.fromkeys(("judge_mode", "judge_prompt"), ("judge", "debate")),
+    "endpoint": _ASKED, **dict.fromkeys(("endpoint_model", "key_variable", "concurrency"), (*_ASKED, "remote")), **dict.fromkeys(("judge_tokens", "judge_retries"), _ASKED),
+    **dict.fromkeys(("url", "batch_size", "request_form", "score_key"), ("remote",)),
+    **dict.fromkeys(("rubric_normalizer", "invalid_policy", "flag_below", "rm_squash", "category"), ("rubric",)),
+    "empty_reward": _SCORED, **dict.fromkeys(("no_eos_reward", "clip", "squash", "normalise"), (*_SCORED, "remote")), "group": ("group_preference",), "votes_of": ("majority",),
+    **dict.fromkeys(("num_demonstrations", "coarse_demonstrations", "demonstration_length"), ("icdpo",)), **dict.fromkeys(("preset", "prefilled"), ("format",)), "pattern": ("regex",),
+    **dict.fromkeys(("max_length", "cache_length"), ("length",)), "length_alpha": ("length_target", "length_penalty"), **dict.fromkeys(("length_delta", "length_mode"), ("length_target",)),
+    "language_unit": ("language",), "missing_eos_penalty": ("truncation",), **dict.fromkeys(("mode", "threshold"), ("code", "constraints")),
+    **dict.fromkeys(("milestones", "milestone_normalise"), ("milestones",)), **dict.fromkeys(("step_weights", "step_events"), ("step_weighted",)),
+    **dict.fromkeys(("files", "scope", "source"), ("python",)), "timeout_s": (*_RIGHT, *_ASKED, "code", "python", "regex", "remote"), "memory_mib": (*_RIGHT, "code", "python", "regex")}
 #: Names that are measured of every component, so that a function of one's own cannot call a metric so.
 MEASURED = ("std", "unscorable_fraction", "length_correlation", "disagreement", "confidence", "without")
 #: Inputs of every stage that scores with reward components; each is needed by the kinds it names.
@@ -88,6 +103,10 @@ class RewardComponent(StageConfig):
                                               "2\\sqrt{2}); timeout_s and memory_mib limit a comparison, and one that exceeds them stays wrong and counts in NAME/undecided.")
     input: str = Field("reward_model", description="model, judge: the stage input that holds the model, for example gold for a second one (judge: `judge` where that is "
                                                    "given).")
+    step_credit: Literal["none", "each", "mean", "difference", "min", "log"] = Field(
+        "none", title="Step credit", description="model of objective=prm: its steps are paid one by one, at their last tokens (rl with advantage=gae, reward_to_go, turn_returns or leave_one_out): "
+        "each step its score, or its share of the mean, its difference from the step before, the lowest score at its step and 0 elsewhere, or its log; the value is their sum. none: the "
+        "solution's score at its end. clip bounds every credit; of a cut answer the finished steps are paid, and its end earns no_eos_reward.")
     ranking: Literal["round_robin", "tournament", "baseline"] = Field("round_robin", description="model, judge that compare: mean win probability against all other answers "
                                                           "of the prompt (rs.rank), a knock-out (rm.t2t_pair), or the logit of winning against one of them, drawn (rs.rso).")
     judge_mode: Literal["score", "reference", "preference", "verdict"] = Field(
@@ -204,9 +223,6 @@ class RewardComponent(StageConfig):
             raise ValueError(f"reward {self.name!r}: kind regex needs pattern: write the pattern that a good response contains")
         if self.kind == "python" and not re.search(r"\bdef (?:compute_)?score\b|^(?:compute_)?score *=", self.source, re.MULTILINE):
             raise ValueError(f"reward {self.name!r}: kind python needs source with a function score(prompt, completion, answer)")
-        for name, kinds in OF_KINDS.items():
-            if self.kind not in kinds and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"reward {self.name!r}: {name} is for kind {' or '.join(kinds)}; {self.kind} does not read it, leave it out")
         if self.kind == "remote":
             if not re.match(r"https?://[^/\s]", self.url):
                 raise ValueError(f"reward {self.name!r}: kind remote needs the address that answers are posted to; write url=http://HOST:PORT/PATH, not {self.url!r}")
@@ -214,12 +230,20 @@ class RewardComponent(StageConfig):
                 raise ValueError(f"reward {self.name!r}: kind remote needs endpoint_model, a name for what scores behind the URL; the name is part of what a result is known by, the URL is not")
             if self.endpoint or self.empty_reward != type(self).model_fields["empty_reward"].default:
                 raise ValueError(f"reward {self.name!r}: kind remote reads no {'endpoint, write url' if self.endpoint else 'empty_reward, the server is shown empty answers too'}; leave it out")
+        for name, kinds in OF_KINDS.items():
+            if self.kind not in kinds and getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(f"reward {self.name!r}: {name} is for kind {' or '.join(kinds)}; {self.kind} does not read it, leave it out")
+        if self.tier != "learned" and self.min_confidence != type(self).model_fields["min_confidence"].default:
+            raise ValueError(f"reward {self.name!r}: min_confidence says when the model of a cascade decides; write tier: learned (with others of tier rule and judge), or leave it out")
+        if self.step_credit != "none":
+            for name, plain in (("view", "full"), ("squash", "none"), ("normalise", "none"), ("tier", ""), ("ranking", "round_robin")):
+                if getattr(self, name) != plain:
+                    raise ValueError(f"reward {self.name!r}: step_credit={self.step_credit} pays the steps of the whole text by the model's probabilities, which {name}={getattr(self, name)} does not "
+                                     f"go with; leave {name} out, or write step_credit=none")
         if self.symbolic and self.verifier not in ("auto", "math"):
             raise ValueError(f"reward {self.name!r}: symbolic is for the verifier math; verifier={self.verifier} compares no formulas, write verifier=math (or auto), or leave symbolic out")
         if self.scope == "group" and self.tier not in ("", "rule"):
             raise ValueError(f"reward {self.name!r}: scope=group sees all answers to a prompt, and tier={self.tier} only those that an earlier tier left; write scope=row, or tier=rule")
-        if self.files and self.kind != "python":
-            raise ValueError(f"reward {self.name!r}: files is for kind python; {self.kind} reads none")
         for name in self.milestones:
             try:
                 re.compile(name)
@@ -258,7 +282,8 @@ class Scored:
     reasons: why, by component. correct: the verdict of the first verifier or code component, None without a verdict.
     extracted: the answer that verdict was about. items: the rubric's items, where there is one. tier: of the router, the one that decided.
     weights: the factor of each counted component in the total, what absent ones left to it included. turn_rewards: of a trajectory, what each
-    turn earned of the total, and turn_parts the values that components give its turns."""
+    turn earned of the total, and turn_parts the values that components give its turns. step_rewards: (last tokens, rewards) of what
+    single steps of an answer earned of the total, where a component pays them (``step_credit``)."""
 
     total: float | None
     parts: dict[str, float | None] = field(default_factory=dict)
@@ -270,12 +295,14 @@ class Scored:
     weights: dict[str, float] = field(default_factory=dict)
     turn_rewards: list[float] | None = None
     turn_parts: dict[str, list[float]] = field(default_factory=dict)
+    step_rewards: tuple[list[int], list[float]] | None = None
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What a component says about one row: its value, whether the answer is right where it knows, how much an ensemble's members differ,
-    a rubric's items, the value's parts by turn, what it would have been without the debate, and numbers beside the value, by name."""
+    a rubric's items, the value's parts by turn, what it would have been without the debate, numbers beside the value, by name, and (last token, part of
+    the value) of steps that are paid."""
 
     value: float
     correct: bool | None = None
@@ -285,11 +312,14 @@ class Verdict:
     turns: tuple[float, ...] | None = None
     without: float | None = None
     metrics: dict[str, float] | None = None
+    steps: tuple[tuple[int, float], ...] | None = None
 
 
 #: Reasons of a component that is not asked about a row, because an earlier tier left nothing to say or the prompt is another's business: no failure.
 NOT_ASKED = "an earlier tier decided"
 ANOTHERS = "the prompt is routed to other components"
+#: Reason of a component that compares, of an answer that is the only one of its group: 1/2, or the majority of one, would say nothing of it.
+ALONE = "there is no other answer to the prompt to compare it with"
 
 
 def failures(parts: dict[str, float | None], reasons: dict[str, str] | None) -> dict[str, str]:
@@ -396,6 +426,9 @@ def load_model(component: RewardComponent, inputs: dict, device: str, frozen: st
             "a group preference model, which scores in the context of a group; write kind: group_preference, group: NAME, and give context=DATASET"
             if scorer.needs_group else
             "no group preference model; give one that the stage group_preference trained, or write kind: model"))
+    if component.step_credit != "none" and not hasattr(scorer, "step_probabilities"):
+        raise ValueError(f"reward {component.name!r}: step_credit={component.step_credit} pays what a process reward model says of each step, and the input {model_input(component, inputs)!r} is of "
+                         f"objective={scorer.card.objective}; give one that reward_model objective=prm trained, or write step_credit=none")
     scorer.ranking = component.ranking
     return scorer
 
@@ -485,7 +518,12 @@ class Rewards:
         known = [next((column[i].correct for column in said if getattr(column[i], "correct", None) is not None), None) for i in range(len(rows))]
         results |= {c.name: vote(c, rows, results.get(c.votes_of)) if c.kind == "majority" else RULES[c.kind](self, c, rows, known)
                     for c in self.components if c.kind in READ_OTHERS and c.name not in results}
-        scored = [self._combine({name: column[i] for name, column in results.items()}, rows[i].get("turns")) for i in range(len(rows))]
+        for c in (c for c in self.components if c.kind == "majority" or self.relative(c)):
+            at = [i for i, row in enumerate(rows) if concerns(c, row["prompt_row"])]
+            for i in alone([rows[i] for i in at], by_row=c.kind == "majority"):
+                if isinstance(results[c.name][at[i]], Verdict):
+                    results[c.name][at[i]] = Unscorable(ALONE)
+        scored = [self._combine({name: column[i] for name, column in results.items()}, rows[i].get("turns"), len(rows[i]["completion_ids"])) for i in range(len(rows))]
         for name, column in results.items():  # every row of a batch has the same parts
             if any(isinstance(v, Verdict) and v.without is not None for v in column):
                 for one, verdict in zip(scored, column):
@@ -539,6 +577,12 @@ class Rewards:
             out[k] = float(p)
         return out
 
+    def check_company(self, answers: int, write: str) -> None:
+        """Refuse paid components that compare, where prompts get fewer than two answers; ValueError says what to ``write``."""
+        for component in self.components:
+            if answers < 2 and component.weight and self.compares(component):
+                raise ValueError(f"reward {component.name!r} ({component.kind}) compares an answer with the others to its prompt, and there are none; {write}, or take a reward that scores answers one by one.")
+
     def without(self, names: Collection[str]) -> "Rewards":
         """The same rewards less the components of these names."""
         return Rewards([c for c in self.components if c.name not in names], self.scorers, self.renderer)
@@ -558,7 +602,7 @@ class Rewards:
                 else:
                     answers_of(row)
 
-    def _combine(self, verdicts: dict, turns: list | None = None) -> Scored:
+    def _combine(self, verdicts: dict, turns: list | None = None, n_tokens: int = 0) -> Scored:
         scored = Scored(None)
         for component in self.components:
             verdict = verdicts[component.name]
@@ -571,7 +615,8 @@ class Rewards:
             if scored.correct is None and verdict.correct is not None:
                 scored.correct, scored.extracted = verdict.correct, verdict.extracted
         parts = dict(scored.parts)
-        policies = {c.name: "skip" if scored.reasons.get(c.name) == ANOTHERS else c.missing_policy for c in self.components}
+        skipped = lambda c: scored.reasons.get(c.name) == ANOTHERS or (scored.reasons.get(c.name) == ALONE and not c.weight)
+        policies = {c.name: "skip" if skipped(c) else c.missing_policy for c in self.components}
         router = sorted((c for c in self.components if c.tier), key=lambda c: TIERS.index(c.tier))
         decided = next((c for c in router if settles(c, verdicts[c.name])), None)
         for component in router if decided else ():
@@ -582,6 +627,10 @@ class Rewards:
         if weights is None:
             return scored
         scored.weights, scored.total = weights, float(sum(w * parts[name] for name, w in weights.items()))
+        if by_step := {name: verdicts[name].steps for name, weight in weights.items() if weight and verdicts[name].steps is not None}:
+            from stages.process_rewards import merged
+
+            scored.step_rewards = merged(by_step, weights, n_tokens)
         if turns is not None:
             from stages.agent_rewards import per_turn
 
@@ -711,6 +760,8 @@ def _shown(rewards: Rewards, component: RewardComponent, row: dict, as_ids: bool
 def _model(rewards: Rewards, component: RewardComponent, rows) -> list:
     """Verdict of a reward model. Its own template renders the text, unless it reads exactly the policy's token ids."""
     scorer = rewards.scorers[component.name]
+    if component.step_credit != "none":
+        return _steps(rewards, component, rows)
     as_ids = component.view == "full" and scorer.reads_ids_of(rewards.renderer)
     out = [_shown(rewards, component, row, as_ids) for row in rows]
     positions = [i for i, shown in enumerate(out) if not isinstance(shown, Verdict)]
@@ -720,6 +771,37 @@ def _model(rewards: Rewards, component: RewardComponent, rows) -> list:
     for k, (i, score) in enumerate(zip(positions, _scaled(component, scores))):
         verdict = Unscorable(scorer.why_not) if math.isnan(score) else _value(float(score))
         out[i] = replace(verdict, spread=spread[k]) if spread and isinstance(verdict, Verdict) else verdict
+    return out
+
+
+def _steps(rewards: Rewards, component: RewardComponent, rows) -> list:
+    """Verdicts of a process reward model whose steps are paid: the sum of their credits, and each at the last token of its step. Of a cut response its finished steps are scored."""
+    from stages.process_rewards import finished_steps, step_credits, step_ends, token_pieces
+    from stages.reward_scorers import Response, split_steps
+
+    scorer, out, texts = rewards.scorers[component.name], [], {}
+    separator = scorer.card.options["separator"]
+    for i, row in enumerate(rows):
+        text = row["completion_text"] if ended(row) else finished_steps(row["completion_text"], separator)
+        out.append(Verdict(component.empty_reward if ended(row) else component.cut_reward, steps=(), metrics={"steps": 0.0}))
+        if split_steps(text, separator):
+            texts[i] = text
+    asked = [Response(rows[i]["prompt_row"].get("prompt") or [], [{"role": "assistant", "content": text}], row=rows[i]["prompt_row"]) for i, text in texts.items()]
+    for (i, text), scores in zip(texts.items(), scorer.step_probabilities(asked) if asked else []):
+        row, whole, n = rows[i], ended(rows[i]), len(split_steps(text, separator))
+        if len(scores) != n:
+            out[i] = Unscorable(f"the process reward model has room for {len(scores)} of its {n} steps; train it with a longer max_length, or write a smaller max_completion_length")
+            continue
+        # tokens behind the text, of a stop string or an unfinished step, are no step of it
+        ends = step_ends(token_pieces(rewards.renderer, row["completion_ids"]), separator)[:n] if rewards.renderer is not None else []
+        if len(ends) != n:
+            out[i] = Unscorable("its steps cannot be found among its tokens" if rewards.renderer is not None else "steps are paid at tokens of a policy, and there is none")
+            continue
+        if whole:  # what follows the last separator, an end token, ends its step
+            ends[-1] = len(row["completion_ids"]) - 1
+        credits = step_credits(scores, component.step_credit, component.clip)
+        out[i] = Verdict(sum(credits) + (0.0 if whole else component.cut_reward), steps=tuple(zip(ends, credits)),
+                         metrics={"steps": float(len(scores)), "step_mean": float(sum(scores) / len(scores)), "step_min": float(min(scores))})
     return out
 
 
@@ -753,6 +835,12 @@ def _remote(rewards: Rewards, component: RewardComponent, rows) -> list:
     found = dict(zip(asked, server.scores([answer(rows[i]) for i in asked])))
     scores = dict(zip(asked, _scaled(component, [math.nan if isinstance(found[i], str) else found[i] for i in asked]))) if asked else {}
     return [Verdict(component.no_eos_reward) if i not in found else Unscorable(found[i]) if isinstance(found[i], str) else _value(float(scores[i])) for i in range(len(rows))]
+
+
+def alone(rows, by_row: bool = False) -> list[int]:
+    """Positions of the rows that nothing can be compared with. ``by_row``: rows without a group are those of one prompt row, else of one prompt's messages."""
+    of = (lambda row: row["prompt_row"]["row_id"]) if by_row else (lambda row: json.dumps(row["prompt_row"].get("prompt"), sort_keys=True, default=str))
+    return [members[0] for members in in_groups(rows, of) if len(members) == 1]
 
 
 def in_groups(rows, otherwise) -> list[list[int]]:

@@ -104,14 +104,19 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
     kl_coef: float | None = Field(None, ge=0, title="KL coefficient", description="KL-in-reward coefficient.")
     kl_reward_mode: Literal["token_terminal", "token_broadcast", "sequence_sum", "sequence_mean"] | None = Field(
         None, title="KL reward mode", description="How the KL enters the reward (KL-REWARD).")
-    kl_reward_estimator: Literal["k1", "k2", "k3"] = Field("k1", description="Estimator of the KL in the reward; only k1 gives the reverse-KL gradient.")
+    kl_reward_estimator: Literal["k1", "k2", "k3", "full"] = Field(
+        "k1", description="Estimator of the KL in the reward; only k1 gives the reverse-KL gradient. full: exact over the vocabulary, which no sampled token moves: it acts through later tokens only.")
     kl_controller: Literal["fixed", "adaptive_ppo", "adaptive_ziegler"] | None = Field(
         None, title="KL controller", description="Rule that moves the KL coefficient: that of the loss where there are two.")
     kl_coef_min: float | None = Field(None, ge=0, title="Smallest KL coefficient", description="Bound of the controller; empty: none.")
     kl_coef_max: float | None = Field(None, gt=0, title="Largest KL coefficient", description="Bound of the controller; empty: none.")
     target_kl: float | None = Field(
         None, gt=0, title="Target KL", description="Controller's target: nats per sequence to the reference, per token to the old policy.")
-    monitor_kl: bool = Field(False, description="Log the KL to the reference although no coefficient needs it (one more forward of the samples).")
+    k_beta: float = Field(0.1, gt=0, title="Controller gain", description="kl_controller=adaptive_ziegler: a batch moves the coefficient by this share of the KL's relative error, which counts up to 0.2 (Ziegler 0.1).")
+    kl_horizon: float | None = Field(None, gt=0, title="KL horizon", description="kl_controller=adaptive_ziegler: completions over which the coefficient moves; takes the place of k_beta, which is "
+                                                                               "then the batch's completions over it (TRL 10000).")
+    monitor_kl: bool = Field(False, description="Log the KL to the reference although no coefficient needs it (one more forward of the samples); where the reference moves (ref_mode), passes over "
+                             "validation prompts also log the KL to the policy that training started from, kl/start_sequence_sum, which is held for it.")
     allow_double_kl: bool = Field(False, description="Allow a KL in the reward and in the loss at once.")
     ref_mode: Literal["frozen", "ema", "refresh", "previous"] = Field(
         "frozen", description="Reference: frozen; moving average of the policy; mixed with it every ref_sync_steps; the policy that started the iteration.")
@@ -273,11 +278,13 @@ def roles(config, given) -> list[Role]:
     reference = "reference" if "reference" in given else "model"
     follows = config.ref_mode in ("ema", "refresh")
     if loads_reference(row, config) and not (config.lora_rank and not follows and reference == "model"):
-        found.append(Role("reference", reference, sharded=not follows and row.kl_loss_estimator != "full" and row.opponent != "mixture", moves=follows))
+        found.append(Role("reference", reference, moves=follows, sharded=not follows and row.kl_loss_estimator != "full" and row.opponent != "mixture" and not exact_in_reward(row, config)))
     if config.async_rollouts:
         found.append(Role(SAMPLING, "model"))
     if row.kl_loss_coef and row.kl_target == "old" and row.kl_loss_estimator == "full":
         found.append(Role("old policy", "model", moves=True))
+    if loads_start(config) and not config.lora_rank:
+        found.append(Role("starting policy", "model"))
     if row.advantage == "win_rate" and row.opponent == "ema":
         found.append(Role("opponent", "model", moves=True))
     if row.needs_critic and config.critic_mode == "separate":
@@ -285,6 +292,16 @@ def roles(config, given) -> list[Role]:
         found.append(Role("critic", start, trained=True, whole=True, sharded=True, headless=True))
     asked = {c.input for c in config.rewards if c.kind == "model"}
     return found + [Role(name, name) for name in ("reward_model", "gold", "judge", "group_preference") if name in given and (name != "reward_model" or name in asked)]
+
+
+def loads_start(config: Config) -> bool:
+    """Whether validation passes log the KL to the policy that training started from, beside that to a reference that moves."""
+    return config.monitor_kl and config.ref_mode != "frozen" and config.eval_prompts > 0
+
+
+def exact_in_reward(row, config: Config) -> bool:
+    """Whether the exact KL to the reference is taken off rewards, for which both distributions are needed."""
+    return row.kl_reward_coef > 0 and config.kl_reward_estimator == "full"
 
 
 def loads_reference(row, config: Config) -> bool:
@@ -426,6 +443,9 @@ def resolve_preset(config: Config):
     if config.ref_mode == "previous" and row.kl_reward_coef:
         raise ValueError("ref_mode=previous is the policy that started the iteration, to which the KL of its own samples is 0, so kl_coef would lower no reward; write kl_coef=0 and "
                          "beta=0.04 (the KL in the loss), or ref_mode=refresh.")
+    if exact_in_reward(row, config) and (config.async_rollouts or row.off_policy_ok):
+        raise ValueError("kl_reward_estimator=full compares the whole distributions of the policy that sampled, and that of older completions is gone; write kl_reward_estimator=k1"
+                         + (", or async_rollouts=false." if config.async_rollouts else "."))
     if config.baseline not in (None, "none") and row.advantage not in BASELINE_ADVANTAGES:
         raise ValueError(f"baseline={config.baseline} is not read by advantage={row.advantage}; write advantage=reward_minus_baseline, or leave baseline out.")
     if config.ref_mode == "previous" and row.kl_loss_coef and row.kl_loss_estimator == "full" and row.kl_target == "ref":
@@ -455,8 +475,12 @@ def resolve_preset(config: Config):
     if config.conditioning == "sampling" and (row.objective or row.advantage == "vine" or config.token_norm_scope == "group"):
         raise ValueError(f"conditioning=sampling trains the answers of a group behind different contexts, which {'token_norm_scope=group' if config.token_norm_scope == 'group' else config.preset} "
                          "does not allow; write conditioning=plain, or preset=grape")
-    if row.advantage == "turn_returns" and not config.environment:
-        raise ValueError("advantage=turn_returns credits the turns of trajectories; write environment=tools (or module:Class of your own), or advantage=group_mean.")
+    by_steps = [c for c in config.rewards if c.step_credit != "none" and c.weight]
+    if by_steps:
+        refuse_step_credit(by_steps[0], row, config)
+    if row.advantage == "turn_returns" and not (config.environment or by_steps):
+        raise ValueError("advantage=turn_returns credits the turns of trajectories, or steps that a reward pays; write environment=tools (or module:Class of your own), "
+                         "rewards=[{kind: model, step_credit: each}] with the input reward_model of objective=prm, or advantage=group_mean.")
     falling = sorted(config.passk_bands, reverse=True) == config.passk_bands and all(0 <= b <= 1 for b in config.passk_bands)
     if config.curriculum == "pass_at_k" and not falling:
         raise ValueError(f"passk_bands={config.passk_bands} must fall from at most 1 to at least 0; write for example [0.75, 0.5, 0.25, 0.0].")
@@ -509,8 +533,29 @@ def resolve_preset(config: Config):
         warnings.append(f"reward_override={config.reward_override}: a control experiment, the rewards are not those of the task; verdicts, soft overlong penalties and "
                         "truncation_policy=zero or penalty do not count either")
     if config.kl_reward_estimator != "k1" and row.kl_reward_coef:
-        warnings.append(f"kl_reward_estimator={config.kl_reward_estimator} in the reward gives a biased gradient; k1 gives the reverse-KL gradient")
+        warnings.append("kl_reward_estimator=full: the exact KL does not depend on the token that was sampled, so at its own step it is a baseline and regularises through later tokens only; "
+                        "k1 gives the reverse-KL gradient" if config.kl_reward_estimator == "full" else
+                        f"kl_reward_estimator={config.kl_reward_estimator} in the reward gives a biased gradient; k1 gives the reverse-KL gradient")
     return row, warnings
+
+
+def refuse_step_credit(component: RewardComponent, row, config: Config) -> None:
+    """Refuse a reward that pays reasoning steps where the advantage would only read their sum, or where something else changes rewards of whole completions.
+
+    Raises:
+        ValueError: what to write instead.
+    """
+    who = f"reward {component.name!r} pays steps (step_credit={component.step_credit})"
+    instead = {"reward_minus_baseline": "advantage=reward_to_go", "group_mean": "advantage=turn_returns (the group's mean, step by step), or preset=rloo", "reward_minus_value": "preset=ppo",
+               "vine": "preset=ppo", "win_rate": "preset=rloo", "process": "preset=rloo; advantage=process pays the steps of the input reward_model by itself and no rewards"}
+    refused = {f"the loss of preset={config.preset} reads what a whole completion earned; write preset=ppo, reinforce_pp or rloo, or step_credit: none": bool(row.objective) and row.unit != "tokens",
+               f"advantage={row.advantage} reads what a whole completion earned; write {instead.get(row.advantage)}, or step_credit: none": row.advantage in instead,
+               f"environment={config.environment} pays by turns; leave one of them out": bool(config.environment),
+               "reward_norm and reward_clip change the reward of whole completions; leave them out, or write clip in the component": config.reward_norm != "none" or config.reward_clip is not None,
+               f"critic_target={row.critic_target} regresses on the reward of a whole completion at every token, whose steps are partly paid by then; write critic_target=lambda_return":
+                   row.needs_critic and row.critic_target in ("terminal", "bandit", "kl_adjusted_outcome")}
+    for text in (text for text, on in refused.items() if on):
+        raise ValueError(f"{who}: {text}.")
 
 
 def run(stage):
@@ -559,7 +604,7 @@ def run(stage):
         if config.lora_rank and not follows and not stage.has("reference"):
             reference = AdapterOff(model)
         else:
-            apart = sharding.asked(config) and not follows and row.kl_loss_estimator != "full" and row.opponent != "mixture"
+            apart = sharding.asked(config) and not follows and row.kl_loss_estimator != "full" and row.opponent != "mixture" and not exact_in_reward(row, config)
             path = stage.path("reference" if stage.has("reference") else "model")
             reference = freeze(load_policy(path, stage.device)) if follows else load_frozen(path, stage.device, config.frozen_dtype, in_shards=apart)
     elif stage.has("reference"):
@@ -586,14 +631,17 @@ def run(stage):
     anchor = old if row.kl_target == "old" else reference
     if apart:
         sharding.shard(reference, stage.device)
-    source = Rollouts(stage, row, renderer, acting, rewards, prompts, reference=reference, old=old, critic=critic)
+    start = None
+    if loads_start(config):
+        start = AdapterOff(model) if config.lora_rank else load_frozen(stage.path("model"), stage.device, config.frozen_dtype)
+    source = Rollouts(stage, row, renderer, acting, rewards, prompts, reference=reference, old=old, critic=critic, start=start)
     objective = PolicyGradient(row, config, source.kl_loss_coef, anchor,
                                critic.head if critic is not None and config.critic_mode == "shared" else None)
     trainer = (TrustRegionTrainer if row.update == "trust_region" else Trainer)(model, objective, config, source.total_steps, stage.device)
     if row.reset_optimizer:
         source.on_new_batch = trainer.optimizer.state.clear
     rl_preflight(stage, trainer, source)
-    evaluate = (lambda: source.evaluate(held_out, trainer.step_index)) if held_out else None
+    evaluate = (lambda: source.evaluate(held_out, trainer.step_index) | source.beside_text(trainer)) if held_out else None
     fit(stage, trainer, source, evaluate=evaluate, eval_every=config.eval_every)
     source.close()
     if critic is not None:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from stages import grape
 from stages.http_json import SERVER_SETTINGS
+from stages.grape import RubricError
 from stages.rubrics import CRITICS, Item, Rubric
 
 FORM = ("Think first, then reply in exactly this form, with numbers between 0 and 1:\nReasoning: how the response meets or misses the criterion\n"
@@ -39,7 +40,7 @@ class RubricScorer:
     """
 
     def __init__(self, component, rubric: Rubric, inputs: dict, renderer=None, device: str = "cpu", known: dict | None = None):
-        from stages.rewards import RewardComponent, Rewards
+        from stages.rewards import OF_KINDS, RewardComponent, Rewards
 
         self.component, self.rubric, self.inputs, self.device, self.known = component, rubric, inputs, device, known or {}
         self.answers: dict[tuple[str, str], str] = {}
@@ -47,8 +48,11 @@ class RubricScorer:
         self.settings, self.scorer_ids, scorers = {}, {}, {}
         for item in (item for items in rubric.items.values() for item in items):
             key = f"{item.category}/{item.item_id}"
-            inherited = ({"view": component.view} if component.view != "full" else {}) | ({k: getattr(component, k) for k in JUDGE_SETTINGS} if item.scorer["kind"] == "judge" else {})
+            inherited = ({"view": component.view} if component.view != "full" and item.scorer["kind"] in OF_KINDS["view"] else {}) | ({k: getattr(component, k) for k in JUDGE_SETTINGS} if item.scorer["kind"] == "judge" else {})
             own = RewardComponent.model_validate({**inherited, **item.scorer, "name": key})
+            if own.squash != "none" and (component.rm_squash in ("sigmoid", "minmax") or (component.rm_squash == "auto" and len(rubric.items[item.category]) > 1)):
+                raise RubricError(f"item {key}: squash={own.squash} in its scorer and rm_squash={component.rm_squash} in the reward would squash its scores twice; leave squash out of the item, or write "
+                                  "rm_squash: raw")
             self.settings[key] = own
             criticised = own.kind == "judge" and item.kind != "verifiable"
             self.scorer_ids[key] = self._name(own) + (f" after {self._name(self._critic(item, own))}" if criticised else "") + \
@@ -115,12 +119,14 @@ class RubricScorer:
 
     def _ruled(self, item: Item, rows) -> list[dict]:
         """Items that a rule or a reward model scores: sure of what it says. Scores of a reward model are raw."""
-        from stages.rewards import RULES, Unscorable
+        from stages.rewards import ALONE, RULES, Unscorable, alone
 
         if not rows:
             return []
         own = self.settings[f"{item.category}/{item.item_id}"]
         found = RULES[own.kind](self.rules, own, rows)
+        for i in alone(rows) if self.rules.relative(own) else ():
+            found[i] = Unscorable(ALONE)
         model, out = own.kind == "model", []
         for verdict in found:
             if isinstance(verdict, Unscorable):

@@ -96,6 +96,15 @@ def tapered(r: Responses, clip_pos, clip_neg):
     return -tapered_weights(logps, r.sums(r.old_SL), r.advantages_S, clip_pos, clip_neg) * r.advantages_S * logps
 
 
+def tapered_log(r: Responses, clip_pos, clip_neg) -> dict:
+    """Sums over trained responses: the weight, its square, and how many have a positive advantage or a weight that was clipped (TOPR)."""
+    live, logps, old = r.mask_SL.any(-1), r.sums(r.logps_SL).detach(), r.sums(r.old_SL)
+    weights = masked(tapered_weights(logps, old, r.advantages_S, clip_pos, clip_neg), live)
+    ratio = masked(tapered_weights(logps, old, r.advantages_S, (0.0, float("inf")), (0.0, float("inf"))), live)
+    return {"importance_weight": weights.sum(), "importance_weight_sq": (weights * weights).sum(), "importance_clipped": (weights != ratio).float().sum(),
+            "positive_responses": (masked(r.advantages_S, live) > 0).float().sum()}
+
+
 def pairwise_ppo(r: Responses, epsilon: float, form: str):
     """:func:`p3o_loss` per pair; rewards already hold the KL penalty."""
     return p3o_loss(r.sums(r.logps_SL)[r.pairs_P2], r.sums(r.old_SL)[r.pairs_P2], r.rewards_S[r.pairs_P2], epsilon, form)

@@ -236,6 +236,18 @@ class Trainer:
                 loss.backward()
         return sums
 
+    def gradient_norm(self, items: Sequence[Item]) -> float:
+        """Norm of the gradient that a step over ``items`` would take; nothing moves."""
+        counts = self.objective.counts(items)
+        self.optimizer.zero_grad(set_to_none=True)
+        for group, counted in self._micro_batches([i for i in items if not i.extra.get("skip_forward")] or items):
+            self.backward(group, counts, counted)
+        if self.root is None:
+            ranks.sum_gradients(list(self.parameters.values()))
+        norm = float(sharding.whole(torch.nn.utils.clip_grad_norm_(self.parameters.values(), math.inf)))
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
     def _average(self) -> None:
         for name, average in self.averages.items():
             average.lerp_(self.parameters[name].detach(), 1.0 - self.config.ema_decay)

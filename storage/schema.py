@@ -109,7 +109,7 @@ _KINDS: dict[str, dict[str, pa.DataType]] = {
                    "logp_rollout?": pa.list_(F32), "is_weights?": pa.list_(F32), "returns?": pa.list_(F32),
                    "bootstrap_value?": F64, "shaped_reward?": F64, "step_ends?": pa.list_(I32),
                    "step_rewards?": pa.list_(F64), "step_values?": pa.list_(F64), "tool_mask?": pa.list_(I8),
-                   "turns?": pa.list_(TURN), "finish_reason?": STR},
+                   "turns?": pa.list_(TURN), "finish_reason?": STR, "gen?": GEN},
     "trajectories/1": {"episode_id": STR, "t": I32, "observation_json": STR, "action_json": STR,
                        "next_observation_json": STR, "reward": F64, "events": _S,
                        "reward_tier": STR, "reward_components?": pa.list_(_struct(name=STR, value=F64, weight=F64)),

@@ -23,9 +23,10 @@ from stages.estimators import (KLController, MovingAverageBaseline, RunningScale
                                v_star)
 from stages.generation import Sample, preferences
 from stages.members import Members
+from stages.process_rewards import merged
 from stages.rollouts.comparisons import inside, preferences_by
 from stages.rollouts.groups import Group
-from stages.rollouts.metrics import credit_metrics, cut_gain, mismatch_metrics, off_policy_metrics, rollout_metrics, step_metrics
+from stages.rollouts.metrics import credit_metrics, cut_gain, mismatch_metrics, off_policy_metrics, return_metrics, rollout_metrics, step_metrics, weight_metrics
 from stages.rollouts.policy import PolicySampler
 from stages.rollouts.steps import StepRewards, monte_carlo
 from stages.rubric_reward import rubric_metrics
@@ -69,7 +70,8 @@ class Crediting:
         self.reference, self.critic, self.steps = reference, critic, steps
         self.baseline, self.scale = MovingAverageBaseline(self.config.baseline_decay), RunningScale()
         self.asked = preferences_by(self.config, row, rewards)  # component that gives P(y > y'), where one compares
-        self.controller = KLController(row.kl_loss_coef or row.kl_reward_coef, row.kl_controller, row.target_kl, self.config.kl_coef_min, self.config.kl_coef_max)
+        self.controller = KLController(row.kl_loss_coef or row.kl_reward_coef, row.kl_controller, row.target_kl, self.config.kl_coef_min, self.config.kl_coef_max,
+                                       self.config.k_beta, self.config.kl_horizon)
         self.table: dict[str, float] = {}  # baseline per prompt id
         self.last_kl = 0.0                 # to the reference, nats per sequence
         self.frozen_logps: int | None = None
@@ -117,11 +119,15 @@ class Crediting:
             metrics |= self.members.metrics(samples, plain)
         if cache:
             metrics["reward/overlong"] = float(overlong[shown].mean())
-        kl = None
+        kl = d = None
         if ref is not None:
             d = padded(old) - padded(ref)
-            kl = {"k1": d, "k2": d * d / 2, "k3": np.expm1(-d.clip(-20, 20)) + d}[config.kl_reward_estimator] if row.needs_reference else None
             metrics["kl/sequence_sum"] = self.last_kl = float(d.sum(1).mean())
+            if row.kl_reward_coef and config.kl_reward_estimator == "full":
+                kl = padded(self.exact_kl(items))
+                metrics["kl/full_sequence_sum"] = float(kl.sum(1).mean())
+            elif row.needs_reference:
+                kl = {"k1": d, "k2": d * d / 2, "k3": np.expm1(-d.clip(-20, 20)) + d}[config.kl_reward_estimator]
         metrics |= trajectory_metrics(config, self.policy, drawn)
         finite = np.isfinite(rewards)
         if config.multi_objective_aggregation == "normalize_then_sum":  # behind the metrics: alarms compare the plain sums of iterations, these have mean 0
@@ -134,7 +140,7 @@ class Crediting:
         in_loss = kept & (config.sft_in_loss | np.array([s.mode != "sft" for s in samples]))
         scorable = finite if self.steps is None else np.ones(len(samples), bool)  # where steps are paid, the outcome is only watched
         batch = Batch(rewards, group_of, mask, scorable & in_loss, scorable & (kept | config.truncated_in_stats), kl, self._baselines(group_at, version),
-                      None if values is None else padded(values), bootstrap)
+                      None if values is None else padded(values), bootstrap, log_ratio_BT=d)
         self._compare(batch, samples, group_at, iteration, version)
         if self.asked and not inside(row):  # equal win rates inside the group say nothing of those that are learned from
             metrics.pop("reward/frac_zero_std", None)
@@ -155,6 +161,10 @@ class Crediting:
         if preferred is not None:
             trained = trained & np.isfinite(preferred)
         metrics |= credit_metrics(batch, credit, trained, coef, self.controller.coef, row.gamma)
+        if batch.steps_paid or row.advantage in ("reward_to_go", "gae", "turn_returns"):
+            metrics |= return_metrics(batch, credit, trained, row.gamma)
+        if weights is not None:
+            metrics |= weight_metrics(weights, batch.mask_BT & trained[:, None], config.importance_correction, config.importance_clip_max)
         if any(not g.fresh or g.version != version for g in groups):
             metrics |= off_policy_metrics([g.version for g in groups], version, sampled, old)
         elif all(logps is not None for logps in sampled) and (old is not sampled or not self.policy.engine.exact_logps):
@@ -172,22 +182,36 @@ class Crediting:
     # -- log-probs ----------------------------------------------------------------------------------------------------
     def logps(self, model, items: list[Item]) -> list[list[float]]:
         """Log-probs of every response token under ``model`` at the sampling temperature, in sample order, in the precision of the training forward."""
-        return self._per_token(model, items, 0)
+        from stages.modeling import target_logps
+
+        return self._by_token(model, items, lambda batch: target_logps(model, batch, self.config.temperature)[0])
 
     def entropies(self, model, items: list[Item]) -> list[list[float]]:
         """Entropy of the distribution of every response token, nats, as :meth:`logps`."""
-        return self._per_token(model, items, 1)
-
-    def _per_token(self, model, items: list[Item], which: int) -> list[list[float]]:
-        """Log-probs (0) or entropies (1) of every response token."""
         from stages.modeling import target_logps
+
+        return self._by_token(model, items, lambda batch: target_logps(model, batch, self.config.temperature, entropy=True)[1])
+
+    def exact_kl(self, items: list[Item]) -> list[list[float]]:
+        """KL(policy || reference) over the vocabulary at every response token, nats at the sampling temperature, in sample order (KL-FULL)."""
+        from stages.divergence import exact_kl
+        from stages.modeling import head_of, hidden_states
+
+        def compute(batch):
+            own, other = (hidden_states(m, batch, batch.src_N) for m in (self.policy.model, self.reference))
+            return exact_kl(head_of(self.policy.model), own, head_of(self.reference), other, self.config.temperature)
+
+        return self._by_token(self.policy.model, items, compute)
+
+    def _by_token(self, model, items: list[Item], values) -> list[list[float]]:
+        """``values(batch)`` of every response token, in sample order: a number per trained position of a micro-batch."""
         from stages.training import products
 
         config, device = self.config, self.stage.device
 
         def compute(batch):
             with products(config, device):
-                padded = batch.padded(target_logps(model, batch, config.temperature, entropy=bool(which))[which]).cpu().numpy()
+                padded = batch.padded(values(batch)).cpu().numpy()
             lengths = [len(response) for item in batch.items for response in item.responses]
             return [row[:length].tolist() for row, length in zip(padded, lengths)]
 
@@ -264,6 +288,8 @@ class Crediting:
         rewards, bootstrap, kept = apply_truncation(scores + overlong, [s.terminated for s in samples], rule, config.missing_eos_penalty, config.missing_eos_mode, after)
         if self.policy.agent and rule == "bootstrap":
             rewards = scores + overlong  # what the turns of a truncated trajectory earned is kept; its value is what may still come
+        elif rule == "bootstrap":  # and so is what finished steps earned of a cut completion
+            rewards = np.where([s.terminated for s in samples], rewards, [sum(s.step_rewards[1]) if s.step_rewards else 0.0 for s in samples])
         return np.where(np.isfinite(scores), rewards, np.nan), bootstrap, kept
 
     def earned(self, samples: list[Sample], version: int) -> np.ndarray:
@@ -291,6 +317,8 @@ class Crediting:
         """Fill in turns, reasoning steps and preferences over opponents, where the advantage reads them."""
         if self.policy.agent:
             batch.turns = [([t["end"] - 1 for t in s.turns], s.turn_rewards or [0.0] * len(s.turns)) for s in samples]
+        elif any(s.step_rewards is not None for s in samples):
+            batch.turns, batch.steps_paid = [s.step_rewards or merged({}, {}, len(s.ids)) for s in samples], True
         if self.row.advantage == "vine":
             batch.steps, batch.step_values = monte_carlo(self.stage, self.policy, self.rewards, samples, group_at, iteration, version, self.earned)
         elif self.row.advantage == "process":
@@ -395,7 +423,7 @@ class Crediting:
         if self.frozen_logps not in (None, _digest(items)):
             raise TrainingError("The stored log-probabilities of a rollout changed while it was trained on; report this with the config.")
         if self.controller.controller != "fixed":
-            self.controller.update(self.drift(items) if self.row.kl_loss_coef and self.row.kl_target == "old" else self.last_kl)
+            self.controller.update(self.drift(items) if self.row.kl_loss_coef and self.row.kl_target == "old" else self.last_kl, sum(len(i.responses) for i in items))
 
     def start_from(self, prompts, drawn: list[list[Sample]]) -> list[tuple[dict, float, list[Sample]]]:
         """Baselines of all prompts from scored completions before training (BASELINE table and v_star, ASTAR-PO stage 1), on the scale of the rewards that they are taken off:

@@ -39,7 +39,7 @@ def control(stage, sample: Sample, *counters) -> None:
     sample.correct = None
     if sample.failure or sample.error is not None:  # what an environment or an engine lost earns nothing, whatever the control
         return
-    sample.turn_rewards, sample.turn_parts = None, None
+    sample.turn_rewards, sample.turn_parts, sample.step_rewards = None, None, None
     if kind == "inverted":
         sample.total = -sample.total
     elif kind == "random":
@@ -79,7 +79,8 @@ class GroupSampler:
                                  wanted * seats, self.config.max_num_gen_batches)
         dropped = found["dropped"] + [(group, "surplus") for group in found["surplus"]]
         if found["batches"] > 1 and self.config.reward_override == "none":
-            regrade(self.rewards, [s for group in [*found["kept"], *(g for g, _ in dropped)] for s in group.samples])
+            everyone = [*found["kept"], *(g for g, _ in dropped)]  # and what they are compared with, by the same confidences
+            regrade(self.rewards, [s for g in everyone for s in (*g.samples, *g.opponents, *([] if g.greedy_sample is None else [g.greedy_sample]))])
         metrics = {"rollout/failed_rows": float(self.failed_rows)} if self.failed_rows else {}
         if dynamic:
             metrics |= {"groups/generation_batches": float(found["batches"]), "groups/filter_rate": found["filter_rate"],

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from stages.credit import Batch, Credit, explained_variance
-from stages.estimators import is_constant, td_errors
+from stages.estimators import is_constant, reward_to_go, td_errors
 from stages.evaluation.text import reflection_counts, repetition_n, scripts, special_character_rate
 from stages.generation import Sample
 from stages.rewards import failures
@@ -96,6 +96,22 @@ def credit_metrics(batch: Batch, credit: Credit, trained_B, kl_reward_coef: floa
             delta = td_errors(credit.token_rewards_BT, batch.values_BT, batch.mask_BT, batch.bootstrap_B, gamma)
             out |= {"critic/td_error": float(np.abs(delta[on]).mean()), "critic/value_mean_old": float(batch.values_BT[on].mean()), "critic/return_mean_old": float(credit.returns_BT[on].mean())}
     return out
+
+
+def return_metrics(batch: Batch, credit: Credit, trained_B, gamma: float) -> dict[str, float]:
+    """Mean and spread of the returns G_t at the trained tokens, KL penalties taken off (RETURN)."""
+    returns = reward_to_go(credit.token_rewards_BT, batch.mask_BT, gamma)[batch.mask_BT & trained_B[:, None]]
+    return {"return/mean": float(returns.mean()), "return/std": float(returns.std())} if returns.size else {}
+
+
+def weight_metrics(weights_BT, on_BT, mode: str, clip_max: float) -> dict[str, float]:
+    """Importance weights of the trained tokens: mean, share that was cut to ``clip_max`` or to 0, effective sample size as a share of the tokens (TIS)."""
+    w = np.asarray(weights_BT, float)[on_BT]
+    if not w.size:
+        return {}
+    cut = w >= clip_max if mode.endswith("truncate") else w == 0
+    return {"sampling/importance_weight/mean": float(w.mean()), "sampling/importance_weight/cut_fraction": float(cut.mean()),
+            "sampling/importance_weight/ess_fraction": float(w.sum() ** 2 / (w.size * np.square(w).sum())) if w.any() else 0.0}
 
 
 def off_policy_metrics(versions: Sequence[int], version: int, sampled, old) -> dict[str, float]:

@@ -11,12 +11,13 @@ import numpy as np
 
 from stages.agents import trajectory_rows
 from stages.evaluation.scores import records_of
-from stages.generation import Sample
+from stages.generation import Sample, gen_record
 from stages.members import Members
 from stages.rewards import failures
 from stages.rl_report import best_and_worst, rollout_samples, validation_rows
 from stages.rollouts.crediting import Scored
 from stages.rollouts.groups import Group
+from stages.rollouts.policy import PolicySampler
 from stages.rollouts.prompts import verdicts_on
 from stages.rubric_reward import score_rows, write_review
 from storage.schema import complete_row
@@ -28,16 +29,17 @@ class Records:
     """The output datasets of an RL stage, exactly once over kills (:meth:`stages.harness.Stage.writer`).
 
     Args:
-        members: gives answers that are improved later the ids of their rows. in_turns: completions are trajectories. decode: the tokenizer's.
+        members: gives answers that are improved later the ids of their rows. policy: what samples, whose settings are kept beside the rollouts (``meta.sampling``).
     """
 
-    def __init__(self, stage, members: Members, in_turns: bool, decode):
-        self.stage, self.config, self.members, self.decode = stage, stage.config, members, decode
+    def __init__(self, stage, members: Members, policy: PolicySampler):
+        self.stage, self.config, self.members, self.policy, self.decode = stage, stage.config, members, policy, policy.renderer.tokenizer.decode
         self.shown = -math.inf  # when samples were shown last
         wanted = {"rollouts": "rollouts/1", "prompt_stats": "prompt_stats/1"}
-        wanted |= ({"trajectories": "trajectories/1"} if in_turns else {}) | ({"rubric_scores": "rubric_scores/1"} if members.component else {})
+        wanted |= ({"trajectories": "trajectories/1"} if policy.agent is not None else {}) | ({"rubric_scores": "rubric_scores/1"} if members.component else {})
         wanted |= {"validation": "eval_samples/1"} if self.config.eval_prompts else {}
-        self.writers = {name: stage.writer(name, kind) for name, kind in wanted.items()}
+        how = {} if stage.has("stored") else {"rollouts": {"meta": {"sampling": sampling_record(policy)}}}
+        self.writers = {name: stage.writer(name, kind, **how.get(name, {})) for name, kind in wanted.items()}
 
     def _write(self, name: str, rows: list[dict]) -> None:
         self.writers[name].write(rows)
@@ -65,11 +67,12 @@ class Records:
     def _rollout(self, scored: Scored, i: int, iteration: int, version: int, draw: int) -> dict:
         s, group, batch, credit = scored.samples[i], scored.group_at[i], scored.batch, scored.credit
         n, valued, old = len(s.ids), scored.values is not None, [float(v) for v in scored.old[i]]
-        steps = batch.steps[i] if batch.steps else (None, None)
+        steps = batch.steps[i] if batch.steps else s.step_rewards or (None, None)
         turns = None if s.turns is None else [{"start": t["start"], "end": t["end"], "reward": r, "events": t["events"]} for t, r in zip(s.turns, batch.turns[i][1])]
         extra = {"mode": s.mode, "off_policy": s.off_policy, "parent_sample_id": s.parent} if self.members.active else {}
         extra |= ({"reencoded": True} if s.reencoded else {}) | ({"draw": draw} if draw else {})
         extra |= {"pair_preference": float(scored.preferred_B[i])} if scored.preferred_B is not None and np.isfinite(scored.preferred_B[i]) else {}
+        extra |= {"steps_paid": True} if batch.steps_paid else {}
         failed = failures(s.parts, s.reasons)
         extra |= {"unscorable": failed} if failed else {}
         ok = bool(np.isfinite(batch.rewards_B[i]))
@@ -83,6 +86,8 @@ class Records:
             "token_rewards": credit.token_rewards_BT[i, :n].tolist(), "advantages": credit.advantages_BT[i, :n].tolist(),
             "returns": credit.returns_BT[i, :n].tolist() if valued else None, "is_weights": None if scored.weights_BT is None else scored.weights_BT[i, :n].tolist(),
             "step_ends": steps[0], "step_rewards": steps[1], "step_values": batch.step_values[i] if batch.step_values else None, "tool_mask": s.tool_mask,
+            "gen": None if s.seed is None else {**gen_record(self.stage, self.config, self.policy.renderer, s.seed, group.version, self.policy.engine.name),
+                                                "max_tokens": self.config.completion_limit(max(group.version, 0))},
             "turns": turns, "finish_reason": s.finish_reason if turns is not None else None, "reward": float(batch.rewards_B[i]) if ok else 0.0,
             "shaped_reward": float(credit.rewards_B[i]) if ok else None, "reward_tier": s.tier if ok else "unscorable",
             "reward_components": self._components(s, scored.overlong_B[i]), "is_correct": s.correct, "truncated": not s.terminated,
@@ -135,6 +140,13 @@ class Records:
             writer.close({"iterations": iterations} if name == "rollouts" else {})
         if "rubric_scores" in self.writers and self.stage.rank == 0:
             write_review(self.stage)
+
+
+def sampling_record(policy: PolicySampler) -> dict:
+    """The settings that completions are sampled with, all of them (``stages.sampling.SamplingParams``), and by what engine; what a row adds is in its column ``gen``: seed, policy version, longest
+    completion at that time."""
+    plain = {name: sorted(v) if isinstance(v, frozenset) else list(v) if isinstance(v, tuple) else v for name, v in vars(policy.params).items() if name != "logit_processors"}
+    return {**plain, "engine": policy.engine.name, "logp_old": "sampler" if policy.exact_logps else "trainer"}
 
 
 def complete(prompt: dict, kind: str, values: dict) -> dict:

@@ -17,6 +17,7 @@ from stages.members import Members
 from stages.modeling import load_weights, move_towards, weights_digest, weights_file
 from stages.rewards import commonest_failure, failures
 from stages.rollouts.ahead import Ahead
+from stages.rollouts.beside import Beside
 from stages.rollouts.comparisons import NOTHING_COUNTED, check_company, counted, held_out, preferences_by
 from stages.rollouts.crediting import Crediting, trajectory_metrics
 from stages.rollouts.groups import Group, GroupSampler
@@ -40,10 +41,11 @@ class Rollouts:
         row: the resolved preset.
         prompts: ``(row, prompt ids)`` to train on.
         reference, old, critic: frozen reference, copy of the policy that sampled (exact KL to it), value function; None where unused.
+        start: the policy as it started, whose distance validation passes log (:mod:`stages.rollouts.beside`), or None.
         acting: the policy, and what is sampled from in this process (``sharding.Acting``).
     """
 
-    def __init__(self, stage, row: RLPreset, renderer, acting: Acting, rewards, prompts, *, reference=None, old=None, critic=None):
+    def __init__(self, stage, row: RLPreset, renderer, acting: Acting, rewards, prompts, *, reference=None, old=None, critic=None, start=None):
         config = self.config = stage.config
         self.stage, self.row, self.rewards, self.reference, self.old, self.critic = stage, row, rewards, reference, old, critic
         if stage.has("stored"):
@@ -73,8 +75,10 @@ class Rollouts:
         if self.stored is not None and steps is not None and steps.reads_text:
             raise ConfigError("the input stored has no texts, which a process reward model reads (advantage=process); give a scalar reward_model, or leave the input stored out.")
         self.crediting = Crediting(stage, row, self.policy, rewards, members, reference, critic, steps)
-        self.records = Records(stage, members, self.policy.agent is not None, renderer.tokenizer.decode)
+        self.beside = Beside(stage, row, self.policy, self.held_out, self.crediting, reference, start)
+        self.records = Records(stage, members, self.policy)
         self.ptx = pretraining_items(stage.dataset("ptx"), renderer, config.ptx_max_length) if row.ptx_coef else []
+        self.ptx_held_out = pretraining_items(stage.dataset("ptx"), renderer, config.ptx_max_length, "validation") if row.ptx_coef and config.eval_prompts else []
         self.on_new_batch = lambda: None   # called when an iteration's items are ready
         self.iteration, self.inner, self.version = -1, 0, 0  # version: optimizer steps of the policy that sampled
         self.batch: list[Item] = []        # items of the iteration in hand
@@ -108,8 +112,7 @@ class Rollouts:
         chosen = self.current = self._minibatch()
         if not self.ptx:
             return chosen
-        n = max(1, round(self.config.ptx_batch_ratio * sum(len(i.responses) for i in chosen)))
-        return chosen + [self.ptx[k] for k in self.stage.rng("ptx", step).integers(0, len(self.ptx), n)]
+        return chosen + self._drawn_text(chosen, step)
 
     def _minibatch(self) -> list[Item]:
         n = self.config.num_minibatches
@@ -138,6 +141,8 @@ class Rollouts:
             extra["kl/reference_version"] = float({"ema": step, "refresh": step // every, "previous": self.iteration}.get(mode, 0))
         if metrics.get("policy/ratio_sq"):  # effective sample size over the tokens, (sum w)^2 / (n sum w^2) (ops.monitor)
             extra["policy/ess_fraction"] = metrics["policy/ratio"] ** 2 / metrics["policy/ratio_sq"]
+        elif metrics.get("policy/importance_weight_sq"):  # over the responses, whose weights these are (TOPR, OFFPOL-IS)
+            extra["policy/importance_weight_ess"] = metrics["policy/importance_weight"] ** 2 / metrics["policy/importance_weight_sq"]
         self.watch({"step": step, **metrics, **extra})
         return extra
 
@@ -379,7 +384,8 @@ class Rollouts:
         self._wait_for_ahead()
         self.policy.update()
         params = replace(self.policy.params, max_new_tokens=self.config.longest_completion)
-        groups = self.policy.draw(prompts, [[self.stage.seed_for("validation", row["row_id"])] for row, _ in prompts], params)
+        seeds = [[self.stage.seed_for("validation", row["row_id"])] for row, _ in prompts]
+        groups = self.policy.draw(prompts, seeds, params)
         drawn = [s for g in groups for s in (g if self.policy.seats == 2 else g[:1])]
         warn_of_failures(self.stage, self.policy.engine, drawn)
         samples = [s for s in drawn if s.error is None]
@@ -392,8 +398,22 @@ class Rollouts:
         if self.held_out is not self.rewards and not counted(self.held_out):
             found = {name: value for name, value in found.items() if name not in NOTHING_COUNTED}
         found |= trajectory_metrics(self.config, self.policy, samples)
+        found |= self.beside(prompts, seeds, params, drawn)
         self.history.append({"step": step, **{f"validation/{k}": v for k, v in found.items() if f"validation/{k}" in WATCHED}})
         return found
+
+    def beside_text(self, trainer) -> dict[str, float]:
+        """Loss per token on the validation rows of the input ``ptx``, and how large the gradient of the pretraining mix is beside that of the RL loss, of the newest step (PPO-PTX)."""
+        found = {"ptx/held_out_nll": trainer.evaluate(self.ptx_held_out)["ptx/nll"]} if self.ptx_held_out else {}
+        if self.ptx and self.current:
+            norms = [trainer.gradient_norm(items) for items in (self._drawn_text(self.current, self.version), self.current)]
+            found |= {"ptx/gradient_norm_ratio": norms[0] / norms[1]} if norms[1] > 0 else {}
+        return found
+
+    def _drawn_text(self, chosen: list[Item], step: int) -> list[Item]:
+        """The pretraining rows that are mixed into the completions ``chosen`` for a step."""
+        n = max(1, round(self.config.ptx_batch_ratio * sum(len(i.responses) for i in chosen)))
+        return [self.ptx[k] for k in self.stage.rng("ptx", step).integers(0, len(self.ptx), n)]
 
 
 def check_ahead(stage, row: RLPreset, exact_logps: bool, members: Members) -> None:
@@ -434,17 +454,19 @@ def check_stored(stage, row: RLPreset) -> None:
         raise ConfigError(f"the input stored gives the completions, and nothing is sampled, so there is no {text}; or leave the input stored out.")
 
 
-def pretraining_items(data, renderer, max_length: int) -> list[Item]:
-    """The train rows of a text or demonstrations dataset, every token trained (PPO-PTX)."""
+def pretraining_items(data, renderer, max_length: int, split: str = "train") -> list[Item]:
+    """The rows of a text or demonstrations dataset, every token trained (PPO-PTX); none of a ``split`` that is not there, unless it is that of training."""
+    if split != "train" and split not in data.manifest["splits"]:
+        return []
     from stages.sft import encode_text
 
     per_token = 0.0
     if data.kind == "text/1":  # a row holds several documents or a part of one: as many as its tokens make up on average
-        rows = [i.responses[0].tolist() for i in encode_text(data, "train", renderer, SimpleNamespace(max_length=max_length))[0]]
-        per_token = sum(1 for _ in data.iter_rows(columns=["text"], split="train")) / max(sum(len(ids) - 1 for ids in rows), 1)
+        rows = [i.responses[0].tolist() for i in encode_text(data, split, renderer, SimpleNamespace(max_length=max_length))[0]]
+        per_token = sum(1 for _ in data.iter_rows(columns=["text"], split=split)) / max(sum(len(ids) - 1 for ids in rows), 1)
     else:
-        rows = [renderer.conversation(r["messages"], max_length=max_length).ids for r in data.iter_rows(split="train")]
+        rows = [renderer.conversation(r["messages"], max_length=max_length).ids for r in data.iter_rows(split=split)]
     made = [make_item(f"ptx-{k}", [], [ids], [[1] * len(ids)], ptx=True, documents=(len(ids) - 1) * per_token or 1.0) for k, ids in enumerate(rows) if len(ids) > 1]
-    if not made:
+    if not made and split == "train":
         raise ValueError("The input ptx has no train row with two tokens or more; give a text/1 dataset with a train split, or ptx_coef=0.")
     return made

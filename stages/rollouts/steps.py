@@ -8,24 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from stages.generation import Sample, score, warn_of_failures
+from stages.process_rewards import step_ends, token_pieces
 from stages.rollouts.groups import Group, control
 from stages.rollouts.policy import PolicySampler
-
-
-def step_ends(pieces: list[str], separator: str) -> list[int]:
-    """Index of the last token of each non-blank reasoning step: the token that completes its separator, or the last token (GRPO-PROCESS)."""
-    text, bounds = "".join(pieces), np.cumsum([len(p) for p in pieces])
-    ends, start = [], 0
-    for part in text.split(separator):
-        stop = start + len(part) + len(separator)
-        if part.strip():
-            ends.append(int(min(np.searchsorted(bounds, stop), len(pieces) - 1)))
-        start = stop
-    return ends
-
-
-def _pieces(renderer, ids: list[int]) -> list[str]:
-    return [renderer.tokenizer.decode([t], skip_special_tokens=True) for t in ids]
 
 
 class StepRewards:
@@ -43,6 +28,9 @@ class StepRewards:
         if not self.reads_text and not hasattr(self.scorer, "score_ids"):
             raise ValueError(f"advantage=process reads a process reward model (objective=prm) or a scalar one, not objective={self.scorer.card.objective}; give "
                              "another reward_model.")
+        if not self.reads_text and not self.scorer.reads_ids_of(renderer):
+            raise ValueError("advantage=process scores a completion's token ids with the input reward_model, which has another tokenizer or chat template than the policy; give a process reward model "
+                             "(objective=prm), which reads text, or a scalar one with the policy's tokenizer and template.")
         stage.warn("rewards_watched", f"advantage=process pays what the input reward_model says of each step; {', '.join(c.name for c in stage.config.rewards)} "
                    f"{'is' if len(stage.config.rewards) == 1 else 'are'} scored, logged and stored, and paid to nobody.")
         own = self.scorer.card.options["separator"] if self.reads_text else self.separator
@@ -62,7 +50,7 @@ class StepRewards:
         return sample.steps[0], sample.steps[1]
 
     def _of(self, sample: Sample) -> tuple[list[int], list[float]]:
-        ends = step_ends(_pieces(self.renderer, sample.ids), self.separator)
+        ends = step_ends(token_pieces(self.renderer, sample.ids), self.separator)
         if self.reads_text:
             from stages.reward_scorers import Response
 
@@ -84,7 +72,7 @@ def monte_carlo(stage, policy: PolicySampler, rewards, samples: list[Sample], gr
     """
     config, starts, borders, prompt_at = stage.config, [], [], {}  # starts: (sample, tokens or turns that are kept); borders: a completion's places there
     number, group_of = {id(g): k for k, g in enumerate(group_at)}, []  # of every start
-    steps = [[t["end"] - 1 for t in s.turns] if policy.agent else step_ends(_pieces(policy.renderer, s.ids), config.step_separator) for s in samples]
+    steps = [[t["end"] - 1 for t in s.turns] if policy.agent else step_ends(token_pieces(policy.renderer, s.ids), config.step_separator) for s in samples]
     steps = [[*ends[:-1], len(s.ids) - 1] if s.ids else [] for ends, s in zip(steps, samples)]
     seeds = []
 

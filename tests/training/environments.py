@@ -55,3 +55,15 @@ class Moody:
 
     def step(self, action):
         return [], 0.0, True, []
+
+
+class Forgetful:
+    """Answers every action with the time of day, so that an episode cannot be played again."""
+
+    def reset(self, task, seed):
+        self.turn = 0
+        return [{"role": "user", "content": "go"}]
+
+    def step(self, action):
+        self.turn += 1
+        return [{"role": "tool", "content": str(time.monotonic_ns())}], float(len(action)), self.turn == 3, []

@@ -18,7 +18,7 @@ FULL = {"rows": 60_000}
     ({"kind": "pairs/1", "parameters": 1_000_000_000}, "align method=dpo"), ({"kind": "pairs/1", "parameters": 30_000_000_000}, "reward_model, then rl preset=ppo"),
     ({"kind": "pairs/1", "doubtful": 0.3}, "reward_model, then rl preset=ppo"), ({"kind": "pairs/1", "doubtful": 0.3, "by_machine": 1.0}, "align method=dpo"),
     ({"kind": "pairs/1", "overlap": 0.9}, "align method=apo_zero"), ({"kind": "unpaired/1"}, "align method=kto"), ({"kind": "prompts/1", "verifiable": 1.0}, "rl preset=grpo"),
-    ({"kind": "prompts/1"}, "rl preset=ppo with a reward_model"), ({"kind": "stepwise/1"}, "reward_model objective=prm, then rl preset=ppo")])
+    ({"kind": "prompts/1"}, "rl preset=ppo with a reward_model"), ({"kind": "stepwise/1"}, "reward_model objective=prm, then rl preset=ppo rewards=[{kind: model, step_credit: each}]")])
 def test_the_rules_of_the_texts(facts, wanted):
     assert advise.method_for(advise.Facts(**FULL, **facts))[0].startswith(wanted)
 

@@ -205,3 +205,29 @@ def test_validation_leaves_out_what_compares_answers(rl, tiny, pairwise):
     assert scores.held_out is scores.rewards and "reward/mean" in scores.evaluate(scores.order.prompts[:3], 0)
     with pytest.raises(ConfigError, match="train/correct"):
         rl.source("select", {**config, "eval_every": 1, "select_by": "reward/mean", "rewards": [MODEL]}, reward_model=pairwise)
+
+
+def test_an_answer_alone_is_unscorable_everywhere(rl, tiny, pairwise, data, spec):
+    """One rule for RL, rejection and evaluation: no 1/2 and no majority of one. An answer beside cut ones is not alone; a watched component does not take the others' reward away."""
+    from stages.harness import execute
+    from stages.rewards import ALONE, RewardComponent, build_rewards
+
+    def row(text, group, finish="eos"):
+        return {"prompt_row": {"row_id": "p", "prompt": [{"role": "user", "content": "q"}], "answer": "2", "answer_type": "integer"}, "completion_text": text, "completion_ids": [1, 2],
+                "finish_reason": finish, "group": group}
+
+    rows = [row("rock", 0), row("paper", 0), row("rock", 1), row("rock", 2), row("x", 2, "length"), row("x", 3, "length")]
+    made = {}
+    for kind, component in (("model", {**MODEL}), ("majority", {"name": "rm", "kind": "majority", "extraction": "flexible"})):
+        rewards = build_rewards([RewardComponent(**component)], {"reward_model": pairwise})
+        rewards.scorers["rm"] = Cycle()
+        made[kind] = rewards.score(rows)
+        assert [s.reasons.get("rm") for s in made[kind]] == [None, None, ALONE, None, None, ALONE] and [s.total is None for s in made[kind]] == [False, False, True, False, False, True]
+    assert [s.total for s in made["model"]][:2] == pytest.approx([0.1, 0.9]) and made["model"][3].total == 0.5 and made["model"][4].total == -1.0
+    watched = build_rewards([RewardComponent(**MODEL, weight=0.0), RewardComponent(kind="length_penalty", name="cost")], {"reward_model": pairwise})
+    watched.scorers["rm"] = Cycle()
+    assert [s.total for s in watched.score(rows)] == pytest.approx([-6e-4] * 6)
+    for stage, config, inputs in (("rejection", {"num_generations": 1, "max_completion_length": 4}, {"model": tiny["policy"], "prompts": data["prompts"]}),
+                                  ("evaluate", {"num_samples": 0, "max_completion_length": 4, "limit": 2}, {"model": tiny["policy"], "prompts": tiny["prompts"]})):
+        with pytest.raises(ValueError, match="there are none; write num_"):
+            execute(spec(stage, {"rewards": [MODEL], **config}, {**inputs, "reward_model": pairwise}, stage), lambda event: None)

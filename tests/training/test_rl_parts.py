@@ -137,7 +137,7 @@ def test_dual_and_value_clipping_reach_the_steps_loss(tiny):
 
 def batch_of(**changes):
     values = {"rewards_B": np.array([1.0, 0.0]), "group_of_B": np.array([0, 0]), "mask_BT": np.array([[1, 1, 1], [1, 1, 0]], bool),
-              "kept_B": np.ones(2, bool), "counted_B": np.ones(2, bool), "kl_BT": np.array([[0.1, 0.2, 0.3], [0.4, 0.5, 0.0]]),
+              "kept_B": np.ones(2, bool), "counted_B": np.ones(2, bool), "kl_BT": np.array([[0.1, 0.2, 0.3], [0.4, 0.5, 0.0]]), "log_ratio_BT": np.array([[0.1, 0.2, 0.3], [0.4, 0.5, 0.0]]),
               "values_BT": np.array([[0.5, 0.6, 0.7], [0.1, 0.2, 9.0]]), "bootstrap_B": np.array([0.0, 0.3])}
     return Batch(**{**values, **changes})
 
@@ -567,7 +567,8 @@ def test_a_base_model_is_prompted_with_plain_text(tiny, data, spec):
 
 @pytest.mark.parametrize("preset, reference", [("grpo", True), ("dapo", False)])
 def test_an_update_is_recomputed_from_the_rollouts_alone(tiny, rl, preset, reference):
-    """ops: advantages from the rows' rewards, loss and gradient norm of the step from the rows' ids, masks and log-probs, with the model's own forward."""
+    """ops: advantages from the rows' rewards, loss and gradient norm of the step from the rows' ids, masks, log-probs and temperature, with the model's own forward; and every completion drawn
+    again from its row's seed and the settings in the manifest."""
     result, metrics = rl("audited", {"preset": preset, "max_steps": 1, "max_grad_norm": 1e9, "temperature": 0.8, "dynamic_sampling": False, "prompts_per_step": 3,
                                            "truncation_policy": "score"})
     rows = list(open_dataset(result["outputs"]["rollouts"]["path"]).iter_rows())
@@ -583,7 +584,7 @@ def test_an_update_is_recomputed_from_the_rollouts_alone(tiny, rl, preset, refer
         std = np.std(rewards, ddof=preset.std_ddof) + preset.std_eps
         assert r["advantages"] == pytest.approx([m * (r["shaped_reward"] - np.mean(rewards)) / std for m in r["loss_mask"]], abs=1e-5)
         n, mask = len(r["completion_ids"]), torch.tensor(r["loss_mask"], dtype=torch.bool)
-        logits = model(input_ids=torch.tensor([[*r["prompt_ids"], *r["completion_ids"]]])).logits[0, -n - 1:-1] / 0.8
+        logits = model(input_ids=torch.tensor([[*r["prompt_ids"], *r["completion_ids"]]])).logits[0, -n - 1:-1] / r["gen"]["temperature"]
         logp = logits.log_softmax(-1).gather(1, torch.tensor(r["completion_ids"])[:, None])[:, 0]
         assert torch.allclose(logp.detach()[mask], torch.tensor(r["logp_old"])[mask], atol=1e-5)
         ratio, advantage = torch.exp(logp - torch.tensor(r["logp_old"])), torch.tensor(r["advantages"])
@@ -595,6 +596,15 @@ def test_an_update_is_recomputed_from_the_rollouts_alone(tiny, rl, preset, refer
         if mask.any():
             terms.append(token[mask])
             lengths.append(int(mask.sum()))
+    from stages.chat import renderer_for
+    from stages.sampler import Sampler
+    from stages.sampling import SamplingParams
+
+    how = open_dataset(result["outputs"]["rollouts"]["path"]).manifest["meta"]["sampling"]
+    assert how["temperature"] == 0.8 and how["min_p"] == 0.0 and how["logp_old"] == "sampler"
+    params = SamplingParams(**{name: how[name] for name in SamplingParams.__dataclass_fields__ if name in how})
+    again = Sampler(model, renderer_for(tiny["policy"]).tokenizer).generate([r["prompt_ids"] for r in rows], params, [[r["gen"]["rng_seed"]] for r in rows])
+    assert [list(c.ids) for (c,) in again] == [r["completion_ids"] for r in rows] and len({r["gen"]["rng_seed"] for r in rows}) == 12
     loss = torch.stack([t.mean() for t in terms]).mean() if preset.aggregation == "seq-mean-token-mean" else torch.cat(terms).sum() / sum(lengths)
     loss.backward()
     norm = torch.sqrt(sum(p.grad.double().square().sum() for p in model.parameters() if p.grad is not None))

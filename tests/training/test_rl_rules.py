@@ -358,7 +358,7 @@ def test_a_setting_without_effect_says_what_to_write(config, says):
 
 def test_settings_become_active_with_what_reads_them():
     for config in ({"preset": "rloo", "surrogate": "clip", "epsilon": 0.01}, {"preset": "grpo", "advantage": "reward_to_go", "gamma": 0.5, "beta": 0.0},
-                   {"preset": "topr", "loss_agg_mode": "token-mean", "beta": 0.1}, {"preset": "rloo", "target_kl": 6.0}, {"preset": "oreo", "kl_reward_estimator": "k2"},
+                   {"preset": "topr", "loss_agg_mode": "token-mean", "beta": 0.1}, {"preset": "rloo", "target_kl": 6.0}, {"preset": "oreo", "kl_coef": 0.1, "kl_reward_estimator": "k2"},
                    {"monitor_kl": True, "beta": 0.0, "ref_mode": "ema", "ref_decay": 0.9}, {"eval_prompts": 4, "eval_every": 2}, {"preset": "nash_md", "mixture_coef": 0.5},
                    {"preset": "grpo", "num_iterations": 2, "early_stop_kl": 0.1}, {"preset": "rloo", "epsilon": 0.2, "surrogate": "logp"}):
         resolve_preset(Config(**config))

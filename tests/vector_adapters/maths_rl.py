@@ -554,7 +554,7 @@ def controller(i, p):
 
     def step(beta, kl, **extra):
         c = estimators.KLController(beta, name, p["target_kl"], **{**options, **extra})
-        return c.update(kl)
+        return c.update(kl, 1000)
 
     if "kl_after_each_update" in i:
         c, after = estimators.KLController(i["beta"], name, p["target_kl"]), []
@@ -566,7 +566,7 @@ def controller(i, p):
         return {"beta_after": after}
     out = {"beta_new": [step(i["beta"], kl) for kl in i["kl"]]}
     if name == "adaptive_ziegler":
-        out["beta_new_horizon_10000_steps_1000"] = [step(i["beta"], kl, k_beta=1000 / 10000) for kl in i["kl"]]
+        out["beta_new_horizon_10000_steps_1000"] = [step(i["beta"], kl, horizon=10000) for kl in i["kl"]]
     return out
 
 

@@ -495,3 +495,25 @@ def test_the_verifier_is_chosen_by_the_row():
     assert verifier_of({"answer_type": "integer"}) == "math" and verifier_of({"answer_type": "mc"}) == "mc"
     assert verifier_of({"answer": "x"}) == "text" and verifier_of({"extra_json": '{"verifier":"world"}'}) == "world"
     assert math_equal("\\dfrac{1}{2}", "0.5") and not math_equal("1/0", "1")
+
+
+def test_a_setting_that_a_kind_does_not_read_is_refused():
+    """Every setting of a component is read by every kind or names those that read it; elsewhere it is an error that says which."""
+    from typing import get_args
+
+    from stages.rewards import OF_KINDS, RewardComponent
+
+    everyone = {"name", "kind", "weight", "domains", "from_step", "on_missing", "tier", "min_confidence", "blend"}
+    assert set(RewardComponent.model_fields) == everyone | set(OF_KINDS) and not everyone & set(OF_KINDS)
+    kinds = set(get_args(RewardComponent.model_fields["kind"].annotation))
+    assert all(set(of) <= kinds for of in OF_KINDS.values())
+    for given, says in (({"kind": "verifier", "squash": "sigmoid"}, "squash is for kind model or judge or group_preference or remote; verifier does not read it"),
+                        ({"kind": "length", "view": "answer_only"}, "view is for kind"), ({"kind": "model", "judge_mode": "verdict"}, "judge_mode is for kind judge or debate"),
+                        ({"kind": "format", "milestones": {"a": 1.0}}, "milestones is for kind milestones"), ({"kind": "model", "missing_eos_penalty": 2.0}, "missing_eos_penalty is for kind truncation"),
+                        ({"kind": "model", "min_confidence": 0.9}, "tier: learned"), ({"kind": "regex", "pattern": "a", "preset": "think_only"}, "preset is for kind format")):
+        with pytest.raises(ValueError, match=says):
+            RewardComponent(**given)
+    for kind, required in (("regex", {"pattern": "a"}), ("group_preference", {"group": "g"}), ("python", {"source": "def score(prompt, completion, answer):\n    return 1"}),
+                           ("remote", {"url": "http://h/r", "endpoint_model": "m"}), *((k, {}) for k in kinds - {"regex", "group_preference", "python", "remote"})):
+        once = RewardComponent(kind=kind, **required)
+        assert RewardComponent.model_validate(once.model_dump()) == once  # defaults, written out, are refused by none
