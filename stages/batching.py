@@ -2,7 +2,7 @@
 
 An :class:`Item` is a prompt and its responses (one for supervised tuning, two for a preference pair, G for an RL group).
 :func:`cut` parts those that exceed a token budget, where their responses need not stay together; :func:`plan` makes micro-batches of
-the items of one optimizer step by that budget over length-sorted items; :func:`collate` lays one micro-batch out flat:
+the items of one optimizer step by that budget; :func:`collate` lays one micro-batch out flat:
 ``prompt | response 1 | response 2 ...`` item after item, the prompt once, positions restarting behind it. Models that need rows of
 equal length get them from :func:`pad`, in one of two forms with equal results:
 
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from stages import ranks, sharding
+from stages.selection import pack_best_fit
 
 
 @dataclass(frozen=True)
@@ -162,8 +163,14 @@ def cut(items: Sequence[Item], max_tokens: int, units: Callable[[Item], Sequence
     return found
 
 
-def plan(items: Sequence[Item], max_tokens: int) -> list[list[Item]]:
-    """Micro-batches of at most ``max_tokens`` tokens (an item longer than that, which :func:`cut` could not part, stands alone), shortest items first."""
+def plan(items: Sequence[Item], max_tokens: int, packing: str = "sorted") -> list[list[Item]]:
+    """Micro-batches of at most ``max_tokens`` tokens; an item longer than that, which :func:`cut` could not part, stands alone.
+
+    ``sorted``: shortest items first, next to those of like length. ``best_fit``: longest first, each into the fullest micro-batch that has room, which makes fewer of them (``sft.pack``).
+    """
+    if packing == "best_fit":
+        fitting = [item for item in items if size(item) <= max_tokens]
+        return [[item] for item in items if size(item) > max_tokens] + [[fitting[i] for i in found] for found in pack_best_fit([size(item) for item in fitting], max_tokens)]
     groups: list[list[Item]] = []
     used = 0
     for item in sorted(items, key=size):

@@ -35,6 +35,8 @@ STAGES: dict[str, str] = {
     "align": "stages.align",
     "objective": "stages.objective",
     "capture": "stages.capture",
+    "superfilter": "stages.superfilter",
+    "inline_tools": "stages.inline_tools",
     "distill": "stages.distill",
     "merge": "stages.merge",
     "evaluate": "stages.evaluate",

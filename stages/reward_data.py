@@ -19,6 +19,8 @@ from stages.parallel import items_of
 CONTEXT = "[CONTEXT]\n{context}"
 COMPARE = CONTEXT + "\n\n[RESPONSE A]\n{a}\n\n[RESPONSE B]\n{b}\n\n[PREFERRED RESPONSE]"
 JUDGE_ONE = CONTEXT + "\n\n[RESPONSE]\n{a}\n\n[QUALITY]"
+#: What label models read of one response, and of two: sections as RSO writes them, or a line as SLiC-HF does (data.t2t).
+LABEL_REQUESTS = {"sections": (JUDGE_ONE, COMPARE), "slic": ("[Context] {context} [Summary] {a}", "[Context] {context} [Summary A] {a} [Summary B] {b}")}
 NO_FACTS = "none"
 
 
@@ -317,11 +319,11 @@ def class_target(label: int, classes: int) -> list[float]:
 
 # -- two responses in one context, and label words ------------------------------------------------------------------------------
 
-def comparison_ids(reader, prompt, a, b) -> tuple[list[int], bool]:
+def comparison_ids(reader, prompt, a, b, template: str = COMPARE) -> tuple[list[int], bool]:
     """(ids of one request that shows both responses, whether it was cut): over-long parts are (responses at their end, the context at its beginning)."""
     from stages.reward_heads import transcript
 
-    return fill(reader, COMPARE, context=transcript(prompt), a=transcript(a), b=transcript(b))
+    return fill(reader, template, context=transcript(prompt), a=transcript(a), b=transcript(b))
 
 
 def fill(reader, template: str, *, context: str, **responses: str) -> tuple[list[int], bool]:
@@ -385,7 +387,7 @@ def point_label_items(row, reader, config, dropped) -> list[Item]:
 
     prompt = transcript(with_facts(row, row["prompt"], config.facts))
     words = config.label_words or ["Good", "Bad"]
-    requests = told_apart([fill(reader, JUDGE_ONE, context=prompt, a=transcript(row[side])) for side in ("chosen", "rejected")], dropped)
+    requests = told_apart([fill(reader, LABEL_REQUESTS[config.label_request][0], context=prompt, a=transcript(row[side])) for side in ("chosen", "rejected")], dropped)
     return [label_item(reader, row, ids, word) for ids, word in zip(requests, words)]
 
 
@@ -394,5 +396,6 @@ def pair_label_items(row, reader, config, dropped) -> list[Item]:
     if is_tie(row):
         raise Drop("tie")
     prompt, words = with_facts(row, row["prompt"], config.facts), config.label_words or ["A", "B"]
-    requests = told_apart([comparison_ids(reader, prompt, row["chosen"], row["rejected"]), comparison_ids(reader, prompt, row["rejected"], row["chosen"])], dropped)
+    template = LABEL_REQUESTS[config.label_request][1]
+    requests = told_apart([comparison_ids(reader, prompt, row["chosen"], row["rejected"], template), comparison_ids(reader, prompt, row["rejected"], row["chosen"], template)], dropped)
     return [label_item(reader, row, ids, word) for ids, word in zip(requests, words)]

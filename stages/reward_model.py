@@ -75,6 +75,8 @@ class Config(OptimizerConfig, ChatConfig):
     neutral_as: Literal["positive", "negative"] = Field("positive", description="prm: what a neutral step counts as in the score.")
     aggregation: Literal["auto", "prod", "min", "mean", "last"] = Field("auto", description="Score of a solution from its steps (prm: prod) or tokens (orm: last).")
     label_words: list[str] = Field(default_factory=list, description="t2t_point: good and bad word (Good, Bad); t2t_pair: the letters (A, B).")
+    label_request: Literal["sections", "slic"] = Field("sections", description="t2t_point, t2t_pair: what the model reads before the label: [CONTEXT], [RESPONSE] ... as sections (RSO), or one line, "
+                                                       "[Context] ... [Summary] ... (SLiC-HF, data.t2t).")
     normalise_over_labels: bool = Field(False, description="t2t_point: P(Good) / (P(Good) + P(Bad)) instead of P(Good).")
 
     anchor: Literal["auto", "none", "chosen", "demonstrations", "generations"] = Field(
@@ -218,7 +220,7 @@ class Setup:
         elif name == "orm":
             options |= {"offset": offset, "aggregation": "last" if config.aggregation == "auto" else config.aggregation}
         elif self.row.reads == "labels":
-            options |= {"label_words": config.label_words or None, "normalise_over_labels": config.normalise_over_labels}
+            options |= {"label_words": config.label_words or None, "normalise_over_labels": config.normalise_over_labels, "label_request": config.label_request}
         return RewardCard(name, bias, anchor, self.pooling, self.reader.max_length, options)
 
     def scorer(self, stage, card):

@@ -74,7 +74,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("attributes", "attribute_weights", "regression_loss", "centre_annotators"), ("regression",)),
     **dict.fromkeys(("balance", "outcome_head", "outcome_token"), ("orm",)), "aggregation": ("orm", "prm"),
     **dict.fromkeys(("step_classes", "step_separator", "after_first_error", "hard_labels", "neutral_as"), ("prm",)),
-    "label_words": ("t2t_point", "t2t_pair"), "normalise_over_labels": ("t2t_point",),
+    **dict.fromkeys(("label_words", "label_request"), ("t2t_point", "t2t_pair")), "normalise_over_labels": ("t2t_point",),
     **dict.fromkeys(("init_head", "pooling"), tuple(row.name for row in _ROWS if row.reads != "labels"))}  # label words are read by the language model's own head
 
 

@@ -310,6 +310,13 @@ class LabelScorer(Scorer):
     def words(self) -> list[str]:
         return self.card.options.get("label_words") or list(self.words_by_default)
 
+    @property
+    def templates(self) -> tuple[str, str]:
+        """What it was trained to read of one response, and of two."""
+        from stages.reward_data import LABEL_REQUESTS
+
+        return LABEL_REQUESTS[self.card.options.get("label_request") or "sections"]
+
     def word_logps(self, requests: list[list[int]], words: Sequence[str]) -> np.ndarray:
         """Log-probability of every label word behind every request ``[requests, words]``; words of several tokens multiply."""
         from stages.modeling import target_logps
@@ -339,10 +346,10 @@ class PointLabelScorer(LabelScorer):
     words_by_default = ("Good", "Bad")
 
     def score(self, responses):
-        from stages.reward_data import JUDGE_ONE, fill
+        from stages.reward_data import fill
         from stages.reward_heads import transcript
 
-        requests = [fill(self.reader, JUDGE_ONE, context=transcript(self._prompt(r)), a=transcript(r.completion))[0] for r in responses]
+        requests = [fill(self.reader, self.templates[0], context=transcript(self._prompt(r)), a=transcript(r.completion))[0] for r in responses]
         normalise = bool(self.card.options.get("normalise_over_labels"))
         return [float(p) + self.bias for p in label_probability(self.word_logps(requests, self.words), normalise)] if requests else []
 
@@ -355,7 +362,7 @@ class PairLabelScorer(LabelScorer, ComparingScorer):
     def one_order(self, pairs):
         from stages.reward_data import comparison_ids
 
-        requests = [comparison_ids(self.reader, self._prompt(a), a.completion, b.completion)[0] for a, b in pairs]
+        requests = [comparison_ids(self.reader, self._prompt(a), a.completion, b.completion, self.templates[1])[0] for a, b in pairs]
         return label_probability(self.word_logps(requests, self.words), True).tolist() if requests else []
 
 

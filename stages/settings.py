@@ -96,6 +96,9 @@ class OptimizerConfig(StageConfig):
     max_nonfinite_steps: int = Field(5, ge=0, description="Optimizer steps with a non-finite loss or gradient that are skipped before the stage fails.")
     max_tokens_per_micro_batch: int = Field(4096, ge=1, description="Tokens per forward pass (a shared prompt once); bounds memory, cannot change the result. A prompt with more responses than "
                                             "fit goes through the model in parts, each with the prompt again; what a loss compares stays together.")
+    packing: Literal["sorted", "best_fit"] = Field("sorted", description="How rows fill micro-batches of max_tokens_per_micro_batch tokens: next to those of like length (sorted), or longest first "
+                                                   "into the fullest that has room (best_fit, TRL's packing): fewer micro-batches where lengths differ much. No row is padded, cut or seen by "
+                                                   "another either way, so the result is the same up to rounding (sft.pack).")
     compute_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of the matrix products; weights, norms, residuals and optimizer stay float32.")
     forward: Literal["auto", "own", "model", "compiled"] = Field(
         "auto", description="Who computes the layers: our exact unpadded forward where it knows the architecture (auto, own), the model's own code, or that under torch.compile.")

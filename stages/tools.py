@@ -32,7 +32,7 @@ from stages.sandbox import end_with_parent, lock_down
 SYNTAXES = ("python", "json")
 _CALL_LINE = re.compile(r"^\s*[A-Za-z_]\w*\s*\(")
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-_API = re.compile(r"<API>\s*(\w+) ?\((.*?)\)\s*</API>", re.DOTALL)
+API_CALL = re.compile(r"<API>\s*(\w+) ?\((.*?)\)\s*</API>", re.DOTALL)
 _OUTPUT = 2000  # characters of a tool's answer that are shown
 
 
@@ -172,7 +172,7 @@ def substitute(text: str, results: dict[str, str], mode: str = "replace") -> str
         result = results.get(f"{match.group(1)}({match.group(2)})")
         return match.group() if result is None else result if mode == "replace" else f"{match.group()} {result}"
 
-    return _API.sub(one, text)
+    return API_CALL.sub(one, text)
 
 
 def toolformer_gain(loss_no_call: float, loss_call_without_result: float, loss_call_with_result: float) -> float:

@@ -166,7 +166,7 @@ class Trainer:
         items = cut(items, budget, self.units)
         if self.ranks > 1:
             budget = min(budget, max(1, math.ceil(sum(map(size, items)) / self.ranks)))
-        return plan(items, budget)
+        return plan(items, budget, self.config.packing)
 
     def units(self, item: Item) -> list[tuple[int, ...]]:
         """Places of the responses that stay together where an item is parted; those without a target, which add nothing to any sum, are left out."""

@@ -769,8 +769,8 @@ def _one_of(value: Any) -> Any:
     return value[0] if isinstance(value, list) else value
 
 
-def _literal(text: str) -> Any:
-    """What a JSON text, or Python's way of writing it, holds; Bad(verifier_spec_invalid) else."""
+def _literal(text: str, code: str = "verifier_spec_invalid") -> Any:
+    """What a JSON text, or Python's way of writing it, holds; Bad(code) else."""
     import ast
 
     from stages.syntax import parse
@@ -782,7 +782,7 @@ def _literal(text: str) -> Any:
     try:
         return ast.literal_eval(parse(text.strip(), "eval"))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        raise Bad("verifier_spec_invalid") from None
+        raise Bad(code) from None
 
 
 def _asked_constraints(truth: Any) -> dict:
@@ -1045,6 +1045,8 @@ class Adapter:
                     row = row | {name: orjson.loads(row[name])}
                 except orjson.JSONDecodeError:
                     pass
+        if isinstance(row.get("messages"), str) and "messages" in self._messages:       # a list that was written as text
+            row = row | {"messages": _literal(row["messages"], "wrong_type")}
         if self._asks and row.get("prompt") is None and "prompt" not in self._map:
             row = _with_question(row)
         reasoning = {"written": 0, "left": 0}

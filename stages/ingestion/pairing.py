@@ -262,7 +262,7 @@ def unroll(roles: Sequence[str], policy: str = "all_turns", balance: str = "none
     return [(target, weight) for target in targets]
 
 
-# -- product signals, text to text -------------------------------------------------------------------
+# -- product signals ----------------------------------------------------------------------------------
 # Shipped map of product signals: label or "pair", and weight (`data.implicit`).
 EVENT_MAP: dict[str, tuple[bool | str, float]] = {
     "thumbs_up": (True, 1.0), "thumbs_down": (False, 1.0), "regenerate": (False, 0.5),
@@ -292,12 +292,3 @@ def last_event(explicit: Sequence[bool], times: Sequence) -> int:
     if any(times[index] is None for index in among):
         return among[-1]
     return max(among, key=lambda index: (times[index], index))
-
-
-def text_to_text(context: str, chosen: str, rejected: str, form: str = "pointwise") -> list[tuple[str, str]]:
-    """(input, target) rows of text-to-text reward models (SLiC, `data.t2t`); pairwise in both orders."""
-    if form == "pointwise":
-        return [(f"[Context] {context} [Summary] {text}", label)
-                for text, label in ((chosen, "Good"), (rejected, "Bad"))]
-    return [(f"[Context] {context} [Summary A] {a} [Summary B] {b}", label)
-            for a, b, label in ((chosen, rejected, "A"), (rejected, chosen, "B"))]

@@ -157,7 +157,9 @@ class Ingestion:
 
     def _columns_hint(self) -> str:
         seen = sorted({key for source in self.files[:3] for row in head_rows(source, 8) for key in row})[:40]
-        return (f"Columns found: {', '.join(seen) or 'none'}. Name them with column_map={{our column: source column}} (or prompt_column, "
+        inside = next((name for source in self.files[:3] for row in head_rows(source, 2) for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)), None)
+        inside = f"If the rows are those in {inside}: jq -c '.{inside}[]' FILE > NEW.jsonl. " if inside and len(seen) < 4 else ""
+        return (f"Columns found: {', '.join(seen) or 'none'}. {inside}Name them with column_map={{our column: source column}} (or prompt_column, "
                 f"chosen_column ...) or set format. Formats and their columns: {known_columns()}")
 
     def _benchmark_index(self) -> curation.DecontaminationIndex | None:
@@ -373,8 +375,10 @@ class Ingestion:
         return row["text"] if kind == "text/1" else _asked_text(prompt_of(kind, row), self.config.group_by)
 
     def _impossible(self, kind: str) -> ConfigError:
-        return ConfigError(f"stage ingest: the data holds {kind} rows, which cannot become {self.kind}; set kind to one of "
-                           f"{', '.join(conversions.reachable(kind))}, or give other data")
+        name = self._raw_name[0] if self._raw_name and len(self.files) > 1 else None
+        return ConfigError(f"stage ingest: {name or 'the data'} holds {kind} rows, which cannot become {self.kind}; set kind to one of "
+                           f"{', '.join(conversions.reachable(kind))}, or give other data"
+                           + (f" (files='...' reads some of the files, without {name})" if name else ""))
 
     def _check(self, kind: str, row: dict, raw: bytes | None) -> set[str]:
         """Codes of the rules for one row of our schema."""
@@ -720,6 +724,8 @@ class Ingestion:
             hint = " " + self._columns_hint() if "missing_column" in account["codes"] and self.files else ""
             if worst[0][0] == "invalid_utf8":
                 hint += " A file in another encoding can be rewritten: iconv -f latin1 -t utf-8 FILE > NEW (or -f utf-16)."
+            if worst[0][0] == "parse_error" and any(file.format == "jsonl" for file in self.files):
+                hint += " Every line has to be one JSON object; JSON over several lines, or several objects in one, can be rewritten: jq -c . FILE > NEW.jsonl."
             if worst[0][0] == "duplicate_row":
                 hint += " max_quarantine_fraction=1 takes the first of each; deduplicate=off keeps all."
             hint += "".join(f" {code}: {rules.CODES[code]}." for code, _ in worst if code in ("scale_unknown", "label_unsaid", "orphan_message", "verifier_spec_invalid", "bad_label", "wrong_type", "contradicts_row"))
@@ -925,7 +931,7 @@ def _native(path: str, config) -> str | None:
 # -- small things -----------------------------------------------------------------------------------
 def _stem(path: str) -> str:
     name = Path(path.rstrip("/")).name
-    for suffix in (".gz", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt"):
+    for suffix in (".gz", ".zst", ".bz2", ".xz", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt"):
         name = name.removesuffix(suffix)
     return name.strip("*?[]") or "data"
 

@@ -14,7 +14,7 @@ ROLES = frozenset(("system", "user", "assistant", "tool"))
 CODES = {
     "parse_error": "the row cannot be read (broken JSON or CSV, truncated file)",
     "missing_column": "a required column is absent or null",
-    "wrong_type": "a column has a value of another type (offset_unit is char or token)",
+    "wrong_type": "a column has a value of another type, such as a text where messages or a list are expected, or bytes (offset_unit is char or token)",
     "bad_label": "a label outside its scale (label_prob is P(chosen preferred), 0.5 to 1: swap the answers below that; orientation is low_is_a or high_is_a; train_turns and "
                  "weight must leave an assistant turn to train; signals of a product that are not known have a weight in event_map)",
     "scale_unknown": "a number as the label of A or B whose meaning is not said: write n_points=5 for a scale where 1 = A much better, or label_map='{\"1\": \"A\", \"2\": \"B\"}'",

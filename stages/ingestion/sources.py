@@ -7,12 +7,14 @@ line (or one Arrow batch) at a time.
 """
 from __future__ import annotations
 
+import bz2
 import codecs
 import csv
 import fnmatch
 import glob
 import io
 import json
+import lzma
 import re
 import zlib
 from decimal import Decimal
@@ -24,6 +26,9 @@ import orjson
 MAX_LINE_BYTES = 64 << 20          # a longer line is no row
 MAX_CSV_RECORD_LINES = 2_000       # an unclosed quote is given up after so many lines
 _EXTENSIONS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
+_PACKED = ((b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"), (b"BZh", "bzip2"), (b"\xfd7zXZ\x00", "xz"))
+_PACKED_ENDINGS = (".gz", ".zst", ".bz2", ".xz")
+_MARKS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 _NOT_DATA = {"dataset_info.json", "state.json", "dataset_dict.json", "manifest.json", "dataset_infos.json"}
 _SPLIT = re.compile(r"(?:^|[/_.-])(train|validation|valid|val|dev|test|rm_a|rm_b)(?=[-_./]|$)")
 _SPLIT_NAMES = {"valid": "validation", "val": "validation", "dev": "validation"}
@@ -39,13 +44,13 @@ class Record(NamedTuple):
 
 
 class SourceFile(NamedTuple):
-    """One file of the input. name: how it is called in quarantine rows; format: jsonl, json, csv ...; split: the one that its name
+    """One file of the input. name: how it is called in quarantine rows; format: jsonl, json, csv ...; packed: gzip, zstd, bzip2, xz or nothing; split: the one that its name
     says, where the files of an input are of several."""
 
     path: Path
     name: str
     format: str
-    packed: bool
+    packed: str
     size: int
     split: str | None = None
 
@@ -75,7 +80,7 @@ def find_files(path: str, only: str | None = None) -> list[SourceFile]:
                  and (only is None or fnmatch.fnmatch(item.relative_to(root).as_posix(), only))]
         if not found:
             raise SourceError(f"the directory {path} holds no data file{f' that matches {only!r}' if only else ''}; put files ending in "
-                              f"{', '.join(_EXTENSIONS)} (also .gz) there, or give a file")
+                              f"{', '.join(_EXTENSIONS)} (also .gz, .zst, .bz2, .xz) there, or give a file")
         return _with_splits([_describe(item, item.relative_to(root).as_posix()) for item in found])
     if any(mark in path for mark in "*?["):
         found = [Path(item) for item in sorted(glob.glob(path, recursive=True)) if Path(item).is_file()]
@@ -99,20 +104,22 @@ def _with_splits(files: list[SourceFile]) -> list[SourceFile]:
 
 
 def _is_data(path: Path) -> bool:
-    name = path.name.lower().removesuffix(".gz")
+    name = _plain_name(path)
     return name.endswith(_EXTENSIONS) and name not in _NOT_DATA
 
 
 def _describe(path: Path, name: str) -> SourceFile:
     with open(path, "rb") as handle:
         head = handle.read(4096)
-    packed = head[:2] == b"\x1f\x8b"
-    suffix = Path(path.name.lower().removesuffix(".gz")).suffix
+    packed = next((kind for mark, kind in _PACKED if head.startswith(mark)), "")
+    if head.startswith(b"PK\x03\x04"):
+        raise SourceError(f"{name} is a zip archive or a spreadsheet; unpack it, or save the sheet as CSV")
+    suffix = Path(_plain_name(path)).suffix
     kind = {".csv": "csv", ".tsv": "tsv", ".txt": "txt", ".arrow": "arrow", ".parquet": "parquet"}.get(suffix, "jsonl")
     if head[:4] == b"PAR1":
         kind = "parquet"
     elif kind == "jsonl":
-        start = head if not packed else _gunzip_head(path)
+        start = next(iter(_Blocks(SourceFile(path, name, kind, packed, 0))), b"")
         if start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
             kind = "json"
         elif suffix == ".json" and start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"{" and \
@@ -121,12 +128,19 @@ def _describe(path: Path, name: str) -> SourceFile:
     return SourceFile(path, name, kind, packed, path.stat().st_size)
 
 
-def _gunzip_head(path: Path) -> bytes:
-    with open(path, "rb") as handle:
-        try:
-            return zlib.decompressobj(31).decompress(handle.read(65536), 4096)
-        except zlib.error:
-            return b""
+def _plain_name(path: Path) -> str:
+    """The name without the ending of its compression, in small letters."""
+    name = path.name.lower()
+    return name.removesuffix(next((ending for ending in _PACKED_ENDINGS if name.endswith(ending)), ""))
+
+
+def _opened(handle, packed: str):
+    """A stream of the unpacked bytes of an open file."""
+    if packed == "zstd":
+        import pyarrow as pa
+
+        return pa.CompressedInputStream(pa.PythonFile(handle, "r"), "zstd")
+    return bz2.open(handle) if packed == "bzip2" else lzma.open(handle) if packed == "xz" else handle
 
 
 def _saved_dataset(root: Path) -> list[SourceFile]:
@@ -158,12 +172,39 @@ class _Blocks:
         self.source, self.damage, self.done = source, None, 0
 
     def __iter__(self) -> Iterator[bytes]:
-        with open(self.source.path, "rb") as handle:
-            if not self.source.packed:
-                while block := handle.read(1 << 18):
-                    self.done += len(block)
-                    yield block
+        """Blocks of the unpacked file as UTF-8; a file that begins with the byte order mark of UTF-16 or UTF-32 is decoded."""
+        decoder = None
+        for index, block in enumerate(self._unpacked()):
+            if index == 0 and (coding := next((name for mark, name in _MARKS if block.startswith(mark)), None)):
+                decoder = codecs.getincrementaldecoder(coding)()
+            if decoder is None:
+                yield block
+                continue
+            try:
+                yield decoder.decode(block).encode("utf-8")
+            except UnicodeError as error:
+                self.damage = f"the text is broken ({error})"
                 return
+
+    def _unpacked(self) -> Iterator[bytes]:
+        if self.source.packed == "gzip":
+            yield from self._gunzipped()
+            return
+        with open(self.source.path, "rb") as handle:
+            stream = _opened(handle, self.source.packed)
+            while True:
+                try:
+                    block = stream.read(1 << 18)
+                except (OSError, EOFError, lzma.LZMAError) as error:
+                    self.damage = f"{self.source.packed} data is damaged or truncated ({error})"
+                    return
+                self.done = handle.tell()
+                if not block:
+                    return
+                yield block
+
+    def _gunzipped(self) -> Iterator[bytes]:
+        with open(self.source.path, "rb") as handle:
             unpacker = zlib.decompressobj(31)
             while block := handle.read(1 << 15):
                 self.done += len(block)
@@ -384,6 +425,8 @@ def _read_csv(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
         elif not item[1] or item[1].isspace():
             continue
         else:
+            if header is None and delimiter == "," and b"," not in item[1]:         # as spreadsheets of some languages write them
+                delimiter = ";" if b";" in item[1] else "\t" if b"\t" in item[1] else ","
             fields = parse(group)
         raw = b"\n".join(line for _, line, _ in group)
         if isinstance(fields, str):

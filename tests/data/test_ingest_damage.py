@@ -181,7 +181,7 @@ def test_too_much_damage_fails_after_writing_the_account(tmp_path):
     assert (tmp_path / "w" / "reports" / "ingest.md").exists()
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16-le"])     # without the mark that says so
 def test_a_file_in_another_encoding_is_refused_with_how_to_rewrite_it(tmp_path, encoding):
     (tmp_path / "x.csv").write_bytes(("prompt,chosen,rejected\n" + "".join(f"où {i},très bien {i},mal {i}\n" for i in range(9))).encode(encoding))
     with pytest.raises(StageFailure, match="invalid_utf8.*posttrain show .*quarantine.*iconv -f latin1 -t utf-8"):

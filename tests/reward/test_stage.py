@@ -51,6 +51,17 @@ def test_trains_and_judges(tiny, rows, train, objective):
         assert summary["calibration_bias"] != 0
 
 
+@pytest.mark.parametrize("objective", ("t2t_point", "t2t_pair"))
+def test_label_models_score_in_the_form_that_they_were_trained_in(tiny, rows, train, objective):
+    path, _ = check(train("reward_model", {**COMMON, "objective": objective, "label_request": "slic"}, {"model": tiny["policy"], "data": rows["pairs"]}), objective)
+    scorer, seen = load_scorer(path), []
+    instruction = scorer.reader.instruction
+    scorer.reader.instruction = lambda text: seen.append(text) or instruction(text)
+    scorer.score([Response(prompt, completion) for prompt, completion in ASKED[:2]])
+    (asked, first), (_, second) = ((prompt[0]["content"], completion[0]["content"]) for prompt, completion in ASKED[:2])
+    assert seen[0] == (f"[Context] {asked} [Summary] {first}" if objective == "t2t_point" else f"[Context] {asked} [Summary A] {first} [Summary B] {second}")
+
+
 @pytest.mark.parametrize("objective,more", ENCODER)
 def test_an_encoder_is_a_reward_model_too(encoder, rows, train, objective, more):
     path, _ = check(train("reward_model", {**COMMON, "objective": objective, **more}, {"model": encoder, "data": rows[CASES[objective][0]]}), objective)

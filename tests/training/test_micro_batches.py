@@ -15,6 +15,8 @@ from stages.modeling import load_policy, target_logps
 from stages.policy_update import PolicyGradient
 from stages.reward_heads import new_reward_model
 from stages.rl import Config, resolve_preset
+from stages.sft import Config as Sft
+from stages.sft import NextToken
 from stages.training import Trainer, TrainingError
 from tests.common import silent
 from tests.training.test_invariance import objectives
@@ -296,3 +298,21 @@ def test_a_pair_that_does_not_fit_is_not_told_to_lower_the_budget(tiny):
     trainer.config = Config(max_tokens_per_micro_batch=4096)
     with pytest.raises(TrainingError, match=rf"helps down to {max(map(size, items))}\)"):
         try_dearest(trainer, items, len(items))
+
+
+# -- packing -------------------------------------------------------------------------------------------------------------------------
+
+def test_best_fit_makes_fewer_micro_batches_of_the_same_step(tiny):
+    """Rows of 60 and 30 tokens fill micro-batches of 100 by twos; sorted, each of 60 stands alone. Loss and gradients are those of the whole step."""
+    rng = np.random.default_rng(2)
+    items = [make_item(f"row-{k}", [], [rng.integers(10, 250, n).tolist()], [[0] + [1] * (n - 1)], weight=1.0) for k, n in enumerate([60, 30, 60, 30, 60, 30, 60, 30, 10, 10])]
+    objective, model = NextToken("token-mean"), load_policy(tiny["policy"]).double()
+    whole, totals, _ = step(model, objective, items, 10**6, Sft())
+    counts = {}
+    for packing in ("sorted", "best_fit"):
+        found, parts, tokens = step(model, objective, items, 100, Sft(packing=packing))
+        assert max(tokens) <= 100 and sum(tokens) == sum(map(size, items))
+        assert torch.allclose(found, whole, rtol=0, atol=1e-12 * float(whole.abs().max())) and parts["loss"] == pytest.approx(totals["loss"], rel=1e-11)
+        counts[packing] = len(tokens)
+    assert counts == {"sorted": 6, "best_fit": 4}
+    assert [[item.row_id for item in group] for group in plan(items, 59, "best_fit")[:4]] == [[f"row-{k}"] for k in (0, 2, 4, 6)]  # too long: alone

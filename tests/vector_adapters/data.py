@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import torch
 
-from stages import estimators, losses, reward_losses, schedules, selection
+from stages import estimators, losses, reward_data, reward_losses, schedules, selection
 from stages.batching import collate, make_item
 from stages.ingest import Config
 from stages.ingestion import curation, formats, pairing, rules
@@ -450,8 +450,21 @@ def _krippendorff(inputs, params):
     return {metric: curation.krippendorff_alpha(inputs["units"], metric) for metric in ("nominal", "interval")}
 
 
+class _Letters:
+    """A reader for which a token is a letter."""
+
+    room, plain, instruction = 10**6, staticmethod(lambda text: list(map(ord, text))), staticmethod(lambda text: list(map(ord, text)))
+
+
 def _t2t(form):
-    return lambda inputs, params: {"rows": pairing.text_to_text(inputs["context"], inputs["summary_chosen"], inputs["summary_rejected"], form)}
+    def rows(inputs, params):
+        row = {"row_id": "x", "prompt": [{"role": "user", "content": inputs["context"]}], "chosen": [{"role": "assistant", "content": inputs["summary_chosen"]}],
+               "rejected": [{"role": "assistant", "content": inputs["summary_rejected"]}]}
+        make = reward_data.point_label_items if form == "pointwise" else reward_data.pair_label_items
+        return {"rows": [["".join(map(chr, ids)) for ids in (item.prompt, item.responses[0])] for item in make(row, _Letters, RewardConfig(
+            objective="t2t_point" if form == "pointwise" else "t2t_pair", label_request="slic"), Counter())]}
+
+    return rows
 
 
 def _t2t_any(inputs, params):
