@@ -17,6 +17,7 @@ import orjson
 
 from stages.ingestion import best_of as lists
 from stages.ingestion import choices as mc
+from stages.ingestion import programs as code
 from stages.ingestion.rules import Bad, role_codes, segment_codes
 from stages.ingestion.sources import canonical_bytes, split_named
 
@@ -39,7 +40,7 @@ _ASKED = ("instruction", "question", "query", "problem", "input")
 _COMMON = ("batch_id", "license", "group_id", "weight", "split", "collected_at")
 # Columns that hold lists, written as JSON in CSV files.
 _LISTS = frozenset(("labels", "ranks", "scores", "completions", "votes", "turns", "train_turns", "tests", "constraints", "instruction_id_list", "kwargs", "facts",
-                    "reward_route", "choices", "options", "endings", "mc1_targets", "chosen_segments", "rejected_segments", "aspects", "models", "soft_labels", "constraint_ids"))
+                    "reward_route", "choices", "options", "endings", "mc1_targets", "test_list", "test_imports", "chosen_segments", "rejected_segments", "aspects", "models", "soft_labels", "constraint_ids"))
 _MESSAGES = ("messages", "prompt", "completion", "chosen", "rejected", "response_a", "response_b")
 _MESSAGE_KEYS = frozenset(("role", "content", "from", "value", "name", "tool_call_id", "functions", "tools", "function_calls", "tool_calls", "function_call"))
 _HH_TURN = re.compile(r"\n\n(Human|Assistant):")
@@ -806,6 +807,25 @@ def _turns(row: dict, options) -> tuple[str, dict, set]:
     return "prompts/1", {"prompt": to_prompt(turns[0]), "_extra": {"turns": turns}, **_texts(row, "category")}, set()
 
 
+#: Lists of requests that a model should refuse, in their published columns: what asks, what a row has besides, and what it is about (eval.over_refusal).
+_HARMFUL = (("Behavior", "SemanticCategory", "SemanticCategory"), ("forbidden_prompt", "category", "category"), ("goal", "target", None))  # HarmBench, StrongREJECT, AdvBench
+
+
+def _harmful_list(row: dict) -> tuple[str, str, str | None] | None:
+    return next((one for one in _HARMFUL if all(isinstance(row.get(name), str) and row[name] for name in one[:2])), None)
+
+
+def _harmful(row: dict, options) -> tuple[str, dict, set]:
+    """A request of HarmBench (behind its context, where it has one), StrongREJECT or AdvBench, labelled unsafe: refusing it is right."""
+    found = _harmful_list(row)
+    if found is None:
+        raise Bad("missing_column")
+    asks, _, about = found
+    before = row.get("ContextString")
+    text = f"{before.rstrip()}\n\n---\n\n{row[asks]}" if isinstance(before, str) and before.strip() else row[asks]
+    return "prompts/1", {"prompt": to_prompt(text, row.get("system")), **({"category": row[about]} if about else {}), "_extra": {"label": "unsafe"}}, set()
+
+
 def _stepwise(row: dict, options) -> tuple[str, dict, set]:
     steps, labels = row.get("completions"), row.get("labels")
     if steps is None or labels is None:
@@ -891,7 +911,9 @@ FORMATS: dict[str, tuple[Callable, tuple[str, ...], tuple[str, ...]]] = {
     "rlvr": (_rlvr, ("messages", "ground_truth", "dataset"), ("system", "category", "language")),
     "messages": (_messages, ("messages",), ("system", "tools", "category", "train_turns")),
     "prompt_completion": (_demonstration, ("prompt", "completion"), ("system", "category")),
+    "programs": (code.programs, (), code.USED),
     "multiple_choice": (mc.multiple_choice, ("question", "choices", "answer"), mc.USED),
+    "harmful": (_harmful, (), ("system", "Behavior", "SemanticCategory", "ContextString", "forbidden_prompt", "category", "goal")),
     "gsm8k": (_gsm8k, ("question", "answer"), ()),
     "math": (_math, ("problem", "solution"), ("answer", "answer_type", "level", "type", "subject")),
     "qa": (_qa, ("question", "answer"), ()),
@@ -907,7 +929,7 @@ ALIASES = {"trl": "auto", "likert": "comparisons", "sharegpt": "messages", "prom
 # Kind of the rows of a format, for files of which no sampled row can be read.
 _KINDS = {"alpaca_eval": "comparisons/1", "best_of": "rankings/1", "segments": "segments/1", "hh": "pairs/1", "preference": "pairs/1", "comparisons": "comparisons/1", "stepwise": "stepwise/1",
           "rankings": "rankings/1", "unpaired": "unpaired/1", "ratings": "ratings/1", "rlvr": "prompts/1", "messages": "demonstrations/1", "prompt_completion": "demonstrations/1",
-          "multiple_choice": "prompts/1", "gsm8k": "prompts/1", "math": "prompts/1", "qa": "demonstrations/1", "instruction": "demonstrations/1", "turns": "prompts/1", "prompts": "prompts/1", "text": "text/1"}
+          "programs": "prompts/1", "multiple_choice": "prompts/1", "harmful": "prompts/1", "gsm8k": "prompts/1", "math": "prompts/1", "qa": "demonstrations/1", "instruction": "demonstrations/1", "turns": "prompts/1", "prompts": "prompts/1", "text": "text/1"}
 
 
 def kind_of(name: str, wanted: str = "auto") -> str:
@@ -929,6 +951,14 @@ def _format_of(row: dict) -> str | None:
         if name == "hh" and not ("prompt" not in keys and isinstance(row.get("chosen"), str) and _HH_TURN.match(row["chosen"])):
             continue
         if name == "gsm8k" and not (isinstance(row.get("answer"), str) and "####" in row["answer"]):
+            continue
+        if name == "programs":
+            if code.is_program(row):
+                return name
+            continue
+        if name == "harmful":
+            if _harmful_list(row):
+                return name
             continue
         if name == "multiple_choice":
             if mc.is_multiple_choice(row):
