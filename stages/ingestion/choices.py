@@ -9,6 +9,9 @@
 | TruthfulQA (mc1) | question | mc1_targets: {choices, labels} | the label that is 1 |
 | GPQA | Question | Correct Answer, Incorrect Answer 1 to 3, in an order drawn from the question | Correct Answer |
 | BBQ | context and question | ans0 ans1 ans2 | label: index from 0; categories are those of context_condition beside its own |
+| BoolQ | passage and question | no, yes | answer: true or false |
+
+What a question is about, a passage, article or context in a column of its own (RACE, SIQA, BoolQ), stands before it.
 
 An answer is a label of its choice, a letter, a number (``choice_base`` says what the first choice is called), or the text of one choice. One that names no
 choice, or could mean two, is refused (``choice_unknown``).
@@ -26,7 +29,8 @@ QUESTIONS = ("question", "question_stem", "ctx", "goal", "sentence", "query", "p
 ANSWERS = ("answerKey", "answer_key", "answer", "label", "gold", "answer_index", "answer_idx", "correct_answer", "target")
 SPREAD = (("sol", 1), ("option", 1), ("option_", 1), ("choice", 1), ("ending", 0), ("ans", 0))  # choices in columns of their own: sol1 sol2 ...
 GPQA = ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
-USED = ("category", "subject", "system", "Question", *GPQA, "choices", "options", "endings", "mc1_targets", *QUESTIONS, *ANSWERS, *LETTERS[:10], *LETTERS[:10].lower())
+PASSAGES = ("passage", "article", "context")
+USED = ("category", "subject", "system", "Question", *GPQA, *PASSAGES, "answerA", "answerB", "answerC", "choices", "options", "endings", "mc1_targets", *QUESTIONS, *ANSWERS, *LETTERS[:10], *LETTERS[:10].lower())
 
 
 def plainly(row: dict) -> dict:
@@ -45,7 +49,20 @@ def plainly(row: dict) -> dict:
     if all(_filled(row.get(name)) for name in ("context", "question", "ans0", "ans1", "ans2")) and row.get("label") is not None:
         about = "/".join(str(row[name]) for name in ("category", "context_condition") if _filled(row.get(name)))
         return {key: value for key, value in row.items() if key != "context"} | {"question": f"{row['context'].rstrip()} {row['question'].strip()}", **({"category": about} if about else {})}
-    return row
+    if isinstance(row.get("answer"), bool) and _filled(row.get("question")):
+        row = row | {"choices": ["no", "yes"], "answer": int(row["answer"])}
+    if isinstance(row.get("question"), str) and all(_filled(row.get(f"answer{letter}")) for letter in "ABC"):  # SIQA, whose labels begin with 1
+        row = {key: value for key, value in row.items() if key not in ("answerA", "answerB", "answerC", "label")} | {
+            "choices": {"text": [row[f"answer{letter}"] for letter in "ABC"], "label": ["1", "2", "3"]}, "answer": row.get("label")}
+    return behind_passage(row)
+
+
+def behind_passage(row: dict) -> dict:
+    """The row with its question behind the passage that it is about, where a column of its own holds one."""
+    name = next((name for name in PASSAGES if isinstance(row.get(name), str) and row[name].strip()), None)
+    if name is None or not isinstance(row.get("question"), str):
+        return row
+    return {key: value for key, value in row.items() if key != name} | {"question": f"{row[name].rstrip()}\n\n{row['question'].lstrip()}"}
 
 
 def choices_of(row: dict) -> tuple[list[str], list[str] | None, tuple[str, ...]] | None:

@@ -668,9 +668,45 @@ def _gsm8k(row: dict, options) -> tuple[str, dict, set]:
 
 
 def _qa(row: dict, options) -> tuple[str, dict, set]:
+    """A question, behind its passage where it has one, and its answer; further ways to say it are aliases (TriviaQA, SQuAD, Natural Questions, PopQA). BIG-Bench Hard: input and target."""
+    if row.get("question") is None and isinstance(row.get("target"), str):
+        row = {"question": row.get("input"), "answer": row["target"], **({"answer_type": "mc"} if re.fullmatch(r"\([A-Z]\)", row["target"].strip()) else {})}
+    row = mc.behind_passage(row)
+    answers = [one for one in _said_answers(row) if one is not None]
+    answer = answers[0] if answers else row.get("answer")
     if options.kind == "prompts/1":
-        return _prompts({"prompt": row.get("question"), "answer": row.get("answer")}, options)
-    return _demonstration({"prompt": row.get("question"), "completion": row.get("answer")}, options)
+        kind, out, codes = _prompts({"prompt": row.get("question"), "answer": answer, "answer_type": row.get("answer_type")}, options)
+        more = list(dict.fromkeys(str(one) for one in answers[1:] if str(one) != out.get("answer")))
+        return kind, {**out, **({"answer_type": "text", "_extra": {"aliases": more}} if more else {})}, codes
+    return _demonstration({"prompt": row.get("question"), "completion": answer}, options)
+
+
+def _said_answers(row: dict) -> list:
+    """The answers of a question in the forms that open-domain sets have, the one to be shown first; [] of a plain answer. Raises Bad of another form."""
+    found = next((row[name] for name in ("answer", "answers", "possible_answers") if row.get(name) is not None), None)
+    if isinstance(found, str) and found[:1] == "[" and row.get("possible_answers") is found:
+        try:
+            found = orjson.loads(found)
+        except orjson.JSONDecodeError:
+            raise Bad("wrong_type") from None
+    if isinstance(found, dict):
+        found = [found.get("value"), *(found.get("aliases") or ())] if "aliases" in found else found.get("text")
+    if not isinstance(found, list):
+        return []
+    if not found or not all(isinstance(one, (str, int, float, type(None))) for one in found):
+        raise Bad("wrong_type")
+    return found
+
+
+def _is_qa(row: dict) -> bool:
+    """Whether a source row is a question with answers in a form of their own, or one of BIG-Bench Hard, which has nothing but an input and a target."""
+    keys = {key for key, value in row.items() if value is not None}
+    if keys == {"input", "target"}:
+        return True
+    try:
+        return isinstance(row.get("question"), str) and bool(keys & {"answers", "possible_answers"}) and bool(_said_answers(row))
+    except Bad:
+        return False
 
 
 def _math(row: dict, options) -> tuple[str, dict, set]:
@@ -804,6 +840,7 @@ def _turns(row: dict, options) -> tuple[str, dict, set]:
     turns = row.get("turns")
     if not isinstance(turns, list) or not turns:
         raise Bad("missing_column" if turns is None else "wrong_type")
+    turns = [turn["content"] if isinstance(turn, dict) and set(turn) <= {"role", "content"} and isinstance(turn.get("content"), str) else turn for turn in turns]  # Arena-Hard
     return "prompts/1", {"prompt": to_prompt(turns[0]), "_extra": {"turns": turns}, **_texts(row, "category")}, set()
 
 
@@ -916,7 +953,7 @@ FORMATS: dict[str, tuple[Callable, tuple[str, ...], tuple[str, ...]]] = {
     "harmful": (_harmful, (), ("system", "Behavior", "SemanticCategory", "ContextString", "forbidden_prompt", "category", "goal")),
     "gsm8k": (_gsm8k, ("question", "answer"), ()),
     "math": (_math, ("problem", "solution"), ("answer", "answer_type", "level", "type", "subject")),
-    "qa": (_qa, ("question", "answer"), ()),
+    "qa": (_qa, ("question", "answer"), ("answers", "possible_answers", "input", "target", *mc.PASSAGES)),
     "instruction": (_instruction, ("instruction",), ("input", "output", "response", "completion", "system")),
     "turns": (_turns, ("turns",), ("category",)),
     "prompts": (_prompts, ("prompt",), ("system", *_ANSWER)),
@@ -960,6 +997,8 @@ def _format_of(row: dict) -> str | None:
             if _harmful_list(row):
                 return name
             continue
+        if name == "qa" and _is_qa(row):
+            return name
         if name == "multiple_choice":
             if mc.is_multiple_choice(row):
                 return name

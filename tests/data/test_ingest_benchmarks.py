@@ -107,7 +107,44 @@ def test_lists_of_harmful_requests_are_labelled_unsafe(row, prompt, about):
     assert (name, kind, out["prompt"], out.get("category")) == ("harmful", "prompts/1", [{"role": "user", "content": prompt}], about) and asked_of(out) == {"safety": "unsafe"}
 
 
+@pytest.mark.parametrize("row, asked, right", [
+    ({"article": "Bees fly.", "question": "What flies?", "options": ["cats", "bees"], "answer": "B"}, "Bees fly.\n\nWhat flies?", "bees"), ({"question": "do bees fly", "answer": True, "passage": "Bees fly."}, "Bees fly.\n\ndo bees fly", "yes"),
+    ({"question": "do cats fly", "answer": False, "passage": "Bees fly."}, "Bees fly.\n\ndo cats fly", "no"), ({"context": "Ann left.", "question": "Who left?", "answerA": "Ann", "answerB": "Bo", "answerC": "Cy", "label": "1"}, "Ann left.\n\nWho left?", "Ann")])
+def test_what_a_question_is_about_is_asked_with_it(row, asked, right):
+    """RACE, BoolQ and SIQA without their passage would be other, unanswerable questions."""
+    name, _, out = read(row)
+    assert name == "multiple_choice" and question_of(out) == asked and out["choices"][gold_of(out)] == right and "passage" not in (out.get("extra_json") or "")
+
+
+@pytest.mark.parametrize("row, asked", [({"question": "Who?", "answer": {"value": "Ann Lee", "aliases": ["Ann Lee", "Lee, Ann"]}}, "Who?"), ({"question": "Who?", "answers": ["Ann Lee", "Lee, Ann"]}, "Who?"),
+                                        ({"context": "Ann came.", "question": "Who?", "answers": {"text": ["Ann Lee", "Lee, Ann", "Ann Lee"], "answer_start": [0, 0, 0]}}, "Ann came.\n\nWho?"),
+                                        ({"question": "Who?", "possible_answers": json.dumps(["Ann Lee", "Lee, Ann"])}, "Who?")])
+def test_any_of_several_ways_to_say_it_is_right(row, asked):
+    """TriviaQA, Natural Questions, SQuAD, PopQA; read strictly, flexibly behind "the answer is", and by F1 as the best over all."""
+    from stages.verifiers import SHARES, VERIFIERS
+
+    name = detect([row])
+    _, out, _ = Adapter(name, Config(kind="prompts/1"))(row)
+    assert name == "qa" and out["prompt"][-1]["content"] == asked and out["answer"] == "Ann Lee" and out["answer_type"] == "text"
+    judged = lambda said, flexible=False: VERIFIERS["text"](out, said, flexible)[0]
+    assert judged("ann lee.") and judged("<answer>Lee, Ann</answer>") and judged("So the answer is Lee, Ann.", True) and not judged("So the answer is Lee, Ann.") and not judged("Bo") and not judged("The answer is Bo", True)
+    assert SHARES["string_f1"](out, "Lee, Ann") == 1.0 and SHARES["string_f1"](out, "Bo Lee") == 0.5 and VERIFIERS["string_f1"](out, "lee ann")[0]
+
+
+def test_big_bench_hard_is_read_by_what_its_targets_are():
+    for target, kind in (("(B)", "mc"), ("valid", "text"), ("24", "integer"), ("True", "text")):
+        _, out, _ = Adapter(detect([{"input": "Is it?", "target": target}]), Config(kind="prompts/1"))({"input": "Is it?", "target": target})
+        assert (out["answer"], out["answer_type"]) == (target, kind)
+    assert Adapter("qa", Config())({"input": "Is it?", "target": "yes"})[0] == "demonstrations/1"
+
+
+def test_turns_of_arena_hard():
+    _, kind, out = read({"question_id": "x", "category": "arena-hard-v0.1", "cluster": "c", "turns": [{"content": "Write it."}]})
+    assert kind == "prompts/1" and out["prompt"] == [{"role": "user", "content": "Write it."}]
+
+
 def test_older_forms_are_as_they_were():
     assert detect([{"goal": "Open it", "sol1": "push", "sol2": "pull", "label": 0}]) == "multiple_choice" and detect([{"question": "q", "answer": "#### 3"}]) == "gsm8k"
     assert detect([{"prompt": "p", "chosen": "a", "rejected": "b"}]) == "preference" and detect([{"prompt": "p", "chosen": [{"role": "assistant", "content": "a"}], "rejected": [{"role": "assistant", "content": "b"}]}]) == "preference"
     assert detect([{"prompt": "p", "chosen": ["a"], "rejected": ["b", "c"]}]) == "best_of" and detect([{"text": "t"}]) == "text"
+    assert detect([{"question": "q", "answers": [{"text": "a", "pm_score": 1}]}]) is None and detect([{"question": "q", "answer": "a", "answers": ["a", "b"]}]) == "qa"
