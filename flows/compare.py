@@ -1,6 +1,7 @@
 """`posttrain compare`: two runs, or two evaluations, side by side. Numbers of different protocols are refused.
 
-Training stages also give their curves in one figure, held-out scores with paired intervals, and answers to the same prompts.
+Differences of evaluations, and of training stages on their validation prompts, have paired intervals; training stages also give their curves in one figure. Answers to the same prompts stand beside
+each other.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
             both = all(isinstance(value, (int, float)) for value in (x, y))
             rows.append({"step": label, "metric": metric, "a": x, "b": y, "difference": y - x if both else None})
         settings += [f"{label}.{line}" for line in differences(one.get("config") or {}, two.get("config") or {})]
-        if one["key"] != two["key"]:
+        if one["key"] != two["key"] and one["stage"] == "evaluate":
+            for name, found in evaluations(label, one, two, apart).items():
+                more[name] += found
+        elif one["key"] != two["key"]:
             for name, found in training(label, one, two, out or home.subdir("compare") / f"{one['key'][:12]}-{two['key'][:12]}").items():
                 more[name] += found
     return {"a": a, "b": b, "metrics": rows, "config": settings, **more}
@@ -67,6 +71,22 @@ def scored_apart(one: dict[str, Any], two: dict[str, Any]) -> dict[str, list[str
                     "model": record["inputs"]["model"]["digest"], "scorers": {name: given["digest"] for name, given in record["inputs"].items()}} for side, record in (("a", one), ("b", two))}
     names = dict.fromkeys(re.sub("_(low|high|se)$", "", metric) for metric in [*one["metrics"], *two["metrics"]])
     return {name: found for name in names if (found := differing_inputs(name, metas))}
+
+
+def evaluations(label: str, one: dict[str, Any], two: dict[str, Any], apart: dict[str, list[str]]) -> dict[str, list]:
+    """Differences of two evaluations with paired intervals, and greedy answers to the same prompts; ``apart``: metrics that do not compare."""
+    from stages import run_comparison
+    from stages.compare import side_by_side
+    from stages.evaluation.scores import originals, records_of
+    from storage.datasets import DatasetError, open_dataset
+
+    try:
+        records = {which: originals(records_of(open_dataset(record["outputs"]["samples"]["path"]).iter_rows())) for which, record in (("a", one), ("b", two))}
+    except (DatasetError, KeyError) as error:
+        return {"notes": [f"{label}: differences have no intervals, because samples are gone ({error}); evaluate again"]}
+    rows, note = run_comparison.evaluated(records["a"], records["b"], apart)
+    return {"held_out": [{"step": label, **row} for row in rows], "notes": [f"{label}: {note}"] if note else [],
+            "answers": [{"step": label, **row} for row in side_by_side(["a", "b"], records, 8)]}
 
 
 def training(label: str, one: dict[str, Any], two: dict[str, Any], out: Path) -> dict[str, list]:

@@ -183,6 +183,9 @@ class Plan:
             self._read_pairs()
         self.verifier, self.constraints, self.code = (next((component for component in config.rewards if component.kind == kind), None)
                                                       for kind in ("verifier", "constraints", "code"))
+        if not config.environment and not any(c.kind in ("code", "python", "remote") for c in config.rewards) and (tested := sum(bool(row.get("tests")) for row, _ in self.prompts)):
+            stage.warn("tests_not_run", f"{tested} prompts bring tests of programs, and no reward runs them, so their answers have no accuracy. Write rewards='[{{kind: code}}]'"
+                       + (" beside the others." if any(row.get("answer") is not None for row, _ in self.prompts) else "."))
         self.run_id = stage.key[:16]
         self.protocol = self._protocol()
         self._loaded = {}

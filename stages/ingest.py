@@ -32,7 +32,7 @@ class Config(StageConfig):
         "auto", description="kind of rows wanted; auto takes what the data is (comparisons become pairs). Source: catalogue A.0, A.1")
     format: Literal["auto", "trl", "hh", "preference", "implicit", "alpaca_eval", "comparisons", "likert", "multiple_choice", "gsm8k", "math", "qa", "rlvr",
                     "messages", "sharegpt", "prompt_completion", "instruction", "alpaca", "unpaired", "events", "ratings", "rankings",
-                    "stepwise", "segments", "prompts", "prompt_only", "turns", "text", "language_modeling"] = Field(
+                    "stepwise", "segments", "prompts", "prompt_only", "turns", "text", "language_modeling", "best_of", "programs", "harmful"] = Field(
         "auto", description="format of the source rows; auto (and trl) look at the columns of each file's first rows")
     files: str | None = Field(None, description="pattern of the files to read where the input is a directory, such as 'train*.jsonl'")
     dataset: str | None = Field(None, description="name written to the `dataset` column; default is the input's file name")

@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Literal
 
@@ -1142,9 +1143,16 @@ def _code(rewards, component, rows) -> list:
 
 
 def _same_output(got: str, expected: str) -> bool:
-    """Equal line by line, trailing white space and trailing empty lines aside."""
+    """Equal line by line, trailing white space and trailing empty lines aside; lines of numbers as decimal numbers, so that 1.50 is 1.5 (LiveCodeBench)."""
     clean = lambda text: [line.rstrip() for line in text.rstrip().splitlines()]
-    return clean(got) == clean(expected)
+    found, wanted = clean(got), clean(expected)
+    return found == wanted or len(found) == len(wanted) and all(a == b or (x := _decimals(a)) is not None and x == _decimals(b) for a, b in zip(found, wanted))
+
+
+def _decimals(line: str) -> list[Decimal] | None:
+    """The finite numbers that a line consists of; None where it holds anything else."""
+    words = line.split()
+    return [Decimal(word) for word in words] if words and all(re.fullmatch(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?", word) for word in words) else None
 
 
 def _rubric(rewards, component, rows) -> list:

@@ -1,6 +1,6 @@
-"""Two training runs side by side: their curves in one figure, held-out scores with paired intervals, answers to the same prompts.
+"""Two training runs, or two evaluations, side by side: curves in one figure, held-out scores with paired intervals, answers to the same prompts.
 
-Functions of what runs leave behind (metric rows, the ``validation`` and ``rollouts`` datasets), for ``posttrain compare``.
+Functions of what runs leave behind (metric rows, the ``validation``, ``rollouts`` and ``samples`` datasets), for ``posttrain compare``.
 """
 
 from __future__ import annotations
@@ -57,6 +57,31 @@ def held_out(a: Sequence[dict], b: Sequence[dict], configs: tuple[dict, dict], i
                       "high": d["high"],
                       "p": d["p_value"], "prompts": d["n"], "better": d["better"], "worse": d["worse"]})
     return found, None if found else "the runs have no validation prompt in common"
+
+
+#: What evaluations are also set side by side by, beside the shares and losses of ``evaluation.tax``.
+ALSO = ("flexible_accuracy", "prompt_level_loose_acc", "reward", "mt_bench", "over_refusal_rate", "refusal_rate_unsafe", "length_mean", "truncation_rate", "format_error_rate")
+
+
+def evaluated(a: Sequence[dict], b: Sequence[dict], apart: Mapping = {}) -> tuple[list[dict], str | None]:
+    """(rows {metric, a, b, difference b - a, low, high, p, prompts, better, worse}, note) of two evaluations' samples, paired per item. ``apart``: metrics whose values do not compare; the note
+    says of how many items only one of the two has a value."""
+    from stages.evaluation.scores import paired
+    from stages.evaluation.tax import METRICS
+
+    found, notes, answered = [], {}, any(r["mode"] in ("sample", "greedy") for r in a)
+    for metric in dict.fromkeys([*METRICS, *ALSO]):
+        if metric in apart or metric == "pair_accuracy" and not answered:  # of pairs alone accuracy is the same
+            continue
+        try:
+            d = paired(b, a, metric)
+        except ValueError:  # one of them has no value of it, or their values do not compare
+            continue
+        found.append({"metric": metric, "a": d["champion"], "b": d["candidate"], "difference": d["difference"], "low": d["low"], "high": d["high"], "p": d["p_value"], "prompts": d["n"],
+                      "better": d["better"], "worse": d["worse"]})
+        if d["note"]:
+            notes.setdefault(d["note"], []).append(metric)
+    return found, "; ".join(f"{', '.join(names)}: {note}" for note, names in notes.items()) or None
 
 
 def answers(a: Sequence[dict], b: Sequence[dict], count: int = 8) -> list[dict]:

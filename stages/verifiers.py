@@ -392,13 +392,20 @@ def verify_math(row: dict, text: str, flexible: bool = False, rel_tol: float = 0
     return answer is not None and math_equal(answer, gold, rel_tol=rel_tol), answer
 
 
+def golds_of(row: dict) -> list[str]:
+    """The row's gold answer and what `extra_json` names as other ways to say it, ``{"aliases": [...]}``. Raises BadGold when it has none."""
+    extra = row.get("extra_json")
+    aliases = json.loads(extra).get("aliases") if extra and '"aliases"' in extra else None
+    return [gold_of(row), *(str(one) for one in aliases if str(one).strip())] if isinstance(aliases, list) else [gold_of(row)]
+
+
 def verify_text(row: dict, text: str, flexible: bool = False, rel_tol: float = 0.0) -> tuple[bool, str | None]:
-    r"""(right?, extracted): the tagged, boxed or hashed answer, else the whole text, equal up to case, white space, `\text{}` and thousands commas."""
-    answer = extract(text, STRICT_ORDER)
+    r"""(right?, extracted): the tagged, boxed or hashed answer (`flexible`: also what is said to be the answer), else the whole text, equal to the gold answer or one of its aliases up to case,
+    white space, `\text{}` and thousands commas."""
+    answer = extract(text, STRICT_ORDER + ("phrase",) * flexible)
     answer = text if answer is None else answer
-    gold = gold_of(row)
     plain = lambda said: without_thousands(re.sub(_WORDS, r"\1", said))
-    return same_text(plain(answer), plain(extract_hash(gold) or extract_boxed(gold) or gold)), answer
+    return any(same_text(plain(answer), plain(extract_hash(gold) or extract_boxed(gold) or gold)) for gold in golds_of(row)), answer
 
 
 def verify_choice(row: dict, text: str, flexible: bool = False, rel_tol: float = 0.0) -> tuple[bool, str | None]:
@@ -434,9 +441,13 @@ def string_f1(answer: str, gold: str) -> float:
 
 
 def verify_string_f1(row: dict, text: str, flexible: bool = False, rel_tol: float = 0.0) -> tuple[bool, str | None]:
-    """(all words right?, answer): the whole answer behind the thought, without answer tags; its share is its F1 (open-instruct)."""
+    """(all words right?, answer): the whole answer behind the thought, without answer tags; its share is its F1, the best over the gold answer and its aliases (open-instruct, SQuAD)."""
     answer = _without_tags(text)
-    return string_f1(answer, gold_of(row)) == 1.0, answer
+    return _best_f1(row, answer) == 1.0, answer
+
+
+def _best_f1(row: dict, answer: str) -> float:
+    return max(string_f1(answer, gold) for gold in golds_of(row))
 
 
 def _satisfied(row: dict, text: str) -> list[bool]:
@@ -455,7 +466,7 @@ def verify_ifeval(row: dict, text: str, flexible: bool = False, rel_tol: float =
 
 VERIFIERS = {"world": verify_world, "math": verify_math, "text": verify_text, "mc": verify_choice, "gsm8k": verify_gsm8k, "string_f1": verify_string_f1, "ifeval": verify_ifeval}
 #: Verifiers that also know degrees: how right an answer is, from 0 to 1 where it is all right.
-SHARES = {"string_f1": lambda row, text: string_f1(_without_tags(text), gold_of(row)),
+SHARES = {"string_f1": lambda row, text: _best_f1(row, _without_tags(text)),
           "ifeval": lambda row, text: constraint_reward(_satisfied(row, _without_tags(text)), "fraction")}
 
 

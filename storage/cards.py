@@ -7,6 +7,7 @@ on are left out: what came from outside is named by its last part and the digest
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +87,22 @@ def _evaluations(digest: str) -> list[str]:
     for record in records.users_of(digest):
         if record["stage"] == "evaluate" and (record["inputs"].get("model") or {}).get("digest") == digest:
             numbers = _numbers(record["metrics"])
-            data = next((_outside(one).split("@")[0].removeprefix("dataset:") for one in record["inputs"].values() if one["kind"] == "dataset"), "")
+            data = record["metrics"].get("benchmark") or next((_outside(one).split("@")[0].removeprefix("dataset:") for one in record["inputs"].values() if one["kind"] == "dataset"), "")
+            counts = _counts(record)
             for name, value in sorted(numbers.items()):
                 bounds = [numbers.get(f"{name}_{end}") for end in ("low", "high")]
-                if not name.endswith(("_low", "_high")):
+                if not re.search("_(low|high|se)$", name) or name.rpartition("_")[0] not in numbers:
                     interval = f"{bounds[0]:.4g} to {bounds[1]:.4g}" if None not in bounds else ""
-                    rows.append(f"| {name} | {value:.4g} | {interval} | {data} | `{record['metrics'].get('protocol_hash', '')}` |")
-    return ["## Evaluations\n", "Numbers compare with those under the same protocol hash.\n", "| metric | value | 95% | data | protocol |\n|---|---|---|---|---|", *rows, ""] if rows else []
+                    rows.append(f"| {name} | {value:.4g} | {interval} | {counts.get(name, '')} | {data} | `{record['metrics'].get('protocol_hash', '')}` |")
+    return ["## Evaluations\n", "Numbers compare with those under the same protocol hash; n is what a number is over: prompts, pairs, answers or texts.\n",
+            "| metric | value | 95% | n | data | protocol |\n|---|---|---|---|---|---|", *rows, ""] if rows else []
+
+
+def _counts(record: dict[str, Any]) -> dict[str, int]:
+    """What each metric of an evaluation is over, from its scores; {} where they are gone."""
+    from storage.datasets import DatasetError, open_dataset
+
+    try:
+        return {row["metric"]: row["n"] for row in open_dataset(record["outputs"]["scores"]["path"]).iter_rows(columns=["metric", "n"])}
+    except (DatasetError, KeyError):
+        return {}

@@ -7,6 +7,11 @@
 | HellaSwag | ctx | endings: list of texts that continue it | label: index from 0 |
 | PIQA, WinoGrande, BoolQ-like tables | goal, sentence, question | sol1 sol2; option1 option2; A B C D ... | label or answer |
 | TruthfulQA (mc1) | question | mc1_targets: {choices, labels} | the label that is 1 |
+| GPQA | Question | Correct Answer, Incorrect Answer 1 to 3, in an order drawn from the question | Correct Answer |
+| BBQ | context and question | ans0 ans1 ans2 | label: index from 0; categories are those of context_condition beside its own |
+| BoolQ | passage and question | no, yes | answer: true or false |
+
+What a question is about, a passage, article or context in a column of its own (RACE, SIQA, BoolQ), stands before it.
 
 An answer is a label of its choice, a letter, a number (``choice_base`` says what the first choice is called), or the text of one choice. One that names no
 choice, or could mean two, is refused (``choice_unknown``).
@@ -22,8 +27,42 @@ from stages.ingestion.rules import Bad
 
 QUESTIONS = ("question", "question_stem", "ctx", "goal", "sentence", "query", "prompt")
 ANSWERS = ("answerKey", "answer_key", "answer", "label", "gold", "answer_index", "answer_idx", "correct_answer", "target", "correct")
-SPREAD = (("sol", 1), ("option", 1), ("option_", 1), ("choice", 1), ("ending", 0))  # choices in columns of their own: sol1 sol2 ...
-USED = ("category", "subject", "system", "choices", "options", "endings", "mc1_targets", *QUESTIONS, *ANSWERS, *LETTERS[:10], *LETTERS[:10].lower())
+SPREAD = (("sol", 1), ("option", 1), ("option_", 1), ("choice", 1), ("ending", 0), ("ans", 0))  # choices in columns of their own: sol1 sol2 ...
+GPQA = ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
+PASSAGES = ("passage", "article", "context")
+USED = ("category", "subject", "system", "Question", *GPQA, *PASSAGES, "answerA", "answerB", "answerC", "choices", "options", "endings", "mc1_targets", *QUESTIONS, *ANSWERS, *LETTERS[:10], *LETTERS[:10].lower())
+
+
+def plainly(row: dict) -> dict:
+    """A row of GPQA or BBQ in the columns of the others; any other row as it is.
+
+    GPQA's choices are put in an order that depends on the question and the answers only, so that the right one stands anywhere and every run asks the same.
+    """
+    from storage.files import sha256_text
+
+    if isinstance(row.get("Question"), str) and all(_filled(row.get(name)) for name in GPQA):
+        texts = [str(row[name]).strip() for name in GPQA]
+        order = sorted(range(len(texts)), key=lambda i: sha256_text(f"{row['Question']}\n{texts[i]}\n{i}"))
+        named = next((row[name] for name in ("High-level domain", "Subdomain") if _filled(row.get(name))), None)
+        return {key: value for key, value in row.items() if key not in ("Question", *GPQA)} | {"question": row["Question"].strip(), "choices": [texts[i] for i in order], "answer": LETTERS[order.index(0)],
+                                                                                              **({} if named is None else {"category": str(named)})}
+    if all(_filled(row.get(name)) for name in ("context", "question", "ans0", "ans1", "ans2")) and row.get("label") is not None:
+        about = "/".join(str(row[name]) for name in ("category", "context_condition") if _filled(row.get(name)))
+        return {key: value for key, value in row.items() if key != "context"} | {"question": f"{row['context'].rstrip()} {row['question'].strip()}", **({"category": about} if about else {})}
+    if isinstance(row.get("answer"), bool) and _filled(row.get("question")):
+        row = row | {"choices": ["no", "yes"], "answer": int(row["answer"])}
+    if isinstance(row.get("question"), str) and all(_filled(row.get(f"answer{letter}")) for letter in "ABC"):  # SIQA, whose labels begin with 1
+        row = {key: value for key, value in row.items() if key not in ("answerA", "answerB", "answerC", "label")} | {
+            "choices": {"text": [row[f"answer{letter}"] for letter in "ABC"], "label": ["1", "2", "3"]}, "answer": row.get("label")}
+    return behind_passage(row)
+
+
+def behind_passage(row: dict) -> dict:
+    """The row with its question behind the passage that it is about, where a column of its own holds one."""
+    name = next((name for name in PASSAGES if isinstance(row.get(name), str) and row[name].strip()), None)
+    if name is None or not isinstance(row.get("question"), str):
+        return row
+    return {key: value for key, value in row.items() if key != name} | {"question": f"{row[name].rstrip()}\n\n{row['question'].lstrip()}"}
 
 
 def choices_of(row: dict) -> tuple[list[str], list[str] | None, tuple[str, ...]] | None:
@@ -57,6 +96,7 @@ def choices_of(row: dict) -> tuple[list[str], list[str] | None, tuple[str, ...]]
 
 def is_multiple_choice(row: dict) -> bool:
     """Whether a source row asks a question with choices and says which one is right, or how groups of people answer it."""
+    row = plainly(row)
     if _question(row) is None or (_answer(row) is None and not isinstance(row.get("mc1_targets"), dict) and not isinstance(row.get("groups"), dict)):
         return False
     try:
@@ -69,6 +109,7 @@ def multiple_choice(row: dict, options) -> tuple[str, dict, set]:
     """A ``prompts/1`` row of one source row. Raises Bad."""
     from stages.ingestion.formats import to_prompt
 
+    row = plainly(row)
     found, name, answered = choices_of(row), _question(row), _answer(row)
     name = "prompt" if "prompt" in options.columns() else name  # named by the user: not what else looks like it
     answered = "answer" if "answer" in options.columns() else answered

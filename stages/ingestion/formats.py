@@ -17,6 +17,7 @@ import orjson
 
 from stages.ingestion import best_of as lists
 from stages.ingestion import choices as mc
+from stages.ingestion import programs as code
 from stages.ingestion.pairing import EVENT_MAP
 from stages.ingestion.rules import Bad, role_codes, segment_codes
 from stages.ingestion.sources import canonical_bytes, split_named
@@ -43,7 +44,7 @@ _ASKED = ("instruction", "question", "query", "problem", "input")
 _COMMON = ("batch_id", "license", "group_id", "weight", "split", "collected_at")
 # Columns that hold lists, written as JSON in CSV files.
 _LISTS = frozenset(("labels", "ranks", "scores", "completions", "votes", "turns", "train_turns", "tests", "constraints", "instruction_id_list", "kwargs", "facts",
-                    "reward_route", "choices", "options", "endings", "mc1_targets", "chosen_segments", "rejected_segments", "aspects", "models", "soft_labels", "constraint_ids"))
+                    "reward_route", "choices", "options", "endings", "mc1_targets", "test_list", "test_imports", "chosen_segments", "rejected_segments", "aspects", "models", "soft_labels", "constraint_ids"))
 _MESSAGES = ("messages", "prompt", "completion", "chosen", "rejected", "response_a", "response_b")
 _MESSAGE_KEYS = frozenset(("role", "content", "from", "value", "name", "tool_call_id", "functions", "tools", "function_calls", "tool_calls", "function_call"))
 # Labels of comparisons as Chatbot Arena and JudgeBench write them.
@@ -703,9 +704,45 @@ def _gsm8k(row: dict, options) -> tuple[str, dict, set]:
 
 
 def _qa(row: dict, options) -> tuple[str, dict, set]:
+    """A question, behind its passage where it has one, and its answer; further ways to say it are aliases (TriviaQA, SQuAD, Natural Questions, PopQA). BIG-Bench Hard: input and target."""
+    if row.get("question") is None and isinstance(row.get("target"), str):
+        row = {"question": row.get("input"), "answer": row["target"], **({"answer_type": "mc"} if re.fullmatch(r"\([A-Z]\)", row["target"].strip()) else {})}
+    row = mc.behind_passage(row)
+    answers = [one for one in _said_answers(row) if one is not None]
+    answer = answers[0] if answers else row.get("answer")
     if options.kind == "prompts/1":
-        return _prompts({"prompt": row.get("question"), "answer": row.get("answer")}, options)
-    return _demonstration({"prompt": row.get("question"), "completion": row.get("answer")}, options)
+        kind, out, codes = _prompts({"prompt": row.get("question"), "answer": answer, "answer_type": row.get("answer_type")}, options)
+        more = list(dict.fromkeys(str(one) for one in answers[1:] if str(one) != out.get("answer")))
+        return kind, {**out, **({"answer_type": "text", "_extra": {"aliases": more}} if more else {})}, codes
+    return _demonstration({"prompt": row.get("question"), "completion": answer}, options)
+
+
+def _said_answers(row: dict) -> list:
+    """The answers of a question in the forms that open-domain sets have, the one to be shown first; [] of a plain answer. Raises Bad of another form."""
+    found = next((row[name] for name in ("answer", "answers", "possible_answers") if row.get(name) is not None), None)
+    if isinstance(found, str) and found[:1] == "[" and row.get("possible_answers") is found:
+        try:
+            found = orjson.loads(found)
+        except orjson.JSONDecodeError:
+            raise Bad("wrong_type") from None
+    if isinstance(found, dict):
+        found = [found.get("value"), *(found.get("aliases") or ())] if "aliases" in found else found.get("text")
+    if not isinstance(found, list):
+        return []
+    if not found or not all(isinstance(one, (str, int, float, type(None))) for one in found):
+        raise Bad("wrong_type")
+    return found
+
+
+def _is_qa(row: dict) -> bool:
+    """Whether a source row is a question with answers in a form of their own, or one of BIG-Bench Hard, which has nothing but an input and a target."""
+    keys = {key for key, value in row.items() if value is not None}
+    if keys == {"input", "target"}:
+        return True
+    try:
+        return isinstance(row.get("question"), str) and bool(keys & {"answers", "possible_answers"}) and bool(_said_answers(row))
+    except Bad:
+        return False
 
 
 def _math(row: dict, options) -> tuple[str, dict, set]:
@@ -842,7 +879,27 @@ def _turns(row: dict, options) -> tuple[str, dict, set]:
     turns = row.get("turns")
     if not isinstance(turns, list) or not turns:
         raise Bad("missing_column" if turns is None else "wrong_type")
+    turns = [turn["content"] if isinstance(turn, dict) and set(turn) <= {"role", "content"} and isinstance(turn.get("content"), str) else turn for turn in turns]  # Arena-Hard
     return "prompts/1", {"prompt": to_prompt(turns[0]), "_extra": {"turns": turns}, **_texts(row, "category")}, set()
+
+
+#: Lists of requests that a model should refuse, in their published columns: what asks, what a row has besides, and what it is about (eval.over_refusal).
+_HARMFUL = (("Behavior", "SemanticCategory", "SemanticCategory"), ("forbidden_prompt", "category", "category"), ("goal", "target", None))  # HarmBench, StrongREJECT, AdvBench
+
+
+def _harmful_list(row: dict) -> tuple[str, str, str | None] | None:
+    return next((one for one in _HARMFUL if all(isinstance(row.get(name), str) and row[name] for name in one[:2])), None)
+
+
+def _harmful(row: dict, options) -> tuple[str, dict, set]:
+    """A request of HarmBench (behind its context, where it has one), StrongREJECT or AdvBench, labelled unsafe: refusing it is right."""
+    found = _harmful_list(row)
+    if found is None:
+        raise Bad("missing_column")
+    asks, _, about = found
+    before = row.get("ContextString")
+    text = f"{before.rstrip()}\n\n---\n\n{row[asks]}" if isinstance(before, str) and before.strip() else row[asks]
+    return "prompts/1", {"prompt": to_prompt(text, row.get("system")), **({"category": row[about]} if about else {}), "_extra": {"label": "unsafe"}}, set()
 
 
 def _stepwise(row: dict, options) -> tuple[str, dict, set]:
@@ -931,10 +988,12 @@ FORMATS: dict[str, tuple[Callable, tuple[str, ...], tuple[str, ...]]] = {
     "rlvr": (_rlvr, ("messages", "ground_truth", "dataset"), ("system", "category", "language")),
     "messages": (_messages, ("messages",), ("system", "tools", "category", "train_turns")),
     "prompt_completion": (_demonstration, ("prompt", "completion"), ("system", "category")),
+    "programs": (code.programs, (), code.USED),
     "multiple_choice": (mc.multiple_choice, ("question", "choices", "answer"), mc.USED),
+    "harmful": (_harmful, (), ("system", "Behavior", "SemanticCategory", "ContextString", "forbidden_prompt", "category", "goal")),
     "gsm8k": (_gsm8k, ("question", "answer"), ()),
     "math": (_math, ("problem", "solution"), ("answer", "answer_type", "level", "type", "subject")),
-    "qa": (_qa, ("question", "answer"), ()),
+    "qa": (_qa, ("question", "answer"), ("answers", "possible_answers", "input", "target", *mc.PASSAGES)),
     "instruction": (_instruction, ("instruction",), ("input", "context", "output", "response", "completion", "system")),
     "turns": (_turns, ("turns",), ("category",)),
     "prompts": (_prompts, ("prompt",), ("system", *_ANSWER)),
@@ -947,7 +1006,7 @@ ALIASES = {"trl": "auto", "likert": "comparisons", "sharegpt": "messages", "prom
 # Kind of the rows of a format, for files of which no sampled row can be read.
 _KINDS = {"alpaca_eval": "comparisons/1", "best_of": "rankings/1", "segments": "segments/1", "hh": "pairs/1", "preference": "pairs/1", "comparisons": "comparisons/1", "stepwise": "stepwise/1",
           "rankings": "rankings/1", "unpaired": "unpaired/1", "events": "unpaired/1", "ratings": "ratings/1", "rlvr": "prompts/1", "messages": "demonstrations/1", "prompt_completion": "demonstrations/1",
-          "multiple_choice": "prompts/1", "gsm8k": "prompts/1", "math": "prompts/1", "qa": "demonstrations/1", "instruction": "demonstrations/1", "turns": "prompts/1", "prompts": "prompts/1", "text": "text/1"}
+          "programs": "prompts/1", "multiple_choice": "prompts/1", "harmful": "prompts/1", "gsm8k": "prompts/1", "math": "prompts/1", "qa": "demonstrations/1", "instruction": "demonstrations/1", "turns": "prompts/1", "prompts": "prompts/1", "text": "text/1"}
 
 
 def kind_of(name: str, wanted: str = "auto") -> str:
@@ -972,6 +1031,16 @@ def _format_of(row: dict) -> str | None:
             continue
         if name == "gsm8k" and not (isinstance(row.get("answer"), str) and "####" in row["answer"]):
             continue
+        if name == "programs":
+            if code.is_program(row):
+                return name
+            continue
+        if name == "harmful":
+            if _harmful_list(row):
+                return name
+            continue
+        if name == "qa" and _is_qa(row):
+            return name
         if name == "multiple_choice":
             if mc.is_multiple_choice(row):
                 return name

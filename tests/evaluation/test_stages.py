@@ -79,6 +79,9 @@ def test_what_cannot_be_scored_is_named_and_an_answer_without_a_program_is_a_for
     assert result["summary"]["format_error_rate"] == 0.75
     (warned,) = [w for w in result["warnings"] if w["code"] == "answers_unscorable"]
     assert "1 answers have no value of 'constraints'" in warned["text"] and "unknown constraint 'no:such'" in warned["text"]
+    assert "tests_not_run" not in {w["code"] for w in result["warnings"]}
+    told = {w["code"]: w["text"] for w in execute(spec("evaluate", tmp_path / "none", {"model": tiny["policy"], "prompts": prompts}, config | {"rewards": [{"kind": "constraints"}]}))["warnings"]}
+    assert told["tests_not_run"].startswith("3 prompts bring tests of programs") and "[{kind: code}]" in told["tests_not_run"]
 
 
 def test_kl_to_itself_is_zero_and_to_another_model_is_positive(evaluations):

@@ -101,6 +101,7 @@ def test_the_ledger_of_models_and_what_a_gain_cost(tiny, data, home, tmp_path): 
     assert "no evaluation with 'reward'" in str(command("cost", models[1], "--against", models[0], "--metric", "reward", code=2))
     assert "brought from outside" in str(command("cost", tiny["policy"], code=2))
     the_card_tells_the_same_story(models[1], first, judged[1], tiny["policy"], tmp_path / "exported")
+    two_evaluations_are_paired(judged)
 
 
 def the_card_tells_the_same_story(model, first, judged, policy, directory):
@@ -114,8 +115,25 @@ def the_card_tells_the_same_story(model, first, judged, policy, directory):
     assert header == {"library_name": "transformers", "tags": ["posttrain", "sft"], "pipeline_tag": "text-generation", "base_model": Path(policy).name}
     assert card.index("learning_rate=0.001`") < card.index("learning_rate=0.01`") and card.count("(stage sft)") + card.count(". sft") == 2
     assert first["outputs"]["model"] in card and f"| length_mean | {judged['metrics']['length_mean']:.4g} |" in card and card.count("| length_mean |") == 1
+    assert "| metric | value | 95% | n | data | protocol |" in card and "_se |" not in card and f"| {judged['metrics']['prompts']} | {judged['metrics']['benchmark']} |" in next(
+        line for line in card.splitlines() if line.startswith("| length_mean |"))
     assert judged["metrics"]["protocol_hash"] in card and str(Path(policy).parent) not in card and str(directory.parent) not in card
     AutoModelForCausalLM.from_pretrained(directory)
+
+
+def two_evaluations_are_paired(judged):
+    """posttrain compare of evaluations: each difference with the interval that the samples give, and greedy answers to the same prompts."""
+    from stages.evaluation.scores import paired, records_of
+    from storage.datasets import open_dataset
+
+    value = command("compare", judged[0]["key"], judged[1]["key"])
+    samples = [records_of(open_dataset(records.read(one["key"])["outputs"]["samples"]["path"]).iter_rows()) for one in judged]
+    found = {row["metric"]: row for row in value["held_out"]}
+    assert {"accuracy", "greedy_accuracy", "flexible_accuracy", "length_mean", "truncation_rate"} <= found.keys() and "pair_accuracy" not in found
+    for metric, row in found.items():
+        d = paired(samples[1], samples[0], metric)
+        assert (row["a"], row["b"], row["difference"], row["low"], row["high"], row["prompts"]) == (d["champion"], d["candidate"], d["difference"], d["low"], d["high"], d["n"])
+    assert len(value["answers"]) == 8 and {"prompt", "a", "b"} <= value["answers"][0].keys()
 
 
 def test_labels_by_people_count_where_they_come_in(home, tmp_path):
