@@ -42,6 +42,7 @@ def run(
     devices: Devices = None,
     json_: Json = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and which steps would run.")] = False,
+    keys: Annotated[bool, typer.Option("--keys", help="List the recipe's settings, and stop.")] = False,
 ) -> None:
     """Run a recipe. Finished stages are reused, and a killed run continues when the same command is given again.
 
@@ -53,6 +54,8 @@ def run(
     from flows.config import load_preset
 
     env.prepare(quiet=True)
+    if keys:
+        return describe_recipe(recipe)
     values: dict[str, Any] = load_preset(recipe_name(recipe), preset) if preset else {}
     values = with_settings(values, config, set_, given)
     if seed is not None:
@@ -271,7 +274,7 @@ def print_plan(recipe: str, config: Any, force: list[str], as_json: bool) -> Non
     check_force(force, [row["step"] for row in plan.table])
     resolved = config.model_dump(mode="json")
     if not as_json:
-        print(yaml.safe_dump(resolved, sort_keys=False))
+        print(yaml.safe_dump(chosen(config), sort_keys=False, allow_unicode=True) + f"(what stays at its default is left out; every setting: posttrain run {recipe} --keys, every value: --dry-run --json)\n")
         for line in config.remarks():
             print(line)
         display.table(plan.table, "plan")
@@ -281,6 +284,19 @@ def print_plan(recipe: str, config: Any, force: list[str], as_json: bool) -> Non
         raise ConfigError("\n  ".join(plan.refused))
     if as_json:
         emit({"recipe": recipe, "config": resolved, "remarks": config.remarks(), "plan": plan.table, "advice": plan.advice})
+
+
+def chosen(config: Any) -> dict[str, Any]:
+    """The settings of a recipe that differ from their stages' defaults, whoever chose them, and all that lie outside of the sections."""
+    from pydantic import BaseModel
+
+    values = {}
+    for name in type(config).model_fields:
+        section = getattr(config, name)
+        value = section.model_dump(mode="json", exclude_defaults=True) if isinstance(section, BaseModel) else config.model_dump(mode="json", include={name})[name]
+        if value or not isinstance(section, BaseModel):
+            values[name] = value
+    return values
 
 
 @app.command(rich_help_panel="Pipelines", epilog=EXIT_CODES)
@@ -375,9 +391,7 @@ def run_one(name: str, inputs: dict[str, str], settings: Any, seed: int, name_as
 
 def describe_stage(name: str) -> None:
     """Inputs, outputs and every setting of a stage, on stdout."""
-    from flows.config import keys as config_keys
-    from flows.config import field_at
-    from flows.display import setting, table
+    from flows.display import table
     from stages.registry import get_stage
 
     module = get_stage(name)
@@ -385,8 +399,25 @@ def describe_stage(name: str) -> None:
     table([{"input": key + (".LABEL" if one.many else ""), "takes": one.kind + (f" {'|'.join(one.kinds)}" if one.kinds else ""),
             "required": "yes" if one.required else "no", "": one.doc} for key, one in module.SPEC.inputs.items()] or [{"input": "none"}])
     print()
-    table([{"setting": key, "default": setting(default), "": doc} for key, default, doc in
-           ((key, *field_at(module.SPEC.config, key)) for key in config_keys(module.SPEC.config))])
+    describe_settings(module.SPEC.config)
+
+
+def describe_recipe(name: str) -> None:
+    """What a recipe does and every setting of it, on stdout."""
+    from flows.recipe import get_recipe
+
+    recipe_name(name)
+    print((get_recipe(name).method.__doc__ or "").strip() + "\n")
+    describe_settings(get_recipe(name).config_type)
+
+
+def describe_settings(config_type: Any) -> None:
+    """Key, default and description of every setting."""
+    from flows.config import field_at
+    from flows.config import keys as config_keys
+    from flows.display import setting, table
+
+    table([{"setting": key, "default": setting(default), "": doc} for key, default, doc in ((key, *field_at(config_type, key)) for key in config_keys(config_type))])
 
 
 # ------------------------------------------------------------------------------------------------ servers

@@ -115,10 +115,12 @@ def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def field_at(model: type[BaseModel], key: str) -> tuple[Any, str]:
     """(default, description) of a dotted key."""
     *parents, last = key.split(".")
+    given = None  # what the model above sets in this section
     for parent in parents:
-        model = section(model, parent)
+        given = model.model_fields[parent].default if given is None else getattr(given, parent, None)
+        model, given = section(model, parent), given if isinstance(given, BaseModel) else None
     field = model.model_fields[last]
-    default = "(required)" if field.is_required() else field.get_default(call_default_factory=True)
+    default = getattr(given, last) if hasattr(given, last) else "(required)" if field.is_required() else field.get_default(call_default_factory=True)
     return "(section)" if _sections(field.annotation) and isinstance(default, BaseModel) else default, field.description or ""
 
 
@@ -146,7 +148,7 @@ def _unknown(model: type[BaseModel], values: dict[str, Any], prefix: str = "", t
         field = model.model_fields.get(name)
         if field is None:
             near = nearest(prefix + str(name), list(keys(top)))
-            yield f"unknown key {prefix + str(name)!r}; " + (f"did you mean {near!r}?" if near else "all keys: `posttrain stage NAME --keys`, or of a recipe `posttrain run RECIPE --dry-run`")
+            yield f"unknown key {prefix + str(name)!r}; " + (f"did you mean {near!r}?" if near else "all keys: `posttrain stage NAME --keys`, or of a recipe `posttrain run RECIPE --keys`")
             continue
         sections = _sections(field.annotation)
         if isinstance(value, dict) and sections:

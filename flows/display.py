@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 import time
@@ -133,14 +134,18 @@ class Display:
             self.bar = None
 
 
-FIRST = ("test/accuracy", "validation/accuracy", "accuracy", "win_rate", "reward/mean", "validation/nll", "rows_kept", "rows_quarantined", "rows", "steps")
+#: Names of metrics, or their ends, that say most, in this order.
+FIRST = ("test/accuracy", "validation/accuracy", "accuracy", "win_rate", "reward", "reward/mean", "validation/nll", "validation/loss", "train/loss", "pair_accuracy", "kl_reference", "length_mean",
+         "rows_kept", "rows_quarantined", "rows", "steps")
+#: Ends of names that never stand in for a result: bounds of intervals, and accounts of what was left out.
+LAST = re.compile(r"(_high|_low|_se|_p10|_p90)$|^(dropped|quarantine|bias|perf)\b")
 
 
 def headline(metrics: dict[str, Any], most: int = 4) -> str:
     """The few numbers of a stage that say most, as one line."""
     numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
-    order = sorted(numbers, key=lambda key: next((i for i, word in enumerate(FIRST) if key.endswith(word)), len(FIRST)))
-    return "  ".join(f"{key}={number(numbers[key])}" for key in order[:most])
+    rank = lambda key: next((i for i, word in enumerate(FIRST) if key == word or key.endswith("/" + word)), len(FIRST) + bool(LAST.search(key)))
+    return "  ".join(f"{key}={number(numbers[key])}" for key in sorted(numbers, key=rank)[:most])
 
 
 def number(value: Any) -> str:

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import inspect
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
@@ -301,11 +302,27 @@ def recipe(config_type: type[RecipeConfig]):
         body.__doc__ = (inspect.getdoc(method) or "") + (
             "\n\nArgs:\n    config: one section per step; every field is described in place\n"
             "    force: steps to execute again although nothing changed\n")
-        built = flow(body, name=name, log_prints=False, persist_result=False, retries=0)
+        built = flow(body, name=name, flow_run_name=run_name, log_prints=False, persist_result=False, retries=0)
         built.method, built.config_type = method, config_type
         return built
 
     return decorate
+
+
+def run_name() -> str:
+    """What Prefect calls the run that starts now: its model, data and seed in the place of a name that Prefect made up, else what a person has called it."""
+    from prefect.runtime import flow_run
+
+    config, given = flow_run.parameters["config"], flow_run.name or ""
+    return title(config) if re.fullmatch(r"[A-Za-z]+-[A-Za-z]+", given) or not given else given
+
+
+def title(config: RecipeConfig) -> str:
+    """A recipe's run in a few words: `tiny-llama · pairs.jsonl · seed 0`."""
+    data = getattr(config, "data", None)
+    given = [getattr(config, "what", None), getattr(config, "model", None), *(data.model_dump().values() if isinstance(data, BaseModel) else ())]
+    words = list(dict.fromkeys(short(re.split(r"[/\\]", one.rstrip("/\\"))[-1]) for one in given if isinstance(one, str) and one))
+    return " · ".join([*(words[:3] or ["embedded world"]), f"seed {config.seed}"])
 
 
 def conduct(name: str, method: Callable, config: RecipeConfig, force: list[str]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
+from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec, left_out
 
 
 class Config(StageConfig):
@@ -126,7 +126,7 @@ def run(stage):
     config = stage.config
     embedder = Embedder(stage.path("model"), stage.device, config.max_length, config.max_tokens_per_micro_batch)
     train, held_out, dropped = grouped(stage, points_of(stage.dataset("data")), embedder)
-    stage.log(f"{len(train)} groups to learn from, {len(held_out)} held out; dropped {dropped}")
+    stage.log(f"{len(train)} groups to learn from, {len(held_out)} held out{left_out(dropped)}")
     size = train[0].questions[0][0].shape[1]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stage.seed_for("module") % 2**63)

@@ -327,6 +327,11 @@ def head_of(model) -> Head:
             positions = torch.arange(4, device=ids.device)[None]
             ours = head.widened().logits(hidden_states(model, collate([make_item("probe", [], [ids[0].tolist()], [[0] * 4])], ids.device))).float()
             theirs = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
+        if not torch.isfinite(theirs).all():
+            bad = [name for name, weight in pending.plain(model).named_parameters() if not torch.isfinite(weight).all()]
+            raise ModelError((f"The model's weights hold NaN or infinity ({len(bad)} tensors, the first is {bad[0]}), so it can neither answer nor be trained; "
+                              "copy or download it again, or take an earlier checkpoint.") if bad else
+                             f"{type(model).__name__} gives logits that are no finite numbers although its weights are; load it in float32, or report this with the model's architecture.")
         if not torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3):
             raise ModelError(f"{type(model).__name__} changes its logits after the LM head in a way that is not supported; "
                              "use a Llama-, Qwen-, Mistral-, Gemma-, Granite-, Cohere- or GPT-2-class model.")

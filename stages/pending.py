@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -29,13 +29,23 @@ class Pending:
     device: str
 
 
-def load(factory, path: str, device: str, in_shards: bool = False, settings: dict | None = None, **options):
+def load(factory, path: str, device: str, in_shards: bool = False, settings: dict | None = None, new: Callable[[nn.Module, str], bool] = lambda model, name: False, **options):
     """``factory.from_pretrained(path, **settings, **options)`` on ``device``, its weights left in their files where ``in_shards`` asks for it and that can be
-    done. ``settings`` are the config's. With SDPA attention, or the architecture's own where it has none (Gemma2- and DeBERTa-class models)."""
+    done. ``settings`` are the config's. With SDPA attention, or the architecture's own where it has none (Gemma2- and DeBERTa-class models).
+
+    Raises:
+        ValueError: the files lack weights that ``new(model, name)`` does not allow to be made here; the library would draw them at random and go on.
+    """
     def made(attention: str):
         chosen = {**options, "attn_implementation": attention}
-        model = pending(factory, path, device, settings or {}, **chosen) if in_shards else None
-        return factory.from_pretrained(path, **(settings or {}), **chosen).to(device) if model is None else model
+        model, info = pending(factory, path, device, settings or {}, **chosen) if in_shards else (None, None)
+        if model is None:
+            model, info = factory.from_pretrained(path, output_loading_info=True, **(settings or {}), **chosen)
+            model.to(device)
+        if lacking := sorted(name for name in info["missing_keys"] if not new(model, name)):
+            raise ValueError(f"its files lack {len(lacking)} of the weights, which would be random: {', '.join(lacking[:3])}{' ...' if len(lacking) > 3 else ''}; they hold "
+                             "another kind of model, or a part of this one")
+        return model
 
     try:
         return made("sdpa")
@@ -48,7 +58,8 @@ def load(factory, path: str, device: str, in_shards: bool = False, settings: dic
 def pending(factory, path: str, device: str, settings: dict, **options):
     """The model that ``from_pretrained`` loads, with its weights to be read later (:func:`fill`).
 
-    None where they cannot be read one by one: no safetensors files, or weights that are made of several stored ones or have other names.
+    Returns (model, the library's loading info), or (None, None) where they cannot be read one by one: no safetensors files, or weights that are made of
+    several stored ones or have other names.
     """
     from transformers import AutoConfig, GenerationConfig
 
@@ -57,7 +68,7 @@ def pending(factory, path: str, device: str, settings: dict, **options):
         with _open(file) as stored:
             found |= {name: (file, stored.get_slice(name).get_shape()) for name in stored.keys()}
     if not found:
-        return None
+        return None, None
     seats = torch.zeros(len(found), dtype=options["dtype"])  # one number each, seen as a whole tensor
     placeholders = {name: seats[i].expand(shape) for i, (name, (_, shape)) in enumerate(found.items())}
     stored_as = {tensor.data_ptr(): name for name, tensor in placeholders.items()}
@@ -78,10 +89,10 @@ def pending(factory, path: str, device: str, settings: dict, **options):
         if stored is None and name in new:
             continue  # a new head, made as always
         if stored not in (name, prefix + name, name.removeprefix(prefix)) or list(parameter.shape) != list(found[stored][1]):
-            return None
+            return None, None
         places[name] = (found[stored][0], stored)
     model.__dict__["_posttrain_pending"] = Pending(places, device)
-    return model
+    return model, info
 
 
 def weight_files(path: str) -> list[str]:

@@ -77,13 +77,14 @@ def line_chart(
 
 
 def metric_curves(rows: Sequence[Mapping], names: Sequence[str], *, title: str, x: str = "step", ylabel: str = "") -> bytes:
-    """Line chart of the named columns of metric rows ``[{"step": 1, "reward": ...}, ...]``; absent columns are skipped."""
+    """Line chart of the named columns of metric rows ``[{"step": 1, "reward": ...}, ...]``; absent columns are skipped.
+    A single line is named at its axis, several in a legend."""
     series = {}
     for name in names:
         points = [(row[x], row[name]) for row in rows if row.get(name) is not None]
         if points:
             series[name] = tuple(zip(*points))
-    return line_chart(series, title=title, xlabel=x, ylabel=ylabel)
+    return line_chart(series, title=title, xlabel=x, ylabel=ylabel or (next(iter(series)) if len(series) == 1 else ""))
 
 
 def histogram(groups: Mapping[str, Sequence[float | None]], *, title: str, xlabel: str, bins: int = 30, ylabel: str = "share") -> bytes:

@@ -93,7 +93,7 @@ def load_reward_model(path: str, device: str = "cpu", dtype: torch.dtype = torch
         labels = {} if outputs is None else {"num_labels": outputs}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # layers that the checkpoint lacks (a pooler) must not depend on who ran before
-            model = pending.load(AutoModelForSequenceClassification, path, device, in_shards, labels, dtype=dtype, ignore_mismatched_sizes=outputs is not None)
+            model = pending.load(AutoModelForSequenceClassification, path, device, in_shards, labels, of_the_head, dtype=dtype, ignore_mismatched_sizes=outputs is not None)
     except (OSError, ValueError) as error:
         if isinstance(error, ModelError):
             raise
@@ -113,6 +113,11 @@ def load_reward_model(path: str, device: str = "cpu", dtype: torch.dtype = torch
 def load_frozen_reward(path: str, device: str = "cpu", how: str = "auto"):
     """:func:`load_reward_model` of a model that is never trained, the matrices of its backbone kept as ``how`` (``frozen_dtype``) says."""
     return settled(freeze(load_reward_model(path, device, in_shards=may_keep(path, how))), path, device, how, in_shards=False)
+
+
+def of_the_head(model, name: str) -> bool:
+    """Whether a weight lies outside the backbone, or in its pooler, so that a language model brings none and it is made here."""
+    return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
 
 
 def _reads_both_ways(model) -> bool:

@@ -442,3 +442,9 @@ def stage_key(stage: str, code_version: str, config: StageConfig, inputs: dict[s
         if not digest:
             raise UnhashableError(f"input {name!r} has no content digest; give a dataset, a model directory or a file")
     return canonical_key(stage, code_version, config.identity(), inputs, seed=int(seed))[1]
+
+
+def left_out(counts) -> str:
+    """What a stage says of the rows it left out or cut, by reason: `; left out or cut: 3 no_target, 1 truncated`, or nothing."""
+    told = ", ".join(f"{n:,} {reason}" for reason, n in counts.items() if n)
+    return f"; left out or cut: {told}" if told else ""

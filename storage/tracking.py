@@ -506,7 +506,7 @@ class Projector:
         told, status = status, {"WAITING": "SCHEDULED"}.get(status, status)  # MLflow's word for a run that is to go on
         prefect = run.get("prefect") or {}
         tags = {"posttrain.run": run["run_id"], "posttrain.recipe": run["recipe"], "posttrain.kind": "flow"}
-        run_id = self._ensure_run(document["unit"], cursor, self.experiment(run["recipe"]), f"{run['recipe']} {run['run_id']}", run["started"], tags, status)
+        run_id = self._ensure_run(document["unit"], cursor, self.experiment(run["recipe"]), " · ".join([run["recipe"], *([prefect["flow_run_name"]] if prefect.get("flow_run_name") else []), run["run_id"][:8]]), run["started"], tags, status)
         self._params(run_id, cursor, _flatten(run.get("config") or {}))
         stage_lines = [f"| {s['label']} | {s['stage']} | {'cached' if s['cached'] else 'ran'} | {s.get('seconds', 0):.1f} | {', '.join(s['outputs'].values())} |" for s in run["stages"]]
         note = "\n".join([
@@ -536,7 +536,7 @@ class Projector:
             "posttrain.kind": "stage", "posttrain.stage": d["stage"], "posttrain.label": d["label"], "posttrain.key": d["key"],
             **({"mlflow.parentRunId": parent} if parent else {}),
         }  # fmt: skip
-        run_id = self._ensure_run(d["unit"], cursor, self.experiment(flow.get("recipe") or "stages"), d["label"], d["started"], tags, status)
+        run_id = self._ensure_run(d["unit"], cursor, self.experiment(flow.get("recipe") or "stages"), d["label"] if flow else _title(d), d["started"], tags, status)
         self._params(run_id, cursor, {**_flatten(d["config"]), "seed": d["seed"], **{f"input.{n}": i["ref"] for n, i in d["inputs"].items()}})
         self._inputs(run_id, cursor, d)
         self._tags(run_id, cursor, {
@@ -997,6 +997,13 @@ def _split_table(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Rows as the column/data form that the UI draws as a table."""
     columns = list(dict.fromkeys(k for row in rows for k in row))
     return {"columns": columns, "data": [[row.get(c) for c in columns] for row in rows]}
+
+
+def _title(d: Doc) -> str:
+    """The MLflow run of a stage that ran by itself, apart from others of its kind: `sft · tiny-llama · 199a895c`, which `posttrain show` knows."""
+    given = [str(one.get("given") or one["ref"]) for name in ("model", "data", "prompts") if (one := d["inputs"].get(name))]
+    name = [given[0].rstrip("/").rpartition("/")[2].partition("@")[0][:40]] if given else []
+    return " · ".join([d["label"], *name, d["key"][:8]])
 
 
 def _stage_note(d: Doc, prefect: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from prefect import Task, task
@@ -79,7 +80,10 @@ def _known(name, inputs, config, seed, flow_run, force, relay) -> bool:
 
 @contextmanager
 def gpu_slot():
-    """A slot of the server's `gpu` limit, when it has one. The file lease below it is what cannot be fooled."""
+    """A slot of the server's `gpu` limit; a server that lives for one run has none. The file lease below it is what cannot be fooled."""
+    if os.environ.get("POSTTRAIN_EMBEDDED"):
+        yield
+        return
     from prefect.concurrency.sync import concurrency
 
     with concurrency(GPU_SLOTS, occupy=1, lease_duration=60, strict=False, raise_on_lease_renewal_failure=False):
@@ -146,20 +150,22 @@ class Relay:
     def _progress_artifact(self, percent: float, message: str | None) -> None:
         from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
+        told = f"{self.label}: {message}" if message else self.label
+
         def write():
             if self.artifact is None:
-                self.artifact = create_progress_artifact(progress=percent, key=key_of("progress", self.label),
-                                                         description=message or self.label)
+                self.artifact = create_progress_artifact(progress=percent, key=key_of("progress", self.label), description=told)
             else:
-                update_progress_artifact(self.artifact, progress=percent, description=message or self.label)
+                update_progress_artifact(self.artifact, progress=percent, description=told)
         self._try("progress artifact", write)
 
     def _report(self, event):
         from prefect.artifacts import create_markdown_artifact
 
-        if event.get("markdown"):
+        if event.get("markdown"):  # the file that holds the page
+            name = event.get("name", "report")
             self._try("report artifact", lambda: create_markdown_artifact(
-                key=key_of(self.label, event.get("name", "report")), markdown=event["markdown"]))
+                key=key_of(self.label, name), markdown=Path(event["markdown"]).read_text("utf-8"), description=f"{self.label}: {name.replace('-', ' ')}"))
 
     def _waiting(self, event):
         self.logger.info(event.get("text", ""))
@@ -176,9 +182,9 @@ class Relay:
         if str(url).startswith("http"):
             self.logger.info("MLflow: %s", url)
             self._try("link artifact", lambda: create_link_artifact(
-                key=key_of("mlflow", self.label), link=url, link_text=f"{self.label} in MLflow"))
+                key=key_of("mlflow", self.label), link=url, link_text=f"{self.label} in MLflow", description=f"{self.label}: curves, figures and parameters in MLflow"))
         self._try("summary artifact", lambda: create_markdown_artifact(
-            key=key_of("summary", self.label), markdown=summary(self.label, value)))
+            key=key_of("result", self.label), markdown=summary(self.label, value), description=f"{self.label}: outputs, numbers and warnings"))
 
     def _try(self, what: str, action: Callable[[], Any]) -> None:
         """Artifacts are for the eye: a server that is away is told once and never stops training."""

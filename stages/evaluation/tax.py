@@ -23,6 +23,8 @@ def rows_of(before: Sequence[dict], after: Sequence[dict], benchmark: str, allow
     found = []
     for dataset in names:
         sides = [[r for r in records if r["dataset"] == dataset] for records in (before, after)]
+        if any(is_reference(side) for side in sides):
+            sides = [[r for r in side if r["mode"] not in ("chosen", "rejected")] for side in sides]
         title = dataset if not benchmark else benchmark if len(names) == 1 else f"{benchmark}: {dataset}"
         for metric in filter(allowed, METRICS):
             try:
@@ -32,6 +34,12 @@ def rows_of(before: Sequence[dict], after: Sequence[dict], benchmark: str, allow
             found.append({"benchmark": title, "metric": metric, "before": result["champion"], "after": result["candidate"], "delta": result["difference"], "se": result["se"],
                           "low": result["low"], "high": result["high"], "p": result["p_value"], "items": result["items"]})
     return found
+
+
+def is_reference(records: Sequence[dict]) -> bool:
+    """Whether these are of the very model that log-probs of pairs are taken against: all its margins are 0, which is no share of right answers."""
+    margins = [r["margin"] for r in records if r["mode"] == "chosen" and r.get("margin") is not None]
+    return bool(margins) and not any(margins)
 
 
 def judged(rows: Sequence[dict]) -> dict:

@@ -771,7 +771,7 @@ class Ingestion:
             stage.warn("very_long_prompt", f"{counts.long_prompts} prompts have more than {LONG_PROMPT} characters")
         if self.kind == "demonstrations/1" and counts.native.get("pairs/1"):
             stage.warn("chosen_only", "demonstrations were made of chosen answers only: training on them also raises the likelihood of "
-                       "rejected answers (eval.displacement)")
+                       "rejected answers, which resemble them")
         if self.kind == "unpaired/1" and counts.labels:
             from stages.ingestion.pairing import lambda_band
 

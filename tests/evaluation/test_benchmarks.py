@@ -218,6 +218,17 @@ def test_every_benchmark_before_and_after_with_paired_errors(suite, tmp_path):
     assert {("quiz", "other/mc_letter_acc/tax"), ("corpus", "other/lm_loss/tax"), ("corpus", "policy/perplexity")} <= metrics
 
 
+def test_the_reference_of_pairs_has_no_share_of_right_pairs_to_fall_to():
+    """Against itself every margin is 0; that the start ordered 60% of the pairs right by other log-probs is nothing that was lost."""
+    from stages.evaluation.tax import rows_of
+
+    pairs = lambda margins: [{"dataset": "hh", "mode": "chosen", "item_id": str(i), "prompt_id": str(i), "correct": m > 0, "margin": m} for i, m in enumerate(margins)]
+    start, reference, tuned = pairs([0.1, -0.2, 0.3]), pairs([0.0, 0.0, 0.0]), pairs([0.1, 0.0, -0.4])
+    assert not rows_of(start, reference, "") and not rows_of(reference, tuned, "")
+    row = next(row for row in rows_of(start, tuned, "") if row["metric"] == "pair_accuracy")
+    assert row["before"] == pytest.approx(2 / 3) and row["after"] == pytest.approx(1 / 3)
+
+
 def test_a_benchmark_that_one_model_lacks_is_refused(suite, tmp_path):
     with pytest.raises(ConfigError, match="evaluations.other/corpus=REF"):
         execute(spec("compare", tmp_path, {name: path for name, path in suite.items() if name != "evaluations.other/corpus"}, {"metric": "mc_letter_acc"}))

@@ -102,7 +102,7 @@ def test_stage_runs_from_its_form_and_is_cached_the_second_time(servers):
     assert servers.finished(second) == "Completed"
     assert servers.tasks(second) == {"world · world": "Cached"}
     keys = {artifact["key"] for artifact in servers.api("/artifacts/latest/filter", {"limit": 200})}
-    assert {"summary-world", "mlflow-world"} <= keys
+    assert {"result-world", "mlflow-world"} <= keys
 
 
 def test_run_against_the_servers_is_one_parent_with_children_in_mlflow(servers):
