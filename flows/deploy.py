@@ -114,7 +114,9 @@ def registered_as(existing, wanted: dict[str, Any], schedules: list) -> bool:
 @functools.cache
 def form(flow) -> dict[str, Any]:
     """The JSON schema of a flow's parameters from which the UI makes its form."""
-    schema = flow.parameters.model_dump(mode="json", exclude_unset=True)
+    from prefect.utilities.callables import parameter_schema
+
+    schema = parameter_schema(flow.fn).model_dump(mode="json", exclude_unset=True)
     properties, definitions = titled(schema["properties"], schema.get("definitions") or {})
     return {**schema, "properties": properties, "definitions": definitions}
 

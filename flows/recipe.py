@@ -283,8 +283,6 @@ def recipe(config_type: type[RecipeConfig]):
     """Decorator: `method(run, config)` -> a Prefect flow with parameters `config` (typed form) and `force`."""
 
     def decorate(method: Callable[[Run, Any], dict[str, Any]]):
-        from prefect import flow
-
         name = method.__name__
 
         def body(config, force=()):
@@ -295,14 +293,12 @@ def recipe(config_type: type[RecipeConfig]):
             inspect.Parameter("config", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=config_type,
                               default=inspect.Parameter.empty if required else config_type()),
             inspect.Parameter("force", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=list[str], default=[])]
-        body.__signature__ = inspect.Signature(parameters)
-        body.__annotations__ = {"config": config_type, "force": list[str]}
         body.__name__ = body.__qualname__ = name
         body.__module__ = method.__module__
         body.__doc__ = (inspect.getdoc(method) or "") + (
             "\n\nArgs:\n    config: one section per step; every field is described in place\n"
             "    force: steps to execute again although nothing changed\n")
-        built = flow(body, name=name, flow_run_name=run_name, log_prints=False, persist_result=False, retries=0)
+        built = typed_flow(body, parameters, name=name, flow_run_name=run_name, log_prints=False, persist_result=False, retries=0)
         built.method, built.config_type = method, config_type
         return built
 
@@ -323,6 +319,18 @@ def title(config: RecipeConfig) -> str:
     given = [getattr(config, "what", None), getattr(config, "model", None), *(data.model_dump().values() if isinstance(data, BaseModel) else ())]
     words = list(dict.fromkeys(short(re.split(r"[/\\]", one.rstrip("/\\"))[-1]) for one in given if isinstance(one, str) and one))
     return " · ".join([*(words[:3] or ["embedded world"]), f"seed {config.seed}"])
+
+
+def typed_flow(body: Callable, parameters: list[inspect.Parameter], **options: Any):
+    """A Prefect flow of ``body`` with these parameters. Prefect makes their JSON schema while a flow is built, which takes a large recipe most of a second in every process that imports it;
+    only a form reads it, and makes it itself (``flows.deploy.form``), so it is built without types."""
+    from prefect import flow
+
+    body.__signature__ = inspect.Signature([inspect.Parameter(one.name, one.kind) for one in parameters])
+    built = flow(body, **options)
+    for one in (body, built):
+        one.__signature__, one.__annotations__ = inspect.Signature(parameters), {one.name: one.annotation for one in parameters}
+    return built
 
 
 def conduct(name: str, method: Callable, config: RecipeConfig, force: list[str]) -> dict[str, Any]:

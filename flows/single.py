@@ -37,7 +37,7 @@ def title(name: str) -> str:
 @functools.cache
 def stage_flow(name: str):
     """The flow that runs a stage alone."""
-    from prefect import flow
+    from flows.recipe import typed_flow
 
     module = get_stage(name)
     inputs_type, config_type = inputs_model(name), module.SPEC.config
@@ -54,15 +54,13 @@ def stage_flow(name: str):
              ("seed", int, 0), ("name_as", Optional[str], None), ("force", bool, False)]
     # Parameters without a default may follow those with one here: Prefect passes all of them by name.
     order = sorted(shape, key=lambda item: item[2] is not empty)
-    body.__signature__ = inspect.Signature([inspect.Parameter(key, kind, annotation=hint, default=default)
-                                            for key, hint, default in order])
-    body.__annotations__ = {key: hint for key, hint, _ in shape}
     body.__name__ = body.__qualname__ = name
     body.__module__ = __name__
     body.__doc__ = (inspect.getdoc(module) or name) + (
         "\n\nArgs:\n    inputs: what the stage reads\n    config: the stage's settings\n    seed: seed of its random choices\n"
         "    name_as: name to publish the outputs under\n    force: execute although a verified record exists\n")
-    return flow(body, name=f"stage-{name.replace('_', '-')}", flow_run_name=name + " · seed {seed}", persist_result=False)
+    parameters = [inspect.Parameter(key, kind, annotation=hint, default=default) for key, hint, default in order]
+    return typed_flow(body, parameters, name=f"stage-{name.replace('_', '-')}", flow_run_name=name + " · seed {seed}", persist_result=False)
 
 
 def conduct_stage(name: str, inputs: BaseModel, config: BaseModel, seed: int, name_as: str | None, force: bool) -> dict:

@@ -45,7 +45,7 @@ def read_answers(path: str | Path, tasks: dict[str, str]) -> list[tuple[str, str
 
         rows = pyarrow.parquet.read_table(path).to_pylist()
     elif path.suffix in (".jsonl", ".json"):
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     else:
         with open(path, encoding="utf-8-sig", newline="") as handle:
             rows = list(csv.DictReader(handle))

@@ -121,7 +121,7 @@ def read_rubric(path: str) -> list[dict]:
     text = file.read_text("utf-8")
     try:
         if file.suffix.lower() in (".jsonl", ".ndjson"):
-            found = [json.loads(line) for line in text.splitlines() if line.strip()]
+            found = [json.loads(line) for line in text.split("\n") if line.strip()]
         else:
             found = json.loads(text) if file.suffix.lower() == ".json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:

@@ -16,7 +16,7 @@ import enum
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -37,6 +37,7 @@ NUMERIC_LIBRARIES = {
     "tokenizers": "tokenizers",
     "numpy": "numpy",
     "scipy": "scipy",
+    "sympy": "sympy",  # decides which formulas are equal
     "pyarrow": "pyarrow",
     "pandas": "pandas",
     "datasets": "datasets",
@@ -409,8 +410,6 @@ def _source_digest(file: Path, mtime: int) -> str:
 
 def closure_digest(module: str, resources: tuple[str, ...] = ()) -> str:
     """Digest of the code behind a stage module: project sources, declared resource files, versions of numeric libraries."""
-    from importlib import metadata
-
     files, external = import_closure(module)
     if module not in files:
         raise UnhashableError(f"the source of {module} was not found under {PROJECT_ROOT.name}/, so its code cannot be hashed; stage modules are plain .py files of this project")
@@ -420,13 +419,21 @@ def closure_digest(module: str, resources: tuple[str, ...] = ()) -> str:
         if not path.is_file():
             raise UnhashableError(f"{module} declares the resource file {resource!r}, which does not exist; correct StageSpec.resources")
         sources["file:" + resource] = sha256_file(path)
-    libraries = {}
-    for name in sorted(external & set(NUMERIC_LIBRARIES)):
-        try:
-            libraries[name] = metadata.version(NUMERIC_LIBRARIES[name])
-        except metadata.PackageNotFoundError:
-            libraries[name] = None
+    libraries = library_versions(external & set(NUMERIC_LIBRARIES))
     return sha256_text(canonical_json({"sources": sources, "libraries": libraries}))
+
+
+def library_versions(names: Iterable[str] = NUMERIC_LIBRARIES) -> dict[str, str | None]:
+    """Versions of libraries as they are installed now; None of those that are not."""
+    from importlib import metadata
+
+    found = {}
+    for name in sorted(names):
+        try:
+            found[name] = metadata.version(NUMERIC_LIBRARIES.get(name, name))
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
 
 
 def canonical_key(stage: str, code_version: str, config: dict, inputs: dict | list, **more: Any) -> tuple[str, str]:

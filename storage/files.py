@@ -206,12 +206,13 @@ def tree_digest(path: str | os.PathLike) -> str:
     return sha256_text("".join(lines))
 
 
-def stat_signature(path: str | os.PathLike) -> str:
-    """Cheap fingerprint of a file or directory: names, sizes and modification times, no content read."""
+def stat_signature(path: str | os.PathLike, *, changes: bool = False) -> str:
+    """Cheap fingerprint of a file or directory: names, sizes and modification times, no content read. changes: also which files they are and when they last changed in any way,
+    which copies that keep modification times (``cp -p``, ``rsync -a``, archives) cannot hide."""
     path = Path(path)
     entries = [(path.name, path)] if path.is_file() else walk_files(path)
     lines = []
     for rel, full in entries:
         info = full.stat()
-        lines.append(f"{rel} {info.st_size} {info.st_mtime_ns}\n")
+        lines.append(f"{rel} {info.st_size} {info.st_mtime_ns}" + (f" {info.st_ino} {info.st_ctime_ns}" if changes else "") + "\n")
     return sha256_text("".join(lines))

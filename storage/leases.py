@@ -3,11 +3,14 @@
 A lease is a JSON file that names its owner: host, boot id, process id, process start time and a heartbeat. It is
 free again the moment its owner is gone, whatever killed it: the next claimant looks whether that very process
 (same boot, same start time, so a reused process id does not count) still lives. Owners on other hosts are judged by
-their heartbeat. Nothing here needs a server.
+their heartbeat, a file that they write again and again: how old it is tells the clock of the file system, so the hosts'
+own clocks may differ. What a process owns beside leases (flow runs) names it by :func:`owner`, whose heartbeat is
+``HOME/leases/alive/``. Nothing here needs a server.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import os
@@ -20,7 +23,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterator
 
 from storage import home
-from storage.files import atomic_write_json, read_json
+from storage.files import atomic_write_json, read_json, sha256_text
 
 HEARTBEAT_SECONDS = 15.0
 FOREIGN_STALE_SECONDS = 300.0  # a lease of another host is dead after this long without a heartbeat
@@ -68,12 +71,62 @@ def this_process(pid: int | None = None) -> dict[str, Any]:
     return {"host": socket.gethostname(), "boot": boot_id(), "pid": pid, "start": start_time(pid)}
 
 
-def alive(owner: dict[str, Any] | None) -> bool:
-    """Whether the process of an owner record still runs. Another host's owner counts as alive while its heartbeat is fresh."""
+def owner() -> dict[str, Any]:
+    """Owner record of the current process for what it owns beside leases; from now on other hosts can see that it lives."""
+    global _beating
+    found = this_process()
+    with _beating_lock:
+        if _beating != (os.getpid(), home.home()):
+            _beating = os.getpid(), home.home()
+            for left in home.subdir("leases", "alive").iterdir():
+                if not _fresh(left, 86400.0):
+                    left.unlink(missing_ok=True)
+            threading.Thread(target=_beat_of, args=(_beat_file(found), _beating), name="owner-beat", daemon=True).start()
+            atexit.register(_end_of, _beat_file(found), os.getpid())
+            _beat_file(found).touch()
+    return found
+
+
+_beating: tuple[int, Path] | None = None  # (process, state directory) that the heartbeat is of
+_beating_lock = threading.Lock()
+
+
+def _beat_file(owner: dict[str, Any]) -> Path:
+    return home.home() / "leases" / "alive" / sha256_text(f"{owner.get('host')} {owner.get('boot')} {owner.get('pid')} {owner.get('start')}")[:24]
+
+
+def _beat_of(file: Path, mine: tuple[int, Path]) -> None:
+    while _beating == mine:
+        with contextlib.suppress(OSError):
+            file.touch()
+        time.sleep(HEARTBEAT_SECONDS)
+
+
+def _end_of(file: Path, pid: int) -> None:
+    if os.getpid() == pid:  # not in what it forked
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
+
+
+def _fresh(file: Path, seconds: float = FOREIGN_STALE_SECONDS) -> bool:
+    """Whether a file was written within so many seconds by the clock of its file system, which stamps the files of all hosts."""
+    try:
+        written = file.stat().st_mtime
+        probe = home.subdir("leases") / ".clock"
+        probe.touch()
+        return probe.stat().st_mtime - written < seconds
+    except FileNotFoundError:
+        return False
+    except OSError:  # a state directory that may only be read
+        return time.time() - written < seconds
+
+
+def alive(owner: dict[str, Any] | None, file: Path | None = None) -> bool:
+    """Whether the process of an owner record still runs. Another host's owner counts as alive while its heartbeat is fresh: ``file``, by default that of :func:`owner`."""
     if not owner or "pid" not in owner:
         return False
     if owner.get("host") != socket.gethostname():
-        return time.time() - float(owner.get("heartbeat", 0)) < FOREIGN_STALE_SECONDS
+        return _fresh(file or _beat_file(owner))
     if owner.get("boot") != boot_id():
         return False
     started = start_time(int(owner["pid"]))
@@ -140,7 +193,7 @@ def holder(path: Path) -> dict[str, Any] | None:
     held = read_json(path, None)
     if not held:
         return None
-    if alive(held):
+    if alive(held, path):
         return held
     child = held.get("child")
     if child and child.get("host") == socket.gethostname() and alive(child):
@@ -189,8 +242,13 @@ def _acquire(paths: list[Path], count: int, what: str, wait: bool, timeout: floa
                 else:
                     owner = found
             if len(taken) == count:
-                for lease in taken:
-                    lease._write()
+                try:
+                    for lease in taken:
+                        lease._write()
+                except BaseException:  # a full disk: those that were written are nobody's
+                    for lease in taken:
+                        lease.path.unlink(missing_ok=True)
+                    raise
         if len(taken) == count:
             for lease in taken:
                 lease._thread.start()

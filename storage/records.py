@@ -139,7 +139,7 @@ def start_run(recipe: str, config: dict[str, Any], *, run_id: str | None = None,
         known = read_json(home.runs_dir() / f"{run_id}.json", None) or _unfinished(identity)
         data = known or {"run_id": run_id, "recipe": recipe, "config": config, "identity": identity, "parent": parent, "stages": [], "started": time.time(), "attempts": 0}
         flow_runs = [*data.get("flow_runs", []), *([prefect["flow_run_id"]] if prefect and prefect.get("flow_run_id") else [])]
-        data.update(status="RUNNING", owner=leases.this_process(), prefect=prefect or data.get("prefect") or {}, flow_runs=list(dict.fromkeys(flow_runs)),
+        data.update(status="RUNNING", owner=leases.owner(), prefect=prefect or data.get("prefect") or {}, flow_runs=list(dict.fromkeys(flow_runs)),
                     finished=None, error=None, attempts=data["attempts"] + 1)
         run = RunRecord(data)
         with _locked(data["run_id"]):

@@ -52,7 +52,7 @@ def log() -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     entries = []
-    for line in text.splitlines():
+    for line in text.split("\n"):  # not splitlines: a reason may hold characters that it breaks at
         try:
             entries.append(json.loads(line))
         except ValueError:
@@ -106,7 +106,8 @@ def register(name: str, digest: str, *, role: str = "", stage: str = "", key: st
 
     entry = _append(make)
     version = int(entry["version"])
-    if entry.get("event") == "version":
+    model = models()[name]
+    if version == max(model.versions) and not any(e["event"] == "alias" and e["alias"] == "candidate" and e["version"] == version for e in model.history):  # new, or ended before this
         set_alias(name, "candidate", version, reason="newest version")
     return version
 

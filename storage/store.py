@@ -319,15 +319,26 @@ def cached_digest(path: Path) -> str:
     return _once(path, "content", lambda: content_digest(path))
 
 
+def unchanged(found: ResolvedInput) -> bool:
+    """Whether what was given as a path has the content that it was resolved with; what lies in the store, or behind a URL, has."""
+    path = Path(found.path)
+    if is_url(found.path) or is_ref(found.ref) or not path.exists():  # one that is gone was read while it was there
+        return True
+    try:
+        return (_dataset_dir(found.path).digest if found.kind == "dataset" else cached_digest(path)) == found.digest
+    except (StoreError, OSError):
+        return False
+
+
 def _once(path: Path, what: str, compute: Any) -> str:
     slot = home.cache_dir() / "digests" / f"{sha256_text(what + ':' + str(path))}.json"
-    before = stat_signature(path)
+    before = stat_signature(path, changes=True)
     known = read_json(slot, None)
     if known and known.get("stat") == before:
         return known["digest"]
     digest = compute()
-    newest = max((p.stat().st_mtime for p in ([path] if path.is_file() else path.rglob("*")) if p.exists()), default=0.0)
-    if stat_signature(path) == before and time.time() - newest > 2.0:  # a younger file could change within its timestamp
+    newest = max((max(p.stat().st_mtime, p.stat().st_ctime) for p in ([path] if path.is_file() else path.rglob("*")) if p.exists()), default=0.0)
+    if stat_signature(path, changes=True) == before and time.time() - newest > 2.0:  # a younger file could change within its timestamp
         with contextlib.suppress(OSError):  # a full disk, or a home that may only be read: it is computed again next time
             atomic_write_json(slot, {"path": str(path), "stat": before, "digest": digest})
     return digest
@@ -336,21 +347,27 @@ def _once(path: Path, what: str, compute: Any) -> str:
 # ---------------------------------------------------------------------------------------------------------- publish
 
 
-def publish_dataset(source: Path, name: str) -> ResolvedInput:
-    """Move a finished dataset directory into the store under ``name``; the same digest already there is reused."""
+def publish_dataset(source: Path, name: str, digest: str | None = None) -> ResolvedInput:
+    """Move a finished dataset directory into the store under ``name``; the same digest already there is reused.
+
+    digest: what it is known to have. Then this may be done again after it was interrupted anywhere: where the store has it, nothing is read of ``source``, which may be gone or
+    half removed.
+    """
     from storage.datasets import open_dataset
 
     registry.check_name(name)
-    data = open_dataset(source)
-    data.verify()
-    target = dataset_path(name, data.digest)
-    if is_url(target):
-        _upload(source, target)
-        shutil.rmtree(source)
-    else:
-        _move_in(source, Path(target), lambda path: open_dataset(path).verify())
-    set_latest(name, data.digest)
-    return ResolvedInput("dataset", target, f"dataset:{name}@{data.digest}", data.digest, data.manifest)
+    if digest is None or not check_output("dataset", dataset_path(name, digest), digest, None)[0]:
+        data = open_dataset(source)
+        data.verify()
+        digest, target = data.digest, dataset_path(name, data.digest)
+        if is_url(target):
+            _upload(source, target)
+        else:
+            _move_in(source, Path(target), lambda path: open_dataset(path).verify())
+    shutil.rmtree(source, ignore_errors=True)
+    set_latest(name, digest)
+    data = open_dataset(dataset_path(name, digest))
+    return ResolvedInput("dataset", data.path, f"dataset:{name}@{digest}", digest, data.manifest)
 
 
 def set_latest(name: str, digest: str) -> None:

@@ -6,6 +6,7 @@ every run that reuses the result. An unfinished stage keeps everything, since th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -38,7 +39,7 @@ def usage() -> list[dict[str, Any]]:
         found.append({
             "key": key, "path": directory, "finished": records.read(key) is not None,
             "busy": leases.holder(home.leases_dir() / f"stage-{key}.json") is not None,
-            "bytes": size_of(directory), "touched": max((stat.st_mtime for stat in _stats(directory)), default=directory.stat().st_mtime),
+            "bytes": size_of(directory), "touched": _touched(directory),
             "spare": any(entry.name not in KEPT for entry in directory.iterdir()),
         })  # fmt: skip
     return found
@@ -46,10 +47,20 @@ def usage() -> list[dict[str, Any]]:
 
 def clean(days: float) -> tuple[int, int]:
     """Remove the work directories of unfinished stages that nobody wrote to for ``days``: (directories, bytes) removed."""
-    old = [one for one in usage() if not one["finished"] and not one["busy"] and time.time() - one["touched"] > days * 86400]
-    for one in old:
-        shutil.rmtree(one["path"], ignore_errors=True)
-    return len(old), sum(one["bytes"] for one in old)
+    removed = 0, 0
+    for one in usage():
+        if one["finished"] or one["busy"] or time.time() - one["touched"] <= days * 86400:
+            continue
+        with contextlib.suppress(leases.LeaseBusy):  # one that has been started meanwhile
+            with leases.acquire(f"stage-{one['key']}", wait=False):
+                if records.read(one["key"]) is None and time.time() - _touched(one["path"]) > days * 86400:
+                    shutil.rmtree(one["path"], ignore_errors=True)
+                    removed = removed[0] + 1, removed[1] + one["bytes"]
+    return removed
+
+
+def _touched(directory: Path) -> float:
+    return max((stat.st_mtime for stat in _stats(directory)), default=directory.stat().st_mtime)
 
 
 def size_of(directory: Path) -> int:

@@ -21,7 +21,7 @@ import time
 from typing import IO, Any, Callable
 
 from stages import warm
-from stages.spec import PROJECT_ROOT
+from stages.spec import PROJECT_ROOT, library_versions
 
 GRACE_SECONDS = 10.0
 PER_STAGE = ("POSTTRAIN_", "PREFECT", "MLFLOW_", "CUDA_VISIBLE_DEVICES", "PYTEST_")  # read when a stage runs, not when libraries are imported
@@ -88,7 +88,7 @@ class Parent:
     def __init__(self, given: dict[str, str], module: str = "stages.warm"):
         self._socket, theirs = socket.socketpair()
         self._lock, self._unread, self._ready = threading.Lock(), b"", False
-        self._environment, self.owner = _fixed(given), os.getpid()
+        self._environment, self.owner, self.versions = _fixed(given), os.getpid(), library_versions()
         with theirs:
             self.process = subprocess.Popen([sys.executable, "-m", module, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
                                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=given, cwd=str(PROJECT_ROOT), start_new_session=True)  # fmt: skip
@@ -181,12 +181,13 @@ _starting = threading.Lock()
 
 
 def _parent(given: dict[str, str]) -> Parent | None:
-    """This process's parent of stages, started if there is none (or it has ended); None where stages cannot be forked."""
+    """This process's parent of stages, started if there is none (or it has ended, or holds libraries of which others were installed since: its stages go on, new ones are
+    forked from a new one); None where stages cannot be forked."""
     global _running
     if sys.platform != "linux" or os.environ.get("POSTTRAIN_FORK") == "0":
         return None
     with _starting:
-        if _running is None or _running.owner != os.getpid() or _running.process.poll() is not None:
+        if _running is None or _running.owner != os.getpid() or _running.process.poll() is not None or _running.versions != library_versions():
             _running = Parent(given)
         return _running
 

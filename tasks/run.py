@@ -31,7 +31,7 @@ from typing import Any, Callable, Iterator, get_args
 
 from stages.memory import nvidia_smi
 from stages.registry import get_stage, stage_module_name
-from stages.spec import PROJECT_ROOT, ConfigError, StageConfig, StageSpec, closure_digest, parse_config, stage_key
+from stages.spec import PROJECT_ROOT, ConfigError, StageConfig, StageSpec, closure_digest, library_versions, parse_config, stage_key
 from storage import home, leases, records, registry, store, tracking, work
 from storage.files import atomic_write_json, read_json, refusal, sha256_text
 from tasks import processes
@@ -191,6 +191,8 @@ def prepare(
     digests = {n: i.digest for n, i in resolved_inputs.items()}
     if spec.behind is not None and (named := spec.behind(parsed, {n: i.path for n, i in resolved_inputs.items()})):
         digests["behind"] = sha256_text(named)
+    if getattr(parsed, "engine", "") == "vllm":  # no import of every stage's, so not part of its code
+        digests["engine"] = sha256_text(f"vllm {library_versions(['vllm'])['vllm']}")
     key = stage_key(spec.name, code, parsed, digests, seed)
     return Prepared(spec, module_name, key, parsed, parsed.resolved(), resolved_inputs, given, code, int(seed))
 
@@ -278,8 +280,8 @@ def _matching_kind(ingest: Any, text: str, kinds: tuple[str, ...]) -> str | None
 def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_run: dict[str, Any] | None, force: bool, tell: Callable[[Event], None], devices: int | None, wait: bool) -> tuple[dict[str, Any], str]:
     """Run the stage process to its end and publish; returns the new record and the name of its MLflow run."""
     workdir = home.work_dir(p.key)
-    old = records.read(p.key)
-    if (force and old and not (workdir / "forced.json").exists()) or (old and not force):
+    old, forced = records.read(p.key), read_json(workdir / "forced.json", {}).get("unit")
+    if (force and old and forced in (None, old.get("forced"))) or (old and not force):
         shutil.rmtree(workdir)  # a forced or a damaged result starts afresh; an interrupted forced run continues
         workdir.mkdir(parents=True)
     if force:
@@ -290,7 +292,7 @@ def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_
     document = {
         "unit": unit, "type": "stage", "label": label, "stage": p.spec.name, "key": p.key, "seed": p.seed, "config": {**p.resolved, **p.config.effective()},
         "code": p.code, "git": records.git_commit(PROJECT_ROOT), "judges": p.spec.judges, "inputs": {n: _input_entry(i) for n, i in p.inputs.items()},
-        "workdir": str(workdir), "status": "RUNNING", "started": started, "cached": False, "owner": leases.this_process(),
+        "workdir": str(workdir), "status": "RUNNING", "started": started, "cached": False, "owner": leases.owner(),
         "flow": tracking.flow_part(flow_run), "forced": force,
     }  # fmt: skip
     tracking.put(document)
@@ -303,7 +305,9 @@ def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_
             if result is None:
                 devices = _devices_of(p.spec, devices)
                 slots, device, environment = _devices(p.spec, devices, wait, tell, engine_cards(p.config))
+                _refuse_changes(p, code=True)
                 result = _process(p, workdir, lock, device, devices, environment, unit, tell)
+            _refuse_changes(p)
             record = _publish(p, workdir, result, label, name_as, started, attempt, flow_run)
         finally:  # before MLflow is waited for
             for slot in slots:
@@ -318,6 +322,17 @@ def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_
     tracking.put({**document, **_projected(record), "status": "FINISHED", "ended": record["finished"]})
     work.tidy(workdir)
     return record, unit
+
+
+def _refuse_changes(p: Prepared, code: bool = False) -> None:
+    """Raise StageError where an input that lies outside the state directory is another one than the key says, since somebody wrote to it meanwhile; ``code``: or the stage's code
+    (before it is started: while it waited for its turn)."""
+    changed = [f"input {name} at {found.path}" for name, found in p.inputs.items() if not store.unchanged(found)]
+    if code and closure_digest(p.module, p.spec.resources) != p.code:
+        changed.append("its code")
+    if changed:
+        raise StageError(p.spec.name, f"{' and '.join(changed)} changed while it {'waited' if code else 'ran'}, so its result would be known by what it was not made of. Give the same command "
+                         f"again, which takes what is there now{'' if code else '; or put the old content back first, and it goes on from what this run has done'}.", kind="StageFailure", key=p.key)
 
 
 def _attempt(workdir: Path) -> int:
@@ -540,7 +555,7 @@ def _names(spec: StageSpec, name_as: str | None) -> dict[str, str]:
 
 def _publish(p: Prepared, workdir: Path, result: dict[str, Any], label: str, name_as: str | None, started: float, attempt: int, flow_run: dict[str, Any] | None) -> dict[str, Any]:
     """Verify the outputs, move them into the store (a plan on disk makes that repeatable) and write the record."""
-    from storage.datasets import open_dataset
+    from storage.datasets import DatasetError, open_dataset
 
     plan = read_json(workdir / "publish.json", None)
     if plan is None:
@@ -555,7 +570,10 @@ def _publish(p: Prepared, workdir: Path, result: dict[str, Any], label: str, nam
     for name, output in result["outputs"].items():
         source, digest = Path(output["path"]), plan[name]["digest"]
         if output["kind"] == "dataset":
-            found = store.publish_dataset(source, names[name]) if source.exists() else store.resolve(f"dataset:{names[name]}@{digest}", "dataset")
+            try:
+                found = store.publish_dataset(source, names[name], digest)
+            except DatasetError:
+                raise StageError(p.spec.name, f"output {name} is neither in the store nor whole at {source}; remove {workdir} and run again", key=p.key) from None
         else:
             found = store.publish_model(source, digest) if source.exists() else store.resolve(f"model:m-{digest}", "model")
         good, stat = store.check_output(found.kind, found.path, digest, None)
@@ -569,7 +587,7 @@ def _publish(p: Prepared, workdir: Path, result: dict[str, Any], label: str, nam
         "metrics": result["summary"], "perf": result["perf"], "usage": result.get("usage") or {}, "warnings": result["warnings"], "reports": result["reports"],
         "code": p.code, "git": records.git_commit(PROJECT_ROOT), "versions": {**records.versions(), **result.get("versions", {})},
         "started": started, "finished": finished, "attempts": attempt, "resumed_from": result.get("resumed_from"),
-        "host": leases.this_process()["host"], "workdir": str(workdir), "metrics_file": str(workdir / "metrics.jsonl"),
+        "forced": read_json(workdir / "forced.json", {}).get("unit"), "host": leases.this_process()["host"], "workdir": str(workdir), "metrics_file": str(workdir / "metrics.jsonl"),
         "perf_file": str(workdir / "perf.jsonl"), "flow_run": (flow_run or {}).get("run_id"), "mlflow": {},
     }  # fmt: skip
     records.write(record)
@@ -608,7 +626,7 @@ def _conclude(p: Prepared, record: dict[str, Any], cached: bool, unit: str, labe
         entry = {
             "unit": unit, "type": "stage", "label": label, "stage": p.spec.name, "key": p.key, "seed": p.seed, "config": {**p.resolved, **p.config.effective()}, "code": p.code,
             "git": record.get("git", ""), "judges": p.spec.judges, "inputs": {n: _input_entry(i) for n, i in p.inputs.items()}, "workdir": record["workdir"],
-            "status": "FINISHED", "started": time.time(), "ended": time.time(), "cached": told in (None, "FINISHED"), "owner": leases.this_process(), "flow": tracking.flow_part(flow_run),
+            "status": "FINISHED", "started": time.time(), "ended": time.time(), "cached": told in (None, "FINISHED"), "owner": leases.owner(), "flow": tracking.flow_part(flow_run),
             **_projected(record),
         }  # fmt: skip
         tracking.put(entry)

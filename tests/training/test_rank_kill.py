@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from storage.files import tree_digest
-from tasks.run import StageError, run_stage
+from storage.files import atomic_write_json, read_json, tree_digest
+from tasks.run import StageError, prepare, run_stage
 from tests.crash.conftest import state_dir  # noqa: F401
 
 CONFIG = {"learning_rate": 1e-3, "batch_size": 8, "max_steps": 12, "max_length": 64, "sharding": "full", "ema_decay": 0.5}
@@ -59,27 +59,33 @@ def kill_one(inputs, config, victim: int, step: int, inside_write: bool) -> tupl
     return str(failure.value), any(Path(seen["workdir"], "checkpoints").glob(".tmp-*"))
 
 
-@pytest.mark.parametrize("sharding", ("full", "none"))
-def test_a_killed_rank_takes_the_stage_down_and_the_next_run_ends_with_the_same_bytes(sharding, tiny, data, state_dir, monkeypatch, tmp_path):
+@pytest.mark.parametrize("sharding, first, writer", [("full", 0, 1), ("none", random.Random(1).randrange(1, 4), 0)])
+def test_a_killed_rank_takes_the_stage_down_and_the_next_run_ends_with_the_same_bytes(sharding, first, writer, tiny, data, state_dir, monkeypatch, tmp_path, forks):
+    """first: the step behind which a rank is killed; writer: the rank that is killed in a write, once or (where the kill came too late for it) twice more."""
     inputs, config = {"model": tiny["policy"], "data": data["demonstrations"]}, {**CONFIG, "sharding": sharding}
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("POSTTRAIN_CHECKPOINT_SECONDS", "0")
-    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "undisturbed"))
-    whole = run_stage("sft", inputs, config, seed=3, devices=2)
-    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "killed"))
-    dice = random.Random(sharding)
-    for victim, step in ((1, 0), (1, dice.randrange(1, 4))):
-        message, _ = kill_one(inputs, config, victim, step, inside_write=False)
-        assert f"rank {victim} of 2 was ended by SIGKILL" in message and "same command" in message
-    cut = [kill_one(inputs, config, victim, step, inside_write=True) for victim, step in ((1, 4), (0, 6))]
-    assert all(f"rank {v} of 2 was ended by SIGKILL" in text for v, (text, _) in zip((1, 0), cut))
-    assert any(partial for _, partial in cut), "no kill hit a write"
+    prepared = prepare("sft", inputs, config, seed=3)
+    whole = tmp_path / "undisturbed"
+    spec = {"stage": "sft", "key": prepared.key, "config": prepared.resolved, "seed": 3, "device": "cpu", "devices": 2, "workdir": str(whole),
+            "inputs": {name: one.to_dict() for name, one in prepared.inputs.items()}}
+    atomic_write_json(tmp_path / "SPEC.json", spec)
+    forks.run(tmp_path / "SPEC.json", ranks=2)
+    message, _ = kill_one(inputs, config, 1, first, inside_write=False)
+    assert "rank 1 of 2 was ended by SIGKILL" in message and "same command" in message
+    for step in (4, 6, 8):
+        message, cut = kill_one(inputs, config, writer, step, inside_write=True)
+        assert f"rank {writer} of 2 was ended by SIGKILL" in message
+        if cut:
+            break
+    assert cut, "no kill hit a write"
     result = run_stage("sft", inputs, config, seed=3, devices=2)  # waits for no slot of the dead
-    assert result.key == whole.key and tree_digest(result.paths["model"]) == tree_digest(whole.paths["model"])
-    assert result.metrics == whole.metrics
-    metrics = [(Path(tmp_path, home, "work", result.key, "metrics.jsonl")).read_bytes() for home in ("undisturbed", "killed")]
-    assert metrics[0] == metrics[1]
-    assert not any(Path(tmp_path, "killed", "work", result.key, "checkpoints").glob(".tmp-*"))
+    undisturbed = read_json(whole / "result.json")
+    assert result.key == prepared.key and tree_digest(result.paths["model"]) == tree_digest(whole / "out" / "model")
+    assert result.metrics == undisturbed["summary"]
+    killed = state_dir / "work" / result.key
+    assert (killed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert not any((killed / "checkpoints").glob(".tmp-*"))
 
 
 def test_the_error_told_is_that_of_the_rank_that_failed_first(tiny, data, state_dir, monkeypatch):
