@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from stages.settings import ChatConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec

@@ -93,7 +93,7 @@ def test_an_adapter_on_the_output_layer_is_the_models_own_forward(tiny):
     trained = [p for p in model.parameters() if p.requires_grad]
     batch = collate(items[:2])
     logps, entropy = target_logps(model, batch, entropy=True)
-    expected, at = [], 0
+    expected = []
     for item in items[:2]:
         for response, mask in zip(item.responses, item.masks):
             ids = torch.tensor([[*item.prompt, *response]])

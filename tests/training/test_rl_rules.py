@@ -772,7 +772,7 @@ def test_a_shared_critic_of_one_value_per_prompt_learns_at_the_first_token(tiny)
 
     config = Config(preset="ppo", critic_mode="shared", critic_target="bandit", kl_coef=0.0)
     objective = PolicyGradient(resolve_preset(config)[0], config, value_head=critics.new_value_head(32, 1))
-    values, returns = [0.2, 0.2, 0.2], [1.0, 1.0, 1.0]
+    values = [0.2, 0.2, 0.2]
     for mask, at in (([1, 1, 1], 0), ([0, 1, 1], 1)):
         item = make_item("r", [20, 30], [[40, 50, 60]], [mask], advantages=[1.0], old_logps=[[-5.0] * 3], values=[values], returns=[[1.0 if t == at else 99.0 for t in range(3)]])
         value, unit = objective(load_policy(tiny["policy"]), collate([item])).loss["value"]
