@@ -68,7 +68,7 @@ def debates(i, p):
             return [p for p in i["judge_prob_A"] for _ in (0, 1)]
 
     component = RewardComponent(kind="debate")
-    rows = [{"prompt_row": {"prompt": []}, "debate": {"answers": ["A", "B"], "seat": seat, "said": [[], []]}} for _ in i["judge_prob_A"] for seat in (0, 1)]
+    rows = [{"prompt_row": {"prompt": []}, "completion_ids": [], "debate": {"answers": ["A", "B"], "seat": seat, "said": [[], []]}} for _ in i["judge_prob_A"] for seat in (0, 1)]
     totals = [scored.total for scored in Rewards([component], {component.name: Judge()}, None).score(rows)]
     first, second = totals[0::2], totals[1::2]
     return {"reward_A": first, "reward_B": second, "judge_accuracy": debate.judge_accuracy(i["judge_prob_A"], i["A_is_correct"])}
