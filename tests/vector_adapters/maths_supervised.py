@@ -15,6 +15,7 @@ from stages.chat import RenderError
 from stages.divergence import topk_divergence
 from stages.evaluation import overopt, preference
 from stages.ingestion import curation, pairing
+from stages.modeling import Head, token_logps
 from stages.reward_heads import own_positions
 from stages.training import Sums, Trainer
 from tests import production
@@ -51,8 +52,8 @@ def all_modes(loss, mask, constant=None, mode=None):
 # --- sft ---------------------------------------------------------------------------------------------
 
 def nll_uniform(i, p):
-    logits = torch.zeros(1, i["num_tokens"], i["vocab_size"], dtype=torch.float64)
-    logp = logps_at(logits, torch.zeros(1, i["num_tokens"], dtype=torch.long))
+    n, head = i["num_tokens"], Head(torch.zeros(i["vocab_size"], 1, dtype=torch.float64), None)  # one hidden unit: as many as words would take gigabytes
+    logp = token_logps(head, torch.ones(n, 1, dtype=torch.float64), torch.zeros(n, dtype=torch.long))[0][None]
     return {"loss": step_mean(losses.token_nll(logp), torch.ones_like(logp), p["loss_agg_mode"]),
             "log_prob_per_token": logp[0, 0]}
 
