@@ -180,7 +180,9 @@ def on_policy(path, reference, prompts, folder, change=None, **settings) -> tupl
     objective = PolicyGradient(row, config, source.kl_loss_coef, None, None)
     trainer, run = Trainer(model, objective, config, source.total_steps), Run()
     for step in range(STEPS):
-        found = trainer.step(source.items(step))
+        items = source.items(step)
+        found = trainer.step(items)
         source.after_step(step + 1, found)
+        run.batches.append({"items": items})
         run.step(found["loss"], found["grad_norm"], found["learning_rate"], model)
     return run, seen

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,41 +18,7 @@ pytest.importorskip("trl", minversion="1.16", reason="TRL is in the extra `bench
 pytest.importorskip("datasets")
 
 from tests.peers import our_side, trl_side  # noqa: E402
-
-PAGE = (Path(__file__).parents[2] / "stages" / "FROM_TRL.md").read_text(encoding="utf-8")
-
-
-@dataclasses.dataclass
-class Row:
-    section: str       # heading, and after a slash the first word of the paragraph above the table
-    theirs: str
-    ours: str
-    says: str
-
-    def settings(self, side: str) -> dict:
-        """The settings of a cell, as keyword arguments; ``options.x`` become a dict."""
-        found: dict = {}
-        for name, value in re.findall(r"([\w.]+)=(\[.*?\](?= \w+=|$)|\S+)", getattr(self, side)):
-            part, _, inner = name.rpartition(".")
-            value = yaml.safe_load(value)
-            (found.setdefault(part, {}) if part else found)[inner] = value
-        return found
-
-
-def rows_of(page: str) -> list[Row]:
-    found, section, above = [], "", ""
-    for line in page.splitlines():
-        if line.startswith("## "):
-            section, above = line[3:].split(":")[0], ""
-        elif line and not line.startswith("|"):
-            above = line.split()[0].strip("`(,:")
-        elif match := re.match(r"\| `([^`]*)`([^|]*)\| `([^`]*)` \| (the same|differs)(.*) \|$", line):
-            found.append(Row(f"{section}/{above}", match[1] + match[2].rstrip().replace("`", ""), match[3], match[4] + match[5]))
-    return found
-
-
-ROWS = rows_of(PAGE)
-
+from tests.peers.page import DEFAULTS, PAGE, ROWS, Row  # noqa: E402
 
 # --- the rows that both sides train on -----------------------------------------------------------------------------------
 
@@ -150,14 +115,10 @@ def test_a_row_of_the_page_is_true(row, models, prompts, tmp_path):
         agree(ours, theirs, start, losses="gradient" not in row.says.split(";")[0])
     else:
         assert any(apart(a, b) > 1e-3 for a, b in zip(ours.weights, theirs.weights)) or any(apart(a, b) > 1e-3 for a, b in zip(ours.gradients, theirs.gradients))
-        assert row.theirs in EXPLAINED, f"{row.theirs} differs, and no test here shows why"
 
 
-def test_the_page_is_read():
-    """No table row of the page is passed over."""
-    tables = [line for line in PAGE.splitlines() if line.startswith("| `") and re.search(r"\| (the same|differs)", line)]
-    assert len(ROWS) == len(tables) > 70 and {row.theirs for row in ROWS if row.says.startswith("differs")} == set(EXPLAINED)
-    assert all(row.settings("theirs") and row.settings("ours") for row in ROWS)
+def test_every_difference_is_explained():
+    assert {row.theirs for row in ROWS if row.says.startswith("differs")} == set(EXPLAINED)
 
 
 # --- why rows differ -----------------------------------------------------------------------------------------------------
@@ -211,7 +172,26 @@ def tokens_are_chosen_once_for_a_batch(models, prompts, folder):
     assert apart(ours.gradients[0], theirs.gradients[0]) < 1e-4 < apart(ours.gradients[2], theirs.gradients[2])
 
 
+def no_mean_depends_on_how_a_batch_is_cut(models, prompts, folder):
+    """TRL's gradient is the mean of those of its two halves, each over its own tokens; with as many tokens in both the two would agree."""
+    ours, theirs, _ = both(row_of("loss_type=bnpo per_device_train_batch_size=4 gradient_accumulation_steps=2"), models, prompts, folder)
+    whole, whole_theirs, _ = both(row_of("loss_type=bnpo"), models, prompts, folder / "whole")
+    assert ours.losses == whole.losses and apart(whole.gradients[0], whole_theirs.gradients[0]) < 1e-5
+    counts = [sum(map(sum, batch["completion_mask"])) for batch in theirs.batches[:2]]
+    assert counts[0] != counts[1] and sum(counts) == sum(map(sum, whole_theirs.batches[0]["completion_mask"]))
+
+
+def a_step_has_whole_groups(models, prompts, folder):
+    ours, theirs, _ = both(row_of("loss_type=grpo per_device_train_batch_size=4 steps_per_generation=2"), models, prompts, folder)
+    groups = [[response.tolist() for response in batch["items"][0].responses] for batch in ours.batches[:2]]
+    assert [len(batch["items"]) for batch in ours.batches[:2]] == [1, 1] and [len(group) for group in groups] == [4, 4]
+    dealt = [[[i for i, m in zip(ids, mask) if m] for ids, mask in zip(batch["completion_ids"], batch["completion_mask"])] for batch in theirs.batches[:2]]
+    assert sorted(dealt[0] + dealt[1]) == sorted(groups[0] + groups[1]) and sorted(dealt[0]) not in [sorted(group) for group in groups]
+
+
 EXPLAINED = {
+    "loss_type=bnpo per_device_train_batch_size=4 gradient_accumulation_steps=2": no_mean_depends_on_how_a_batch_is_cut,
+    "loss_type=grpo per_device_train_batch_size=4 steps_per_generation=2": a_step_has_whole_groups,
     "lr_scheduler_type=constant_with_warmup warmup_steps=2": the_first_step_of_a_warm_up,
     "assistant_only_loss=true neftune_noise_alpha=5": noise_of_a_rows_own_length,
     "assistant_only_loss=true packing=true max_length=256": the_loss_of_a_pack_is_that_of_its_rows,
@@ -227,24 +207,12 @@ def test_why_a_row_differs(why, models, prompts, tmp_path):
 
 # --- defaults, and what else is not the same -------------------------------------------------------------------------------
 
-DEFAULTS = re.findall(r"^\| `(\w+)Config\.(\w+)=(\S+)` \| `(?:preset )?(\w+)[.:] ?(\w+)=(\S+)` \|$", PAGE, re.M)
-
-
-@pytest.mark.parametrize("trainer, name, value, stage, setting, ours", DEFAULTS)
-def test_a_default_is_what_the_page_says(trainer, name, value, stage, setting, ours):
+@pytest.mark.parametrize("trainer, name, value, ours", [(*one[:3], one[5]) for one in DEFAULTS])
+def test_a_default_of_trl_is_what_the_page_says(trainer, name, value, ours):
     import trl
 
-    from stages.algorithms import RL_AXES, RL_PRESETS
-    from stages.registry import get_stage
-
-    fields = {f.name: f for f in dataclasses.fields(getattr(trl, f"{trainer}Config"))}
-    assert getattr(fields[name].default, "value", fields[name].default) == yaml.safe_load(value)
-    found = getattr(RL_PRESETS[stage], RL_AXES[setting]) if stage in RL_PRESETS else get_stage(stage).SPEC.config.model_fields[setting].default
-    assert found == yaml.safe_load(ours) and str(yaml.safe_load(value)) != str(found)
-
-
-def test_all_defaults_of_the_page_are_read():
-    assert len(DEFAULTS) == len(re.findall(r"^\| `\w+Config\.", PAGE, re.M)) > 10
+    default = next(f.default for f in dataclasses.fields(getattr(trl, f"{trainer}Config")) if f.name == name)
+    assert getattr(default, "value", default) == yaml.safe_load(value) != yaml.safe_load(ours)
 
 
 def test_trl_trains_what_the_template_writes_behind_the_end_of_turn(models, tmp_path):
@@ -346,3 +314,20 @@ def test_unscorable_completions_are_in_no_denominator_here(models, prompts, tmp_
     ours, theirs = rl(models, prompts, tmp_path, change, {"preset": "grpo", "beta": 0.0, "loss_agg_mode": "token-mean"}, {"loss_type": "dapo"})
     every, lost = counts[0]
     assert lost and ours.norms[0] * (every - lost) == pytest.approx(theirs.norms[0] * every, rel=1e-5)
+
+
+#: The tests of the last table, by its first column.
+ALSO = {"after the end of turn": test_trl_trains_what_the_template_writes_behind_the_end_of_turn, "long pairs": test_long_pairs_are_cut_differently,
+        "control tokens": test_control_tokens_in_a_text_are_text_here, "pad token": test_a_sampled_pad_token_is_learned_here_alone,
+        "steps that train nothing": test_a_step_that_trains_nothing_moves_nothing_here, "unscorable completions": test_unscorable_completions_are_in_no_denominator_here}
+
+
+def test_every_other_difference_has_a_test():
+    assert re.findall(r"^\| `([^`]+)` \|", PAGE.partition("## What else")[2], re.M) == list(ALSO)
+
+
+def test_trl_computes_in_bfloat16_unless_told(tmp_path):
+    import trl
+
+    config = trl.SFTConfig(output_dir=str(tmp_path), use_cpu=True)
+    assert config.bf16 and config.gradient_checkpointing

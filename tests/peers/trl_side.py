@@ -17,7 +17,7 @@ STEPS, ROWS = 3, 4
 
 @dataclass
 class Run:
-    """Of each optimizer step; ``batches``: the token ids, labels and masks that a trainer's collator gave; here the items."""
+    """Of each optimizer step; ``batches``: the token ids, labels and masks of every micro-batch; here the items of every step."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -69,7 +69,7 @@ def train(trainer) -> Run:
     compute, clip = trainer.compute_loss, torch.nn.utils.clip_grad_norm_
 
     def compute_loss(model, inputs, *args, **kwargs):
-        run.batches.append({k: inputs[k].tolist() for k in ("input_ids", "labels", "completion_mask") if k in inputs})
+        run.batches.append({k: inputs[k].tolist() for k in ("input_ids", "labels", "completion_mask", "completion_ids") if k in inputs})
         loss = compute(model, inputs, *args, **kwargs)
         seen.loss += float(loss.detach())
         return loss
