@@ -19,7 +19,7 @@ WITH_TOOLS = (
 
 @pytest.fixture(scope="session")
 def models(tiny, tmp_path_factory):  # noqa: F811
-    """{"policy", "other", "reward": nothing behind the end of a turn; "chatml", "chatml_reward": a line break there; "tools"}: paths."""
+    """{"policy", "other", "reward": Llamas with nothing behind the end of a turn; "qwen2": the same with biases and tied embeddings; "chatml", "chatml_reward": a line break there; "tools"}: paths."""
     root = tmp_path_factory.mktemp("peers")
     found = {"chatml": tiny["policy"], "chatml_reward": tiny["reward"]}
 
@@ -31,6 +31,21 @@ def models(tiny, tmp_path_factory):  # noqa: F811
     for name in ("policy", "other", "reward"):
         copy(tiny[name], name, lambda text: text.replace("{{- '\\n' -}}{%- else -%}", "{%- else -%}").replace("'<|im_end|>\\n'", "'<|im_end|>'"))
     copy(tiny["policy"], "tools", lambda text: WITH_TOOLS)
+    import torch
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+    from stages.modeling import save_policy
+
+    tokenizer = AutoTokenizer.from_pretrained(found["policy"])
+    torch.manual_seed(7)
+    qwen2 = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2,
+                                         max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=0, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
+    with torch.no_grad():
+        for name, parameter in qwen2.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.2)
+    found["qwen2"] = str(root / "qwen2")
+    save_policy(qwen2, tokenizer, found["qwen2"])
     return found
 
 

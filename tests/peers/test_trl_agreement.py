@@ -121,6 +121,16 @@ def test_every_difference_is_explained():
     assert {row.theirs for row in ROWS if row.says.startswith("differs")} == set(EXPLAINED)
 
 
+#: One row of each loop, on another architecture.
+OTHER = ("lr_scheduler_type=constant weight_decay=0.1", "loss_type=[sigmoid, bco_pair, sft] loss_weights=[0.8, 0.2, 1.0]", "loss_type=grpo beta=0.1 num_iterations=3")
+
+
+@pytest.mark.parametrize("theirs", OTHER)
+def test_biases_and_tied_embeddings_agree_too(theirs, models, prompts, tmp_path):
+    ours, theirs, start = both(row_of(theirs), {**models, "policy": models["qwen2"], "other": models["qwen2"]}, prompts, tmp_path)
+    agree(ours, theirs, start)
+
+
 # --- why rows differ -----------------------------------------------------------------------------------------------------
 
 def row_of(theirs: str) -> Row:
