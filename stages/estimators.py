@@ -235,7 +235,7 @@ def overlong_penalty(lengths, max_completion_length: int, soft_punish_cache: int
 
 
 def top_entropy_tokens(entropies_BT, mask_BT, share: float):
-    """(tokens [B, T] of the mask whose entropy is at or above its (1 - share) quantile, that quantile in nats) (Wang et al. 2025, "Beyond the 80/20 rule", eq. 5).
+    """(tokens [B, T] of the mask whose entropy is at or above its (1 - share) quantile, that quantile in nats) (Wang et al. 2025, "Beyond the 80/20 rule").
 
     The quantile is taken over all tokens of the mask together; tokens of equal entropy are in or out together. Without a token in the mask: (none, 0).
     """

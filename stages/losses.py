@@ -251,7 +251,7 @@ def by_sign(positive, constant_pos: float, constant_neg: float, like):
 
 
 def soft_gate(ratio_BT, advantages_BT, tau_pos: float = 1.0, tau_neg: float = 1.05):
-    """(4/tau) sigma(tau (rho - 1)) [B, T], tau by the sign of the advantage, and its derivative 4 sigma (1 - sigma), detached (SAPO, Gao et al. 2025, eq. 5 and 6).
+    """(4/tau) sigma(tau (rho - 1)) [B, T], tau by the sign of the advantage, and its derivative 4 sigma (1 - sigma), detached (SAPO, Gao et al. 2025).
 
     The derivative is 1 on-policy and falls to 0 on both sides of it, where a clip would cut at once.
     """

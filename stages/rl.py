@@ -166,7 +166,8 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
     step_separator: str = Field("\n\n", description="End of a reasoning step (advantage=process, vine).")
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
         "sum_then_normalize", description="Several reward components: their weighted sum is compared within the group, or each is normalised there by std_ddof and std_eps and then weighted, "
-        "so that weights do not depend on scales (reward.composite; TRL's name). normalize_then_sum needs advantage=group_mean and takes the place of its scale_rewards.")
+        "so that weights do not depend on scales (reward.composite; TRL's name). normalize_then_sum needs advantage=group_mean and takes the place of its scale_rewards, "
+        "unless that is batch: then the sums are divided by their std over the batch (GDPO, TRL).")
     baseline_value: float = Field(0.0, description="baseline=constant: the number, on the scale of the rewards behind reward_norm and reward_clip.")
     baseline_decay: float = Field(0.9, ge=0, lt=1, description="Moving-average baseline of reinforce.")
     baseline_samples: int = Field(8, ge=1, description="Completions of the starting policy per prompt behind baseline=table and v_star (A*-PO 8).")
@@ -407,7 +408,7 @@ def resolve_preset(config: Config):
                          "opponent=self.")
     if config.multi_objective_aggregation == "normalize_then_sum":
         refused = {"reward_override replaces what the components say; leave one of them out": config.reward_override != "none",
-                   f"scale_rewards={config.scale_rewards} would divide the sum by a std once more; leave it out": row.scale != "none",
+                   f"scale_rewards={config.scale_rewards} would divide the sum by a group's std once more; leave it out, or write scale_rewards=batch": row.scale not in ("none", "batch"),
                    f"truncation_policy={row.truncation_policy} sets rewards on the scale of the plain sum; write truncation_policy=score or mask": row.truncation_policy not in ("score", "mask")}
         for text in (text for text, on in refused.items() if on):
             raise ValueError(f"multi_objective_aggregation=normalize_then_sum: {text}.")

@@ -885,6 +885,8 @@ def test_components_are_normalised_before_they_are_weighted(rl):
     assert any(c["value"] is None for row in rows for c in row["reward_components"])
     assert "reward/spread/std" in metrics[0] and metrics[0]["reward/flat/std"] == 0.0 and 0 < metrics[0]["reward/letter/unscorable_fraction"] < 1
     np.testing.assert_allclose(advantages("scaled", [{**wide, "weight": 2.0}, letter, flat])[0], found, atol=1e-9)
+    single, batch = (advantages(name, [{**SPREAD, "weight": 2.0}, flat], **more)[0] for name, more in (("whole", {}), ("batch", {"scale_rewards": "batch"})))
+    np.testing.assert_allclose(batch, np.array(single) / np.std(single), atol=1e-9)  # GDPO: the sums by their std over the batch
     plain = {**config, "multi_objective_aggregation": "sum_then_normalize"}
     assert not np.allclose(advantages("sum", [{**wide, "weight": 2.0}, letter, flat], **plain)[0], advantages("sum2", [{**SPREAD, "weight": 2.0}, letter, flat], **plain)[0], atol=1e-3)
 

@@ -1,0 +1,48 @@
+"""The tables of stages/FROM_TRL.md, as settings of both sides."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import yaml
+
+PAGE = (Path(__file__).parents[2] / "stages" / "FROM_TRL.md").read_text(encoding="utf-8")
+
+
+@dataclasses.dataclass
+class Row:
+    """``section``: the heading, and behind a slash the first word of the paragraph above the table; ``stage``: the one that the heading names (of the optimizer's settings sft)."""
+
+    section: str
+    stage: str
+    theirs: str
+    ours: str
+    says: str
+
+    def settings(self, side: str) -> dict:
+        """The settings of a cell, as keyword arguments; ``options.x`` become a dict."""
+        found: dict = {}
+        for name, value in re.findall(r"([\w.]+)=(\[.*?\](?= \w+=|$)|\S+)", getattr(self, side)):
+            part, _, inner = name.rpartition(".")
+            (found.setdefault(part, {}) if part else found)[inner] = yaml.safe_load(value)
+        return found
+
+
+def rows_of(page: str) -> list[Row]:
+    found, section, stage, above = [], "", "", ""
+    for line in page.splitlines():
+        if line.startswith("## "):
+            section, _, named = line[3:].partition(":")
+            stage, above = named.strip(" `") or "sft", ""
+        elif line and not line.startswith("|"):
+            above = line.split()[0].strip("`(,:")
+        elif match := re.match(r"\| `([^`]*)`([^|]*)\| `([^`]*)` \| (the same|differs)(.*) \|$", line):
+            found.append(Row(f"{section}/{above}", stage, match[1] + match[2].rstrip().replace("`", ""), match[3], match[4] + match[5]))
+    return found
+
+
+ROWS = rows_of(PAGE)
+#: (TRL's trainer, setting, default, stage or preset here, setting, default) of the table of defaults.
+DEFAULTS = re.findall(r"^\| `(\w+)Config\.(\w+)=(\S+)` \| `(?:preset )?(\w+)[.:] ?(\w+)=(\S+)` \|$", PAGE, re.M)

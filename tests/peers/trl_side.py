@@ -1,0 +1,232 @@
+"""TRL's trainers on given rows, step by step: what :mod:`tests.peers.our_side` is compared with.
+
+Both sides have the same weights in float64, the same rows in the same order, AdamW and gradient clipping. A run gives one :class:`Run`: loss, gradient norm,
+clipped gradient and weights of every optimizer step. RL gets its completions and rewards given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+
+STEPS, ROWS = 3, 4
+
+
+@dataclass
+class Run:
+    """Of each optimizer step; ``batches``: the token ids, labels and masks of every micro-batch; here the items of every step."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    weights: list[torch.Tensor] = field(default_factory=list)
+    batches: list[dict] = field(default_factory=list)
+
+    def step(self, loss, norm, rate, model) -> None:
+        self.losses.append(float(loss))
+        self.norms.append(float(norm))
+        self.rates.append(float(rate))
+        self.gradients.append(flat(model, "grad"))
+        self.weights.append(flat(model))
+
+
+def flat(model, what: str = "data") -> torch.Tensor:
+    """All parameters (or their gradients) as one vector, by name, so that both sides have one order."""
+    def part(p):
+        found = p.grad if what == "grad" else p.data
+        return torch.zeros(p.numel(), dtype=p.dtype) if found is None else found.detach().clone().flatten()
+    return torch.cat([part(p) for name, p in sorted(model.named_parameters()) if p.requires_grad])
+
+
+def arguments(folder, **more) -> dict:
+    """Arguments of a TRL config that make its run the same as ours: one process, float32 kept, no dropout, no shuffling, a constant learning rate, clipping that is felt."""
+    return {"output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "logging_steps": 1, "gradient_checkpointing": False,
+            "per_device_train_batch_size": ROWS, "max_steps": STEPS, "lr_scheduler_type": "constant", "learning_rate": 1e-2, "max_grad_norm": 0.5, "disable_tqdm": True,
+            "seed": 0, **more}
+
+
+def in_order(kind):
+    """A trainer class that takes its rows as they come."""
+    from torch.utils.data import SequentialSampler
+
+    class InOrder(kind):
+        def _get_train_sampler(self, dataset=None):
+            return SequentialSampler(dataset if dataset is not None else self.train_dataset)
+
+    return InOrder
+
+
+def train(trainer) -> Run:
+    """Run a constructed trainer and take down its steps; the loss is the sum over its micro-batches, as it goes into the backward."""
+    from transformers import TrainerCallback
+    from transformers.trainer_callback import PrinterCallback
+
+    run, seen = Run(), SimpleNamespace(loss=0.0, norm=0.0, gradients=None)
+    compute, clip = trainer.compute_loss, torch.nn.utils.clip_grad_norm_
+
+    def compute_loss(model, inputs, *args, **kwargs):
+        run.batches.append({k: inputs[k].tolist() for k in ("input_ids", "labels", "completion_mask", "completion_ids") if k in inputs})
+        loss = compute(model, inputs, *args, **kwargs)
+        seen.loss += float(loss.detach())
+        return loss
+
+    def clipped(parameters, max_norm, *args, **kwargs):
+        found = clip(parameters, max_norm, *args, **kwargs)
+        seen.norm = float(found)
+        return found
+
+    class Steps(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
+            seen.rate = trainer.optimizer.param_groups[0]["lr"]
+            seen.gradients = flat(trainer.accelerator.unwrap_model(trainer.model), "grad")
+
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            run.losses.append(seen.loss)
+            run.norms.append(seen.norm)
+            run.rates.append(seen.rate)
+            run.gradients.append(seen.gradients)
+            run.weights.append(flat(trainer.accelerator.unwrap_model(trainer.model)))
+            seen.loss = 0.0
+
+    trainer.compute_loss = compute_loss
+    trainer.add_callback(Steps())
+    trainer.remove_callback(PrinterCallback)
+    with patched(torch.nn.utils, "clip_grad_norm_", clipped):
+        trainer.train()
+    return run
+
+
+@contextlib.contextmanager
+def patched(where, name, value):
+    kept = getattr(where, name)
+    setattr(where, name, value)
+    try:
+        yield
+    finally:
+        setattr(where, name, kept)
+
+
+def model_of(path: str, every_token: bool = True):
+    """``every_token``: the pad token's embedding learns too, where a text or a sample holds it; transformers' models leave it out of every gradient."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    if every_token:
+        model.get_input_embeddings().padding_idx = None
+    return model
+
+
+def tokenizer_of(path: str):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+def dataset_of(rows):
+    from datasets import Dataset
+
+    return Dataset.from_list(rows)
+
+
+def sft(path, rows, folder, **settings) -> Run:
+    from trl import SFTConfig, SFTTrainer
+
+    config = SFTConfig(**arguments(folder, **{"max_length": 256, "shuffle_dataset": False, **settings}))
+    return train(in_order(SFTTrainer)(model_of(path), args=config, train_dataset=dataset_of(rows), processing_class=tokenizer_of(path)))
+
+
+def dpo(path, reference, rows, folder, **settings) -> Run:
+    from trl import DPOConfig, DPOTrainer
+
+    config = DPOConfig(**arguments(folder, **{"max_length": 256, **settings}))
+    return train(in_order(DPOTrainer)(model_of(path), ref_model=model_of(reference), args=config, train_dataset=dataset_of(rows), processing_class=tokenizer_of(path)))
+
+
+def reward(path, rows, folder, **settings) -> Run:
+    from transformers import AutoModelForSequenceClassification
+    from trl import RewardConfig, RewardTrainer
+
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float64, num_labels=1)
+    config = RewardConfig(**arguments(folder, **{"max_length": 256, **settings}))
+    return train(in_order(RewardTrainer)(model, args=config, train_dataset=dataset_of(rows), processing_class=tokenizer_of(path)))
+
+
+def kto(path, reference, rows, folder, **settings) -> Run:
+    from trl import KTOConfig, KTOTrainer
+
+    config = KTOConfig(**arguments(folder, **{"max_length": 256, **settings}))
+    return train(in_order(KTOTrainer)(model_of(path), ref_model=model_of(reference), args=config, train_dataset=dataset_of(rows), processing_class=tokenizer_of(path)))
+
+
+def cpo(path, rows, folder, **settings) -> Run:
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+    config = CPOConfig(**arguments(folder, **{"max_length": 256, **settings}))
+    return train(in_order(CPOTrainer)(model_of(path), args=config, train_dataset=dataset_of(rows), processing_class=tokenizer_of(path)))
+
+
+def orpo(path, rows, folder, **settings) -> Run:
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    config = ORPOConfig(**arguments(folder, **{"max_length": 256, **settings}))
+    return train(in_order(ORPOTrainer)(model_of(path), args=config, train_dataset=dataset_of(rows), processing_class=tokenizer_of(path)))
+
+
+def gkd(path, teacher, rows, folder, **settings) -> Run:
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    config = GKDConfig(**arguments(folder, **{"max_length": 256, "lmbda": 0.0, **settings}))
+    return train(in_order(GKDTrainer)(model_of(path), teacher_model=model_of(teacher), args=config, train_dataset=dataset_of(rows), processing_class=tokenizer_of(path)))
+
+
+def on_policy(kind: str, path, reference, iterations, folder, num_generations: int, limit: int, sampler: bool = False, **settings) -> Run:
+    """GRPO (``kind="grpo"``) or RLOO on given completions.
+
+    Args:
+        iterations: one dict per rollout batch: ``prompt_ids``, ``completion_ids``, ``logprobs`` and ``rewards`` of each completion, group after group.
+        sampler: ``logprobs`` are those of another engine, as with ``use_vllm``: importance weights correct for them.
+    """
+    import trl
+
+    at = iter(iterations)
+    current = {}
+
+    def rollout(prompts, trainer):
+        current.update(next(at))
+        return {name: current[name] for name in ("prompt_ids", "completion_ids", "logprobs", *(["env_mask"] if "env_mask" in current else []))}
+
+    def given(prompts, completions, **columns):
+        return list(current["rewards"])
+
+    def column(k):
+        def reward(prompts, completions, **columns):
+            return [r[k] for r in current["rewards"]]
+        reward.__name__ = f"part_{k}"
+        return reward
+
+    parts = iterations[0]["rewards"][0]
+    functions = [column(k) for k in range(len(parts))] if isinstance(parts, (list, tuple)) else given
+    name = {"grpo": "GRPO", "rloo": "RLOO"}[kind]
+    batch = len(iterations[0]["completion_ids"])
+    prompts = dataset_of([{"prompt": f"prompt {k}"} for k in range(batch // num_generations * len(iterations))])
+    config = getattr(trl, f"{name}Config")(**arguments(folder, **{"num_generations": num_generations, "max_completion_length": limit, "per_device_train_batch_size": batch,
+                                                                  "shuffle_dataset": False, **settings}))
+    more = {"rollout_func": rollout}
+    if kind == "rloo":  # has no rollout_func
+        more = {}
+    trainer = getattr(trl, f"{name}Trainer")(model_of(path), reward_funcs=functions, args=config, train_dataset=prompts, processing_class=tokenizer_of(path), **more)
+    if kind == "rloo":
+        def generate(prompts):
+            current.update(next(at))
+            return current["prompt_ids"], current["completion_ids"], ["" for _ in current["completion_ids"]]
+        trainer._generate = generate
+    if trainer.ref_model is not None:
+        trainer.ref_model.get_input_embeddings().padding_idx = None
+        trainer.ref_model.double().load_state_dict(model_of(reference).state_dict())
+    if sampler:
+        trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, SimpleNamespace(sync_weights=lambda: None), 0
+    return train(trainer)
