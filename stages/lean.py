@@ -114,13 +114,15 @@ def product(linear) -> Product:
     active = [a for a in linear.active_adapters if a in linear.lora_A]
     if linear.merged:
         raise TypeError("a merged adapter; unmerge it, or load the merged model")
-    if linear.disable_adapters or not active:
+    if not active:
         return base.weight, base.bias, None, None, 1.0
-    name = active[0]
+    name = active[0]  # looked at where it is switched off, too: a model is computed by the same code with and without its adapter
     if len(active) > 1 or name in (getattr(linear, "lora_variant", None) or {}) or linear.lora_B[name].bias is not None:
         raise TypeError("several adapters at once, or a LoRA variant")
     if not isinstance(linear.lora_dropout[name], nn.Identity) and linear.lora_dropout[name].p > 0:
         raise TypeError("LoRA dropout")
+    if linear.disable_adapters:
+        return base.weight, base.bias, None, None, 1.0
     return base.weight, base.bias, linear.lora_A[name].weight, linear.lora_B[name].weight, float(linear.scaling[name])
 
 

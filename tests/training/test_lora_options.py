@@ -73,7 +73,8 @@ def test_the_first_step_of_dora_is_the_base_whatever_its_weights_are_kept_in(tin
         from tests.training.test_frozen import to_train
 
         model, _ = to_train(path, frozen_dtype=how, lora_dora=True)
-        assert torch.equal(logps(model, items), logps(AdapterOff(model), items))
+        off = logps(AdapterOff(model), items)  # asked first: it is computed as the policy will be
+        assert torch.equal(logps(model, items), off)
 
 
 @pytest.mark.parametrize("turned", (False, True))
@@ -126,3 +127,26 @@ def test_modules_that_cannot_be_trained_whole_are_refused(tiny, tmp_path):
         add_lora(tied, OptimizerConfig(lora_rank=2, lora_modules_to_save="embed_tokens"), 0)
     with pytest.raises(ValueError, match="lora_rank=16"):
         OptimizerConfig(lora_dora=True)
+
+
+def test_an_adapter_alone_is_exported_for_peft(tiny, data, tmp_path, monkeypatch):
+    """posttrain export --adapter: AutoPeftModel finds the base by the path that was given and computes what the merged model does."""
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    from tests.platform.test_costs import command
+
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "home"))
+    sft = ["stage", "sft", "--input", f"model={tiny['policy']}", "--input", f"data={data['demonstrations']}", "--set", "max_steps=2", "--set", "max_length=64", "--set", "learning_rate=0.01"]
+    plain, adapted = command(*sft)["outputs"]["model"], command(*sft, "--set", "lora_rank=4", "--set", "lora_dora=true")["outputs"]["model"]
+    assert "no adapter beside its weights" in str(command("export", plain, tmp_path / "no", "--adapter", code=2))
+    assert "write --adapter too" in str(command("export", adapted, tmp_path / "no", "--base", "x", code=2))
+    command("export", adapted, tmp_path / "adapter", "--adapter", "--base", tiny["policy"])
+    command("export", adapted, tmp_path / "whole")
+    names = {p.name for p in (tmp_path / "adapter").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "README.md", "tokenizer.json"} <= names and "model.safetensors" not in names
+    ids = torch.tensor([[1, 40, 50, 60, 70]])
+    with torch.no_grad():
+        mine, merged = (m.eval()(input_ids=ids).logits for m in (AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter"), AutoModelForCausalLM.from_pretrained(tmp_path / "whole")))
+        base = AutoModelForCausalLM.from_pretrained(tiny["policy"])(input_ids=ids).logits
+    assert torch.allclose(mine, merged, atol=1e-4) and not torch.allclose(mine, base, atol=1e-2)
