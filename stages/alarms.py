@@ -17,10 +17,10 @@ from stages.evaluation.overopt import divergence
 
 
 class History:
-    """Metric rows ``[{"step": 3, "reward/mean": 0.2, ...}, ...]`` in the order of their steps; ``target_kl`` as configured."""
+    """Metric rows ``[{"step": 3, "reward/mean": 0.2, ...}, ...]`` in the order of their steps; ``target_kl`` as configured, in ``kl_unit``."""
 
-    def __init__(self, rows: Sequence[dict], target_kl: float | None = None):
-        self.rows, self.target_kl = rows, target_kl
+    def __init__(self, rows: Sequence[dict], target_kl: float | None = None, kl_unit: str = "sequence_sum"):
+        self.rows, self.target_kl, self.kl_unit = rows, target_kl, kl_unit
 
     def values(self, name: str) -> list[float]:
         return [float(row[name]) for row in self.rows if row.get(name) is not None and math.isfinite(row[name])]
@@ -90,7 +90,7 @@ ALARMS: dict[str, Alarm] = {
         "The reward fell more than three standard deviations below what it was. Restore an earlier checkpoint and go on with a lower learning_rate, "
         "or a higher kl_coef or beta."),
     "kl_over_target": Alarm(
-        lambda h: bool(h.target_kl) and h.above("kl/sequence_sum", 1.5 * h.target_kl),
+        lambda h: bool(h.target_kl) and h.above(f"kl/{h.kl_unit}", 1.5 * h.target_kl),
         "The KL to the reference is over 1.5 times target_kl. Raise kl_coef, or let it move: kl_controller=adaptive_ppo."),
     "entropy_collapse": Alarm(
         lambda h: len(h.values("entropy")) >= 8 and h.level("entropy") < 0.2 * h.start("entropy"),
@@ -140,14 +140,14 @@ ALARMS: dict[str, Alarm] = {
 }
 
 
-def alarms(rows: Sequence[dict], target_kl: float | None = None) -> dict[str, str]:
+def alarms(rows: Sequence[dict], target_kl: float | None = None, kl_unit: str = "sequence_sum") -> dict[str, str]:
     """{name: text} of the alarms that are on after these metric rows."""
-    history = History(rows, target_kl)
+    history = History(rows, target_kl, kl_unit)
     return {name: alarm.text for name, alarm in ALARMS.items() if alarm.when(history)}
 
 
 #: The metrics that alarms read: all that a run has to remember of its past.
 WATCHED = ("step", "reward/mean", "validation/reward/mean", "validation/train/correct", "reward/unscorable_fraction", "reward/frac_zero_std",
-           "kl/sequence_sum", "entropy", "policy/outside_range",
+           "kl/sequence_sum", "kl/sequence_mean", "kl/token_mean", "entropy", "policy/outside_range",
            "policy/ratio", "policy/ess_fraction", "completions/clipped_ratio", "reward/cut_gain", "completions/mean_length", "completions/repetition",
            "critic/explained_variance", "sampling/logp_difference/mean")

@@ -270,6 +270,7 @@ RL_READ_WHEN = (
     (("kl_coef_min", "kl_coef_max"), lambda r, c: r.kl_controller != "fixed", "the KL coefficient does not move; write kl_controller=adaptive_ppo"),
     (("target_kl",), lambda r, c: r.kl_controller != "fixed" or (r.kl_target == "ref" and (r.kl_loss_coef > 0 or r.kl_reward_coef > 0)),  # the alarm kl_over_target
      "no KL to the reference is held down; write kl_coef=0.02 or beta=0.04, and kl_controller=adaptive_ppo"),
+    (("kl_unit",), lambda r, c: bool(r.target_kl) and not (r.kl_loss_coef > 0 and r.kl_target == "old"), "no KL to the reference is compared with a target; write target_kl"),
     (("ref_mode", "ref_sync_steps", "ref_sync_alpha", "ref_decay"), lambda r, c: r.needs_reference or c.monitor_kl or (r.opponent == "mixture" and c.ref_mode != "previous"),
      "no reference is loaded; write beta=0.04, kl_coef=0.02 or monitor_kl=true"),
     (("ref_sync_steps", "ref_sync_alpha"), lambda r, c: c.ref_mode == "refresh", "only ref_mode=refresh mixes every so many steps; write that"),
