@@ -126,6 +126,13 @@ ALARMS: dict[str, Alarm] = {
     "repetition": Alarm(
         lambda h: h.grew("completions/repetition", 2.0) and h.level("completions/repetition") > 0.05,
         "Completions repeat themselves twice as much as at the start. Read samples; raise kl_coef or beta, or penalise repetition in the reward."),
+    "special_characters": Alarm(
+        lambda h: h.grew("completions/special_characters", 2.0) and h.level("completions/special_characters") > 0.1,
+        "Completions hold twice the share of special characters that they held at the start. Read samples; raise kl_coef or beta, or add a reward of kind language."),
+    "format_invalid": Alarm(
+        lambda h: len(h.values("completions/format_valid")) >= 20 and h.level("completions/format_valid") < 0.9,
+        "After 20 batches fewer than 90% of the completions have the form that the rewards of kind format ask for. Raise its weight, show the form in the prompt (prompt_template), or train on "
+        "demonstrations of it first (stage sft)."),
     "harmful_critic": Alarm(
         lambda h: len(h.values("critic/explained_variance")) >= 10 and h.level("critic/explained_variance") < 0.0,
         "The critic's values explain less than no critic would. Raise critic_learning_rate or critic_warmup_steps, or use a preset without critic."),
@@ -149,5 +156,6 @@ def alarms(rows: Sequence[dict], target_kl: float | None = None, kl_unit: str = 
 #: The metrics that alarms read: all that a run has to remember of its past.
 WATCHED = ("step", "reward/mean", "validation/reward/mean", "validation/train/correct", "reward/unscorable_fraction", "reward/frac_zero_std",
            "kl/sequence_sum", "kl/sequence_mean", "kl/token_mean", "entropy", "policy/outside_range",
-           "policy/ratio", "policy/ess_fraction", "completions/clipped_ratio", "reward/cut_gain", "completions/mean_length", "completions/repetition",
+           "policy/ratio", "policy/ess_fraction", "completions/clipped_ratio", "reward/cut_gain", "completions/mean_length", "completions/repetition", "completions/special_characters",
+           "completions/format_valid",
            "critic/explained_variance", "sampling/logp_difference/mean")

@@ -349,6 +349,7 @@ RL_ALARMS_WATCH = {
     "over_optimisation": (lambda r, c: c.eval_prompts > 0 and c.eval_every > 0, "it compares passes over validation prompts; write eval_prompts=64 and eval_every=10"),
     "harmful_critic": (lambda r, c: r.needs_critic, "there is no critic; write preset=ppo"),
     **dict.fromkeys(("entropy_collapse", "entropy_explosion"), (lambda r, c: c.log_entropy or c.entropy_coef > 0, "the entropy is not measured; write log_entropy=true")),
+    "format_invalid": (lambda r, c: any(one.kind == "format" for one in c.rewards), "no reward says whether a completion has its form; add {kind: format, weight: 0}"),
     "dead_groups": (lambda r, c: r.compares, "no completions of a group are compared; write preset=grpo"),
     "clip_fraction_high": (lambda r, c: not r.objective and not r.strictly_on_policy, "no ratio is compared with a clip range; write surrogate=clip (with a preset that has a surrogate)"),
     "ratio_off": (lambda r, c: not r.strictly_on_policy, "every step is taken from the policy that sampled, where ratios are 1; write surrogate=clip"),

@@ -115,6 +115,8 @@ class Crediting:
             metrics |= rubric_metrics([s.items for s in drawn], [s.parts.get(self.members.component.name) for s in drawn], self.members.component.flag_below)
         if self.members.active:
             metrics |= self.members.metrics(samples, plain)
+        if formed := [s.parts[c.name] for c in config.rewards if c.kind == "format" for s in drawn if s.parts.get(c.name) is not None]:
+            metrics["completions/format_valid"] = float(np.mean(formed))
         if cache:
             metrics["reward/overlong"] = float(overlong[shown].mean())
         kl = d = None
