@@ -17,10 +17,10 @@ from stages.evaluation.overopt import divergence
 
 
 class History:
-    """Metric rows ``[{"step": 3, "reward/mean": 0.2, ...}, ...]`` in the order of their steps; ``target_kl`` as configured."""
+    """Metric rows ``[{"step": 3, "reward/mean": 0.2, ...}, ...]`` in the order of their steps; ``target_kl`` as configured, in ``kl_unit``."""
 
-    def __init__(self, rows: Sequence[dict], target_kl: float | None = None):
-        self.rows, self.target_kl = rows, target_kl
+    def __init__(self, rows: Sequence[dict], target_kl: float | None = None, kl_unit: str = "sequence_sum"):
+        self.rows, self.target_kl, self.kl_unit = rows, target_kl, kl_unit
 
     def values(self, name: str) -> list[float]:
         return [float(row[name]) for row in self.rows if row.get(name) is not None and math.isfinite(row[name])]
@@ -90,7 +90,7 @@ ALARMS: dict[str, Alarm] = {
         "The reward fell more than three standard deviations below what it was. Restore an earlier checkpoint and go on with a lower learning_rate, "
         "or a higher kl_coef or beta."),
     "kl_over_target": Alarm(
-        lambda h: bool(h.target_kl) and h.above("kl/sequence_sum", 1.5 * h.target_kl),
+        lambda h: bool(h.target_kl) and h.above(f"kl/{h.kl_unit}", 1.5 * h.target_kl),
         "The KL to the reference is over 1.5 times target_kl. Raise kl_coef, or let it move: kl_controller=adaptive_ppo."),
     "entropy_collapse": Alarm(
         lambda h: len(h.values("entropy")) >= 8 and h.level("entropy") < 0.2 * h.start("entropy"),
@@ -126,6 +126,13 @@ ALARMS: dict[str, Alarm] = {
     "repetition": Alarm(
         lambda h: h.grew("completions/repetition", 2.0) and h.level("completions/repetition") > 0.05,
         "Completions repeat themselves twice as much as at the start. Read samples; raise kl_coef or beta, or penalise repetition in the reward."),
+    "special_characters": Alarm(
+        lambda h: h.grew("completions/special_characters", 2.0) and h.level("completions/special_characters") > 0.1,
+        "Completions hold twice the share of special characters that they held at the start. Read samples; raise kl_coef or beta, or add a reward of kind language."),
+    "format_invalid": Alarm(
+        lambda h: len(h.values("completions/format_valid")) >= 20 and h.level("completions/format_valid") < 0.9,
+        "After 20 batches fewer than 90% of the completions have the form that the rewards of kind format ask for. Raise its weight, show the form in the prompt (prompt_template), or train on "
+        "demonstrations of it first (stage sft)."),
     "harmful_critic": Alarm(
         lambda h: len(h.values("critic/explained_variance")) >= 10 and h.level("critic/explained_variance") < 0.0,
         "The critic's values explain less than no critic would. Raise critic_learning_rate or critic_warmup_steps, or use a preset without critic."),
@@ -140,14 +147,15 @@ ALARMS: dict[str, Alarm] = {
 }
 
 
-def alarms(rows: Sequence[dict], target_kl: float | None = None) -> dict[str, str]:
+def alarms(rows: Sequence[dict], target_kl: float | None = None, kl_unit: str = "sequence_sum") -> dict[str, str]:
     """{name: text} of the alarms that are on after these metric rows."""
-    history = History(rows, target_kl)
+    history = History(rows, target_kl, kl_unit)
     return {name: alarm.text for name, alarm in ALARMS.items() if alarm.when(history)}
 
 
 #: The metrics that alarms read: all that a run has to remember of its past.
 WATCHED = ("step", "reward/mean", "validation/reward/mean", "validation/train/correct", "reward/unscorable_fraction", "reward/frac_zero_std",
-           "kl/sequence_sum", "entropy", "policy/outside_range",
-           "policy/ratio", "policy/ess_fraction", "completions/clipped_ratio", "reward/cut_gain", "completions/mean_length", "completions/repetition",
+           "kl/sequence_sum", "kl/sequence_mean", "kl/token_mean", "entropy", "policy/outside_range",
+           "policy/ratio", "policy/ess_fraction", "completions/clipped_ratio", "reward/cut_gain", "completions/mean_length", "completions/repetition", "completions/special_characters",
+           "completions/format_valid",
            "critic/explained_variance", "sampling/logp_difference/mean")

@@ -284,6 +284,7 @@ RL_READ_WHEN = (
     (("kl_coef_min", "kl_coef_max"), lambda r, c: r.kl_controller != "fixed", "the KL coefficient does not move; write kl_controller=adaptive_ppo"),
     (("target_kl",), lambda r, c: r.kl_controller != "fixed" or (r.kl_target == "ref" and (r.kl_loss_coef > 0 or r.kl_reward_coef > 0)),  # the alarm kl_over_target
      "no KL to the reference is held down; write kl_coef=0.02 or beta=0.04, and kl_controller=adaptive_ppo"),
+    (("kl_unit",), lambda r, c: bool(r.target_kl) and not (r.kl_loss_coef > 0 and r.kl_target == "old"), "no KL to the reference is compared with a target; write target_kl"),
     (("ref_mode", "ref_sync_steps", "ref_sync_alpha", "ref_decay"), lambda r, c: r.needs_reference or c.monitor_kl or (r.opponent == "mixture" and c.ref_mode != "previous"),
      "no reference is loaded; write beta=0.04, kl_coef=0.02 or monitor_kl=true"),
     (("ref_sync_steps", "ref_sync_alpha"), lambda r, c: c.ref_mode == "refresh", "only ref_mode=refresh mixes every so many steps; write that"),
@@ -362,6 +363,7 @@ RL_ALARMS_WATCH = {
     "over_optimisation": (lambda r, c: c.eval_prompts > 0 and c.eval_every > 0, "it compares passes over validation prompts; write eval_prompts=64 and eval_every=10"),
     "harmful_critic": (lambda r, c: r.needs_critic, "there is no critic; write preset=ppo"),
     **dict.fromkeys(("entropy_collapse", "entropy_explosion"), (lambda r, c: c.log_entropy or c.entropy_coef > 0, "the entropy is not measured; write log_entropy=true")),
+    "format_invalid": (lambda r, c: any(one.kind == "format" for one in c.rewards), "no reward says whether a completion has its form; add {kind: format, weight: 0}"),
     "dead_groups": (lambda r, c: r.compares, "no completions of a group are compared; write preset=grpo"),
     "clip_fraction_high": (lambda r, c: not r.objective and not r.strictly_on_policy, "no ratio is compared with a clip range; write surrogate=clip (with a preset that has a surrogate)"),
     "ratio_off": (lambda r, c: not r.strictly_on_policy, "every step is taken from the policy that sampled, where ratios are 1; write surrogate=clip"),

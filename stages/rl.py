@@ -32,7 +32,7 @@ Preset = Literal["reinforce", "remax", "reinforce_pp", "rloo", "grpo", "grpo_pro
                  "offline_is", "p3o", "copg", "mdpo", "astar_po", "oreo", "sppo", "online_ipo", "nash_md"]
 AlarmName = Literal["unscorable_rewards", "reward_collapse", "kl_over_target", "entropy_collapse", "entropy_explosion", "clip_fraction_high", "ratio_off",
                     "dead_groups",
-                    "completions_truncated", "cut_completions_earn_more", "length_growth", "repetition", "harmful_critic", "over_optimisation", "engine_mismatch"]
+                    "completions_truncated", "cut_completions_earn_more", "length_growth", "repetition", "special_characters", "format_invalid", "harmful_critic", "over_optimisation", "engine_mismatch"]
 
 
 class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
@@ -111,7 +111,9 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
     kl_coef_min: float | None = Field(None, ge=0, title="Smallest KL coefficient", description="Bound of the controller; empty: none.")
     kl_coef_max: float | None = Field(None, gt=0, title="Largest KL coefficient", description="Bound of the controller; empty: none.")
     target_kl: float | None = Field(
-        None, gt=0, title="Target KL", description="Controller's target: nats per sequence to the reference, per token to the old policy.")
+        None, gt=0, title="Target KL", description="Controller's target: nats to the reference in kl_unit, nats per token to the old policy.")
+    kl_unit: Literal["sequence_sum", "sequence_mean", "token_mean"] = Field(
+        "sequence_sum", description="Unit of target_kl towards the reference: per completion (TRL), the mean over its tokens, or per token of the batch (KL-CTRL).")
     k_beta: float = Field(0.1, gt=0, title="Controller gain", description="kl_controller=adaptive_ziegler: a batch moves the coefficient by this share of the KL's relative error, which counts up to 0.2 (Ziegler 0.1).")
     kl_horizon: float | None = Field(None, gt=0, title="KL horizon", description="kl_controller=adaptive_ziegler: completions over which the coefficient moves; takes the place of k_beta, which is "
                                                                                "then the batch's completions over it (TRL 10000).")

@@ -73,7 +73,7 @@ class Crediting:
         self.controller = KLController(row.kl_loss_coef or row.kl_reward_coef, row.kl_controller, row.target_kl, self.config.kl_coef_min, self.config.kl_coef_max,
                                        self.config.k_beta, self.config.kl_horizon)
         self.table: dict[str, float] = {}  # baseline per prompt id
-        self.last_kl = 0.0                 # to the reference, nats per sequence
+        self.last_kl = 0.0                 # to the reference, nats in kl_unit
         self.frozen_logps: int | None = None
 
     def __call__(self, groups: list[Group], iteration: int, version: int) -> Scored:
@@ -117,12 +117,17 @@ class Crediting:
             metrics |= rubric_metrics([s.items for s in drawn], [s.parts.get(self.members.component.name) for s in drawn], self.members.component.flag_below)
         if self.members.active:
             metrics |= self.members.metrics(samples, plain)
+        if formed := [s.parts[c.name] for c in config.rewards if c.kind == "format" for s in drawn if s.parts.get(c.name) is not None]:
+            metrics["completions/format_valid"] = float(np.mean(formed))
         if cache:
             metrics["reward/overlong"] = float(overlong[shown].mean())
         kl = d = None
         if ref is not None:
             d = padded(old) - padded(ref)
-            metrics["kl/sequence_sum"] = self.last_kl = float(d.sum(1).mean())
+            metrics["kl/sequence_sum"] = float(d.sum(1).mean())
+            if config.kl_unit != "sequence_sum":
+                metrics[f"kl/{config.kl_unit}"] = float(d.sum() / max(mask.sum(), 1) if config.kl_unit == "token_mean" else (d.sum(1) / np.maximum(mask.sum(1), 1)).mean())
+            self.last_kl = metrics[f"kl/{config.kl_unit}"]
             if row.kl_reward_coef and config.kl_reward_estimator == "full":
                 kl = padded(self.exact_kl(items))
                 metrics["kl/full_sequence_sum"] = float(kl.sum(1).mean())

@@ -116,7 +116,7 @@ def _groups_of(rows: Iterable[dict], by_id: dict[str, dict]) -> list[Group]:
             prompt, row["prompt_ids"], len(group.samples), list(row["completion_ids"]), [float(v) for v in row["logp_rollout"] or row["logp_old"]],
             "eos" if row["terminated"] else "length", "", float("nan") if row["reward_tier"] == "unscorable" else total, {c["name"]: c["value"] for c in paid}, {},
             row["is_correct"], tool_mask=row["tool_mask"], weights={c["name"]: c["weight"] for c in paid},
-            step_rewards=(list(row["step_ends"]), list(row["step_rewards"])) if extra.get("steps_paid") and row["step_ends"] is not None else None))
+            step_rewards=(list(row["step_ends"]), list(row["step_rewards"])) if extra.get("steps_paid") and row["step_rewards"] is not None else None))
     if not groups:
         raise ValueError("the input stored has no rows; give a rollouts/1 dataset, for example the rollouts output of an rl stage.")
     return list(groups.values())

@@ -152,7 +152,7 @@ class Rollouts:
         off = {"reward/frac_zero_std": not self.row.compares, "reward/unscorable_fraction": self.steps is not None}
         self.history.append({name: values[name] for name in WATCHED if name in values and not off.get(name)})
         target = self.row.target_kl if self.row.kl_target == "ref" and (self.row.kl_loss_coef or self.row.kl_reward_coef) else None
-        for name, text in alarms(self.history, target).items():
+        for name, text in alarms(self.history, target, self.config.kl_unit).items():
             if name == "unscorable_rewards" and name not in (w["code"] for w in self.stage.warnings):
                 self.stage.warn(name, f"{text} In the newest rollouts most often: {self.why_unscorable}." if self.why_unscorable else text)
             elif name != "unscorable_rewards":

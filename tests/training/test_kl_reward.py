@@ -69,3 +69,25 @@ def test_a_horizon_counts_completions(rl):  # noqa: F811
 def test_a_gain_that_nothing_reads_is_refused(config, says):
     with pytest.raises(ValueError, match=says):
         resolve_preset(Config(preset="rloo", **config))
+
+
+@pytest.mark.parametrize("unit", ["sequence_sum", "sequence_mean", "token_mean"])
+def test_the_controllers_target_has_a_unit(rl, unit):  # noqa: F811
+    """KL-CTRL: the KL is measured in the unit that the target is given in; the alarm compares the same number."""
+    config = {"preset": "rloo", "max_steps": 4, "learning_rate": 2e-2, "kl_controller": "adaptive_ziegler", "target_kl": 1e-3, "kl_unit": unit}
+    result, metrics = rl(f"unit-{unit}", config)
+    by_iteration = {}
+    for r in rows_of(result):
+        by_iteration.setdefault(r["iteration"], []).append(np.subtract(r["logp_old"], r["logp_ref"]))
+    measure = {"sequence_sum": lambda d: np.mean([x.sum() for x in d]), "sequence_mean": lambda d: np.mean([x.mean() for x in d]), "token_mean": lambda d: np.concatenate(d).mean()}[unit]
+    for k, m in enumerate(metrics):
+        assert m[f"kl/{unit}"] == pytest.approx(measure(by_iteration[k]), abs=1e-5)
+    coefs = [m["kl/coef"] for m in metrics]
+    assert [b / a for a, b in zip(coefs, coefs[1:])] == pytest.approx([1 + 0.1 * np.clip(m[f"kl/{unit}"] / 1e-3 - 1, -0.2, 0.2) for m in metrics[:3]])
+    from stages.alarms import alarms
+
+    rows = [{"step": k, f"kl/{unit}": 4.0} for k in range(4)]
+    assert "kl_over_target" in alarms(rows, 2.0, unit) and "kl_over_target" not in alarms(rows, 3.0, unit)
+    if unit != "sequence_sum":
+        with pytest.raises(ValueError, match="write target_kl"):
+            resolve_preset(Config(preset="rloo", kl_unit=unit))

@@ -35,6 +35,8 @@ WILD = {  # rows that set an alarm off, and rows that must not
     "length_growth": (rows(completions__mean_length=lambda k: 10.0 + 3 * k, reward__mean=0.5), rows(completions__mean_length=lambda k: 10.0 + 3 * k,
                                                                                                     reward__mean=lambda k: 0.1 * k)),
     "repetition": (rows(completions__repetition=lambda k: 0.04 + 0.02 * k), rows(completions__repetition=lambda k: 0.001 + 0.001 * k)),
+    "special_characters": (rows(completions__special_characters=lambda k: 0.1 + 0.05 * k), rows(completions__special_characters=lambda k: 0.2 + 0.005 * k)),
+    "format_invalid": (rows(24, completions__format_valid=0.8), rows(24, completions__format_valid=lambda k: min(0.95, 0.1 * k))),
     "harmful_critic": (rows(critic__explained_variance=-0.2), rows(6, critic__explained_variance=-0.2)),
     "over_optimisation": (rows(reward__mean=lambda k: 0.1 * k, validation__reward__mean=lambda k: 1.0 - 0.2 * abs(k - 5), kl__sequence_sum=lambda k: 0.3 * k),
                           rows(reward__mean=lambda k: 0.1 * k, validation__reward__mean=lambda k: 0.1 * k, kl__sequence_sum=lambda k: 0.3 * k)),

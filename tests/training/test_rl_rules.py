@@ -181,7 +181,7 @@ def test_every_optional_input_and_alarm_says_when_it_is_read():
     named = {name for names, _, _ in RL_INPUTS_READ_WHEN for name in names}
     assert named == {name for name, spec in SPEC.inputs.items() if not spec.required} - {"stored"}  # check_stored refuses what it replaces
     assert {name for names, _, _ in RL_READ_OF_INPUTS for name in names} <= set(Config.model_fields)
-    assert set(get_args(AlarmName)) - set(RL_ALARMS_WATCH) == {"reward_collapse", "completions_truncated", "length_growth", "repetition", "engine_mismatch"}
+    assert set(get_args(AlarmName)) - set(RL_ALARMS_WATCH) == {"reward_collapse", "completions_truncated", "length_growth", "repetition", "special_characters", "engine_mismatch"}
 
 
 @pytest.mark.parametrize("config, inputs, says", [
@@ -220,7 +220,7 @@ def test_a_recipe_gives_rl_the_reward_model_only_where_something_asks_it():
 @pytest.mark.parametrize("config, says", [
     ({"stop_on": ["kl_over_target"]}, "target_kl"), ({"stop_on": ["over_optimisation"], "eval_prompts": 4}, "eval_every"), ({"stop_on": ["harmful_critic"]}, "preset=ppo"),
     ({"stop_on": ["repetition", "entropy_collapse"], "log_entropy": False}, "log_entropy=true"), ({"preset": "reinforce", "stop_on": ["dead_groups"]}, "preset=grpo"),
-    ({"preset": "reinforce", "stop_on": ["ratio_off"]}, "surrogate=clip"), ({"preset": "topr", "stop_on": ["clip_fraction_high"]}, "surrogate=clip"),
+    ({"preset": "reinforce", "stop_on": ["ratio_off"]}, "surrogate=clip"), ({"stop_on": ["format_invalid"]}, "kind: format"), ({"preset": "topr", "stop_on": ["clip_fraction_high"]}, "surrogate=clip"),
     ({"preset": "grpo_process", "stop_on": ["unscorable_rewards"]}, "group_mean"), ({"preset": "ppo", "stop_on": ["cut_completions_earn_more"]}, "truncation_policy=score")])
 def test_an_alarm_that_can_never_go_off_stops_nothing(config, says):
     with pytest.raises(ValueError, match=f"would never stop the run.*{says}"):
@@ -228,7 +228,7 @@ def test_an_alarm_that_can_never_go_off_stops_nothing(config, says):
 
 
 def test_alarms_that_can_go_off_are_taken():
-    resolve_preset(Config(target_kl=6.0, eval_prompts=4, eval_every=2, stop_on=[name for name in get_args(AlarmName) if name != "harmful_critic"]))
+    resolve_preset(Config(target_kl=6.0, eval_prompts=4, eval_every=2, rewards=[{"kind": "verifier"}, {"kind": "format"}], stop_on=[name for name in get_args(AlarmName) if name != "harmful_critic"]))
     resolve_preset(Config(preset="ppo", target_kl=6.0, stop_on=["harmful_critic", "kl_over_target", "ratio_off", "clip_fraction_high"]))
 
 
