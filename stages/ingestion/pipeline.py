@@ -159,6 +159,8 @@ class Ingestion:
         seen = sorted({key for source in self.files[:3] for row in head_rows(source, 8) for key in row})[:40]
         inside = next((name for source in self.files[:3] for row in head_rows(source, 2) for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)), None)
         inside = f"If the rows are those in {inside}: jq -c '.{inside}[]' FILE > NEW.jsonl. " if inside and len(seen) < 4 else ""
+        if any("\0" in name for name in seen):
+            inside = "The file looks like UTF-16 without its mark: iconv -f utf-16le -t utf-8 FILE > NEW. "
         return (f"Columns found: {', '.join(seen) or 'none'}. {inside}Name them with column_map={{our column: source column}} (or prompt_column, "
                 f"chosen_column ...) or set format. Formats and their columns: {known_columns()}")
 
@@ -304,7 +306,7 @@ class Ingestion:
         if kinds == {"demonstrations/1"} and (found := [name for name, value in beside.items() if name in _JUDGED and not isinstance(value, (list, dict))]):
             self.stage.warn("unread_label", f"{source.name} is read as demonstrations, of which every answer is trained on alike, but has {' and '.join(found)}: score_column={found[0]} reads it as "
                             f"a rating, label_column={found[0]} as right or wrong; if it is neither, all is well")
-        elif kinds == {"prompts/1"} and self.kind == "prompts/1" and not answered and (found := [name for name in beside if name in _ANSWERS]):
+        elif kinds == {"prompts/1"} and self.kind == "prompts/1" and not answered and (found := [name for name, value in beside.items() if name in _ANSWERS and not isinstance(value, (list, dict))]):
             self.stage.warn("unread_answer", f"the prompts of {source.name} have no answer that a verifier could check, but the file has {' and '.join(found)}: answer_column={found[0]} reads it")
 
     def _read(self, start: int) -> None:
