@@ -257,3 +257,26 @@ def test_columns_may_change_places(tmp_path):
 def test_what_is_put_aside_is_told_where_it_looks_like_the_label(tmp_path, row, code, tells, more):
     warnings = {w["code"]: w["text"] for w in ingest(write_lines(tmp_path / "x.jsonl", [row]), tmp_path / "w", **more).result["warnings"]}
     assert warnings.keys() & {"unread_label", "unread_answer", "scores_against"} == ({code} if code else set()) and tells in warnings.get(code, "")
+
+
+@pytest.mark.parametrize("rows", ([message for tree in "abcdef" for message in messages_of_a_tree(tree)],
+                                  [{"instruction": f"p{i}", "completions": [{"response": text, "overall_score": score, "annotations": {}} for text, score in (("a", 1), ("b", 2))]} for i in range(6)]))
+def test_a_run_that_was_ended_goes_on_in_the_middle_of_a_row(tmp_path, monkeypatch, rows):
+    from stages import ingest as stage
+    from stages.ingestion.pipeline import Ingestion
+
+    path, take = write_lines(tmp_path / "x.jsonl", rows), Ingestion._take
+    monkeypatch.setattr(stage, "CHECKPOINT_ROWS", 3)
+    whole = ingest(path, tmp_path / "whole", kind="pairs/1").data.manifest["dataset_hash"]
+
+    def ended(self, seq, *record):
+        if seq == 5:
+            self.seen.db.close()
+            raise KeyboardInterrupt
+        take(self, seq, *record)
+
+    monkeypatch.setattr(Ingestion, "_take", ended)
+    with pytest.raises(KeyboardInterrupt):
+        ingest(path, tmp_path / "w", kind="pairs/1")
+    monkeypatch.setattr(Ingestion, "_take", lambda self, seq, *record: take(self, seq, *record) if seq >= 3 else pytest.fail("again from the start"))
+    assert ingest(path, tmp_path / "w", kind="pairs/1").data.manifest["dataset_hash"] == whole
