@@ -701,7 +701,16 @@ def _gsm8k(row: dict, options) -> tuple[str, dict, set]:
                          "_extra": {"solution": answer}}, set()
 
 
+def asked_about(question: Any, *given: Any) -> Any:
+    """The question, and behind it what it is about (Alpaca's input, Dolly's context, a passage), where these are texts."""
+    for text in given:
+        if isinstance(question, str) and isinstance(text, str) and text.strip():
+            question = f"{question}\n\n{text}"
+    return question
+
+
 def _qa(row: dict, options) -> tuple[str, dict, set]:
+    row = {**row, "question": asked_about(row.get("question"), row.get("context"))}
     if options.kind == "prompts/1":
         return _prompts({"prompt": row.get("question"), "answer": row.get("answer")}, options)
     return _demonstration({"prompt": row.get("question"), "completion": row.get("answer")}, options)
@@ -828,11 +837,7 @@ def _rlvr(row: dict, options) -> tuple[str, dict, set]:
 
 
 def _instruction(row: dict, options) -> tuple[str, dict, set]:
-    instruction = row.get("instruction")
-    for given in (row.get("input"), row.get("context")):       # Alpaca's, Dolly's
-        if isinstance(instruction, str) and isinstance(given, str) and given.strip():
-            instruction = f"{instruction}\n\n{given}"
-    return _demonstration({"prompt": instruction, "completion": row.get("output", row.get("response", row.get("completion"))),
+    return _demonstration({"prompt": asked_about(row.get("instruction"), row.get("input"), row.get("context")), "completion": row.get("output", row.get("response", row.get("completion"))),
                            "system": row.get("system")}, options)
 
 
@@ -932,7 +937,7 @@ FORMATS: dict[str, tuple[Callable, tuple[str, ...], tuple[str, ...]]] = {
     "multiple_choice": (mc.multiple_choice, ("question", "choices", "answer"), mc.USED),
     "gsm8k": (_gsm8k, ("question", "answer"), ()),
     "math": (_math, ("problem", "solution"), ("answer", "answer_type", "level", "type", "subject")),
-    "qa": (_qa, ("question", "answer"), ()),
+    "qa": (_qa, ("question", "answer"), ("context",)),
     "instruction": (_instruction, ("instruction",), ("input", "context", "output", "response", "completion", "system")),
     "turns": (_turns, ("turns",), ("category",)),
     "prompts": (_prompts, ("prompt",), ("system", *_ANSWER)),

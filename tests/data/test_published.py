@@ -213,6 +213,8 @@ def test_steps(tmp_path):
     ({"system_prompt": "s", "question": "p", "response": "a"}, ["s", "p", "a"]),
     ({"input": [user("p")], "output": "a", "system_prompt": "s", "reasoning": "on"}, ["s", "p", "a"]),
     ({"instruction": "p", "context": "c", "response": "a", "category": "closed_qa"}, ["p\n\nc", "a"]),
+    ({"question": "p", "context": "c", "answer": "a"}, ["p\n\nc", "a"]),
+    ({"query": "p", "context": "c", "response": "a"}, ["p\n\nc", "a"]),
     ({"instruction": "q", "input": "", "output": "b", "history": [["p", "a"]]}, ["p", "a", "q", "b"]),
     ({"question": "p", "solution": "s", "thinking_trajectories": ["t"], "attempt": "a"}, ["p", "<think>\nt\n</think>\n\na"]),
 ])
@@ -251,12 +253,15 @@ def test_columns_may_change_places(tmp_path):
     ({"prompt": "p", "target": "a"}, "unread_answer", "answer_column=target", {}),
     ({"prompt": "p", "chosen": "a", "rejected": "b", "score_chosen": 1, "score_rejected": 2}, "scores_against", "chosen_column=rejected", {}),
     ({"prompt": "p", "response": "a", "topic": "x"}, None, "", {}),
+    ({"question": "p", "answer": "a", "context": {"title": ["t"]}}, "unread_context", "without context", {}),
+    ({"question": "p", "answer": "a", "context": "t"}, None, "", {}),
+    ({"messages": [user("p"), assistant("a")], "document": "x"}, "unread_context", "without document", {}),
     ({"prompt": "p", "target": "a"}, None, "", {"answer_column": "target"}),
     ({"prompt": "p", "chosen": "a", "rejected": "b", "score_chosen": 2, "score_rejected": 1}, None, "", {}),
 ])
 def test_what_is_put_aside_is_told_where_it_looks_like_the_label(tmp_path, row, code, tells, more):
     warnings = {w["code"]: w["text"] for w in ingest(write_lines(tmp_path / "x.jsonl", [row]), tmp_path / "w", **more).result["warnings"]}
-    assert warnings.keys() & {"unread_label", "unread_answer", "scores_against"} == ({code} if code else set()) and tells in warnings.get(code, "")
+    assert warnings.keys() & {"unread_label", "unread_answer", "unread_context", "scores_against"} == ({code} if code else set()) and tells in warnings.get(code, "")
 
 
 @pytest.mark.parametrize("rows", ([message for tree in "abcdef" for message in messages_of_a_tree(tree)],
