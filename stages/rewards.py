@@ -1018,8 +1018,10 @@ def _given(component: RewardComponent, row: dict) -> tuple[dict, dict]:
     columns, text = columns_of(row["prompt_row"]), _text(component, row)
     prompt, answer, metadata = columns.get("prompt"), columns.get("answer"), columns["metadata"]
     own = metadata if isinstance(metadata, dict) else {}
+    judged = own.get("reward_model") if isinstance(own.get("reward_model"), dict) else {}       # verl's: what no verifier reads, such as a table of numbers, stands only there
+    truth = own.get("ground_truth", judged.get("ground_truth")) if answer is None else answer
     return ({"prompt": prompt, "completion": text, "answer": answer, "messages": prompt, "row": columns, "completion_ids": list(row["completion_ids"]), "finish_reason": row.get("finish_reason"),
-             "data_source": own.get("data_source", columns.get("source")), "solution_str": text, "ground_truth": answer, "extra_info": own.get("extra_info", metadata)}, {**own, **columns})
+             "data_source": own.get("data_source", columns.get("source")), "solution_str": text, "ground_truth": truth, "extra_info": own.get("extra_info", metadata)}, {**own, **columns})
 
 
 def _returned(value) -> Verdict | Unscorable:

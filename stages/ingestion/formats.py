@@ -703,6 +703,14 @@ def _gsm8k(row: dict, options) -> tuple[str, dict, set]:
                          "_extra": {"solution": answer}}, set()
 
 
+def asked_about(question: Any, *given: Any) -> Any:
+    """The question, and behind it what it is about (Alpaca's input, Dolly's context, a passage), where these are texts."""
+    for text in given:
+        if isinstance(question, str) and isinstance(text, str) and text.strip():
+            question = f"{question}\n\n{text}"
+    return question
+
+
 def _qa(row: dict, options) -> tuple[str, dict, set]:
     """A question, behind its passage where it has one, and its answer; further ways to say it are aliases (TriviaQA, SQuAD, Natural Questions, PopQA). BIG-Bench Hard: input and target."""
     if row.get("question") is None and isinstance(row.get("target"), str):
@@ -866,11 +874,7 @@ def _rlvr(row: dict, options) -> tuple[str, dict, set]:
 
 
 def _instruction(row: dict, options) -> tuple[str, dict, set]:
-    instruction = row.get("instruction")
-    for given in (row.get("input"), row.get("context")):       # Alpaca's, Dolly's
-        if isinstance(instruction, str) and isinstance(given, str) and given.strip():
-            instruction = f"{instruction}\n\n{given}"
-    return _demonstration({"prompt": instruction, "completion": row.get("output", row.get("response", row.get("completion"))),
+    return _demonstration({"prompt": asked_about(row.get("instruction"), row.get("input"), row.get("context")), "completion": row.get("output", row.get("response", row.get("completion"))),
                            "system": row.get("system")}, options)
 
 

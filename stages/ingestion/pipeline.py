@@ -38,6 +38,8 @@ _CONTENT = {"pairs/1": ("prompt", "chosen", "rejected"), "comparisons/1": ("prom
 _JUDGED = ("label", "labels", "score", "scores", "rating", "reward", "rank", "preference", "is_safe", "safe", "is_correct", "correct", "correctness", "helpfulness", "quality", "overall_score",
            "thumbs", "feedback", "upvotes")
 _ANSWERS = ("answers", "correct_answer", "ground_truth", "solution", "final_answer", "expected_answer", "reference_answer", "reference", "target", "gold", "label", "output", "response", "completion")
+# Columns that a question is about.
+_ABOUT = ("context", "contexts", "passage", "passages", "document", "documents", "article", "story", "paragraph", "paragraphs", "table", "history")
 _PREFERRED = {"comparisons/1": "pairs/1"}       # what `kind: auto` makes of a kind
 
 
@@ -159,6 +161,8 @@ class Ingestion:
         seen = sorted({key for source in self.files[:3] for row in head_rows(source, 8) for key in row})[:40]
         inside = next((name for source in self.files[:3] for row in head_rows(source, 2) for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)), None)
         inside = f"If the rows are those in {inside}: jq -c '.{inside}[]' FILE > NEW.jsonl. " if inside and len(seen) < 4 else ""
+        if any("\0" in name for name in seen):
+            inside = "The file looks like UTF-16 without its mark: iconv -f utf-16le -t utf-8 FILE > NEW. "
         return (f"Columns found: {', '.join(seen) or 'none'}. {inside}Name them with column_map={{our column: source column}} (or prompt_column, "
                 f"chosen_column ...) or set format. Formats and their columns: {known_columns()}")
 
@@ -301,10 +305,13 @@ class Ingestion:
             kinds.add(kind)
             answered = answered or any(row.get(name) for name in ("answer", "tests", "constraints"))
             beside.update((name, value) for name, value in extra.items() if value not in (None, "", []))
+        if kinds <= {"demonstrations/1", "prompts/1"} and self.kind in kinds and (found := [name for name in beside if name in _ABOUT]):
+            self.stage.warn("unread_context", f"the questions of {source.name} are read without {' and '.join(found)}, which may be what they are about; write it into the question, or pay no "
+                            "attention where it is not")
         if kinds == {"demonstrations/1"} and (found := [name for name, value in beside.items() if name in _JUDGED and not isinstance(value, (list, dict))]):
             self.stage.warn("unread_label", f"{source.name} is read as demonstrations, of which every answer is trained on alike, but has {' and '.join(found)}: score_column={found[0]} reads it as "
                             f"a rating, label_column={found[0]} as right or wrong; if it is neither, all is well")
-        elif kinds == {"prompts/1"} and self.kind == "prompts/1" and not answered and (found := [name for name in beside if name in _ANSWERS]):
+        elif kinds == {"prompts/1"} and self.kind == "prompts/1" and not answered and (found := [name for name, value in beside.items() if name in _ANSWERS and not isinstance(value, (list, dict))]):
             self.stage.warn("unread_answer", f"the prompts of {source.name} have no answer that a verifier could check, but the file has {' and '.join(found)}: answer_column={found[0]} reads it")
 
     def _read(self, start: int) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Callable, Iterator, NamedTuple
 
 import orjson
 
-from stages.ingestion.formats import ALIASES, Adapter, detect, hh_transcript, rename
+from stages.ingestion.formats import ALIASES, Adapter, asked_about, detect, hh_transcript, rename
 from stages.ingestion.pairing import EVENT_MAP
 from stages.ingestion.rules import Bad
 from stages.ingestion.sources import Record, SourceFile, canonical_bytes, head_rows, parse_json
@@ -577,12 +577,11 @@ def _lima(row: dict, options) -> list[dict]:
 
 def _history(row: dict, options) -> list[dict]:
     """Alpaca's rows with earlier turns, [[question, answer], ...]."""
-    history, given = _json(row["history"]), row.get("input")
+    history = _json(row["history"])
     if not isinstance(history, list) or not all(isinstance(turn, (list, tuple)) and len(turn) == 2 for turn in history):
         raise Bad("wrong_type")
     before = [message for question, answer in history for message in (_said("user", question), _said("assistant", answer))]
-    asked = f"{row['instruction']}\n\n{given}" if isinstance(given, str) and given.strip() else row["instruction"]
-    return [_without(row, "instruction", "input", "output", "history", prompt=[*before, _said("user", asked)], completion=row["output"])]
+    return [_without(row, "instruction", "input", "output", "history", prompt=[*before, _said("user", asked_about(row["instruction"], row.get("input")))], completion=row["output"])]
 
 
 def _s1k(row: dict, options) -> list[dict]:
@@ -608,7 +607,8 @@ _QUESTIONS = ("question", "query", "problem", "input")
 def _answered(row: dict, options) -> list[dict]:
     """A question and what was answered, in columns of these names (OpenOrca, Nemotron)."""
     asked, said = next(name for name in _QUESTIONS if row.get(name) is not None), next(name for name in _ANSWERS if row.get(name) is not None)
-    return [_without(row, asked, said, prompt=row[asked], completion=row[said])]
+    used = (asked, said, *(["context"] if isinstance(row.get("context"), str) else []))
+    return [_without(row, *used, prompt=asked_about(row[asked], row.get("context")), completion=row[said])]
 
 
 def _is_answered(row: dict, options) -> bool:

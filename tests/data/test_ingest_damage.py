@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from stages.harness import StageFailure
+from stages.spec import ConfigError
 from storage.datasets import open_dataset
 
 from .driver import assistant, ingest, user, write_lines
@@ -181,10 +182,11 @@ def test_too_much_damage_fails_after_writing_the_account(tmp_path):
     assert (tmp_path / "w" / "reports" / "ingest.md").exists()
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "utf-16-le"])     # without the mark that says so
-def test_a_file_in_another_encoding_is_refused_with_how_to_rewrite_it(tmp_path, encoding):
+@pytest.mark.parametrize("encoding, error, tells", [("latin-1", StageFailure, "invalid_utf8.*posttrain show .*quarantine.*iconv -f latin1 -t utf-8"),
+                                                    ("utf-16-le", ConfigError, "iconv -f utf-16le -t utf-8")])      # without the mark that says so
+def test_a_file_in_another_encoding_is_refused_with_how_to_rewrite_it(tmp_path, encoding, error, tells):
     (tmp_path / "x.csv").write_bytes(("prompt,chosen,rejected\n" + "".join(f"où {i},très bien {i},mal {i}\n" for i in range(9))).encode(encoding))
-    with pytest.raises(StageFailure, match="invalid_utf8.*posttrain show .*quarantine.*iconv -f latin1 -t utf-8"):
+    with pytest.raises(error, match=tells):
         ingest(tmp_path / "x.csv", tmp_path / "w")
     (tmp_path / "x.csv").write_bytes((tmp_path / "x.csv").read_bytes().decode(encoding).encode("utf-8-sig"))  # and with a byte order mark
     assert [row["prompt"][0]["content"] for row in ingest(tmp_path / "x.csv", tmp_path / "w2").rows][:2] == ["où 0", "où 1"]

@@ -213,6 +213,8 @@ def test_steps(tmp_path):
     ({"system_prompt": "s", "question": "p", "response": "a"}, ["s", "p", "a"]),
     ({"input": [user("p")], "output": "a", "system_prompt": "s", "reasoning": "on"}, ["s", "p", "a"]),
     ({"instruction": "p", "context": "c", "response": "a", "category": "closed_qa"}, ["p\n\nc", "a"]),
+    ({"question": "p", "context": "c", "answer": "a"}, ["p\n\nc", "a"]),
+    ({"query": "p", "context": "c", "response": "a"}, ["p\n\nc", "a"]),
     ({"instruction": "q", "input": "", "output": "b", "history": [["p", "a"]]}, ["p", "a", "q", "b"]),
     ({"question": "p", "solution": "s", "thinking_trajectories": ["t"], "attempt": "a"}, ["p", "<think>\nt\n</think>\n\na"]),
 ])
@@ -251,9 +253,35 @@ def test_columns_may_change_places(tmp_path):
     ({"prompt": "p", "target": "a"}, "unread_answer", "answer_column=target", {}),
     ({"prompt": "p", "chosen": "a", "rejected": "b", "score_chosen": 1, "score_rejected": 2}, "scores_against", "chosen_column=rejected", {}),
     ({"prompt": "p", "response": "a", "topic": "x"}, None, "", {}),
+    ({"question": "p", "answer": "a", "context": {"title": ["t"]}}, "unread_context", "without context", {}),
+    ({"question": "p", "answer": "a", "context": "t"}, None, "", {}),
+    ({"messages": [user("p"), assistant("a")], "document": "x"}, "unread_context", "without document", {}),
     ({"prompt": "p", "target": "a"}, None, "", {"answer_column": "target"}),
     ({"prompt": "p", "chosen": "a", "rejected": "b", "score_chosen": 2, "score_rejected": 1}, None, "", {}),
 ])
 def test_what_is_put_aside_is_told_where_it_looks_like_the_label(tmp_path, row, code, tells, more):
     warnings = {w["code"]: w["text"] for w in ingest(write_lines(tmp_path / "x.jsonl", [row]), tmp_path / "w", **more).result["warnings"]}
-    assert warnings.keys() & {"unread_label", "unread_answer", "scores_against"} == ({code} if code else set()) and tells in warnings.get(code, "")
+    assert warnings.keys() & {"unread_label", "unread_answer", "unread_context", "scores_against"} == ({code} if code else set()) and tells in warnings.get(code, "")
+
+
+@pytest.mark.parametrize("rows", ([message for tree in "abcdef" for message in messages_of_a_tree(tree)],
+                                  [{"instruction": f"p{i}", "completions": [{"response": text, "overall_score": score, "annotations": {}} for text, score in (("a", 1), ("b", 2))]} for i in range(6)]))
+def test_a_run_that_was_ended_goes_on_in_the_middle_of_a_row(tmp_path, monkeypatch, rows):
+    from stages import ingest as stage
+    from stages.ingestion.pipeline import Ingestion
+
+    path, take = write_lines(tmp_path / "x.jsonl", rows), Ingestion._take
+    monkeypatch.setattr(stage, "CHECKPOINT_ROWS", 3)
+    whole = ingest(path, tmp_path / "whole", kind="pairs/1").data.manifest["dataset_hash"]
+
+    def ended(self, seq, *record):
+        if seq == 5:
+            self.seen.db.close()
+            raise KeyboardInterrupt
+        take(self, seq, *record)
+
+    monkeypatch.setattr(Ingestion, "_take", ended)
+    with pytest.raises(KeyboardInterrupt):
+        ingest(path, tmp_path / "w", kind="pairs/1")
+    monkeypatch.setattr(Ingestion, "_take", lambda self, seq, *record: take(self, seq, *record) if seq >= 3 else pytest.fail("again from the start"))
+    assert ingest(path, tmp_path / "w", kind="pairs/1").data.manifest["dataset_hash"] == whole

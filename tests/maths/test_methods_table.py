@@ -59,17 +59,27 @@ def indexed(text: str) -> dict[str, str]:
     return {row[1]: row[2] for row in re.finditer(r"^\| `([\w.]+)` \| .*? \| (central|described|mentioned) \|", text, re.M)}
 
 
-#: Central and described entries of the third page that have no row yet: nothing reaches them, or a part of what they say is missing. A new row shortens this.
-GAPS = """
-data.vendor data.fasttext_mining
-synth.cold_start synth.matrix synth.ditto synth.saro
-synth.urial_demos
-reward.tampering reward.safety
-eval.conformance eval.failure_modes
-eval.bias_before_after eval.safety_suite
-recipe.hhh_lab recipe.llama4 recipe.saro
-recipe.matrix_ditto recipe.fact_rlhf recipe.tampering recipe.vendor_cycle recipe.budget_toggle
-""".split()
+#: Central and described entries of the third page that have no row, and why: what there is instead, or what is missing. A new row shortens this.
+GAPS = {
+    "data.vendor": "a batch is an ingested directory with batch_id, and its report has agreement by batch; rows that supersede earlier ones by their annotation id, and drift of a reward model per batch, are missing",
+    "data.fasttext_mining": "a web corpus and a text classifier: pretraining data, made outside",
+    "synth.matrix": "a model that plays all roles of a simulation: write_prompts and revise come near, the simulation is missing",
+    "synth.ditto": "needs a knowledge base of characters; flows.character trains traits instead",
+    "synth.saro": "preferences between steps of a safety thought: align has no pairs of single steps of one thought",
+    "synth.urial_demos": "the examples are the user's file (eval.urial shows them); nothing restyles demonstrations for it but revise with template=minimal",
+    "reward.tampering": "environments that can be gamed are not built; an environment of one's own is module:Class",
+    "eval.conformance": "a judge per clause is a rubric (kind rubric) as a reward of evaluate; a violation rate per clause is not reported",
+    "eval.failure_modes": "refusals, hedging and diversity are measured of every evaluation; invented facts and offence are a judge's or a reward model's to say",
+    "eval.bias_before_after": "a probe set is multiple choice or mirrored prompts, which evaluate reads and compare sets side by side; no probe set of social bias comes with it",
+    "eval.safety_suite": "attack success is what phrases or a judge call a non-refusal; a red-teaming agent of several turns is missing",
+    "recipe.hhh_lab": "each arm is a stage (system text, distill method=context, reward_model objective=pointwise_bce or bt, sft); no recipe runs them over sizes",
+    "recipe.llama4": "pruning by a judge's difficulty, and its hybrid loop in one recipe, are missing; the catalogue calls several details unverified",
+    "recipe.matrix_ditto": "its data are missing: synth.matrix, synth.ditto",
+    "recipe.fact_rlhf": "reward_model facts=true and rl are stages; no recipe runs them on rows with facts",
+    "recipe.tampering": "its environments are missing: reward.tampering",
+    "recipe.vendor_cycle": "its loop is data.vendor's; human_feedback asks people once",
+    "recipe.budget_toggle": "reward.length_target and system texts are there; data that switches thinking by a system text are not made",
+}
 
 
 def test_headings_are_read():

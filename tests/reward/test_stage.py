@@ -51,6 +51,22 @@ def test_trains_and_judges(tiny, rows, train, objective):
         assert summary["calibration_bias"] != 0
 
 
+def test_a_guard_classifier_is_a_reward_beside_accuracy(tiny, rows, train):
+    """reward.safety: a classifier of labelled answers, read as a probability of the whole answer, weighted beside the verifier."""
+    import math
+
+    from stages.rewards import RewardComponent, build_rewards
+
+    path = train("reward_model", {**COMMON, "objective": "pointwise_bce"}, {"model": tiny["policy"], "data": rows["labels"]})["outputs"]["model"]["path"]
+    scorer = load_scorer(path)
+    rewards = build_rewards([RewardComponent(kind="verifier"), RewardComponent(name="safe", kind="model", weight=0.5, squash="sigmoid")], {"reward_model": scorer})
+    asked, answers = user("what is 2 + 2?"), ("\\boxed{4} " + better(3), "\\boxed{5} " + worse(3))
+    found = rewards.score([{"prompt_row": {"prompt": asked, "answer": "4", "answer_type": "integer"}, "completion_text": text, "completion_ids": [1], "finish_reason": "eos"} for text in answers])
+    safe = [1 / (1 + math.exp(-score)) for score in scorer.score([Response(asked, assistant(text)) for text in answers])]
+    assert [one.parts["safe"] for one in found] == pytest.approx(safe) and [one.total for one in found] == pytest.approx([1 + 0.5 * safe[0], 0.5 * safe[1]])
+    assert safe[0] > safe[1]
+
+
 @pytest.mark.parametrize("objective", ("t2t_point", "t2t_pair"))
 def test_label_models_score_in_the_form_that_they_were_trained_in(tiny, rows, train, objective):
     path, _ = check(train("reward_model", {**COMMON, "objective": objective, "label_request": "slic"}, {"model": tiny["policy"], "data": rows["pairs"]}), objective)

@@ -937,6 +937,12 @@ def context_schedule(i, p):
             "mask_truncated_completions": [bool(schedules.step_function(filtered, s, 0)) for s in i["step"]]}
 
 
+def context_steps(i, p):
+    """The same of a schedule whose rows say both."""
+    return {"max_len": [schedules.step_function([row[:2] for row in p["schedule"]], s, 0) for s in i["steps"]],
+            "overlong_filter": [bool(schedules.step_function([[row[0], int(row[2])] for row in p["schedule"]], s, 0)) for s in i["steps"]]}
+
+
 def freshness(i, p):
     out = {"staleness": schedules.staleness(i["current_version"], i["rollout_versions"])}
     return out | {f"accept_at_{m}": schedules.freshness_guard(i["current_version"], i["rollout_versions"], m) for m in p["max_staleness"]}
@@ -1033,6 +1039,7 @@ def iterative_grpo(i, p):
 
 ADAPTERS = {
     "grpo_iterative_events": iterative_grpo,
+    "context_schedule": context_steps, "bpo_interval": lambda i, p: {"K": [selection.refresh_intervals(i["T"], f)[0] for f in i["F"]]},
     "grpo_plus_context_schedule": context_schedule, "async_freshness_guard": freshness, "staleness": stale_samples, "freshness_guard": allowed_presets,
     "e2h_cosine": e2h, "e2h_gaussian": e2h, "prompt_rerank": reranked, "hash_frozen_roles": frozen_roles,
     "curriculum_sort": lambda i, p: {"order": [i["prompt_id"][k] for k in selection.order_by_difficulty(1 - arr(i["pass_rate"]))[0]]},

@@ -152,7 +152,48 @@ def domains(inputs, params):
     return {"reward": [one.total for one in build_rewards(components, {}).score(rows)]}
 
 
+def router(inputs, params):
+    """Who gives the reward: the rule where the prompt has an answer, then a learned reward where there is one, then the judge."""
+    says = "def score(prompt, completion, answer, there):\n    return 9.0 if there else None"
+    components = [RewardComponent(name="rule", kind="verifier", tier="rule"), RewardComponent(name="learned", kind="python", tier="learned", source=says),
+                  RewardComponent(name="judge", kind="python", tier="judge", source="def score(prompt, completion, answer):\n    return 0.5")]
+    rows = [{"prompt_row": {"answer": "4" if rule else None, "answer_type": "integer", "extra_json": json.dumps({"there": learned})}, "completion_text": "\\boxed{4}", "completion_ids": [1],
+             "finish_reason": "eos"} for rule, learned in zip(inputs["has_rule"], inputs["has_rm"])]
+    return {"choice": [one.tier for one in build_rewards(components, {}).score(rows)]}
+
+
+def humaneval(inputs, params):
+    """The published programs, and programs that only return None, against the published tests."""
+    import gzip
+    from pathlib import Path
+
+    path = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "HumanEval.jsonl.gz"
+    if not path.exists():
+        raise Skip("needs the data file HumanEval.jsonl.gz")
+    problems = [json.loads(line) for line in gzip.open(path, "rt", encoding="utf-8")]
+
+    def passed(completion) -> int:
+        rows = [{"prompt_row": {"prompt": [{"role": "user", "content": p["prompt"]}], "tests": [{"code": f"{p['test']}\ncheck({p['entry_point']})\n"}]}, "completion_text": completion(p),
+                 "completion_ids": [1], "finish_reason": "eos"} for p in problems]
+        return int(sum(one.total for one in build_rewards([RewardComponent(kind="code", timeout_s=30.0)], {}).score(rows)))
+
+    right = passed(lambda p: p["canonical_solution"])
+    return {"canonical_pass": right, "return_none_pass": passed(lambda p: "    return None\n"), "pass_at_1_canonical": right / len(problems)}
+
+
+def signals(inputs, params):
+    """Shares of groups as an RL step logs them."""
+    from stages.generation import Sample
+    from stages.rollouts.metrics import rollout_metrics
+
+    flat = [(k, reward) for k, group in enumerate(inputs["group_rewards"]) for reward in group]
+    samples = [Sample({}, [1], k, [2], [0.0], "eos", "x", total=float(reward), parts={}, reasons={}, correct=reward == 1) for k, reward in flat]
+    logged = rollout_metrics(samples, np.array([float(reward) for _, reward in flat]), np.array([k for k, _ in flat]))
+    return {"zero_advantage_fraction": logged["reward/frac_zero_std"], "all_correct": logged["groups/all_correct_fraction"], "none_correct": logged["groups/all_wrong_fraction"]}
+
+
 ADAPTERS = {
+    "advisor_reward_source": router, "humaneval_canonical": humaneval, "zero_advantage_fraction": signals,
     "language_consistency": language, "domain_route": domains,
     "majority_reward": majority, "majority_tie": majority, "majority_none": majority,
     "extract_boxed": texts(extract_boxed),

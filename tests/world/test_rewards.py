@@ -517,3 +517,14 @@ def test_a_setting_that_a_kind_does_not_read_is_refused():
                            ("remote", {"url": "http://h/r", "endpoint_model": "m"}), *((k, {}) for k in kinds - {"regex", "group_preference", "python", "remote"})):
         once = RewardComponent(kind=kind, **required)
         assert RewardComponent.model_validate(once.model_dump()) == once  # defaults, written out, are refused by none
+
+
+def test_verls_ground_truth_is_the_answer_or_what_no_verifier_reads():
+    import json
+
+    function = {"name": "own", "kind": "python", "source": "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+                                                            "    return float(ground_truth == '7') if data_source == 'math' else float(ground_truth['target'] == 98) + extra_info['index']\n"
+                                                            "score = compute_score\n"}
+    judged = {"data_source": "countdown", "reward_model": {"style": "rule", "ground_truth": {"target": 98, "numbers": [44, 54]}}, "extra_info": {"index": 1}}
+    rows = [row("x", answer="7", extra_json=json.dumps({"data_source": "math", "reward_model": {"ground_truth": "7"}})), row("x", answer=None, extra_json=json.dumps(judged))]
+    assert [one.total for one in score(rows, function)] == [1.0, 2.0]
