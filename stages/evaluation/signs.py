@@ -54,7 +54,7 @@ def metrics(records: Sequence[dict]) -> dict[str, Metric]:
             found[name] = of([float(np.mean(values)) for values, _ in grouped.values()], [cluster for _, cluster in grouped.values()])
 
     says = lambda words: lambda r: text.reflection_counts([r["output"].replace("’", "'")], words)["count"][0] > 0
-    add("style/refusal_rate", lambda r: refusals.classify(view(r["output"], "answer_only")) in ("full", "partial"), share)
+    add("style/refusal_rate", lambda r: refusals.classify(view(_seen(r), "answer_only")) in ("full", "partial"), share)
     for name, words in (("hedging", HEDGES), ("apology", APOLOGIES), ("self_doubt", DOUBTS), ("flattery", FLATTERY)):
         add(f"style/{name}_rate", says(words), share)
     for name, column in (("list", "lists"), ("heading", "headers"), ("bold", "bold")):
@@ -75,12 +75,19 @@ def metrics(records: Sequence[dict]) -> dict[str, Metric]:
 
 
 def unclosed(record: dict) -> bool:
-    return "<think>" in record["output"] and "</think>" not in record["output"]
+    return "<think>" in _seen(record) and "</think>" not in record["output"]
+
+
+def _seen(record: dict) -> str:
+    from stages.generation import seen
+
+    return seen(record["output"], bool(record.get("opened")))
 
 
 def thought_words(record: dict) -> int | None:
     """Words of the thought; None for an answer without one."""
-    return len(view(record["output"], "think_only").split()) if "<think>" in record["output"] or "</think>" in record["output"] else None
+    text = _seen(record)
+    return len(view(text, "think_only").split()) if "<think>" in text or "</think>" in text else None
 
 
 def diversity(answered: Sequence[dict]) -> dict[str, Metric]:
