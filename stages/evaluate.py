@@ -186,6 +186,9 @@ class Plan:
         if not config.environment and not any(c.kind in ("code", "python", "remote") for c in config.rewards) and (tested := sum(bool(row.get("tests")) for row, _ in self.prompts)):
             stage.warn("tests_not_run", f"{tested} prompts bring tests of programs, and no reward runs them, so their answers have no accuracy. Write rewards='[{{kind: code}}]'"
                        + (" beside the others." if any(row.get("answer") is not None for row, _ in self.prompts) else "."))
+        if stage.has("reference") and self.prompts and not config.token_shift and (why := not_of_the_policy(config)):
+            stage.warn("kl_is_biased", f"kl_reference is the mean log-ratio of the policy's answers, an estimate of its KL where these are drawn from it as it is, and here {why}. Evaluate with "
+                       "temperature=1 and no filters or penalties for the KL itself.")
         self.run_id = stage.key[:16]
         self.protocol = self._protocol()
         self._loaded = {}
@@ -589,6 +592,15 @@ def _replace(params, **changes):
     from dataclasses import replace
 
     return replace(params, **changes)
+
+
+def not_of_the_policy(config) -> str:
+    """Why answers are not drawn from the policy's own distribution; empty where they are."""
+    if not config.num_samples:
+        return "they are greedy (num_samples=0)"
+    changed = [f"{name}={getattr(config, name)}" for name, plain in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("repetition_penalty", 1.0), ("frequency_penalty", 0.0),
+                                                                    ("presence_penalty", 0.0)) if getattr(config, name) != plain]
+    return f"they are drawn with {', '.join(changed)}" if changed else ""
 
 
 def read_of(sample, component=None) -> str:

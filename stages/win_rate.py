@@ -131,11 +131,21 @@ def _answers(stage, name: str, left_out: Counter) -> dict[str, dict]:
             one |= {"answer": row["messages"][turn:], "prompt": row["messages"][:turn]}
             row = {**row, "prompt_id": _id(row["messages"][:turn])}
         if one["answer"]:
+            one["answer"] = _shown(one["answer"], kind == "eval_samples/1" and bool(extra.get("opened")), stage.config.view)
             found.setdefault(row["prompt_id"], {"greedy": [], "sample": []})[one["mode"]].append(one)
     for own in found.values():
         for answers in own.values():
             answers.sort(key=lambda one: one["at"])
     return found
+
+
+def _shown(answer: list[dict], opened: bool, which: str) -> list[dict]:
+    """An answer's messages as the judge is shown them, so that lengths and style are of that: under ``view=answer_only`` the last one without its thought."""
+    from stages.generation import seen
+    from stages.verifiers import view
+
+    text = answer[-1].get("content")
+    return answer if which == "full" or not text else [*answer[:-1], {**answer[-1], "content": view(seen(text, opened), which)}]
 
 
 def _id(messages: list[dict]) -> str:

@@ -75,3 +75,11 @@ def test_the_reward_of_constraints_reads_the_answer_too():
     row = {"prompt_row": {**ROW, "answer": None, "constraints": [{"id": "punctuation:no_comma", "kwargs_json": "{}"}]}, "completion_text": "<think>well, well</think>Fine.", "completion_ids": [1], "finish_reason": "eos"}
     value = lambda **settings: build_rewards([RewardComponent(kind="constraints", **settings)], {}).score([row])[0].total
     assert value() == 1.0 and value(view="full") == 0.0
+
+
+def test_style_is_of_the_answer_and_kl_of_the_policy_as_it_is():
+    from stages.evaluate import Config, not_of_the_policy
+
+    found = signs.metrics([record("a", "<think>Perhaps **this**, sorry.</think>Four."), record("b", "Perhaps.")])
+    assert found["style/hedging_rate"].value == 0.5 and found["style/bold_rate"].value == found["style/apology_rate"].value == 0.0 and found["reasoning/thought_rate"].value == 0.5
+    assert not_of_the_policy(Config()) == "" and "greedy" in not_of_the_policy(Config(num_samples=0)) and "temperature=0.6, top_p=0.95" in not_of_the_policy(Config(temperature=0.6, top_p=0.95))
