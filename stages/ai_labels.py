@@ -252,7 +252,7 @@ def report(stage, items, opinions, rows, reasons: Counter, judge: PairJudge) -> 
     if decided:
         right = share([float(found.verdict == given) for found, given, _ in decided], [cluster_of({**item.row, "item_id": item.item_id}) for _, _, item in decided])
         agreed |= {"agreement_no_ties_low": right.low, "agreement_no_ties_high": right.high}
-        longer = [value for _, given, item in decided if (value := longer_wins(item, given)) is not None]
+        longer = [value for _, given, item in decided if (value := longer_wins(item, given, stage.config.view)) is not None]
         agreed |= {"given/longer_wins": float(np.mean(longer))} if longer else {}
     confidence = [max(found.p_a, 1 - found.p_a) for found in opinions if not found.why]
     summary = {**metrics, "rows": len(rows), **agreed,

@@ -35,7 +35,8 @@ class Config(WriterConfig):
     num_plain: int = Field(1, ge=1, description="Answers to each prompt without them, y_0.")
     max_pairs_per_prompt: int = Field(4, ge=1, description="Pairs of a prompt at most, the first ones (data.correctness_pairs, ours 4).")
     max_demonstrations: int = Field(1, ge=1, description="Demonstrations of a prompt at most: its first answers that meet every constraint and are not alike.")
-    view: Literal["full", "answer_only"] = Field("full", description="Part of an answer that is checked; answer_only: what follows the thought (reward.view). Write the same into the reward.")
+    view: Literal["full", "answer_only"] = Field("answer_only", description="Part of an answer that is checked: what follows the thought where there is one, or full, all of it (reward.view). A reward of another view than its own "
+                                             "answer_only must say the same.")
     max_completion_length: int = Field(1024, ge=1, description="New tokens of an answer at most; one that is cut is in no pair and no demonstration.")
     split: str = Field("train", description="Split whose prompts are answered; those of the others get constraints only, to evaluate on.")
     validation_fraction: float = Field(0.05, ge=0, lt=1, description="Share of the answered prompts whose pairs and demonstrations are the validation split.")

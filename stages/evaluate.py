@@ -186,6 +186,9 @@ class Plan:
         if not config.environment and not any(c.kind in ("code", "python", "remote") for c in config.rewards) and (tested := sum(bool(row.get("tests")) for row, _ in self.prompts)):
             stage.warn("tests_not_run", f"{tested} prompts bring tests of programs, and no reward runs them, so their answers have no accuracy. Write rewards='[{{kind: code}}]'"
                        + (" beside the others." if any(row.get("answer") is not None for row, _ in self.prompts) else "."))
+        if stage.has("reference") and self.prompts and not config.token_shift and (why := not_of_the_policy(config)):
+            stage.warn("kl_is_biased", f"kl_reference is the mean log-ratio of the policy's answers, an estimate of its KL where these are drawn from it as it is, and here {why}. Evaluate with "
+                       "temperature=1 and no filters or penalties for the KL itself.")
         self.run_id = stage.key[:16]
         self.protocol = self._protocol()
         self._loaded = {}
@@ -407,7 +410,7 @@ class Plan:
         divergences = self._kl([s for _, s in flat]) if stage.has("reference") else [None] * len(flat)
         refused = refusals.answered(self, [s for _, s in flat])
         refused = [more | (next(ranks) if config.token_shift and mode == "greedy" else {}) for (mode, _), more in zip(flat, refused)]
-        readings = parse_all([(s.prompt, s.text) if s.error is None else None for _, s in flat], self.verifier)
+        readings = parse_all([(s.prompt, read_of(s, self.verifier)) if s.error is None else None for _, s in flat], self.verifier)
         made = [self._answer_row(mode, sample, read, model_score, kl, more) for (mode, sample), read, model_score, kl, more in zip(flat, readings, model_scores, divergences, refused)]
         return made, [sample.items for _, sample in flat]
 
@@ -447,13 +450,13 @@ class Plan:
 
         source = sample.prompt
         strict, flexible, extracted = read
-        no_program = self.code is not None and bool(source.get("tests")) and sample.error is None and program_of(source, view(sample.text, self.code.view)) is None
+        no_program = self.code is not None and bool(source.get("tests")) and sample.error is None and program_of(source, view(read_of(sample, self.code), self.code.view)) is None
         extra = {
             "mode": mode, "finish": sample.finish_reason, "reward": model_score, "kl": kl, "parts": sample.parts, "unscorable": sample.reasons or None,
             "category": source.get("category") or source.get("domain"), "difficulty": difficulty_of(source),
             "prompt": source["prompt"][-1]["content"], "answer": source.get("answer"), "flexible_correct": flexible,
-            "constraints": constraint_verdicts(source, sample.text, self.constraints) if sample.error is None else None,
-            "reencoded": sample.reencoded or None, "forced": sample.forced, "error": sample.error, "order": source.get("order"), **perturbed.asked_of(source),
+            "constraints": constraint_verdicts(source, read_of(sample, self.constraints), self.constraints) if sample.error is None else None,
+            "reencoded": sample.reencoded or None, "opened": sample.opened or None, "forced": sample.forced, "error": sample.error, "order": source.get("order"), **perturbed.asked_of(source),
             **more,
             "nll": -sum(sample.logps) if mode == "sample" and sample.logps and sample.turns is None else None,
         }
@@ -592,6 +595,20 @@ def _replace(params, **changes):
     return replace(params, **changes)
 
 
+def not_of_the_policy(config) -> str:
+    """Why answers are not drawn from the policy's own distribution; empty where they are."""
+    if not config.num_samples:
+        return "they are greedy (num_samples=0)"
+    changed = [f"{name}={getattr(config, name)}" for name, plain in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("repetition_penalty", 1.0), ("frequency_penalty", 0.0),
+                                                                    ("presence_penalty", 0.0)) if getattr(config, name) != plain]
+    return f"they are drawn with {', '.join(changed)}" if changed else ""
+
+
+def read_of(sample, component=None) -> str:
+    """The text of a sample that a component's view takes apart; of one that sees all of it, as it was written."""
+    return sample.text if component is not None and component.view == "full" else sample.seen
+
+
 def parse(row: dict, text: str, component=None) -> tuple[bool | None, bool | None, str | None]:
     """(right by strict extraction, right by flexible extraction, extracted answer) of a row with a checkable answer; all ``None``
     for other rows. Both readings are reported, because formatting alone can move a score (section D.0). ``component``: the
@@ -629,7 +646,7 @@ def parse_all(answers: list[tuple[dict, str] | None], component=None) -> list[tu
 
 def constraint_verdicts(row: dict, text: str, component=None) -> dict | None:
     """Which instructions of a row with constraints an answer follows (eval.ifeval): {"strict": [...], "loose": [...]}, {"unscorable": why} where one cannot
-    be checked, None for other rows. ``component``: the configured component of kind constraints, whose view counts here too."""
+    be checked, None for other rows. ``component``: the configured component of kind constraints, whose view counts here too; without one, a thought is no part of the answer."""
     import json
 
     from stages.evaluation.suites import ifeval_loose_variants
@@ -637,7 +654,7 @@ def constraint_verdicts(row: dict, text: str, component=None) -> dict | None:
 
     if not row.get("constraints"):
         return None
-    seen = text if component is None else view(text, component.view)
+    seen = view(text, component.view if component else "answer_only")
     passes = lambda one, reading: check_constraint(*one, reading) and bool(reading.strip())  # an empty answer follows nothing
     try:
         asked = [(one["id"], json.loads(one["kwargs_json"] or "{}")) for one in row["constraints"]]

@@ -23,6 +23,7 @@ class Sample:
     Of a trajectory (``stages.agents``), ``tool_mask`` is 1 on tokens that the policy did not choose, ``turns`` are its turns (token span,
     text, environment's reward, events), ``text`` is the last one, ``failure`` says why the environment ended it, ``turn_rewards`` are what
     each turn earned of ``total`` and ``turn_parts`` the values that components give single turns. ``finish_reason`` is then goal, stop, turn_limit, length or failure.
+    ``opened``: the prompt ends with a thought that the template has begun, so that text without its end is all thought (``seen``).
     ``logps`` is None where the engine gives none; ``reencoded``: ids are the encoding of a text that a server returned; ``error``: why
     the engine has no completion (finish reason "error", no ids).
     """
@@ -57,7 +58,13 @@ class Sample:
     turn_parts: dict[str, list[float]] | None = None
     step_rewards: tuple[list[int], list[float]] | None = None  # (last tokens, rewards) of what its steps earned of ``total``, where a component pays them (step_credit)
     seed: int | None = None  # that it was drawn with; None where nobody sampled it here
+    opened: bool = False  # whether the template opened its thought
     steps: tuple[list[int], list[float]] | None = None  # (last token, reward) of its reasoning steps, once they were scored (advantage=process)
+
+    @property
+    def seen(self) -> str:
+        """The text as verifiers and judges take it apart: with the mark that begins its thought, where the template wrote it and the thought does not end."""
+        return seen(self.text, self.opened)
 
     @property
     def action_mask(self) -> list[int]:
@@ -143,8 +150,23 @@ def sample_groups(sampler, rows, params, seeds) -> list[list[Sample]]:
     mine = range(ranks.rank(), len(rows), ranks.world_size())
     found = sampler.generate([rows[i][1] for i in mine], params, [seeds[i] for i in mine]) if len(mine) else []
     completions = {i: group for part in ranks.gather(dict(zip(mine, found))) for i, group in part.items()}
-    return [[Sample(row, ids, k, c.ids, c.logps, c.finish_reason, c.text, reencoded=c.reencoded, error=c.error, seed=seeds[i][k]) for k, c in enumerate(completions[i])]
+    opened = opens_thought(getattr(sampler, "tokenizer", None))
+    return [[Sample(row, ids, k, c.ids, c.logps, c.finish_reason, c.text, reencoded=c.reencoded, error=c.error, seed=seeds[i][k], opened=opened(ids)) for k, c in enumerate(completions[i])]
             for i, (row, ids) in enumerate(rows)]
+
+
+def opens_thought(tokenizer):
+    """ids -> whether a prompt ends with ``<think>``, which templates of models that always reason write themselves; never without a tokenizer."""
+    from stages.verifiers import TAGS
+
+    return lambda ids: tokenizer is not None and tokenizer.decode(list(ids[-16:]), skip_special_tokens=False).rstrip().endswith(TAGS[0])
+
+
+def seen(text: str, opened: bool) -> str:
+    """A completion behind the mark of the thought that its prompt opened, where it does not close it: without that, a thought that was cut would be read as the answer."""
+    from stages.verifiers import TAGS
+
+    return TAGS[0] + text if opened and TAGS[1] not in text else text
 
 
 def room_after(sampler, prompt, tokens: int) -> int:
@@ -207,7 +229,7 @@ def continuations(sampler, starts, params, seeds) -> list[list[Sample]]:
     def spoken(ids):
         return [t for t in ids if t not in params.stop_ids]
 
-    return [[Sample(sample.prompt, sample.prompt_ids, j, ids, [], reason, derived.of(spoken(ids), len(spoken(sample.ids[:count]))), error=error)
+    return [[Sample(sample.prompt, sample.prompt_ids, j, ids, [], reason, derived.of(spoken(ids), len(spoken(sample.ids[:count]))), error=error, opened=sample.opened)
              for j, (ids, reason, error) in enumerate(everyone[i])] for i, (sample, count) in enumerate(starts)]
 
 
@@ -222,7 +244,7 @@ def warn_of_failures(stage, engine, samples: list[Sample]) -> None:
 def _verdict_row(s: Sample, group=None) -> dict:
     """A sample as ``stages.rewards.Rewards`` reads it."""
     return {"prompt_row": s.prompt, "prompt_ids": s.prompt_ids, "completion_text": s.text, "completion_ids": s.ids,
-            "finish_reason": s.finish_reason, "turns": s.turns, "failure": s.failure, "debate": s.debate, "group": group}
+            "finish_reason": s.finish_reason, "turns": s.turns, "failure": s.failure, "debate": s.debate, "group": group, "opened": s.opened}
 
 
 def preferences(rewards, name: str, pairs: list[tuple[Sample, Sample]]) -> list[float]:

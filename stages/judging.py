@@ -554,7 +554,7 @@ def judge_metrics(items: Sequence[Item], opinions: Sequence[Opinion], judge: Ask
         out |= {"judge/consistency": bias["consistency"], "judge/first_position_rate": bias["first_position_rate"]}
         if all(found.shown_first for found in both):
             out["judge/position_bias"] = position_bias(both)
-    longer = [longer_wins(item, found.verdict) for item, found in asked]
+    longer = [longer_wins(item, found.verdict, judge.config.view) for item, found in asked]
     if known := [value for value in longer if value is not None]:
         out |= {"judge/longer_wins": sum(known) / len(known), "judge/longer_wins_of": len(known)}
     return {name: value for name, value in out.items() if value is not None}
@@ -565,9 +565,11 @@ def position_bias(opinions: Sequence[Opinion]) -> float:
     return sum(sum(found.shown_first) / 2 for found in opinions) / len(opinions) - 0.5
 
 
-def longer_wins(item: Item, verdict: str) -> bool | None:
-    """Whether a verdict is for the answer with more characters; None where neither is, or neither won."""
-    a, b = len(text_of(item.a)), len(text_of(item.b))
+def longer_wins(item: Item, verdict: str, which: str = "full") -> bool | None:
+    """Whether a verdict is for the answer with more characters of what the judge is shown (``which``: the view); None where neither is, or neither won."""
+    from stages.verifiers import view
+
+    a, b = len(view(text_of(item.a), which)), len(view(text_of(item.b), which))
     return None if a == b or verdict not in ("A", "B") else (verdict == "A") == (a > b)
 
 

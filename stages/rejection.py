@@ -221,7 +221,7 @@ def rescore(stage) -> None:
     from itertools import groupby
 
     from stages.chat import stage_renderer
-    from stages.generation import Sample, prompt_ids, score, stored_completion
+    from stages.generation import Sample, opens_thought, prompt_ids, score, stored_completion
     from stages.rewards import build_rewards
     from stages.selection import top_k_per_prompt
     from storage.schema import complete_row
@@ -239,6 +239,7 @@ def rescore(stage) -> None:
         groups = [[rows[i] for i in sorted(best(rows))] for rows in groups]
     writer = stage.writer("candidates", "candidates/1")
     renderer, done = stage_renderer(stage), stage.units_done
+    opened = opens_thought(renderer.tokenizer)
     if done * config.block < len(groups):
         rewards = build_rewards(config.rewards, stage.inputs, renderer=renderer, device=stage.device)
         rewards.check([prompts[rows[0]["prompt_id"]] for rows in groups if rows])
@@ -246,8 +247,9 @@ def rescore(stage) -> None:
         rows = [row for group in groups[start:start + config.block] for row in group]
         extras = [json.loads(row["extra_json"] or "{}") for row in rows]
         stored = [stored_completion(renderer, row) for row in rows]
-        samples = [Sample(prompts[row["prompt_id"]], prompt_ids(renderer, row["prompt"], config.prompt_template), row["completion_idx"], ids, None, finish,
-                          row["completion"][-1]["content"] or "", error=error) for row, (ids, finish, error) in zip(rows, stored)]
+        shown = [prompt_ids(renderer, row["prompt"], config.prompt_template) for row in rows]
+        samples = [Sample(prompts[row["prompt_id"]], before, row["completion_idx"], ids, None, finish, row["completion"][-1]["content"] or "", error=error, opened=opened(before))
+                   for row, before, (ids, finish, error) in zip(rows, shown, stored)]
         score(rewards, samples)
         writer.write([complete_row("candidates/1", {**row, **verdict(sample, extra), "extra_json": json.dumps(
             extra | {"unscorable": sample.reasons, "tier": sample.tier}, sort_keys=True)}, dataset="candidates", source=row["source"], origin=row["origin"])

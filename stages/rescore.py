@@ -115,7 +115,7 @@ def _renderer(stage, kind: str):
 
 def _asked(stage, kind: str, rows, renderer) -> list[dict]:
     """The rows as scorers take them."""
-    from stages.generation import stored_completion
+    from stages.generation import opens_thought, stored_completion
     from stages.sampler import text_of
     from stages.spec import ConfigError
 
@@ -124,14 +124,15 @@ def _asked(stage, kind: str, rows, renderer) -> list[dict]:
     if lost:
         raise ConfigError(f"rescore: the input prompts lacks {len(lost)} prompts of the data (first {lost[0]}); give the prompts dataset of the run that "
                           f"made it")
-    out = []
+    out, opens = [], opens_thought(renderer.tokenizer if renderer else None)
     for row in rows:
+        opened = renderer is not None and opens(row["prompt_ids"] if kind == "rollouts/1" else renderer.prompt_ids(row["prompt"]))
         if kind == "rollouts/1":
             ids, finish = list(row["completion_ids"]), "eos" if row["terminated"] else "length"
             text = text_of(renderer.tokenizer, [t for t in ids if t not in renderer.stop_ids])
         else:
             (ids, finish, _), text = stored_completion(renderer, row), row["completion"][-1]["content"] or ""
-        out.append({"row_id": row["row_id"], "prompt_row": prompts[row["prompt_id"]], "completion_text": text, "completion_ids": ids, "finish_reason": finish})
+        out.append({"row_id": row["row_id"], "prompt_row": prompts[row["prompt_id"]], "completion_text": text, "completion_ids": ids, "finish_reason": finish, "opened": opened})
     return out
 
 

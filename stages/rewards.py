@@ -28,7 +28,7 @@ from stages.spec import InputSpec, StageConfig
 PRIMARY = ("verifier", "code", "python", "model", "judge", "rubric", "group_preference", "icdpo", "majority", "environment", "debate", "remote")
 ON_TURNS = ("environment", "milestones", "step_weighted")  # score trajectories, a number per turn
 LENGTH_KINDS = ("length", "length_group", "length_target", "length_penalty", "truncation")
-VERIFYING = ("verifier", "code", "majority", "length_group", "length_target")  # judge the final answer: they do not see the thought before it
+VERIFYING = ("verifier", "code", "constraints", "majority", "length_group", "length_target")  # judge the final answer: they do not see the thought before it
 READ_OTHERS = ("majority", "length_group", "length_target")  # scored last: they read what the other components said
 TIERS = ("rule", "learned", "judge")
 _RIGHT = ("verifier", "length_group", "length_target")  # ask a verifier whether an answer is right
@@ -90,7 +90,7 @@ class RewardComponent(StageConfig):
         "score, else the reward model where it is sure enough, else the judge. A later tier is not asked.")
     min_confidence: float = Field(
         0.7, ge=0.5, le=1, description="tier=learned: probability of its own opinion, max(p, 1-p) with p = sigmoid(score), that counts (0.7 is ours).")
-    view: Literal["full", "answer_only", "think_only"] = Field("full", description="Part of the response it sees (reward.view). Unset: answer_only, what follows the thought where there is one, for verifier, code, "
+    view: Literal["full", "answer_only", "think_only"] = Field("full", description="Part of the response it sees (reward.view). Unset: answer_only, what follows the thought where there is one, for verifier, code, constraints, "
                                                                                  "majority, length_group and length_target; full for the others.")
     correct_value: float = Field(1.0, description="verifier: value of a right answer (DAPO 1, Tulu 3 10).")
     incorrect_value: float = Field(0.0, description="verifier: value of a wrong answer (DAPO -1).")
@@ -690,9 +690,10 @@ def present_weights(parts: dict, weights: dict[str, float], policies: dict[str, 
 # -------------------------------------------------------------------------------------------------- components
 
 def _text(component: RewardComponent, row: dict) -> str:
+    from stages.generation import seen
     from stages.verifiers import view
 
-    return view(row["completion_text"], component.view)
+    return view(seen(row["completion_text"], True), component.view) if row.get("opened") and component.view != "full" else view(row["completion_text"], component.view)
 
 
 def finite(value) -> bool:

@@ -143,12 +143,13 @@ class RubricScorer:
         return out
 
     def _judged(self, item: Item, rows) -> list[dict]:
+        from stages.generation import seen
         from stages.reward_heads import transcript
         from stages.verifiers import view
 
         own = self.settings[f"{item.category}/{item.item_id}"]
         out: list[dict] = [{} for _ in rows]
-        fields = [{"context": transcript(row["prompt_row"].get("prompt") or []), "response": view(row["completion_text"], own.view),
+        fields = [{"context": transcript(row["prompt_row"].get("prompt") or []), "response": view(seen(row["completion_text"], bool(row.get("opened")) and own.view != "full"), own.view),
                    "criterion": item.criterion, "reference": row["prompt_row"].get("answer")} for row in rows]
         if item.kind == "verifiable":
             for record, values in zip(out, fields):

@@ -41,7 +41,7 @@ class Config(JudgeSettings):
     length_l2: float = Field(0.0, ge=0, description="Ridge on the length (and difficulty) term of the length-controlled rate, for data that it separates (shipped 0).")
     instruction_difficulty: bool = Field(False, description="Length-controlled rate with each prompt's difficulty, estimated from the other models (at least two on the same prompts; "
                                                             "AlpacaEval 2.0).")
-    bootstrap: int = Field(1000, ge=10, description="Resamples of the prompts behind the intervals of Bradley-Terry strengths.")
+    bootstrap: int = Field(1000, ge=10, description="Resamples of the prompts behind the intervals of Bradley-Terry strengths, and, 200 at most, of the length-controlled rate.")
 
 
 SPEC = StageSpec(
@@ -131,11 +131,21 @@ def _answers(stage, name: str, left_out: Counter) -> dict[str, dict]:
             one |= {"answer": row["messages"][turn:], "prompt": row["messages"][:turn]}
             row = {**row, "prompt_id": _id(row["messages"][:turn])}
         if one["answer"]:
+            one["answer"] = _shown(one["answer"], kind == "eval_samples/1" and bool(extra.get("opened")), stage.config.view)
             found.setdefault(row["prompt_id"], {"greedy": [], "sample": []})[one["mode"]].append(one)
     for own in found.values():
         for answers in own.values():
             answers.sort(key=lambda one: one["at"])
     return found
+
+
+def _shown(answer: list[dict], opened: bool, which: str) -> list[dict]:
+    """An answer's messages as the judge is shown them, so that lengths and style are of that: under ``view=answer_only`` the last one without its thought."""
+    from stages.generation import seen
+    from stages.verifiers import view
+
+    text = answer[-1].get("content")
+    return answer if which == "full" or not text else [*answer[:-1], {**answer[-1], "content": view(seen(text, opened), which)}]
 
 
 def _id(messages: list[dict]) -> str:
@@ -277,7 +287,8 @@ def rates(items: Sequence[Item], opinions: Sequence[Opinion], config: Config, ot
         difficulty = preference.instruction_difficulty({n: [own[key][0] for key in keys] for n, own in whole.items()}, {n: [own[key][1] for key in keys] for n, own in whole.items()})
     fit = preference.length_controlled_win_rate([a for a, _ in lengths], [b for _, b in lengths], soft, difficulty, l2=config.length_l2)
     if fit["converged"]:
-        out["lc_win_rate"] = Metric(fit["lc_win_rate"], len(items))
+        low, high = length_controlled_interval([a for a, _ in lengths], [b for _, b in lengths], soft, difficulty, clusters, config)
+        out["lc_win_rate"] = Metric(fit["lc_win_rate"], len(items), None, low, high)
     styled = preference.style_controlled_win_rate(*([style_counts(text_of(answer)) for answer in side] for side in ([item.a for item in items], [item.b for item in items])), soft,
                                                   l2=config.length_l2)
     if styled["converged"]:
@@ -285,6 +296,36 @@ def rates(items: Sequence[Item], opinions: Sequence[Opinion], config: Config, ot
         out |= {f"style/{name}": Metric(value, len(items)) for name, value in styled["coefficients"].items()}
     out["lc/suspicious"], out["lc/converged"] = Metric(float(fit["suspicious"]), len(items)), Metric(float(fit["converged"]), len(items))
     return out
+
+
+#: Resamples behind the interval of a length-controlled rate at most: each is a fit of its own (ours).
+REFITS = 200
+
+
+def length_controlled_interval(len_a, len_b, preference, difficulty, clusters: Sequence[str], config: Config) -> tuple[float | None, float | None]:
+    """95% interval of the length-controlled rate: percentiles over resamples of the prompts, the model fitted anew to each. (None, None) for a single prompt, and where lengths separate the
+    wins in more than a twentieth of the resamples, so that these have no rate."""
+    import numpy as np
+
+    from stages.evaluation import preference as of
+    from stages.evaluation.scores import BOOTSTRAP_SEED
+
+    members: dict[str, list[int]] = {}
+    for i, name in enumerate(clusters):
+        members.setdefault(name, []).append(i)
+    groups, rng = list(members.values()), np.random.Generator(np.random.Philox(key=BOOTSTRAP_SEED))
+    if len(groups) < 2:
+        return None, None
+    a, b, p, hard = (None if column is None else np.asarray(column, float) for column in (len_a, len_b, preference, difficulty))
+    rounds, found = min(config.bootstrap, REFITS), []
+    for _ in range(rounds):
+        at = np.concatenate([groups[i] for i in rng.integers(0, len(groups), len(groups))])
+        fit = of.length_controlled_win_rate(a[at], b[at], p[at], None if hard is None else hard[at], l2=config.length_l2)
+        found += [fit["lc_win_rate"]] if fit["converged"] else []
+    if len(found) < 0.95 * rounds:
+        return None, None
+    low, high = np.percentile(found, [2.5, 97.5])
+    return float(low), float(high)
 
 
 def terciles(items: Sequence[Item]) -> list[str]:

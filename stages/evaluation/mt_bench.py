@@ -96,7 +96,7 @@ def answers(plan, part: Sequence[tuple[dict, list[int]]]) -> list[dict]:
         warn_of_failures(stage, sampler, [talk.answers[turn] for talk in asked])
     said = [(talk, turn, sample) for talk in talks for turn, sample in enumerate(talk.answers) if sample.error is None]
     judge = plan._once("mt_bench", lambda: settings.load("mt_bench", stage.inputs, stage.device))
-    found = settings.ask(judge, [request(talk, turn, view(sample.text, "answer_only")) for talk, turn, sample in said], parse_rating, AGAIN)
+    found = settings.ask(judge, [request(talk, turn, view(sample.seen, "answer_only")) for talk, turn, sample in said], parse_rating, AGAIN)
     ratings = {(id(talk), turn): one for (talk, turn, _), one in zip(said, found)}
     rows = []
     for talk in talks:
@@ -115,7 +115,7 @@ def _ask_next(plan, talk: Talk, turn: int) -> bool:
 
     sample = talk.answers[-1]
     question = {"role": "user", "content": talk.turns[turn]}
-    talk.messages += [{"role": "assistant", "content": view(sample.text, "answer_only")}, question]
+    talk.messages += [{"role": "assistant", "content": view(sample.seen, "answer_only")}, question]
     closed = bool(sample.ids) and sample.ids[-1] == plan.renderer.turn_end_id
     talk.ids = [*sample.prompt_ids, *sample.ids, *plan.renderer.observation_ids([question], closed)]
     if plan.positions is not None and len(talk.ids) + plan.config.max_completion_length > plan.positions:

@@ -98,7 +98,7 @@ def answered(plan, samples) -> list[dict]:
     at = [i for i, found in enumerate(asked) if found]
     if not at:
         return asked
-    texts = {i: view(samples[i].text, "answer_only") for i in at}
+    texts = {i: view(samples[i].seen, "answer_only") for i in at}
     settings = plan.config.refusal_judge
     if settings is None:
         classes = {i: classify(texts[i]) for i in at}

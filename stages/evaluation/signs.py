@@ -53,14 +53,15 @@ def metrics(records: Sequence[dict]) -> dict[str, Metric]:
         if grouped:
             found[name] = of([float(np.mean(values)) for values, _ in grouped.values()], [cluster for _, cluster in grouped.values()])
 
-    says = lambda words: lambda r: text.reflection_counts([r["output"].replace("’", "'")], words)["count"][0] > 0
-    add("style/refusal_rate", lambda r: refusals.classify(view(r["output"], "answer_only")) in ("full", "partial"), share)
+    said = lambda r: view(_seen(r), "answer_only")  # style is that of the answer, not of the thought before it
+    says = lambda words: lambda r: text.reflection_counts([said(r).replace("’", "'")], words)["count"][0] > 0
+    add("style/refusal_rate", lambda r: refusals.classify(said(r)) in ("full", "partial"), share)
     for name, words in (("hedging", HEDGES), ("apology", APOLOGIES), ("self_doubt", DOUBTS), ("flattery", FLATTERY)):
         add(f"style/{name}_rate", says(words), share)
     for name, column in (("list", "lists"), ("heading", "headers"), ("bold", "bold")):
-        add(f"style/{name}_rate", lambda r, column=column: text.style_counts(r["output"])[column] > 0, share)
-    add("style/special_characters", lambda r: text.special_character_rate(r["output"]))
-    add("style/language_switch_rate", lambda r: bool(text.scripts(r["output"]) - text.scripts(r.get("prompt") or "")), share)
+        add(f"style/{name}_rate", lambda r, column=column: text.style_counts(said(r))[column] > 0, share)
+    add("style/special_characters", lambda r: text.special_character_rate(said(r)))
+    add("style/language_switch_rate", lambda r: bool(text.scripts(said(r)) - text.scripts(r.get("prompt") or "")), share)
     add("reasoning/reflection_rate", lambda r: text.reflection_counts([r["output"]])["count"][0] > 0, share)
     add("reasoning/reflection_words", lambda r: text.reflection_counts([r["output"]])["count"][0])
     if any(map(thought_words, answered)):
@@ -75,12 +76,19 @@ def metrics(records: Sequence[dict]) -> dict[str, Metric]:
 
 
 def unclosed(record: dict) -> bool:
-    return "<think>" in record["output"] and "</think>" not in record["output"]
+    return "<think>" in _seen(record) and "</think>" not in record["output"]
+
+
+def _seen(record: dict) -> str:
+    from stages.generation import seen
+
+    return seen(record["output"], bool(record.get("opened")))
 
 
 def thought_words(record: dict) -> int | None:
     """Words of the thought; None for an answer without one."""
-    return len(view(record["output"], "think_only").split()) if "<think>" in record["output"] or "</think>" in record["output"] else None
+    text = _seen(record)
+    return len(view(text, "think_only").split()) if "<think>" in text or "</think>" in text else None
 
 
 def diversity(answered: Sequence[dict]) -> dict[str, Metric]:

@@ -331,3 +331,23 @@ def test_holm_keeps_the_chance_of_any_false_alarm():
     rng = np.random.default_rng(2)
     alarms = np.mean([min(holm(rng.random(5).tolist())) < 0.05 for _ in range(4000)])
     assert 0.04 < alarms < 0.06
+
+
+def test_the_interval_of_a_length_controlled_rate_covers():
+    """Battles of known quality (sigma(0.4) once lengths are equal) and a taste for length: the interval holds the truth about as often as promised, and is none where it cannot be known."""
+    from types import SimpleNamespace
+
+    from stages.win_rate import length_controlled_interval
+
+    rng, truth, held, wide = np.random.default_rng(5), 1 / (1 + math.exp(-0.4)), 0, []
+    config = SimpleNamespace(bootstrap=200, length_l2=0.0)
+    for _ in range(40):
+        a, b = rng.integers(100, 900, 150), rng.integers(100, 700, 150)
+        difference = a - b
+        won = (rng.random(150) < 1 / (1 + np.exp(-(0.4 + 0.8 * np.tanh(difference / difference.std(ddof=1)))))).astype(float)
+        low, high = length_controlled_interval(a, b, won, None, list(map(str, range(150))), config)
+        held += low <= truth <= high
+        wide.append(high - low)
+    assert held >= 34 and 0.1 < np.mean(wide) < 0.25
+    assert length_controlled_interval([1, 2], [1, 1], [1.0, 0.0], None, ["x", "x"], config) == (None, None)
+    assert length_controlled_interval([9, 8, 1, 2], [1, 1, 9, 8], [1.0, 1.0, 0.0, 0.0], None, list("abcd"), config) == (None, None)

@@ -275,3 +275,14 @@ def test_what_evaluate_writes_is_compared_and_a_kill_changes_no_byte(tmp_path, t
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "wrecked")]
     assert results[1]["resumed_from"] and results[0]["summary"] == results[1]["summary"] and results[0]["summary"]["judged"] == 40
     assert {row["group_id"] for row in open_dataset(str(folder / "battles")).iter_rows()} == {row["group_id"] for row in open_dataset(tiny["prompts"]).iter_rows()}
+
+
+def test_lengths_and_style_are_of_what_the_judge_is_shown(rate, file):
+    """A thought of a thousand characters before a short answer is no longer answer: under view=answer_only it is in no length, style or bias of the judge; under view=full it is."""
+    thought = "<think>" + "**well** " * 120 + "</think>"
+    ours, theirs = {f"q{i}": f"{thought}quality 5" for i in range(8)}, {f"q{i}": "quality 1 and so on" for i in range(8)}
+    with chat_server(by_quality) as server:
+        for view, length in (("answer_only", 9), ("full", len(thought) + 9)):
+            result, battles, scores = rate(at(server, mode="preference", baseline="theirs", view=view), {"answers.ours": file("ours", ours), "answers.theirs": file("theirs", theirs)})
+            assert {row["len_a"] for row in battles} == {length} and scores["ours:theirs/length/a"]["value"] == length and result["summary"]["discrete_win_rate"] == 1.0
+            assert result["summary"]["judge/longer_wins"] == float(view == "full")
