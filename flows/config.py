@@ -148,12 +148,38 @@ def _unknown(model: type[BaseModel], values: dict[str, Any], prefix: str = "", t
         field = model.model_fields.get(name)
         if field is None:
             near = nearest(prefix + str(name), list(keys(top)))
+            if (word := ELSEWHERE.get(str(name))) is not None:
+                ours, _, why = word.partition(": ")
+                here = next((key for key in (prefix + ours, *(key for key in keys(top) if key.rsplit(".", 1)[-1] == ours)) if key in set(keys(top))), None)
+                if not ours or here:
+                    yield f"unknown key {prefix + str(name)!r}; " + (f"here it is {here!r}" + (f" ({why})" if why else "") if ours else why)
+                    continue
             yield f"unknown key {prefix + str(name)!r}; " + (f"did you mean {near!r}?" if near else "all keys: `posttrain stage NAME --keys`, or of a recipe `posttrain run RECIPE --keys`")
             continue
         sections = _sections(field.annotation)
         if isinstance(value, dict) and sections:
             problems = [list(_unknown(option, value, f"{prefix}{name}.", top)) for option in sections]
             yield from min(problems, key=len)
+
+
+#: What settings of TRL, verl and OpenRLHF are called here, as `NAME`, `NAME: remark` or, where there is nothing to set, `: remark`. Only what spelling alone would not find.
+ELSEWHERE = {
+    "gradient_accumulation_steps": "batch_size: the rows of one optimizer step, however many go through the model at a time; max_tokens_per_micro_batch bounds memory",
+    "micro_batch_size": "max_tokens_per_micro_batch: in tokens; it cannot change the result",
+    "ppo_micro_batch_size_per_gpu": "max_tokens_per_micro_batch: in tokens; it cannot change the result",
+    "max_new_tokens": "max_completion_length", "max_tokens": "max_completion_length", "response_length": "max_completion_length", "max_response_length": "max_completion_length", "generate_max_len": "max_completion_length",
+    "max_seq_length": "max_length", "max_seq_len": "max_length", "num_epochs": "num_train_epochs", "epochs": "num_train_epochs", "total_epochs": "num_train_epochs",
+    "num_train_epochs": "max_steps: RL is counted in optimizer steps; an epoch is the number of prompts / prompts_per_step", "steps": "max_steps", "total_training_steps": "max_steps",
+    "algorithm": "preset", "algo": "preset", "adv_estimator": "preset", "advantage_estimator": "preset", "rollout_n": "num_generations", "n_samples_per_prompt": "num_generations", "n": "num_generations", "num_samples_per_prompt": "num_generations",
+    "train_batch_size": "prompts_per_step", "rollout_batch_size": "prompts_per_step", "ppo_epochs": "num_iterations", "num_ppo_epochs": "num_iterations", "ppo_mini_batch_size": "num_minibatches: how many, not how large",
+    "num_mini_batches": "num_minibatches", "cliprange": "epsilon", "clip_ratio": "epsilon", "eps_clip": "epsilon", "clip_ratio_high": "epsilon_high", "init_kl_coef": "kl_coef", "kl_loss_coef": "beta", "entropy_coeff": "entropy_coef",
+    "reward_funcs": "rewards", "reward_function": "rewards: [{kind: python, source: my_reward.py}]", "custom_reward_function": "rewards: [{kind: python, source: my_reward.py}]", "reward_weights": "rewards: every component has its weight",
+    "loss_type": "method", "bf16": "compute_dtype: bfloat16", "fp16": "compute_dtype: bfloat16", "torch_dtype": "compute_dtype", "gradient_checkpointing": "activation_checkpointing", "lora_r": "lora_rank", "r": "lora_rank", "use_peft": "lora_rank: 0 trains all weights",
+    "lora_target_modules": "lora_targets", "target_modules": "lora_targets", "use_vllm": "engine: vllm", "vllm_mode": "engine: vllm", "vllm_server_base_url": "engine_url", "lr_scheduler_type": "lr_schedule", "warmup_steps": "warmup_ratio: a share of the steps",
+    "eval_steps": "eval_every", "metric_for_best_model": "select_by", "packing": ": nothing is padded here, so there is nothing to pack; leave it out", "padding_free": ": nothing is padded here; leave it out",
+    "output_dir": ": outputs are kept below POSTTRAIN_HOME and copied out by `posttrain export`; leave it out", "report_to": ": MLflow always has the metrics; leave it out", "logging_steps": ": every step is logged; leave it out",
+    "save_steps": ": checkpoints are kept by themselves; leave it out", "resume_from_checkpoint": ": a killed stage continues when the same command is given again; leave it out", "dataset_num_proc": ": leave it out",
+}
 
 
 def nearest(word: str, words: list[str]) -> str | None:

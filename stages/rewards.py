@@ -223,7 +223,15 @@ class RewardComponent(StageConfig):
         if self.kind == "regex" and not self.pattern:
             raise ValueError(f"reward {self.name!r}: kind regex needs pattern: write the pattern that a good response contains")
         if self.kind == "python" and not re.search(r"\bdef (?:compute_)?score\b|^(?:compute_)?score *=", self.source, re.MULTILINE):
-            raise ValueError(f"reward {self.name!r}: kind python needs source with a function score(prompt, completion, answer)")
+            named = re.findall(r"^(?:async +)?def +(\w+)", self.source, re.MULTILINE)
+            raise ValueError(f"reward {self.name!r}: kind python needs source with a function score(prompt, completion, answer)" + (
+                f"; this one defines {', '.join(named[:5])}. Call the function score; one of TRL's, of the lists completions and **kwargs, needs scope: group besides" if named else
+                "; write the path of a file that ends in .py and defines one"))
+        if self.kind == "python":
+            try:
+                compile(self.source, "<source>", "exec")
+            except (SyntaxError, ValueError) as error:
+                raise ValueError(f"reward {self.name!r}: source is no Python: {getattr(error, 'msg', error)}, line {getattr(error, 'lineno', '?')}: {str(getattr(error, 'text', '') or '').strip()!r}; mend it") from None
         if self.kind == "remote":
             if not re.match(r"https?://[^/\s]", self.url):
                 raise ValueError(f"reward {self.name!r}: kind remote needs the address that answers are posted to; write url=http://HOST:PORT/PATH, not {self.url!r}")
@@ -1041,13 +1049,17 @@ def _returned(value) -> Verdict | Unscorable:
     return found if isinstance(found, Unscorable) else replace(found, correct=found.correct if right is None else right, metrics=metrics)
 
 
+def _failed(component, error: str) -> Unscorable:
+    return Unscorable(f"timeout: score() took more than {component.timeout_s:g} s; raise timeout_s where it needs longer" if error == "timeout" else error)
+
+
 def _python(rewards, component, rows) -> list:
     """A function of one's own, for one answer at a time or for all answers to a prompt at once."""
     from stages.sandbox import run_jobs, scoring
 
     given = [_given(component, row) for row in rows]
     if component.scope == "row":
-        return [Unscorable(o.error) if o.error else _returned(o.value) for o in run_jobs([scoring(component.source, *one) for one in given], _limits(component))]
+        return [_failed(component, o.error) if o.error else _returned(o.value) for o in run_jobs([scoring(component.source, *one) for one in given], _limits(component))]
     groups = in_groups(rows, lambda row: row["prompt_row"].get("row_id") or json.dumps(row["prompt_row"].get("prompt"), sort_keys=True))
     listed = lambda of: {name: [one.get(name) for one in of] for name in dict.fromkeys(name for one in of for name in one)}
     jobs = [scoring(component.source, *(listed([given[i][part] for i in members]) for part in (0, 1)), many=True) for members in groups]
@@ -1057,7 +1069,7 @@ def _python(rewards, component, rows) -> list:
         if not why and (not isinstance(values, list) or len(values) != len(members)):
             why = f"score() of a group returned {f'{len(values)} values' if isinstance(values, list) else f'{values!r:.60}'}; return a list with one for each of its {len(members)} answers"
         for k, i in enumerate(members):
-            out[i] = Unscorable(why) if why else _returned(values[k])
+            out[i] = _failed(component, why) if why else _returned(values[k])
     return out
 
 

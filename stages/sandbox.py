@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import secrets
 import select
 import shutil
@@ -31,6 +32,7 @@ from typing import Any
 
 _START_S = 60.0  # a loaded machine may need this long to start an interpreter
 LONGEST_S = 600.0  # a job may ask for no more wall time
+IMPORTS = re.compile(r"^[ \t]*(?:import|from)[ \t]", re.MULTILINE)
 
 def end_with_parent() -> None:
     """Have the kernel end this process when its parent ends."""
@@ -279,6 +281,8 @@ def arguments(function, given: dict, columns: dict, places, other_names: dict, m
             else:
                 named[p.name] = rest[p.name]
         elif p.default is p.empty:
+            if not many and p.name[:-1] in given and p.name.endswith("s"):
+                raise TypeError("the function asks for %r of all answers to a prompt, as TRL's reward functions do; write scope: group, and %r for one answer" % (p.name, p.name[:-1]))
             raise TypeError("the function asks for %r, which the row has no column of; write some of %s, or a column of the row" % (p.name, ", ".join(given)))
     return positional, named
 
@@ -364,6 +368,8 @@ def score(job):
         raise NameError("define a function score(prompt, completion, answer)")
     positional, named = arguments(function, job["given"], job["columns"], job["places"], job["other_names"], job["many"])
     return finished(function(*positional, **named))
+def load(job):  # what a source imports is imported once, apart from the time that a call may take
+    exec(compile(job["source"], "<verifier>", "exec"), {"__name__": "sandbox"})
 def program(job):
     code = 0
     with streams(job["stdin"]) as written:
@@ -382,7 +388,7 @@ def pattern(job):
     return re.search(job["pattern"], job["text"], re.DOTALL) is not None
 def plain(value):  # numbers of numpy, torch and fractions
     return value.tolist() if hasattr(value, "tolist") else float(value)
-handlers = {"call": call, "score": score, "program": program, "tested": tested, "pattern": pattern}
+handlers = {"call": call, "load": load, "score": score, "program": program, "tested": tested, "pattern": pattern}
 lock_down(os.getcwd(), json.loads(sys.argv[4]))
 own = {"__name__": "sandbox"}
 exec(compile(sys.argv[5], "<setup>", "exec"), own)
@@ -424,6 +430,8 @@ class _Worker:
 
     def __init__(self, limits: Limits, setup: str = ""):
         self.limits, self.setup, self.process, self.buffer = limits, setup, None, b""
+        self.loaded: set[str] = set()                # sources whose imports this process has made
+        self.unloadable: dict[str, Outcome] = {}     # and why others cannot be
         self.directory = tempfile.mkdtemp(prefix="sandbox-")
 
     def _start(self) -> None:
@@ -462,6 +470,20 @@ class _Worker:
 
     def run(self, job: dict, fresh: bool) -> Outcome:
         """Run one job; never raises for anything the job does."""
+        if job["kind"] == "score" and IMPORTS.search(job["source"]):
+            if self.process is None:
+                self.loaded.clear()
+            if job["source"] not in self.loaded and job["source"] not in self.unloadable:
+                found = self._ask({"kind": "load", "source": job["source"], "timeout_s": max(_START_S, self.limits.timeout_s)}, False)
+                if found.error:
+                    self.unloadable[job["source"]] = Outcome(error=f"its imports took more than {_START_S:.0f} s" if found.error == "timeout" else found.error)
+                else:
+                    self.loaded.add(job["source"])
+            if job["source"] in self.unloadable:
+                return self.unloadable[job["source"]]
+        return self._ask(job, fresh)
+
+    def _ask(self, job: dict, fresh: bool) -> Outcome:
         if self.process is None:
             self._start()
         token = secrets.token_hex(16)

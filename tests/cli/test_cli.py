@@ -266,3 +266,40 @@ def test_runs_that_start_at_the_same_time_on_a_new_home_all_start(posttrain, tmp
     for one in running:
         _, error = one.communicate(timeout=280)
         assert one.returncode == 2 and "/nowhere does not exist" in error and "+ ingest_pairs" in error, error
+
+
+@pytest.mark.parametrize("stage, word, here", [
+    ("sft", "gradient_accumulation_steps", "here it is 'batch_size' (the rows of one optimizer step"), ("rl", "max_new_tokens", "here it is 'max_completion_length'"), ("rl", "num_train_epochs", "here it is 'max_steps'"),
+    ("rl", "adv_estimator", "here it is 'preset'"), ("align", "loss_type", "here it is 'method'"), ("sft", "output_dir", "posttrain export"), ("sft", "learing_rate", "did you mean 'learning_rate'?")])
+def test_the_words_of_other_libraries_are_known(stage, word, here):
+    from flows.config import build
+    from stages.registry import get_stage
+    from stages.spec import ConfigError
+
+    with pytest.raises(ConfigError) as told:
+        build(get_stage(stage).SPEC.config, {word: 1})
+    assert here in str(told.value)
+
+
+def test_words_of_other_libraries_lead_to_settings_that_exist():
+    from flows.config import ELSEWHERE, keys
+    from stages.registry import STAGES, get_stage
+
+    known = {key.rsplit(".", 1)[-1] for name in STAGES for key in keys(get_stage(name).SPEC.config)}
+    assert not {word for word, ours in ELSEWHERE.items() if ours.partition(": ")[0] not in known | {""} and not ours.startswith(": ")}
+
+
+def test_a_recipe_lists_its_settings_and_a_plan_those_that_were_chosen(posttrain):
+    listed = posttrain("run", "preference", "--keys").stdout
+    line = next(line for line in listed.splitlines() if line.startswith("ingest_pairs.kind "))
+    assert "pairs/1" in line  # what the recipe sets, not the stage's own default
+    shown = posttrain("run", "post_training", "--preset", "demo", "dpo.beta=0.2", "--dry-run").stdout
+    assert "  beta: 0.2" in shown and "adam_beta1" not in shown and shown.index("beta: 0.2") < shown.index("plan\n")
+
+
+def test_what_a_recipe_is_given_is_looked_for_before_its_first_step(posttrain, tmp_path):
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "config.json").write_text("{")
+    for given, why in ((["preference", "data.path=nofile.jsonl"], "data.path: nofile.jsonl does not exist"), (["post_training", "model=model:nosuch@champion"], "model: there is no model named 'nosuch'"),
+                       (["preference", f"model={tmp_path / 'cut'}"], "config.json is not readable JSON"), (["preference", "data.path=dataset:nosuch@latest"], "data.path: there is no dataset")):
+        assert why in (done := posttrain("run", *given, code=2)).stderr and "started" not in done.stderr

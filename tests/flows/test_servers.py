@@ -104,8 +104,10 @@ def test_stage_runs_from_its_form_and_is_cached_the_second_time(servers):
     second = servers.start("stage-world/stage", parameters)
     assert servers.finished(second) == "Completed"
     assert servers.tasks(second) == {"world · world": "Cached"}
-    keys = {artifact["key"] for artifact in servers.api("/artifacts/latest/filter", {"limit": 200})}
-    assert {"result-world", "mlflow-world"} <= keys
+    artifacts = {artifact["key"]: artifact for artifact in servers.api("/artifacts/filter", {"limit": 200})}
+    assert {"result-world", "mlflow-world"} <= artifacts.keys()
+    page = artifacts["world-samples"]  # the page itself and not where it lies
+    assert "|" in page["data"] and not page["data"].startswith("/") and page["description"] == "world: samples"
 
 
 def test_run_against_the_servers_is_one_parent_with_children_in_mlflow(servers):
