@@ -13,9 +13,7 @@ from __future__ import annotations
 import ast
 import difflib
 import enum
-import functools
 import math
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,14 +21,13 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from stages import syntax
+from stages import sources
 from storage.files import canonical_json, sha256_file, sha256_text
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 PROJECT_PACKAGES = ("stages", "storage", "tasks", "flows", "tests")
-MODULE_STRING = re.compile(r"^((?:stages|storage)(?:\.\w+)+)(?::\w+)?$")
 ALWAYS_IN_CLOSURE = ("stages.randomness",)
-NEVER_IN_CLOSURE = ("stages.harness", "stages.registry", "stages.spec", "stages.__main__")  # they start stages and decide no number
+NEVER_IN_CLOSURE = ("stages.harness", "stages.registry", "stages.spec", "stages.sources", "stages.__main__")  # they start stages and decide no number
 NUMERIC_LIBRARIES = {
     "torch": "torch",
     "transformers": "transformers",
@@ -325,49 +322,19 @@ def module_file(name: str) -> Path | None:
 
 
 def imports_of(name: str, tree: ast.AST, is_package: bool) -> set[str]:
-    """Dotted names that a module's source imports anywhere, function bodies included; submodule candidates of
-    ``from package import x`` are given as both ``package`` and ``package.x``. Raises UnhashableError for an import whose name
+    """Dotted names that a module's source imports (``sources.Source.imports``), tables that name functions of ours included. Raises UnhashableError for an import whose name
     is computed from nothing that can be read in the module."""
-    found = tables_in(tree)
-    has_table = bool(found)
-    typing_only = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) for part in node.body for inner in ast.walk(part)}
-    for node in ast.walk(tree):
-        if id(node) in typing_only:
-            continue
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parts = name.split(".")
-                parts = parts if is_package else parts[:-1]
-                parts = parts[: len(parts) - (node.level - 1)]
-                base = ".".join([*parts, *([node.module] if node.module else [])])
-            found.add(base)
-            found.update(f"{base}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and _call_name(node) in ("import_module", "__import__"):
-            argument = node.args[0] if node.args else None
-            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
-                found.add(argument.value)
-            elif not has_table:
-                raise UnhashableError(
-                    f"{name}, line {node.lineno}: an import whose name is computed cannot be part of a stage key; import the modules by name "
-                    "(an import inside a function is fine), or write them in this module as a table of 'stages.module:function' strings"
-                )
-    return found
+    return _imports(name, *sources.imports_in(name, tree, is_package))
 
 
-def tables_in(tree: ast.AST) -> set[str]:
-    """Modules named by whole strings such as ``'stages.losses:dpo_loss'``: tables that name functions count as imports."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and (match := MODULE_STRING.match(node.value)) and module_file(match.group(1)):
-            found.add(match.group(1))
-    return found
-
-
-def _call_name(node: ast.Call) -> str:
-    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+def _imports(name: str, imports: list[str], tables: list[str], computed: int | None) -> set[str]:
+    named = {table for table in tables if module_file(table)}
+    if computed is not None and not named:
+        raise UnhashableError(
+            f"{name}, line {computed}: an import whose name is computed cannot be part of a stage key; import the modules by name "
+            "(an import inside a function is fine), or write them in this module as a table of 'stages.module:function' strings"
+        )
+    return {*imports, *named}
 
 
 def import_closure(module: str) -> tuple[dict[str, Path], set[str]]:
@@ -387,25 +354,8 @@ def import_closure(module: str) -> tuple[dict[str, Path], set[str]]:
         seen[name] = file
         parts = name.split(".")
         queue.extend(".".join(parts[:i]) for i in range(1, len(parts)))  # packages run their __init__ first
-        queue.extend(_imports_of_file(name, file, file.stat().st_mtime_ns))
+        queue.extend(_imports(name, *sources.source(name, file, PROJECT_ROOT)[1:]))
     return seen, external - set(PROJECT_PACKAGES)
-
-
-@functools.lru_cache(maxsize=4096)
-def _imports_of_file(name: str, file: Path, mtime: int) -> frozenset[str]:
-    return frozenset(imports_of(name, syntax.parse(file.read_text(encoding="utf-8")), file.name == "__init__.py"))
-
-
-@functools.lru_cache(maxsize=4096)
-def _source_digest(file: Path, mtime: int) -> str:
-    """Digest of what a source file means: its syntax tree without docstrings, so that comments and layout do not count."""
-    tree = syntax.parse(file.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.body:
-            first = node.body[0]
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-                node.body = node.body[1:] or [ast.Pass()]
-    return sha256_text(ast.dump(tree, annotate_fields=False))
 
 
 def closure_digest(module: str, resources: tuple[str, ...] = ()) -> str:
@@ -413,14 +363,15 @@ def closure_digest(module: str, resources: tuple[str, ...] = ()) -> str:
     files, external = import_closure(module)
     if module not in files:
         raise UnhashableError(f"the source of {module} was not found under {PROJECT_ROOT.name}/, so its code cannot be hashed; stage modules are plain .py files of this project")
-    sources = {name: _source_digest(file, file.stat().st_mtime_ns) for name, file in files.items()}
+    found = {name: sources.source(name, file, PROJECT_ROOT).digest for name, file in files.items()}
+    sources.keep(PROJECT_ROOT)
     for resource in resources:
         path = PROJECT_ROOT / resource
         if not path.is_file():
             raise UnhashableError(f"{module} declares the resource file {resource!r}, which does not exist; correct StageSpec.resources")
-        sources["file:" + resource] = sha256_file(path)
+        found["file:" + resource] = sha256_file(path)
     libraries = library_versions(external & set(NUMERIC_LIBRARIES))
-    return sha256_text(canonical_json({"sources": sources, "libraries": libraries}))
+    return sha256_text(canonical_json({"sources": found, "libraries": libraries}))
 
 
 def library_versions(names: Iterable[str] = NUMERIC_LIBRARIES) -> dict[str, str | None]:

@@ -157,7 +157,10 @@ class Checkpoints:
 
     @staticmethod
     def _load(path: Path) -> Checkpoint | None:
-        manifest = read_json(path / "manifest.json", None)
+        try:
+            manifest, state = read_json(path / "manifest.json", None), read_json(path / "state.json", None)
+        except OSError:  # a disk that cannot read it
+            return None
         if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict) or "state.json" not in manifest["files"]:
             return None
         for name, entry in manifest["files"].items():
@@ -167,7 +170,6 @@ class Checkpoints:
                     return None
             except (OSError, KeyError, TypeError):
                 return None
-        state = read_json(path / "state.json", None)
         return Checkpoint(int(manifest["step"]), state, path) if isinstance(state, dict) else None
 
 

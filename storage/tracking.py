@@ -95,8 +95,8 @@ def put(document: Doc) -> None:
     with _document_lock(document["unit"]):
         if done_cursor.exists() and not cursor.exists():
             os.replace(done_cursor, cursor)
-        done.unlink(missing_ok=True)
         atomic_write_json(path, document)
+        done.unlink(missing_ok=True)
     poke(document["unit"])
 
 

@@ -25,7 +25,9 @@ def posttrain(tmp_path):
     env = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_", "POSTTRAIN_"))}
     env |= {"POSTTRAIN_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT), "POSTTRAIN_GRACE_SECONDS": "2"}
 
-    def call(*arguments, code: int = 0, start: bool = False):
+    def call(*arguments, code: int = 0, start: bool = False, tracked: bool = False):
+        """tracked: MLflow is told, which costs a new home its database."""
+        env["POSTTRAIN_TRACKING"] = "on" if tracked else "off"
         command = [sys.executable, "-m", "flows.cli", *map(str, arguments)]
         if start:
             def heed():  # a shell starts what it puts in the background with interrupts ignored, and a suite may be such
@@ -91,11 +93,11 @@ def test_wrong_usage_exits_2_and_says_what_to_write(posttrain, arguments, said):
 
 
 def test_stage_prints_one_json_line_and_is_cached_the_second_time(posttrain):
-    first = last_line(posttrain("stage", "world", *TINY, "--seed", 3, "--json"))
+    first = last_line(posttrain("stage", "world", *TINY, "--seed", 3, "--json", tracked=True))
     assert {"demonstrations", "pairs", "prompts", "text"} <= set(first["outputs"])
     assert {"tokens_per_second", "seconds", "peak_memory_mib"} <= set(first["metrics"])
     assert not first["cached"]
-    again = posttrain("stage", "world", *TINY, "--seed", 3, "--json")
+    again = posttrain("stage", "world", *TINY, "--seed", 3, "--json", tracked=True)
     second = last_line(again)
     assert second["cached"] and second["outputs"] == first["outputs"] and len(again.stdout.splitlines()) == 1
     other = last_line(posttrain("stage", "world", *TINY, "--seed", 4, "--json"))

@@ -10,6 +10,8 @@ from pydantic import Field
 from flows.recipe import RecipeConfig, Run, recipe
 from tests.flows.slow_stage import Config as SlowConfig
 
+os.environ.setdefault("POSTTRAIN_FORK", "0")  # it needs none of the libraries that forked stages have, which take a process seconds to load
+
 
 class Config(RecipeConfig):
     slow: SlowConfig = Field(SlowConfig(), description="The stage.")

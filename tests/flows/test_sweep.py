@@ -118,7 +118,7 @@ def test_a_sweep_from_the_command_line_reuses_its_trials(tmp_path, monkeypatch):
     """A real one: of two learning rates one was run before, by itself."""
     data = tmp_path / "demos.jsonl"
     data.write_text("".join(json.dumps({"messages": user(f"say {i}") + assistant(f"it is {i}")}) + "\n" for i in range(20)))
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "POSTTRAIN_"))} | {"POSTTRAIN_HOME": str(tmp_path / "home")}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "POSTTRAIN_"))} | {"POSTTRAIN_HOME": str(tmp_path / "home"), "POSTTRAIN_TRACKING": "off"}
 
     def command(*arguments):
         done = subprocess.run([sys.executable, "-m", "flows.cli", *arguments, "--json"], capture_output=True, text=True, env=environment, timeout=600)

@@ -41,10 +41,11 @@ def prefect(tmp_path_factory):
             yield os.environ["PREFECT_API_URL"]
 
 
-def start(home: Path, url: str, **config) -> subprocess.Popen:
+def start(home: Path, url: str, fork: bool = False, **config) -> subprocess.Popen:
+    """fork: stages in processes forked from one that has loaded libraries, as usual."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_", "POSTTRAIN_"))}
     environment |= {"POSTTRAIN_HOME": str(home), "PYTHONPATH": str(ROOT), "POSTTRAIN_GPU_SLOTS": "2", "POSTTRAIN_GRACE_SECONDS": "2",
-                    "PREFECT_API_URL": url, "DO_NOT_TRACK": "true"}
+                    "PREFECT_API_URL": url, "DO_NOT_TRACK": "true", "POSTTRAIN_FORK": str(int(fork))}
     return subprocess.Popen([sys.executable, "-c", PROGRAM, json.dumps(config)], env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # ignored in what a shell has put in the background
 
@@ -76,7 +77,7 @@ def test_two_slots_run_two_parts_at_a_time_and_results_keep_their_order(prefect,
 
 
 def test_what_ends_the_run_ends_every_part(prefect, tmp_path):
-    process = start(tmp_path, prefect, seconds=[300.0, 300.0, 300.0])
+    process = start(tmp_path, prefect, fork=True, seconds=[300.0, 300.0, 300.0])
     deadline = time.monotonic() + 120
     while len(ours := stage_processes(tmp_path)) < 2:
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()[1]

@@ -1,5 +1,6 @@
 """What a stage key sees and what it does not."""
 
+import os
 import subprocess
 import sys
 from enum import Enum
@@ -239,3 +240,35 @@ def test_parsing_sources_survives_other_threads():
     assert not problems
     with pytest.raises(SyntaxError):
         syntax.parse("a b")
+
+
+def test_what_sources_say_is_kept_and_never_taken_for_another_source(project, monkeypatch):
+    """Parsing all sources takes two seconds; the next process reads what the last one found, which must not outlive the source, the parser or a file that appears."""
+    from stages import sources
+
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+
+    def afresh():
+        sources._source.cache_clear(), sources._kept.cache_clear()
+        return closure_digest("stages.main")
+
+    first, file = afresh(), sources._file(project)
+    assert file.parent == project / "stages" / "__pycache__" and afresh() == first
+    monkeypatch.setattr(sources.syntax, "parse", lambda *_: pytest.fail("parsed again"))
+    assert afresh() == first
+    monkeypatch.undo()
+    monkeypatch.setattr(spec_module, "PROJECT_ROOT", project)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    deep = project / "stages/deep.py"
+    times = deep.stat().st_mtime_ns
+    deep.write_text("def g():\n    '''says one'''\n    return 2\n")  # of the same size and time
+    os.utime(deep, ns=(times, times))
+    assert afresh() != first
+    deep.write_text("TABLE = ['stages.late:f']\n")
+    before = afresh()
+    (project / "stages/late.py").write_text("def f(): pass\n")  # named by a table that was read before
+    assert afresh() != before
+    whole = afresh()
+    for damage in ("{", "[]", '{"by": "another", "sources": {"stages.deep": []}}'):
+        file.write_text(damage)
+        assert afresh() == whole

@@ -235,6 +235,25 @@ def test_a_lock_that_a_full_disk_cut_off_is_nobodys(state_dir, monkeypatch):
     [lease.release() for lease in leases.acquire_slots("gpu", 2, 2, wait=False)]
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "weights"])
+def test_a_checkpoint_that_the_disk_cannot_read_is_passed_over(tmp_path, monkeypatch, name):
+    """An I/O error on its manifest ended the stage, though the checkpoint before it was whole."""
+    from storage.checkpoints import Checkpoints
+
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, {"n": step}, {"weights": b"w" * step})
+    real = open
+
+    def broken(path, *arguments, **options):
+        if str(path).endswith(f"step-0000000002/{name}"):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr("builtins.open", broken)
+    assert checkpoints.latest().state == {"n": 1}
+
+
 def test_cleaning_leaves_alone_what_is_started_meanwhile(state_dir, monkeypatch):
     """Between looking and removing a stage may have been started again where it stopped."""
     for key in ("a", "b"):
