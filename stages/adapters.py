@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,8 +67,12 @@ def output_weight(output) -> torch.Tensor:
 
 
 def _update(layer, adapter: str, read=lambda factor: factor) -> torch.Tensor:
-    """What an adapter adds to its layer's weight, (alpha / r) B A; ``read`` is put between it and the factors."""
-    return layer.scaling[adapter] * (read(layer.lora_B[adapter].weight) @ read(layer.lora_A[adapter].weight))
+    """What an adapter adds to its layer's weight, (alpha / r) B A, of stacked experts (peft's ``ParamWrapper``) one by one; ``read`` is put between it and the factors."""
+    a, b, experts = read(layer.lora_A[adapter].weight), read(layer.lora_B[adapter].weight), getattr(layer, "num_experts", 1)
+    if experts == 1:
+        return layer.scaling[adapter] * (b @ a)
+    stacked = torch.einsum("ore,eri->eoi", b.unflatten(1, (-1, experts)), a.unflatten(0, (experts, -1))) * layer.scaling[adapter]
+    return stacked if layer._did_swap_in_out_features else stacked.transpose(1, 2)
 
 
 @contextlib.contextmanager
@@ -108,9 +113,8 @@ def plain_parameters(model) -> Iterator[tuple[str, torch.Tensor]]:
     ask where the model is sharded."""
     base = model.get_base_model() if is_adapted(model) else model
     for plain, name, parameter in plain_names(model):
-        value, (path, _, kind) = sharding.whole(parameter), name.rpartition(".base_layer.")
-        if path and kind == "weight":
-            layer = base.get_submodule(path)
+        value, layer = sharding.whole(parameter), _adapted_layer(base, name)
+        if layer is not None:
             for adapter in layer.active_adapters:
                 delta = _update(layer, adapter, sharding.whole)
                 value = value + (delta.t() if getattr(layer, "fan_in_fan_out", False) else delta)
@@ -118,12 +122,23 @@ def plain_parameters(model) -> Iterator[tuple[str, torch.Tensor]]:
         del value  # before the next one is gathered
 
 
+def _adapted_layer(base, name: str):
+    """The layer whose adapter changes this parameter; None where there is none. Adapters on several parameters of one module stand one inside the other."""
+    path, _, kind = name.rpartition(".base_layer.")
+    while path:
+        layer = base.get_submodule(path)
+        if getattr(layer, "parameter_name", "weight") == kind:
+            return layer
+        path = path.removesuffix(".base_layer") if path.endswith(".base_layer") else ""
+    return None
+
+
 def plain_names(model) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
     """(name in the plain model, name under the adapter, parameter) of every weight that the plain model has, tied ones once."""
     base = model.get_base_model() if is_adapted(model) else model
     for name, parameter in base.named_parameters():
         if ".lora_" not in name and ".original_module." not in name:  # peft keeps the untrained copy of a reward head
-            yield name.replace(".base_layer.", ".").replace(".modules_to_save.default.", "."), name, parameter
+            yield re.sub(r"(\.base_layer)+\.", ".", name).replace(".modules_to_save.default.", "."), name, parameter
 
 
 @torch.no_grad()

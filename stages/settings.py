@@ -76,7 +76,7 @@ class OptimizerConfig(StageConfig):
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW beta2.")
     max_grad_norm: float = Field(1.0, gt=0, description="Global gradient-norm clip (TRL default 1.0).")
     max_nonfinite_steps: int = Field(5, ge=0, description="Optimizer steps with a non-finite loss or gradient that are skipped before the stage fails.")
-    max_tokens_per_micro_batch: int = Field(4096, ge=1, description="Tokens per forward pass (a shared prompt once); bounds memory, cannot change the result. A prompt with more responses than "
+    max_tokens_per_micro_batch: int = Field(4096, ge=1, description="Tokens per forward pass (a shared prompt once; with its padding where the model's own code computes); bounds memory, cannot change the result. A prompt with more responses than "
                                             "fit goes through the model in parts, each with the prompt again; what a loss compares stays together.")
     compute_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of the matrix products; weights, norms, residuals and optimizer stay float32.")
     forward: Literal["auto", "own", "model", "compiled"] = Field(
