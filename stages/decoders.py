@@ -28,7 +28,7 @@ from torch import nn
 from stages import banded
 from stages.experts import Mixture, mixed
 from stages.layers import (ACTIVATIONS, FAMILIES, Family, Layer, embedding_scales, epsilon_of, family_of, gain_of, interleave, layers_of, logit_scaling, odd_layers, rope_limit,
-                           rotary_tables, windows_of)
+                           rotary_tables, turned_rows, turns, windows_of)
 from stages.products import Packed, prefers_onednn
 
 #: Weights above this many bytes are not fused (fusing copies them); they run as separate products instead.
@@ -453,10 +453,11 @@ class _Product:
 class _Layer:
     """Fused weights of one decoder layer (``layers.Layer``) in the type that is computed in."""
 
-    def __init__(self, layer: Layer, family: Family, act: str, heads: int, groups: int, head_dim: int, dtype: torch.dtype):
+    def __init__(self, layer: Layer, family: Family, act: str, heads: int, groups: int, head_dim: int, turned: int | None, dtype: torch.dtype):
+        paired = lambda x, count: interleave(x, count, turned=turned)
         self.act, self.window, self.cap, self.turn, self.residual = act, layer.window, layer.cap, layer.turn, layer.residual
         q, k, v = _parted(layer.qkv, [heads * head_dim, groups * head_dim, groups * head_dim])
-        pair = lambda wb, count: tuple(None if x is None else interleave(x, count) for x in wb)
+        pair = lambda wb, count: tuple(None if x is None else paired(x, count) for x in wb)
         if layer.q_norm is None:  # the scale of the scores is folded into the queries: their norm weight, or their projection
             q = tuple(None if x is None else x * layer.scale for x in q)
         self.qkv = _Product([pair(q, heads), pair(k, groups), v], dtype)
@@ -465,11 +466,11 @@ class _Layer:
         self.norm1, self.after1, self.norm2, self.after2 = map(gain, (layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp))
         self.qk_norm = self.q_norm = self.k_norm = None
         if family.head_norm == "head":
-            q_norm, k_norm = interleave(gain_of(layer.q_norm, family), 1) * layer.scale, interleave(gain_of(layer.k_norm, family), 1)
+            q_norm, k_norm = paired(gain_of(layer.q_norm, family), 1) * layer.scale, paired(gain_of(layer.k_norm, family), 1)
             self.qk_norm = torch.cat([q_norm.expand(heads, -1), k_norm.expand(groups, -1)]).to(dtype)
         elif family.head_norm == "whole":
-            self.q_norm = (interleave(gain_of(layer.q_norm, family), heads) * layer.scale).to(dtype)
-            self.k_norm = interleave(gain_of(layer.k_norm, family), groups).to(dtype)
+            self.q_norm = (paired(gain_of(layer.q_norm, family), heads) * layer.scale).to(dtype)
+            self.k_norm = paired(gain_of(layer.k_norm, family), groups).to(dtype)
         self.mixture = None
         if layer.experts is not None:
             self.mixture = Mixture.of(layer.router, layer.experts).to(dtype)
@@ -538,7 +539,7 @@ class LeanDecoder:
         self.embedding = weight.to(self.dtype)
         family = family_of(core)
         act = ACTIVATIONS[getattr(core.config, family.activation)]
-        self.layers = [_Layer(layer, family, act, self.heads, self.groups, self.head_dim, self.dtype) for layer in layers_of(core)]
+        self.layers = [_Layer(layer, family, act, self.heads, self.groups, self.head_dim, turned_rows(core), self.dtype) for layer in layers_of(core)]
         self.norm, self.eps = gain_of(core.norm, family).to(self.dtype), epsilon_of(core.norm)
         inner, outer = embedding_scales(core)
         self.scales = ([] if inner is None else [inner.to(self.dtype)]) + ([] if outer == 1.0 else [outer])
@@ -555,7 +556,7 @@ class LeanDecoder:
             self.tables = {}
             for name, (frequencies, scale) in self.frequencies.items():
                 angles = torch.arange(self.positions, device=self.device).float()[:, None] * frequencies
-                table = torch.complex(angles.cos() * scale, angles.sin() * scale)
+                table = turns(angles, scale, self.head_dim)
                 self.tables[name] = table.to(torch.complex128) if self.wide == torch.float64 else table
         return self.tables
 

@@ -41,6 +41,8 @@ class Family:
         turns: rotary tables per layer type instead of one.
         activation: the config's name for it.
         caps: whether scores are capped as the config says.
+        partly: whether less than a head may be rotated (its first rows).
+        paired: whether the rows of a head that are rotated together stand next to each other, not half a rotation apart.
     """
 
     stack: str
@@ -51,6 +53,8 @@ class Family:
     turns: bool = False
     activation: str = "hidden_act"
     caps: bool = False
+    partly: bool = False
+    paired: bool = False
 
 
 FAMILIES = {
@@ -63,7 +67,9 @@ FAMILIES = {
     "gemma3_text": Family("Gemma3TextModel", norms=BOTH, plus_one=True, head_norm="head", window="types", turns=True, activation="hidden_activation"),
     "olmo2": Family("Olmo2Model", norms=POST, head_norm="whole"),
     "olmo3": Family("Olmo3Model", norms=POST, head_norm="whole", window="types", turns=True),
-    "phi3": Family("Phi3Model", window="all"),
+    "phi3": Family("Phi3Model", window="all", partly=True),
+    "glm": Family("GlmModel", partly=True, paired=True),
+    "glm4": Family("Glm4Model", norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"), partly=True, paired=True),
     "granite": Family("GraniteModel"),
     "smollm3": Family("SmolLM3Model", window="types"),
     "seed_oss": Family("SeedOssModel"),
@@ -71,7 +77,7 @@ FAMILIES = {
     "qwen3_moe": Family("Qwen3MoeModel", head_norm="head", window="all"),
     "olmoe": Family("OlmoeModel", head_norm="whole"),
 }
-KNOWN = "Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma2, Gemma3, OLMo2, OLMo3, Phi3, Granite, SmolLM3, Seed-OSS, Mixtral, Qwen3-MoE or OLMoE"
+KNOWN = "Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma2, Gemma3, OLMo2, OLMo3, Phi3, GLM, GLM-4, Granite, SmolLM3, Seed-OSS, Mixtral, Qwen3-MoE or OLMoE"
 
 
 @dataclass(frozen=True)
@@ -156,12 +162,34 @@ def rotary_tables(core) -> dict[str, tuple]:
     return {name: (getattr(rotary, f"{name}_inv_freq"), float(getattr(rotary, f"{name}_attention_scaling"))) for name in rotary.layer_types}
 
 
-def interleave(weight: torch.Tensor, heads: int, back: bool = False) -> torch.Tensor:
+def interleave(weight: torch.Tensor, heads: int, back: bool = False, turned: int | None = None) -> torch.Tensor:
     """Rows of each head reordered from (first halves, second halves) to (first, second) pairs, so that the rotation of
-    pair i is one complex product; `back` undoes it. Dot products of queries and keys do not change. weight [heads * D, ...]."""
+    pair i is one complex product; `back` undoes it. Dot products of queries and keys do not change. weight [heads * D, ...]; turned: how many
+    first rows of a head to reorder, None: all (:func:`turned_rows`)."""
     tail = weight.shape[1:]
     halves = (-1, 2) if back else (2, -1)
+    if turned == 0:
+        return weight
+    if turned is not None:
+        rows = weight.reshape(heads, -1, *tail)
+        first = rows[:, :turned].reshape(heads, *halves, *tail).transpose(1, 2).reshape(heads, turned, *tail)
+        return torch.cat([first, rows[:, turned:]], 1).reshape(weight.shape)
     return weight.reshape(heads, *halves, *tail).transpose(1, 2).reshape(weight.shape)
+
+
+def turned_rows(core) -> int | None:
+    """How many first rows of a head :func:`interleave` has to reorder before it is rotated; None: all of them."""
+    if family_of(core).paired:
+        return 0
+    rows = 2 * next(iter(rotary_tables(core).values()))[0].shape[0]
+    return None if rows == core.layers[0].self_attn.head_dim else rows
+
+
+def turns(angles: torch.Tensor, scale: float, head_dim: int) -> torch.Tensor:
+    """exp(i * angle) * scale for angles [..., R], as complex [..., D / 2]; what a rotation of less than the head leaves is multiplied with 1."""
+    turn = torch.complex(angles.cos() * scale, angles.sin() * scale)
+    left = head_dim // 2 - turn.shape[-1]
+    return torch.cat([turn, turn.new_ones(*turn.shape[:-1], left)], -1) if left else turn
 
 
 def logit_scaling(config) -> tuple[float, float | None]:
@@ -225,7 +253,7 @@ def odd_layers(core, refuses: Callable) -> str | None:
     if len(core.layers) != config.num_hidden_layers:
         return f"{len(core.layers)} layers where the config says {config.num_hidden_layers}"
     width = core.layers[0].self_attn.head_dim
-    if width % 2 or any(frequencies.shape[0] * 2 != width for frequencies, _ in rotary_tables(core).values()):
+    if width % 2 or any(frequencies.shape[0] * 2 > width or frequencies.shape[0] * 2 < width and not family.partly for frequencies, _ in rotary_tables(core).values()):
         return "partial rotary embeddings"
     epsilon = epsilon_of(core.norm)
     for layer in layers_of(core):

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stages import banded
 from stages.experts import Mixture, mixed
-from stages.layers import ACTIVATIONS, Family, Layer, embedding_scales, epsilon_of, family_of, gain_of, interleave, layers_of, odd_layers, rotary_tables
+from stages.layers import ACTIVATIONS, Family, Layer, embedding_scales, epsilon_of, family_of, gain_of, interleave, layers_of, odd_layers, rotary_tables, turned_rows, turns
 
 #: Tokens that go through a layer at a time on the CPU: few, so that elementwise work finds them in cache, but enough for fast matrix products.
 CHUNK = 1024
@@ -177,8 +177,8 @@ def _chunks(n: int, device) -> list[slice]:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the layers share: head counts, type of the matrix products, their epsilon; r and the MLP's activation (``stages.layers``), and
-    whether q and k are normalised over their whole projections."""
+    """What the layers share: head counts, type of the matrix products, their epsilon; r and the MLP's activation (``stages.layers``),
+    whether q and k are normalised over their whole projections, and how many rows of a head are put in pairs (``layers.turned_rows``)."""
 
     heads: int
     groups: int
@@ -188,6 +188,10 @@ class Shape:
     residual: float = 1.0
     act: str = "silu"
     whole: bool = False
+    turned: int | None = None
+
+    def paired(self, weight, heads: int, back: bool = False):
+        return interleave(weight, heads, back, self.turned)
 
     def activate(self, gate):
         return F.silu(gate) if self.act == "silu" else F.gelu(gate, approximate="tanh")
@@ -199,7 +203,7 @@ class Shape:
         """What is normalised together of q and k [u, (H + K) D]: (columns, their shape, gains in pair order)."""
         a, b = self.heads * self.head_dim, (self.heads + self.groups) * self.head_dim
         if self.whole:
-            return [(slice(0, a), (a,), interleave(q_gain, self.heads)), (slice(a, b), (b - a,), interleave(k_gain, self.groups))]
+            return [(slice(0, a), (a,), self.paired(q_gain, self.heads)), (slice(a, b), (b - a,), self.paired(k_gain, self.groups))]
         return [(slice(0, b), (self.heads + self.groups, self.head_dim), _head_gains(q_gain, k_gain, self))]
 
 
@@ -209,7 +213,7 @@ class _Project(Function):
     @staticmethod
     def forward(ctx, x, gain, q_gain, k_gain, turn, shape, scales, *tensors):
         parts = _cast(tensors, shape.low)
-        parts[0], parts[1] = _turned(parts[0], shape.heads), _turned(parts[1], shape.groups)
+        parts[0], parts[1] = _turned(parts[0], shape.heads, shape), _turned(parts[1], shape.groups, shape)
         a, b = shape.heads * shape.head_dim, (shape.heads + shape.groups) * shape.head_dim
         out = x.new_empty(x.shape[0], b + shape.groups * shape.head_dim, dtype=shape.low)
         head_norm = q_gain is not None
@@ -238,7 +242,7 @@ class _Project(Function):
         x, rstd, gain, q_gain, k_gain, turn, raw, *tensors = ctx.saved_tensors
         shape, scales = ctx.settings
         parts = _cast(tensors, shape.low)
-        parts[0], parts[1] = _turned(parts[0], shape.heads), _turned(parts[1], shape.groups)
+        parts[0], parts[1] = _turned(parts[0], shape.heads, shape), _turned(parts[1], shape.groups, shape)
         a, b = shape.heads * shape.head_dim, (shape.heads + shape.groups) * shape.head_dim
         wants = ctx.needs_input_grad
         sums = _Gradients(tensors, wants[7:])
@@ -266,25 +270,25 @@ class _Project(Function):
         for k, count in ((0, shape.heads), (1, shape.groups)):  # back to the model's own order of rows
             for i in (4 * k, 4 * k + 1, 4 * k + 3):
                 if sums.sums[i] is not None:
-                    sums.sums[i] = interleave(sums.sums[i], count, back=True)
+                    sums.sums[i] = shape.paired(sums.sums[i], count, back=True)
         q_grad = k_grad = None
         if raw is not None and shape.whole:
-            q_grad, k_grad = (interleave(grads, count, back=True) for grads, count in zip(grad_gains, (shape.heads, shape.groups)))
+            q_grad, k_grad = (shape.paired(grads, count, back=True) for grads, count in zip(grad_gains, (shape.heads, shape.groups)))
         elif raw is not None:
-            q_grad = interleave(grad_gains[0][: shape.heads].sum(0), 1, back=True) if wants[2] else None
-            k_grad = interleave(grad_gains[0][shape.heads :].sum(0), 1, back=True) if wants[3] else None
+            q_grad = shape.paired(grad_gains[0][: shape.heads].sum(0), 1, back=True) if wants[2] else None
+            k_grad = shape.paired(grad_gains[0][shape.heads :].sum(0), 1, back=True) if wants[3] else None
         return (grad_x, grad_gain, q_grad, k_grad, None, None, None, *sums.done())
 
 
-def _turned(part, heads: int):
+def _turned(part, heads: int, shape: Shape):
     """A q or k product with the rows of each head in pairs, so that the rotation is one complex product."""
     weight, bias, a, b = part
-    return interleave(weight, heads), None if bias is None else interleave(bias, heads), a, None if b is None else interleave(b, heads)
+    return shape.paired(weight, heads), None if bias is None else shape.paired(bias, heads), a, None if b is None else shape.paired(b, heads)
 
 
 def _head_gains(q_gain, k_gain, shape):
     """[H + K, D]: the head norms' gains in pair order."""
-    return torch.cat([interleave(q_gain, 1).expand(shape.heads, -1), interleave(k_gain, 1).expand(shape.groups, -1)])
+    return torch.cat([shape.paired(q_gain, 1).expand(shape.heads, -1), shape.paired(k_gain, 1).expand(shape.groups, -1)])
 
 
 def _rotated(qk, turn, wide: torch.dtype):
@@ -649,9 +653,9 @@ def states(model, ids_U, positions_U, segments, at_N=None, dtype: torch.dtype | 
     core = core_of(model)
     family, layers = family_of(core), layers_of(core)
     weight, config = core.embed_tokens.weight, core.config
-    shape = Shape(config.num_attention_heads, config.num_key_value_heads, core.layers[0].self_attn.head_dim, epsilon_of(core.norm), dtype or weight.dtype,
-                  layers[0].residual, ACTIVATIONS[getattr(config, family.activation)], family.head_norm == "whole")
-    turns = {name: _turns(positions_U, frequencies.to(weight.device, torch.float32), scale, weight.dtype) for name, (frequencies, scale) in rotary_tables(core).items()}
+    shape = Shape(config.num_attention_heads, config.num_key_value_heads, core.layers[0].self_attn.head_dim, epsilon_of(core.norm), dtype or core.norm.weight.dtype,
+                  layers[0].residual, ACTIVATIONS[getattr(config, family.activation)], family.head_norm == "whole", turned_rows(core))
+    turned = {name: _turns(positions_U, frequencies.to(weight.device, torch.float32), scale, shape.head_dim, core.norm.weight.dtype) for name, (frequencies, scale) in rotary_tables(core).items()}
     longest = max((prompt + max(responses, default=0) for prompt, responses in segments), default=0)
     plans = {}
     for layer in layers:
@@ -663,7 +667,7 @@ def states(model, ids_U, positions_U, segments, at_N=None, dtype: torch.dtype | 
         x = x.float()
     inner, outer = embedding_scales(core)
     if inner is not None:
-        x = x * inner.to(weight.dtype)
+        x = x * inner.to(core.norm.weight.dtype)
     if noise_UH is not None:
         x = x + noise_UH.to(x.dtype)
     if outer != 1.0:
@@ -672,7 +676,7 @@ def states(model, ids_U, positions_U, segments, at_N=None, dtype: torch.dtype | 
 
     for i, (layer, module) in enumerate(zip(layers, core.layers)):
         at = at_N if i == last else None
-        given = (layer, family, x, turns.get(layer.turn), plans[_reach(layer, longest)], shape, at)
+        given = (layer, family, x, turned.get(layer.turn), plans[_reach(layer, longest)], shape, at)
         if recompute and torch.is_grad_enabled():
             x = checkpoint(_layer, *given, use_reentrant=False)
         else:
@@ -680,10 +684,9 @@ def states(model, ids_U, positions_U, segments, at_N=None, dtype: torch.dtype | 
     return F.rms_norm(x, x.shape[-1:], gain_of(core.norm, family).to(x.dtype), shape.eps)
 
 
-def _turns(positions_U, frequencies, scale: float, dtype):
+def _turns(positions_U, frequencies, scale: float, head_dim: int, dtype):
     """exp(i * position * frequency) * scale, [U, 1, D / 2] complex (angles in float32 as the models')."""
-    angles = positions_U.to(torch.float32)[:, None] * frequencies
-    turn = torch.complex(angles.cos() * scale, angles.sin() * scale)[:, None]
+    turn = turns(positions_U.to(torch.float32)[:, None] * frequencies, scale, head_dim)[:, None]
     return turn.to(torch.complex128) if dtype == torch.float64 else turn
 
 
