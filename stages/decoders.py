@@ -1,11 +1,12 @@
 """Decoding engines under the sampler: slots of static KV, batched prefill, one-token steps.
 
-Two engines behind one interface (`prefill`, `decode`), chosen by `make_decoder`:
+Three engines behind one interface (`prefill`, `decode`), chosen by `make_decoder`:
 
 * `LeanDecoder`: its own forward over the model's weights for the families of `stages.layers` with plain or fixed-table
   rotary embeddings. Fused qkv and gate/up weights, rotation as one complex product, in-place KV writes,
   KV views bounded by the longest live row. Weights are read again at every `refresh()` (RL changes them).
-* `GenericDecoder`: any Hugging Face decoder-only model, through its own forward with a slot cache and a 4D mask.
+* `GenericDecoder`: any Hugging Face decoder-only model with full and window attention, through its own forward with a slot cache and a 4D mask.
+* `WholeDecoder`: any other (state-space, linear and chunked attention, convolutions, ALiBi): every token costs a forward of the whole rows.
 
 Either computes in the model's own type, or in another (`dtype`): then from its own copy of the weights, which `refresh` brings up to date.
 
@@ -40,6 +41,10 @@ class DecoderError(ValueError):
     """A model this sampler cannot decode; the message says what to use instead."""
 
 
+class CannotStep(DecoderError):
+    """A model that cannot be decoded token by token from kept keys and values; the message says why."""
+
+
 @dataclass
 class Past:
     """KV of the tokens with which the B rows of a prefill begin and which are not computed again: keys[l], values[l] [B, K, P, D], of row j the
@@ -61,6 +66,10 @@ class Past:
     def expanded(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [count, K, P, D] of a layer."""
         return self.keys[layer].expand(count, -1, -1, -1), self.values[layer].expand(count, -1, -1, -1)
+
+    def expanded_ids(self, count: int) -> torch.Tensor:
+        """Token ids [count, P], where these are kept in the place of keys (:class:`WholeDecoder`)."""
+        return self.keys[0][:, 0, :, 0].long().expand(count, -1)
 
     def positions(self, width: int, device) -> torch.Tensor:
         """Of so many tokens that follow, [B, width]."""
@@ -201,7 +210,10 @@ def make_decoder(model, lean: bool | None = None, dtype: torch.dtype | None = No
         return LeanDecoder(bare(model), dtype)
     if lean:
         raise DecoderError(f"the lean engine does not take this model ({reason}): write lean=None to let the sampler choose")
-    return GenericDecoder(bare(model), dtype)
+    try:
+        return GenericDecoder(bare(model), dtype)
+    except CannotStep as error:
+        return WholeDecoder(bare(model), dtype, str(error))
 
 
 def bare(model):
@@ -227,13 +239,11 @@ class GenericDecoder:
         accepted = inspect.signature(model.forward).parameters
         for name in ("position_ids", "past_key_values"):
             if name not in accepted:
-                raise DecoderError(f"{type(model).__name__}.forward takes no {name}, so rows of different length cannot "
-                                   "share a batch: use a model with explicit positions (Llama, Qwen, Mistral, GPT-2 ...)")
+                raise CannotStep(f"{type(model).__name__}.forward takes no {name}")
         self.refuse_length = rope_refusal(model)
         types = set(getattr(config, "layer_types", None) or ())
         if types - {"full_attention", "sliding_attention"}:
-            raise DecoderError(f"{type(model).__name__} has layers {sorted(types)}: the sampler decodes full and sliding "
-                               "attention only, use a plain decoder or the vLLM engine")
+            raise CannotStep(f"{type(model).__name__} has layers {sorted(types)}, of which only full and sliding attention keep keys and values")
         window = getattr(config, "sliding_window", None)
         if window is not None and (not types or "sliding_attention" in types):
             self.window = int(window)
@@ -273,11 +283,11 @@ class GenericDecoder:
             for step, token in enumerate((1, 2)):
                 found = self.decode(kv, torch.full((2,), token, device=device), torch.tensor([5, 3], device=device) + step, [(0, 2, 6 + step)])
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-            raise DecoderError(f"{type(self.source).__name__} cannot be decoded row by row ({str(error)[:200]}): use a plain decoder or the vLLM engine") from error
+            raise CannotStep(f"{type(self.source).__name__} takes no keys and values of rows of different length ({str(error)[:200]})") from error
         finally:
             self.source.train(training)
         if (found - alone).norm() > (1e-3 if alone.dtype == self.source.dtype else 5e-2) * alone.norm():
-            raise DecoderError(f"{type(self.source).__name__} gives rows of different length that are decoded together other log-probs than each by itself: use a plain decoder or the vLLM engine")
+            raise CannotStep(f"{type(self.source).__name__} gives rows of different length that are decoded together other log-probs than each by itself")
 
     def _masks(self, full, sliding):
         """The attention mask as the model takes it: one, or one per kind of layer. sliding: within the window, None: there is none."""
@@ -324,6 +334,57 @@ class GenericDecoder:
         out = self.model(input_ids=tokens[:, None], position_ids=columns[:, None], use_cache=True,
                          past_key_values=_slot_cache(kv, rows, columns, longest), attention_mask=self._masks(mask, sliding))
         return out.logits[:, -1].float()
+
+
+class WholeDecoder:
+    """Any causal model, without keys and values: what is kept of a row are its token ids, and every step computes the live rows whole, padded at their ends.
+
+    A token's cost grows with its row's length; the log-probs are those of the model's own forward. ``reason``: why there is no faster engine.
+    """
+
+    wants_blocks = attends_in_trunks = replayable = False
+
+    def __init__(self, model, dtype: torch.dtype | None, reason: str):
+        self.source = self.model = model
+        self.dtype, self.reason = dtype, reason
+        accepted = inspect.signature(model.forward).parameters
+        self.takes_positions, self.keep_logits = "position_ids" in accepted, "logits_to_keep" in accepted
+        self.refuse_length = rope_refusal(model)
+
+    def refresh(self) -> None:
+        """As :meth:`GenericDecoder.refresh`."""
+        if self.dtype not in (None, self.source.dtype):
+            self.model = copied_as(self.source, self.dtype)
+
+    def check_length(self, total: int) -> None:
+        self.refuse_length(total)
+
+    def _logits(self, ids: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """Logits [B, V] float32 at positions last [B] of rows ids [B, T]."""
+        more = {"position_ids": torch.arange(ids.shape[1], device=ids.device).expand_as(ids)} if self.takes_positions else {}
+        if self.keep_logits:
+            more["logits_to_keep"], last = torch.unique(last, return_inverse=True)
+        out = self.model(input_ids=ids, use_cache=False, **more)
+        return out.logits[torch.arange(len(ids), device=ids.device), last].float()
+
+    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor, past: Past | None = None) -> Prefilled:
+        """As :meth:`GenericDecoder.prefill`; the "keys" of its one layer are ids, [B, 1, T, 1] in float64, which holds them exactly."""
+        whole, last = ids, lengths - 1
+        if past is not None:
+            known = torch.tensor(past.lengths, device=ids.device).expand(len(ids))
+            before = past.expanded_ids(len(ids))
+            at = torch.arange(before.shape[1] + ids.shape[1], device=ids.device)[None]
+            own = ids.gather(1, (at - known[:, None]).clamp(0, ids.shape[1] - 1))
+            whole = torch.where(at < known[:, None], before.gather(1, at.clamp(max=before.shape[1] - 1).expand(len(ids), -1)), own)
+            last = known + lengths - 1
+        return Prefilled([ids[:, None, :, None].double()], [], self._logits(whole, last), past)
+
+    def decode(self, kv: SlotKV, tokens: torch.Tensor, columns: torch.Tensor, bounds) -> torch.Tensor:
+        """As :meth:`GenericDecoder.decode`."""
+        n, longest = tokens.shape[0], max(width for _, _, width in bounds)
+        kv.keys[0][torch.arange(n, device=tokens.device), 0, columns, 0] = tokens.double()
+        held = torch.arange(longest, device=tokens.device) <= columns[:, None]
+        return self._logits(torch.where(held, kv.keys[0][:n, 0, :longest, 0].long(), 0), columns)
 
 
 def rope_refusal(model) -> Callable[[int], None]:

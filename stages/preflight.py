@@ -73,6 +73,16 @@ def tell_forward(stage, model) -> None:
                   "lora_targets=q_proj,k_proj,v_proj,o_proj leaves routers and experts as they are")
 
 
+def tell_sampler(stage, source) -> None:
+    """Warn where the built-in sampler can only compute whole rows for every token."""
+    from stages.decoders import WholeDecoder, make_decoder
+
+    decoder = make_decoder(source.policy.model) if stage.config.engine == "builtin" and source.stored is None else None
+    if isinstance(decoder, WholeDecoder):
+        stage.warn("slow_sampling", f"The built-in sampler computes whole rows again for every token of this model ({decoder.reason}), so an answer costs the square of its length. "
+                   "Write engine=vllm or engine=server where these serve it.")
+
+
 def check_ids(model, items: Sequence[Item], renderer) -> None:
     """Refuse tokens that the model has no embedding for: they were added to its tokenizer only.
 
@@ -114,6 +124,7 @@ def rl_preflight(stage, trainer, source) -> None:
     tell_forward(stage, trainer.model)
     facts = rl_plan_facts(source, made, trainer)
     started = time.monotonic()
+    tell_sampler(stage, source)
     samples = tried_samples(stage, source)
     sampling = time.monotonic() - started
     shown = [marked(_rollout_item(source.row, group), renderer) for group in samples]

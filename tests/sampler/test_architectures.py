@@ -6,11 +6,11 @@ import torch
 import transformers
 
 from stages.batching import make_item
-from stages.decoders import DecoderError, GenericDecoder, LeanDecoder, make_decoder, why_not_lean
+from stages.decoders import DecoderError, GenericDecoder, LeanDecoder, WholeDecoder, make_decoder, why_not_lean
 from stages.sampler import Sampler, SamplingParams
 from tests.architectures import FAST, MODELS, OTHER, VOCABULARY, build, own_logps
 
-STATEFUL = {"qwen3.5", "lfm2"}
+STATEFUL = {"qwen3.5", "lfm2"}  # decoded whole
 PARAMS = SamplingParams(max_new_tokens=24, stop_ids={3, 4})
 
 
@@ -32,12 +32,13 @@ def check(model, given, found, params=PARAMS):
 
 
 @pytest.mark.parametrize("lean", (None, False))
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in STATEFUL])
+@pytest.mark.parametrize("name", MODELS)
 def test_log_probs_are_the_models_own_in_any_company(name, lean):
     if lean is False and name in OTHER:
         pytest.skip("the same engine")
     model, given = build(name), prompts()
-    assert type(make_decoder(model, lean)) is (LeanDecoder if name in FAST and lean is None else GenericDecoder), why_not_lean(model)
+    engine = LeanDecoder if name in FAST and lean is None else WholeDecoder if name in STATEFUL else GenericDecoder
+    assert type(make_decoder(model, lean)) is engine, why_not_lean(model)
     seeds = [[10 * i, 10 * i + 1] for i in range(len(given))]
     found = Sampler(model, None, max_batch=5, lean=lean).generate(given, PARAMS, seeds)
     check(model, given, found)
@@ -45,7 +46,7 @@ def test_log_probs_are_the_models_own_in_any_company(name, lean):
     assert [[row.ids for row in group] for group in again] == [[row.ids for row in group] for group in found]
 
 
-@pytest.mark.parametrize("name", ("gemma2", "gemma3", "olmo3", "phi3 window", "granite", "qwen3-moe", "cohere2", "gpt-oss"))
+@pytest.mark.parametrize("name", ("gemma2", "gemma3", "olmo3", "phi3 window", "granite", "qwen3-moe", "cohere2", "gpt-oss", "lfm2"))
 def test_turns_continue_rows_that_are_kept(name):
     model, given = build(name), prompts()[5:]
     sampler = Sampler(model, None, max_batch=4)
@@ -55,19 +56,13 @@ def test_turns_continue_rows_that_are_kept(name):
         check(model, longer, sampler.generate(longer, PARAMS, [[i] for i in range(len(given))]))
 
 
-@pytest.mark.parametrize("name", ("gemma2", "gemma3", "granite", "mixtral", "olmo2"))
+@pytest.mark.parametrize("name", ("gemma2", "gemma3", "granite", "mixtral", "olmo2", "lfm2"))
 def test_another_type_is_that_of_all_weights(name):
     model, given = build(name), prompts()
     found = Sampler(model, None, max_batch=5, dtype=torch.float64).generate(given, PARAMS, [[1]] * len(given))
     check(model, given, found)
     low = Sampler(model, None, max_batch=5, dtype=torch.bfloat16).generate(given, SamplingParams(max_new_tokens=1), [[1]] * len(given))
     assert all(np.isfinite(row.logps).all() for (row,) in low)
-
-
-@pytest.mark.parametrize("name", sorted(STATEFUL))
-def test_layers_with_a_state_are_refused(name):
-    with pytest.raises(DecoderError, match="vLLM"):
-        Sampler(build(name), None).generate([[5, 6]], PARAMS, [[0]])
 
 
 def test_windows_that_a_config_names_otherwise_are_kept_to():
@@ -80,13 +75,17 @@ def test_windows_that_a_config_names_otherwise_are_kept_to():
         Sampler(model, None).generate(given, SamplingParams(max_new_tokens=8), [[1], [2]])
 
 
-def test_a_model_that_cannot_be_decoded_row_by_row_is_refused():
+def test_a_model_that_cannot_be_decoded_row_by_row_is_computed_whole():
+    """ALiBi counts places in a batch; so does a model whose positions are not given to it."""
     torch.manual_seed(0)
-    alibi = transformers.FalconForCausalLM(transformers.FalconConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, alibi=True)).eval()
-    with pytest.raises(DecoderError, match="row by row.*vLLM"):
-        Sampler(alibi, None).generate([[5, 6]], PARAMS, [[0]])
-    model = build("stablelm")
-    inner = model.forward
-    model.forward = lambda *args, position_ids=None, past_key_values=None, **more: inner(*args, past_key_values=past_key_values, **more)  # counts places, not positions
-    with pytest.raises(DecoderError, match="other log-probs than each by itself"):
-        Sampler(model, None).generate([[5, 6]], PARAMS, [[0]])
+    shape = dict(vocab_size=VOCABULARY, hidden_size=32)
+    for model, reason in ((transformers.FalconForCausalLM(transformers.FalconConfig(num_hidden_layers=1, num_attention_heads=4, alibi=True, **shape)), "rows of different length"),
+                          (transformers.BloomForCausalLM(transformers.BloomConfig(n_layer=1, n_head=4, **shape)), "takes no position_ids"),
+                          (build("stablelm"), "other log-probs than each by itself")):
+        if reason.startswith("other"):
+            inner = model.forward
+            model.forward = lambda *args, position_ids=None, past_key_values=None, inner=inner, **more: inner(*args, past_key_values=past_key_values, **more)
+        found = make_decoder(model.eval())
+        assert type(found) is WholeDecoder and reason in found.reason
+        given = prompts()
+        check(model, given, Sampler(model, None, max_batch=4).generate(given, PARAMS, [[1, 2]] * len(given)))
