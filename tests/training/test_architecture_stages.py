@@ -14,7 +14,7 @@ from tests.common import silent
 
 #: (architecture, stage, rank of an adapter): windows and capped scores, experts in our forward and in the model's own, sinks, parallel blocks with windows, latent attention.
 RUNS = [*(("gemma2", stage, 0) for stage in ("sft", "align", "reward_model", "rl")), ("gemma3", "rl", 4), ("qwen3-moe", "rl", 0), ("qwen3-moe", "rl", 4), ("olmo2", "reward_model", 0),
-        ("gpt-oss", "rl", 0), ("gpt-oss", "align", 4), ("cohere2", "align", 0), ("deepseek-v3", "sft", 4)]
+        ("gpt-oss", "rl", 0), ("gpt-oss", "align", 4), ("cohere2", "align", 0), ("qwen3.5", "rl", 0), ("deepseek-v3", "sft", 4)]
 OPTIONS = {"batch_size": 6, "max_steps": 2, "learning_rate": 1e-3}
 STAGES = {
     "sft": ({**OPTIONS, "max_length": 64, "eval_every": 1}, "data", "demonstrations"),
