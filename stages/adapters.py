@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,7 +101,7 @@ def merged(layer, weight: torch.Tensor, read=lambda factor: factor) -> torch.Ten
     turned = getattr(layer, "fan_in_fan_out", False)
     for adapter in layer.active_adapters:
         if adapter in layer.lora_A:
-            delta = layer.scaling[adapter] * (read(layer.lora_B[adapter].weight) @ read(layer.lora_A[adapter].weight))
+            delta = _update(layer, adapter, read)
         else:
             delta = layer.scaling[adapter] * (read(layer.lora_embedding_B[adapter]) @ read(layer.lora_embedding_A[adapter])).t()
         weight = weight + (delta.t() if turned else delta)
@@ -109,6 +110,15 @@ def merged(layer, weight: torch.Tensor, read=lambda factor: factor) -> torch.Ten
             factor = read(layer.lora_magnitude_vector[adapter].weight) / lengths
             weight = (factor if turned else factor[:, None]) * weight
     return weight
+
+
+def _update(layer, adapter: str, read=lambda factor: factor) -> torch.Tensor:
+    """What an adapter adds to its layer's weight, (alpha / r) B A, of stacked experts (peft's ``ParamWrapper``) one by one; ``read`` is put between it and the factors."""
+    a, b, experts = read(layer.lora_A[adapter].weight), read(layer.lora_B[adapter].weight), getattr(layer, "num_experts", 1)
+    if experts == 1:
+        return layer.scaling[adapter] * (b @ a)
+    stacked = torch.einsum("ore,eri->eoi", b.unflatten(1, (-1, experts)), a.unflatten(0, (experts, -1))) * layer.scaling[adapter]
+    return stacked if layer._did_swap_in_out_features else stacked.transpose(1, 2)
 
 
 @contextlib.contextmanager
@@ -149,9 +159,9 @@ def plain_parameters(model) -> Iterator[tuple[str, torch.Tensor]]:
     ask where the model is sharded."""
     base = model.get_base_model() if is_adapted(model) else model
     for plain, name, parameter in plain_names(model):
-        value, (path, _, kind) = sharding.whole(parameter), name.rpartition(".base_layer.")
-        if path and kind == "weight":
-            value = merged(base.get_submodule(path), value, sharding.whole)
+        value, layer = sharding.whole(parameter), _adapted_layer(base, name)
+        if layer is not None:
+            value = merged(layer, value, sharding.whole)
         yield plain, value
         del value  # before the next one is gathered
 
@@ -162,13 +172,24 @@ def rounding(model, dtype: torch.dtype) -> float | None:
     adapter. Every rank must ask where the model is sharded."""
     if not is_adapted(model):
         return None
-    lost = moved = 0.0
+    base, lost, moved = model.get_base_model(), 0.0, 0.0
     for (_, value), (_, name, parameter) in zip(plain_parameters(model), plain_names(model)):
-        if name.endswith(".base_layer.weight"):
+        if _adapted_layer(base, name) is not None:
             value = value.float()
             lost += float((value.to(dtype).float() - value).square().sum())
             moved += float((value - sharding.whole(parameter).float()).square().sum())
     return (lost / moved) ** 0.5 if moved else 0.0
+
+
+def _adapted_layer(base, name: str):
+    """The layer whose adapter changes this parameter; None where there is none. Adapters on several parameters of one module stand one inside the other."""
+    path, _, kind = name.rpartition(".base_layer.")
+    while path:
+        layer = base.get_submodule(path)
+        if getattr(layer, "parameter_name", "weight") == kind:
+            return layer
+        path = path.removesuffix(".base_layer") if path.endswith(".base_layer") else ""
+    return None
 
 
 def plain_names(model) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
@@ -176,7 +197,7 @@ def plain_names(model) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
     base = model.get_base_model() if is_adapted(model) else model
     for name, parameter in base.named_parameters():
         if ".lora_" not in name and ".original_module." not in name:  # peft keeps the untrained copy of a reward head
-            yield name.replace(".base_layer.", ".").replace(".modules_to_save.default.", "."), name, parameter
+            yield re.sub(r"(\.base_layer)+\.", ".", name).replace(".modules_to_save.default.", "."), name, parameter
 
 
 @torch.no_grad()

@@ -118,18 +118,51 @@ def size(item: Item) -> int:
     return len(item.prompt) + sum(map(len, item.responses))
 
 
-def parts_of(item: Item, max_tokens: int, units: Sequence[tuple[int, ...]] | None = None) -> list[tuple[int, ...]]:
+#: Tokens that items take together as a model computes them: see :func:`together` and ``modeling.tokens_together``.
+Cost = Callable[[Sequence[Item]], int]
+
+
+def together(items: Sequence[Item]) -> int:
+    """Tokens that items take together without padding."""
+    return sum(map(size, items))
+
+
+def padded_size(segments, form: str) -> int:
+    """Tokens of the rows that :func:`pad` makes of items with these segments, padding counted."""
+    if form == "tree":
+        rows = [prompt + sum(responses) for prompt, responses in segments]
+    else:
+        rows = [prompt + response for prompt, responses in segments for response in responses or [0]]
+    return len(rows) * max(rows, default=0)
+
+
+def segments_of(items: Sequence[Item]) -> list[tuple[int, list[int]]]:
+    """(prompt length, response lengths) of every item."""
+    return [(len(item.prompt), [len(r) for r in item.responses]) for item in items]
+
+
+def parts_of(item: Item, max_tokens: int, units: Sequence[tuple[int, ...]] | None = None, cost: Cost = together) -> list[tuple[int, ...]]:
     """The places of the responses that go through a model together: all of them where the item takes ``max_tokens`` tokens at most or must not be parted,
     else as few sets as first fit, longest first, makes of them, of about equal length.
 
     Args:
         units: sets of places that stay together, by default every response by itself; what is in none is left out where the item is parted. A unit that
             does not fit even alone stands alone.
+        cost: of items with padding, where a model's rows have it: the sets are then those that first fit makes, longest first.
     """
     everyone = tuple(range(len(item.responses)))
-    if item.by_response is None or size(item) <= max_tokens:
+    if item.by_response is None or cost([item]) <= max_tokens:
         return [everyone]
     units = [(k,) for k in everyone] if units is None else units
+    if cost is not together:
+        parts: list[tuple[int, ...]] = []
+        for unit in sorted(units, key=lambda unit: max(len(item.responses[k]) for k in unit), reverse=True):
+            at = next((n for n, part in enumerate(parts) if cost([item.part(part + unit)]) <= max_tokens), None)
+            if at is None:
+                parts.append(unit)
+            else:
+                parts[at] += unit
+        return [tuple(sorted(part)) for part in parts]
     room = max(0, max_tokens - len(item.prompt))
     lengths = {unit: sum(len(item.responses[k]) for k in unit) for unit in units}
     order = sorted(units, key=lengths.get, reverse=True)
@@ -153,25 +186,33 @@ def parts_of(item: Item, max_tokens: int, units: Sequence[tuple[int, ...]] | Non
     return [tuple(sorted(k for unit in together for k in unit)) for together in [[u] for u in order if lengths[u] > room] + [units for _, units in even]]
 
 
-def cut(items: Sequence[Item], max_tokens: int, units: Callable[[Item], Sequence[tuple[int, ...]]] | None = None) -> list[Item]:
+def cut(items: Sequence[Item], max_tokens: int, units: Callable[[Item], Sequence[tuple[int, ...]]] | None = None, cost: Cost = together) -> list[Item]:
     """The items, those that take more than ``max_tokens`` tokens in parts that repeat their prompt (:func:`parts_of`) where their responses may be parted. What is
     summed over responses and divided by counts of the uncut items is the same."""
     found = []
     for item in items:
-        parts = parts_of(item, max_tokens, units(item) if units is not None and size(item) > max_tokens else None)
+        parts = parts_of(item, max_tokens, units(item) if units is not None and cost([item]) > max_tokens else None, cost)
         found += [item if len(at) == len(item.responses) else item.part(at) for at in parts]
     return found
 
 
-def plan(items: Sequence[Item], max_tokens: int, packing: str = "sorted") -> list[list[Item]]:
+def plan(items: Sequence[Item], max_tokens: int, packing: str = "sorted", cost: Cost = together) -> list[list[Item]]:
     """Micro-batches of at most ``max_tokens`` tokens; an item longer than that, which :func:`cut` could not part, stands alone.
 
-    ``sorted``: shortest items first, next to those of like length. ``best_fit``: longest first, each into the fullest micro-batch that has room, which makes fewer of them (``sft.pack``).
+    ``sorted``: shortest items first, next to those of like length. ``best_fit``: longest first, each into the fullest micro-batch that has room, which makes fewer of them (``sft.pack``);
+    where padding counts (``cost``, see :data:`Cost`) rows of like length belong together, and both are ``sorted``.
     """
-    if packing == "best_fit":
+    if packing == "best_fit" and cost is together:
         fitting = [item for item in items if size(item) <= max_tokens]
         return [[item] for item in items if size(item) > max_tokens] + [[fitting[i] for i in found] for found in pack_best_fit([size(item) for item in fitting], max_tokens)]
     groups: list[list[Item]] = []
+    if cost is not together:
+        for item in sorted(items, key=size):
+            if groups and cost([*groups[-1], item]) <= max_tokens:
+                groups[-1].append(item)
+            else:
+                groups.append([item])
+        return groups
     used = 0
     for item in sorted(items, key=size):
         if groups and used + size(item) <= max_tokens:
@@ -277,12 +318,15 @@ def pad(batch: Batch, form: str | None = None) -> Padded:
 def per_response(items: Sequence[Item], max_tokens: int, device: str, compute: Callable[[Batch], Sequence], model=None) -> list[list]:
     """``compute(batch)`` gives one value per response of a micro-batch; returns them per item, in the items' order.
 
-    Micro-batches as in training, without gradients. ``model`` is what compute reads: where it is sharded, every rank must call with
-    the same items; each computes its share, and all get all values.
+    Micro-batches as in training, without gradients. ``model`` is what compute reads: where it pads, padding counts; where it is sharded, every rank must call
+    with the same items; each computes its share, and all get all values.
     """
-    parts = [parts_of(item, max_tokens) for item in items]
+    from stages.modeling import tokens_together
+
+    cost = together if model is None else tokens_together(model)
+    parts = [parts_of(item, max_tokens, cost=cost) for item in items]
     pieces = [[item if len(at) == len(item.responses) else item.part(at) for at in places] for item, places in zip(items, parts)]
-    groups = plan([piece for own in pieces for piece in own], max_tokens)
+    groups = plan([piece for own in pieces for piece in own], max_tokens, cost=cost)
     if sharding.root_of(model) is None:
         with torch.inference_mode():
             found = [compute(collate(group, device)) for group in groups]

@@ -60,7 +60,7 @@ def run(stage):
 
     for start in range(done * config.block, len(items), config.block):
         block = items[start:start + config.block]
-        found = per_response([i.extra.get("teacher_item") or i for i in block], config.max_tokens_per_micro_batch, stage.device, distributions)
+        found = per_response([i.extra.get("teacher_item") or i for i in block], config.max_tokens_per_micro_batch, stage.device, distributions, model)
         writer.write(captured_row(stage, renderer, item, *row[0]) for item, row in zip(block, found))
         writer.flush()
         stage.save_checkpoint(start // config.block + 1, {}, {})

@@ -1,11 +1,12 @@
 """Decoding engines under the sampler: slots of static KV, batched prefill, one-token steps.
 
-Two engines behind one interface (`prefill`, `decode`), chosen by `make_decoder`:
+Three engines behind one interface (`prefill`, `decode`), chosen by `make_decoder`:
 
-* `LeanDecoder`: its own forward over the model's weights for Llama, Mistral (no window), Qwen2 and Qwen3 with plain
-  or fixed-table rotary embeddings. Fused qkv and gate/up weights, rotation as one complex product, in-place KV writes,
+* `LeanDecoder`: its own forward over the model's weights for the families of `stages.layers` with plain or fixed-table
+  rotary embeddings. Fused qkv and gate/up weights, rotation as one complex product, in-place KV writes,
   KV views bounded by the longest live row. Weights are read again at every `refresh()` (RL changes them).
-* `GenericDecoder`: any Hugging Face decoder-only model, through its own forward with a slot cache and a 4D mask.
+* `GenericDecoder`: any Hugging Face decoder-only model with full and window attention, through its own forward with a slot cache and a 4D mask.
+* `WholeDecoder`: any other (state-space, linear and chunked attention, convolutions, ALiBi): every token costs a forward of the whole rows.
 
 Either computes in the model's own type, or in another (`dtype`): then from its own copy of the weights, which `refresh` brings up to date.
 
@@ -18,29 +19,32 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from stages import banded
 from stages.adapters import merged
+from stages.experts import Mixture, mixed
 from stages.frozen import LOW, arithmetic, is_kept, released
-from stages.lean import interleave, odd_layers
+from stages.layers import (ACTIVATIONS, FAMILIES, Family, Layer, embedding_scales, epsilon_of, family_of, gain_of, interleave, layers_of, logit_scaling, odd_layers, rope_limit,
+                           rotary_tables, turned_rows, turns, windows_of)
 from stages.products import Packed, prefers_onednn
 
 #: Weights above this many bytes are not fused (fusing copies them); they run as separate products instead.
 FUSE_LIMIT_BYTES = 2 << 30
-_LEAN = {
-    ("transformers.models.llama.modeling_llama", "LlamaForCausalLM"),
-    ("transformers.models.mistral.modeling_mistral", "MistralForCausalLM"),
-    ("transformers.models.qwen2.modeling_qwen2", "Qwen2ForCausalLM"),
-    ("transformers.models.qwen3.modeling_qwen3", "Qwen3ForCausalLM"),
-}
+_LEAN = {family.stack.removesuffix("Model").removesuffix("Text") + "ForCausalLM" for family in FAMILIES.values()}
 
 
 class DecoderError(ValueError):
     """A model this sampler cannot decode; the message says what to use instead."""
+
+
+class CannotStep(DecoderError):
+    """A model that cannot be decoded token by token from kept keys and values; the message says why."""
 
 
 @dataclass
@@ -64,6 +68,10 @@ class Past:
     def expanded(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [count, K, P, D] of a layer."""
         return self.keys[layer].expand(count, -1, -1, -1), self.values[layer].expand(count, -1, -1, -1)
+
+    def expanded_ids(self, count: int) -> torch.Tensor:
+        """Token ids [count, P], where these are kept in the place of keys (:class:`WholeDecoder`)."""
+        return self.keys[0][:, 0, :, 0].long().expand(count, -1)
 
     def positions(self, width: int, device) -> torch.Tensor:
         """Of so many tokens that follow, [B, width]."""
@@ -204,7 +212,10 @@ def make_decoder(model, lean: bool | None = None, dtype: torch.dtype | None = No
         return LeanDecoder(bare(model), dtype)
     if lean:
         raise DecoderError(f"the lean engine does not take this model ({reason}): write lean=None to let the sampler choose")
-    return GenericDecoder(bare(model), dtype)
+    try:
+        return GenericDecoder(bare(model), dtype)
+    except CannotStep as error:
+        return WholeDecoder(bare(model), dtype, str(error))
 
 
 def bare(model):
@@ -230,17 +241,21 @@ class GenericDecoder:
         accepted = inspect.signature(model.forward).parameters
         for name in ("position_ids", "past_key_values"):
             if name not in accepted:
-                raise DecoderError(f"{type(model).__name__}.forward takes no {name}, so rows of different length cannot "
-                                   "share a batch: use a model with explicit positions (Llama, Qwen, Mistral, GPT-2 ...)")
+                raise CannotStep(f"{type(model).__name__}.forward takes no {name}")
+        self.refuse_length = rope_refusal(model)
         types = set(getattr(config, "layer_types", None) or ())
         if types - {"full_attention", "sliding_attention"}:
-            raise DecoderError(f"{type(model).__name__} has layers {sorted(types)}: the sampler decodes full and sliding "
-                               "attention only, use a plain decoder or the vLLM engine")
+            raise CannotStep(f"{type(model).__name__} has layers {sorted(types)}, of which only full and sliding attention keep keys and values")
         window = getattr(config, "sliding_window", None)
         if window is not None and (not types or "sliding_attention" in types):
             self.window = int(window)
-            self.mixed_windows = len(types) > 1
+        self.types = types if self.window is not None else set()
+        others = [n for name, n in windows_of(config).items() if name != "sliding_window"]
+        self.limit = min(others, default=None)
         self.keep_logits = "logits_to_keep" in accepted
+        if not vars(model).get("_posttrain_decodes"):
+            self._try()
+            model._posttrain_decodes = True
 
     def refresh(self) -> None:
         """The model's own forward reads its parameters; in another type it is that of a copy as they are now."""
@@ -248,9 +263,39 @@ class GenericDecoder:
             self.model = copied_as(self.source, self.dtype)
 
     def check_length(self, total: int) -> None:
-        if self.window is not None and self.mixed_windows and total > self.window:
-            raise DecoderError(f"{type(self.model).__name__} mixes full and sliding layers (window {self.window}) and rows reach "
-                               f"{total} tokens: keep prompt + max_new_tokens <= {self.window} or use the vLLM engine")
+        self.refuse_length(total)
+        if self.limit is not None and total > self.limit:
+            raise DecoderError(f"{type(self.model).__name__} has windows of its own kind ({self.limit} tokens) and rows reach {total} tokens: keep prompt + max_new_tokens <= {self.limit} or "
+                               "use the vLLM engine")
+
+    @torch.inference_mode()
+    def _try(self) -> None:
+        """Two rows of different length, two steps further, against the model's own forward of each by itself."""
+        device, vocabulary = self.source.get_input_embeddings().weight.device, self.source.get_input_embeddings().weight.shape[0]
+        rows = [[(7 * i + 3) % vocabulary for i in range(n)] for n in (5, 3)]
+        ids = torch.tensor([row + [0] * (5 - len(row)) for row in rows], device=device)
+        training = self.source.training
+        self.source.eval()
+        try:
+            alone = torch.stack([self.source(input_ids=torch.tensor([row + [1, 2]], device=device), use_cache=False).logits[0, -1] for row in rows]).float()
+            prefilled = self.prefill(ids, torch.tensor([5, 3], device=device))
+            kv = SlotKV(prefilled, 2, 7)
+            for slot, row in enumerate(rows):
+                kv.load(slot, prefilled, slot, len(row))
+            for step, token in enumerate((1, 2)):
+                found = self.decode(kv, torch.full((2,), token, device=device), torch.tensor([5, 3], device=device) + step, [(0, 2, 6 + step)])
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            raise CannotStep(f"{type(self.source).__name__} takes no keys and values of rows of different length ({str(error)[:200]})") from error
+        finally:
+            self.source.train(training)
+        if (found - alone).norm() > (1e-3 if alone.dtype == self.source.dtype else 5e-2) * alone.norm():
+            raise CannotStep(f"{type(self.source).__name__} gives rows of different length that are decoded together other log-probs than each by itself")
+
+    def _masks(self, full, sliding):
+        """The attention mask as the model takes it: one, or one per kind of layer. sliding: within the window, None: there is none."""
+        if sliding is None:
+            return full
+        return {"full_attention": full, "sliding_attention": sliding} if self.types else sliding
 
     def prefill(self, ids: torch.Tensor, lengths: torch.Tensor, past: Past | None = None) -> Prefilled:
         """ids [B, T] int64 right-padded, lengths [B] int64 -> their KV and last-token logits. past: what the rows begin with, neither in ids
@@ -263,9 +308,12 @@ class GenericDecoder:
             known = past.keys[0].shape[2]
             for layer in range(len(past.keys)):
                 cache.update(*past.expanded(layer, count), layer)
-            seen = past.seen(width, ids.device, self.window).expand(count, -1, -1, -1)
             positions = past.positions(width, ids.device).expand(count, -1)
-            extra["attention_mask"] = torch.zeros(seen.shape, dtype=past.keys[0].dtype, device=ids.device).masked_fill_(~seen, torch.finfo(past.keys[0].dtype).min)
+
+            def mask(window):
+                seen = past.seen(width, ids.device, window).expand(count, -1, -1, -1)
+                return torch.zeros(seen.shape, dtype=past.keys[0].dtype, device=ids.device).masked_fill_(~seen, torch.finfo(past.keys[0].dtype).min)
+            extra["attention_mask"] = self._masks(mask(None), None if self.window is None else mask(self.window))
         last = lengths - 1
         if self.keep_logits:
             extra["logits_to_keep"], last = torch.unique(last, return_inverse=True)
@@ -281,13 +329,75 @@ class GenericDecoder:
         n, longest = tokens.shape[0], max(width for _, _, width in bounds)
         rows = torch.arange(n, device=tokens.device)
         kv.mask[rows, columns] = 0
-        mask = kv.mask[:n, :longest]
-        if self.window is not None and longest > self.window:
+        mask, sliding = kv.mask[:n, None, None, :longest], None
+        if self.window is not None:
             old = torch.arange(longest, device=tokens.device) <= (columns - self.window)[:, None]
-            mask = mask.masked_fill(old, kv.closed)
+            sliding = mask.masked_fill(old[:, None, None], kv.closed)
         out = self.model(input_ids=tokens[:, None], position_ids=columns[:, None], use_cache=True,
-                         past_key_values=_slot_cache(kv, rows, columns, longest), attention_mask=mask[:, None, None, :])
+                         past_key_values=_slot_cache(kv, rows, columns, longest), attention_mask=self._masks(mask, sliding))
         return out.logits[:, -1].float()
+
+
+class WholeDecoder:
+    """Any causal model, without keys and values: what is kept of a row are its token ids, and every step computes the live rows whole, padded at their ends.
+
+    A token's cost grows with its row's length; the log-probs are those of the model's own forward. ``reason``: why there is no faster engine.
+    """
+
+    wants_blocks = attends_in_trunks = replayable = False
+
+    def __init__(self, model, dtype: torch.dtype | None, reason: str):
+        self.source = self.model = model
+        self.dtype, self.reason = dtype, reason
+        accepted = inspect.signature(model.forward).parameters
+        self.takes_positions, self.keep_logits = "position_ids" in accepted, "logits_to_keep" in accepted
+        self.refuse_length = rope_refusal(model)
+
+    def refresh(self) -> None:
+        """As :meth:`GenericDecoder.refresh`."""
+        if self.dtype not in (None, self.source.dtype):
+            self.model = copied_as(self.source, self.dtype)
+
+    def check_length(self, total: int) -> None:
+        self.refuse_length(total)
+
+    def _logits(self, ids: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """Logits [B, V] float32 at positions last [B] of rows ids [B, T]."""
+        more = {"position_ids": torch.arange(ids.shape[1], device=ids.device).expand_as(ids)} if self.takes_positions else {}
+        if self.keep_logits:
+            more["logits_to_keep"], last = torch.unique(last, return_inverse=True)
+        out = self.model(input_ids=ids, use_cache=False, **more)
+        return out.logits[torch.arange(len(ids), device=ids.device), last].float()
+
+    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor, past: Past | None = None) -> Prefilled:
+        """As :meth:`GenericDecoder.prefill`; the "keys" of its one layer are ids, [B, 1, T, 1] in float64, which holds them exactly."""
+        whole, last = ids, lengths - 1
+        if past is not None:
+            known = torch.tensor(past.lengths, device=ids.device).expand(len(ids))
+            before = past.expanded_ids(len(ids))
+            at = torch.arange(before.shape[1] + ids.shape[1], device=ids.device)[None]
+            own = ids.gather(1, (at - known[:, None]).clamp(0, ids.shape[1] - 1))
+            whole = torch.where(at < known[:, None], before.gather(1, at.clamp(max=before.shape[1] - 1).expand(len(ids), -1)), own)
+            last = known + lengths - 1
+        return Prefilled([ids[:, None, :, None].double()], [], self._logits(whole, last), past)
+
+    def decode(self, kv: SlotKV, tokens: torch.Tensor, columns: torch.Tensor, bounds) -> torch.Tensor:
+        """As :meth:`GenericDecoder.decode`."""
+        n, longest = tokens.shape[0], max(width for _, _, width in bounds)
+        kv.keys[0][torch.arange(n, device=tokens.device), 0, columns, 0] = tokens.double()
+        held = torch.arange(longest, device=tokens.device) <= columns[:, None]
+        return self._logits(torch.where(held, kv.keys[0][:n, 0, :longest, 0].long(), 0), columns)
+
+
+def rope_refusal(model) -> Callable[[int], None]:
+    """What raises DecoderError for rows past the length up to which a model has one rotary table."""
+    limit = rope_limit(model.config.get_text_config(decoder=True))
+
+    def check(total: int) -> None:
+        if limit is not None and total > limit[1]:
+            raise DecoderError(f"{type(model).__name__} has {limit[0]} rotary embeddings, which past {limit[1]} tokens differ with the longest row of a batch, and rows reach {total}: "
+                               f"keep prompt + max_new_tokens <= {limit[1]}, or give the model's config a fixed rope_type such as yarn")
+    return check
 
 
 def copied_as(model, dtype: torch.dtype):
@@ -335,8 +445,8 @@ def _slot_cache(kv: SlotKV, rows: torch.Tensor, columns: torch.Tensor, longest: 
 def why_not_lean(model) -> str | None:
     """None when the lean engine computes exactly this model's forward, else the reason it does not."""
     model = bare(model)
-    if (type(model).__module__, type(model).__name__) not in _LEAN:
-        return f"{type(model).__name__} is not Llama, Mistral, Qwen2 or Qwen3"
+    if type(model).__name__ not in _LEAN or not type(model).__module__.startswith("transformers."):
+        return f"{type(model).__name__} is not one of {', '.join(sorted(_LEAN))}"
     if len({p.dtype for p in model.parameters()} - ({LOW} if is_kept(model) else set())) != 1 or len({p.device for p in model.parameters()}) != 1:
         return "parameters of several dtypes or devices"
     if any(module._forward_hooks or module._forward_pre_hooks for module in (model, *model.lm_head.modules())):
@@ -400,31 +510,48 @@ class _Product:
 
 
 class _Layer:
-    """Fused weights of one decoder layer."""
+    """Fused weights of one decoder layer (``layers.Layer``) in the type that is computed in."""
 
-    def __init__(self, layer, heads: int, groups: int, dtype: torch.dtype, wide: torch.dtype):
+    def __init__(self, layer: Layer, family: Family, act: str, heads: int, groups: int, head_dim: int, turned: int | None, dtype: torch.dtype, wide: torch.dtype):
         """wide: type that weights are changed in (scaled) before they are rounded to dtype."""
-        attention, mlp = layer.self_attn, layer.mlp
-        self.scale = attention.scaling  # folded into the queries: their norm weight, or their projection
-        q, k, v = (linear_weight(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
-        pair = lambda wb, count: tuple(None if x is None else interleave(x, count) for x in wb)
-        if not hasattr(attention, "q_norm"):
-            q = tuple(None if x is None else x.to(wide) * self.scale for x in q)
+        paired = lambda x, count: interleave(x, count, turned=turned)
+        self.act, self.window, self.cap, self.turn, self.residual = act, layer.window, layer.cap, layer.turn, layer.residual
+        q, k, v = _parted(layer.qkv, [heads * head_dim, groups * head_dim, groups * head_dim])
+        pair = lambda wb, count: tuple(None if x is None else paired(x, count) for x in wb)
+        if layer.q_norm is None:  # the scale of the scores is folded into the queries: their norm weight, or their projection
+            q = tuple(None if x is None else x.to(wide) * layer.scale for x in q)
         self.qkv = _Product([pair(q, heads), pair(k, groups), v], dtype)
-        self.out = _Product([linear_weight(attention.o_proj)], dtype)
-        self.gate_up = _Product([linear_weight(mlp.gate_proj), linear_weight(mlp.up_proj)], dtype)
-        self.down = _Product([linear_weight(mlp.down_proj)], dtype)
-        self.norm1, self.eps1 = layer.input_layernorm.weight.to(dtype), layer.input_layernorm.variance_epsilon
-        self.norm2, self.eps2 = layer.post_attention_layernorm.weight.to(dtype), layer.post_attention_layernorm.variance_epsilon
-        self.qk_norm = None
-        if hasattr(attention, "q_norm"):
-            q_norm, k_norm = interleave(attention.q_norm.weight, 1) * self.scale, interleave(attention.k_norm.weight, 1)
+        self.out = _Product([linear_weight(layer.out)], dtype)
+        gain = lambda norm: None if norm is None else gain_of(norm, family).to(dtype)
+        self.norm1, self.after1, self.norm2, self.after2 = map(gain, (layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp))
+        self.qk_norm = self.q_norm = self.k_norm = None
+        if family.head_norm == "head":
+            q_norm, k_norm = paired(gain_of(layer.q_norm, family), 1) * layer.scale, paired(gain_of(layer.k_norm, family), 1)
             self.qk_norm = torch.cat([q_norm.expand(heads, -1), k_norm.expand(groups, -1)]).to(dtype)
-            self.head_eps = attention.q_norm.variance_epsilon
+        elif family.head_norm == "whole":
+            self.q_norm = (paired(gain_of(layer.q_norm, family), heads) * layer.scale).to(dtype)
+            self.k_norm = paired(gain_of(layer.k_norm, family), groups).to(dtype)
+        self.mixture = None
+        if layer.experts is not None:
+            self.mixture = Mixture.of(layer.router, layer.experts).to(dtype)
+            return
+        self.gate_up = _Product(_parted(layer.gate_up, [layer.down.in_features] * 2), dtype)
+        self.down = _Product([linear_weight(layer.down)], dtype)
+
+    def activate(self, gate: torch.Tensor) -> torch.Tensor:
+        return F.silu(gate) if self.act == "silu" else F.gelu(gate, approximate="tanh")
+
+
+def _parted(linears, sizes) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """:func:`linear_weight` of linear layers that belong together, also where one layer holds all of them, ``sizes`` rows each."""
+    if len(linears) == len(sizes):
+        return [linear_weight(linear) for linear in linears]
+    weight, bias = linear_weight(linears[0])
+    return list(zip(weight.split(sizes), bias.split(sizes) if bias is not None else [None] * len(sizes)))
 
 
 class LeanDecoder:
-    """The Llama-family forward over the model's own weights, with as few operations per step as torch allows."""
+    """The forward of a family of ``stages.layers`` over the model's own weights, with as few operations per step as torch allows."""
 
     def __init__(self, model, dtype: torch.dtype | None = None):
         self.model, self.asked = model, dtype
@@ -432,10 +559,20 @@ class LeanDecoder:
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = model.model.layers[0].self_attn.head_dim
         self.layers: list[_Layer] = []
+        self.reach = {(layer.window, layer.cap) for layer in layers_of(model.model)}
+        self.has_experts = any(hasattr(layer.mlp, "experts") for layer in model.model.layers)
+        self.logit_scale, self.logit_cap = logit_scaling(config)
+        self.longest: int | None = None  # of the rows to come
         self.floor: dict[float, torch.Tensor] = {}  # eps of a norm as a tensor
 
     def check_length(self, total: int) -> None:
-        """Any length up to the model's positions is fine."""
+        """Any length up to the model's positions is fine; a window that all rows fit into is none."""
+        rope_refusal(self.model)(total)
+        self.longest = total
+
+    def _window(self, layer: _Layer | None = None, window: int | None = None) -> int | None:
+        window = window if layer is None else layer.window
+        return None if window is None or self.longest is not None and window >= self.longest else window
 
     @property
     def wants_blocks(self) -> bool:
@@ -444,14 +581,14 @@ class LeanDecoder:
 
     @property
     def attends_in_trunks(self) -> bool:
-        """Whether what several slots begin with need not be in each of them: where attention is composed here."""
-        return self.wants_blocks
+        """Whether what several slots begin with need not be in each of them: where attention is composed here, and over all that stands before, as it is."""
+        return self.wants_blocks and all(self._window(window=window) is None and cap is None for window, cap in self.reach)
 
     @property
     def replayable(self) -> bool:
         """Whether a step of fixed shapes may be captured and replayed (``stages.replay``): on CUDA, where launching a step's kernels takes longer than
-        what they compute."""
-        return self.device.type == "cuda"
+        what they compute. How many tokens an expert gets is no fixed shape."""
+        return self.device.type == "cuda" and not self.has_experts
 
     @torch.inference_mode()
     def refresh(self) -> None:
@@ -461,22 +598,34 @@ class LeanDecoder:
         wide = arithmetic(self.model)
         self.dtype, self.device = self.asked or wide, weight.device
         self.embedding = weight.to(self.dtype)
-        self.layers = [_Layer(layer, self.heads, self.groups, self.dtype, wide) for layer in core.layers]
-        self.norm, self.eps = core.norm.weight.to(self.dtype), core.norm.variance_epsilon
+        family = family_of(core)
+        act = ACTIVATIONS[getattr(core.config, family.activation)]
+        self.layers = [_Layer(layer, family, act, self.heads, self.groups, self.head_dim, turned_rows(core), self.dtype, wide) for layer in layers_of(core)]
+        self.norm, self.eps = gain_of(core.norm, family).to(self.dtype), epsilon_of(core.norm)
+        inner, outer = embedding_scales(core)
+        self.scales = ([] if inner is None else [inner.to(self.dtype)]) + ([] if outer == 1.0 else [outer])
         head = linear_weight(self.model.lm_head)
         self.head = _Product([(self.embedding if head[0] is weight else head[0], head[1])], self.dtype)
         self.wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        self.inv_freq = core.rotary_emb.inv_freq.to(self.device, torch.float32)
-        self.rope_scale = float(getattr(core.rotary_emb, "attention_scaling", 1.0))
-        self.table = torch.empty(0, self.head_dim // 2, dtype=torch.complex64, device=self.device)
+        self.frequencies = {name: (frequencies.to(self.device, torch.float32), scale) for name, (frequencies, scale) in rotary_tables(core).items()}
+        self.tables, self.positions = {}, 0
 
-    def rotations(self, longest: int) -> torch.Tensor:
-        """exp(i * position * frequency) * attention scaling, [>= longest, D / 2] complex (angles in float32 as HF)."""
-        if self.table.shape[0] < longest:
-            angles = torch.arange(max(longest, 2 * self.table.shape[0]), device=self.device).float()[:, None] * self.inv_freq
-            table = torch.complex(angles.cos() * self.rope_scale, angles.sin() * self.rope_scale)
-            self.table = table.to(torch.complex128) if self.wide == torch.float64 else table
-        return self.table
+    def rotations(self, longest: int) -> dict[str, torch.Tensor]:
+        """exp(i * position * frequency) * attention scaling, [>= longest, D / 2] complex (angles in float32 as HF), by the layers' kinds."""
+        if self.positions < longest:
+            self.positions = max(longest, 2 * self.positions)
+            self.tables = {}
+            for name, (frequencies, scale) in self.frequencies.items():
+                angles = torch.arange(self.positions, device=self.device).float()[:, None] * frequencies
+                table = turns(angles, scale, self.head_dim)
+                self.tables[name] = table.to(torch.complex128) if self.wide == torch.float64 else table
+        return self.tables
+
+    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        x = F.embedding(ids, self.embedding)
+        for scale in self.scales:
+            x = x * scale
+        return x
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMS norm over the last dimension. torch composes it of many operations on the CPU; a norm, an addcmul and two products do."""
@@ -487,13 +636,19 @@ class LeanDecoder:
         size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x.mul(torch.addcmul(self.floor[eps], size, size, value=1.0 / x.shape[-1]).rsqrt_()).mul_(weight)
 
-    def _project(self, layer: _Layer, x: torch.Tensor, rotation: torch.Tensor):
-        """x [m, hidden], rotation [m, 1, D / 2] complex -> q [m, H, D], k [m, K, D] (rotated), v [m, K, D]."""
+    def _project(self, layer: _Layer, x: torch.Tensor, rotations: dict[str, torch.Tensor]):
+        """x [m, hidden], rotations: [m, 1, D / 2] complex each -> q [m, H, D], k [m, K, D] (rotated), v [m, K, D]."""
         both = self.heads + self.groups
-        qkv = layer.qkv(self._norm(x, layer.norm1, layer.eps1)).view(x.shape[0], -1, self.head_dim)
+        qkv = layer.qkv(x if layer.norm1 is None else self._norm(x, layer.norm1, self.eps)).view(x.shape[0], -1, self.head_dim)
         qk, v = qkv[:, :both], qkv[:, both:]
         if layer.qk_norm is not None:
-            qk = self._norm(qk, layer.qk_norm, layer.head_eps)
+            qk = self._norm(qk, layer.qk_norm, self.eps)
+        elif layer.q_norm is not None:
+            parts = (self._norm(part.flatten(1), gain, self.eps) for part, gain in ((qk[:, : self.heads], layer.q_norm), (qk[:, self.heads :], layer.k_norm)))
+            qk = torch.cat(list(parts), 1).view(x.shape[0], both, self.head_dim)
+        rotation = rotations.get(layer.turn)
+        if rotation is None:
+            return qk[:, : self.heads], qk[:, self.heads :], v
         if self.dtype != self.wide:
             qk = qk.to(self.wide)
         turned = torch.view_as_complex(qk.unflatten(-1, (-1, 2))) * rotation
@@ -504,20 +659,30 @@ class LeanDecoder:
 
     def _finish(self, layer: _Layer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Output projection and MLP with their residuals; x [m, hidden], attended [m, H * D]."""
-        x = layer.out(attended, x)
-        gate, up = layer.gate_up(self._norm(x, layer.norm2, layer.eps2)).chunk(2, -1)
-        return layer.down(F.silu(gate).mul_(up), x)
+        x = self._added(x, layer.out, attended, layer.after1, layer.residual)
+        normed = x if layer.norm2 is None else self._norm(x, layer.norm2, self.eps)
+        if layer.mixture is not None:
+            return x + mixed(normed, layer.mixture, self.dtype)
+        gate, up = layer.gate_up(normed).chunk(2, -1)
+        return self._added(x, layer.down, layer.activate(gate).mul_(up), layer.after2, layer.residual)
+
+    def _added(self, x: torch.Tensor, product: _Product, given: torch.Tensor, after: torch.Tensor | None, residual: float) -> torch.Tensor:
+        """x + residual * norm(product(given))."""
+        if after is None and residual == 1.0:
+            return product(given, x)
+        found = product(given)
+        return torch.add(x, found if after is None else self._norm(found, after, self.eps), alpha=residual)
 
     def prefill(self, ids: torch.Tensor, lengths: torch.Tensor, past: Past | None = None) -> Prefilled:
         """ids [B, T] int64 right-padded, lengths [B] int64 -> their KV and last-token logits. past: what the rows begin with, neither in ids
         nor in the KV returned."""
         count, width = ids.shape
         if past is None:
-            mask, rotation = None, self.rotations(width)[:width].repeat(count, 1)[:, None]
+            masks, rotation = {}, {name: table[:width].repeat(count, 1)[:, None] for name, table in self.rotations(width).items()}
         else:
-            mask, positions = past.seen(width, ids.device), past.positions(width, ids.device).expand(count, -1).reshape(-1)
-            rotation = self.rotations(max(past.lengths) + width)[positions][:, None]
-        x = F.embedding(ids.reshape(-1), self.embedding)
+            masks, positions = {}, past.positions(width, ids.device).expand(count, -1).reshape(-1)
+            rotation = {name: table[positions][:, None] for name, table in self.rotations(max(past.lengths) + width).items()}
+        x = self._embedded(ids.reshape(-1))
         keys, values = [], []
         for index, layer in enumerate(self.layers):
             q, k, v = (t.reshape(count, width, -1, self.head_dim).transpose(1, 2) for t in self._project(layer, x, rotation))
@@ -527,15 +692,27 @@ class LeanDecoder:
                 k, v = (torch.cat([before, own], 2) for before, own in zip(past.expanded(index, count), (k, v)))
             if self.heads != self.groups:
                 k, v = (t.repeat_interleave(self.heads // self.groups, 1) for t in (k, v))
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=past is None, scale=1.0)
+            window = self._window(layer)
+            if past is not None:
+                if window not in masks:
+                    masks[window] = past.seen(width, ids.device, window)
+                attended = banded.scores_to_values(q, k, v, masks[window], 1.0, layer.cap)
+            elif layer.cap is not None or window is not None and window < width:
+                attended = banded.attended(q, k, v, window, 1.0, layer.cap)
+            else:
+                attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
             x = self._finish(layer, x, attended.transpose(1, 2).reshape(count * width, -1))
         last = x.view(count, width, -1)[torch.arange(count, device=ids.device), lengths - 1]
         return Prefilled(keys, values, self._logits(last), past)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self._norm(x, self.norm, self.eps)).float()
+        logits = self.head(self._norm(x, self.norm, self.eps)).float()
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        return logits if not self.logit_cap else self.logit_cap * torch.tanh(logits / self.logit_cap)
 
-    def decode(self, kv: SlotKV, tokens: torch.Tensor, columns: torch.Tensor, bounds, trunks: Trunks | None = None, table: torch.Tensor | None = None) -> torch.Tensor:
+    def decode(self, kv: SlotKV, tokens: torch.Tensor, columns: torch.Tensor, bounds, trunks: Trunks | None = None,
+               table: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         """Append tokens [n] at columns [n] of slots 0..n-1; next-token logits [n, V] float32.
 
         bounds: runs of slots (first, end, columns in use) that attend together, each over its own columns. trunks: arranged for these slots.
@@ -544,18 +721,24 @@ class LeanDecoder:
         longest = max(width for _, _, width in bounds)
         rows = torch.arange(n, device=tokens.device)
         kv.mask.view(-1).index_fill_(0, rows * kv.columns + columns, 0)
-        masks = [kv.mask[first:end, None, None, :width] for first, end, width in bounds]
+        open_ = [kv.mask[first:end, None, None, :width] for first, end, width in bounds]
+        masks_of = {}
+        for window in {self._window(layer) for layer in self.layers}:
+            masks_of[window] = open_ if window is None or window >= longest else [
+                mask.masked_fill(torch.arange(mask.shape[-1], device=tokens.device) <= (columns[first:end] - window)[:, None, None, None], kv.closed)
+                for mask, (first, end, _) in zip(open_, bounds)]
         cells = ((rows * (k_heads * kv.columns) + columns)[:, None]
                  + torch.arange(k_heads, device=tokens.device) * kv.columns).view(-1)
         positions = columns if trunks is None else columns + trunks.known
         if table is None:
             table = self.rotations(longest if trunks is None else longest + trunks.columns)
-        rotation = table[positions][:, None]
-        x = F.embedding(tokens, self.embedding)
+        rotation = {name: one[positions][:, None] for name, one in table.items()}
+        x = self._embedded(tokens)
         for index, (layer, keys, values) in enumerate(zip(self.layers, kv.keys, kv.values)):
             q, k, v = self._project(layer, x, rotation)
             keys.view(-1, d).index_copy_(0, cells, k.reshape(-1, d))
             values.view(-1, d).index_copy_(0, cells, v.reshape(-1, d))
+            masks = masks_of[self._window(layer)]
             if self.wants_blocks:
                 q = q.reshape(n * k_heads, -1, d)
                 keys, values = keys.view(-1, kv.columns, d), values.view(-1, kv.columns, d)
@@ -563,7 +746,8 @@ class LeanDecoder:
                 parts, far = [], []
                 for (first, end, width), mask in zip(bounds, masks):
                     span = slice(first * k_heads, end * k_heads)
-                    scores = torch.bmm(q[span], keys[span, :width].transpose(1, 2)).view(end - first, k_heads, -1, width).add_(mask)
+                    scores = torch.bmm(q[span], keys[span, :width].transpose(1, 2)).view(end - first, k_heads, -1, width)
+                    scores = (scores if layer.cap is None else scores.div_(layer.cap).tanh_().mul_(layer.cap)).add_(mask)
                     weights = torch.softmax(scores if before is None else torch.cat([before[first:end], scores], -1), -1)
                     if before is not None:
                         far.append(weights[..., :-width])
@@ -573,8 +757,7 @@ class LeanDecoder:
                 if before is not None:
                     attended = attended.view(n, k_heads, -1, d) + trunks.mix(index, torch.cat(far) if len(far) > 1 else far[0])
             else:
-                attended = F.scaled_dot_product_attention(q.reshape(n, k_heads, -1, d), keys[:n, :, :longest],
-                                                          values[:n, :, :longest], attn_mask=masks[0], scale=1.0)
+                attended = banded.scores_to_values(q.reshape(n, k_heads, -1, d), keys[:n, :, :longest], values[:n, :, :longest], masks[0], 1.0, layer.cap)
             x = self._finish(layer, x, attended.reshape(n, -1))
         return self._logits(x)
 

@@ -93,7 +93,7 @@ class InContextScorer:
             return [part.mean(0).cpu().numpy() for part in states.split([n for _, responses in batch.segments for n in responses])]
 
         items = [make_item("prompt", [], [ids], [[0] * len(ids)]) for ids in map(self.renderer.prompt_ids, texts)]
-        found = [row[0].astype(float) for row in per_response(items, self.batch_tokens, self.device, mean)]
+        found = [row[0].astype(float) for row in per_response(items, self.batch_tokens, self.device, mean, self.model)]
         return [v / (np.linalg.norm(v) or 1.0) for v in found]
 
     def retrieve(self, prompt_row: dict) -> tuple[list[str], list[int] | None]:

@@ -1,4 +1,4 @@
-"""The training forward of Llama, Mistral, Qwen2 and Qwen3, over the Hugging Face model's own parameters.
+"""The training forward of the families of `stages.layers` (Llama, Mistral, Qwen, Gemma, OLMo, Phi-3, Granite, SmolLM3, Mixtral ...), over the Hugging Face model's own parameters.
 
 `why_not` says whether it computes exactly a given model; `states` gives the last hidden states of a flat micro-batch. Compared
 with the model's own forward:
@@ -9,7 +9,8 @@ with the model's own forward:
   chunk by chunk in the processor's cache;
 * the last layer's MLP and the final norm run only on positions that are read;
 * float64 is float64 throughout (the model's own norms round to float32), so invariance can be tested to 1e-12;
-* LoRA products (peft) are taken apart: frozen weights get no gradient product.
+* LoRA products (peft) are taken apart: frozen weights get no gradient product;
+* windows and capped scores go band by band (`stages.banded`), tokens of a mixture expert by expert (`stages.experts`).
 
 Shapes: U tokens of the micro-batch, N positions read, M hidden size, H query heads, K key/value heads, D head size,
 I intermediate size. Every function here has its backward written out and is checked against autograd by the tests.
@@ -27,72 +28,32 @@ from torch.autograd import Function
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
-FIXED_ROPE = {"default", "linear", "llama3", "yarn"}  # tables that do not depend on the running length
-_CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+from stages import banded
+from stages.experts import Mixture, mixed
+from stages.layers import ACTIVATIONS, Family, Layer, embedding_scales, epsilon_of, family_of, gain_of, interleave, layers_of, odd_layers, rotary_tables, turned_rows, turns
+
 #: Tokens that go through a layer at a time on the CPU: few, so that elementwise work finds them in cache, but enough for fast matrix products.
 CHUNK = 1024
 #: Tokens of short items that attend in one call, behind a mask, instead of one call each.
 BLOCK = {"cpu": 256, "cuda": 2048}
 
 
-def interleave(weight: torch.Tensor, heads: int, back: bool = False) -> torch.Tensor:
-    """Rows of each head reordered from (first halves, second halves) to (first, second) pairs, so that the rotation of
-    pair i is one complex product; `back` undoes it. Dot products of queries and keys do not change. weight [heads * D, ...]."""
-    tail = weight.shape[1:]
-    halves = (-1, 2) if back else (2, -1)
-    return weight.reshape(heads, *halves, *tail).transpose(1, 2).reshape(weight.shape)
-
-
 def core_of(model) -> nn.Module:
     """The decoder stack (embedding, layers, norm) inside a causal LM, a sequence classifier or a peft wrapper of one."""
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         model = model.get_base_model()
-    return getattr(model, getattr(model, "base_model_prefix", "") or "model", model)
+    named = (getattr(model, name, None) for name in (getattr(model, "base_model_prefix", ""), "model") if name)
+    return next((core for core in named if isinstance(core, nn.Module)), model)
 
 
 def why_not(model) -> str | None:
     """None when `states` computes exactly this model's forward, else the reason it does not."""
-    core = core_of(model)
-    family = getattr(getattr(core, "config", None), "model_type", None)
-    if family not in _CLASSES or type(core).__name__ != _CLASSES[family] + "Model" or not type(core).__module__.startswith("transformers."):
-        return f"{type(core).__name__} is not a Llama, Mistral, Qwen2 or Qwen3 decoder"
-
     def refuses(linear) -> str | None:
         try:
             product(linear)
         except TypeError as error:
             return str(error)
-    return odd_layers(core, refuses)
-
-
-def odd_layers(core, refuses) -> str | None:
-    """What in a decoder stack of a known class an own forward does not compute, None when nothing is; shared with `stages.decoders`.
-
-    refuses: a layer's linear modules -> why it cannot be read, None when it can.
-    """
-    config = core.config
-    if getattr(core.rotary_emb, "rope_type", "default") not in FIXED_ROPE:
-        return f"rotary type {core.rotary_emb.rope_type!r}"
-    if any(t != "full_attention" for t in getattr(config, "layer_types", None) or ()):
-        return "sliding attention layers"
-    if getattr(config, "sliding_window", None) is not None:
-        return "a sliding window"
-    if config.hidden_act not in ("silu", "swish"):
-        return f"activation {config.hidden_act!r}"
-    if type(core.embed_tokens) is not nn.Embedding:
-        return f"a {type(core.embed_tokens).__name__} in place of the embedding"
-    for module in core.modules():
-        if module._forward_hooks or module._forward_pre_hooks:
-            return "forward hooks"
-    for layer in core.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        if attention.head_dim % 2 or core.rotary_emb.inv_freq.shape[0] * 2 != attention.head_dim:
-            return "partial rotary embeddings"
-        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
-            reason = refuses(linear)
-            if reason:
-                return reason
-    return None
+    return odd_layers(core_of(model), refuses)
 
 
 # -- linear layers, plain or with LoRA --------------------------------------------------------------------------------------
@@ -124,6 +85,15 @@ def product(linear) -> Product:
     if linear.disable_adapters:
         return base.weight, base.bias, None, None, 1.0
     return base.weight, base.bias, linear.lora_A[name].weight, linear.lora_B[name].weight, float(linear.scaling[name])
+
+
+def parted(linears, sizes) -> list[Product]:
+    """The products of linear layers that belong together (q, k and v; gate and up), also where one layer holds all of them, ``sizes`` rows each."""
+    if len(linears) == len(sizes):
+        return [product(linear) for linear in linears]
+    weight, bias, a, b, scale = product(linears[0])
+    rows = [(None,) * len(sizes) if t is None else t.split(sizes) for t in (weight, bias, b)]
+    return [(w, add, a, up, scale) for w, add, up in zip(*rows)]
 
 
 def _flat(products) -> list:
@@ -209,38 +179,62 @@ def _chunks(n: int, device) -> list[slice]:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the layers share: head counts, type of the matrix products, their epsilon."""
+    """What the layers share: head counts, type of the matrix products, their epsilon; r and the MLP's activation (``stages.layers``),
+    whether q and k are normalised over their whole projections, and how many rows of a head are put in pairs (``layers.turned_rows``)."""
 
     heads: int
     groups: int
     head_dim: int
     eps: float
     low: torch.dtype
+    residual: float = 1.0
+    act: str = "silu"
+    whole: bool = False
+    turned: int | None = None
+
+    def paired(self, weight, heads: int, back: bool = False):
+        return interleave(weight, heads, back, self.turned)
+
+    def activate(self, gate):
+        return F.silu(gate) if self.act == "silu" else F.gelu(gate, approximate="tanh")
+
+    def activate_back(self, grad, gate):
+        return torch.ops.aten.silu_backward(grad, gate) if self.act == "silu" else torch.ops.aten.gelu_backward(grad, gate, approximate="tanh")
+
+    def head_norms(self, q_gain, k_gain) -> list[tuple[slice, tuple, torch.Tensor]]:
+        """What is normalised together of q and k [u, (H + K) D]: (columns, their shape, gains in pair order)."""
+        a, b = self.heads * self.head_dim, (self.heads + self.groups) * self.head_dim
+        if self.whole:
+            return [(slice(0, a), (a,), self.paired(q_gain, self.heads)), (slice(a, b), (b - a,), self.paired(k_gain, self.groups))]
+        return [(slice(0, b), (self.heads + self.groups, self.head_dim), _head_gains(q_gain, k_gain, self))]
 
 
 class _Project(Function):
-    """x [U, M] -> rotated q, k and plain v, [U, (H + 2K) D]: norm, three products, head norms (Qwen3), rotation."""
+    """x [U, M] -> rotated q, k and plain v, [U, (H + 2K) D]: norm (None: there is none), three products, norms of q and k, rotation (None: there is none)."""
 
     @staticmethod
     def forward(ctx, x, gain, q_gain, k_gain, turn, shape, scales, *tensors):
         parts = _cast(tensors, shape.low)
-        parts[0], parts[1] = _turned(parts[0], shape.heads), _turned(parts[1], shape.groups)
+        parts[0], parts[1] = _turned(parts[0], shape.heads, shape), _turned(parts[1], shape.groups, shape)
         a, b = shape.heads * shape.head_dim, (shape.heads + shape.groups) * shape.head_dim
         out = x.new_empty(x.shape[0], b + shape.groups * shape.head_dim, dtype=shape.low)
         head_norm = q_gain is not None
         raw = x.new_empty(x.shape[0], b, dtype=shape.low) if head_norm else None
-        gains = _head_gains(q_gain, k_gain, shape) if head_norm else None
-        rstd = x.new_empty(x.shape[0], 1)
+        norms = shape.head_norms(q_gain, k_gain) if head_norm else ()
+        rstd = x.new_empty(x.shape[0], 1) if gain is not None else None
         for rows in _chunks(x.shape[0], x.device):
-            normed, rstd[rows] = _normalised(x[rows], gain, shape.eps)
+            normed = x[rows]
+            if gain is not None:
+                normed, rstd[rows] = _normalised(normed, gain, shape.eps)
             normed = normed.to(shape.low)
             for part, scale, to in zip(parts, scales, (slice(0, a), slice(a, b), slice(b, None))):
                 target = raw if head_norm and to.stop is not None else out
                 _multiply(normed, part, scale, out=target[rows, to])
-            if head_norm:
-                heads = raw[rows].view(-1, shape.heads + shape.groups, shape.head_dim)
-                out[rows, :b] = _normalised(heads.to(x.dtype), gains, shape.eps)[0].flatten(1).to(shape.low)
-            out[rows, :b] = _rotated(out[rows, :b], turn[rows], x.dtype)
+            for columns, parts_of, gains in norms:
+                heads = raw[rows, columns].unflatten(1, parts_of)
+                out[rows, columns] = _normalised(heads.to(x.dtype), gains, shape.eps)[0].flatten(1).to(shape.low)
+            if turn is not None:
+                out[rows, :b] = _rotated(out[rows, :b], turn[rows], x.dtype)
         ctx.save_for_backward(x, rstd, gain, q_gain, k_gain, turn, raw, *tensors)
         ctx.settings = shape, scales
         return out
@@ -250,48 +244,53 @@ class _Project(Function):
         x, rstd, gain, q_gain, k_gain, turn, raw, *tensors = ctx.saved_tensors
         shape, scales = ctx.settings
         parts = _cast(tensors, shape.low)
-        parts[0], parts[1] = _turned(parts[0], shape.heads), _turned(parts[1], shape.groups)
+        parts[0], parts[1] = _turned(parts[0], shape.heads, shape), _turned(parts[1], shape.groups, shape)
         a, b = shape.heads * shape.head_dim, (shape.heads + shape.groups) * shape.head_dim
         wants = ctx.needs_input_grad
         sums = _Gradients(tensors, wants[7:])
         grad_x = torch.empty_like(x)
         grad_gain = torch.zeros_like(gain) if wants[1] else None
-        gains = _head_gains(q_gain, k_gain, shape) if raw is not None else None
-        grad_gains = torch.zeros_like(gains) if raw is not None else None
-        back = turn.conj()
+        norms = shape.head_norms(q_gain, k_gain) if raw is not None else ()
+        grad_gains = [torch.zeros_like(gains) for _, _, gains in norms]
+        back = None if turn is None else turn.conj()
         for rows in _chunks(x.shape[0], x.device):
-            hat = x[rows] * rstd[rows]
-            normed = (hat * gain).to(shape.low)
-            qk = _rotated(grad[rows, :b], back[rows], x.dtype)
+            hat = x[rows] if gain is None else x[rows] * rstd[rows]
+            normed = (hat if gain is None else hat * gain).to(shape.low)
+            qk = grad[rows, :b] if turn is None else _rotated(grad[rows, :b], back[rows], x.dtype)
             if raw is not None:
-                heads = raw[rows].view(-1, shape.heads + shape.groups, shape.head_dim).to(x.dtype)
-                incoming = qk.view_as(heads).to(x.dtype)
-                head_rstd = _inverse_rms(heads, shape.eps)
-                qk = _normalised_back(incoming, heads * head_rstd, head_rstd, gains, grad_gains).flatten(1).to(shape.low)
+                parts_of_qk = []
+                for (columns, parts_of, gains), grads in zip(norms, grad_gains):
+                    heads = raw[rows, columns].unflatten(1, parts_of).to(x.dtype)
+                    incoming = qk[:, columns].reshape(heads.shape).to(x.dtype)
+                    head_rstd = _inverse_rms(heads, shape.eps)
+                    parts_of_qk.append(_normalised_back(incoming, heads * head_rstd, head_rstd, gains, grads).flatten(1).to(shape.low))
+                qk = parts_of_qk[0] if len(parts_of_qk) == 1 else torch.cat(parts_of_qk, 1)
             dx = sums.back(0, qk[:, :a], normed, parts[0], scales[0])
             dx = sums.back(1, qk[:, a:], normed, parts[1], scales[1], into=dx)
             dx = sums.back(2, grad[rows, b:], normed, parts[2], scales[2], into=dx)
-            grad_x[rows] = _normalised_back(dx.to(x.dtype), hat, rstd[rows], gain, grad_gain)
+            grad_x[rows] = dx if gain is None else _normalised_back(dx.to(x.dtype), hat, rstd[rows], gain, grad_gain)
         for k, count in ((0, shape.heads), (1, shape.groups)):  # back to the model's own order of rows
             for i in (4 * k, 4 * k + 1, 4 * k + 3):
                 if sums.sums[i] is not None:
-                    sums.sums[i] = interleave(sums.sums[i], count, back=True)
+                    sums.sums[i] = shape.paired(sums.sums[i], count, back=True)
         q_grad = k_grad = None
-        if raw is not None:
-            q_grad = interleave(grad_gains[: shape.heads].sum(0), 1, back=True) if wants[2] else None
-            k_grad = interleave(grad_gains[shape.heads :].sum(0), 1, back=True) if wants[3] else None
+        if raw is not None and shape.whole:
+            q_grad, k_grad = (shape.paired(grads, count, back=True) for grads, count in zip(grad_gains, (shape.heads, shape.groups)))
+        elif raw is not None:
+            q_grad = shape.paired(grad_gains[0][: shape.heads].sum(0), 1, back=True) if wants[2] else None
+            k_grad = shape.paired(grad_gains[0][shape.heads :].sum(0), 1, back=True) if wants[3] else None
         return (grad_x, grad_gain, q_grad, k_grad, None, None, None, *sums.done())
 
 
-def _turned(part, heads: int):
+def _turned(part, heads: int, shape: Shape):
     """A q or k product with the rows of each head in pairs, so that the rotation is one complex product."""
     weight, bias, a, b = part
-    return interleave(weight, heads), None if bias is None else interleave(bias, heads), a, None if b is None else interleave(b, heads)
+    return shape.paired(weight, heads), None if bias is None else shape.paired(bias, heads), a, None if b is None else shape.paired(b, heads)
 
 
 def _head_gains(q_gain, k_gain, shape):
     """[H + K, D]: the head norms' gains in pair order."""
-    return torch.cat([interleave(q_gain, 1).expand(shape.heads, -1), interleave(k_gain, 1).expand(shape.groups, -1)])
+    return torch.cat([shape.paired(q_gain, 1).expand(shape.heads, -1), shape.paired(k_gain, 1).expand(shape.groups, -1)])
 
 
 def _rotated(qk, turn, wide: torch.dtype):
@@ -301,50 +300,85 @@ def _rotated(qk, turn, wide: torch.dtype):
 
 
 class _Finish(Function):
-    """x [N, M], attended [N, H D] -> x + attended W_o, and on top of that the gated MLP of its norm."""
+    """x [N, M], attended [N, H D] -> x + attended W_o, and on top of that the gated MLP of its norm; with the norms that follow each where there are any."""
 
     @staticmethod
-    def forward(ctx, x, attended, gain, shape, scales, *tensors):
+    def forward(ctx, x, attended, after_gain, gain, last_gain, shape, scales, *tensors):
         out_part, gate_part, up_part, down_part = _cast(tensors, shape.low)
         wide = gate_part[0].shape[0]
         middle, out = torch.empty_like(x), torch.empty_like(x)
         gate_up = x.new_empty(x.shape[0], 2 * wide, dtype=shape.low)
-        rstd = x.new_empty(x.shape[0], 1)
+        rstd = x.new_empty(x.shape[0], 1) if gain is not None else None
+        joined = _Kept.of(x, after_gain, shape)
+        finished = _Kept.of(x, last_gain, shape)
         for rows in _chunks(x.shape[0], x.device):
-            h = torch.add(x[rows], _multiply(attended[rows], out_part, scales[0]), out=middle[rows])
-            normed, rstd[rows] = _normalised(h, gain, shape.eps)
+            h = torch.add(x[rows], joined.normed(_multiply(attended[rows], out_part, scales[0]), rows), alpha=shape.residual, out=middle[rows])
+            normed = h
+            if gain is not None:
+                normed, rstd[rows] = _normalised(h, gain, shape.eps)
             normed = normed.to(shape.low)
             gate = _multiply(normed, gate_part, scales[1], out=gate_up[rows, :wide])
             up = _multiply(normed, up_part, scales[2], out=gate_up[rows, wide:])
-            torch.add(h, _multiply(F.silu(gate).mul_(up), down_part, scales[3]), out=out[rows])
-        ctx.save_for_backward(attended, middle, rstd, gate_up, gain, *tensors)
+            torch.add(h, finished.normed(_multiply(shape.activate(gate).mul_(up), down_part, scales[3]), rows), alpha=shape.residual, out=out[rows])
+        ctx.save_for_backward(attended, middle, rstd, gate_up, gain, *joined.tensors, *finished.tensors, *tensors)
         ctx.settings = shape, scales
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        attended, middle, rstd, gate_up, gain, *tensors = ctx.saved_tensors
+        attended, middle, rstd, gate_up, gain, *more = ctx.saved_tensors
         shape, scales = ctx.settings
+        joined, finished, tensors = _Kept(shape, *more[:3]), _Kept(shape, *more[3:6]), more[6:]
         parts = _cast(tensors, shape.low)
         wide = gate_up.shape[1] // 2
         wants = ctx.needs_input_grad
-        sums = _Gradients(tensors, wants[5:])
+        sums = _Gradients(tensors, wants[7:])
         grad_x, grad_attended = torch.empty_like(middle), torch.empty_like(attended)
-        grad_gain = torch.zeros_like(gain) if wants[2] else None
+        grad_after, grad_gain, grad_last = (torch.zeros_like(g) if wanted else None for g, wanted in zip((joined.gain, gain, finished.gain), wants[2:5]))
         for rows in _chunks(middle.shape[0], middle.device):
             upper = grad[rows]
             gate, up = gate_up[rows, :wide], gate_up[rows, wide:]
-            silu = F.silu(gate)
-            inner = sums.back(3, upper.to(shape.low), silu * up, parts[3], scales[3])
-            grad_up = silu.mul_(inner)
-            grad_gate = torch.ops.aten.silu_backward(inner.mul_(up), gate)
-            hat = middle[rows] * rstd[rows]
-            normed = (hat * gain).to(shape.low)
+            active = shape.activate(gate)
+            inner = sums.back(3, finished.back(upper, rows, grad_last).to(shape.low), active * up, parts[3], scales[3])
+            grad_up = active.mul_(inner)
+            grad_gate = shape.activate_back(inner.mul_(up), gate)
+            hat = middle[rows] if gain is None else middle[rows] * rstd[rows]
+            normed = (hat if gain is None else hat * gain).to(shape.low)
             dx = sums.back(1, grad_gate, normed, parts[1], scales[1])
             dx = sums.back(2, grad_up, normed, parts[2], scales[2], into=dx)
-            h = torch.add(upper, _normalised_back(dx.to(middle.dtype), hat, rstd[rows], gain, grad_gain), out=grad_x[rows])
-            grad_attended[rows] = sums.back(0, h.to(shape.low), attended[rows], parts[0], scales[0])
-        return (grad_x, grad_attended, grad_gain, None, None, *sums.done())
+            h = torch.add(upper, dx if gain is None else _normalised_back(dx.to(middle.dtype), hat, rstd[rows], gain, grad_gain), out=grad_x[rows])
+            grad_attended[rows] = sums.back(0, joined.back(h, rows, grad_after).to(shape.low), attended[rows], parts[0], scales[0])
+        return (grad_x, grad_attended, grad_after, grad_gain, grad_last, None, None, *sums.done())
+
+
+class _Kept:
+    """What a norm behind a product keeps for backward: the product [N, M] and its 1 / rms [N, 1]. Without a gain it does nothing."""
+
+    def __init__(self, shape: Shape, gain, product, rstd):
+        self.shape, self.gain, self.product, self.rstd = shape, gain, product, rstd
+
+    @classmethod
+    def of(cls, x, gain, shape: Shape) -> _Kept:
+        return cls(shape, gain, *((None, None) if gain is None else (torch.empty_like(x, dtype=shape.low), x.new_empty(x.shape[0], 1))))
+
+    @property
+    def tensors(self) -> tuple:
+        return self.gain, self.product, self.rstd
+
+    def normed(self, product, rows):
+        if self.gain is None:
+            return product
+        self.product[rows] = product
+        normed, self.rstd[rows] = _normalised(product.to(self.rstd.dtype), self.gain, self.shape.eps)
+        return normed
+
+    def back(self, grad, rows, grad_gain):
+        """Gradient of r times the normed product with respect to the product."""
+        if self.shape.residual != 1.0:
+            grad = grad * self.shape.residual
+        if self.gain is None:
+            return grad
+        return _normalised_back(grad, self.product[rows].to(self.rstd.dtype) * self.rstd[rows], self.rstd[rows], self.gain, grad_gain)
 
 
 # -- the stack --------------------------------------------------------------------------------------------------------------
@@ -352,12 +386,14 @@ class _Finish(Function):
 @dataclass(frozen=True)
 class Block:
     """Consecutive tokens that attend among themselves: causally, behind an additive mask [T, T], or as one prompt and its responses, where (almost) nothing is
-    computed between responses: ``tree`` (prompt length, response lengths) on the CPU, ``packs`` (prompt length, :class:`Pack` s) on other devices."""
+    computed between responses: ``tree`` (prompt length, response lengths) on the CPU, ``packs`` (prompt length, :class:`Pack` s) on other devices, ``bands``
+    (prompt length, response lengths) where a token sees a window only or scores are capped."""
 
     length: int
     mask: torch.Tensor | None = None
     tree: tuple[int, tuple[int, ...]] | None = None
     packs: tuple[int, tuple[Pack, ...]] | None = None
+    bands: tuple[int, tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -368,10 +404,11 @@ class Pack:
     owner: torch.Tensor | None
 
 
-def blocks(segments, device, dtype) -> list[Block]:
+def blocks(segments, device, dtype, window: int | None = None, in_bands: bool = False) -> list[Block]:
     """Attention blocks of a flat micro-batch.
 
-    segments: per item (prompt length, response lengths), in the tokens' order; a response sees its prompt and itself.
+    segments: per item (prompt length, response lengths), in the tokens' order; a response sees its prompt and itself, ``window`` tokens at most.
+    in_bands: whether attention is that of :mod:`stages.banded`.
     """
     limit = BLOCK.get(device.type, 256)
     groups: list[list] = []
@@ -387,6 +424,9 @@ def blocks(segments, device, dtype) -> list[Block]:
     found = []
     for group in groups:
         length = sum(p + sum(r) for p, r in group)
+        if in_bands and len(group) == 1:
+            found.append(Block(length, bands=(group[0][0], tuple(group[0][1]))))
+            continue
         if len(group) == 1 and (len(group[0][1]) == 1 or length == group[0][0]):
             found.append(Block(length))
             continue
@@ -402,6 +442,9 @@ def blocks(segments, device, dtype) -> list[Block]:
             branch += [0] * p + [k + 1 for k, r in enumerate(responses) for _ in range(r)]
         item, k = torch.tensor(owner, device=device), torch.tensor(branch, device=device)
         open_ = (item[:, None] == item) & ((k == 0) | (k[:, None] == k))
+        if window is not None:
+            at = torch.tensor([i for p, responses in group for i in (*range(p), *(p + j for r in responses for j in range(r)))], device=device)
+            open_ &= at[:, None] - at < window
         found.append(Block(length, torch.zeros(length, length, dtype=dtype, device=device).masked_fill_(~open_.tril_(), float("-inf"))))
     return found
 
@@ -531,29 +574,48 @@ class _Tree(Function):
         return torch.cat([t[0].transpose(0, 1) for t in (gq, gk, gv)], 1).flatten(1), None, None, None
 
 
-def _attend(qkv, plan: list[Block], shape: Shape, scale: float):
+def _attend(qkv, plan: list[Block], shape: Shape, layer: Layer):
     """qkv [U, (H + 2K) D] -> [U, H D]."""
-    outs = []
+    outs, scale = [], layer.scale
     for part, block in zip(qkv.split([b.length for b in plan]), plan):
         if block.tree is not None:
             outs.append(_Tree.apply(part, block.tree, shape, scale))
         elif block.packs is not None:
             outs += _by_packs(part, *block.packs, shape, scale)
+        elif block.bands is not None:
+            outs += _by_bands(part, *block.bands, shape, layer)
         else:
-            outs.append(_sdpa(part, part, block.mask, shape, scale))
+            outs.append(_sdpa(part, part, block.mask, shape, scale, layer.cap))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
-def _sdpa(queries, keys, mask, shape: Shape, scale: float):
-    """The queries of qkv [t, (H + 2K) D] over the keys and values of qkv [T, (H + 2K) D]: [t, H D], causally without a mask."""
+def _split(queries, keys, shape: Shape):
+    """q [1, H, t, D] of qkv [t, (H + 2K) D], k and v [1, H, T, D] of qkv [T, (H + 2K) D], repeated for their queries."""
     sizes = [shape.heads, shape.groups, shape.groups]
     q, k, v = (t.transpose(0, 1)[None] for t in keys.view(len(keys), -1, shape.head_dim).split(sizes, 1))
     if queries is not keys:
         q = queries.view(len(queries), -1, shape.head_dim).split(sizes, 1)[0].transpose(0, 1)[None]
     if shape.heads != shape.groups:
         k, v = (t.repeat_interleave(shape.heads // shape.groups, 1) for t in (k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+    return q, k, v
+
+
+def _sdpa(queries, keys, mask, shape: Shape, scale: float, cap: float | None = None):
+    """The queries of qkv [t, (H + 2K) D] over the keys and values of qkv [T, (H + 2K) D]: [t, H D], causally without a mask."""
+    q, k, v = _split(queries, keys, shape)
+    if cap is not None:
+        out = banded.scores_to_values(q, k, v, mask, scale, cap)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
     return out[0].transpose(0, 1).reshape(len(queries), -1)
+
+
+def _by_bands(qkv, prompt: int, responses: tuple[int, ...], shape: Shape, layer: Layer) -> list:
+    """Attention of one prompt and its responses, qkv [U, (H + 2K) D] -> parts of [U, H D]: each over what it sees of the prompt and of itself."""
+    before, *parts = qkv.split([prompt, *responses])
+    reach = before if layer.window is None else before[max(0, prompt - layer.window + 1):]
+    pairs = ([(before, before)] if prompt else []) + [(part, torch.cat([reach, part]) if len(reach) else part) for part in parts if len(part)]
+    return [banded.attended(*_split(queries, keys, shape), layer.window, layer.scale, layer.cap)[0].transpose(0, 1).reshape(len(queries), -1) for queries, keys in pairs]
 
 
 def _by_packs(qkv, prompt: int, packs: tuple[Pack, ...], shape: Shape, scale: float) -> list:
@@ -591,39 +653,66 @@ def states(model, ids_U, positions_U, segments, at_N=None, dtype: torch.dtype | 
         noise_UH: added to the tokens' embeddings (NEFTune).
     """
     core = core_of(model)
-    first = core.layers[0].self_attn
-    weight = core.embed_tokens.weight  # like all matrices it may be kept in a narrower type than the model's own, which is that of the norms (stages.frozen)
-    config = core.config
-    shape = Shape(config.num_attention_heads, config.num_key_value_heads, first.head_dim, core.norm.variance_epsilon, dtype or core.norm.weight.dtype)
-    angles = positions_U.to(torch.float32)[:, None] * core.rotary_emb.inv_freq.to(weight.device, torch.float32)
-    scale = float(getattr(core.rotary_emb, "attention_scaling", 1.0))
-    turn = torch.complex(angles.cos() * scale, angles.sin() * scale)[:, None]
-    if core.norm.weight.dtype == torch.float64:
-        turn = turn.to(torch.complex128)
-    plan = blocks(segments, weight.device, shape.low)
+    family, layers = family_of(core), layers_of(core)
+    weight, config = core.embed_tokens.weight, core.config  # like all matrices the weight may be kept in a narrower type than the model's own, which is that of the norms (stages.frozen)
+    shape = Shape(config.num_attention_heads, config.num_key_value_heads, core.layers[0].self_attn.head_dim, epsilon_of(core.norm), dtype or core.norm.weight.dtype,
+                  layers[0].residual, ACTIVATIONS[getattr(config, family.activation)], family.head_norm == "whole", turned_rows(core))
+    turned = {name: _turns(positions_U, frequencies.to(weight.device, torch.float32), scale, shape.head_dim, core.norm.weight.dtype) for name, (frequencies, scale) in rotary_tables(core).items()}
+    longest = max((prompt + max(responses, default=0) for prompt, responses in segments), default=0)
+    plans = {}
+    for layer in layers:
+        key = _reach(layer, longest)
+        if key not in plans:
+            plans[key] = blocks(segments, weight.device, shape.low, key[0], key != (None, None))
     x = F.embedding(ids_U, weight)
     if x.dtype != torch.float64:
         x = x.float()
+    inner, outer = embedding_scales(core)
+    if inner is not None:
+        x = x * inner.to(core.norm.weight.dtype)
     if noise_UH is not None:
         x = x + noise_UH.to(x.dtype)
-    last = len(core.layers) - 1
+    if outer != 1.0:
+        x = x * outer
+    last = len(layers) - 1
 
-    for i, layer in enumerate(core.layers):
+    for i, (layer, module) in enumerate(zip(layers, core.layers)):
         at = at_N if i == last else None
+        given = (layer, family, x, turned.get(layer.turn), plans[_reach(layer, longest)], shape, at)
         if recompute and torch.is_grad_enabled():
-            x = checkpoint(_layer, layer, x, turn, plan, shape, at, use_reentrant=False)
+            x = checkpoint(_layer, *given, use_reentrant=False)
         else:
-            x = _layer(layer, x, turn, plan, shape, at)
-    return F.rms_norm(x, x.shape[-1:], core.norm.weight.to(x.dtype), core.norm.variance_epsilon)
+            x = _layer(*given)
+    return F.rms_norm(x, x.shape[-1:], gain_of(core.norm, family).to(x.dtype), shape.eps)
 
 
-def _layer(layer, x, turn, plan, shape: Shape, at):
-    attention, mlp = layer.self_attn, layer.mlp
-    into = [product(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
-    outof = [product(p) for p in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
-    norms = [attention.q_norm.weight, attention.k_norm.weight] if hasattr(attention, "q_norm") else [None, None]
-    qkv = _Project.apply(x, layer.input_layernorm.weight, *norms, turn, shape, [p[4] for p in into], *_flat(into))
-    attended = _attend(qkv, plan, shape, attention.scaling)
+def _turns(positions_U, frequencies, scale: float, head_dim: int, dtype):
+    """exp(i * position * frequency) * scale, [U, 1, D / 2] complex (angles in float32 as the models')."""
+    turn = turns(positions_U.to(torch.float32)[:, None] * frequencies, scale, head_dim)[:, None]
+    return turn.to(torch.complex128) if dtype == torch.float64 else turn
+
+
+def _reach(layer: Layer, longest: int) -> tuple[int | None, float | None]:
+    """(window, cap) of a layer, without a window that the longest conversation fits into."""
+    return None if layer.window is None or layer.window >= longest else layer.window, layer.cap
+
+
+def _layer(layer: Layer, family: Family, x, turn, plan, shape: Shape, at):
+    into = parted(layer.qkv, [n * shape.head_dim for n in (shape.heads, shape.groups, shape.groups)])
+    qkv = _Project.apply(x, *(gain_of(norm, family) for norm in (layer.before_attention, layer.q_norm, layer.k_norm)), turn, shape, [p[4] for p in into], *_flat(into))
+    attended = _attend(qkv, plan, shape, layer)
     if at is not None:
         x, attended = x[at], attended[at]
-    return _Finish.apply(x, attended, layer.post_attention_layernorm.weight, shape, [p[4] for p in outof], *_flat(outof))
+    gains = [gain_of(norm, family) for norm in (layer.after_attention, layer.before_mlp, layer.after_mlp)]
+    if layer.experts is not None:
+        h = x + _linear(attended, product(layer.out), shape.low).to(x.dtype)
+        return h + mixed(F.rms_norm(h, h.shape[-1:], gains[1].to(x.dtype), shape.eps), Mixture.of(layer.router, layer.experts), shape.low)
+    outof = [product(layer.out), *parted(layer.gate_up, [layer.down.in_features] * 2), product(layer.down)]
+    return _Finish.apply(x, attended, *gains, shape, [p[4] for p in outof], *_flat(outof))
+
+
+def _linear(x, part: Product, low: torch.dtype):
+    """x [u, in] through a product -> [u, out], differentiable by autograd."""
+    weight, bias, a, b = (None if t is None else t.to(low) for t in part[:4])
+    y = F.linear(x, weight, bias)
+    return y if a is None else y + part[4] * F.linear(F.linear(x, a), b)

@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from stages import adapters, frozen, lean, pending, ranks, sharding
-from stages.batching import Batch, Padded, choose_form, collate, make_item, pad
+from stages.batching import Batch, Cost, Padded, choose_form, collate, make_item, pad, padded_size, segments_of, together
 from stages.chat import Renderer
+from stages.layers import logit_scaling, rope_limit, windows_of
 from stages.memory import HEAD_CHUNK_ON_GPU, HEAD_KEEP_ELEMENTS
 from stages.products import linear
 from stages.tensor_files import TensorFiles, writer_of
@@ -34,12 +35,12 @@ class ModelError(ValueError):
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout to 0, in modules and in the config, so that policy equals reference at step 0."""
+    """Set every dropout and every noise on what experts are given to 0, whatever their modules call it, so that policy equals reference at step 0."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        for name in ("attention_dropout", "attn_dropout", "dropout"):
-            if isinstance(getattr(module, name, None), float):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("dropout" in name or name in ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")):
                 setattr(module, name, 0.0)
 
 
@@ -185,7 +186,7 @@ def freeze(model: nn.Module) -> nn.Module:
 
 def is_lean(model) -> bool:
     """Whether our own forward computes this model (:mod:`stages.lean`); decided at first use, see ``lean.why_not``."""
-    known = getattr(model, "_posttrain_lean", None)
+    known = vars(model).get("_posttrain_lean")  # not what is known of the model inside an adapter
     if known is None:
         known = model._posttrain_lean = lean.why_not(model) is None
     return known
@@ -200,6 +201,7 @@ def hidden_states(model, batch: Batch, at_N=None, noise_UH=None) -> torch.Tensor
     if isinstance(model, adapters.AdapterOff):
         with adapters.switched_off(model.model):
             return hidden_states(model.model, batch, at_N, noise_UH)
+    _check_rope(model, batch.segments)
     if is_lean(model):
         kind = batch.ids_U.device.type
         low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -209,11 +211,37 @@ def hidden_states(model, batch: Batch, at_N=None, noise_UH=None) -> torch.Tensor
     return _padded_states(lean.core_of(model), pad(batch, form_for(model, batch.segments)), at_N, noise_UH)
 
 
+def _longest(segments) -> int:
+    return max((prompt + max(responses, default=0) for prompt, responses in segments), default=0)
+
+
+def _check_rope(model, segments) -> None:
+    """Refuse a conversation past the length up to which a model has one rotary table."""
+    limit = rope_limit(model.config.get_text_config())
+    if limit is not None and (longest := _longest(segments)) > limit[1]:
+        raise ModelError(f"{type(model).__name__} has {limit[0]} rotary embeddings, which past {limit[1]} tokens differ with the longest row of a batch, and a row has {longest}: "
+                         f"write a max_length (rl: prompt and completion together) of at most {limit[1]}, or give the model's config a fixed rope_type such as yarn")
+
+
 def form_for(model, segments) -> str:
     """How a model's own forward is to compute items that share a prompt: ``tree`` (each prompt once, a mask between the answers) where that is
     cheaper and exact, else ``rows``."""
-    longest = max((prompt + max(responses, default=0) for prompt, responses in segments), default=0)
-    return choose_form(segments) if shared_up_to(model) >= longest else "rows"
+    return choose_form(segments) if shared_up_to(model) >= _longest(segments) else "rows"
+
+
+def tokens_together(model) -> Cost:
+    """What counts the tokens of a micro-batch as this model computes it: without padding by our own forward, else those of its padded rows. Every rank must call."""
+    model = model.model if isinstance(model, adapters.AdapterOff) else model
+    if getattr(model, "reads_both_ways", False):
+        return lambda items: padded_size(segments_of(items), "rows")
+    if is_lean(model):
+        return together
+    shared_up_to(model)
+
+    def cost(items) -> int:
+        segments = segments_of(items)
+        return padded_size(segments, form_for(model, segments))
+    return cost
 
 
 def shared_up_to(model) -> float:
@@ -224,8 +252,7 @@ def shared_up_to(model) -> float:
     """
     known = getattr(model, "_posttrain_shared", None)
     if known is None:
-        windows = [n for name, n in model.config.get_text_config().to_dict().items()
-                   if ("window" in name or "chunk" in name) and not name.endswith(("_layers", "_pattern")) and type(n) is int and n > 0]
+        windows = windows_of(model.config.get_text_config()).values()
         known = model._posttrain_shared = (min(windows, default=float("inf")) if _reads_masks(model) else 0.0)
     return known
 
@@ -315,9 +342,7 @@ def head_of(model) -> Head:
     if cached is not None:
         scale, softcap = cached
     else:
-        config = model.config.get_text_config()
-        scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
-        softcap = getattr(config, "final_logit_softcapping", None)
+        scale, softcap = logit_scaling(model.config.get_text_config())
     output = model.get_output_embeddings()
     weight = adapters.output_weight(output)
     head = Head(weight, getattr(output, "bias", None), scale, softcap, torch.float32 if frozen.is_kept(model) and weight.dtype == frozen.LOW else None)

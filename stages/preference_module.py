@@ -204,7 +204,7 @@ class Embedder:
         def means(batch):
             return list(mean_states(self.model, batch).float().cpu().numpy())
 
-        found = iter(per_response([i for i in items if i is not None], self.max_tokens, self.device, means))
+        found = iter(per_response([i for i in items if i is not None], self.max_tokens, self.device, means, self.model))
         return [None if item is None else next(found)[0] for item in items]
 
 

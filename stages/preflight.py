@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from stages.batching import Item, make_item, size
+from stages.batching import Item, make_item, size, together
 
 SAMPLES = 5
 LONGEST_SHOWN = 1200
@@ -36,6 +36,7 @@ def preflight(stage, trainer, items: Sequence[Item], batch_size: int, renderer, 
         return
     check_ids(trainer.model, items, renderer)
     check_precision(stage, trainer)
+    tell_forward(stage, trainer.model)
     facts = plan_facts(items, batch_size, trainer)
     samples = [marked(item, renderer) for item in items[:SAMPLES]]
     stage.report("preflight", markdown=page(facts, samples), table=[{"row": s["row"], "segments": s["segments"]} for s in samples])
@@ -55,6 +56,32 @@ def check_precision(stage, trainer) -> None:
     if trainer.config.compute_dtype == "float32" and cuda.knows_bfloat16(trainer.device):
         stage.warn("slow_precision", "Matrix products run in float32, for which this GPU has no tensor cores (an H100 does 67 TFLOPS in float32 and 989 in bfloat16). Write "
                    "compute_dtype=bfloat16: weights, norms, residuals and optimizer stay float32.")
+
+
+def tell_forward(stage, model) -> None:
+    """Say in the log where a model's own code computes its layers, and why, and what a mixture of experts is trained on."""
+    from stages import lean
+    from stages.modeling import is_lean
+
+    config = model.config.get_text_config()
+    experts = next((n for name in ("num_experts", "num_local_experts", "n_routed_experts") if (n := getattr(config, name, None))), 0)
+    if not getattr(model, "reads_both_ways", False) and not is_lean(model):
+        told = lean.why_not(model) or f"forward={stage.config.forward}, sharding={stage.config.sharding}"
+        stage.log(f"the model's own code computes its layers ({told}), over rows whose padding counts in max_tokens_per_micro_batch"
+                  + ("; an adapter on attention alone (lora_targets=q_proj,k_proj,v_proj,o_proj) may leave them to the faster forward without padding" if experts and stage.config.lora_rank else ""))
+    if experts:
+        stage.log(f"{experts} experts: routers are trained by this stage's loss alone. No loss for balanced experts is added, so router_aux_loss_coef of the model's config is not read; "
+                  "lora_targets=q_proj,k_proj,v_proj,o_proj leaves routers and experts as they are")
+
+
+def tell_sampler(stage, source) -> None:
+    """Warn where the built-in sampler can only compute whole rows for every token."""
+    from stages.decoders import WholeDecoder, make_decoder
+
+    decoder = make_decoder(source.policy.model) if stage.config.engine == "builtin" and source.stored is None else None
+    if isinstance(decoder, WholeDecoder):
+        stage.warn("slow_sampling", f"The built-in sampler computes whole rows again for every token of this model ({decoder.reason}), so an answer costs the square of its length. "
+                   "Write engine=vllm or engine=server where these serve it.")
 
 
 def check_ids(model, items: Sequence[Item], renderer) -> None:
@@ -95,8 +122,10 @@ def rl_preflight(stage, trainer, source) -> None:
     made = longest_rollouts(source)
     check_ids(source.policy.model, made, renderer)
     check_precision(stage, trainer)
+    tell_forward(stage, trainer.model)
     facts = rl_plan_facts(source, made, trainer)
     started = time.monotonic()
+    tell_sampler(stage, source)
     samples = tried_samples(stage, source)
     sampling = time.monotonic() - started
     shown = [marked(_rollout_item(source.row, group), renderer) for group in samples]
@@ -343,12 +372,14 @@ def try_dearest(trainer, items: Sequence[Item], batch_size: int, prepare=None, s
 
     from stages import cuda
     from stages.harness import peak_memory_mib
+    from stages.modeling import tokens_together
     from stages.training import TrainingError
 
     step = sorted(items, key=size, reverse=True)[:batch_size]
     planned = trainer.planned(step)
-    group = max(planned, key=lambda g: sum(map(size, g)))
-    if made_up:
+    cost = tokens_together(trainer.model)
+    group = max(planned, key=cost)
+    if made_up and cost is together:
         group = filled(group, [item for other in planned if other is not group for item in other], trainer.config.max_tokens_per_micro_batch)
     tokens = sum(map(size, group))
     cuda.finish(trainer.device)

@@ -97,7 +97,8 @@ def load_reward_model(path: str, device: str = "cpu", dtype: torch.dtype = torch
     except (OSError, ValueError) as error:
         if isinstance(error, ModelError):
             raise
-        raise ModelError(f"{path} cannot be loaded as a sequence classifier ({error}). Give a decoder (Llama-, Qwen-, GPT-2-class), "
+        what = str(error).split("\n", 1)[0]  # transformers goes on with a list of all its architectures
+        raise ModelError(f"{path} cannot be loaded as a sequence classifier ({what}). Give a decoder (Llama-, Qwen-, GPT-2-class), "
                          "an encoder (BERT-class), or a reward model trained by the reward_model stage.") from error
     finally:
         hf_logging.set_verbosity(verbosity)

@@ -94,7 +94,7 @@ class OptimizerConfig(StageConfig):
     momentum: float | None = Field(None, ge=0, lt=1, title="Momentum", description="Of optimizer=sgd (default 0: no state at all) or muon (default 0.95).")
     max_grad_norm: float = Field(1.0, gt=0, description="Global gradient-norm clip (TRL default 1.0).")
     max_nonfinite_steps: int = Field(5, ge=0, description="Optimizer steps with a non-finite loss or gradient that are skipped before the stage fails.")
-    max_tokens_per_micro_batch: int = Field(4096, ge=1, description="Tokens per forward pass (a shared prompt once); bounds memory, cannot change the result. A prompt with more responses than "
+    max_tokens_per_micro_batch: int = Field(4096, ge=1, description="Tokens per forward pass (a shared prompt once; with its padding where the model's own code computes); bounds memory, cannot change the result. A prompt with more responses than "
                                             "fit goes through the model in parts, each with the prompt again; what a loss compares stays together.")
     packing: Literal["sorted", "best_fit"] = Field("sorted", description="How rows fill micro-batches of max_tokens_per_micro_batch tokens: next to those of like length (sorted), or longest first "
                                                    "into the fullest that has room (best_fit, TRL's packing): fewer micro-batches where lengths differ much. No row is padded, cut or seen by "

@@ -29,7 +29,7 @@ import torch
 from stages import cuda, lean, optimizers, ranks, sharding
 from stages.batching import Batch, Item, collate, cut, plan, size
 from stages.curves import logged_metrics
-from stages.modeling import head_of, is_lean, shared_up_to
+from stages.modeling import head_of, is_lean, shared_up_to, tokens_together
 from stages.settings import OptimizerConfig
 from stages.tensor_files import TensorFiles, writer_of
 from storage.checkpoints import Files
@@ -163,10 +163,11 @@ class Trainer:
     def planned(self, items: Sequence[Item]) -> list[list[Item]]:
         """All ranks' micro-batches of a step; small steps are shared out so that every rank has work."""
         budget = self.config.max_tokens_per_micro_batch
-        items = cut(items, budget, self.units)
+        cost = tokens_together(self.model)
+        items = cut(items, budget, self.units, cost)
         if self.ranks > 1:
             budget = min(budget, max(1, math.ceil(sum(map(size, items)) / self.ranks)))
-        return plan(items, budget, self.config.packing)
+        return plan(items, budget, self.config.packing, cost)
 
     def units(self, item: Item) -> list[tuple[int, ...]]:
         """Places of the responses that stay together where an item is parted; those without a target, which add nothing to any sum, are left out."""

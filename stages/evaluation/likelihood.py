@@ -22,7 +22,7 @@ def response_logps(model, items: Sequence, max_tokens: int, device: str) -> list
         return rows
 
     model.eval()
-    return per_response(items, max_tokens, device, compute)
+    return per_response(items, max_tokens, device, compute, model)
 
 
 def prompted_logps(model, items: Sequence, max_tokens: int, device: str) -> list[list[list[float]]]:
@@ -79,7 +79,7 @@ def response_ranks(model, items: Sequence, max_tokens: int, device: str) -> list
 
     model.eval()
     with torch.no_grad():
-        return per_response(items, max_tokens, device, compute)
+        return per_response(items, max_tokens, device, compute, model)
 
 
 def sampled_kl(policy: Sequence[float], reference: Sequence[float]) -> float:

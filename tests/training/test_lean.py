@@ -113,7 +113,7 @@ def test_packs_attend_as_behind_the_mask(family, item, counts, recompute, monkey
     assert all(pack.owner is None or pack.length * (prompt + pack.length) <= limit * limit for pack in block.packs[1])
     monkeypatch.setattr(lean, "_keeps_sums", lambda: False)
     plain, weights, seen = lean.blocks, torch.randn(len(batch.ids_U), 32, dtype=torch.float64), []
-    for plan in (plain, lambda segments, device, dtype: [block, *plain(segments[1:], device, dtype)]):
+    for plan in (plain, lambda segments, *how: [block, *plain(segments[1:], *how)]):
         monkeypatch.setattr(lean, "blocks", plan)
         model.zero_grad(set_to_none=True)
         out = lean.states(model, batch.ids_U, batch.positions_U, batch.segments, recompute=recompute)
@@ -231,9 +231,11 @@ def test_padded_forms_agree_and_the_cheaper_one_is_chosen():
 
 
 def test_refusals_name_the_reason():
-    from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+    shape = dict(vocab_size=11, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, pad_token_id=0)
     assert "GPT2Model" in lean.why_not(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11)))
-    windowed = MistralForCausalLM(MistralConfig(vocab_size=11, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-                                                num_key_value_heads=2, sliding_window=4))
-    assert "sliding" in lean.why_not(windowed)
+    assert "activation 'gelu'" in lean.why_not(LlamaForCausalLM(LlamaConfig(hidden_act="gelu", **shape)))
+    partial = LlamaForCausalLM(LlamaConfig(**shape))
+    partial.model.rotary_emb.inv_freq = partial.model.rotary_emb.inv_freq[:2]
+    assert "partial" in lean.why_not(partial)
