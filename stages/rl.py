@@ -583,6 +583,7 @@ def run(stage):
     evaluate = (lambda: source.evaluate(held_out, trainer.step_index)) if held_out else None
     fit(stage, trainer, source, evaluate=evaluate, eval_every=config.eval_every)
     source.close()
+    source.check_scored()
     if critic is not None:
         critic.save(stage, renderer)
     with stage.output_model("model", role="policy") as directory:
