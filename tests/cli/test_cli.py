@@ -318,3 +318,11 @@ def test_a_server_that_does_not_answer_and_a_home_that_is_none_are_told(posttrai
     monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "file" / "home"))
     with pytest.raises(ConfigError, match="set POSTTRAIN_HOME to a directory"):
         env.state_dir()
+
+
+def test_the_line_of_a_step_shows_results_and_no_bounds():
+    from flows.display import headline
+
+    found = {"pair_length_matched_accuracy": 0.4, "distinct_1": 0.99, "pair_accuracy": 0.575, "reward": -0.14, "reward_low": -0.19, "length_mean": 61.3}
+    assert headline(found) == "reward=-0.14  pair_accuracy=0.575  length_mean=61.3  pair_length_matched_accuracy=0.4"
+    assert headline({"dropped/no_target": 0, "rows": 399, "steps": 3, "train/loss": 7.6}, 3) == "train/loss=7.6  rows=399  steps=3"
