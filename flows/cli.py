@@ -236,7 +236,9 @@ def execute(recipe: str, values: dict[str, Any], force: list[str], as_json: bool
         return print_plan(recipe, load_config(recipe, values), force, as_json)
     with ExitStack() as stack:
         wait = None
-        if not services.connect(state):
+        if services.connect(state):
+            services.reachable(os.environ["PREFECT_API_URL"])
+        else:
             os.environ["POSTTRAIN_EMBEDDED"] = "1"
             wait = stack.enter_context(services.embedded(state))
         from tasks.stages import listening

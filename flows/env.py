@@ -44,9 +44,12 @@ def defaults(state: Path) -> dict[str, str]:
 
 def state_dir() -> Path:
     """The absolute state directory (POSTTRAIN_HOME, default ./.posttrain); created when missing."""
-    path = Path(home()).resolve()
-    path.mkdir(parents=True, exist_ok=True)
-    return path
+    try:
+        return home().resolve()
+    except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:
+        from stages.spec import ConfigError
+
+        raise ConfigError(f"the state directory POSTTRAIN_HOME={os.environ.get('POSTTRAIN_HOME') or './.posttrain'} cannot be made ({error.strerror}); set POSTTRAIN_HOME to a directory") from None
 
 
 def prepare(*, quiet: bool = False) -> Path:

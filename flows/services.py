@@ -71,6 +71,16 @@ def connect(state: Path) -> bool:
     return bool(os.environ.get("PREFECT_API_URL"))
 
 
+def reachable(api: str) -> None:
+    """ServiceError where no Prefect server answers at an API URL within ten seconds."""
+    deadline = time.monotonic() + 10
+    while not answers(api.rstrip("/") + "/health", timeout=5):
+        if time.monotonic() > deadline:
+            raise ServiceError(f"no Prefect server answers at {api} (PREFECT_API_URL, or the server of `posttrain up`): `posttrain status` shows what runs here; start it (`posttrain up`), or unset "
+                               "PREFECT_API_URL and end what hangs (`posttrain down`), and the run brings a server of its own")
+        time.sleep(0.5)
+
+
 def _process(entry: dict):
     import psutil
 

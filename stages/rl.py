@@ -647,6 +647,7 @@ def run(stage):
     evaluate = (lambda: source.evaluate(held_out, trainer.step_index) | source.beside_text(trainer)) if held_out else None
     fit(stage, trainer, source, evaluate=evaluate, eval_every=config.eval_every)
     source.close()
+    source.check_scored()
     if critic is not None:
         critic.save(stage, renderer)
     publish(stage, model, renderer.tokenizer)

@@ -436,7 +436,7 @@ def fit(stage, trainer: Trainer, source: Source, *, evaluate: Callable[[], dict[
             counted = getattr(source, "step_tokens", None)
             tokens += counted if counted is not None else sum(i.n_tokens for i in items)
             seconds += elapsed
-        stage.progress(step, trainer.total_steps, f"loss {metrics.get('loss', float('nan')):.4f}")
+        stage.progress(step, trainer.total_steps, f"loss {metrics.get('loss', float('nan')):.4f}" + (f"  reward {metrics['reward/mean']:.4g}" if "reward/mean" in metrics else ""))
         if seconds and (step == trainer.total_steps or step % 10 == 0):
             stage.perf(step, {"tokens_per_second": tokens / seconds, "steps_per_second": (step - first - 1) / seconds, "step_seconds": elapsed})
         # Ranks must agree on when to save, and their clocks do not.

@@ -371,13 +371,22 @@ class Dataset:
             read = [*columns, "split"]
         for part in self.manifest["parts"]:
             with self._dir.open(part["file"]) as source:
-                for batch in pq.ParquetFile(source).iter_batches(batch_size=batch_size, columns=read):
+                for batch in self._batches_of(part["file"], source, batch_size, read):
                     if split is not None:
                         batch = batch.filter(pc.equal(batch.column("split"), split))
                         if read is not columns:
                             batch = batch.select(columns)
                     if batch.num_rows:
                         yield batch
+
+    def _batches_of(self, name: str, source, batch_size: int, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
+        """Record batches of one part. Raises DatasetError where its bytes are no Parquet any more."""
+        try:
+            yield from pq.ParquetFile(source).iter_batches(batch_size=batch_size, columns=columns)
+        except (pa.ArrowInvalid, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # the disk's word, not Parquet's
+                raise
+            raise DatasetError(f"{self.path}: {name} is damaged ({str(error).splitlines()[0]}); put a good copy there, or delete the directory and run the stage that made this dataset again") from None
 
     def iter_rows(self, columns: list[str] | None = None, split: str | None = None,
                   batch_size: int = 1024) -> Iterator[dict]:

@@ -43,7 +43,7 @@ def _refusal(error: BaseException) -> str | None:
     text = str(error).lower()
     if number in FULL or any(one in text for one in FULL_TEXTS) or ("disk i/o error" in text and free < 2**20):  # SQLite says the latter of its shared files
         return f"the disk is full ({free / 2**20:.1f} MiB free at {place}); make room (`posttrain doctor` says what takes it), then give the same command again: it goes on where it stopped"
-    if number == errno.EFBIG or ("disk i/o error" in text and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY):
+    if number == errno.EFBIG or "file too large" in text or ("disk i/o error" in text and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY):
         return "a file grew beyond the size that this process may write; raise the limit (`ulimit -f unlimited`), then give the same command again: it goes on where it stopped"
     where = error.filename if isinstance(error, OSError) else None
     if number == errno.EROFS:

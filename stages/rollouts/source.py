@@ -261,6 +261,13 @@ class Rollouts:
         if len(lost) == len(samples):
             self.stage.warn("nothing_scored", f"None of the {len(lost)} completions of a batch could be scored, so it teaches nothing. Most often: {self.why_unscorable}.")
 
+    def check_scored(self) -> None:
+        """TrainingError where no completion of the whole run had a reward: the weights were never trained, and are no result."""
+        shares = [one["reward/unscorable_fraction"] for one in self.history if "reward/unscorable_fraction" in one]
+        if self.stored is None and self.steps is None and shares and min(shares) == 1.0:
+            raise TrainingError(f"No completion of the run could be scored, so nothing was learned and no model is published. Most often: {self.why_unscorable}. Mend the reward component, or "
+                                "give it more time.")
+
     def _groups(self) -> tuple[list[Group], dict[str, float]]:
         """The groups of one iteration, stored ones or fresh ones and replayed ones, and metrics."""
         wanted, replayed, metrics = self.config.prompts_per_step, [], {}

@@ -302,6 +302,29 @@ def test_a_recipe_lists_its_settings_and_a_plan_those_that_were_chosen(posttrain
 def test_what_a_recipe_is_given_is_looked_for_before_its_first_step(posttrain, tmp_path):
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut" / "config.json").write_text("{")
-    for given, why in ((["preference", "data.path=nofile.jsonl"], "data.path: nofile.jsonl does not exist"), (["post_training", "model=model:nosuch@champion"], "model: there is no model named 'nosuch'"),
-                       (["preference", f"model={tmp_path / 'cut'}"], "config.json is not readable JSON"), (["preference", "data.path=dataset:nosuch@latest"], "data.path: there is no dataset")):
+    for given, why in ((["preference", "data.path=nofile.jsonl", "model=model:nosuch@champion"], "model: there is no model named"), (["post_training", "data.pairs=nofile.jsonl"], "data.pairs: nofile.jsonl does not exist"), (["post_training", "model=model:nosuch@champion"], "model: there is no model named 'nosuch'"),
+                       (["preference", f"model={tmp_path / 'cut'}"], "config.json is not readable JSON"), (["post_training", "data.prompts=dataset:nosuch@latest"], "data.prompts: there is no dataset")):
         assert why in (done := posttrain("run", *given, code=2)).stderr and "started" not in done.stderr
+
+
+def test_a_server_that_does_not_answer_and_a_home_that_is_none_are_told(posttrain, tmp_path, monkeypatch):
+    from flows import env, services
+    from stages.spec import ConfigError
+
+    monkeypatch.setattr(services.time, "sleep", lambda seconds: None)
+    clock = iter(range(0, 100, 6))
+    monkeypatch.setattr(services.time, "monotonic", lambda: next(clock))
+    with pytest.raises(services.ServiceError, match="no Prefect server answers at http://127.0.0.1:9/api.*posttrain up"):
+        services.reachable("http://127.0.0.1:9/api")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "file" / "home"))
+    with pytest.raises(ConfigError, match="set POSTTRAIN_HOME to a directory"):
+        env.state_dir()
+
+
+def test_the_line_of_a_step_shows_results_and_no_bounds():
+    from flows.display import headline
+
+    found = {"pair_length_matched_accuracy": 0.4, "distinct_1": 0.99, "pair_accuracy": 0.575, "reward": -0.14, "reward_low": -0.19, "length_mean": 61.3}
+    assert headline(found) == "reward=-0.14  pair_accuracy=0.575  length_mean=61.3  pair_length_matched_accuracy=0.4"
+    assert headline({"dropped/no_target": 0, "rows": 399, "steps": 3, "train/loss": 7.6}, 3) == "train/loss=7.6  rows=399  steps=3"

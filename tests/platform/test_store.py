@@ -163,3 +163,16 @@ def test_a_damaged_model_directory_is_refused_before_a_stage_starts(state_dir, t
     for folder, said in ((cut, r"has 200 of [\d,]+ bytes"), (index, r"names model-00002-of-00002.safetensors, which is not there \(1 of 2"), (pointer, "Git LFS pointer"), (config, "config.json is not readable JSON")):
         with pytest.raises(store.StoreError, match=said):
             store.resolve(str(folder), "model")
+
+
+def test_a_part_that_is_no_parquet_any_more_is_told_with_what_to_do(tmp_path):
+    from storage.datasets import DatasetError, open_dataset, write_dataset
+    from storage.schema import complete_row
+
+    rows = [complete_row("text/1", {"text": f"{i} " + "a" * 50}, dataset="d", source="d", origin="human") for i in range(100)]
+    write_dataset(tmp_path / "d", "d", "text/1", rows)
+    part = next((tmp_path / "d").glob("*.parquet"))
+    part.chmod(0o644)
+    part.write_bytes(part.read_bytes()[:-20])
+    with pytest.raises(DatasetError, match=f"{part.name} is damaged .* run the stage that made this dataset again"):
+        list(open_dataset(tmp_path / "d").iter_rows())

@@ -416,6 +416,10 @@ def test_the_alarm_quotes_the_commonest_reason_and_a_batch_without_any_reward_is
     again = rl.source("why-again", {"preset": "dr_grpo"})
     again.restore(source.state()[0], lambda name: source.state()[1][name])
     assert again.why_unscorable == source.why_unscorable
+    with pytest.raises(TrainingError, match=r"No completion of the run could be scored.*mine: Boom \(2 of 3\)"):
+        again.check_scored()
+    again.watch({"step": 5, "reward/unscorable_fraction": 0.5})
+    again.check_scored()
 
 
 def test_a_pass_rate_that_is_unknown_is_not_zero():
