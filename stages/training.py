@@ -357,7 +357,7 @@ def choose_forward(model, forward: str) -> None:
     Raises:
         TrainingError: ``own`` for an architecture that our forward does not compute.
     """
-    embedding = model.get_input_embeddings()
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     embedding = getattr(embedding, "base_layer", embedding)  # under an adapter
     if getattr(embedding, "padding_idx", None) is not None:
         embedding.padding_idx = None  # torch would leave this token out of the gradient where a text or a sample holds it; padding itself is masked

@@ -73,6 +73,9 @@ def both(row: Row, models, prompts, folder):
         return our_side.reward(reward, data, folder / "ours", **ours), trl_side.reward(reward, data, folder / "trl", **theirs), trl_side.flat(load_reward_model(reward).double())
     if section.startswith("DPOTrainer"):
         return our_side.align(policy, other, PAIRS, folder / "ours", **ours), trl_side.dpo(policy, other, PAIRS, folder / "trl", **theirs), start()
+    if section.startswith("OnlineDPOTrainer"):
+        run = our_side.align(policy, other, PAIRS, folder / "ours", **ours)
+        return run, trl_side.online_dpo(policy, other, [item for batch in run.batches for item in batch["items"]], folder / "trl", **theirs), start()
     if section.startswith("KTOTrainer"):
         return our_side.align(policy, other, LABELLED, folder / "ours", **ours), trl_side.kto(policy, other, LABELLED, folder / "trl", **theirs), start()
     if section.startswith("CPOTrainer, ORPOTrainer"):

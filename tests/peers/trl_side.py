@@ -60,8 +60,8 @@ def in_order(kind):
     return InOrder
 
 
-def train(trainer) -> Run:
-    """Run a constructed trainer and take down its steps; the loss is the sum over its micro-batches, as it goes into the backward."""
+def train(trainer, by_step: bool = False) -> Run:
+    """Run a constructed trainer and take down its steps; the loss is the sum over its micro-batches, as it goes into the backward. ``by_step``: the trainer has no compute_loss."""
     from transformers import TrainerCallback
     from transformers.trainer_callback import PrinterCallback
 
@@ -92,7 +92,17 @@ def train(trainer) -> Run:
             run.weights.append(flat(trainer.accelerator.unwrap_model(trainer.model)))
             seen.loss = 0.0
 
-    trainer.compute_loss = compute_loss
+    whole = trainer.training_step
+
+    def training_step(*args, **kwargs):
+        loss = whole(*args, **kwargs)
+        seen.loss += float(loss)
+        return loss
+
+    if by_step:
+        trainer.training_step = training_step
+    else:
+        trainer.compute_loss = compute_loss
     trainer.add_callback(Steps())
     trainer.remove_callback(PrinterCallback)
     with patched(torch.nn.utils, "clip_grad_norm_", clipped):
@@ -230,3 +240,30 @@ def on_policy(kind: str, path, reference, iterations, folder, num_generations: i
     if sampler:
         trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, SimpleNamespace(sync_weights=lambda: None), 0
     return train(trainer)
+
+
+def online_dpo(path, reference, items, folder, **settings) -> Run:
+    """Online DPO on given pairs of completions.
+
+    Args:
+        items: with ``prompt`` and two ``responses``, the better one first; every other pair is shown the worse one first.
+    """
+    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
+    at, better = iter(range(0, len(items), ROWS)), []
+
+    def generate(model, prompts, images=None):
+        start = next(at)
+        shown = [[(r.tolist(), k == 0) for k, r in enumerate(item.responses[:2])][::1 if i % 2 else -1] for i, item in enumerate(items[start:start + ROWS])]
+        drawn = [pair[0] for pair in shown] + [pair[1] for pair in shown]
+        better[:] = [float(first) for _, first in drawn]
+        before, after = [item.prompt.tolist() for item in items[start:start + ROWS]] * 2, [ids for ids, _ in drawn]
+        wide, long = max(map(len, before)), max(map(len, after))
+        return (torch.tensor([[3] * (wide - len(ids)) + ids for ids in before]), torch.tensor([[0] * (wide - len(ids)) + [1] * len(ids) for ids in before]),
+                torch.tensor([ids + [3] * (long - len(ids)) for ids in after]), torch.tensor([[1] * len(ids) + [0] * (long - len(ids)) for ids in after]), {})
+
+    config = OnlineDPOConfig(**arguments(folder, **{"missing_eos_penalty": None, **settings}))
+    trainer = in_order(OnlineDPOTrainer)(model_of(path), ref_model=model_of(reference), reward_funcs=lambda prompts, completions, **columns: list(better), args=config,
+                                         train_dataset=dataset_of([{"prompt": f"prompt {i}"} for i in range(len(items))]), processing_class=tokenizer_of(path))
+    trainer._generate = generate
+    return train(trainer, by_step=True)
