@@ -24,6 +24,8 @@ from storage.files import read_json
 TRAINED, FROZEN, KEPT = 16, 4, 2  # bytes per parameter; KEPT: frozen in bfloat16
 GIB = 2**30
 SAMPLING = "policy that samples"
+#: What the built-in engine holds while it samples: keys and values, and the weights as it multiplies with them (stacked, an adapter merged in, in ``sampling_dtype``).
+SAMPLED = "KV cache and sampling weights"
 #: Elements of log-probabilities that the LM head keeps for backward at most, whatever the vocabulary.
 HEAD_KEEP_ELEMENTS = 1 << 25
 #: Elements of logits that the LM head computes at a time on a GPU, and the bytes that each takes meanwhile: in two types, log-probability, probability.
@@ -193,7 +195,7 @@ def need(roles: Sequence[Role], shapes: Mapping[str, Shape | None], config, devi
         adapter = lora_parameters(shape, config) if lora and role.trained and not role.whole else None
         trained = 0 if not role.trained else shape.parameters if adapter is None else adapter
         changes = role.moves or role.whole or not lora and (role.trained or role.name == SAMPLING)
-        held = FROZEN * shape.parameters if changes else shape.frozen_bytes(frozen_dtype(config))
+        held = FROZEN * shape.parameters if changes else shape.frozen_bytes(config.frozen_under_adapter if role.trained else frozen_dtype(config))
         extra = 0 if role.whole or not role.trained else trained * 4 * (bool(getattr(config, "ema_decay", 0)) + bool(getattr(config, "select_by", None)))
         size = (trained_bytes(config, shape, role, adapter) + (held if not role.trained or adapter is not None else 0) + extra) // share
         weights = held // share
@@ -210,11 +212,12 @@ def together(config) -> tuple[int, str]:
 
 
 def caches_of(config, shape: Shape | None, device: str = "cpu") -> dict[str, int]:
-    """Logits of a chunk (on a GPU) and kept for backward, and the KV cache of what is sampled together, every sequence as long as it may be, and of what turns continue."""
+    """Logits of a chunk (on a GPU) and kept for backward, and what is held while sampling: the KV cache of what is sampled together, every sequence as long as it may be, and of what turns continue;
+    the weights once more."""
     text = shape.config if shape is not None else {}
     logits = min(logits_bytes(together(config)[0], text["vocab_size"]), 4 * HEAD_KEEP_ELEMENTS) if "vocab_size" in text else 0
     head = max(((rows * columns) for name, (rows, columns) in shape.matrices.items() if rows == text.get("vocab_size")), default=0) if shape is not None else 0
-    if logits and config.compute_dtype == "float32" and getattr(config, "lora_rank", 0) and shape.frozen_bytes(frozen_dtype(config)) < FROZEN * shape.parameters:
+    if logits and config.compute_dtype == "float32" and getattr(config, "lora_rank", 0) and shape.frozen_bytes(config.frozen_under_adapter) < FROZEN * shape.parameters:
         logits += 4 * head  # kept in bfloat16, and widened while logits are computed
     if logits and device != "cpu":
         logits += HEAD_CHUNK_BYTES * min(together(config)[0] * text["vocab_size"], HEAD_CHUNK_ON_GPU)
@@ -227,8 +230,9 @@ def caches_of(config, shape: Shape | None, device: str = "cpu") -> dict[str, int
     length = getattr(config, "max_prompt_length", 0) + getattr(config, "longest_completion", config.max_completion_length)
     if text.get("max_position_embeddings"):
         length = min(length, text["max_position_embeddings"])
-    kv = lambda rows: kv_bytes(text["num_hidden_layers"], heads, width, rows * length, 2 if config.sampling_dtype == "bfloat16" else 4)
-    return {"KV cache": kv(rows) + (min(KEPT_BYTES, kv(everyone)) if getattr(config, "environment", "") else 0), "logits": logits}
+    size = 2 if config.sampling_dtype == "bfloat16" else 4
+    kv = lambda rows: kv_bytes(text["num_hidden_layers"], heads, width, rows * length, size)
+    return {SAMPLED: kv(rows) + (min(KEPT_BYTES, kv(everyone)) if getattr(config, "environment", "") else 0) + size * shape.parameters, "logits": logits}
 
 
 # ---------------------------------------------------------------------------------------------------------------- refusing
@@ -289,7 +293,7 @@ def refusal(name: str, roles: Sequence[Role], shapes: Mapping[str, Shape | None]
     advice = []
     if not config.lora_rank and any(r.trained and not r.whole for r in roles):
         advice.append(f"lora_rank=16 ({says(fits(lora_rank=16))})")
-    if frozen_dtype(config) != "bfloat16" and (smaller := fits(frozen_dtype="bfloat16")) < found.states:
+    if frozen_dtype(config) != "bfloat16" and config.forward != "compiled" and (smaller := fits(frozen_dtype="bfloat16")) < found.states:
         advice.append(f"frozen_dtype=bfloat16 ({says(smaller)})")
     if not config.lora_rank and config.optimizer == "adamw" and config.sharding == "none" and any(r.trained and not r.whole for r in roles):
         advice.append(f"optimizer=adafactor ({says(fits(optimizer='adafactor'))})")
@@ -340,5 +344,7 @@ def check(stage) -> None:
     if reason:
         stage.warn("memory", reason)
     elif found.states + (most := max(found.caches.values(), default=0)) > limit:
-        what = "generation_batch or max_completion_length" if most == found.caches.get("KV cache") else together(stage.config)[1]
+        what = together(stage.config)[1]
+        if most == found.caches.get(SAMPLED):
+            what = "generation_batch or max_completion_length" + (", or sampling_dtype=bfloat16" if stage.config.sampling_dtype == "float32" else "")
         stage.warn("memory", f"{found.told(limit)}: at its most this does not fit. Write a smaller {what}; the preflight tries the dearest micro-batch.")

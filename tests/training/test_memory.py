@@ -139,14 +139,17 @@ def test_what_fits_by_certain_bytes_only_is_a_warning(tiny, data, spec, monkeypa
     config = get_spec("rl").config(**RL)
     shapes = {"model": memory.shape_of(tiny["policy"])}
     found = memory.need(get_spec("rl").roles(config, {"model", "data"}), shapes, config)
-    assert set(found.caches) == {"KV cache", "logits"}
+    assert set(found.caches) == {memory.SAMPLED, "logits"}
     text, rows, length = shapes["model"].config, 4, 256  # max_prompt_length is 512 by default, the model has 256 positions
-    assert found.caches["KV cache"] == 2 * text["num_hidden_layers"] * 32 * rows * length * 4
+    cache, weights = 2 * text["num_hidden_layers"] * 32 * rows * length * 4, 4 * shapes["model"].parameters
+    assert found.caches[memory.SAMPLED] == cache + weights
+    low = memory.need(get_spec("rl").roles(config, {"model", "data"}), shapes, config.model_copy(update={"sampling_dtype": "bfloat16"}))
+    assert low.caches[memory.SAMPLED] == found.caches[memory.SAMPLED] // 2
     agent = memory.need(get_spec("rl").roles(config, {"model", "data"}), shapes, config.model_copy(update={"environment": "tools", "generation_batch": 1}))
-    assert agent.caches["KV cache"] == found.caches["KV cache"] * (rows + 1) // rows  # one row at a time, and all that may be continued
+    assert agent.caches[memory.SAMPLED] == cache * (rows + 1) // rows + weights  # one row at a time, and all that may be continued
     monkeypatch.setattr(memory, "KEPT_BYTES", 10)
     agent = memory.need(get_spec("rl").roles(config, {"model", "data"}), shapes, config.model_copy(update={"environment": "tools"}))
-    assert agent.caches["KV cache"] == found.caches["KV cache"] + 10
+    assert agent.caches[memory.SAMPLED] == found.caches[memory.SAMPLED] + 10
     events = []
     result = execute(spec("rl", {**RL, "device_memory_gib": (found.states + 1) / memory.GIB}, {"model": tiny["policy"], "data": data["prompts"]}, "tight"), events.append)
     (warned,) = [w["text"] for w in result["warnings"] if w["code"] == "memory"]
