@@ -532,7 +532,7 @@ class Rewards:
             for i in alone([rows[i] for i in at], by_row=c.kind == "majority"):
                 if isinstance(results[c.name][at[i]], Verdict):
                     results[c.name][at[i]] = Unscorable(ALONE)
-        scored = [self._combine({name: column[i] for name, column in results.items()}, rows[i].get("turns"), len(rows[i]["completion_ids"])) for i in range(len(rows))]
+        scored = [self._combine({name: column[i] for name, column in results.items()}, rows[i].get("turns"), len(rows[i].get("completion_ids") or ())) for i in range(len(rows))]
         for name, column in results.items():  # every row of a batch has the same parts
             if any(isinstance(v, Verdict) and v.without is not None for v in column):
                 for one, verdict in zip(scored, column):
