@@ -191,6 +191,21 @@ def test_a_published_model_is_the_trained_one(name, tmp_path):
     assert all(torch.allclose(value, plain[key], atol=1e-6) for key, value in merged.named_parameters())
 
 
+@pytest.mark.parametrize("targets, fast", (("q_proj,k_proj,v_proj,o_proj", True), ("all-linear", False)))
+def test_an_adapter_on_attention_alone_leaves_experts_to_the_fast_forward(targets, fast):
+    items = items_of(*SHAPES)
+    model = adapters.add_lora(build("qwen3-moe", torch.float64), OptimizerConfig(lora_rank=2, lora_targets=targets), 1)
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            if "lora_B" in key:
+                p.normal_(std=0.1)
+    assert is_lean(model) == fast and (fast or "router" in lean.why_not(model) or "experts" in lean.why_not(model))
+    with in_float64():
+        assert largest(trained_logps(model, items), own_logps(model, items)) < 1e-10
+        ours, theirs = (gradients(model, [items], forward) for forward in (trained_logps, own_logps))
+    assert set(ours) == set(theirs) and all(torch.allclose(ours[key], grad, atol=1e-10 * float(grad.abs().max())) for key, grad in theirs.items())
+
+
 @pytest.mark.parametrize("name", ("gpt2", "gpt-oss", "cohere2", "qwen3.5"))
 def test_padding_counts_in_a_micro_batch(name):
     """The rows that a model's own code computes stay within the budget, padding counted, and the numbers are those of one micro-batch."""
