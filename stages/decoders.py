@@ -570,8 +570,7 @@ class LeanDecoder:
         rope_refusal(self.model)(total)
         self.longest = total
 
-    def _window(self, layer: _Layer | None = None, window: int | None = None) -> int | None:
-        window = window if layer is None else layer.window
+    def _window(self, window: int | None) -> int | None:
         return None if window is None or self.longest is not None and window >= self.longest else window
 
     @property
@@ -582,7 +581,7 @@ class LeanDecoder:
     @property
     def attends_in_trunks(self) -> bool:
         """Whether what several slots begin with need not be in each of them: where attention is composed here, and over all that stands before, as it is."""
-        return self.wants_blocks and all(self._window(window=window) is None and cap is None for window, cap in self.reach)
+        return self.wants_blocks and all(self._window(window) is None and cap is None for window, cap in self.reach)
 
     @property
     def replayable(self) -> bool:
@@ -601,6 +600,9 @@ class LeanDecoder:
         family = family_of(core)
         act = ACTIVATIONS[getattr(core.config, family.activation)]
         self.layers = [_Layer(layer, family, act, self.heads, self.groups, self.head_dim, turned_rows(core), self.dtype, wide) for layer in layers_of(core)]
+        for layer in self.layers:
+            layer.window = self._window(layer.window)
+        self.windows = {layer.window for layer in self.layers}
         self.norm, self.eps = gain_of(core.norm, family).to(self.dtype), epsilon_of(core.norm)
         inner, outer = embedding_scales(core)
         self.scales = ([] if inner is None else [inner.to(self.dtype)]) + ([] if outer == 1.0 else [outer])
@@ -692,7 +694,7 @@ class LeanDecoder:
                 k, v = (torch.cat([before, own], 2) for before, own in zip(past.expanded(index, count), (k, v)))
             if self.heads != self.groups:
                 k, v = (t.repeat_interleave(self.heads // self.groups, 1) for t in (k, v))
-            window = self._window(layer)
+            window = layer.window
             if past is not None:
                 if window not in masks:
                     masks[window] = past.seen(width, ids.device, window)
@@ -723,7 +725,7 @@ class LeanDecoder:
         kv.mask.view(-1).index_fill_(0, rows * kv.columns + columns, 0)
         open_ = [kv.mask[first:end, None, None, :width] for first, end, width in bounds]
         masks_of = {}
-        for window in {self._window(layer) for layer in self.layers}:
+        for window in self.windows:
             masks_of[window] = open_ if window is None or window >= longest else [
                 mask.masked_fill(torch.arange(mask.shape[-1], device=tokens.device) <= (columns[first:end] - window)[:, None, None, None], kv.closed)
                 for mask, (first, end, _) in zip(open_, bounds)]
@@ -738,7 +740,7 @@ class LeanDecoder:
             q, k, v = self._project(layer, x, rotation)
             keys.view(-1, d).index_copy_(0, cells, k.reshape(-1, d))
             values.view(-1, d).index_copy_(0, cells, v.reshape(-1, d))
-            masks = masks_of[self._window(layer)]
+            masks = masks_of[layer.window]
             if self.wants_blocks:
                 q = q.reshape(n * k_heads, -1, d)
                 keys, values = keys.view(-1, kv.columns, d), values.view(-1, kv.columns, d)

@@ -234,7 +234,7 @@ def tokens_together(model) -> Cost:
     model = model.model if isinstance(model, adapters.AdapterOff) else model
     if getattr(model, "reads_both_ways", False):
         return lambda items: padded_size(segments_of(items), "rows")
-    if is_lean(model):
+    if not hasattr(model, "config") or is_lean(model):  # without a config it is no transformer (a preference module)
         return together
     shared_up_to(model)
 
