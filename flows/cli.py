@@ -490,6 +490,7 @@ def status(json_: Json = False) -> None:
 def deploy(
     gpu_slots: Annotated[Optional[int], typer.Option(min=1, help="GPU stages at a time.")] = None,
     trigger_model: Annotated[str, typer.Option(help="Model that new preference data improves (the event-triggered recipe).")] = "model:policy@champion",
+    nightly: Annotated[str, typer.Option(metavar="CRON", help="When the nightly demo runs, in UTC.")] = "0 3 * * *",
     json_: Json = False,
 ) -> None:
     """Register every recipe and stage with the server, a nightly schedule, crash recovery and event-triggered runs.
@@ -503,7 +504,7 @@ def deploy(
         raise ConfigError("there is no Prefect server to deploy to; start one with `posttrain up`, or set PREFECT_API_URL")
     from flows.deploy import deploy as register
 
-    result = register(gpu_slots=gpu_slots, trigger_model=trigger_model)
+    result = register(gpu_slots=gpu_slots, trigger_model=trigger_model, nightly=nightly)
     if json_:
         return emit(result)
     for kind in ("deployments", "automations"):

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
-from flows.config import load_preset, presets
+from flows.config import ConfigError, load_preset, presets
 from flows.recipe import RECIPES, get_recipe
 from flows.services import POOL
 from stages.registry import STAGES, get_stage
@@ -24,26 +24,31 @@ RECOVER = "auto-recover"
 AUTOMATIONS = ("posttrain: heartbeat lost", "posttrain: recover crashed runs", "posttrain: new preference data")
 
 
-def deploy(*, gpu_slots: int | None = None, trigger_model: str = "model:policy@champion") -> dict[str, Any]:
+def deploy(*, gpu_slots: int | None = None, trigger_model: str = "model:policy@champion", nightly: str = NIGHTLY) -> dict[str, Any]:
     """Register everything with the server of PREFECT_API_URL; returns the names by kind.
 
     trigger_model: the policy that the recipe started by new preference data improves.
+    nightly: when the nightly demo runs, a cron expression in UTC.
     """
     from prefect.client.orchestration import get_client
 
     install_pool(gpu_slots=gpu_slots)
     with get_client(sync_client=True) as client:
-        names = [apply(*spec, client=client) for spec in [*recipe_deployments(), *stage_deployments()]]
+        names = [apply(*spec, client=client) for spec in [*recipe_deployments(nightly), *stage_deployments()]]
     return {"pool": POOL, "deployments": names, "automations": install_automations(trigger_model)}
 
 
 # ---------------------------------------------------------------- deployments
 
 
-def recipe_deployments():
+def recipe_deployments(nightly: str = NIGHTLY):
     """(flow, name, options) for every recipe: `form` with the class defaults, one per preset (all but small tries of another one, NAME_demo), and the nightly demo."""
     from prefect.client.schemas.schedules import CronSchedule
 
+    try:
+        schedule = CronSchedule(cron=nightly)
+    except ValueError:
+        raise ConfigError(f"nightly={nightly!r} is no cron expression; write minute, hour, day, month and weekday, such as --nightly '{NIGHTLY}' for 3:00 UTC every day") from None
     for name in RECIPES:
         flow = get_recipe(name)
         yield flow, "form", {"queue": "cpu"}
@@ -51,7 +56,7 @@ def recipe_deployments():
             parameters = {"config": full(flow.config_type, load_preset(name, preset))}
             yield flow, preset, {"queue": "cpu", "parameters": parameters}
             if (name, preset) == ("post_training", "demo"):
-                yield flow, "nightly", {"queue": "cpu", "parameters": parameters, "schedule": CronSchedule(cron=NIGHTLY)}
+                yield flow, "nightly", {"queue": "cpu", "parameters": parameters, "schedule": schedule}
 
 
 def full(config_type, values: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import psutil
 
 from flows.services import answers
 from tests.common import stage_processes
+from tests.flows.conftest import DEPLOY, NIGHTLY
 
 TINY = {"train": 8, "validation": 2, "test": 2}
 WORLD = {"text": TINY, "demonstrations": TINY, "comparisons": TINY, "prompts": TINY}
@@ -34,7 +35,7 @@ def test_interval_schedule_creates_runs(servers):
 
 def test_nightly_schedule_is_active(servers):
     schedules = servers.deployment("post_training/nightly")["schedules"]
-    assert [schedule["active"] for schedule in schedules] == [True]
+    assert [(schedule["active"], schedule["schedule"]["cron"]) for schedule in schedules] == [(True, NIGHTLY)]
 
 
 def test_deploy_is_idempotent(servers):
@@ -44,7 +45,7 @@ def test_deploy_is_idempotent(servers):
                 sorted(row["name"] for row in servers.api("/work_pools/posttrain/queues/filter", {})))
 
     before = registered()
-    assert servers.json("deploy") == servers.deployed
+    assert servers.json(*DEPLOY) == servers.deployed
     assert registered() == before
 
 
@@ -69,7 +70,7 @@ def test_deploying_again_writes_what_differs_and_leaves_the_rest(servers):
     servers.api(f"/deployments/{nightly['id']}/schedules/{nightly['schedules'][0]['id']}", {"active": False}, method="PATCH")
     servers.api(f"/deployments/{world['id']}", {"description": "edited"}, method="PATCH")
     servers.python("from flows.deploy import apply, recipe_deployments, stage_deployments\n"
-                   f"for spec in [*recipe_deployments(), *stage_deployments()]:\n"
+                   f"for spec in [*recipe_deployments({NIGHTLY!r}), *stage_deployments()]:\n"
                    f"    if f'{{spec[0].name}}/{{spec[1]}}' in {sorted(rows)}: apply(*spec)")
     now = {name: servers.deployment(name) for name in rows}
     assert [schedule["active"] for schedule in now["post_training/nightly"]["schedules"]] == [True]
