@@ -384,7 +384,9 @@ def rl_preset(name: str, **changes) -> RLPreset:
 
 
 #: Where constants of a preset's own loss make sense: numbers above the first and up to the second, or the words to choose from; a pair of numbers is an interval of weights, low to high.
-RL_OPTION_RANGES: dict[str, tuple] = {**{name: (0.0, float("inf")) for options in SURROGATE_OPTIONS.values() for name in options}, "tau": (0.0, float("inf")), "beta": (0.0, float("inf")), "eta": (0.0, float("inf")), "epsilon": (0.0, float("inf")), "form": ("separate", "joint")}
+RL_OPTION_RANGES: dict[str, tuple] = {
+    **{name: (0.0, float("inf")) for options in SURROGATE_OPTIONS.values() for name in options}, **{name: (0.0, float("inf")) for name in ("tau", "beta", "eta", "epsilon")},
+    "form": ("separate", "joint")}
 
 
 def preset_options(row: RLPreset, given: dict) -> dict:

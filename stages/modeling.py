@@ -479,7 +479,8 @@ def target_logps(model, batch, temperature: float = 1.0, entropy: bool = False, 
 @torch.no_grad()
 def log_collision(head: Head, hidden_NH):
     """log of the sum of squared probabilities over the vocabulary per position ``[N]``, nats: how likely two draws are to agree; 0 where one token is certain. Chunk by chunk."""
-    return torch.cat([torch.log_softmax(precise(head.logits(hidden_NH[rows])), -1).mul_(2).logsumexp(-1) for rows in head_chunks(len(hidden_NH), head.weight)]) if len(hidden_NH) else hidden_NH.new_zeros(0)
+    parts = [torch.log_softmax(precise(head.logits(hidden_NH[rows])), -1).mul_(2).logsumexp(-1) for rows in head_chunks(len(hidden_NH), head.weight)]
+    return torch.cat(parts) if parts else hidden_NH.new_zeros(0)
 
 
 class _ChunkedColumns(torch.autograd.Function):

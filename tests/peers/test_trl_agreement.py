@@ -256,8 +256,8 @@ def test_tools_and_their_answers_are_the_same_tokens(models, tmp_path):
 
 
 def test_long_pairs_are_cut_differently(models, tmp_path):
-    """Prompt and longest answer within 40 tokens: TRL's DPO cuts at the end, so that a long prompt leaves little of the answers, and its reward trainer has none of these rows; here the prompt loses its
-    beginning."""
+    """Prompt and longest answer within 40 tokens: TRL's DPO cuts at the end, so that a long prompt leaves little of the answers, and its reward trainer has none of these
+    rows; here the prompt loses its beginning."""
     rows = [{"prompt": chat("w" * 20 + str(i)), "chosen": chat("", "x" * 14)[1:], "rejected": chat("", "z" * 16)[1:]} for i in range(10, 22)]
     ours = our_side.align(models["policy"], models["other"], rows, tmp_path / "ours", method="dpo", max_length=40)
     whole = our_side.align(models["policy"], models["other"], rows, tmp_path / "whole", method="dpo").batches[0]["items"][0]
