@@ -217,9 +217,9 @@ def _aggregates(r: RLPreset, c) -> bool:
 #: and what is written where it does not hold. What is not named here is read by every preset; of settings with several conditions the first that fails speaks.
 RL_READ_WHEN = (
     # TRPO's step: its critic alone takes gradient steps
-    (("lr_schedule", "warmup_ratio", "warmup_steps", "decay_ratio", "decay_type", "lr_power", "lr_cycles", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
+    (("lr_schedule", "warmup_ratio", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
      lambda r, c: r.update != "trust_region" or r.needs_critic, "TRPO's step is that of conjugate gradient and line search, and there is no critic; write max_kl, or preset=ppo"),
-    (("optimizer", "momentum"), lambda r, c: r.update != "trust_region", "TRPO's step is that of conjugate gradient and line search (and a critic's AdamW); write preset=ppo"),
+    (("optimizer",), lambda r, c: r.update != "trust_region", "TRPO's step is that of conjugate gradient and line search (and a critic's AdamW); write preset=ppo"),
     # advantages
     (("advantage",), lambda r, c: r.unit != "pairs", "the preset's loss compares the rewards of pairs and reads no advantages; write another preset"),
     (("baseline", "scale_rewards", "std_ddof", "std_eps", "whiten", "adv_norm_ddof", "advantage_clip"), lambda r, c: r.unit != "pairs",

@@ -162,11 +162,11 @@ ALWAYS = {"preset", "rewards", "max_steps", "prompts_per_step", "num_generations
           "no_resampling_pass_rate", "mode_mix", "sft_member", "split", "prompt_template", "max_prompt_length", "max_prompts", "stop_on", "eval_prompts"}
 
 #: Settings that rl shares with other stages, which every run reads: how it computes, samples and publishes.
-SHARED_ALWAYS = {"learning_rate", "max_nonfinite_steps", "max_tokens_per_micro_batch", "compute_dtype", "forward", "sharding", "activation_checkpointing", "lora_rank", "ema_decay", "select_by",
+SHARED_ALWAYS = {"learning_rate", "max_nonfinite_steps", "max_tokens_per_micro_batch", "compute_dtype", "forward", "sharding", "activation_checkpointing", "lora_rank", "ema_decay", "select_by", "save_dtype",
                  "device_memory_gib", "memory_check", "temperature", "top_p", "top_k", "min_p", "max_completion_length", "stop_strings", "min_tokens", "repetition_penalty", "frequency_penalty",
                  "presence_penalty", "bad_words", "logit_bias", "generation_batch", "engine", "environment", "chat_template", "chat_template_kwargs"}
-#: Those that their own class refuses by a validator of its own, and two digests that fill themselves in.
-REFUSED_BY_CLASS = {"early_stopping_patience", "engine_url", "engine_model", "engine_api", "engine_key_variable", "engine_options", "sampling_dtype", "environment_digest", "chat_template_digest"}
+#: Those that their own class refuses by a validator of its own (frozen_dtype: the memory plan, which knows what is frozen), and two digests that fill themselves in.
+REFUSED_BY_CLASS = {"frozen_dtype", "early_stopping_patience", "engine_url", "engine_model", "engine_api", "engine_key_variable", "engine_options", "sampling_dtype", "environment_digest", "chat_template_digest"}
 
 
 def test_every_setting_says_when_it_is_read():
