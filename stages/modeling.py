@@ -236,7 +236,8 @@ def tokens_together(model) -> Cost:
         return lambda items: padded_size(segments_of(items), "rows")
     if not hasattr(model, "config") or is_lean(model):  # without a config it is no transformer (a preference module)
         return together
-    shared_up_to(model)
+    if getattr(model, "_posttrain_shared", None) is None:
+        sharding.run(model, lambda: shared_up_to(model))  # the trial reads weights
 
     def cost(items) -> int:
         segments = segments_of(items)
