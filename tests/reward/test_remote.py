@@ -143,8 +143,8 @@ def test_the_name_and_not_the_url_is_what_a_result_is_known_by():
 
 @pytest.mark.parametrize("wrong, text", [
     ({"url": ""}, "write url=http://HOST:PORT/PATH"), ({"url": "localhost:5000"}, "write url=http"), ({"endpoint_model": ""}, "needs endpoint_model"), ({"endpoint": "http://a"}, "write url"),
-    ({"empty_reward": 0.0}, "shown empty answers too"), ({"kind": "judge"}, "url is for kind remote"), ({"kind": "verifier", "url": "", "score_key": "x"}, "score_key is for kind remote"),
-    ({"kind": "model", "url": "", "batch_size": 4}, "batch_size is for kind remote")])
+    ({"empty_reward": 0.0}, "shown empty answers too"), ({"kind": "judge"}, "url is for kind remote"), ({"kind": "verifier", "url": "", "endpoint_model": "", "score_key": "x"}, "score_key is for kind remote"),
+    ({"kind": "model", "url": "", "endpoint_model": "", "batch_size": 4}, "batch_size is for kind remote")])
 def test_what_would_not_be_read_is_refused(wrong, text):
     with pytest.raises(ValueError, match=text):
         RewardComponent(**{"kind": "remote", "url": "http://a:1/x", "endpoint_model": "rm", **wrong})

@@ -314,7 +314,7 @@ def test_a_control_with_random_rewards_pays_no_trajectory_that_its_environment_l
     from storage.datasets import write_dataset
     from storage.schema import complete_row
 
-    prompts = [complete_row("prompts/1", {"prompt": [{"role": "user", "content": f"fail {i}"}]}, dataset="d", source="s", origin="human") for i in range(2)]
+    prompts = [complete_row("prompts/1", {"prompt": [{"role": "user", "content": f"{word} {i}"}]}, dataset="d", source="s", origin="human") for i, word in enumerate(("fail", "go"))]
     write_dataset(str(tmp_path / "tasks"), "tasks", "prompts/1", prompts)
     result, _ = train(spec, tiny, {"prompts": str(tmp_path / "tasks")}, "control", {"environment_options": {"turns": 3, "fail": {"1": "raise"}}, "max_steps": 1, "reward_override": "random"})
     bad = [r for r in rows_of(result) if r["finish_reason"] == "failure"]

@@ -318,6 +318,9 @@ def test_trl_computes_the_same_loss_from_the_same_log_probs(theirs, ours, monkey
     flat = torch.cat([side[0] for pair in logps for side in pair]).requires_grad_()
     given = {"policy": flat, "reference": torch.cat([side[1] for pair in logps for side in pair])}
     monkeypatch.setattr(direct_alignment, "target_logps", lambda model, batch: (given[model], None))
+    monkeypatch.setattr(direct_alignment, "hidden_states", lambda model, batch, at_N: given[model])
+    monkeypatch.setattr(direct_alignment, "head_of", lambda model: None)
+    monkeypatch.setattr(direct_alignment, "token_logps", lambda head, states_N, target_N: (states_N, None))
     batch = collate(items)
     for item, values in zip(items, zip(*[iter(objective.values("reference", batch))] * 2)):
         item.extra["ref"] = [v.tolist() for v in values]
