@@ -68,8 +68,10 @@ class Shape:
     low: frozenset[str] = frozenset()
 
     def frozen_bytes(self, how: str) -> int:
-        """Of the model as a frozen one, its matrices kept as ``frozen_dtype=how`` says."""
-        kept = sum(rows * columns for name, (rows, columns) in self.matrices.items() if how == "bfloat16" or how == "auto" and name in self.low)
+        """Of the model as a frozen one, its matrices kept as ``frozen_dtype=how`` says; routers and experts, and Gemma's scaled embedding, are no plain layers and stay float32."""
+        scaled = str(self.config.get("model_type", "")).startswith("gemma")
+        kept = sum(rows * columns for name, (rows, columns) in self.matrices.items() if (how == "bfloat16" or how == "auto" and name in self.low)
+                   and ".experts." not in name and not name.endswith(".gate.weight") and not (scaled and name.endswith("embed_tokens.weight")))
         return FROZEN * self.parameters - (FROZEN - KEPT) * kept
 
 

@@ -279,6 +279,13 @@ def test_any_architecture_computes_the_same_bits(name, adapter, tmp_path):
         assert {p.name: p.read_bytes() for p in (tmp_path / "auto").iterdir()} == {p.name: p.read_bytes() for p in (tmp_path / "float32").iterdir()}
 
 
+@pytest.mark.parametrize("name", ("llama", "llama tied", "gemma3", "mixtral", "olmoe"))
+def test_the_plan_knows_what_stays_float32(name, tmp_path):
+    build(name).bfloat16().save_pretrained(tmp_path)
+    held = sum(p.numel() * p.element_size() for p in load_frozen(str(tmp_path)).parameters())
+    assert memory.shape_of(tmp_path).frozen_bytes("auto") == held
+
+
 def test_an_encoder_scores_the_same_bits(encoder, tmp_path):
     from transformers import AutoTokenizer
 
