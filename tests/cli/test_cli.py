@@ -264,10 +264,12 @@ def test_a_forced_step_that_the_plan_has_not_is_refused_before_anything_runs(pos
 def test_runs_that_start_at_the_same_time_on_a_new_home_all_start(posttrain, tmp_path):
     """Each makes a Prefect server on one database; two that made its tables at once failed."""
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps({"prompt": f"question {i}", "chosen": "yes", "rejected": "no"}) + "\n" for i in range(40)))
-    running = [posttrain("run", "preference", "model=/nowhere", f"data.path={tmp_path / 'pairs.jsonl'}", f"seed={seed}", start=True) for seed in range(3)]
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")  # no model: what comes after the pairs fails
+    running = [posttrain("run", "preference", f"model={tmp_path / 'model'}", f"data.path={tmp_path / 'pairs.jsonl'}", f"seed={seed}", start=True) for seed in range(3)]
     for one in running:
         _, error = one.communicate(timeout=280)
-        assert one.returncode == 2 and "/nowhere does not exist" in error and "+ ingest_pairs" in error, error
+        assert one.returncode in (1, 2) and "+ ingest_pairs" in error and "database" not in error, error
 
 
 @pytest.mark.parametrize("stage, word, here", [

@@ -213,7 +213,7 @@ def test_steps(tmp_path):
     ({"system_prompt": "s", "question": "p", "response": "a"}, ["s", "p", "a"]),
     ({"input": [user("p")], "output": "a", "system_prompt": "s", "reasoning": "on"}, ["s", "p", "a"]),
     ({"instruction": "p", "context": "c", "response": "a", "category": "closed_qa"}, ["p\n\nc", "a"]),
-    ({"question": "p", "context": "c", "answer": "a"}, ["p\n\nc", "a"]),
+    ({"question": "p", "context": "c", "answer": "a"}, ["c\n\np", "a"]),
     ({"query": "p", "context": "c", "response": "a"}, ["p\n\nc", "a"]),
     ({"instruction": "q", "input": "", "output": "b", "history": [["p", "a"]]}, ["p", "a", "q", "b"]),
     ({"question": "p", "solution": "s", "thinking_trajectories": ["t"], "attempt": "a"}, ["p", "<think>\nt\n</think>\n\na"]),

@@ -71,9 +71,9 @@ def test_ranks_are_those_of_the_models_own_forward(tiny, tmp_path):
 
 def test_token_shift_says_what_it_needs(tiny, tmp_path):
     with pytest.raises(ConfigError, match="--input reference=BASE_MODEL"):
-        execute(spec("evaluate", tmp_path, {"model": tiny["other"], "prompts": tiny["prompts"]}, {"token_shift": True}))
+        execute(spec("evaluate", tmp_path, {"model": tiny["other"], "prompts": tiny["prompts"]}, {"token_shift": True, "max_completion_length": 8}))
     with pytest.raises(ConfigError, match="write greedy=true"):
-        execute(spec("evaluate", tmp_path, {"model": tiny["other"], "prompts": tiny["prompts"], "reference": tiny["policy"]}, {"token_shift": True, "greedy": False}))
+        execute(spec("evaluate", tmp_path, {"model": tiny["other"], "prompts": tiny["prompts"], "reference": tiny["policy"]}, {"token_shift": True, "greedy": False, "max_completion_length": 8}))
 
 
 def test_most_shifted_tokens_are_counted():

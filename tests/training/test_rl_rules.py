@@ -120,7 +120,7 @@ def test_what_a_cut_completion_earns_beside_one_that_ends():
     ({"preset": "dapo", "kl_controller": "adaptive_ziegler", "target_kl": 6.0}, "kl_controller"),
     ({"preset": "grpo", "ref_mode": "previous", "kl_estimator": "full"}, "kl_target=old"),
     ({"preset": "grpo", "max_staleness": 2}, "max_staleness"),
-    ({"preset": "grpo", "soft_punish_cache": 65}, "soft_punish_cache"),
+    ({"preset": "grpo", "max_completion_length": 64, "soft_punish_cache": 65}, "soft_punish_cache"),
     ({"preset": "grpo", "context_schedule": [(0, 32), (2, 48)], "soft_punish_cache": 40}, "soft_punish_cache"),
     ({"preset": "grpo", "context_schedule": [(180, 32), (0, 16)]}, "context_schedule"),
     ({"preset": "grpo", "context_schedule": [(0, 0)]}, "context_schedule"),
@@ -162,7 +162,7 @@ ALWAYS = {"preset", "rewards", "max_steps", "prompts_per_step", "num_generations
           "no_resampling_pass_rate", "mode_mix", "sft_member", "split", "prompt_template", "max_prompt_length", "max_prompts", "stop_on", "eval_prompts"}
 
 #: Settings that rl shares with other stages, which every run reads: how it computes, samples and publishes.
-SHARED_ALWAYS = {"learning_rate", "max_nonfinite_steps", "max_tokens_per_micro_batch", "compute_dtype", "forward", "sharding", "activation_checkpointing", "lora_rank", "ema_decay", "select_by", "save_dtype",
+SHARED_ALWAYS = {"learning_rate", "max_nonfinite_steps", "max_tokens_per_micro_batch", "packing", "compute_dtype", "forward", "sharding", "activation_checkpointing", "lora_rank", "ema_decay", "select_by", "save_dtype",
                  "device_memory_gib", "memory_check", "temperature", "top_p", "top_k", "min_p", "max_completion_length", "stop_strings", "min_tokens", "repetition_penalty", "frequency_penalty",
                  "presence_penalty", "bad_words", "logit_bias", "generation_batch", "engine", "environment", "chat_template", "chat_template_kwargs"}
 #: Those that their own class refuses by a validator of its own (frozen_dtype: the memory plan, which knows what is frozen), and two digests that fill themselves in.

@@ -17,7 +17,7 @@ CASES = {**{name: (name.split("/")[0].split()[0], config, rows[1], {}) for name,
 
 
 #: How many lines to compare where rounding decides what follows: advantages that are zero but for it.
-LINES = {"old policy, averaged opponent": 1}
+LINES = {"old policy, averaged opponent": 1, "adapter on a base kept in bfloat16": 1}
 #: Shares of rows on one side of zero: of a policy that is its own reference, rounding decides.
 SIDES = ("accuracies", "positive_fraction", "zero_fraction", "displaced_fraction", "both_fell_fraction")
 
@@ -47,10 +47,11 @@ def test_a_stage_computes_on_another_device(tiny, data, labelled, spec, case, mo
     assert here["summary"].keys() == there["summary"].keys()
     lines = [[json.loads(line) for line in Path(spec.path(name)).with_suffix("").joinpath("metrics.jsonl").read_text().splitlines()] for name in ("here", "there")]
     assert len(lines[0]) == len(lines[1]) and lines[0]
+    low = config.get("compute_dtype") == "bfloat16"
     for i, (one, other) in enumerate([*zip(*lines)][:LINES.get(case)]):
-        near = {"rel": 5e-2, "abs": 2e-3} if i else {"rel": 1e-3, "abs": 1e-4}  # Adam makes much of little
+        near = {"rel": 5e-2, "abs": 2e-3} if i or low else {"rel": 1e-3, "abs": 1e-4}  # Adam makes much of little
         assert one["metrics"].keys() == other["metrics"].keys()
-        far = {key: (value, other["metrics"][key]) for key, value in one["metrics"].items() if not key.endswith(SIDES)
+        far = {key: (value, other["metrics"][key]) for key, value in one["metrics"].items() if not key.endswith(SIDES) and not (low and key.startswith("sampling/"))  # how far the sampler's rounding is from the trainer's
                and value != pytest.approx(other["metrics"][key], **near, nan_ok=True)}
         assert not far, f"step {one.get('step')}"
 
