@@ -319,10 +319,10 @@ def test_mt_bench_settings_that_nothing_reads_are_refused(tiny, questions, tmp_p
                                  ({**base, "prompts": tiny["prompts"]}, {}, "no prompt has a second one"), ({"model": tiny["policy"], "pairs": tiny["pairs"]}, {}, "needs --input prompts"),
                                  (base, {"mt_bench": {"endpoint": "http://x"}}, "endpoint needs endpoint_model")):
         with pytest.raises((ConfigError, ValueError), match=text):
-            execute(spec("evaluate", tmp_path / re.sub(r"\W", "", text), inputs, {"mt_bench": {"endpoint": "http://127.0.0.1:9/v1", "endpoint_model": "m"}, "split": "test" if inputs != base and "reference" not in inputs else "train", **config}))
+            execute(spec("evaluate", tmp_path / re.sub(r"\W", "", text), inputs, {"mt_bench": {"endpoint": "http://127.0.0.1:9/v1", "endpoint_model": "m"}, "max_completion_length": 8, "split": "test" if inputs != base and "reference" not in inputs else "train", **config}))
     for name in ("mt_bench", "refusal_judge"):
         with pytest.raises(ConfigError, match=f"{name} has nobody to ask: give --input judge=MODEL_REF"):
-            execute(spec("evaluate", tmp_path / name, base, {"split": "train", name: {}}))
+            execute(spec("evaluate", tmp_path / name, base, {"split": "train", "max_completion_length": 8, name: {}}))
 
 
 def test_a_killed_mt_bench_ends_with_the_same_bytes(tiny, questions, tmp_path):
