@@ -182,7 +182,7 @@ class SamplingConfig(StageConfig):
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus mass; 1 keeps all.")
     top_k: int = Field(0, ge=0, description="Keep the k most likely tokens; 0 keeps all.")
     min_p: float = Field(0.0, ge=0, lt=1, description="Drop tokens less likely than min_p times the most likely one.")
-    max_completion_length: int = Field(256, ge=1, description="New tokens at most (TRL 256; reasoning takes thousands).")
+    max_completion_length: int = Field(256, ge=1, description="New tokens at most; reasoning takes thousands.")
     stop_strings: list[str] = Field(
         default_factory=list, description="Strings that end a completion, besides the model's stop tokens; its text ends before them.")
     min_tokens: int = Field(0, ge=0, description="No completion ends before it has so many tokens.")
