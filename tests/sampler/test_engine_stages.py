@@ -132,7 +132,7 @@ def test_settings_that_do_not_fit_say_what_to_write():
 
     for setting, advice in ((dict(engine="server"), "write engine_url="), (dict(engine_url="http://x/v1"), "write engine=server"), (dict(engine_api="vllm"),
         "write engine=server"),
-                            (dict(engine_options={"dtype": "float32"}), "write engine=vllm"), (dict(min_tokens=65), "smaller min_tokens")):
+                            (dict(engine_options={"dtype": "float32"}), "write engine=vllm"), (dict(min_tokens=65, max_completion_length=64), "smaller min_tokens")):
         with pytest.raises(ValueError, match=advice):
             Config(**setting)
     with pytest.raises(ValueError, match="write engine=vllm"):
