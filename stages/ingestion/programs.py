@@ -44,7 +44,7 @@ def programs(row: dict, options) -> tuple[str, dict, set]:
     elif row.get("question_content") is not None:
         asked, tests = _on_streams_or_function(row["question_content"], row, [*_cases(row.get("public_test_cases")), *_cases(row.get("private_test_cases"))])
     else:
-        asked, tests = _on_streams_or_function(row.get("question"), row, _apps(row.get("input_output")))
+        asked, tests = _on_streams_or_function(row.get("question"), row, listed_cases(row.get("input_output")))
     if not tests:
         raise Bad("verifier_spec_invalid")
     return "prompts/1", {"prompt": to_prompt(asked, row.get("system")), "domain": "code", "tests": tests}, set()
@@ -55,19 +55,32 @@ def _mbpp(row: dict) -> tuple[str, list[dict]]:
     question = next((row[name] for name in ("text", "prompt") if isinstance(row.get(name), str)), None)
     if question is None:
         raise Bad("missing_column")
-    if not asserts or not all(isinstance(one, str) and one.strip() for one in asserts):
-        raise Bad("verifier_spec_invalid")
+    shown = with_asserts(question, asserts)
     imports = row.get("test_imports")
     before = "\n".join([*(imports if isinstance(imports, list) else []), row.get("test_setup_code") or ""]).strip()
     scripts = [row["test"]] if isinstance(row.get("test"), str) and row["test"].strip() else asserts
-    shown = "\n".join(asserts)
-    return f"{question.rstrip()}\n\nThe code should pass these tests:\n{shown}{FUNCTION}", [{"kind": "python", "code": f"{before}\n{script}\n".lstrip("\n")} for script in scripts]
+    return shown, [{"kind": "python", "code": f"{before}\n{script}\n".lstrip("\n")} for script in scripts]
+
+
+def with_asserts(question: str, asserts: Any) -> str:
+    """MBPP's question, as the paper asks it; its asserts name the function. Raises Bad."""
+    if not isinstance(asserts, list) or not asserts or not all(isinstance(one, str) and one.strip() for one in asserts):
+        raise Bad("verifier_spec_invalid")
+    return f"{question.rstrip()}\nYour code should pass these tests:\n\n" + "\n".join(asserts)
 
 
 def _on_streams_or_function(question: Any, row: dict, cases: list[dict]) -> tuple[str, list[dict]]:
     if not isinstance(question, str) or not question.strip():
         raise Bad("missing_column" if question is None else "wrong_type")
-    name = next((case["function"] for case in cases if case.get("function")), None) or _function_of(row)
+    tests = tests_of(cases, _function_of(row))
+    starter = row.get("starter_code")
+    begun = f"\n\nBegin with this code:\n```python\n{starter.rstrip()}\n```" if isinstance(starter, str) and starter.strip() else ""
+    return question.rstrip() + begun + (FUNCTION if any(case["called"] for case in cases) else STREAMS), tests
+
+
+def tests_of(cases: list[dict], name: str | None = None) -> list[dict]:
+    """Tests of cases (:func:`listed_cases`): programs that read and print, or calls of the function that a case, or ``name``, names. Raises Bad."""
+    name = next((case["function"] for case in cases if case.get("function")), None) or name
     tests = []
     for case in cases:
         if case["called"]:
@@ -76,9 +89,7 @@ def _on_streams_or_function(question: Any, row: dict, cases: list[dict]) -> tupl
             tests.append({"kind": "python", "code": CALL.format(name=name, given=case["input"], expected=case["output"], more=case.get("more", ""))})
         else:
             tests.append({"kind": "io", "input": case["input"], "expected": case["output"]})
-    starter = row.get("starter_code")
-    begun = f"\n\nBegin with this code:\n```python\n{starter.rstrip()}\n```" if isinstance(starter, str) and starter.strip() else ""
-    return question.rstrip() + begun + (FUNCTION if any(case["called"] for case in cases) else STREAMS), tests
+    return tests
 
 
 def _function_of(row: dict) -> str | None:
@@ -116,8 +127,8 @@ def _cases(value: Any) -> list[dict]:
     return [{"input": one["input"], "output": one["output"], "called": one.get("testtype") == "functional"} for one in value]
 
 
-def _apps(value: Any) -> list[dict]:
-    """Tests of APPS and TACO: of a function its arguments as a list, and its result, alone or in a list of one; else texts, or lists of lines."""
+def listed_cases(value: Any) -> list[dict]:
+    """Cases of {inputs, outputs, fn_name}, or its JSON (APPS, TACO, verl's code rows): of a function its arguments as a list, and its result, alone or in a list of one; else texts, or lists of lines."""
     try:
         value = json.loads(value) if isinstance(value, str) else value
     except ValueError:

@@ -10,9 +10,9 @@ may hold several of ours (the four rated answers of UltraFeedback), and several 
 | HelpSteer2-Preference, HelpSteer3, PKU-SafeRLHF (`label_column=better_response_id` or `safer_response_id`), SHP, WebGPT, summarize_from_feedback, Chatbot Arena, JudgeBench | comparisons |
 | Nectar, OpenAssistant (messages or trees), Stack Exchange preferences | rankings |
 | BeaverTails, conversations with a label (LLaMA-Factory's kto_tag), signals of a product (prompt, response, action) | unpaired; edits as pairs |
-| verl and DAPO, DeepMath, NuminaMath and OpenR1 (kind=prompts/1), MBPP, APPS, prompts with `solution` or `ground_truth` | prompts with answers or tests |
+| verl and DAPO, DeepMath, NuminaMath and OpenR1 (kind=prompts/1), prompts with `solution` or `ground_truth` | prompts with answers or tests |
 | PRM800K, Math-Shepherd | stepwise |
-| Capybara, LIMA, OpenOrca, s1K, xLAM, Alpaca with `history` | demonstrations |
+| Capybara, LIMA, OpenOrca, s1K, xLAM, Alpaca with `history`, MBPP (kind=demonstrations/1) | demonstrations |
 """
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from typing import Any, Callable, Iterator, NamedTuple
 
 import orjson
 
+from stages.ingestion import programs
 from stages.ingestion.formats import ALIASES, Adapter, asked_about, detect, hh_transcript, rename
 from stages.ingestion.pairing import EVENT_MAP
 from stages.ingestion.rules import Bad
@@ -472,16 +473,6 @@ def _for_prompts(row: dict, options) -> bool:
     return options.kind in ("auto", "prompts/1")
 
 
-def _tests(found: Any) -> list[dict] | None:
-    """Tests of {"inputs", "outputs"}: programs that read and print; None for anything else. Bad(verifier_spec_invalid) where functions are called, or where the counts differ."""
-    if not isinstance(found, dict) or not isinstance(found.get("inputs"), list) or not isinstance(found.get("outputs"), list):
-        return None
-    if found.get("fn_name") or len(found["inputs"]) != len(found["outputs"]) or not found["inputs"]:
-        raise Bad("verifier_spec_invalid")
-    text = lambda value: "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-    return [{"kind": "stdio", "input": text(given), "expected": text(wanted)} for given, wanted in zip(found["inputs"], found["outputs"])]
-
-
 def _verl(row: dict, options) -> list[dict]:
     """verl's rows (DAPO-Math, Skywork-OR1, Eurus): reward_model.ground_truth is the answer, or tests as JSON; what only a reward function can read stays where it is."""
     truth, ability = row["reward_model"].get("ground_truth"), str(row.get("ability") or "").lower()
@@ -493,7 +484,10 @@ def _verl(row: dict, options) -> list[dict]:
             pass
     if isinstance(listed, list) and len(listed) == 1 and isinstance(listed[0], (str, int, float)):
         truth = listed[0]
-    tests = _tests(listed if listed is not None else truth)
+    found = listed if listed is not None else truth
+    tests = programs.tests_of(programs.listed_cases(found)) if isinstance(found, dict) and isinstance(found.get("inputs"), list) and isinstance(found.get("outputs"), list) else None
+    if tests == []:
+        raise Bad("verifier_spec_invalid")
     domain = "math" if ability.startswith("math") or "math" in str(row.get("data_source")).lower() or "gsm8k" in str(row.get("data_source")).lower() else "code" if tests or "cod" in ability else None
     new = {"tests": tests} if tests else {"answer": truth} if isinstance(truth, (str, int, float)) and not isinstance(truth, bool) and str(truth) != "" else {}
     return [{**row, **new, **({"domain": domain} if domain and row.get("domain") is None else {}), **_math_type(new.get("answer"), domain, options)}]
@@ -549,21 +543,9 @@ def _problem_only(row: dict, options) -> list[dict]:
 
 
 def _mbpp(row: dict, options) -> list[dict]:
-    asked = row.get("text") if isinstance(row.get("text"), str) else row.get("prompt")
-    tests, before = row["test_list"], "\n".join([*(row.get("test_imports") or []), row.get("test_setup_code") or ""]).strip()
-    if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
-        raise Bad("verifier_spec_invalid")
-    prompt = f"{asked}\nYour code should pass these tests:\n\n" + "\n".join(tests)
-    if not _for_prompts(row, options):
-        return [_without(row, "text", "code", "test_list", prompt=prompt, completion=f"```python\n{row['code'].strip()}\n```")]
-    return [_without(row, "text", "test_list", prompt=prompt, domain="code", tests=[{"kind": "python", "code": f"{before}\n{test}\n".lstrip()} for test in tests])]
-
-
-def _apps(row: dict, options) -> list[dict]:
-    tests = _tests(_json(row["input_output"]))
-    if tests is None:
-        raise Bad("verifier_spec_invalid")
-    return [_without(row, "question", "input_output", prompt=row["question"], tests=tests, domain="code")]
+    """MBPP's program as a demonstration; where prompts are wanted, ``programs`` reads its tests."""
+    asked = row["text"] if isinstance(row.get("text"), str) else row["prompt"]
+    return [_without(row, "text", "code", "test_list", prompt=programs.with_asserts(asked, row["test_list"]), completion=f"```python\n{row['code'].strip()}\n```")]
 
 
 # -- demonstrations ---------------------------------------------------------------------------------------------
@@ -649,8 +631,7 @@ FORMS: tuple[Form, ...] = (
     Form(("prompt", "reward_model"), _verl, lambda row, options: isinstance(row["reward_model"], dict) and _for_prompts(row, options)),
     Form(("question", "final_answer"), _deepmath, lambda row, options: "r1_solution_1" in row or _for_prompts(row, options)),
     Form(("problem", "messages"), _problem_only, lambda row, options: options.kind == "prompts/1" and (row.get("answer") is not None or row.get("solution") is not None)),
-    Form(("test_list", "code"), _mbpp, lambda row, options: isinstance(row["code"], str) and (isinstance(row.get("text"), str) or isinstance(row.get("prompt"), str))),
-    Form(("question", "input_output"), _apps, lambda row, options: _for_prompts(row, options)),
+    Form(("test_list", "code"), _mbpp, lambda row, options: not _for_prompts(row, options) and isinstance(row["code"], str) and (isinstance(row.get("text"), str) or isinstance(row.get("prompt"), str))),
     Form(("question",), _s1k, lambda row, options: any(row.get(name) for name in ("thinking_trajectories", "deepseek_thinking_trajectory")) and any(row.get(name) for name in ("attempt", "deepseek_attempt"))),
     Form(("query", "answers", "tools"), _xlam),
     Form(("chosen", "rejected"), _pair_of_conversation, _asks_last),

@@ -50,6 +50,18 @@ def test_programs(row, tests, right, wrong, share):
     assert earned(out, right) == 1.0 and earned(out, wrong) == pytest.approx(share)
 
 
+@pytest.mark.parametrize("row", (MBPP, PLUS, LCB, CALLED, APPS, NAMED), ids=["mbpp", "mbpp+", "livecodebench", "livecodebench-function", "apps", "apps-function"])
+def test_a_file_of_programs_is_read_with_all_of_its_tests(row, tmp_path):
+    """What the stage makes of a file is what its format says: no other reader of published columns comes before it."""
+    from stages.ingestion.published import adapter_of
+    from stages.ingestion.sources import Record, find_files
+
+    (tmp_path / "x.jsonl").write_text(json.dumps(row) + "\n")
+    adapter = adapter_of(find_files(str(tmp_path / "x.jsonl"))[0], Config())
+    (record,) = adapter.records([Record(1, None, row, None)])
+    assert adapter.name == "programs" and adapter(record.row)[1]["tests"] == read(row)[2]["tests"]
+
+
 def test_what_a_program_is_told():
     """MBPP shows its asserts, for they name the function; hidden tests are shown nowhere; what else a row says stays with it."""
     said = [read(row)[2]["prompt"][0]["content"] for row in (MBPP, PLUS, LCB, CALLED)]
