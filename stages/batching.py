@@ -206,16 +206,9 @@ def plan(items: Sequence[Item], max_tokens: int, packing: str = "sorted", cost: 
         fitting = [item for item in items if size(item) <= max_tokens]
         return [[item] for item in items if size(item) > max_tokens] + [[fitting[i] for i in found] for found in pack_best_fit([size(item) for item in fitting], max_tokens)]
     groups: list[list[Item]] = []
-    if cost is not together:
-        for item in sorted(items, key=size):
-            if groups and cost([*groups[-1], item]) <= max_tokens:
-                groups[-1].append(item)
-            else:
-                groups.append([item])
-        return groups
     used = 0
     for item in sorted(items, key=size):
-        if groups and used + size(item) <= max_tokens:
+        if groups and (used + size(item) if cost is together else cost([*groups[-1], item])) <= max_tokens:
             groups[-1].append(item)
             used += size(item)
         else:

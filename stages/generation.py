@@ -150,9 +150,9 @@ def sample_groups(sampler, rows, params, seeds) -> list[list[Sample]]:
     mine = range(ranks.rank(), len(rows), ranks.world_size())
     found = sampler.generate([rows[i][1] for i in mine], params, [seeds[i] for i in mine]) if len(mine) else []
     completions = {i: group for part in ranks.gather(dict(zip(mine, found))) for i, group in part.items()}
-    opened = opens_thought(getattr(sampler, "tokenizer", None))
-    return [[Sample(row, ids, k, c.ids, c.logps, c.finish_reason, c.text, reencoded=c.reencoded, error=c.error, seed=seeds[i][k], opened=opened(ids)) for k, c in enumerate(completions[i])]
-            for i, (row, ids) in enumerate(rows)]
+    opens = opens_thought(getattr(sampler, "tokenizer", None))
+    return [[Sample(row, ids, k, c.ids, c.logps, c.finish_reason, c.text, reencoded=c.reencoded, error=c.error, seed=seeds[i][k], opened=opened) for k, c in enumerate(completions[i])]
+            for i, (row, ids) in enumerate(rows) for opened in (opens(ids),)]
 
 
 def opens_thought(tokenizer):

@@ -120,10 +120,10 @@ class Judge:
     """A model that says how much a call's result helps."""
 
     def __init__(self, stage, renderer):
-        from stages.modeling import freeze, load_policy
+        from stages.modeling import load_frozen
 
         self.config, self.renderer, self.device = stage.config, renderer, stage.device
-        self.model = freeze(load_policy(stage.path("model"), stage.device))
+        self.model = load_frozen(stage.path("model"), stage.device)
 
     def gain(self, row: dict, conversation: list[dict] | None, before: str, call: str, result: str, after: str) -> float | None:
         """``toolformer_gain`` of one call; None where nothing follows it."""

@@ -281,7 +281,7 @@ def roles(config, given) -> list[Role]:
     reference = "reference" if "reference" in given else "model"
     follows = config.ref_mode in ("ema", "refresh")
     if loads_reference(row, config) and not (config.lora_rank and not follows and reference == "model"):
-        found.append(Role("reference", reference, moves=follows, sharded=not follows and row.kl_loss_estimator != "full" and row.opponent != "mixture" and not exact_in_reward(row, config)))
+        found.append(Role("reference", reference, moves=follows, sharded=reference_in_shards(row, config)))
     if config.async_rollouts:
         found.append(Role(SAMPLING, "model"))
     if row.kl_loss_coef and row.kl_target == "old" and row.kl_loss_estimator == "full":
@@ -300,6 +300,11 @@ def roles(config, given) -> list[Role]:
 def loads_start(config: Config) -> bool:
     """Whether validation passes log the KL to the policy that training started from, beside that to a reference that moves."""
     return config.monitor_kl and config.ref_mode != "frozen" and config.eval_prompts > 0
+
+
+def reference_in_shards(row, config: Config) -> bool:
+    """Whether a sharded run may split the reference too: not where it follows the policy, nor where whole distributions of both are read together."""
+    return config.ref_mode not in ("ema", "refresh") and row.kl_loss_estimator != "full" and row.opponent != "mixture" and not exact_in_reward(row, config)
 
 
 def exact_in_reward(row, config: Config) -> bool:
@@ -607,7 +612,7 @@ def run(stage):
         if config.lora_rank and not follows and not stage.has("reference"):
             reference = AdapterOff(model)
         else:
-            apart = sharding.asked(config) and not follows and row.kl_loss_estimator != "full" and row.opponent != "mixture" and not exact_in_reward(row, config)
+            apart = sharding.asked(config) and reference_in_shards(row, config)
             path = stage.path("reference" if stage.has("reference") else "model")
             reference = freeze(load_policy(path, stage.device)) if follows else load_frozen(path, stage.device, config.frozen_dtype, in_shards=apart)
     elif stage.has("reference"):

@@ -32,7 +32,7 @@ SPEC = StageSpec(
 def run(stage):
     from stages.chat import stage_renderer
     from stages.ingestion.curation import superfilter
-    from stages.modeling import freeze, load_policy
+    from stages.modeling import load_frozen
     from stages.reports import document, facts
 
     config, renderer, data = stage.config, stage_renderer(stage), stage.dataset("data")
@@ -51,7 +51,7 @@ def run(stage):
         alone.append(pair[1])
     if not at:
         raise ValueError(f"superfilter: no training row has an answer to judge ({counts['unjudged']} have none within max_length={config.max_length}); raise max_length, or give other rows")
-    model = freeze(load_policy(stage.path("model"), stage.device))
+    model = load_frozen(stage.path("model"), stage.device)
     losses = [mean_nlls(model, items, config.max_tokens_per_micro_batch, stage.device) for items in (given, alone)]
     found = superfilter(*losses, config.keep_fraction)
     kept, judged = {at[k] for k in found["kept"]}, dict(zip(at, found["ifd"]))

@@ -29,7 +29,7 @@ import torch
 from stages import cuda, lean, optimizers, ranks, sharding
 from stages.batching import Batch, Item, collate, cut, plan, size
 from stages.curves import logged_metrics
-from stages.modeling import head_of, is_lean, shared_up_to, tokens_together
+from stages.modeling import head_of, tokens_together
 from stages.settings import OptimizerConfig
 from stages.tensor_files import TensorFiles, writer_of
 from storage.checkpoints import Files
@@ -142,8 +142,8 @@ class Trainer:
             self.root = sharding.shard(model, device)
             if model.get_output_embeddings() is not None:  # both try something once, which must not happen later on some ranks only
                 sharding.run(model, lambda: head_of(model))
-            elif not getattr(model, "reads_both_ways", False) and not is_lean(model):
-                sharding.run(model, lambda: shared_up_to(model))
+            else:
+                tokens_together(model)
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.averages = {n: p.detach().clone() for n, p in self.parameters.items()} if config.ema_decay else {}
         self.best_weights: dict[str, torch.Tensor] = {}
@@ -214,9 +214,7 @@ class Trainer:
             if counted:
                 self._add(totals, sums, counts)
         totals = ranks.sum_numbers(totals)
-        if self.root is None:
-            ranks.sum_gradients(list(self.parameters.values()))
-        norm = float(sharding.whole(torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)))
+        norm = self._clipped(self.config.max_grad_norm)
         if math.isfinite(norm) and math.isfinite(totals["loss"]):
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
@@ -237,15 +235,19 @@ class Trainer:
                 loss.backward()
         return sums
 
+    def _clipped(self, most: float) -> float:
+        """Norm of the gradient over all ranks, which is then cut to ``most``."""
+        if self.root is None:
+            ranks.sum_gradients(list(self.parameters.values()))
+        return float(sharding.whole(torch.nn.utils.clip_grad_norm_(self.parameters.values(), most)))
+
     def gradient_norm(self, items: Sequence[Item]) -> float:
         """Norm of the gradient that a step over ``items`` would take; nothing moves."""
         counts = self.objective.counts(items)
         self.optimizer.zero_grad(set_to_none=True)
         for group, counted in self._micro_batches([i for i in items if not i.extra.get("skip_forward")] or items):
             self.backward(group, counts, counted)
-        if self.root is None:
-            ranks.sum_gradients(list(self.parameters.values()))
-        norm = float(sharding.whole(torch.nn.utils.clip_grad_norm_(self.parameters.values(), math.inf)))
+        norm = self._clipped(math.inf)
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
