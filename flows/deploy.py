@@ -34,7 +34,9 @@ def deploy(*, gpu_slots: int | None = None, trigger_model: str = "model:policy@c
 
     install_pool(gpu_slots=gpu_slots)
     with get_client(sync_client=True) as client:
-        names = [apply(*spec, client=client) for spec in [*recipe_deployments(nightly), *stage_deployments()]]
+        specs = [*recipe_deployments(nightly), *stage_deployments()]
+        names = [apply(*spec, client=client) for spec in specs]
+        retire(specs, client)
     return {"pool": POOL, "deployments": names, "automations": install_automations(trigger_model)}
 
 
@@ -42,7 +44,8 @@ def deploy(*, gpu_slots: int | None = None, trigger_model: str = "model:policy@c
 
 
 def recipe_deployments(nightly: str = NIGHTLY):
-    """(flow, name, options) for every recipe: `form` with the class defaults, one per preset (all but small tries of another one, NAME_demo), and the nightly demo."""
+    """(flow, name, options) for every recipe: `RECIPE` with the class defaults, `RECIPE-PRESET` (all but small tries of another preset, NAME_demo), and the nightly
+    demo. The UI lists deployments by their own names, so each says what it is."""
     from prefect.client.schemas.schedules import CronSchedule
 
     try:
@@ -51,12 +54,12 @@ def recipe_deployments(nightly: str = NIGHTLY):
         raise ConfigError(f"nightly={nightly!r} is no cron expression; write minute, hour, day, month and weekday, such as --nightly '{NIGHTLY}' for 3:00 UTC every day") from None
     for name in RECIPES:
         flow = get_recipe(name)
-        yield flow, "form", {"queue": "cpu"}
+        yield flow, name, {"queue": "cpu", "tag": "recipe"}
         for preset in (one for one in presets(name) if not one.endswith("_demo")):
             parameters = {"config": full(flow.config_type, load_preset(name, preset))}
-            yield flow, preset, {"queue": "cpu", "parameters": parameters}
+            yield flow, f"{name}-{preset}", {"queue": "cpu", "tag": "recipe", "parameters": parameters}
             if (name, preset) == ("post_training", "demo"):
-                yield flow, "nightly", {"queue": "cpu", "parameters": parameters, "schedule": schedule}
+                yield flow, f"{name}-nightly", {"queue": "cpu", "tag": "recipe", "parameters": parameters, "schedule": schedule}
 
 
 def full(config_type, values: dict[str, Any]) -> dict[str, Any]:
@@ -67,11 +70,30 @@ def full(config_type, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def stage_deployments():
-    """(flow, name, options) for every stage."""
+    """(flow, name, options) for every stage; the deployment is called as its flow, `stage-NAME`."""
     from flows.single import stage_flow
 
     for name in STAGES:
-        yield stage_flow(name), "stage", {"queue": "gpu" if get_stage(name).SPEC.gpu else "cpu"}
+        yield stage_flow(name), stage_flow(name).name, {"queue": "gpu" if get_stage(name).SPEC.gpu else "cpu", "tag": "stage"}
+
+
+def retire(specs, client) -> None:
+    """Remove what older versions registered: the same deployments under names without the recipe (`form`, `demo`, `stage`), and those of flows that are gone."""
+    from prefect.client.schemas.filters import DeploymentFilter
+
+    known: dict[str, set[str]] = {}
+    for flow, name, _ in specs:
+        known.setdefault(entrypoint(flow), {"form", "stage"}).add(name.partition("-")[2])
+    ours, found = DeploymentFilter.model_validate({"tags": {"all_": ["posttrain"]}}), []
+    while page := client.read_deployments(deployment_filter=ours, limit=200, offset=len(found)):
+        found += page
+    for one in found:
+        if (one.entrypoint or "").startswith("flows.") and one.name in known.get(one.entrypoint, {one.name}):
+            client.delete_deployment(one.id)
+
+
+def entrypoint(flow) -> str:
+    return f"{flow.fn.__module__}.{flow.fn.__name__}"
 
 
 def apply(flow, name: str, options: dict[str, Any], client=None) -> str:
@@ -85,8 +107,8 @@ def apply(flow, name: str, options: dict[str, Any], client=None) -> str:
     from prefect.exceptions import ObjectNotFound
 
     full_name = f"{flow.name}/{name}"
-    wanted = {"description": flow.description, "tags": ["posttrain", RECOVER], "parameters": options.get("parameters") or {},
-              "entrypoint": f"{flow.fn.__module__}.{flow.fn.__name__}", "work_pool_name": POOL, "work_queue_name": options["queue"],
+    wanted = {"description": flow.description, "tags": ["posttrain", RECOVER, *([options["tag"]] if options.get("tag") else [])], "parameters": options.get("parameters") or {},
+              "entrypoint": entrypoint(flow), "work_pool_name": POOL, "work_queue_name": options["queue"],
               "concurrency_limit": options.get("concurrency_limit"), "paused": False, "job_variables": {},
               "parameter_openapi_schema": form(flow)}
     schedules = [DeploymentScheduleCreate(schedule=options["schedule"])] if options.get("schedule") else []
@@ -233,7 +255,7 @@ def install_automations(trigger_model: str) -> list[str]:
     from prefect.client.orchestration import get_client
 
     with get_client(sync_client=True) as client:
-        target = client.read_deployment_by_name("preference/form")
+        target = client.read_deployment_by_name("preference/preference")
     for name in AUTOMATIONS:
         try:
             Automation.read(name=name).delete()

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
@@ -305,20 +305,41 @@ def recipe(config_type: type[RecipeConfig]):
     return decorate
 
 
-def run_name() -> str:
-    """What Prefect calls the run that starts now: its model, data and seed in the place of a name that Prefect made up, else what a person has called it."""
+def run_name(told: Callable[..., str] | None = None) -> str:
+    """What Prefect calls the run that starts now: in the place of a name that Prefect made up what ``told`` (:func:`title`) makes of its parameters, else what a
+    person has called it."""
     from prefect.runtime import flow_run
 
-    config, given = flow_run.parameters["config"], flow_run.name or ""
-    return title(config) if re.fullmatch(r"[A-Za-z]+-[A-Za-z]+", given) or not given else given
+    given = flow_run.name or ""
+    return given if given and not made_up(given) else told(**flow_run.parameters) if told else title(flow_run.parameters["config"])
+
+
+#: With one of these, a dash and an animal the form of Prefect's UI fills its field "Run Name".
+UI_WORDS = frozenset("Awesome Rustic Small Gorgeous Fantastic Sleek Intelligent Unbranded Refined Licensed Generic Practical Ergonomic Handcrafted Tasty Handmade Incredible".split())
+
+
+def made_up(name: str) -> bool:
+    """Whether Prefect made up a run's name: `brawny-cuckoo` (its server, by coolname) or `Intelligent-Kudu` (its UI). `lr-sweep` is a person's."""
+    import coolname.data
+
+    first, dash, second = name.partition("-")
+    if first in UI_WORDS and second[:1].isupper():
+        return True
+    lists = coolname.data.config.values()
+    words = {word for one in lists for word in (*one.get("words", ()), *(part for phrase in one.get("phrases", ()) for part in (phrase.split() if isinstance(phrase, str) else phrase)))}
+    return bool(dash) and {first, second} <= words
 
 
 def title(config: RecipeConfig) -> str:
     """A recipe's run in a few words: `tiny-llama · pairs.jsonl · seed 0`."""
     data = getattr(config, "data", None)
     given = [getattr(config, "what", None), getattr(config, "model", None), *(data.model_dump().values() if isinstance(data, BaseModel) else ())]
-    words = list(dict.fromkeys(short(re.split(r"[/\\]", one.rstrip("/\\"))[-1]) for one in given if isinstance(one, str) and one))
-    return " · ".join([*(words[:3] or ["embedded world"]), f"seed {config.seed}"])
+    return " · ".join([*(ends(given) or ["embedded world"]), f"seed {config.seed}"])
+
+
+def ends(given: Iterable[Any]) -> list[str]:
+    """The last parts of up to three paths or refs, each once; what is no text is left out."""
+    return list(dict.fromkeys(short(re.split(r"[/\\]", one.rstrip("/\\"))[-1]) for one in given if isinstance(one, str) and one))[:3]
 
 
 def typed_flow(body: Callable, parameters: list[inspect.Parameter], **options: Any):

@@ -37,11 +37,14 @@ def title(name: str) -> str:
 @functools.cache
 def stage_flow(name: str):
     """The flow that runs a stage alone."""
-    from flows.recipe import typed_flow
+    from flows.recipe import ends, run_name, typed_flow
 
     module = get_stage(name)
     inputs_type, config_type = inputs_model(name), module.SPEC.config
     no_inputs = not any(spec.required for spec in module.SPEC.inputs.values())
+
+    def told(inputs, seed, **_) -> str:
+        return " · ".join([name, *ends(flatten_inputs(inputs).values()), f"seed {seed}"])
 
     def body(inputs, config, seed=0, name_as=None, force=False):
         return conduct_stage(name, inputs, config, seed, name_as, force)
@@ -60,7 +63,7 @@ def stage_flow(name: str):
         "\n\nArgs:\n    inputs: what the stage reads\n    config: the stage's settings\n    seed: seed of its random choices\n"
         "    name_as: name to publish the outputs under\n    force: execute although a verified record exists\n")
     parameters = [inspect.Parameter(key, kind, annotation=hint, default=default) for key, hint, default in order]
-    return typed_flow(body, parameters, name=f"stage-{name.replace('_', '-')}", flow_run_name=name + " · seed {seed}", persist_result=False)
+    return typed_flow(body, parameters, name=f"stage-{name.replace('_', '-')}", flow_run_name=lambda: run_name(told), persist_result=False)
 
 
 def conduct_stage(name: str, inputs: BaseModel, config: BaseModel, seed: int, name_as: str | None, force: bool) -> dict:

@@ -1,4 +1,4 @@
-"""Rewards of trajectories: what the environment paid, milestones, weighted step indicators, and blends of sources (rl.md 3.5).
+"""Rewards of trajectories: what the environment paid, milestones, weighted step indicators, and blends of sources.
 
 Every function turns the events of an episode into one number per turn; nothing else is read, so stored trajectories can be scored
 again. An event is a string; ``NAME:2/4`` says that two of four were done.

@@ -1,4 +1,4 @@
-"""What people who debug RL look at, as named warnings that say what to do (``rl.md`` section 7, monitoring table F.2).
+"""What people who debug RL look at, as named warnings that say what to do.
 
 :func:`alarms` is a pure function of the metrics logged so far: an alarm is a row of :data:`ALARMS`, a condition on the run's history and
 a text. The rl stage asks after every step and warns the first time that an alarm goes off. Thresholds are the catalogue's.

@@ -1,7 +1,7 @@
 """Methods as rows of tables: which advantage, surrogate, KL and aggregation make up a named algorithm.
 
 Nothing heavy is imported here (configs read the keys); functions are named as "module:function" and looked up by
-`resolve`. A row is a point on independent axes (rl.md 1.5): take one and `dataclasses.replace` what you want to
+`resolve`. A row is a point on independent axes: take one and `dataclasses.replace` what you want to
 differ, then `validate_rl` says whether the combination makes sense.
 """
 from __future__ import annotations
@@ -23,7 +23,7 @@ SURROGATE_OPTIONS = {"sapo": {"tau_pos": 1.0, "tau_neg": 1.05}, "vespo": {"k_pos
 
 @dataclass(frozen=True)
 class RLPreset:
-    """One policy-gradient algorithm: a point on the axes of rl.md 1.5. KL coefficients of 0 mean that no reference is loaded."""
+    """One policy-gradient algorithm: a point on independent axes. KL coefficients of 0 mean that no reference is loaded."""
     name: str
     advantage: str                       # ADVANTAGES
     scale: str = "none"                  # scale_rewards: SCALES, of group advantages
@@ -411,7 +411,7 @@ def preset_options(row: RLPreset, given: dict) -> dict:
 def validate_rl(row: RLPreset, num_generations: int, *, updates_per_generation: int | None = None,
                 max_staleness: int = 0, async_rollouts: bool = False, allow_double_kl: bool = False,
                 loss_scale_factor: float | None = None) -> list[str]:
-    """Refuse impossible combinations (ValueError saying what to write) and return warnings (rl.md 1.5, Config validation)."""
+    """Refuse impossible combinations (ValueError saying what to write) and return warnings."""
     def refuse(text):
         raise ValueError(f"RL preset {row.name}: {text}")
 
@@ -627,7 +627,7 @@ def refuse_addend(row: DirectMethod, added: DirectMethod, config) -> None:
 
 
 def validate_direct(row: DirectMethod, beta: float | None, has_reference: bool) -> list[str]:
-    """Refuse impossible direct-alignment settings (supervised-reward-direct.md, Model roles) and return warnings."""
+    """Refuse impossible direct-alignment settings and return warnings."""
     if row.default_beta is None and beta is not None:
         raise ValueError(f"{row.name} has no beta; leave it out (its options are {', '.join(row.options)})")
     if row.default_beta is not None and not beta > 0:

@@ -1,4 +1,4 @@
-"""From the rewards of one rollout batch to an advantage for every token (rl.md 1.4, steps 5 to 8).
+"""From the rewards of one rollout batch to an advantage for every token.
 
 :class:`Batch` holds the numbers of a rollout batch, :func:`assign` the order in which they are shaped: KL off the reward, an
 advantage by the preset's name (a row of ``ADVANTAGES``), the critic's targets, whitening last. Everything is float64 numpy,

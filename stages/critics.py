@@ -1,4 +1,4 @@
-"""The value function of actor-critic presets: a scalar head on every token (``rl.md`` ACTOR-CRITIC, CRITIC-LOSS).
+"""The value function of actor-critic presets: a scalar head on every token (rows ACTOR-CRITIC and CRITIC-LOSS of ``tests/methods.yaml``).
 
 ``separate``: its own network and optimizer, started as a copy of the reward model (backbone, head and calibration) or from the
 policy's backbone with a fresh head; it takes one step on the items of every policy step. ``shared``: a head on the policy's

@@ -1,4 +1,4 @@
-"""Direct-alignment losses beyond DPO, per pair [B], on sequence log-probs (supervised-reward-direct.md part D).
+"""Direct-alignment losses beyond DPO, per pair [B], on sequence log-probs.
 
 Common form on pairs: f(policy_chosen, policy_rejected, ref_chosen, ref_rejected, *, beta, ...) with S (sums) or M (means)
 of token log-probs as the method's row in stages/algorithms.py says; reference values are None for reference-free

@@ -1,4 +1,4 @@
-"""Sampling engines behind one interface: this process, vLLM, or a server (``engine=builtin|vllm|server``; ARCHITECTURE.md 5).
+"""Sampling engines behind one interface: this process, vLLM, or a server (``engine=builtin|vllm|server``).
 
 :class:`Engine` is the contract; ``tests/sampler/contract.py`` holds every engine to it. :func:`make_engine` builds the one that a
 stage's :class:`~stages.settings.SamplingConfig` names.

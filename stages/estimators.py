@@ -1,4 +1,4 @@
-"""Advantages, returns, reward shaping, whitening, baselines and KL controllers (rl.md 2.1-2.4).
+"""Advantages, returns, reward shaping, whitening, baselines and KL controllers.
 
 Everything here happens once per rollout batch, on numbers without gradients, so it is float64 numpy (torch CPU
 tensors are accepted). Legend: B completions, T token columns; masks are 0/1; masked entries may hold NaN.

@@ -275,7 +275,7 @@ class Plan:
         self.texts = {row["row_id"]: row for row in data.iter_rows(split=config.split) if row["row_id"] in wanted}
 
     def _protocol(self) -> dict:
-        """Everything that a score depends on besides the weights (users.md G1)."""
+        """Everything that a score depends on besides the weights."""
         from stages.engines import engine_label
 
         stage, config = self.stage, self.config

@@ -1,4 +1,4 @@
-"""GRAPE: rewards from rubrics (rl.md 2.5, data-rewards-evaluation-recipes ``reward.rubric``), the arithmetic only.
+"""GRAPE: rewards from rubrics (row ``reward.rubric`` of ``tests/methods.yaml``), the arithmetic only.
 
 A prompt belongs to a category, a category has a rubric: items with weights omega (sum 1). Every sample gets a score tau and a
 confidence phi per item. Confidence is averaged over the whole *category* (phibar), the baseline over the *question*::

@@ -3,7 +3,7 @@
 Legend of shapes: B rows (sequences or pairs), T token positions, V vocabulary.
 Every function returns elementwise values ([B, T] or [B]); nothing here averages over a batch.
 `aggregate` turns them into a sum and its counts, and the optimizer step divides once, by the counts of the
-whole step (rl.md AGG, supervised-reward-direct.md section 0), so micro-batching cannot change a result.
+whole step (row AGG of tests/methods.yaml), so micro-batching cannot change a result.
 
 Masked positions may hold anything, NaN and infinities included: they are replaced by constants with
 `torch.where` before any exp or sum, so neither values nor gradients can be polluted.
@@ -17,7 +17,7 @@ from types import MappingProxyType
 import torch
 import torch.nn.functional as F
 
-LOG_RATIO_CLAMP = 20.0  # nats; rl.md 1.2
+LOG_RATIO_CLAMP = 20.0  # nats
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 

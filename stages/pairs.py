@@ -1,7 +1,7 @@
 """Preference rows as training items, shared by reward models and direct alignment.
 
 A pair is one item: its prompt is computed once for both responses. Pairs that truncation makes identical, and responses
-without a trained token, never reach a loss and are counted (``users.md`` B6; catalogue section 0, "Dataset hygiene").
+without a trained token, never reach a loss and are counted.
 """
 
 from __future__ import annotations

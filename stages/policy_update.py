@@ -1,4 +1,4 @@
-"""What one optimizer step of RL minimises, as sums over a micro-batch (``rl.md`` 1.4 step 10).
+"""What one optimizer step of RL minimises, as sums over a micro-batch.
 
 surrogate or loss on whole responses + KL in the loss - entropy bonus + value loss of a shared trunk + pretraining mix,
 each aggregated over the whole step. Which terms there are is a preset's row; nothing here asks for its name.

@@ -1,4 +1,4 @@
-"""A decoding step captured once and replayed: the built-in sampler on CUDA (ARCHITECTURE.md 5).
+"""A decoding step captured once and replayed: the built-in sampler on CUDA.
 
 Of a step for some rows of a small model the GPU computes for half a millisecond what takes Python several to launch. So a step is
 captured as a CUDA graph, from token ids to the token drawn, and then replayed with one launch. A graph has fixed shapes and addresses:

@@ -4,7 +4,7 @@ An algorithm is a row of ``stages.algorithms.RL_PRESETS`` (``ppo``, ``grpo``, ``
 ratio and surrogate, KL in reward or loss, aggregation, critic, epochs. Every field left empty below takes the preset's value;
 the resolved row is printed at the start.
 
-One iteration (``rl.md`` section 1.4): :mod:`stages.rollouts` chooses prompts, samples G completions each, scores, filters, credits
+One iteration: :mod:`stages.rollouts` chooses prompts, samples G completions each, scores, filters, credits
 and records them; :mod:`stages.credit` turns rewards into an advantage per token; :mod:`stages.policy_update` is the loss of the
 ``num_iterations`` x ``num_minibatches`` optimizer steps, :mod:`stages.critics` the value function beside it. Rollouts are a
 ``rollouts/1`` dataset with every token, mask, log-prob, reward component, value and advantage, so each update can be computed
@@ -36,7 +36,7 @@ AlarmName = Literal["unscorable_rewards", "reward_collapse", "kl_over_target", "
 
 
 class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
-    preset: Preset = Field("grpo", description="Algorithm (rl.md 1.5).")
+    preset: Preset = Field("grpo", description="Algorithm: a row of stages/algorithms.py, whose axes the settings below change.")
     rewards: list[RewardComponent] = Field(default_factory=lambda: [RewardComponent(name="verifier", kind="verifier")],
                                            description="Named, weighted reward components.")
     learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate, full parameters (texts 1e-6 to 1e-5).")

@@ -1,4 +1,4 @@
-"""The built-in sampler: continuous batching over slots of static KV (ARCHITECTURE.md 5; users.md B4, C1, C3, C4).
+"""The built-in sampler: continuous batching over slots of static KV.
 
     sampler = Sampler(model, tokenizer, max_batch=64)
     groups = sampler.generate(prompts, SamplingParams(max_new_tokens=256, stop_ids={eos}), seeds)

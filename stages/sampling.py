@@ -3,7 +3,7 @@
 Everything here is row-independent, so a completion cannot depend on which rows it shared a batch with.
 Order of the transforms: bad words, min tokens, logit bias, repetition, frequency and presence penalty, further logit processors,
 temperature, top-k, top-p (over the top-k survivors, renormalised), min-p.
-Log-probs are natural logs in float32 of the distribution that was really sampled (renormalised after the filters), rl.md 1.2.
+Log-probs are natural logs in float32 of the distribution that was really sampled (renormalised after the filters).
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class SamplingParams:
 
     @property
     def plain(self) -> bool:
-        """Whether tokens come from softmax(logits / temperature) itself, which is what a trainer's forward gives (rl.md 1.2)."""
+        """Whether tokens come from softmax(logits / temperature) itself, which is what a trainer's forward gives."""
         return not self.greedy and not self.filtered and not self.processed
 
 

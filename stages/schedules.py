@@ -1,4 +1,4 @@
-"""What changes over an RL run by the step count: length limits, reference, prompt order, replay, freshness (rl.md 2.3, 3.3, 3.4).
+"""What changes over an RL run by the step count: length limits, reference, prompt order, replay, freshness.
 
 Plain functions of counters and numbers, so a resumed run follows the same schedule.
 """

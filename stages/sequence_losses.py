@@ -1,4 +1,4 @@
-"""Pairwise and offline policy losses on sequence log-probs (rl.md 3.2-3.3): P3O, CoPG, mirror descent, A*-PO, OREO.
+"""Pairwise and offline policy losses on sequence log-probs: P3O, CoPG, mirror descent, A*-PO, OREO.
 
 Elementwise values, to be averaged by the optimizer step; rewards, values of other models and weights are detached.
 """

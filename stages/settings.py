@@ -18,7 +18,7 @@ ReadWhen = Iterable[tuple[tuple[str, ...], Callable[..., bool], str]]
 
 
 def unread(config: StageConfig, rules: ReadWhen, *context, own: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """{setting: error text} of the settings that were changed although nothing would read them (users.md F2: no option is ignored silently).
+    """{setting: error text} of the settings that were changed although nothing would read them (no option is ignored silently).
 
     A value that is the default changes nothing, whoever wrote it, so resolved settings come back as they are; ``own`` gives what a default of None stands
     for. Conditions are called with ``context``, or with the config where there is none.
@@ -176,7 +176,7 @@ class OptimizerConfig(StageConfig):
 
 
 class SamplingConfig(StageConfig):
-    """How completions are drawn (``rl.md`` section 1.3), and by which engine (``stages/engines.py``)."""
+    """How completions are drawn and by which engine (``stages/engines.py``)."""
 
     temperature: float = Field(1.0, ge=0, description="Softmax temperature; 0 is greedy.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus mass; 1 keeps all.")

@@ -1,4 +1,4 @@
-"""TRPO: a natural-gradient step inside a trust region, in place of the optimizer (``rl.md`` TRPO; Schulman et al. 2015).
+"""TRPO: a natural-gradient step inside a trust region, in place of the optimizer (Schulman et al. 2015).
 
 Maximise the surrogate subject to mean KL(old||new) <= max_kl over the trained tokens: gradient, conjugate gradient with exact
 Fisher-vector products, full step, backtracking line search, over whatever is trained: all weights, or a LoRA adapter.

@@ -605,7 +605,7 @@ class Projector:
             profile = json.dumps({"num_rows": manifest["rows"], "splits": manifest.get("splits", {})}) if "rows" in manifest else None
             source = "local" if "://" not in given["path"] else "http"
             datasets.append(DatasetInput(Dataset(
-                name=(manifest.get("name") or Path(given["path"]).name)[:500], digest=given["digest"][:36], source_type=source,
+                name=_dataset_name(given)[:500], digest=given["digest"][:36], source_type=source,
                 source=json.dumps({"uri": given["path"]}), schema=_schema_of(given["path"]), profile=profile,
             ), tags))  # fmt: skip
             sent.append(name)
@@ -864,7 +864,7 @@ def _judged(d: Doc, models: dict[str, str]) -> dict[str, tuple[str, str, str]]:
     ``LABEL.metric`` belongs to the input ``....LABEL``."""
     given = {n: i for n, i in d["inputs"].items() if i["kind"] == "model"}
     data = next((i for n, i in d["inputs"].items() if i["kind"] == "dataset"), None)
-    about = ((data.get("manifest") or {}).get("name") or Path(data["path"]).name, data["digest"]) if data else ("", "")
+    about = (_dataset_name(data), data["digest"]) if data else ("", "")
     found: dict[str, tuple[str, str, str]] = {}
     if models:
         found[""] = (next(iter(models.values())), *about)
@@ -878,6 +878,12 @@ def _judged(d: Doc, models: dict[str, str]) -> dict[str, tuple[str, str, str]]:
     if main and model_id_of(main["digest"]):
         found[""] = (model_id_of(main["digest"]) or "", *about)
     return found
+
+
+def _dataset_name(given: dict[str, Any]) -> str:
+    """What a dataset input is called: the name it is published under, which its ref says (its manifest keeps the first one, of the stage that made it)."""
+    kind, _, rest = given["ref"].partition(":")
+    return (rest.partition("@")[0] if kind == "dataset" else "") or (given.get("manifest") or {}).get("name") or Path(given["path"]).name
 
 
 def _note_in_record(document: Doc, cursor: dict[str, Any]) -> None:

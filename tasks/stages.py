@@ -150,7 +150,7 @@ class Relay:
     def _progress_artifact(self, percent: float, message: str | None) -> None:
         from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
-        told = f"{self.label}: {message}" if message else self.label
+        told = f"{self.label}: {message or 'progress'}"
 
         def write():
             if self.artifact is None:

@@ -1,4 +1,4 @@
-"""What must be equal before two evaluation results may be compared (D.0; users.md G1).
+"""What must be equal before two evaluation results may be compared.
 
 A protocol is a flat dict: dataset digest and split, template hash, few-shot ids, sampling, stop set, engine, verifier
 version, seed. Its hash is stored with every sample set and every score. Two sets with different hashes are not

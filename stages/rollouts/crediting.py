@@ -1,4 +1,4 @@
-"""From scored groups to training items: log-probs, values, shaped rewards, advantages, filters (``rl.md`` 1.4, steps 3 to 8).
+"""From scored groups to training items: log-probs, values, shaped rewards, advantages, filters.
 
 The models around the formulas of :mod:`stages.credit`. What moves from iteration to iteration lives here too: the moving baseline, the baseline
 table, the KL coefficient and its controller.

@@ -52,7 +52,7 @@ class PolicySampler:
             stage.log(f"old log-probs: computed by the trainer, because {why}; the engine's are kept as logp_rollout")
 
     def update(self) -> None:
-        """Give the engine the policy's current weights (users.md C2: every push is named by the digest of what it must hold); every rank must call."""
+        """Give the engine the policy's current weights (every push is named by the digest of what it must hold); every rank must call."""
         self.acting.refresh()
         if self.engine.shares_weights:
             return

@@ -100,7 +100,7 @@ def test_a_run_is_started_changed_cancelled_and_continued_in_the_browser(servers
 
 
 def test_a_stage_is_run_again_from_its_form_with_a_changed_parameter(servers, page):
-    run = submit(servers, page, "stage-world/stage", {"Wrong Share": 0.5})
+    run = submit(servers, page, "stage-world/stage-world", {"Wrong Share": 0.5})
     assert servers.finished(run) == "Completed" and servers.tasks(run) == {"world · world": "Completed"}
-    same = submit(servers, page, "stage-world/stage", {"Wrong Share": 0.5})
+    same = submit(servers, page, "stage-world/stage-world", {"Wrong Share": 0.5})
     assert servers.finished(same) == "Completed" and servers.tasks(same) == {"world · world": "Cached"}

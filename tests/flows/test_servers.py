@@ -34,7 +34,7 @@ def test_interval_schedule_creates_runs(servers):
 
 
 def test_nightly_schedule_is_active(servers):
-    schedules = servers.deployment("post_training/nightly")["schedules"]
+    schedules = servers.deployment("post_training/post_training-nightly")["schedules"]
     assert [(schedule["active"], schedule["schedule"]["cron"]) for schedule in schedules] == [(True, NIGHTLY)]
 
 
@@ -47,6 +47,16 @@ def test_deploy_is_idempotent(servers):
     before = registered()
     assert servers.json(*DEPLOY) == servers.deployed
     assert registered() == before
+
+
+def test_deployments_have_names_that_tell_them_apart_and_older_ones_are_removed(servers):
+    servers.python("from flows.deploy import apply; from flows.post_training import post_training; from flows.single import stage_flow\n"
+                   "for flow, name in ((post_training, 'form'), (post_training, 'demo'), (stage_flow('mix'), 'stage'), (post_training, 'mine')):\n"
+                   "    apply(flow, name, {'queue': 'cpu'})")
+    servers.json(*DEPLOY)
+    names = [row["name"] for row in servers.api("/deployments/filter", {"limit": 200}) if row["entrypoint"].startswith("flows.")]
+    assert len(names) == len(set(names)) and "mine" in names and not {"form", "demo", "stage"} & set(names)
+    servers.api(f"/deployments/{servers.deployment('post_training/mine')['id']}", method="DELETE")
 
 
 def test_the_gpu_queue_lets_as_many_runs_through_as_there_are_slots(servers):
@@ -65,23 +75,23 @@ def test_the_gpu_queue_lets_as_many_runs_through_as_there_are_slots(servers):
 
 def test_deploying_again_writes_what_differs_and_leaves_the_rest(servers):
     """A schedule that was paused and a text that was edited in the UI come back; what is as it should be is not written."""
-    rows = {name: servers.deployment(name) for name in ("post_training/nightly", "stage-world/stage", "stage-mix/stage")}
-    nightly, world = rows["post_training/nightly"], rows["stage-world/stage"]
+    rows = {name: servers.deployment(name) for name in ("post_training/post_training-nightly", "stage-world/stage-world", "stage-mix/stage-mix")}
+    nightly, world = rows["post_training/post_training-nightly"], rows["stage-world/stage-world"]
     servers.api(f"/deployments/{nightly['id']}/schedules/{nightly['schedules'][0]['id']}", {"active": False}, method="PATCH")
     servers.api(f"/deployments/{world['id']}", {"description": "edited"}, method="PATCH")
     servers.python("from flows.deploy import apply, recipe_deployments, stage_deployments\n"
                    f"for spec in [*recipe_deployments({NIGHTLY!r}), *stage_deployments()]:\n"
                    f"    if f'{{spec[0].name}}/{{spec[1]}}' in {sorted(rows)}: apply(*spec)")
     now = {name: servers.deployment(name) for name in rows}
-    assert [schedule["active"] for schedule in now["post_training/nightly"]["schedules"]] == [True]
-    assert now["stage-world/stage"]["description"] == world["description"] != "edited"
-    assert now["stage-mix/stage"]["updated"] == rows["stage-mix/stage"]["updated"]
+    assert [schedule["active"] for schedule in now["post_training/post_training-nightly"]["schedules"]] == [True]
+    assert now["stage-world/stage-world"]["description"] == world["description"] != "edited"
+    assert now["stage-mix/stage-mix"]["updated"] == rows["stage-mix/stage-mix"]["updated"]
 
 
 def test_forms_are_valid_json_schemas(servers):
     """Every parameter form is a schema that accepts the deployment's own defaults, with sections named after their steps."""
     deployments = servers.api("/deployments/filter", {"limit": 200})
-    assert {"form", "demo", "nightly", "stage"} <= {row["name"] for row in deployments}
+    assert {"post_training", "post_training-demo", "post_training-nightly", "stage-sft"} <= {row["name"] for row in deployments}
     checked: set[str] = set()  # recipes have the sections of the same stages, which differ by their titles; checking them all takes most of a minute
     for row in deployments:
         schema, new = row["parameter_openapi_schema"], {}
@@ -99,10 +109,10 @@ def test_forms_are_valid_json_schemas(servers):
 
 def test_stage_runs_from_its_form_and_is_cached_the_second_time(servers):
     parameters = {"config": WORLD, "seed": 1}
-    first = servers.start("stage-world/stage", parameters)
+    first = servers.start("stage-world/stage-world", parameters)
     assert servers.finished(first) == "Completed"
     assert servers.tasks(first) == {"world · world": "Completed"}
-    second = servers.start("stage-world/stage", parameters)
+    second = servers.start("stage-world/stage-world", parameters)
     assert servers.finished(second) == "Completed"
     assert servers.tasks(second) == {"world · world": "Cached"}
     artifacts = {artifact["key"]: artifact for artifact in servers.api("/artifacts/filter", {"limit": 200})}
@@ -114,7 +124,7 @@ def test_stage_runs_from_its_form_and_is_cached_the_second_time(servers):
 def test_run_against_the_servers_is_one_parent_with_children_in_mlflow(servers):
     import mlflow
 
-    run = servers.start("stage-world/stage", {"config": WORLD, "seed": 2})
+    run = servers.start("stage-world/stage-world", {"config": WORLD, "seed": 2})
     assert servers.finished(run) == "Completed"
     client = mlflow.MlflowClient(servers.urls["mlflow"])
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
@@ -166,7 +176,7 @@ def test_servers_and_a_worker_that_are_killed_are_started_again_and_the_run_goes
     assert servers.finished(run) == "Completed"
     assert all(row["running"] for row in servers.json("status")["servers"].values())
     assert servers.cli("doctor").stdout.count("ended with status -9") == 3
-    another = servers.start("stage-world/stage", {"config": WORLD, "seed": 3})
+    another = servers.start("stage-world/stage-world", {"config": WORLD, "seed": 3})
     assert servers.finished(another) == "Completed"
 
 
@@ -193,7 +203,7 @@ def test_new_pairs_start_the_preference_recipe(servers, tmp_path):
     data = tmp_path / "pairs.jsonl"
     data.write_text("".join(f'{{"prompt": "say {i}", "chosen": "number {i} it is", "rejected": "no {i}"}}\n' for i in range(40)))
     result = servers.json("stage", "ingest", "--input", f"data={data}", "--set", "kind=pairs/1", "--name-as", "incoming")
-    deployment = servers.deployment("preference/form")["id"]
+    deployment = servers.deployment("preference/preference")["id"]
     runs = servers.wait(lambda: servers.api("/flow_runs/filter", {"deployments": {"id": {"any_": [deployment]}}}), limit=300)
     assert runs[0]["parameters"]["config"]["data"]["path"] == result["outputs"]["data"]
     for run in runs:

@@ -23,7 +23,7 @@ def test_the_toy_language_is_a_distribution():
     assert P.sum().item() == pytest.approx(1.0, abs=1e-12)
 
 
-# --- KL estimators (users.md A2) --------------------------------------------------------------------------
+# --- KL estimators --------------------------------------------------------------------------
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
 def test_kl_estimators_by_enumeration(kind):

@@ -10,7 +10,7 @@ from stages.algorithms import DIRECT_METHODS, RL_PRESETS, resolve, rl_preset, va
 from tests.production import step_mean
 
 
-# --- GAE against a loop (users.md A6) -----------------------------------------------------------------
+# --- GAE against a loop -----------------------------------------------------------------
 
 def gae_loop(rewards, values, mask, bootstrap, gamma, lam):
     """The definition on the stream of action tokens of one row."""
@@ -47,7 +47,7 @@ def test_lambda_one_is_return_minus_value():
 
 @pytest.mark.parametrize("mode", ["mean_std", "mean", "leave_one_out", "batch_std", "batch_centered_std"])
 def test_groups_without_signal_get_exactly_zero(mode):
-    """Equal rewards, float noise, one valid row, failed scorers (users.md A9)."""
+    """Equal rewards, float noise, one valid row, failed scorers."""
     for rewards in ([0.1, 0.1, 0.1], [1.0, 1.0, 1.0 + 1e-9], [0.1 + 0.2, 0.3, 0.3], [-1e-30, -1e-30], [math.nan, 2.0], [math.nan, math.nan]):
         adv, informative = estimators.group_advantage(rewards, ["q"] * len(rewards), mode)
         assert adv.tolist() == [0.0] * len(rewards) and not informative.any()
@@ -84,7 +84,7 @@ def test_mismatched_ids_say_what_is_wrong():
         estimators.group_advantage([1.0, 2.0], ["a"])
 
 
-# --- presets equal the papers, written out in numpy (users.md A3) -----------------------------------------
+# --- presets equal the papers, written out in numpy -----------------------------------------
 
 def data(seed=0, Q=2, G=3, T=4):
     rng = np.random.default_rng(seed)

@@ -97,7 +97,7 @@ def test_extra_padding_columns_change_nothing(name):
 
 
 def test_length_weighting_of_each_normaliser():
-    """Gradient per token of two responses of length 10 and 1000 with equal advantage (users.md A3)."""
+    """Gradient per token of two responses of length 10 and 1000 with equal advantage."""
     mask = torch.zeros(2, 1000)
     mask[0, :10], mask[1] = 1, 1
     expected = {"token-mean": (1 / 1010, 1 / 1010), "seq-mean-token-sum": (1 / 2, 1 / 2), "seq-mean-token-mean": (1 / 20, 1 / 2000),
@@ -188,7 +188,7 @@ def test_direct_losses_match_finite_differences(name):
 
 
 def test_every_option_of_the_direct_losses_matters():
-    """A field that is silently ignored (users.md A5) would leave the loss unchanged."""
+    """A field that is silently ignored would leave the loss unchanged."""
     g = torch.Generator().manual_seed(9)
     args = [-torch.rand(4, generator=g, dtype=F64) - 0.2 for _ in range(4)]
     words = {"offset_fn": "identity", "member": "cell", "code": "relu(1 - beta * (pc - pr - rc + rr))"}

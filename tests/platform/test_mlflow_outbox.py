@@ -118,6 +118,14 @@ def test_a_flow_as_mlflow_shows_it(state_dir, tmp_path):
     assert top.data.params == {"sft.lr": "0.1"} and top.data.metrics["two/position"] == second.metrics["position"] and "| two | toy | ran |" in top.data.tags["mlflow.note.content"]
 
 
+def test_a_dataset_is_called_in_mlflow_as_it_was_published(state_dir):
+    (state_dir / "raw.txt").write_text("x")
+    first = run_stage(TOY, {"text": str(state_dir / "raw.txt")}, {"steps": 3}, name_as="pairs")
+    assert first.outputs["data"].startswith("dataset:pairs@")
+    second = run_stage(TOY, {"data": first.outputs["data"]}, {"steps": 3})
+    assert [one.dataset.name for one in client().get_run(second.mlflow_run_id).inputs.dataset_inputs] == ["pairs"]
+
+
 def test_kill_and_resume_is_one_run_with_each_point_once(state_dir):
     killed = []
 

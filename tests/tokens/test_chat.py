@@ -1,4 +1,4 @@
-"""Conversations to ids and masks on the common template families (users.md B1-B4; catalogue sft.mask, sft.template)."""
+"""Conversations to ids and masks on the common template families (sft.mask, sft.template)."""
 
 import pytest
 

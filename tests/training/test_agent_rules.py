@@ -1,4 +1,4 @@
-"""Rules of agents, debates, shaped rewards and curricula that exact vectors do not show: what is missing, cut, unreadable or the same (rl.md 3.4, 3.5)."""
+"""Rules of agents, debates, shaped rewards and curricula that exact vectors do not show: what is missing, cut, unreadable or the same."""
 
 import json
 import math

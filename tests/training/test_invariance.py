@@ -1,4 +1,4 @@
-"""Micro-batches, order, layout and padding cannot change a step: gradients in float64, for every objective (users.md A1, A5)."""
+"""Micro-batches, order, layout and padding cannot change a step: gradients in float64, for every objective."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""kill -9 of a training stage at any step, then the same command: byte-identical weights, metrics and datasets (users.md D1)."""
+"""kill -9 of a training stage at any step, then the same command: byte-identical weights, metrics and datasets."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What RL logs beside rewards (rl.md 7), each number against one computed apart: returns, importance weights, distance from the start, win rate against the reference, pretraining text."""
+"""What RL logs beside rewards, each number against one computed apart: returns, importance weights, distance from the start, win rate against the reference, pretraining text."""
 
 import numpy as np
 import pytest

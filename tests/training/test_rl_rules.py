@@ -65,7 +65,7 @@ def test_a_controller_moves_one_of_the_two_coefficients(rl, moves):
 
 @pytest.mark.parametrize("preset", [{"preset": "grpo"}, {"preset": "topr"}, {"preset": "ppo", "critic_mode": "shared"}, {"preset": "grpo", "beta": 0.0, "entropy_coef": 0.1}])
 def test_a_step_without_trained_tokens_moves_no_weight(tiny, rl, preset):
-    """All completions are cut and masked: neither Adam's momentum nor weight decay may act, whatever else the loss has (rl.md 1.2)."""
+    """All completions are cut and masked: neither Adam's momentum nor weight decay may act, whatever else the loss has."""
     result, metrics = rl("masked", {**preset, "truncation_policy": "mask", "min_tokens": 6, "weight_decay": 0.5, "num_iterations": 1})
     assert all(r["truncated"] for r in rows_of(result)) and all(m["train/empty_step"] == 1 and m["train/grad_norm"] == 0 for m in metrics)
     before, after = (load_policy(p).state_dict() for p in (tiny["policy"], result["outputs"]["model"]["path"]))
@@ -308,7 +308,7 @@ def test_confidence_needs_log_probs(rl):
 
 @pytest.mark.parametrize("preset", get_args(Preset))
 def test_a_setting_that_the_preset_does_not_read_is_refused_and_a_default_never_is(preset):
-    """users.md F2, over every setting with a condition: it holds and the row or the config carries the value, or the setting is named and left out."""
+    """Over every setting with a condition: it holds and the row or the config carries the value, or the setting is named and left out."""
     environment = {"environment": "tools"} if preset == "agent" else {}
     plain = Config(preset=preset, **environment)
     assert not not_read(plain) and not not_read(Config(**plain.model_dump())), "resolved settings come back as they are"
@@ -470,7 +470,7 @@ def test_a_sequence_ratio_that_counts_once_per_token_warns(config, says):
 def test_std_whitening_and_denominator_options_reach_the_numbers(tiny):
     rewards = np.array([1.0, 0.0])
     row = resolve_preset(Config(preset="grpo", std_ddof=0, std_eps=1e-8))[0]
-    assert np.allclose(assign(row, batch(rewards_B=rewards), 0.0).advantages_BT[:, 0], [1, -1], atol=1e-6)  # rl.md: ddof 1 gives +-.707
+    assert np.allclose(assign(row, batch(rewards_B=rewards), 0.0).advantages_BT[:, 0], [1, -1], atol=1e-6)  # ddof 1 gives +-.707
     for ddof in (0, 1):
         row = resolve_preset(Config(preset="reinforce", baseline="none", kl_coef=0.0, whiten=True, adv_norm_ddof=ddof))[0]
         values = np.array([1.0, 1, 1, 0, 0])
@@ -524,7 +524,7 @@ def test_solved_prompts_are_not_sampled_again(rl):
     assert len(order.take(3, 0)) == 3
 
 
-# --- what is logged (rl.md 7) ---------------------------------------------------------------------------------------------------------
+# --- what is logged ----------------------------------------------------------------------------------------------------------------
 
 LOGGED = {
     "reward": ["reward/mean", "reward/raw", "reward/length", "reward/group_std", "reward/unscorable_fraction", "reward/frac_zero_std"],

@@ -1,4 +1,4 @@
-"""Rubric vectors (rl.md 2.5, reward.rubric) against stages/grape.py."""
+"""Rubric vectors (reward.rubric) against stages/grape.py."""
 from __future__ import annotations
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Vectors of rl.md -> stages/policy_update.py, losses.py, divergence.py, estimators.py, selection.py; optima of small games by tests/oracles.py."""
+"""Vectors of rl.json -> stages/policy_update.py, losses.py, divergence.py, estimators.py, selection.py; optima of small games by tests/oracles.py."""
 from __future__ import annotations
 
 import math
