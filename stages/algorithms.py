@@ -309,6 +309,7 @@ RL_READ_WHEN = (
     (("ptx_batch_ratio", "ptx_agg", "ptx_max_length"), lambda r, c: r.ptx_coef > 0, "no pretraining text is mixed in; write ptx_coef (and the input ptx)"),
     (("max_kl", "cg_iters", "fisher_fraction", "cg_damping", "backtrack_coeff", "backtrack_iters", "trust_region_max_parameters"), lambda r, c: r.update == "trust_region",
      "the preset takes gradient steps; write preset=trpo (early_stop_kl bounds the KL of the others)"),
+    (("router_aux_loss_coef",), lambda r, c: r.update != "trust_region", "TRPO's step is that of the surrogate alone; write preset=ppo"),
     # engines, prompts, groups, validation
     (("engine_timeout_s", "engine_concurrency"), lambda r, c: c.engine == "server", "no server is asked for completions; write engine=server"),
     (("engine_sleep",), lambda r, c: c.engine == "vllm", "only vLLM can sleep; write engine=vllm"),

@@ -326,18 +326,23 @@ def values_of(row: dict) -> list:
     return [values[end - n:end] for end, n in zip(ends, parts)]
 
 
+#: Rows whose reference log-probs are computed as one resumable unit.
+BLOCK = 512
+
+
 def write_reference(stage, role: str, objective, items, prints, cached, policy) -> None:
-    """Compute what the cache lacks, 512 rows at a time, and publish all of it: pairs as ``ref_logps/1``, else (and in two parts, for
+    """Compute what the cache lacks, block by block, and publish all of it: pairs as ``ref_logps/1``, else (and in two parts, for
     ``ld_alpha``) ``ref_values/1``."""
     from stages.adapters import AdapterOff, is_adapted
+    from stages.blocks import in_blocks
     from stages.modeling import load_frozen
-    from stages.sharding import asked, shard
+    from stages.sharding import asked, root_of, shard
     from storage.schema import complete_row
 
     split = objective.method.data == "segments" or stage.config.ld_alpha is not None
     kind = "ref_logps/1" if objective.method.data == "pairs" and not split else "ref_values/1"
     writer = stage.writer("ref_logps", kind)
-    by_row, chunk, model = dict(cached), 512, None
+    by_row, model = dict(cached), None
     known = [i for i in items if i.row_id in cached][:4]
 
     def live(part):
@@ -353,23 +358,26 @@ def write_reference(stage, role: str, objective, items, prints, cached, policy) 
     if not all(agrees(by_row[name], values, stage.config) for name, values in live(known)):
         stage.warn("wrong_reference_cache", "Reference log-probs in ref_logps are not those of this reference on the same rows, although their fingerprints agree; all are recomputed.")
         by_row, cached = {}, {}
-    for start in range(0, len(items), chunk):
-        part = items[start:start + chunk]
+
+    def values(part):
         missing = [i for i in part if i.row_id not in by_row]
-        if missing:
-            by_row.update(live(missing))
+        by_row.update(live(missing) if missing else ())
+        return [by_row[i.row_id] for i in part]
+
+    once = list({i.row_id: i for i in items}.values())
+    found = dict(zip((i.row_id for i in once), in_blocks(stage, "reference", once, values, BLOCK, "reference log-probabilities", together=root_of(policy) is not None)))
+    for start in range(0, len(items), BLOCK):
         rows = []
-        for item in part:
-            values, lengths = by_row[item.row_id], [int(m.sum()) for m in item.masks]
+        for item in items[start:start + BLOCK]:
+            of_item, lengths = found[item.row_id], [int(m.sum()) for m in item.masks]
             if kind == "ref_logps/1":
-                own = {"ref_chosen_logp": values[0], "ref_rejected_logp": values[1], "n_chosen": lengths[0], "n_rejected": lengths[1]}
+                own = {"ref_chosen_logp": of_item[0], "ref_rejected_logp": of_item[1], "n_chosen": lengths[0], "n_rejected": lengths[1]}
             else:
-                own = {"ref_values": [v for one in values for v in one] if split else values, "parts": [len(v) for v in values] if split else None, "n_tokens": lengths}
+                own = {"ref_values": [v for one in of_item for v in one] if split else of_item, "parts": [len(v) for v in of_item] if split else None, "n_tokens": lengths}
             rows.append(complete_row(kind, {"group_id": item.row_id, "prompt_id": item.extra["prompt_id"], **own, **prints},
                                      dataset="ref_logps", source="align", origin="conversion"))
         writer.write(rows)
         writer.flush()
-        stage.progress(min(start + chunk, len(items)), len(items), "reference log-probabilities")
     writer.close({"rows": len(items), "from_cache": len(cached)})
 
 

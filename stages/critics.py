@@ -98,7 +98,7 @@ class Critic:
         else:
             self.model = new_reward_model(start, stage.device, seed=stage.seed_for("value-head"), in_shards=asked(config))
         self.head = score_head(self.model)
-        own = config.model_copy(update={"learning_rate": config.critic_learning_rate, "lora_rank": 0, "ema_decay": 0.0, "select_by": None, "optimizer": "adamw"})
+        own = config.model_copy(update={"learning_rate": config.critic_learning_rate, "lora_rank": 0, "ema_decay": 0.0, "select_by": None, "optimizer": "adamw", "router_aux_loss_coef": 0.0})
         self.trainer = Trainer(self.model, ValueRegression(row, config, self.bias), own, config.max_steps + row.critic_warmup_steps, stage.device)
 
     def values(self, items) -> tuple[list[list[float]], list[float]]:

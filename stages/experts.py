@@ -33,12 +33,26 @@ class Mixture:
         return replace(self, router=self.router.to(dtype), gate_up=self.gate_up.to(dtype), down=self.down.to(dtype))
 
 
+def logits(x, mixture: Mixture) -> torch.Tensor:
+    """What the router says of tokens x [N, M]: [N, E]."""
+    return F.linear(x, mixture.router.to(x.dtype))
+
+
 def chosen(x, mixture: Mixture) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights [N, k] in float32 or better, experts [N, k]) of tokens x [N, M]: the k likeliest of a softmax over all experts. Differentiable in x and the router."""
-    logits = F.linear(x, mixture.router.to(x.dtype))
-    probabilities = torch.softmax(logits, -1, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    probabilities = torch.softmax(scores := logits(x, mixture), -1, dtype=torch.float64 if scores.dtype == torch.float64 else torch.float32)
     weights, experts = torch.topk(probabilities, mixture.k, -1)
     return (weights / weights.sum(-1, keepdim=True) if mixture.together else weights), experts
+
+
+def routed(logits_NE, k: int, weights_N):
+    """(sums over tokens of the softmax's probabilities [E], tokens per expert [E], both weighted with weights_N) of router logits [N, E]; float32 or better. Differentiable in the first."""
+    wide = torch.promote_types(logits_NE.dtype, torch.float32)
+    probabilities = torch.softmax(logits_NE, -1, dtype=wide)
+    weights = weights_N.to(wide)
+    chosen = torch.topk(probabilities.detach(), k, -1).indices
+    counts = torch.zeros(logits_NE.shape[1], dtype=wide, device=logits_NE.device)
+    return weights @ probabilities, counts.index_add_(0, chosen.flatten(), weights.repeat_interleave(k))
 
 
 class _Order:

@@ -65,6 +65,10 @@ SPEC = StageSpec(
     outputs={"model": OutputSpec("model", role="reward")})
 
 
+#: Points that are embedded as one resumable unit.
+BLOCK = 512
+
+
 class Group:
     """One group's points, question by question."""
 
@@ -159,11 +163,21 @@ def run(stage):
 
 def grouped(stage, points, embedder):
     """(training groups, held-out groups, counts of what was dropped): points embedded, groups with two questions or more, in order of first appearance."""
-    found = iter(embedder((p.prompt, p.completion) for p in points if p.embedding is None))
+    from base64 import b64decode, b64encode
+
+    import numpy as np
+
+    from stages.blocks import in_blocks
+
+    def embedded(part):
+        return [None if x is None else b64encode(x.tobytes()).decode() for x in embedder((p.prompt, p.completion) for p in part)]
+
+    found = iter(in_blocks(stage, "embeddings", [p for p in points if p.embedding is None], embedded, BLOCK, "embeddings"))
     by_group: dict[str, list] = {}
     dropped = {"unreadable": 0, "one_question": 0}
     for point in points:
-        point.embedding = point.embedding if point.embedding is not None else next(found)
+        if point.embedding is None and (text := next(found)) is not None:
+            point.embedding = np.frombuffer(b64decode(text), np.float32)
         if point.embedding is None:
             dropped["unreadable"] += 1
         else:

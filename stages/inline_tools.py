@@ -7,11 +7,13 @@ A call is written ``<API>calculator(400 / 1400)</API>``, in plain text or in tra
 row's own table (``extra_json={"table": {...}}``) or ``python(CODE)`` in the sandbox. Its result takes its place, or follows it (``mode``). A call that fails is taken out.
 
 With ``min_gain`` a model judges every call (Toolformer, Schick et al. 2023): kept where min(L without a call, L with the call and no result) - L with call and result >= min_gain, L being
-the weighted NLL of the next tokens. What stands before the call is as it will be kept, what follows has no calls.
+the weighted NLL of the next tokens. What stands before the call is as it will be kept, what follows has no calls. Every block of rows is a resumable unit.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 from pydantic import Field
@@ -29,6 +31,7 @@ class Config(ChatConfig):
     timeout_s: float = Field(2.0, gt=0, description="Seconds that a python call may take.")
     max_length: int = Field(1024, ge=16, description="Tokens before a call that the model reads, the last ones.")
     max_tokens_per_micro_batch: int = Field(8192, ge=1, description="Tokens per forward pass; bounds memory.")
+    block: int = Field(256, ge=1, description="Rows whose calls are made as one resumable unit.")
 
 
 SPEC = StageSpec(
@@ -44,38 +47,64 @@ def run(stage):
     from stages.chat import stage_renderer
     from stages.reports import document, facts
     from stages.spec import ConfigError
-    from storage.schema import complete_row
 
     config, data = stage.config, stage.dataset("data")
     if (config.min_gain is not None) != stage.has("model"):
         raise ConfigError("inline_tools: min_gain is judged by a model and a model judges by min_gain; give --input model=MODEL and min_gain=0.5 together, or neither")
-    judge = Judge(stage, stage_renderer(stage)) if config.min_gain is not None else None
-    counts, gains, rows = Counter(), [], []
-    for row in data.iter_rows():
-        texts = [row["text"]] if data.kind == "text/1" else [row["messages"][turn].get("content") or "" for turn in row["train_turns"]]
-        new = []
-        for k, text in enumerate(texts):
-            before = row["messages"][:row["train_turns"][k]] if data.kind == "demonstrations/1" else None
-            new.append(with_results(text, row, config, counts, gains, None if judge is None else lambda *parts, before=before, row=row: judge.gain(row, before, *parts)))
-        counts["rows_with_calls"] += new != texts
-        if new == texts:
-            rows.append(row)
-            continue
-        changed = {"text": new[0], "n_chars": len(new[0])} if data.kind == "text/1" else {"messages": [
-            {**message, "content": new[row["train_turns"].index(k)]} if k in row["train_turns"] else message for k, message in enumerate(row["messages"])]}
-        kept = {name: value for name, value in {**row, **changed}.items() if name not in ("row_id", "schema")}      # other content is another row
-        rows.append(complete_row(data.kind, kept, dataset=row["dataset"], source=row["source"], origin=row["origin"]))
+    checkpoint = stage.checkpoints.latest()
+    state = checkpoint.state if checkpoint else {"counts": {}, "gains": 0.0, "judged": 0}
+    counts, gains = Counter(state["counts"]), Gains(state["gains"], state["judged"])
+    writer, total = stage.writer("data", data.kind), len(data)
+    start = stage.units_done * config.block
+    judge = Judge(stage, stage_renderer(stage)) if config.min_gain is not None and start < total else None
+    for unit, rows in enumerate(batched(islice(data.iter_rows(), start, None), config.block), stage.units_done + 1):
+        writer.write([with_calls_made(row, data.kind, config, counts, gains, judge) for row in rows])
+        stage.save_checkpoint(unit, {"counts": dict(counts), "gains": gains.total, "judged": gains.count})
+        stage.progress(min(unit * config.block, total), total, "rows")
     if not counts["calls"]:
         raise ValueError("inline_tools: no text holds a call; write calls as <API>calculator(400 / 1400)</API>, <API>search(WORDS)</API> or <API>python(CODE)</API>")
-    writer = stage.writer("data", data.kind)
-    writer.write(rows)
-    summary = {"rows": len(rows), **dict(sorted(counts.items())), **({"gain_mean": sum(gains) / len(gains)} if gains else {})}
+    summary = {"rows": total, **dict(sorted(counts.items())), **({"gain_mean": gains.total / gains.count} if gains.count else {})}
     writer.close(summary)
     stage.summary(summary)
     stage.report("summary", markdown=document("Inline tools", facts(summary)))
 
 
-def with_results(text: str, row: dict, config: Config, counts, gains: list, gain=None) -> str:
+@dataclass
+class Gains:
+    """Sum and number of the gains so far, in the order of the calls."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def append(self, gain: float) -> None:
+        self.total, self.count = self.total + gain, self.count + 1
+
+
+def batched(rows, size: int):
+    """Lists of up to ``size`` rows."""
+    while part := list(islice(rows, size)):
+        yield part
+
+
+def with_calls_made(row: dict, kind: str, config: Config, counts, gains: Gains, judge) -> dict:
+    """A row with the calls of its text, or of its trained turns, made; the row itself where it has none."""
+    from storage.schema import complete_row
+
+    texts = [row["text"]] if kind == "text/1" else [row["messages"][turn].get("content") or "" for turn in row["train_turns"]]
+    new = []
+    for k, text in enumerate(texts):
+        before = row["messages"][:row["train_turns"][k]] if kind == "demonstrations/1" else None
+        new.append(with_results(text, row, config, counts, gains, None if judge is None else lambda *parts, before=before: judge.gain(row, before, *parts)))
+    counts["rows_with_calls"] += new != texts
+    if new == texts:
+        return row
+    changed = {"text": new[0], "n_chars": len(new[0])} if kind == "text/1" else {"messages": [
+        {**message, "content": new[row["train_turns"].index(k)]} if k in row["train_turns"] else message for k, message in enumerate(row["messages"])]}
+    kept = {name: value for name, value in {**row, **changed}.items() if name not in ("row_id", "schema")}      # other content is another row
+    return complete_row(kind, kept, dataset=row["dataset"], source=row["source"], origin=row["origin"])
+
+
+def with_results(text: str, row: dict, config: Config, counts, gains: Gains, gain=None) -> str:
     """The text with its calls made. gain(before, call, result, after) judges one; what it says is added to ``gains``."""
     from stages.tools import API_CALL, substitute
 

@@ -60,7 +60,7 @@ def checked(parts: list[str], verdicts: list[list[bool | None]], separator: str)
 
 def solutions(stage) -> list[tuple[dict, dict]]:
     """(candidate, prompt row) of the solutions to label, in order; complete answers to prompts with a checkable answer."""
-    from stages.reward_scorers import Response, load_scorer
+    from stages.reward_scorers import Response, load_scorer, score_in_blocks
     from stages.selection import convincing_wrong, uncertain
     from stages.spec import ConfigError
 
@@ -74,7 +74,7 @@ def solutions(stage) -> list[tuple[dict, dict]]:
     if config.active != "none":
         if not stage.has("reward_model"):
             raise ConfigError(f"label_steps: active={config.active} needs reward_model=REF, the model whose scores choose")
-        scores = load_scorer(stage.path("reward_model"), stage.device).score([Response(r["prompt"], r["completion"], row=prompts[r["prompt_id"]]) for r in rows])
+        scores = score_in_blocks(stage, "active", load_scorer(stage.path("reward_model"), stage.device), [Response(r["prompt"], r["completion"], row=prompts[r["prompt_id"]]) for r in rows])
         k = config.max_solutions or len(rows)
         chosen = convincing_wrong(scores, [r["correct"] for r in rows], k) if config.active == "convincing_wrong" else uncertain(scores, k)
         rows = [rows[i] for i in chosen]

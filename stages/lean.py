@@ -29,7 +29,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from stages import banded
-from stages.experts import Mixture, mixed
+from stages.experts import Mixture, logits, mixed, routed
 from stages.layers import ACTIVATIONS, Family, Layer, embedding_scales, epsilon_of, family_of, gain_of, interleave, layers_of, odd_layers, rotary_tables, turned_rows, turns
 
 #: Tokens that go through a layer at a time on the CPU: few, so that elementwise work finds them in cache, but enough for fast matrix products.
@@ -643,7 +643,7 @@ def _over_prompt(before, part, pack: Pack, shape: Shape, scale: float):
     return _sdpa(part, torch.cat([before, part]), mask, shape, scale)
 
 
-def states(model, ids_U, positions_U, segments, at_N=None, dtype: torch.dtype | None = None, recompute: bool = False, noise_UH=None):
+def states(model, ids_U, positions_U, segments, at_N=None, dtype: torch.dtype | None = None, recompute: bool = False, noise_UH=None, watch=None, weights_U=None):
     """Last hidden states after the final norm, [N, M] at the flat positions `at_N` (all of them without it).
 
     Args:
@@ -651,6 +651,7 @@ def states(model, ids_U, positions_U, segments, at_N=None, dtype: torch.dtype | 
         dtype: type of the matrix products (bfloat16: residuals, norms and their gradients stay in the weights' type).
         recompute: keep only each layer's input and compute the rest again in backward.
         noise_UH: added to the tokens' embeddings (NEFTune).
+        watch, weights_U: who is told what the routers choose (``stages.balance.Watch``), and how often each token counts there.
     """
     core = core_of(model)
     family, layers = family_of(core), layers_of(core)
@@ -674,15 +675,21 @@ def states(model, ids_U, positions_U, segments, at_N=None, dtype: torch.dtype | 
         x = x + noise_UH.to(x.dtype)
     if outer != 1.0:
         x = x * outer
-    last = len(layers) - 1
+    last, loads = len(layers) - 1, []
 
     for i, (layer, module) in enumerate(zip(layers, core.layers)):
         at = at_N if i == last else None
         given = (layer, family, x, turned.get(layer.turn), plans[_reach(layer, longest)], shape, at)
+        counted = weights_U if watch is not None and layer.experts is not None else None
         if recompute and torch.is_grad_enabled():
-            x = checkpoint(_layer, *given, use_reentrant=False)
+            x = checkpoint(_layer, *given, counted, use_reentrant=False)
         else:
-            x = _layer(*given)
+            x = _layer(*given, counted)
+        if counted is not None:
+            x, *load = x
+            loads.append(load)
+    if watch is not None:
+        watch.tell(loads)
     return F.rms_norm(x, x.shape[-1:], gain_of(core.norm, family).to(x.dtype), shape.eps)
 
 
@@ -697,16 +704,27 @@ def _reach(layer: Layer, longest: int) -> tuple[int | None, float | None]:
     return None if layer.window is None or layer.window >= longest else layer.window, layer.cap
 
 
-def _layer(layer: Layer, family: Family, x, turn, plan, shape: Shape, at):
+def _layer(layer: Layer, family: Family, x, turn, plan, shape: Shape, at, weights_U=None):
+    """A layer's output; with weights_U, what :func:`stages.experts.routed` gives of all its tokens behind it."""
     into = parted(layer.qkv, [n * shape.head_dim for n in (shape.heads, shape.groups, shape.groups)])
     qkv = _Project.apply(x, *(gain_of(norm, family) for norm in (layer.before_attention, layer.q_norm, layer.k_norm)), turn, shape, [p[4] for p in into], *_flat(into))
     attended = _attend(qkv, plan, shape, layer)
+    every = x, attended
     if at is not None:
         x, attended = x[at], attended[at]
     gains = [gain_of(norm, family) for norm in (layer.after_attention, layer.before_mlp, layer.after_mlp)]
     if layer.experts is not None:
+        def routed_from(h):
+            return F.rms_norm(h, h.shape[-1:], gains[1].to(x.dtype), shape.eps)
+
+        mixture = Mixture.of(layer.router, layer.experts)
         h = x + _linear(attended, product(layer.out), shape.low).to(x.dtype)
-        return h + mixed(F.rms_norm(h, h.shape[-1:], gains[1].to(x.dtype), shape.eps), Mixture.of(layer.router, layer.experts), shape.low)
+        out = h + mixed(routed_from(h), mixture, shape.low)
+        if weights_U is None:
+            return out
+        if at is not None:  # the router of the last layer sees all tokens, too
+            h = every[0] + _linear(every[1], product(layer.out), shape.low).to(x.dtype)
+        return out, *routed(logits(routed_from(h).to(shape.low), mixture), mixture.k, weights_U)
     outof = [product(layer.out), *parted(layer.gate_up, [layer.down.in_features] * 2), product(layer.down)]
     return _Finish.apply(x, attended, *gains, shape, [p[4] for p in outof], *_flat(outof))
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stages import adapters, frozen, lean, pending, ranks, sharding
+from stages import adapters, balance, experts, frozen, lean, pending, ranks, sharding
 from stages.batching import Batch, Cost, Padded, choose_form, collate, make_item, pad, padded_size, segments_of, together
 from stages.chat import Renderer
 from stages.layers import logit_scaling, rope_limit, windows_of
@@ -202,13 +202,17 @@ def hidden_states(model, batch: Batch, at_N=None, noise_UH=None) -> torch.Tensor
         with adapters.switched_off(model.model):
             return hidden_states(model.model, batch, at_N, noise_UH)
     _check_rope(model, batch.segments)
+    watch = balance.watched(model)
     if is_lean(model):
         kind = batch.ids_U.device.type
         low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         with torch.autocast(kind, enabled=False):
             return lean.states(model, batch.ids_U, batch.positions_U, batch.segments, at_N, low,
-                               recompute=model.training and getattr(lean.core_of(model).layers[0], "gradient_checkpointing", False), noise_UH=noise_UH)
-    return _padded_states(lean.core_of(model), pad(batch, form_for(model, batch.segments)), at_N, noise_UH)
+                               recompute=model.training and getattr(lean.core_of(model).layers[0], "gradient_checkpointing", False), noise_UH=noise_UH,
+                               watch=watch, weights_U=None if watch is None else balance.weights_of(batch))
+    rows = pad(batch, form_for(model, batch.segments))
+    return _padded_states(lean.core_of(model), rows, at_N, noise_UH, None if watch is None else lambda out: watch.tell(
+        [experts.routed(logits.flatten(0, -2)[rows.where_U], watch.k, balance.weights_of(batch)) for logits in out.router_logits]))
 
 
 def _longest(segments) -> int:
@@ -278,8 +282,8 @@ def _reads_masks(model) -> bool:
     return bool(error < (1e-3 if alone.dtype in (torch.float32, torch.float64) else 3e-2))
 
 
-def _padded_states(core, rows: Padded, at_N=None, noise_UH=None) -> torch.Tensor:
-    """Last hidden states of a backbone's own forward over padded rows, at the flat positions ``at_N`` or of all tokens.
+def _padded_states(core, rows: Padded, at_N=None, noise_UH=None, tell=None) -> torch.Tensor:
+    """Last hidden states of a backbone's own forward over padded rows, at the flat positions ``at_N`` or of all tokens. ``tell`` gets what it returns, router logits with it.
 
     Noise is added to what the embedding gives, by a hook, so that whatever else a model makes of its input ids stays; rows must not share a prompt then.
     """
@@ -291,10 +295,13 @@ def _padded_states(core, rows: Padded, at_N=None, noise_UH=None) -> torch.Tensor
 
         hook = core.get_input_embeddings().register_forward_hook(noisy)
     try:
-        out = core(input_ids=rows.ids_BT, position_ids=rows.positions_BT, attention_mask=rows.attention_B1TT, use_cache=False).last_hidden_state.flatten(0, 1)
+        found = core(input_ids=rows.ids_BT, position_ids=rows.positions_BT, attention_mask=rows.attention_B1TT, use_cache=False, **({} if tell is None else {"output_router_logits": True}))
     finally:
         if hook is not None:
             hook.remove()
+    if tell is not None:
+        tell(found)
+    out = found.last_hidden_state.flatten(0, 1)
     return out[rows.where_U if at_N is None else rows.where_U[at_N]]
 
 

@@ -63,7 +63,7 @@ def score_all(stage, role: str, responses, stored, missing: str, renderer=None):
     """
     import numpy as np
 
-    from stages.reward_scorers import load_scorer
+    from stages.reward_scorers import load_scorer, score_in_blocks
     from stages.spec import ConfigError
 
     if stage.has(role):
@@ -71,7 +71,7 @@ def score_all(stage, role: str, responses, stored, missing: str, renderer=None):
         if renderer is not None and not scorer.reads_ids_of(renderer):
             raise ConfigError(f"overoptimisation: rollouts hold token ids, and the model given as {role} reads another tokenizer or template. Give candidates=REF (sampled "
                               "with the rejection stage from a checkpoint) instead, which hold the text.")
-        return np.array(scorer.score(responses), float)
+        return np.array(score_in_blocks(stage, f"{'candidates' if renderer is None else 'rollouts'}-{role}", scorer, responses), float)
     values = np.array([np.nan if v is None else float(v) for v in stored], float)
     if np.isnan(values).all():
         raise ConfigError(f"overoptimisation: the samples carry no {missing}; give {role}=REF")

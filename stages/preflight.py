@@ -60,7 +60,7 @@ def check_precision(stage, trainer) -> None:
 
 def tell_forward(stage, model) -> None:
     """Say in the log where a model's own code computes its layers, and why, and what a mixture of experts is trained on."""
-    from stages import lean
+    from stages import balance, lean
     from stages.modeling import is_lean
 
     config = model.config.get_text_config()
@@ -70,8 +70,10 @@ def tell_forward(stage, model) -> None:
         stage.log(f"the model's own code computes its layers ({told}), over rows whose padding counts in max_tokens_per_micro_batch"
                   + ("; an adapter on attention alone (lora_targets=q_proj,k_proj,v_proj,o_proj) may leave them to the faster forward without padding" if experts and stage.config.lora_rank else ""))
     if experts:
-        stage.log(f"{experts} experts: routers are trained by this stage's loss alone. No loss for balanced experts is added, so router_aux_loss_coef of the model's config is not read; "
-                  "lora_targets=q_proj,k_proj,v_proj,o_proj leaves routers and experts as they are")
+        share = balance.coefficient(model, stage.config)
+        stage.log(f"{experts} experts: " + (f"a load-balancing loss over each optimizer step is added, router_aux_loss_coef={share:g}" if share else
+                                            "routers are trained by this stage's loss alone (router_aux_loss_coef adds a load-balancing loss)")
+                  + "; lora_targets=q_proj,k_proj,v_proj,o_proj leaves routers and experts as they are")
 
 
 def tell_sampler(stage, source) -> None:

@@ -282,6 +282,23 @@ def same_prompt(responses: Sequence[Response]) -> list[list[int]]:
     return list(groups.values())
 
 
+def score_in_blocks(stage, name: str, scorer: Scorer, responses: Sequence[Response]) -> list[float]:
+    """Scores of all responses, block by block (:mod:`stages.blocks`); what is compared with each other is scored together."""
+    from stages.blocks import in_blocks
+
+    units = same_prompt(responses) if scorer.relative else [[i] for i in range(len(responses))]
+
+    def scores(part):
+        found = iter(scorer.score([responses[i] for unit in part for i in unit]))
+        return [[next(found) for _ in unit] for unit in part]
+
+    out = [math.nan] * len(responses)
+    for unit, values in zip(units, in_blocks(stage, name, units, scores, 64 if scorer.relative else 512, "prompts" if scorer.relative else "responses")):
+        for i, value in zip(unit, values):
+            out[i] = value
+    return out
+
+
 class PairwiseScorer(ComparingScorer):
     """``rm.pairwise``: one logit for two responses in one context."""
 

@@ -62,6 +62,7 @@ class OptimizerConfig(StageConfig):
     """Settings shared by every trained stage. ``LORA_RATE``: what a LoRA adapter multiplies the default learning rate by, where none is given."""
 
     LORA_RATE: ClassVar[float] = 1.0
+    BALANCES: ClassVar[bool] = False  # whether router_aux_loss_coef is by default that of the model's config
     READ_WHEN: ClassVar[ReadWhen] = (
         (("lora_alpha", "lora_rslora", "lora_dora", "lora_targets", "lora_exclude", "lora_modules_to_save"), lambda c: c.lora_rank > 0, "there is no adapter (lora_rank=0); write lora_rank=16"),
         (("decay_ratio", "decay_type"), lambda c: c.lr_schedule == "wsd", "only lr_schedule=wsd has a final decay of its own; write lr_schedule=wsd"),
@@ -92,6 +93,9 @@ class OptimizerConfig(StageConfig):
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW beta2.")
     adam_epsilon: float = Field(1e-8, gt=0, description="AdamW epsilon.")
     momentum: float | None = Field(None, ge=0, lt=1, title="Momentum", description="Of optimizer=sgd (default 0: no state at all) or muon (default 0.95).")
+    router_aux_loss_coef: float | None = Field(
+        None, ge=0, title="Router balance", description="Mixtures of experts: weight of the load-balancing loss E sum_e f_e P_e over all tokens of an optimizer step; 0 = none. Empty: in sft that of the "
+        "model's config (as in TRL), elsewhere 0.")
     max_grad_norm: float = Field(1.0, gt=0, description="Global gradient-norm clip (TRL default 1.0).")
     max_nonfinite_steps: int = Field(5, ge=0, description="Optimizer steps with a non-finite loss or gradient that are skipped before the stage fails.")
     max_tokens_per_micro_batch: int = Field(4096, ge=1, description="Tokens per forward pass (a shared prompt once; with its padding where the model's own code computes); bounds memory, cannot change the result. A prompt with more responses than "
@@ -153,6 +157,8 @@ class OptimizerConfig(StageConfig):
     def _optimizer(self):
         if self.forward == "compiled" and self.lora_rank and self.frozen_dtype == "bfloat16":
             raise ValueError("forward=compiled keeps the weights under an adapter in float32; write forward=auto for frozen_dtype=bfloat16, or leave frozen_dtype out")
+        if self.forward == "compiled" and self.router_aux_loss_coef:
+            raise ValueError("forward=compiled does not say what routers choose, which router_aux_loss_coef needs; write forward=auto or forward=model, or leave router_aux_loss_coef out")
         if self.optimizer in ("adafactor", "muon") and self.sharding == "full":
             raise ValueError(f"optimizer={self.optimizer} needs whole matrices ({'their rows and columns' if self.optimizer == 'adafactor' else 'it orthogonalises each'}), and sharding=full splits "
                              "them over the devices; write optimizer=adamw or sgd, or sharding=none")

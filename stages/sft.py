@@ -38,6 +38,7 @@ class RowsConfig(OptimizerConfig, ChatConfig):
 
 
 class Config(RowsConfig):
+    BALANCES: ClassVar[bool] = True
     READ_WHEN: ClassVar[ReadWhen] = (
         *RowsConfig.READ_WHEN,
         (("loss_scale_factor",), lambda c: c.loss_agg_mode == "seq-mean-token-sum-norm", "only one aggregation divides by a constant; write loss_agg_mode=seq-mean-token-sum-norm"),

@@ -5,7 +5,7 @@
 
 The instruction-following difficulty of a row is IFD = mean NLL(answer | instruction) / mean NLL(answer). At 1 or above the instruction does not help to predict the answer, so
 the two do not belong together: such rows are left out. Of the others the share ``keep_fraction`` of all rows with the highest IFD is kept. Every training row is written, with its
-IFD as ``difficulty`` and whether it is ``kept``; training leaves out what is not. Rows of other splits pass through.
+IFD as ``difficulty`` and whether it is ``kept``; training leaves out what is not. Rows of other splits pass through. Every block of rows is a resumable unit.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ class Config(ChatConfig):
     keep_fraction: float = Field(0.1, gt=0, le=1, description="Share of the training rows that is kept, of those with IFD below 1 the hardest; 1 keeps all of these (Li et al. 2024: 0.05 to 0.15).")
     max_length: int = Field(1024, ge=8, description="Tokens per row; an answer that is cut is judged by what is left of it, and counted.")
     max_tokens_per_micro_batch: int = Field(8192, ge=1, description="Tokens per forward pass; bounds memory.")
+    block: int = Field(256, ge=1, description="Rows judged as one resumable unit.")
 
 
 SPEC = StageSpec(
@@ -30,6 +31,9 @@ SPEC = StageSpec(
 
 
 def run(stage):
+    from functools import cache
+
+    from stages.blocks import in_blocks
     from stages.chat import stage_renderer
     from stages.ingestion.curation import superfilter
     from stages.modeling import load_frozen
@@ -37,7 +41,7 @@ def run(stage):
 
     config, renderer, data = stage.config, stage_renderer(stage), stage.dataset("data")
     rows = list(data.iter_rows())
-    given, alone, at, counts = [], [], [], {"truncated": 0, "unjudged": 0}
+    pairs, at, counts = [], [], {"truncated": 0, "unjudged": 0}
     for index, row in enumerate(rows):
         if row["split"] != "train" or row.get("kept") is False:
             continue
@@ -47,12 +51,15 @@ def run(stage):
             counts["unjudged"] += 1
             continue
         at.append(index)
-        given.append(pair[0])
-        alone.append(pair[1])
+        pairs.append(pair)
     if not at:
         raise ValueError(f"superfilter: no training row has an answer to judge ({counts['unjudged']} have none within max_length={config.max_length}); raise max_length, or give other rows")
-    model = load_frozen(stage.path("model"), stage.device)
-    losses = [mean_nlls(model, items, config.max_tokens_per_micro_batch, stage.device) for items in (given, alone)]
+    model = cache(lambda: load_frozen(stage.path("model"), stage.device))
+
+    def judge(part):
+        return zip(*(mean_nlls(model(), items, config.max_tokens_per_micro_batch, stage.device) for items in zip(*part)))
+
+    losses = list(zip(*in_blocks(stage, "nll", pairs, judge, config.block)))
     found = superfilter(*losses, config.keep_fraction)
     kept, judged = {at[k] for k in found["kept"]}, dict(zip(at, found["ifd"]))
     writer = stage.writer("data", "demonstrations/1")

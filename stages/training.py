@@ -26,10 +26,10 @@ from typing import Any, Protocol
 
 import torch
 
-from stages import cuda, lean, optimizers, ranks, sharding
+from stages import balance, cuda, lean, optimizers, ranks, sharding
 from stages.batching import Batch, Item, collate, cut, plan, size
 from stages.curves import logged_metrics
-from stages.modeling import head_of, tokens_together
+from stages.modeling import head_of, hidden_states, tokens_together
 from stages.settings import OptimizerConfig
 from stages.tensor_files import TensorFiles, writer_of
 from storage.checkpoints import Files
@@ -137,6 +137,8 @@ class Trainer:
         choose_forward(model, config.forward)
         if config.activation_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if share := balance.coefficient(model, config):
+            self.objective = balance.Balanced(objective, balance.routers_of(model), share)
         self.root = None
         if sharding.asked(config):
             self.root = sharding.shard(model, device)
@@ -209,11 +211,15 @@ class Trainer:
         forwarded = [i for i in items if not i.extra.get("skip_forward")]  # counted above, but they cannot move a weight
         if not forwarded:
             return {"loss": 0.0, "grad_norm": 0.0, "learning_rate": learning_rate, "skipped_steps": float(self.skipped), "empty_step": 1.0}
-        for group, counted in self._micro_batches(forwarded):
+        groups = self._micro_batches(forwarded)
+        self._count_loads(groups)
+        for group, counted in groups:
             sums = self.backward(group, counts, counted)
             if counted:
                 self._add(totals, sums, counts)
         totals = ranks.sum_numbers(totals)
+        if isinstance(self.objective, balance.Balanced):
+            totals |= self.objective.metrics()
         norm = self._clipped(self.config.max_grad_norm)
         if math.isfinite(norm) and math.isfinite(totals["loss"]):
             for group in self.optimizer.param_groups:
@@ -235,6 +241,23 @@ class Trainer:
                 loss.backward()
         return sums
 
+    @torch.no_grad()
+    def _count_loads(self, groups: Sequence[tuple[list[Item], bool]]) -> None:
+        """Tell the load-balancing loss, if there is one, how many tokens of the step each expert gets (:mod:`stages.balance`)."""
+        if not isinstance(self.objective, balance.Balanced):
+            return
+        if self.ranks == 1 and len(groups) == 1 and getattr(self.objective, "noise", None) is None:  # noise has no part in f, however a step is cut
+            self.objective.know(None)
+            return
+        loads = None
+        for group, counted in groups:
+            batch = collate(group, self.device)
+            with products(self.config, self.device), self.objective.watch as watch:
+                sharding.run(self.model, lambda: hidden_states(self.model, batch, batch.src_N))
+            if counted:
+                loads = watch.loads[1] if loads is None else loads + watch.loads[1]
+        self.objective.know(sum(part.to(self.device) for part in ranks.gather(None if loads is None else loads.cpu()) if part is not None))
+
     def _clipped(self, most: float) -> float:
         """Norm of the gradient over all ranks, which is then cut to ``most``."""
         if self.root is None:
@@ -245,7 +268,9 @@ class Trainer:
         """Norm of the gradient that a step over ``items`` would take; nothing moves."""
         counts = self.objective.counts(items)
         self.optimizer.zero_grad(set_to_none=True)
-        for group, counted in self._micro_batches([i for i in items if not i.extra.get("skip_forward")] or items):
+        groups = self._micro_batches([i for i in items if not i.extra.get("skip_forward")] or items)
+        self._count_loads(groups)
+        for group, counted in groups:
             self.backward(group, counts, counted)
         norm = self._clipped(math.inf)
         self.optimizer.zero_grad(set_to_none=True)

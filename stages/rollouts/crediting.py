@@ -430,18 +430,15 @@ class Crediting:
         if self.controller.controller != "fixed":
             self.controller.update(self.drift(items) if self.row.kl_loss_coef and self.row.kl_target == "old" else self.last_kl, sum(len(i.responses) for i in items))
 
-    def start_from(self, prompts, drawn: list[list[Sample]]) -> list[tuple[dict, float, list[Sample]]]:
-        """Baselines of all prompts from scored completions before training (BASELINE table and v_star, ASTAR-PO stage 1), on the scale of the rewards that they are taken off:
-        (prompt, value, the completions behind it). Prompts without a completion that could be scored have none."""
-        found = []
-        for (prompt, _), group in zip(prompts, drawn):
-            rewards, _, kept = self._truncated(group, self._overlong(group, 0)[0], 0.0)
-            counted = np.isfinite(rewards) & (kept | self.config.truncated_in_stats)
-            if counted.any():
-                value = v_star(rewards[counted].tolist(), self.config.v_star_beta) if self.row.baseline == "v_star" else float(np.mean(rewards[counted].tolist()))
-                self.table[prompt["prompt_id"]] = value
-                found.append((prompt, value, [s for s, on in zip(group, counted) if on]))
-        return found
+    def baseline_of(self, group: list[Sample]) -> tuple[float, list[Sample]] | None:
+        """(value, the completions behind it) of a prompt's scored completions before training (BASELINE table and v_star, ASTAR-PO stage 1), on the scale of the rewards that it is
+        taken off; None where none could be scored."""
+        rewards, _, kept = self._truncated(group, self._overlong(group, 0)[0], 0.0)
+        counted = np.isfinite(rewards) & (kept | self.config.truncated_in_stats)
+        if not counted.any():
+            return None
+        value = v_star(rewards[counted].tolist(), self.config.v_star_beta) if self.row.baseline == "v_star" else float(np.mean(rewards[counted].tolist()))
+        return value, [s for s, on in zip(group, counted) if on]
 
     def state(self) -> dict:
         return {"baseline": self.baseline.state_dict(), "scale": self.scale.state_dict(), "controller": self.controller.state_dict(), "last_kl": self.last_kl, "table": self.table}

@@ -217,11 +217,16 @@ def difficulty_of(row: dict, curriculum: str) -> float:
 
 
 def verdicts_of(groups: Iterable[tuple[str, Sequence]]) -> dict[str, tuple[int, int]]:
-    """{row id: (samples with a verdict, right ones)} of the ``(row id, samples)`` where there is any; raises ValueError where rewards say of no sample
-    whether it is right, although they could score some."""
+    """:func:`verdict_counts` of the ``(row id, samples)``."""
+    return verdict_counts((row_id, [s.correct for s in samples], any(np.isfinite(s.total) for s in samples)) for row_id, samples in groups)
+
+
+def verdict_counts(groups: Iterable[tuple[str, Sequence[bool | None], bool]]) -> dict[str, tuple[int, int]]:
+    """{row id: (samples with a verdict, right ones)} of the ``(row id, verdicts, whether any could be scored)`` where there is a verdict; raises ValueError where rewards say of no
+    sample whether it is right, although they could score some."""
     groups = list(groups)
-    found = {row_id: (len(verdicts), sum(verdicts)) for row_id, samples in groups if (verdicts := [s.correct for s in samples if s.correct is not None])}
-    if not found and any(np.isfinite(s.total) for _, samples in groups for s in samples):
+    found = {row_id: (len(known), sum(known)) for row_id, verdicts, _ in groups if (known := [v for v in verdicts if v is not None])}
+    if not found and any(scored for *_, scored in groups):
         raise ValueError("curriculum=pass_at_k, curriculum=self_paced, difficulty_band and no_resampling_pass_rate need to know which completions are right; add a reward of kind verifier, code or "
                          "environment, or leave them out.")
     return found

@@ -18,7 +18,6 @@ from stages.rl_report import best_and_worst, rollout_samples, validation_rows
 from stages.rollouts.crediting import Scored
 from stages.rollouts.groups import Group
 from stages.rollouts.policy import PolicySampler
-from stages.rollouts.prompts import verdicts_on
 from stages.rubric_reward import score_rows, write_review
 from storage.schema import complete_row
 
@@ -121,10 +120,10 @@ class Records:
                 "drop_reason": None if ok else "difficulty"}))
         self._write("prompt_stats", rows)
 
-    def baselines(self, found: Iterable[tuple[dict, float, list[Sample]]]) -> None:
-        """``baselines/1``: (prompt, value, the completions behind it), all at once before training; ``extra_json.verdicts``: how many were judged, and how many of these were right."""
-        rows = [complete(prompt, "baselines/1", {"b": value, "n": len(samples), "policy_version": 0, "extra_json": json.dumps({"verdicts": verdicts_on(samples)})})
-                for prompt, value, samples in found]
+    def baselines(self, found: Iterable[tuple[dict, float, int, list[int]]]) -> None:
+        """``baselines/1``: (prompt, value, completions behind it, verdicts), all at once before training; ``extra_json.verdicts``: how many were judged, and how many of these were right."""
+        rows = [complete(prompt, "baselines/1", {"b": value, "n": n, "policy_version": 0, "extra_json": json.dumps({"verdicts": verdicts})})
+                for prompt, value, n, verdicts in found]
         writer = self.stage.writer("baselines", "baselines/1")
         writer.write(rows)
         writer.close({"prompts": len(rows)})

@@ -12,6 +12,7 @@ import torch
 from stages.alarms import WATCHED, alarms
 from stages.algorithms import RLPreset
 from stages.batching import Item, make_item
+from stages.blocks import in_blocks
 from stages.generation import score, warn_of_failures
 from stages.members import Members
 from stages.modeling import load_weights, move_towards, weights_digest, weights_file
@@ -23,7 +24,7 @@ from stages.rollouts.crediting import Crediting, trajectory_metrics
 from stages.rollouts.groups import Group, GroupSampler
 from stages.rollouts.metrics import rollout_metrics
 from stages.rollouts.policy import PolicySampler, agent_for, opponent_for
-from stages.rollouts.prompts import PromptOrder, counts_of, verdicts_of, verdicts_on
+from stages.rollouts.prompts import PromptOrder, counts_of, verdict_counts, verdicts_on
 from stages.rollouts.records import Records
 from stages.rollouts.replay import ReplayWindow, StoredGroups, full_group, plain_group
 from stages.rollouts.steps import StepRewards
@@ -312,8 +313,7 @@ class Rollouts:
             if self.stage.has("prompt_stats"):
                 counts = counts_of(prompts, self.stage.dataset("prompt_stats").iter_rows())
             else:
-                drawn = self.groups.of_every_prompt(prompts, "pass-at-k", self.config.passk_samples)
-                counts = verdicts_of((row["row_id"], group) for (row, _), group in zip(prompts, drawn))
+                counts = self._measured_pass_rates(prompts)
             counts = self.order.enough(counts)
             if 0 < len(counts) < len(prompts):
                 self.stage.warn("pass_rates_unknown", f"{len(prompts) - len(counts)} of {len(prompts)} prompts have too few completions that could be scored to "
@@ -324,6 +324,18 @@ class Rollouts:
                 self.stage.log(f"{len(self.order.prompts)} of {len(prompts)} prompts have a pass rate in difficulty_band={list(self.config.difficulty_band)}")
         if not self.warmed:
             self._warm_up_critic()
+
+    def _of_every_prompt(self, prompts, purpose: str, n: int, told, engine=None) -> list:
+        """``told(group)``, plain numbers, of n scored completions of every prompt, block by block (:mod:`stages.blocks`); rubric rewards, whose confidence is a mean over what is
+        scored at once, all at once."""
+        whole = any(c.kind == "rubric" for c in self.config.rewards)
+        block = len(prompts) if whole else max(1, 8 * self.config.generation_batch // n)
+        return in_blocks(self.stage, purpose, prompts, lambda part: [told(group) for group in self.groups.of_every_prompt(part, purpose, n, engine)], max(1, block), "prompts", together=True)
+
+    def _measured_pass_rates(self, prompts) -> dict[str, tuple[int, int]]:
+        """{row id: (samples with a verdict, right ones)} of ``passk_samples`` completions of every prompt by the starting policy."""
+        found = self._of_every_prompt(prompts, "pass-at-k", self.config.passk_samples, lambda group: [[s.correct for s in group], any(np.isfinite(s.total) for s in group)])
+        return verdict_counts((row["row_id"], verdicts, scored) for (row, _), (verdicts, scored) in zip(prompts, found))
 
     def _measure_baselines(self) -> None:
         """The baseline of every prompt: from the input ``baselines``, else from completions of the starting policy (v_star: of the reference). Prompts without one, and for v_star those
@@ -337,11 +349,15 @@ class Rollouts:
                                   "they are sampled before training.")
             judged = {prompt_id: json.loads(r["extra_json"] or "{}").get("verdicts") for prompt_id, r in rows.items()}  # that an rl stage wrote says them
         else:
-            drawn = self.groups.of_every_prompt(prompts, "baseline", self.config.baseline_samples, self._reference_engine() if v_star else None)
-            made = self.crediting.start_from(prompts, drawn)
+            def told(group):
+                made = self.crediting.baseline_of(group)
+                return [made and [made[0], len(made[1]), verdicts_on(made[1])], verdicts_on(group)]
+
+            found = self._of_every_prompt(prompts, "baseline", self.config.baseline_samples, told, self._reference_engine() if v_star else None)
+            made = [(row, *of_prompt) for (row, _), (of_prompt, _) in zip(prompts, found) if of_prompt]
             self.records.baselines(made)
-            known = {prompt["prompt_id"]: value for prompt, value, _ in made}
-            judged = {row["prompt_id"]: verdicts_on(group) for (row, _), group in zip(prompts, drawn)}
+            known = {row["prompt_id"]: value for row, value, *_ in made}
+            judged = {row["prompt_id"]: verdicts for (row, _), (_, verdicts) in zip(prompts, found)}
             if not known:
                 raise TrainingError(f"None of the completions behind baseline={self.row.baseline} could be scored. Mend the reward component, or give the input baselines.")
             if unknown := {row["row_id"] for row, _ in prompts if row["prompt_id"] not in known}:

@@ -347,6 +347,7 @@ def test_the_record_says_what_a_preset_filled_in():
     ({"beta": 0.0, "kl_is_weighted": True}, "beta=0.04"), ({"vine_samples": 3}, "vineppo"), ({"preset": "sppo", "epsilon": 0.1}, "options"), ({"preset": "copg", "whiten": True}, "pairs"),
     ({"preset": "topr", "loss_agg_mode": "token-mean"}, "no token term"), ({"early_stop_kl": 0.1}, "num_iterations=2"), ({"lr_schedule": "constant", "min_lr_ratio": 0.1}, "does not decay"),
     ({"lora_alpha": 32}, "lora_rank=16"), ({"preset": "trpo", "advantage": "group_mean", "truncation_policy": "score", "weight_decay": 0.1}, "max_kl"),
+    ({"preset": "trpo", "advantage": "group_mean", "truncation_policy": "score", "router_aux_loss_coef": 0.1}, "preset=ppo"),
     ({"preset": "p3o", "advantage": "group_mean"}, "pairs"), ({"preset": "copg", "zero_advantage": "mask"}, "group_mean"), ({"preset": "sppo", "zero_advantage": "mask"}, "group_mean"),
     ({"preset": "vapo", "truncation_policy": "mask", "truncated_in_stats": False}, "batch_mean"), ({"preset": "p3o", "truncation_policy": "mask", "truncated_in_stats": False}, "batch_mean"),
     ({"preset": "remax", "truncation_policy": "mask", "truncated_in_stats": False}, "batch_mean"), ({"engine_timeout_s": 5.0}, "engine=server"),

@@ -44,13 +44,13 @@ def test_a_greedy_completion_is_paid_as_the_others(rl, config, finish, expected)
 def test_baselines_of_the_starting_policy_are_paid_as_its_successors_answers(rl, config, expected):
     """BASELINE table, ASTAR-PO: mean reward, and beta log mean exp(r/beta), of what the completions would earn in training."""
     source = rl.source("table", {**PAID, "preset": "a_lol", **config})
-    prompt, group = source.order.prompts[0], completions(source, [(1.0, "eos"), (3.0, "length"), (float("nan"), "eos")]).samples
-    ((_, value, behind),) = source.crediting.start_from([prompt], [group])
-    assert value == pytest.approx(expected) == source.crediting.table[prompt[0]["prompt_id"]] and len(behind) == (1 if expected == 1.0 else 2)
+    group = completions(source, [(1.0, "eos"), (3.0, "length"), (float("nan"), "eos")]).samples
+    value, behind = source.crediting.baseline_of(group)
+    assert value == pytest.approx(expected) and len(behind) == (1 if expected == 1.0 else 2)
     if not config:
         star = rl.source("star", {**PAID, "preset": "astar_po", "truncation_policy": "zero"})
-        assert star.crediting.start_from([prompt], [group])[0][1] == pytest.approx(0.5 * np.log((np.exp(1 / 0.5) + 1) / 2))
-        assert star.crediting.start_from([prompt], [group[2:]]) == []
+        assert star.crediting.baseline_of(group)[0] == pytest.approx(0.5 * np.log((np.exp(1 / 0.5) + 1) / 2))
+        assert star.crediting.baseline_of(group[2:]) is None
 
 
 @pytest.mark.parametrize("config, says", [
