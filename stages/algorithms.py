@@ -205,7 +205,7 @@ RL_AXES = {"beta": "kl_loss_coef", "kl_estimator": "kl_loss_estimator", "kl_coef
 
 def _pays_steps(c) -> bool:
     """Whether a reward pays the reasoning steps of a completion."""
-    return any(one.step_credit != "none" and one.weight for one in c.rewards)
+    return any(one.step_credit != "none" and one.counts for one in c.rewards)
 
 
 def _aggregates(r: RLPreset, c) -> bool:

@@ -483,7 +483,9 @@ def resolve_preset(config: Config):
     if config.conditioning == "sampling" and (row.objective or row.advantage == "vine" or config.token_norm_scope == "group"):
         raise ValueError(f"conditioning=sampling trains the answers of a group behind different contexts, which {'token_norm_scope=group' if config.token_norm_scope == 'group' else config.preset} "
                          "does not allow; write conditioning=plain, or preset=grape")
-    by_steps = [c for c in config.rewards if c.step_credit != "none" and c.weight]
+    if any(c.at_least is not None for c in config.rewards):
+        refuse_constraints(row, config)
+    by_steps = [c for c in config.rewards if c.step_credit != "none" and c.counts]
     if by_steps:
         refuse_step_credit(by_steps[0], row, config)
     if row.advantage == "turn_returns" and not (config.environment or by_steps):
@@ -545,6 +547,24 @@ def resolve_preset(config: Config):
                         "k1 gives the reverse-KL gradient" if config.kl_reward_estimator == "full" else
                         f"kl_reward_estimator={config.kl_reward_estimator} in the reward gives a biased gradient; k1 gives the reverse-KL gradient")
     return row, warnings
+
+
+def refuse_constraints(row, config: Config) -> None:
+    """Refuse rewards with ``at_least`` where what is learned from is not R_1 + sum lambda_k R_k, or was earned under multipliers of another time (reward.constrained).
+
+    Raises:
+        ValueError: what to write instead.
+    """
+    held = [c for c in config.rewards if c.at_least is not None]
+    refused = {"nothing is maximised under the constraint, every reward that counts has at_least; add one without, for example {kind: verifier}": all(c.at_least is not None for c in config.rewards if c.counts),
+               f"advantage={row.advantage} reads the rewards of steps, which no multiplier weighs; write advantage=group_mean": row.advantage == "process",
+               f"baseline={row.read_baseline} is measured once, under the first multiplier; write baseline=moving_average or batch_mean": row.read_baseline in ("table", "v_star"),
+               f"replay_fraction={config.replay_fraction} pays older completions by older multipliers; write replay_fraction=0": config.replay_fraction > 0,
+               f"reward_override={config.reward_override} replaces what the components say; leave one of them out": config.reward_override != "none",
+               "multi_objective_aggregation=normalize_then_sum would multiply a normalised reward, whose mean is 0 in every group; write sum_then_normalize":
+                   config.multi_objective_aggregation == "normalize_then_sum"}
+    for text in (text for text, on in refused.items() if on):
+        raise ValueError(f"reward {held[0].name!r} has at_least={held[0].at_least:g}: {text}.")
 
 
 def refuse_step_credit(component: RewardComponent, row, config: Config) -> None:

@@ -19,7 +19,6 @@ ISSUE_METHODS = {
 #: Vectors that no function of the project computes, and why.
 UNMAPPED = {
     "sppo_pair_selection": "it names a loser of a prompt that is skipped; selection.best_vs_worst gives such a prompt no pair",
-    "constrained_lambda": "reward.constrained is only mentioned: weights of rewards are fixed in a run, none is a multiplier that follows a constraint",
 }
 
 
