@@ -361,7 +361,10 @@ RL_ALARMS_WATCH = {
     "kl_over_target": (lambda r, c: bool(r.target_kl) and r.kl_target == "ref" and (r.kl_loss_coef > 0 or r.kl_reward_coef > 0),
                        "there is no target for a KL to the reference; write target_kl=6.0 (with beta=0.04 or kl_coef=0.02)"),
     "over_optimisation": (lambda r, c: c.eval_prompts > 0 and c.eval_every > 0, "it compares passes over validation prompts; write eval_prompts=64 and eval_every=10"),
-    "harmful_critic": (lambda r, c: r.needs_critic, "there is no critic; write preset=ppo"),
+    **dict.fromkeys(("harmful_critic", "td_error_stays"), (lambda r, c: r.needs_critic, "there is no critic; write preset=ppo")),
+    "reward_model_drift": (lambda r, c: any(one.learned for one in c.rewards) and (c.reward_override == "none" and any(one.kind in ("verifier", "code", "constraints", "environment") for one in c.rewards)
+                                                                                  or sum(one.learned for one in c.rewards) > 1 and any(one.input == "gold" for one in c.rewards)),
+                           "no reward model is compared with fresh labels; add {name: verdict, kind: verifier, weight: 0} beside a reward of kind model, or {name: gold, kind: model, input: gold, weight: 0}"),
     **dict.fromkeys(("entropy_collapse", "entropy_explosion"), (lambda r, c: c.log_entropy or c.entropy_coef > 0, "the entropy is not measured; write log_entropy=true")),
     "format_invalid": (lambda r, c: any(one.kind == "format" for one in c.rewards), "no reward says whether a completion has its form; add {kind: format, weight: 0}"),
     "dead_groups": (lambda r, c: r.compares, "no completions of a group are compared; write preset=grpo"),

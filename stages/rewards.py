@@ -49,7 +49,7 @@ OF_KINDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("milestones", "milestone_normalise"), ("milestones",)), **dict.fromkeys(("step_weights", "step_events"), ("step_weighted",)),
     **dict.fromkeys(("files", "scope", "source"), ("python",)), "timeout_s": (*_RIGHT, *_ASKED, "code", "python", "regex", "remote"), "memory_mib": (*_RIGHT, "code", "python", "regex")}
 #: Names that are measured of every component, so that a function of one's own cannot call a metric so.
-MEASURED = ("std", "unscorable_fraction", "length_correlation", "disagreement", "confidence", "without", "multiplier", "shortfall", "accuracy")
+MEASURED = ("std", "unscorable_fraction", "length_correlation", "disagreement", "confidence", "without", "multiplier", "shortfall", "pair_accuracy")
 #: Inputs of every stage that scores with reward components; each is needed by the kinds it names.
 REWARD_INPUTS = {
     "gold": InputSpec("model", required=False, doc="A second reward model, for components with kind=model and input=gold: a held-out judge beside the one that is optimised."),
@@ -287,6 +287,11 @@ class RewardComponent(StageConfig):
     def counts(self) -> bool:
         """Whether its value may enter the total; one of weight 0 is only watched, unless its weight is a multiplier (``at_least``)."""
         return bool(self.weight) or self.at_least is not None
+
+    @property
+    def learned(self) -> bool:
+        """Whether a model scores whole answers, which can be right or wrong about which of two is better."""
+        return self.kind in (*_SCORED, "remote") and self.step_credit == "none"
 
     @property
     def cut_reward(self) -> float:

@@ -32,7 +32,8 @@ Preset = Literal["reinforce", "remax", "reinforce_pp", "rloo", "grpo", "grpo_pro
                  "offline_is", "p3o", "copg", "mdpo", "astar_po", "oreo", "sppo", "online_ipo", "nash_md"]
 AlarmName = Literal["unscorable_rewards", "reward_collapse", "kl_over_target", "entropy_collapse", "entropy_explosion", "clip_fraction_high", "ratio_off",
                     "dead_groups",
-                    "completions_truncated", "cut_completions_earn_more", "length_growth", "repetition", "special_characters", "format_invalid", "harmful_critic", "over_optimisation", "engine_mismatch"]
+                    "completions_truncated", "cut_completions_earn_more", "length_growth", "repetition", "special_characters", "format_invalid", "harmful_critic", "td_error_stays",
+                    "reward_model_drift", "over_optimisation", "engine_mismatch"]
 
 
 class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):

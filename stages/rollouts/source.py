@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from stages.alarms import WATCHED, alarms
+from stages.alarms import WATCHED, alarms, watched
 from stages.algorithms import RLPreset
 from stages.batching import Item, make_item
 from stages.estimators import Multipliers
@@ -153,7 +153,7 @@ class Rollouts:
         """Take note of a step's metrics, and warn of the alarms that are on now (each once)."""
         # a group of equal rewards is dead only where its completions are compared, and an outcome is only watched where steps are paid
         off = {"reward/frac_zero_std": not self.row.compares, "reward/unscorable_fraction": self.steps is not None}
-        self.history.append({name: values[name] for name in WATCHED if name in values and not off.get(name)})
+        self.history.append({name: value for name, value in values.items() if watched(name) and not off.get(name)})
         target = self.row.target_kl if self.row.kl_target == "ref" and (self.row.kl_loss_coef or self.row.kl_reward_coef) else None
         for name, text in alarms(self.history, target, self.config.kl_unit).items():
             if name == "unscorable_rewards" and name not in (w["code"] for w in self.stage.warnings):
