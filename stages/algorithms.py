@@ -271,6 +271,7 @@ RL_READ_WHEN = (
     (("token_norm_scope",), lambda r, c: r.aggregation == "token-mean", "it is the scope of a mean over tokens; write loss_agg_mode=token-mean"),
     (("seq_denominator",), lambda r, c: (r.objective and r.unit == "sequences") or (_aggregates(r, c) and r.aggregation != "token-mean"),
      "nothing is averaged over sequences; write loss_agg_mode=seq-mean-token-mean"),
+    (("minibatch_unit",), lambda r, c: c.num_minibatches > 1, "every pass over a batch of completions is one step; write num_minibatches=4"),
     (("early_stop_kl",), lambda r, c: r.num_iterations * c.num_minibatches > 1, "each batch of completions is used for one step; write num_iterations=2 or num_minibatches=2"),
     # KL
     (("kl_estimator", "kl_direction", "kl_target", "kl_is_weighted"), lambda r, c: r.kl_loss_coef > 0, "there is no KL in the loss (beta=0); write beta=0.04"),

@@ -47,7 +47,9 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
     prompts_per_step: int = Field(16, ge=1, description="Prompts per rollout batch.")
     num_generations: int = Field(8, ge=1, description="Completions per prompt, G (TRL 8; DeepSeekMath 64).")
     num_iterations: int | None = Field(None, ge=1, title="Num iterations", description="Passes over each rollout batch (mu).")
-    num_minibatches: int = Field(1, ge=1, description="Optimizer steps per pass over a rollout batch, cut by prompt.")
+    num_minibatches: int = Field(1, ge=1, description="Optimizer steps per pass over a rollout batch.")
+    minibatch_unit: Literal["prompt", "sequence", "token"] = Field(
+        "prompt", description="num_minibatches deals out whole groups, completions, or single tokens, each behind its own context (OFFPOL-LOOP; token needs a mean over tokens).")
     early_stop_kl: float | None = Field(
         None, gt=0, title="Early-stop KL", description="Sample again once KL(old||new) of the next minibatch passes 1.5 times this (nats per token).")
 
@@ -395,9 +397,11 @@ def resolve_preset(config: Config):
     updates = row.num_iterations * config.num_minibatches
     warnings = validate_rl(row, config.num_generations, updates_per_generation=updates, max_staleness=config.max_staleness,
                            async_rollouts=config.async_rollouts, allow_double_kl=config.allow_double_kl, loss_scale_factor=config.loss_scale_factor)
-    if config.num_minibatches > config.prompts_per_step:
-        raise ValueError(f"num_minibatches={config.num_minibatches} cuts {config.prompts_per_step} prompts into empty steps; write "
-                         f"num_minibatches <= prompts_per_step.")
+    units = {"prompt": config.prompts_per_step, "sequence": config.prompts_per_step * config.num_generations}.get(config.minibatch_unit)
+    if units is not None and config.num_minibatches > units:
+        raise ValueError(f"num_minibatches={config.num_minibatches} cuts {units} {config.minibatch_unit}s into empty steps; write num_minibatches <= {units}.")
+    if config.minibatch_unit != "prompt":
+        refuse_parts(row, config)
     if (config.reward_norm != "none" or config.reward_clip) and (config.environment or row.advantage in ("process", "win_rate", "vine")):
         raise ValueError(f"reward_norm and reward_clip change the reward of whole completions, which {'turns' if config.environment else f'advantage={row.advantage}'} "
                          "do not read; leave them out, or normalise the component (kind=model, normalise=batch).")
@@ -530,7 +534,7 @@ def resolve_preset(config: Config):
         warnings.append(f"preset={config.preset} adds the NLL of right completions, and no reward says which are right, so it is 0; add {{name: verdict, kind: verifier, weight: 0}} to rewards")
     if config.reward_norm.startswith("whiten") and row.scale != "none":
         warnings.append(f"reward_norm={config.reward_norm} on top of scale_rewards={row.scale}: the second cancels the first's scale, write reward_norm=none")
-    if config.prompts_per_step % config.num_minibatches:
+    if config.minibatch_unit == "prompt" and config.prompts_per_step % config.num_minibatches:
         fits = [n for n in range(1, config.prompts_per_step + 1) if config.prompts_per_step % n == 0]
         warnings.append(f"num_minibatches={config.num_minibatches} cuts prompts_per_step={config.prompts_per_step} into steps of different size "
                         f"({config.prompts_per_step // config.num_minibatches} and {config.prompts_per_step // config.num_minibatches + 1} prompts), and a prompt in a smaller step "
@@ -548,6 +552,26 @@ def resolve_preset(config: Config):
                         "k1 gives the reverse-KL gradient" if config.kl_reward_estimator == "full" else
                         f"kl_reward_estimator={config.kl_reward_estimator} in the reward gives a biased gradient; k1 gives the reverse-KL gradient")
     return row, warnings
+
+
+def refuse_parts(row, config: Config) -> None:
+    """Refuse ``minibatch_unit`` sequence or token where the loss needs what would be in another step (OFFPOL-LOOP).
+
+    Raises:
+        ValueError: what to write instead.
+    """
+    refused = {f"the loss of preset={config.preset} compares two completions of a prompt; write minibatch_unit=prompt": row.unit == "pairs",
+               "token_norm_scope=group divides by the tokens of a whole group; write token_norm_scope=batch": row.aggregation == "token-mean" and config.token_norm_scope == "group",
+               "seq_denominator=all counts completions that are in no step; write seq_denominator=nonempty": config.seq_denominator == "all"}
+    if config.minibatch_unit == "token":
+        refused |= {f"the loss of preset={config.preset} reads whole completions; write minibatch_unit=sequence": bool(row.objective),
+                    f"loss_agg_mode={row.aggregation} weighs completions, of which a step sees some tokens; write loss_agg_mode=token-mean": not row.objective and row.aggregation != "token-mean",
+                    f"ratio_level={row.ratio_level} is a ratio of whole completions; write ratio_level=token": row.ratio_level != "token",
+                    "surrogate=vespo weighs whole completions; write surrogate=clip": row.surrogate == "vespo",
+                    "off_policy_mask_threshold looks at whole completions; leave it out": config.off_policy_mask_threshold is not None,
+                    "critic_target=bandit learns at the first token of each completion; write critic_target=lambda_return": row.needs_critic and row.critic_target == "bandit"}
+    for text in (text for text, on in refused.items() if on):
+        raise ValueError(f"minibatch_unit={config.minibatch_unit}: {text}.")
 
 
 def refuse_constraints(row, config: Config) -> None:

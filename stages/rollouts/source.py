@@ -23,6 +23,7 @@ from stages.rollouts.comparisons import NOTHING_COUNTED, check_company, check_co
 from stages.rollouts.crediting import Crediting, trajectory_metrics
 from stages.rollouts.groups import Group, GroupSampler
 from stages.rollouts.metrics import rollout_metrics
+from stages.rollouts.minibatches import minibatch
 from stages.rollouts.policy import PolicySampler, agent_for, opponent_for
 from stages.rollouts.prompts import PromptOrder, counts_of, verdicts_of, verdicts_on
 from stages.rollouts.records import Records
@@ -121,9 +122,8 @@ class Rollouts:
         n = self.config.num_minibatches
         if n == 1:
             return self.batch
-        epoch, minibatch = divmod(self.inner, n)
-        order = self.stage.rng("minibatches", self.iteration, epoch).permutation(len(self.batch))
-        return [self.batch[i] for i in order[minibatch::n]]
+        epoch, part = divmod(self.inner, n)
+        return minibatch(self.batch, self.config.minibatch_unit, n, part, self.stage.rng("minibatches", self.iteration, epoch))
 
     def after_step(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         first = self.inner == 0

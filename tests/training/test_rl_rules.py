@@ -1,7 +1,6 @@
 """Rules of the RL stage that formulas do not show: which coefficient a controller moves, what an empty step leaves alone, what settings refuse each other."""
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import get_args
 
