@@ -113,7 +113,8 @@ def credit_metrics(batch: Batch, credit: Credit, trained_B, kl_reward_coef: floa
     if kl_coef:
         out["kl/coef"] = kl_coef
     if batch.values_BT is not None:
-        out |= {"critic/explained_variance": explained_variance(batch.values_BT, credit.returns_BT, on)}
+        explained = explained_variance(batch.values_BT, credit.returns_BT, on)
+        out |= {} if explained is None else {"critic/explained_variance": explained}
         if on.any():
             delta = td_errors(credit.token_rewards_BT, batch.values_BT, batch.mask_BT, batch.bootstrap_B, gamma)
             out |= {"critic/td_error": float(np.abs(delta[on]).mean()), "critic/value_mean_old": float(batch.values_BT[on].mean()), "critic/return_mean_old": float(credit.returns_BT[on].mean())}
