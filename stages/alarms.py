@@ -55,6 +55,26 @@ def _collapsed(h: History) -> bool:
     return now < fmean(before) - 3 * pstdev(before) and pstdev(before) > 0
 
 
+def _drifted(h: History) -> bool:
+    """A reward model's pairwise accuracy on the policy's own answers is more than 5 points below what it was (F.2), and by more than two standard errors of the two means."""
+    for name in sorted({name for row in h.rows for name in row if accuracy_of(name)}):
+        found = h.values(name)
+        n = min(20, max(5, len(found) // 4))
+        if len(found) < 20:
+            continue
+        before, now = found[:n], found[-n:]
+        noise = ((pstdev(before) ** 2 + pstdev(now) ** 2) / n) ** 0.5
+        if fmean(before) - fmean(now) > max(0.05, 2 * noise):
+            return True
+    return False
+
+
+def _td_error_stays(h: History) -> bool:
+    """The critic's mean |TD error| is no smaller than at the start after 20 batches, while its values explain less than half of the returns: with a better policy the error of a critic that
+    explains them may grow (F.2, VALUE)."""
+    return len(h.values("critic/td_error")) >= 20 and h.level("critic/td_error") >= h.start("critic/td_error") and not h.above("critic/explained_variance", 0.5)
+
+
 def _overoptimised(h: History) -> bool:
     """The held-out reward, or the held-out share of right answers, stayed below its maximum for three passes in a row while the training reward did not
     fall (``eval.over_optimisation``), and the policy moved away from its reference. Of the reward, a fall counts from a quarter of the training
@@ -136,6 +156,14 @@ ALARMS: dict[str, Alarm] = {
     "harmful_critic": Alarm(
         lambda h: len(h.values("critic/explained_variance")) >= 10 and h.level("critic/explained_variance") < 0.0,
         "The critic's values explain less than no critic would. Raise critic_learning_rate or critic_warmup_steps, or use a preset without critic."),
+    "td_error_stays": Alarm(
+        _td_error_stays,
+        "The critic's TD error does not shrink, and its values explain less than half of the returns: advantages are mostly noise. Raise critic_learning_rate or critic_warmup_steps, start it from the "
+        "reward model (critic_init=reward_model), or use a preset without critic."),
+    "reward_model_drift": Alarm(
+        _drifted,
+        "A reward model tells the policy's better answers from its worse ones less often than at the start, by more than 5 points (reward/NAME/pair_accuracy): the policy has left what it was trained on. "
+        "Train it again on answers of the policy (reward_model with the input previous; recipe iterated_rlhf), raise kl_coef or beta, or use an ensemble of reward models."),
     "over_optimisation": Alarm(
         _overoptimised,
         "The training reward holds while the held-out reward or the share of right held-out answers has fallen: the policy learns the reward's "
@@ -153,9 +181,19 @@ def alarms(rows: Sequence[dict], target_kl: float | None = None, kl_unit: str = 
     return {name: alarm.text for name, alarm in ALARMS.items() if alarm.when(history)}
 
 
-#: The metrics that alarms read: all that a run has to remember of its past.
+#: The metrics that alarms read, beside the accuracies of reward models: all that a run has to remember of its past.
 WATCHED = ("step", "reward/mean", "validation/reward/mean", "validation/train/correct", "reward/unscorable_fraction", "reward/frac_zero_std",
            "kl/sequence_sum", "kl/sequence_mean", "kl/token_mean", "entropy", "policy/outside_range",
            "policy/ratio", "policy/ess_fraction", "completions/clipped_ratio", "reward/cut_gain", "completions/mean_length", "completions/repetition", "completions/special_characters",
            "completions/format_valid",
-           "critic/explained_variance", "sampling/logp_difference/mean")
+           "critic/explained_variance", "critic/td_error", "sampling/logp_difference/mean")
+
+
+def accuracy_of(name: str) -> bool:
+    """Whether a metric is the accuracy of a reward model on training completions, ``reward/NAME/pair_accuracy``."""
+    return name.startswith("reward/") and name.endswith("/pair_accuracy") and name.count("/") > 1
+
+
+def watched(name: str) -> bool:
+    """Whether an alarm reads a metric."""
+    return name in WATCHED or accuracy_of(name)

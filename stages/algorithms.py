@@ -205,7 +205,7 @@ RL_AXES = {"beta": "kl_loss_coef", "kl_estimator": "kl_loss_estimator", "kl_coef
 
 def _pays_steps(c) -> bool:
     """Whether a reward pays the reasoning steps of a completion."""
-    return any(one.step_credit != "none" and one.weight for one in c.rewards)
+    return any(one.step_credit != "none" and one.counts for one in c.rewards)
 
 
 def _aggregates(r: RLPreset, c) -> bool:
@@ -271,6 +271,7 @@ RL_READ_WHEN = (
     (("token_norm_scope",), lambda r, c: r.aggregation == "token-mean", "it is the scope of a mean over tokens; write loss_agg_mode=token-mean"),
     (("seq_denominator",), lambda r, c: (r.objective and r.unit == "sequences") or (_aggregates(r, c) and r.aggregation != "token-mean"),
      "nothing is averaged over sequences; write loss_agg_mode=seq-mean-token-mean"),
+    (("minibatch_unit",), lambda r, c: c.num_minibatches > 1, "every pass over a batch of completions is one step; write num_minibatches=4"),
     (("early_stop_kl",), lambda r, c: r.num_iterations * c.num_minibatches > 1, "each batch of completions is used for one step; write num_iterations=2 or num_minibatches=2"),
     # KL
     (("kl_estimator", "kl_direction", "kl_target", "kl_is_weighted"), lambda r, c: r.kl_loss_coef > 0, "there is no KL in the loss (beta=0); write beta=0.04"),
@@ -362,7 +363,10 @@ RL_ALARMS_WATCH = {
     "kl_over_target": (lambda r, c: bool(r.target_kl) and r.kl_target == "ref" and (r.kl_loss_coef > 0 or r.kl_reward_coef > 0),
                        "there is no target for a KL to the reference; write target_kl=6.0 (with beta=0.04 or kl_coef=0.02)"),
     "over_optimisation": (lambda r, c: c.eval_prompts > 0 and c.eval_every > 0, "it compares passes over validation prompts; write eval_prompts=64 and eval_every=10"),
-    "harmful_critic": (lambda r, c: r.needs_critic, "there is no critic; write preset=ppo"),
+    **dict.fromkeys(("harmful_critic", "td_error_stays"), (lambda r, c: r.needs_critic, "there is no critic; write preset=ppo")),
+    "reward_model_drift": (lambda r, c: any(one.learned for one in c.rewards) and (c.reward_override == "none" and any(one.kind in ("verifier", "code", "constraints", "environment") for one in c.rewards)
+                                                                                  or sum(one.learned for one in c.rewards) > 1 and any(one.input == "gold" for one in c.rewards)),
+                           "no reward model is compared with fresh labels; add {name: verdict, kind: verifier, weight: 0} beside a reward of kind model, or {name: gold, kind: model, input: gold, weight: 0}"),
     **dict.fromkeys(("entropy_collapse", "entropy_explosion"), (lambda r, c: c.log_entropy or c.entropy_coef > 0, "the entropy is not measured; write log_entropy=true")),
     "format_invalid": (lambda r, c: any(one.kind == "format" for one in c.rewards), "no reward says whether a completion has its form; add {kind: format, weight: 0}"),
     "dead_groups": (lambda r, c: r.compares, "no completions of a group are compared; write preset=grpo"),

@@ -227,8 +227,8 @@ def assign(row, batch: Batch, kl_coef: float, advantage_clip: float | None = Non
     return Credit(advantages, returns, rewards, tokens, informative & batch.kept_B, raw)
 
 
-def explained_variance(values_BT, returns_BT, mask_BT) -> float:
-    """1 - Var(returns - values) / Var(returns) over the mask; 0 for constant returns (ACTOR-CRITIC)."""
+def explained_variance(values_BT, returns_BT, mask_BT) -> float | None:
+    """1 - Var(returns - values) / Var(returns) over the mask; None for constant returns, of which there is nothing to explain (ACTOR-CRITIC, ops.monitor)."""
     values, returns = np.asarray(values_BT)[mask_BT], np.asarray(returns_BT)[mask_BT]
     spread = returns.var() if returns.size else 0.0
-    return float(1.0 - (returns - values).var() / spread) if spread > 1e-12 else 0.0
+    return float(1.0 - (returns - values).var() / spread) if spread > 1e-12 else None

@@ -380,6 +380,33 @@ class MovingAverageBaseline:
         self.decay, self.value = state["decay"], state["value"]
 
 
+def moved_multiplier(multiplier: float, mean: float, at_least: float, step: float) -> float:
+    """lambda <- max(0, lambda + step (c - mean R)): the multiplier of the constraint E[R] >= c after one batch (reward.constrained)."""
+    return max(0.0, multiplier + step * (at_least - mean))
+
+
+class Multipliers:
+    """Lagrange multipliers of constraints E[R_k] >= c_k on rewards, by name; the reward is then R_1 + sum lambda_k R_k (reward.constrained). Their values belong in the checkpoint.
+
+    bounds: {name: (first multiplier, c, step)}.
+    """
+
+    def __init__(self, bounds: dict[str, tuple[float, float, float]]):
+        self.bounds, self.values = bounds, {name: float(first) for name, (first, _, _) in bounds.items()}
+
+    def update(self, name: str, mean: float) -> float:
+        """Move one multiplier by its component's mean over a batch and return how far that falls short of c (negative: it is met)."""
+        _, at_least, step = self.bounds[name]
+        self.values[name] = moved_multiplier(self.values[name], mean, at_least, step)
+        return at_least - mean
+
+    def state(self) -> dict:
+        return dict(self.values)
+
+    def restore(self, state: dict) -> None:
+        self.values = dict(state)
+
+
 def table_baseline(prompt_ids, table: dict):
     """Baseline [B] looked up by prompt id; a missing id is an error that names it (BASELINE)."""
     missing = sorted({p for p in prompt_ids if p not in table})

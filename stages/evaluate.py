@@ -32,7 +32,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from stages.evaluation.asked import AskedJudge, MTBench
-from stages.rewards import ANOTHERS, NOT_ASKED, REWARD_INPUTS, RewardComponent
+from stages.rewards import ANOTHERS, NOT_ASKED, REWARD_INPUTS, FixedComponent, RewardComponent
 from stages.settings import PROMPT_TEMPLATE, AgentConfig, BenchmarkConfig, ChatConfig, PromptTemplate, SamplingConfig, refuse_unread
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
@@ -46,7 +46,7 @@ class Config(SamplingConfig, AgentConfig, BenchmarkConfig, ChatConfig):
     limit: int | None = Field(None, ge=1, title="Limit", description="Prompts (and pairs, and texts) used at most, the first ones of the split; empty = all.")
     num_samples: int = Field(4, ge=0, description="Sampled answers per prompt, k of avg@k and pass@k (section D.0); 0 = greedy only.")
     greedy: bool = Field(True, description="Also one greedy answer per prompt (temperature 0).")
-    rewards: list[RewardComponent] = Field(
+    rewards: list[FixedComponent] = Field(
         default_factory=lambda: [RewardComponent(name="verifier", kind="verifier")],
         description="Graders of answers; the verifier's verdict is `accuracy`. Prompts without a checkable answer stay ungraded.")
     max_prompt_length: int = Field(1024, ge=1, description="Prompt tokens at most; longer prompts are left out and counted.")

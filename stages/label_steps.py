@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from stages.rewards import RewardComponent
+from stages.rewards import FixedComponent, RewardComponent
 from stages.settings import ChatConfig, SamplingConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
@@ -21,7 +21,7 @@ class Config(SamplingConfig, ChatConfig):
     rollouts: int = Field(8, ge=1, description="Completions sampled from each step (Math-Shepherd 8).")
     separator: str = Field("\n\n", min_length=1, description="Text between the steps of a solution.")
     max_steps_per_solution: int = Field(32, ge=1, description="Steps labelled at most; the rest of a longer solution is left out.")
-    rewards: list[RewardComponent] = Field(default_factory=lambda: [RewardComponent(name="verifier", kind="verifier")],
+    rewards: list[FixedComponent] = Field(default_factory=lambda: [RewardComponent(name="verifier", kind="verifier")],
                                            description="The checker of final answers; its verdict counts.")
     active: Literal["none", "convincing_wrong", "uncertain"] = Field(
         "none", description="Which solutions: all, wrong ones that the reward model likes best (Lightman), or those it scores nearest to 0.5 (rm.active).")

@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from stages.rewards import REWARD_INPUTS, RewardComponent
+from stages.rewards import REWARD_INPUTS, FixedComponent, RewardComponent
 from stages.settings import PROMPT_TEMPLATE, ChatConfig, PromptTemplate, ReadWhen, SamplingConfig, refuse_unread, refuse_unread_in
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
@@ -36,7 +36,7 @@ class Config(SamplingConfig, ChatConfig):
     num_generations: int = Field(16, ge=1, description="Completions per prompt, N (texts 10-30; ours 16).")
     min_generations: int | None = Field(None, ge=1, title="Min generations", description="Completions per prompt are drawn, prompt by prompt, between this and num_generations (InstructGPT "
                                         "ranks 4 to 9 answers); empty: num_generations of each.")
-    rewards: list[RewardComponent] = Field(default_factory=lambda: [RewardComponent(name="verifier", kind="verifier")],
+    rewards: list[FixedComponent] = Field(default_factory=lambda: [RewardComponent(name="verifier", kind="verifier")],
                                            description="Named, weighted reward components.")
     rescore: bool = Field(False, description="candidates: score them with these rewards instead of keeping the rewards that they came with.")
     rescore_best: int | None = Field(None, ge=1, title="Rescore best", description="rescore: of each prompt only so many candidates, the best by the rewards that they came with; empty: all.")

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from stages.rewards import RewardComponent
+from stages.rewards import FixedComponent, RewardComponent
 from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
 
 class Config(StageConfig):
-    rewards: list[RewardComponent] = Field(default_factory=lambda: [RewardComponent(kind="rubric")],
+    rewards: list[FixedComponent] = Field(default_factory=lambda: [RewardComponent(kind="rubric")],
                                            description="As in the run that made the data: one component of kind rubric, scored anew, and others, whose "
                                                        "stored values count.")
     block: int = Field(256, ge=1, description="Answers scored as one resumable unit.")

@@ -18,9 +18,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from stages.environments import GOAL
 from stages.spec import InputSpec, StageConfig
@@ -49,7 +49,7 @@ OF_KINDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("milestones", "milestone_normalise"), ("milestones",)), **dict.fromkeys(("step_weights", "step_events"), ("step_weighted",)),
     **dict.fromkeys(("files", "scope", "source"), ("python",)), "timeout_s": (*_RIGHT, *_ASKED, "code", "python", "regex", "remote"), "memory_mib": (*_RIGHT, "code", "python", "regex")}
 #: Names that are measured of every component, so that a function of one's own cannot call a metric so.
-MEASURED = ("std", "unscorable_fraction", "length_correlation", "disagreement", "confidence", "without")
+MEASURED = ("std", "unscorable_fraction", "length_correlation", "disagreement", "confidence", "without", "multiplier", "shortfall", "pair_accuracy")
 #: Inputs of every stage that scores with reward components; each is needed by the kinds it names.
 REWARD_INPUTS = {
     "gold": InputSpec("model", required=False, doc="A second reward model, for components with kind=model and input=gold: a held-out judge beside the one that is optimised."),
@@ -80,6 +80,9 @@ class RewardComponent(StageConfig):
     weight: float = Field(1.0, description="Factor in the total; unset: 0.1 for format and language (reward.composite), 1 for the others.")
     domains: list[str] = Field(default_factory=list, description="Only prompts whose column domain is one of these are scored, and the others do without it (reward.domain_route); empty: all. "
                                                                  "A prompt with reward_route is scored by the kinds and names listed there only.")
+    at_least: float | None = Field(None, title="At least", description="rl: hold the mean of this component at or above so much, and raise the others under that constraint (reward.constrained): its "
+                                   "factor is a Lagrange multiplier, max(0, multiplier + multiplier_step (at_least - mean)) after every batch, which starts at weight (unset: 0).")
+    multiplier_step: float = Field(0.1, gt=0, description="at_least: how far the multiplier moves per batch and unit that the mean falls short by (0.1 is ours).")
     from_step: int = Field(0, ge=0, description="rl: optimizer step from which on the component counts; before, it is scored and stored only (Kimi k1.5 "
                                                 "adds its length reward late).")
     on_missing: Literal["invalidate", "skip", "renormalise"] | None = Field(
@@ -188,7 +191,7 @@ class RewardComponent(StageConfig):
         if isinstance(values, dict) and "name" not in values and "kind" in values:
             values = {**values, "name": values["kind"]}
         if isinstance(values, dict):
-            values = ({"timeout_s": 60.0} if values.get("kind") == "remote" else {}) | ({"weight": 0.1} if values.get("kind") in ("format", "language") else {}) | ({"view": "answer_only"} if values.get("kind") in VERIFYING else {}) | values
+            values = ({"timeout_s": 60.0} if values.get("kind") == "remote" else {}) | ({"weight": 0.1} if values.get("kind") in ("format", "language") else {}) | ({"view": "answer_only"} if values.get("kind") in VERIFYING else {}) | ({"weight": 0.0} if values.get("at_least") is not None else {}) | values
         if isinstance(values, dict) and str(values.get("source", "")).endswith(".py") and "\n" not in values["source"]:
             try:  # the text itself becomes the setting: another function is another stage
                 values = {**values, "source": Path(values["source"]).read_text("utf-8")}
@@ -249,6 +252,15 @@ class RewardComponent(StageConfig):
                 if getattr(self, name) != plain:
                     raise ValueError(f"reward {self.name!r}: step_credit={self.step_credit} pays the steps of the whole text by the model's probabilities, which {name}={getattr(self, name)} does not "
                                      f"go with; leave {name} out, or write step_credit=none")
+        if self.at_least is None and self.multiplier_step != type(self).model_fields["multiplier_step"].default:
+            raise ValueError(f"reward {self.name!r}: multiplier_step moves the multiplier of a constraint; write at_least=NUMBER, or leave it out")
+        if self.at_least is not None:
+            refused = {f"weight={self.weight:g} is where its multiplier starts, which is never below 0; write weight: 0": self.weight < 0,
+                       f"tier={self.tier} counts for some answers only; leave tier out": bool(self.tier), "blend=true fixes its weight; leave blend out": self.blend,
+                       f"from_step={self.from_step} would let the multiplier grow before it counts; leave from_step out": self.from_step > 0,
+                       "normalise=batch makes its mean 0 in every batch; leave normalise out": self.normalise != "none"}
+            for text in (text for text, on in refused.items() if on):
+                raise ValueError(f"reward {self.name!r}: at_least={self.at_least:g} holds its mean by a multiplier, and {text}")
         if self.symbolic and self.verifier not in ("auto", "math"):
             raise ValueError(f"reward {self.name!r}: symbolic is for the verifier math; verifier={self.verifier} compares no formulas, write verifier=math (or auto), or leave symbolic out")
         if self.scope == "group" and self.tier not in ("", "rule"):
@@ -272,9 +284,29 @@ class RewardComponent(StageConfig):
         return self.on_missing or ("invalidate" if self.kind in PRIMARY else "skip")
 
     @property
+    def counts(self) -> bool:
+        """Whether its value may enter the total; one of weight 0 is only watched, unless its weight is a multiplier (``at_least``)."""
+        return bool(self.weight) or self.at_least is not None
+
+    @property
+    def learned(self) -> bool:
+        """Whether a model scores whole answers, which can be right or wrong about which of two is better."""
+        return self.kind in (*_SCORED, "remote") and self.step_credit == "none"
+
+    @property
     def cut_reward(self) -> float:
         """What a model says of a cut response, which it never sees (reward.truncation)."""
         return self.no_eos_reward if self.no_eos_reward is not None else 0.0 if self.squash == "sigmoid" else -1.0
+
+
+def _fixed(component: RewardComponent) -> RewardComponent:
+    if component.at_least is not None:
+        raise ValueError(f"reward {component.name!r}: at_least moves a multiplier from batch to batch of training, which the stage rl has alone; write a weight instead")
+    return component
+
+
+#: A component of stages that do not train on what it says.
+FixedComponent = Annotated[RewardComponent, AfterValidator(_fixed)]
 
 
 @dataclass(frozen=True)
@@ -519,6 +551,7 @@ class Rewards:
     def __init__(self, components: list[RewardComponent], scorers: dict, renderer):
         self.components, self.scorers, self.renderer = components, scorers, renderer
         self.step: int | None = None  # optimizer step that ``from_step`` is compared with; None: every component counts
+        self.multipliers: dict[str, float] = {}  # in the place of the weights of components with ``at_least``; empty: what they start at
 
     def score(self, rows: Sequence[dict]) -> list[Scored]:
         """One `Scored` per row, in order; an error inside a component becomes an unscorable part with the error's text."""
@@ -589,7 +622,7 @@ class Rewards:
     def check_company(self, answers: int, write: str) -> None:
         """Refuse paid components that compare, where prompts get fewer than two answers; ValueError says what to ``write``."""
         for component in self.components:
-            if answers < 2 and component.weight and self.compares(component):
+            if answers < 2 and component.counts and self.compares(component):
                 raise ValueError(f"reward {component.name!r} ({component.kind}) compares an answer with the others to its prompt, and there are none; {write}, or take a reward that scores answers one by one.")
 
     def without(self, names: Collection[str]) -> "Rewards":
@@ -624,7 +657,7 @@ class Rewards:
             if scored.correct is None and verdict.correct is not None:
                 scored.correct, scored.extracted = verdict.correct, verdict.extracted
         parts = dict(scored.parts)
-        skipped = lambda c: scored.reasons.get(c.name) == ANOTHERS or (scored.reasons.get(c.name) == ALONE and not c.weight)
+        skipped = lambda c: scored.reasons.get(c.name) == ANOTHERS or (scored.reasons.get(c.name) == ALONE and not c.counts)
         policies = {c.name: "skip" if skipped(c) else c.missing_policy for c in self.components}
         router = sorted((c for c in self.components if c.tier), key=lambda c: TIERS.index(c.tier))
         decided = next((c for c in router if settles(c, verdicts[c.name])), None)
@@ -649,7 +682,7 @@ class Rewards:
 
     def _weights(self, parts, policies) -> dict[str, float] | None:
         """The factor of each present component in the total; those of a blend are one term of it. None without a total."""
-        weights = {c.name: c.weight if self.step is None or self.step >= c.from_step else 0.0 for c in self.components}
+        weights = {c.name: self.multipliers.get(c.name, c.weight) if self.step is None or self.step >= c.from_step else 0.0 for c in self.components}
         blended = [c.name for c in self.components if c.blend]
         if not blended:
             return present_weights(parts, weights, policies)

@@ -32,7 +32,8 @@ Preset = Literal["reinforce", "remax", "reinforce_pp", "rloo", "grpo", "grpo_pro
                  "offline_is", "p3o", "copg", "mdpo", "astar_po", "oreo", "sppo", "online_ipo", "nash_md"]
 AlarmName = Literal["unscorable_rewards", "reward_collapse", "kl_over_target", "entropy_collapse", "entropy_explosion", "clip_fraction_high", "ratio_off",
                     "dead_groups",
-                    "completions_truncated", "cut_completions_earn_more", "length_growth", "repetition", "special_characters", "format_invalid", "harmful_critic", "over_optimisation", "engine_mismatch"]
+                    "completions_truncated", "cut_completions_earn_more", "length_growth", "repetition", "special_characters", "format_invalid", "harmful_critic", "td_error_stays",
+                    "reward_model_drift", "over_optimisation", "engine_mismatch"]
 
 
 class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
@@ -46,7 +47,9 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
     prompts_per_step: int = Field(16, ge=1, description="Prompts per rollout batch.")
     num_generations: int = Field(8, ge=1, description="Completions per prompt, G (TRL 8; DeepSeekMath 64).")
     num_iterations: int | None = Field(None, ge=1, title="Num iterations", description="Passes over each rollout batch (mu).")
-    num_minibatches: int = Field(1, ge=1, description="Optimizer steps per pass over a rollout batch, cut by prompt.")
+    num_minibatches: int = Field(1, ge=1, description="Optimizer steps per pass over a rollout batch.")
+    minibatch_unit: Literal["prompt", "sequence", "token"] = Field(
+        "prompt", description="num_minibatches deals out whole groups, completions, or single tokens, each behind its own context (OFFPOL-LOOP; token needs a mean over tokens).")
     early_stop_kl: float | None = Field(
         None, gt=0, title="Early-stop KL", description="Sample again once KL(old||new) of the next minibatch passes 1.5 times this (nats per token).")
 
@@ -394,9 +397,11 @@ def resolve_preset(config: Config):
     updates = row.num_iterations * config.num_minibatches
     warnings = validate_rl(row, config.num_generations, updates_per_generation=updates, max_staleness=config.max_staleness,
                            async_rollouts=config.async_rollouts, allow_double_kl=config.allow_double_kl, loss_scale_factor=config.loss_scale_factor)
-    if config.num_minibatches > config.prompts_per_step:
-        raise ValueError(f"num_minibatches={config.num_minibatches} cuts {config.prompts_per_step} prompts into empty steps; write "
-                         f"num_minibatches <= prompts_per_step.")
+    units = {"prompt": config.prompts_per_step, "sequence": config.prompts_per_step * config.num_generations}.get(config.minibatch_unit)
+    if units is not None and config.num_minibatches > units:
+        raise ValueError(f"num_minibatches={config.num_minibatches} cuts {units} {config.minibatch_unit}s into empty steps; write num_minibatches <= {units}.")
+    if config.minibatch_unit != "prompt":
+        refuse_parts(row, config)
     if (config.reward_norm != "none" or config.reward_clip) and (config.environment or row.advantage in ("process", "win_rate", "vine")):
         raise ValueError(f"reward_norm and reward_clip change the reward of whole completions, which {'turns' if config.environment else f'advantage={row.advantage}'} "
                          "do not read; leave them out, or normalise the component (kind=model, normalise=batch).")
@@ -483,7 +488,9 @@ def resolve_preset(config: Config):
     if config.conditioning == "sampling" and (row.objective or row.advantage == "vine" or config.token_norm_scope == "group"):
         raise ValueError(f"conditioning=sampling trains the answers of a group behind different contexts, which {'token_norm_scope=group' if config.token_norm_scope == 'group' else config.preset} "
                          "does not allow; write conditioning=plain, or preset=grape")
-    by_steps = [c for c in config.rewards if c.step_credit != "none" and c.weight]
+    if any(c.at_least is not None for c in config.rewards):
+        refuse_constraints(row, config)
+    by_steps = [c for c in config.rewards if c.step_credit != "none" and c.counts]
     if by_steps:
         refuse_step_credit(by_steps[0], row, config)
     if row.advantage == "turn_returns" and not (config.environment or by_steps):
@@ -527,7 +534,7 @@ def resolve_preset(config: Config):
         warnings.append(f"preset={config.preset} adds the NLL of right completions, and no reward says which are right, so it is 0; add {{name: verdict, kind: verifier, weight: 0}} to rewards")
     if config.reward_norm.startswith("whiten") and row.scale != "none":
         warnings.append(f"reward_norm={config.reward_norm} on top of scale_rewards={row.scale}: the second cancels the first's scale, write reward_norm=none")
-    if config.prompts_per_step % config.num_minibatches:
+    if config.minibatch_unit == "prompt" and config.prompts_per_step % config.num_minibatches:
         fits = [n for n in range(1, config.prompts_per_step + 1) if config.prompts_per_step % n == 0]
         warnings.append(f"num_minibatches={config.num_minibatches} cuts prompts_per_step={config.prompts_per_step} into steps of different size "
                         f"({config.prompts_per_step // config.num_minibatches} and {config.prompts_per_step // config.num_minibatches + 1} prompts), and a prompt in a smaller step "
@@ -545,6 +552,44 @@ def resolve_preset(config: Config):
                         "k1 gives the reverse-KL gradient" if config.kl_reward_estimator == "full" else
                         f"kl_reward_estimator={config.kl_reward_estimator} in the reward gives a biased gradient; k1 gives the reverse-KL gradient")
     return row, warnings
+
+
+def refuse_parts(row, config: Config) -> None:
+    """Refuse ``minibatch_unit`` sequence or token where the loss needs what would be in another step (OFFPOL-LOOP).
+
+    Raises:
+        ValueError: what to write instead.
+    """
+    refused = {f"the loss of preset={config.preset} compares two completions of a prompt; write minibatch_unit=prompt": row.unit == "pairs",
+               "token_norm_scope=group divides by the tokens of a whole group; write token_norm_scope=batch": row.aggregation == "token-mean" and config.token_norm_scope == "group",
+               "seq_denominator=all counts completions that are in no step; write seq_denominator=nonempty": config.seq_denominator == "all"}
+    if config.minibatch_unit == "token":
+        refused |= {f"the loss of preset={config.preset} reads whole completions; write minibatch_unit=sequence": bool(row.objective),
+                    f"loss_agg_mode={row.aggregation} weighs completions, of which a step sees some tokens; write loss_agg_mode=token-mean": not row.objective and row.aggregation != "token-mean",
+                    f"ratio_level={row.ratio_level} is a ratio of whole completions; write ratio_level=token": row.ratio_level != "token",
+                    "surrogate=vespo weighs whole completions; write surrogate=clip": row.surrogate == "vespo",
+                    "off_policy_mask_threshold looks at whole completions; leave it out": config.off_policy_mask_threshold is not None,
+                    "critic_target=bandit learns at the first token of each completion; write critic_target=lambda_return": row.needs_critic and row.critic_target == "bandit"}
+    for text in (text for text, on in refused.items() if on):
+        raise ValueError(f"minibatch_unit={config.minibatch_unit}: {text}.")
+
+
+def refuse_constraints(row, config: Config) -> None:
+    """Refuse rewards with ``at_least`` where what is learned from is not R_1 + sum lambda_k R_k, or was earned under multipliers of another time (reward.constrained).
+
+    Raises:
+        ValueError: what to write instead.
+    """
+    held = [c for c in config.rewards if c.at_least is not None]
+    refused = {"nothing is maximised under the constraint, every reward that counts has at_least; add one without, for example {kind: verifier}": all(c.at_least is not None for c in config.rewards if c.counts),
+               f"advantage={row.advantage} reads the rewards of steps, which no multiplier weighs; write advantage=group_mean": row.advantage == "process",
+               f"baseline={row.read_baseline} is measured once, under the first multiplier; write baseline=moving_average or batch_mean": row.read_baseline in ("table", "v_star"),
+               f"replay_fraction={config.replay_fraction} pays older completions by older multipliers; write replay_fraction=0": config.replay_fraction > 0,
+               f"reward_override={config.reward_override} replaces what the components say; leave one of them out": config.reward_override != "none",
+               "multi_objective_aggregation=normalize_then_sum would multiply a normalised reward, whose mean is 0 in every group; write sum_then_normalize":
+                   config.multi_objective_aggregation == "normalize_then_sum"}
+    for text in (text for text, on in refused.items() if on):
+        raise ValueError(f"reward {held[0].name!r} has at_least={held[0].at_least:g}: {text}.")
 
 
 def refuse_step_credit(component: RewardComponent, row, config: Config) -> None:

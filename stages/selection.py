@@ -95,14 +95,19 @@ def best_of_n_estimate(proxy, n: int, gold=None) -> float | None:
 
 # --- pairs from scores ------------------------------------------------------------------------------
 
-def best_vs_worst(rewards) -> tuple[int, int] | None:
-    """(chosen, rejected) of one prompt; ties to the lowest index; None when all valid scores are equal (da.online_dpo)."""
+def best_and_worst(rewards) -> tuple[int, int, bool] | None:
+    """(best, worst, whether all valid scores are equal) of one prompt, ties to the lowest index that is not the best; None with fewer than two valid scores (recipe.sppo)."""
     order = _ordered(rewards)
     flat = np.asarray(rewards, dtype=np.float64)
-    if len(order) < 2 or flat[order[0]] == flat[order[-1]]:
+    if len(order) < 2:
         return None
-    worst = min(i for i in order if flat[i] == flat[order[-1]])
-    return order[0], worst
+    return order[0], min(i for i in order[1:] if flat[i] == flat[order[-1]]), bool(flat[order[0]] == flat[order[-1]])
+
+
+def best_vs_worst(rewards) -> tuple[int, int] | None:
+    """(chosen, rejected) of one prompt; ties to the lowest index; None when all valid scores are equal (da.online_dpo)."""
+    found = best_and_worst(rewards)
+    return None if found is None or found[2] else found[:2]
 
 
 def best_vs_random(rewards, draw) -> tuple[int, int] | None:

@@ -7,7 +7,7 @@ from stages.rewards import RewardComponent, Rewards
 from stages.spec import ConfigError
 
 #: What a component may be told about the size of a score, which P(y > y') is not: setting -> what leaves it alone.
-_OF_A_SCORE = {"weight": 1.0, "from_step": 0, "clip": None, "squash": "none", "normalise": "none", "no_eos_reward": None, "empty_reward": -1.0, "ranking": "round_robin"}
+_OF_A_SCORE = {"at_least": None, "weight": 1.0, "from_step": 0, "clip": None, "squash": "none", "normalise": "none", "no_eos_reward": None, "empty_reward": -1.0, "ranking": "round_robin"}
 
 #: Metrics of validation answers that say nothing where every reward that counts was left out.
 NOTHING_COUNTED = ("reward/mean", "reward/raw", "reward/group_std", "reward/unscorable_fraction")
@@ -15,7 +15,7 @@ NOTHING_COUNTED = ("reward/mean", "reward/raw", "reward/group_std", "reward/unsc
 
 def counted(rewards: Rewards) -> list[RewardComponent]:
     """The components that are paid at all; one of weight 0 is only watched."""
-    return [c for c in rewards.components if c.weight]
+    return [c for c in rewards.components if c.counts]
 
 
 def preferences_by(config, row: RLPreset, rewards: Rewards) -> str | None:
@@ -53,6 +53,17 @@ def preferences_by(config, row: RLPreset, rewards: Rewards) -> str | None:
 def inside(row: RLPreset) -> bool:
     """Whether the probabilities that are read are those inside the group, averaged: equal ones then say that it teaches nothing."""
     return row.advantage == "win_rate" and row.opponent == "self"
+
+
+def check_constraints(rewards: Rewards) -> None:
+    """Refuse ``at_least`` of rewards that say how an answer does beside the others of its group: their mean is the same whatever the policy does.
+
+    Raises:
+        ConfigError: what to write instead.
+    """
+    for component in (c for c in rewards.components if c.at_least is not None and rewards.relative(c)):
+        raise ConfigError(f"reward {component.name!r} compares the answers of a group with each other, so its mean is that of every policy and at_least={component.at_least:g} says nothing; give a reward "
+                          "that scores answers one by one, or write a weight instead.")
 
 
 def check_company(config, row: RLPreset, rewards: Rewards, stored: bool = False) -> None:

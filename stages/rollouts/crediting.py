@@ -26,7 +26,7 @@ from stages.members import Members
 from stages.process_rewards import merged
 from stages.rollouts.comparisons import inside, preferences_by
 from stages.rollouts.groups import Group
-from stages.rollouts.metrics import credit_metrics, cut_gain, mismatch_metrics, off_policy_metrics, return_metrics, rollout_metrics, step_metrics, weight_metrics
+from stages.rollouts.metrics import credit_metrics, cut_gain, mismatch_metrics, off_policy_metrics, return_metrics, rollout_metrics, scorer_accuracy, step_metrics, weight_metrics
 from stages.rollouts.policy import PolicySampler
 from stages.rollouts.steps import StepRewards, monte_carlo
 from stages.rubric_reward import rubric_metrics
@@ -110,7 +110,7 @@ class Crediting:
         fresh = np.array([g.fresh for g in group_at])
         shown = fresh if fresh.any() else ~fresh  # replayed completions were counted when they were sampled
         drawn = [s for s, on in zip(samples, shown) if on]
-        metrics = rollout_metrics(drawn, rewards[shown], group_of[shown])
+        metrics = rollout_metrics(drawn, rewards[shown], group_of[shown]) | scorer_accuracy(drawn, group_of[shown], config.rewards)
         if row.truncation_policy != "bootstrap":  # which pays a cut completion by the value of its end
             metrics |= cut_gain(drawn, rewards[shown], kept[shown])
         if self.members.component:

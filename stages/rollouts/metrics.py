@@ -11,6 +11,7 @@ from stages.estimators import is_constant, reward_to_go, td_errors
 from stages.evaluation.text import reflection_counts, repetition_n, scripts, special_character_rate
 from stages.generation import Sample
 from stages.rewards import failures
+from stages.statistics import pairwise_accuracy
 
 
 def rollout_metrics(samples: Sequence[Sample], rewards, group_of) -> dict[str, float]:
@@ -60,6 +61,27 @@ def rollout_metrics(samples: Sequence[Sample], rewards, group_of) -> dict[str, f
     return out
 
 
+def scorer_accuracy(samples: Sequence[Sample], group_of, components) -> dict[str, float]:
+    """How often each reward model scores the better of two completions of a prompt higher, ties half: of a right and a wrong one where there are verdicts, else of two that the model of the
+    input ``gold`` scores apart (F.2, drift). Of completions with an end, which a model is shown; nothing where no pair differs."""
+    learned = [c for c in components if c.learned]
+    gold = next((c.name for c in learned if c.input == "gold"), None)
+    label = {i: float(s.correct) for i, s in enumerate(samples) if s.correct is not None}
+    by = None if label else gold
+    label = label or {i: s.parts[gold] for i, s in enumerate(samples) if gold and s.parts.get(gold) is not None}
+    members: dict = {}
+    for i in label:
+        if samples[i].terminated:
+            members.setdefault(group_of[i], []).append(i)
+    pairs = [(a, b) for own in members.values() for a in own for b in own if label[a] > label[b]]
+    out = {}
+    for name in (c.name for c in learned if c.name != by):
+        both = [(samples[a].parts[name], samples[b].parts[name]) for a, b in pairs if samples[a].parts.get(name) is not None and samples[b].parts.get(name) is not None]
+        if both:
+            out[f"reward/{name}/pair_accuracy"] = pairwise_accuracy(*zip(*both))["half_credit"]
+    return out
+
+
 def cut_gain(samples: Sequence[Sample], rewards, kept) -> dict[str, float]:
     """How much more a completion without end earned than one with an end, in the mean, where both are trained on; ``rewards [B]``: NaN = unscorable, ``kept [B]``: trained on."""
     ended, counted = np.array([s.terminated for s in samples], bool), np.isfinite(rewards) & kept
@@ -91,7 +113,8 @@ def credit_metrics(batch: Batch, credit: Credit, trained_B, kl_reward_coef: floa
     if kl_coef:
         out["kl/coef"] = kl_coef
     if batch.values_BT is not None:
-        out |= {"critic/explained_variance": explained_variance(batch.values_BT, credit.returns_BT, on)}
+        explained = explained_variance(batch.values_BT, credit.returns_BT, on)
+        out |= {} if explained is None else {"critic/explained_variance": explained}
         if on.any():
             delta = td_errors(credit.token_rewards_BT, batch.values_BT, batch.mask_BT, batch.bootstrap_B, gamma)
             out |= {"critic/td_error": float(np.abs(delta[on]).mean()), "critic/value_mean_old": float(batch.values_BT[on].mean()), "critic/return_mean_old": float(credit.returns_BT[on].mean())}

@@ -9,20 +9,22 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from stages.alarms import WATCHED, alarms
+from stages.alarms import WATCHED, alarms, watched
 from stages.algorithms import RLPreset
 from stages.batching import Item, make_item
 from stages.blocks import in_blocks
+from stages.estimators import Multipliers
 from stages.generation import score, warn_of_failures
 from stages.members import Members
 from stages.modeling import load_weights, move_towards, weights_digest, weights_file
 from stages.rewards import commonest_failure, failures
 from stages.rollouts.ahead import Ahead
 from stages.rollouts.beside import Beside
-from stages.rollouts.comparisons import NOTHING_COUNTED, check_company, counted, held_out, preferences_by
+from stages.rollouts.comparisons import NOTHING_COUNTED, check_company, check_constraints, counted, held_out, preferences_by
 from stages.rollouts.crediting import Crediting, trajectory_metrics
 from stages.rollouts.groups import Group, GroupSampler
 from stages.rollouts.metrics import rollout_metrics
+from stages.rollouts.minibatches import minibatch
 from stages.rollouts.policy import PolicySampler, agent_for, opponent_for
 from stages.rollouts.prompts import PromptOrder, counts_of, verdict_counts, verdicts_on
 from stages.rollouts.records import Records
@@ -52,6 +54,7 @@ class Rollouts:
         if stage.has("stored"):
             check_stored(stage, row)
         check_company(config, row, rewards, stage.has("stored"))
+        check_constraints(rewards)
         self.held_out = held_out(stage, rewards)
         self.policy = PolicySampler(stage, renderer, acting, agent_for(config, row, renderer, rewards, stage))
         self.steps_per_batch = row.num_iterations * config.num_minibatches
@@ -62,6 +65,7 @@ class Rollouts:
         self.order = PromptOrder(config, prompts, stage.rng, self.total_steps)
         steps = self.steps = StepRewards(stage, renderer) if row.advantage == "process" and self.policy.agent is None else None
         self.groups = GroupSampler(stage, row, self.policy, rewards, members, self.opponent, steps)
+        self.multipliers = Multipliers({c.name: (c.weight, c.at_least, c.multiplier_step) for c in config.rewards if c.at_least is not None})
         self.window = ReplayWindow(config, prompts, stage.rng, self.total_steps) if config.replay_fraction else None
         self.stored = StoredGroups(stage, prompts) if stage.has("stored") else None
         self.ahead = Ahead(stage.device) if config.async_rollouts else None
@@ -119,9 +123,8 @@ class Rollouts:
         n = self.config.num_minibatches
         if n == 1:
             return self.batch
-        epoch, minibatch = divmod(self.inner, n)
-        order = self.stage.rng("minibatches", self.iteration, epoch).permutation(len(self.batch))
-        return [self.batch[i] for i in order[minibatch::n]]
+        epoch, part = divmod(self.inner, n)
+        return minibatch(self.batch, self.config.minibatch_unit, n, part, self.stage.rng("minibatches", self.iteration, epoch))
 
     def after_step(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         first = self.inner == 0
@@ -151,7 +154,7 @@ class Rollouts:
         """Take note of a step's metrics, and warn of the alarms that are on now (each once)."""
         # a group of equal rewards is dead only where its completions are compared, and an outcome is only watched where steps are paid
         off = {"reward/frac_zero_std": not self.row.compares, "reward/unscorable_fraction": self.steps is not None}
-        self.history.append({name: values[name] for name in WATCHED if name in values and not off.get(name)})
+        self.history.append({name: value for name, value in values.items() if watched(name) and not off.get(name)})
         target = self.row.target_kl if self.row.kl_target == "ref" and (self.row.kl_loss_coef or self.row.kl_reward_coef) else None
         for name, text in alarms(self.history, target, self.config.kl_unit).items():
             if name == "unscorable_rewards" and name not in (w["code"] for w in self.stage.warnings):
@@ -172,7 +175,7 @@ class Rollouts:
 
     def _parts(self) -> dict:
         """Name -> what has a small state of its own."""
-        found = {"order": self.order, "crediting": self.crediting, "members": self.members, "stored": self.stored}
+        found = {"order": self.order, "crediting": self.crediting, "members": self.members, "stored": self.stored, "multipliers": self.multipliers if self.multipliers.bounds else None}
         return {name: part for name, part in found.items() if part is not None}
 
     def state(self) -> tuple[dict, dict[str, bytes]]:
@@ -236,7 +239,7 @@ class Rollouts:
         self._wait_for_ahead()
         if self.stored is None:
             self.policy.update()  # once for all that is sampled in this iteration, or ahead in it
-        self.rewards.step = step
+        self.rewards.step, self.rewards.multipliers = step, dict(self.multipliers.values)
         self._prepare()
         self.iteration, self.inner, self.version = self.iteration + 1, 0, step
         if self.old is not None:
@@ -285,7 +288,18 @@ class Rollouts:
         self.order.learn(fresh + [g for g, _ in dropped])
         if self.window is not None:
             self.window.add(self.iteration, fresh)
+        metrics |= self._hold_constraints([s for g in (*fresh, *(g for g, _ in dropped)) for s in g.samples])
         return fresh + replayed, metrics | more | self.order.metrics(fresh)
+
+    def _hold_constraints(self, samples) -> dict[str, float]:
+        """Move the multipliers by the means over all that was sampled, dropped groups too, for the batches that are sampled from here on; metrics: what paid this batch, and what falls short."""
+        out = {}
+        for name in self.multipliers.bounds:
+            found = [s.parts[name] for s in samples if s.mode != "sft" and s.parts.get(name) is not None]
+            paid = {s.weights[name] for s in samples if s.weights and name in s.weights}
+            out |= {f"reward/{name}/multiplier": min(paid)} if paid else {}
+            out |= {f"reward/{name}/shortfall": self.multipliers.update(name, float(np.mean(found)))} if found else {}
+        return out
 
     def _fill(self, wanted: int, iteration: int, version: int) -> tuple:
         return self.groups.fill(lambda n: self.order.take(n, version), wanted, iteration, version)
@@ -414,7 +428,7 @@ class Rollouts:
         samples = [s for s in drawn if s.error is None]
         if self.config.engine_sleep:
             self.policy.engine.sleep(keep_weights=False)
-        self.held_out.step = None  # answers of all passes are compared, so every component counts in all of them
+        self.held_out.step, self.held_out.multipliers = None, {}  # answers of all passes are compared, so every component counts in all of them, and as it did at the start
         score(self.held_out, samples)
         self.records.validation(samples, step)
         found = rollout_metrics(samples, np.array([s.total for s in samples]), np.arange(len(samples))) if samples else {}
@@ -465,6 +479,7 @@ def check_stored(stage, row: RLPreset) -> None:
         raise ConfigError(f"the input stored gives rollouts of other policies to {config.preset}, which is on-policy; write preset=topr, "
                           "offline_is, copg, mdpo or oreo, or leave the input out.")
     refused = {"baseline=greedy (write baseline=moving_average, or table, which is measured before training)": row.read_baseline == "greedy",
+               "mean of new completions to hold at a bound (write a weight instead of at_least)": any(c.at_least is not None for c in config.rewards),
                "advantage=vine, which goes on from completions (write advantage=reward_minus_baseline)": row.advantage == "vine",
                f"opponent={row.opponent} (write opponent=self)": row.advantage == "win_rate" and row.opponent != "self",
                f"replay_fraction={config.replay_fraction} (stored groups come again by themselves, pass after pass; write replay_fraction=0)": config.replay_fraction > 0,

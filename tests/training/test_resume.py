@@ -57,6 +57,8 @@ STATEFUL = {  # what each carries over a kill, beside weights and rollouts in ha
     "groups in parts": {"preset": "ppo", "num_generations": 5, "max_tokens_per_micro_batch": 60, "num_iterations": 2, "num_minibatches": 2, "critic_learning_rate": 1e-3},
     "sampled ahead": {"preset": "grpo", "async_rollouts": True, "dynamic_sampling": True, "filter_groups_metric": "reward_std", "num_minibatches": 2, "curriculum": "rerank",
                       "eval_every": 4, "eval_prompts": 4},
+    "multipliers of constraints": {"preset": "grpo", "reward_override": "none", "num_iterations": 2, "eval_every": 3, "eval_prompts": 4,
+                                   "rewards": [{"kind": "length_penalty", "length_alpha": 0.1}, {"kind": "truncation", "at_least": -0.1, "multiplier_step": 0.5}]},
     "trajectories sampled ahead": {"preset": "agent", "async_rollouts": True, "environment": "tests.training.environments:Countdown", "rewards": [{"kind": "environment"}],
                                    "reward_override": "none", "max_completion_length": 90, "max_turn_length": 6},
     "trajectories in an environment": {"preset": "agent", "environment": "tests.training.environments:Countdown", "rewards": [{"kind": "environment"}],

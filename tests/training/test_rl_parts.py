@@ -157,6 +157,15 @@ def test_critic_targets_by_hand():
     assert np.allclose(critic_targets(row, batch_of(bootstrap_B=0.0), *shaped(row, batch, 0.0)), [[1 - 1.2, 1 - 1.0, 1 - .6], [-1.8, -1.0, 0]])
 
 
+def test_constant_returns_leave_nothing_to_explain():
+    """ops.monitor: null, not 0, which would pass for a critic that is as good as none."""
+    from stages.credit import explained_variance
+
+    on = np.ones((2, 2), bool)
+    assert explained_variance(np.arange(4.0).reshape(2, 2), np.ones((2, 2)), on) is None and explained_variance(np.zeros((2, 2)), np.zeros((2, 2)), ~on) is None
+    assert explained_variance(np.arange(4.0).reshape(2, 2), np.arange(4.0).reshape(2, 2) + 7.0, on) == 1.0
+
+
 def test_kl_modes_of_the_reward_reach_the_advantage():
     batch = batch_of(bootstrap_B=0.0)
     for mode, first in (("sequence_sum", 1 - 0.5 * 0.6 - 0.5), ("sequence_mean", 1 - 0.5 * 0.2 - 0.5), ("token_broadcast", 1 - 0.5 * 0.1 - 0.5), ("token_terminal", 1 - 0.5 * 0.6 - 0.5)):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.alarms import ALARMS, WATCHED, alarms
+from stages.alarms import ALARMS, alarms, watched
 from stages.harness import execute
 from stages.rl_report import along, best_and_worst
 from stages.run_comparison import HELD_OUT_SETTINGS, answers, curves, held_out
@@ -38,6 +38,8 @@ WILD = {  # rows that set an alarm off, and rows that must not
     "special_characters": (rows(completions__special_characters=lambda k: 0.1 + 0.05 * k), rows(completions__special_characters=lambda k: 0.2 + 0.005 * k)),
     "format_invalid": (rows(24, completions__format_valid=0.8), rows(24, completions__format_valid=lambda k: min(0.95, 0.1 * k))),
     "harmful_critic": (rows(critic__explained_variance=-0.2), rows(6, critic__explained_variance=-0.2)),
+    "td_error_stays": (rows(24, critic__td_error=0.3, critic__explained_variance=0.1), rows(24, critic__td_error=lambda k: 0.3 - 0.005 * k, critic__explained_variance=0.1)),
+    "reward_model_drift": (rows(24, reward__mine__pair_accuracy=lambda k: 0.8 - 0.005 * k), rows(24, reward__mine__pair_accuracy=lambda k: 0.8 - 0.001 * k)),
     "over_optimisation": (rows(reward__mean=lambda k: 0.1 * k, validation__reward__mean=lambda k: 1.0 - 0.2 * abs(k - 5), kl__sequence_sum=lambda k: 0.3 * k),
                           rows(reward__mean=lambda k: 0.1 * k, validation__reward__mean=lambda k: 0.1 * k, kl__sequence_sum=lambda k: 0.3 * k)),
     "engine_mismatch": (rows(sampling__logp_difference__mean=0.08), rows(sampling__logp_difference__mean=0.01)),
@@ -49,8 +51,36 @@ def test_alarms_go_off_when_they_should_and_say_what_to_do(name):
     loud, quiet = WILD[name]
     assert name in alarms(loud, target_kl=2.0) and name not in alarms(quiet, target_kl=2.0)
     assert name not in alarms(loud[:2], target_kl=2.0)  # two points are no trend
-    assert set(loud[0]) <= set(WATCHED)
+    assert all(watched(metric) for metric in loud[0])
     assert any(f"{verb} " in ALARMS[name].text for verb in ("Use", "Raise", "Set", "Restore", "Clip", "Lower", "give", "lower", "raise", "Stop"))
+
+
+def test_a_critic_or_a_reward_model_that_only_seems_worse_is_no_alarm():
+    learned = rows(24, critic__td_error=lambda k: 0.1 + 0.01 * k, critic__explained_variance=0.7)  # a better policy pays more, and the critic explains it
+    noisy = rows(24, reward__mine__pair_accuracy=lambda k: 0.5 + 0.4 * (k % 2) - 0.02 * (k > 18))  # batches of a few pairs
+    assert not alarms(learned) and not alarms(noisy)
+    fallen = rows(24, reward__other__pair_accuracy=0.8, reward__mine__pair_accuracy=lambda k: 0.8 if k < 12 else 0.7)
+    assert list(alarms(fallen)) == ["reward_model_drift"]
+
+
+def test_accuracy_of_reward_models_on_the_policys_answers():
+    from stages.generation import Sample
+    from stages.rewards import RewardComponent
+    from stages.rollouts.metrics import scorer_accuracy
+
+    model, gold = RewardComponent(name="proxy", kind="model"), RewardComponent(name="gold", kind="model", input="gold", weight=0.0)
+
+    def answers(*of):
+        return [Sample({}, [1], 0, [2], [0.0], finish, "x", 0.0, {"proxy": proxy, "gold": judged}, {}, right) for right, proxy, judged, finish in of]
+
+    group, seen = [0, 0, 0, 1, 1, 1], answers((True, 2.0, 1.0, "eos"), (False, 1.0, 3.0, "eos"), (False, 2.0, 0.0, "eos"), (True, 0.0, 0.0, "eos"), (False, 5.0, 9.0, "length"), (True, 9.0, None, "eos"))
+    # right against wrong inside a prompt, a tie counts half, what was cut is not shown to a model
+    assert scorer_accuracy(seen, group, [model, gold]) == {"reward/proxy/pair_accuracy": 0.75, "reward/gold/pair_accuracy": 0.5}
+    for one in seen:
+        one.correct = None
+    assert scorer_accuracy(seen, group, [model, gold]) == {"reward/proxy/pair_accuracy": pytest.approx((0.0 + 0.5 + 0.0) / 3)}  # by the gold model: 3.0 > 1.0 > 0.0 in the first prompt
+    assert scorer_accuracy(seen, group, [model]) == {} == scorer_accuracy(seen[:1], group[:1], [model, gold])
+    assert scorer_accuracy(answers((True, 1.0, None, "eos"), (False, 0.0, None, "eos")), [0, 0], [RewardComponent(kind="verifier")]) == {}
 
 
 def test_alarms_can_end_the_stage(tiny, data, spec):

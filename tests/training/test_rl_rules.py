@@ -1,7 +1,6 @@
 """Rules of the RL stage that formulas do not show: which coefficient a controller moves, what an empty step leaves alone, what settings refuse each other."""
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import get_args
 
@@ -221,6 +220,8 @@ def test_a_recipe_gives_rl_the_reward_model_only_where_something_asks_it():
     ({"stop_on": ["kl_over_target"]}, "target_kl"), ({"stop_on": ["over_optimisation"], "eval_prompts": 4}, "eval_every"), ({"stop_on": ["harmful_critic"]}, "preset=ppo"),
     ({"stop_on": ["repetition", "entropy_collapse"], "log_entropy": False}, "log_entropy=true"), ({"preset": "reinforce", "stop_on": ["dead_groups"]}, "preset=grpo"),
     ({"preset": "reinforce", "stop_on": ["ratio_off"]}, "surrogate=clip"), ({"stop_on": ["format_invalid"]}, "kind: format"), ({"preset": "topr", "stop_on": ["clip_fraction_high"]}, "surrogate=clip"),
+    ({"stop_on": ["td_error_stays"]}, "preset=ppo"), ({"stop_on": ["reward_model_drift"]}, "kind: verifier, weight: 0"),
+    ({"rewards": [{"kind": "verifier"}, {"kind": "model", "input": "gold"}], "reward_override": "random", "stop_on": ["reward_model_drift"]}, "input: gold"),
     ({"preset": "grpo_process", "stop_on": ["unscorable_rewards"]}, "group_mean"), ({"preset": "ppo", "stop_on": ["cut_completions_earn_more"]}, "truncation_policy=score")])
 def test_an_alarm_that_can_never_go_off_stops_nothing(config, says):
     with pytest.raises(ValueError, match=f"would never stop the run.*{says}"):
@@ -228,8 +229,11 @@ def test_an_alarm_that_can_never_go_off_stops_nothing(config, says):
 
 
 def test_alarms_that_can_go_off_are_taken():
-    resolve_preset(Config(target_kl=6.0, eval_prompts=4, eval_every=2, rewards=[{"kind": "verifier"}, {"kind": "format"}], stop_on=[name for name in get_args(AlarmName) if name != "harmful_critic"]))
-    resolve_preset(Config(preset="ppo", target_kl=6.0, stop_on=["harmful_critic", "kl_over_target", "ratio_off", "clip_fraction_high"]))
+    resolve_preset(Config(target_kl=6.0, eval_prompts=4, eval_every=2, rewards=[{"kind": "verifier"}, {"kind": "format"}, {"kind": "model"}],
+                          stop_on=[name for name in get_args(AlarmName) if name not in ("harmful_critic", "td_error_stays")]))
+    resolve_preset(Config(preset="ppo", target_kl=6.0, stop_on=["harmful_critic", "td_error_stays", "kl_over_target", "ratio_off", "clip_fraction_high"]))
+    watched = [{"kind": "model", "name": "proxy"}, {"kind": "model", "name": "gold", "input": "gold", "weight": 0.0}]
+    resolve_preset(Config(rewards=watched, reward_override="random", stop_on=["reward_model_drift"]))
 
 
 @pytest.mark.parametrize("name, value", [("max_turns", 3), ("max_turn_length", 5), ("environment_timeout_s", 1.0), ("environment_memory_mib", 256), ("environment_network", True),
@@ -560,6 +564,20 @@ def test_the_catalogues_metrics_are_logged(rl, config, parts, more):
         assert all(m["advantage/min"] <= m["advantage/mean"] <= m["advantage/max"] for m in metrics if "advantage/mean" in m)
     if config.get("ref_mode") == "ema":
         assert [m["kl/reference_version"] for m in metrics] == [1.0, 2.0]
+
+
+def test_the_accuracy_of_a_reward_model_on_the_policys_answers_is_logged(rl, tiny):
+    """F.2, drift: of right and wrong completions of a prompt, as the stored rollouts have them; validation draws one answer per prompt and has no pair."""
+    odd = {"name": "odd", "kind": "python", "source": "def score(prompt, completion, answer):\n    return len(completion) % 2 == 1"}
+    result, metrics = rl("accuracy", {"preset": "grpo", "beta": 0.0, "num_generations": 12, "max_completion_length": 24, "reward_override": "none", "eval_prompts": 2,
+                                      "rewards": [odd, {"name": "proxy", "kind": "model"}]}, reward_model=tiny["reward"])
+    logged = [m["reward/proxy/pair_accuracy"] for m in metrics if "reward/proxy/pair_accuracy" in m]
+    assert len(logged) == 2 and not [name for m in metrics for name in m if name.startswith("validation/") and "pair_accuracy" in name]
+    rows = [row for row in rows_of(result) if row["terminated"]]
+    for iteration, value in enumerate(logged):
+        own = [(row["prompt_id"], row["is_correct"], next(c["value"] for c in row["reward_components"] if c["name"] == "proxy")) for row in rows if row["iteration"] == iteration]
+        wins = [0.5 * ((a > b) + (a >= b)) for p, right, a in own for q, wrong, b in own if p == q and right and not wrong]
+        assert wins and value == pytest.approx(np.mean(wins))
 
 
 def test_the_largest_ratio_is_that_of_the_step_however_it_is_cut(tiny):

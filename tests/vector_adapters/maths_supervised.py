@@ -400,6 +400,11 @@ def rs_matrix(i, p):
     return out
 
 
+def sppo_pairs(i, p):
+    found = [selection.best_and_worst(row) for row in i["mean_win_prob"]]
+    return {"winner": [f[0] for f in found], "loser": [f[1] for f in found], "skipped": [f[2] for f in found]}
+
+
 def round_robin(i, p):
     mean, order = selection.round_robin(i.get("pref", i.get("win_prob", i.get("pairwise"))))
     return {"mean_win": mean, "order": order, "ranking": order}
@@ -636,7 +641,7 @@ ADAPTERS = {
     "rs.raft/local_global": rs_matrix, "da.online_dpo/best_vs_worst": rs_matrix,
     "rs.best_of_n/kl": lambda i, p: {"kl": [selection.best_of_n_kl(n) for n in i["n"]]},
     "rs.length_sort/permutation": length_sort, "length_sorted_scoring": length_sort,
-    "rs.rank/round_robin": round_robin, "round_robin_mean_win": round_robin,
+    "sppo_pair_selection": sppo_pairs, "rs.rank/round_robin": round_robin, "round_robin_mean_win": round_robin,
     "rs.rso/trace": rso_trace, "rs.rso/accept_prob": rso_accept, "rs.rso/limits": rso_limits,
     "rso_accept_prob": rso_accept, "rso_sequence": rso_accept,
     "rs.rso/logit_reward": lambda i, p: {"reward": torch.logit(T(i["p_win_vs_baseline"]))},

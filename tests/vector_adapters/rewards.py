@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 
-from stages.estimators import apply_truncation, group_advantage, normalized_sum
+from stages.estimators import apply_truncation, group_advantage, moved_multiplier, normalized_sum
 from stages.rewards import RewardComponent, build_rewards, vote
 from stages.verifiers import (SCRIPTS, STRICT_ORDER, as_rational, check_constraint, code_reward, constraint_reward, extract, extract_boxed,
                               extract_hash, extract_last_number, extract_mc_letter, format_reward, language_share, math_equal, soft_overlong, view)
@@ -192,7 +192,12 @@ def signals(inputs, params):
     return {"zero_advantage_fraction": logged["reward/frac_zero_std"], "all_correct": logged["groups/all_correct_fraction"], "none_correct": logged["groups/all_wrong_fraction"]}
 
 
+def constrained(inputs, params):
+    return {"lambda_new": [moved_multiplier(inputs["lambda"], mean, inputs["c_k"], params["eta"]) for mean in inputs["mean_R_k"]]}
+
+
 ADAPTERS = {
+    "constrained_lambda": constrained,
     "advisor_reward_source": router, "humaneval_canonical": humaneval, "zero_advantage_fraction": signals,
     "language_consistency": language, "domain_route": domains,
     "majority_reward": majority, "majority_tie": majority, "majority_none": majority,

@@ -503,7 +503,7 @@ def test_a_setting_that_a_kind_does_not_read_is_refused():
 
     from stages.rewards import OF_KINDS, RewardComponent
 
-    everyone = {"name", "kind", "weight", "domains", "from_step", "on_missing", "tier", "min_confidence", "blend"}
+    everyone = {"name", "kind", "weight", "domains", "at_least", "multiplier_step", "from_step", "on_missing", "tier", "min_confidence", "blend"}
     assert set(RewardComponent.model_fields) == everyone | set(OF_KINDS) and not everyone & set(OF_KINDS)
     kinds = set(get_args(RewardComponent.model_fields["kind"].annotation))
     assert all(set(of) <= kinds for of in OF_KINDS.values())
