@@ -169,11 +169,22 @@ def extract(text: str, order: Sequence[str] = STRICT_ORDER) -> str | None:
 
 
 #: A number with mark-up around it and at most words behind it: "**18**", "$18 dollars"; not "3. Last step", "3, 4" or "18 or 20".
-_MEASURED = re.compile(r"[*_ ]{0,9}((?:[+-] ?)?(?:\\?\$[+-]? ?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+| \d+/\d+)?)(?:\\?[%$*_]|°){0,9}(?:\.?[*_ ]{0,9}| {1,9}[^\W\d_][^\d,;]*)")
+_MEASURED = re.compile(r"[*_ ]{0,9}((?:[+-] ?)?(?:\\?\$[+-]? ?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+| \d+/\d+)?)(?:\\?[%$*_]|°){0,9}(?:\.?[*_ ]{0,9}| {1,9}([^\W\d_][^\d,;]*))")
+_SCALES = {"hundred": 100, "thousand": 10 ** 3, "million": 10 ** 6, "billion": 10 ** 9, "trillion": 10 ** 12}  # words that say how large a number is, and are no unit of it
+_NO_UNIT = re.compile(rf"\b(?:or|and|nor|not|but|either|maybe|perhaps|alternatively|wrong|incorrect|minus|plus|times|divided|over|squared|cubed|half|{'|'.join(_SCALES)})\b", re.IGNORECASE)
+#: What may stand behind a number in a box or an answer tag: a word, which is no variable and no function; of the short units those that are no variables.
+_A_UNIT = re.compile(r"(?!(?:sqrt|log|exp|sin|cos|tan|cot|sec|csc|mod)\b)(?:[^\W\d_]{3,}|(?:cm|mm|km|kg|mg|ml|ft|in|oz|lb|hr|am|pm)\b)[^\W\d_]*[^\d,;=+^\\<>()\[\]{}]*")
+
+
+def measured(text: str, strictly: bool = False) -> str | None:
+    """The number of "**18**" or "$18 dollars", whose words say nothing about its size or another answer; ``strictly``: and begin with no variable or function. None for anything else."""
+    found = _MEASURED.fullmatch(plain_minus(text))
+    words = (found[2] or "").strip() if found else ""
+    return None if not found or _NO_UNIT.search(words) or strictly and words and not _A_UNIT.fullmatch(words) else found[1]
 
 
 def extract_number(text: str, flexible: bool = False) -> str | None:
-    """As `extract`, where the gold answer is a number: of what follows `#### ` the number, without mark-up and unit; `flexible` passes over what is no
+    """As `extract`, where the gold answer is a number: of what is marked as the answer the number, without mark-up and unit (:func:`measured`); `flexible` passes over what is no
     number for the next extractor that finds one."""
     first = None
     for name in FLEXIBLE_ORDER if flexible else STRICT_ORDER:
@@ -181,8 +192,8 @@ def extract_number(text: str, flexible: bool = False) -> str | None:
         if value is None:
             continue
         number = as_rational(normalise_math(value)) is not None
-        if not number and name == "hash" and (measured := _MEASURED.fullmatch(plain_minus(value))):
-            value, number = measured.group(1), True
+        if not number and name in STRICT_ORDER and (said := measured(re.sub(_WORDS, r"\1", value), strictly=name != "hash")) is not None:
+            value, number = said, True
         if number or not flexible:
             return value
         first = value if first is None else first
@@ -231,7 +242,7 @@ def extract_world(text: str) -> str | None:
 # -------------------------------------------------------------------------------------------------- equality
 
 _WORDS = r"\\(?:text|textrm|textit|textbf|mbox|mathrm|mathbf) ?\{([^{}]*)\}"  # words in a formula
-_TWO_ANSWERS = re.compile(r"\d|,|\b(?:or|and|not)\b")  # words behind a number that are no unit: "18\text{ or 19}"
+_TWO_ANSWERS = re.compile(rf"\d|,|{_NO_UNIT.pattern}", re.IGNORECASE)  # words behind a number that are no unit: "18\text{ or 19}"
 _BETWEEN = "\x01"  # of two numbers beside each other
 _ROW = "\x00"  # stands for the end of a matrix's row, two backslashes, while single ones are read
 _UNIT = re.compile(rf"(?: ?(?:/|\\cdot)? ?{_WORDS}(?: ?\^ ?\{{?-?\d+\}}?)?){{1,6}}$")
@@ -246,10 +257,11 @@ def normalise_math(text: str) -> str:
     s = " ".join(s.split())
     s = re.sub(r"(?<=\d) +(?=\d+/\d)", "+", s)  # 1 1/2 is not 11/2
     s = re.sub(r"(?<=\d) +(?=\d)(?!\d{3}(?!\d))", _BETWEEN, s)  # nor 3 4 34, but 1 000 is 1000
+    s = re.sub(r"\\mathrm ?\{ ?([ei]) ?\}", r"\1", s)  # numbers, as they are set in print
     s = _UNIT.sub(lambda m: "" if m.start() and not any(_TWO_ANSWERS.search(word) for word in re.findall(_WORDS, m.group())) else m.group(), s)
     s = re.sub(_WORDS, r"\1", s).strip().rstrip(".").strip()
     head, equals, tail = s.partition("=")
-    if equals and "=" not in tail and len(head.strip()) <= 2:
+    if equals and "=" not in tail and re.fullmatch(r"(?:[^\W\d_][A-Za-z0-9']?)?", head.strip()):  # of 2x=5 and -x=5 the value is another
         s = tail
     s = re.sub(r"\\[tdc]frac(?![a-zA-Z])", r"\\frac", s).replace(" ", "")
     s = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", s)
@@ -262,7 +274,10 @@ def normalise_math(text: str) -> str:
 
 
 def as_rational(text: str) -> Fraction | None:
-    r"""Exact value of an integer, decimal, `a/b`, `\frac{a}{b}` or mixed number (`2\frac{1}{3}`, `2+1/3`); None for anything else."""
+    r"""Exact value of an integer, decimal, `a/b`, `\frac{a}{b}` or mixed number (`2\frac{1}{3}`, `2+1/3`), or of one with its size in a word (`2.5million`); None for anything else."""
+    if sized := re.fullmatch(rf"(.*\d)({'|'.join(_SCALES)})(?:dollars)?", text, re.IGNORECASE):
+        value = as_rational(sized[1])
+        return None if value is None else value * _SCALES[sized[2].lower()]
     if (mixed := re.fullmatch(r"(-?)(\d{1,400})(?:\\frac\{(\d{1,400})\}\{(\d{1,400})\}|\+(\d{1,400})/(\d{1,400}))", text)) and not (mixed[1] and mixed[5]):
         whole, top, bottom = (int(part) for part in (mixed[2], mixed[3] or mixed[5], mixed[4] or mixed[6]))
         return (-1 if mixed[1] else 1) * (whole + Fraction(top, bottom)) if top < bottom else None
@@ -299,7 +314,8 @@ def _parts(text: str) -> tuple[str, list[str], str] | None:
 
 def _matrix(text: str) -> list[list[str]] | None:
     """Rows of a matrix, whatever its brackets; None if it is none. A determinant is a number."""
-    found = re.fullmatch(r"\\begin\{([pbB]?matrix|smallmatrix|array)\}(?:\{[lcr|]*\})?(.*?)(?:\\\\)?\\end\{\1\}", text, re.DOTALL)
+    inside = text[1:-1] if text[:1] + text[-1:] in ("()", "[]") else text  # \left( \begin{array} ... \right)
+    found = re.fullmatch(r"\\begin\{([pbB]?matrix|smallmatrix|array)\}(?:\{[lcr|]*\})?(.*?)(?:\\\\)?\\end\{\1\}", inside, re.DOTALL)
     return [row.split("&") for row in found[2].split("\\\\")] if found and "\\begin" not in found[2] else None
 
 
