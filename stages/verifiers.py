@@ -534,17 +534,18 @@ _MAY_END = re.compile(r"(?:^|[\s(])(?:(?:[A-Za-z]\.)+[A-Za-z]|etc|Inc|Ltd|Co|Cor
 _STARTS = re.compile(r"(?:The|This|That|These|Those|He|She|It|They|We|You|I|A|An|In|On|At|But|And|So|When|If|There|However|My|His|Her|Our|Their)\b|$")
 
 
-def _sentences(text: str) -> int:
-    """Sentences: ends with . ! or ?, abbreviations and numbers of list items aside; a numbered item begins one of its own."""
-    count, start = 0, 0
+def sentences_of(text: str) -> list[str]:
+    """Sentences with their marks: they end with . ! or ?, abbreviations and numbers of list items aside; a numbered item begins one of its own."""
+    found, start = [], 0
     for end in [*re.finditer(r"(?<=[.!?])[\"')\]]*\s+|\n\s*(?=\d+[.)]\s)", text := text.strip() + "\n"), None]:
         stop, behind = end.span() if end else (len(text), len(text))
         last = text[max(start, stop - 40):stop]
         if end and (_TITLES.search(last) or _MAY_END.search(last) and not _STARTS.match(text, behind)):
             continue
-        count += bool(text[start:stop].strip())
+        if text[start:stop].strip():
+            found.append(text[start:behind].strip())
         start = behind
-    return count
+    return found
 
 
 _SCRIPTS = {"el": "\u0370-\u03ff", "ru": "\u0400-\u052f", "he": "\u0590-\u05ff", "ar": "\u0600-\u06ff\u0750-\u077f\ufb50-\ufdff\ufe70-\ufeff", "hi": "\u0900-\u097f", "bn": "\u0980-\u09ff",
@@ -654,7 +655,7 @@ def _count(pattern: str, text: str, flags: int = 0) -> int:
 CHECKERS = {
     "punctuation:no_comma": lambda t: "," not in t,
     "length_constraints:number_words": lambda t, num_words, relation="at least": _related(_count(r"\w+", t), relation, num_words),
-    "length_constraints:number_sentences": lambda t, num_sentences, relation="at least": _related(_sentences(t), relation, num_sentences),
+    "length_constraints:number_sentences": lambda t, num_sentences, relation="at least": _related(len(sentences_of(t)), relation, num_sentences),
     "length_constraints:number_paragraphs": _paragraphs,
     "length_constraints:nth_paragraph_first_word": _first_word,
     "detectable_content:number_placeholders": lambda t, num_placeholders: _count(r"\[.*?\]", t) >= num_placeholders,
@@ -689,13 +690,18 @@ CHECKERS = {
 
 
 def check_constraint(constraint_id: str, kwargs: dict, text: str) -> bool:
-    """Whether `text` satisfies one constraint (reward.if_constraints); an empty text satisfies none. Raises BadGold for an id or arguments it does not know."""
-    if constraint_id not in CHECKERS:
-        raise BadGold(f"unknown constraint {constraint_id!r}; write one of {', '.join(CHECKERS)}")
+    """Whether `text` satisfies one constraint of IFEval, IFBench or IFTrain (reward.if_constraints); an empty text satisfies none. Raises BadGold for an id or arguments it does not know."""
+    from stages import more_constraints
+
+    checker = CHECKERS.get(constraint_id) or more_constraints.CHECKERS.get(constraint_id)
+    if checker is None:
+        if constraint_id in more_constraints.UNDECIDED:
+            raise BadGold(f"constraint {constraint_id!r} needs {more_constraints.UNDECIDED[constraint_id]}, which is not here; leave out the rows that have it")
+        raise BadGold(f"unknown constraint {constraint_id!r}; write one of {', '.join((*CHECKERS, *more_constraints.CHECKERS))}")
     given = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in kwargs.items() if v is not None}  # Parquet keeps a count with nulls as a float
     try:
-        return bool(CHECKERS[constraint_id](text, **given)) and bool(text.strip())
-    except TypeError as error:
+        return bool(checker(text if text.strip() else "?", **given)) and bool(text.strip())
+    except (TypeError, AttributeError, IndexError) as error:
         raise BadGold(f"constraint {constraint_id}: wrong arguments {sorted(kwargs)} ({error})") from None
 
 
