@@ -8,8 +8,8 @@ memory of others, privileges: :func:`forbid_calls`), by its file rules (Landlock
 A job that exceeds its wall time is killed and costs its own time-out only: the next job gets a new worker. Every job ends as a
 value or as an error with a reason.
 
-A ``tested`` program shares its interpreter with the test that judges it, as every harness of asserts does: a program written to cheat
-can. Tests of input and output cannot be cheated in this way; prefer them where a policy is trained against them.
+A ``tested`` program and the test that judges it run in two workers (:mod:`stages.tested`). Only a test that needs the program's interpreter, because it patches it or reads
+its output, shares it, as in every harness of asserts: there a program written to cheat can. Tests of input and output cannot be cheated; prefer them to such tests.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from stages import tested
+
 _START_S = 60.0  # a loaded machine may need this long to start an interpreter
 LONGEST_S = 600.0  # a job may ask for no more wall time
 IMPORTS = re.compile(r"^[ \t]*(?:import|from)[ \t]", re.MULTILINE)
+_CHILDREN = inspect.getsource(tested).partition("# ---")[2].partition("\n")[2]  # what its children run of stages.tested
 
 def end_with_parent() -> None:
     """Have the kernel end this process when its parent ends."""
@@ -330,7 +333,7 @@ def finished(result):
 
 #: The child side, an isolated interpreter that imports nothing of this package. It speaks JSON lines on two private descriptors; the standard
 #: streams belong to the untrusted code.
-_CHILD = "\n".join(map(inspect.getsource, (end_with_parent, no_network, limit_resources, forbid_calls, readable, forbid_files, forbid_events, lock_down, arguments, finished))) + r"""
+_CHILD = "\n".join(map(inspect.getsource, (end_with_parent, no_network, limit_resources, forbid_calls, readable, forbid_files, forbid_events, lock_down, arguments, finished))) + "\n" + _CHILDREN + r"""
 import json, os, sys
 read_fd, write_fd, memory = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 end_with_parent()
@@ -388,7 +391,18 @@ def pattern(job):
     return re.search(job["pattern"], job["text"], re.DOTALL) is not None
 def plain(value):  # numbers of numpy, torch and fractions
     return value.tolist() if hasattr(value, "tolist") else float(value)
-handlers = {"call": call, "load": load, "score": score, "program": program, "tested": tested, "pattern": pattern}
+def begin(job):
+    running["program"] = Program(job["source"])
+    return running["program"].names(job["names"])
+def answer(job):
+    return running["program"].answer(job["number"], job["what"], job["args"], job["named"])
+def judge(job):
+    def ask(question):
+        os.write(write_fd, (json.dumps({"token": token, "ask": question}) + "\n").encode())
+        return json.loads(jobs.readline())
+    return judged(job["test"], job["values"], ask)
+running = {}
+handlers = {"begin": begin, "answer": answer, "judge": judge, "call": call, "load": load, "score": score, "program": program, "tested": tested, "pattern": pattern}
 lock_down(os.getcwd(), json.loads(sys.argv[4]))
 own = {"__name__": "sandbox"}
 exec(compile(sys.argv[5], "<setup>", "exec"), own)
@@ -433,6 +447,7 @@ class _Worker:
         self.loaded: set[str] = set()                # sources whose imports this process has made
         self.unloadable: dict[str, Outcome] = {}     # and why others cannot be
         self.directory = tempfile.mkdtemp(prefix="sandbox-")
+        self.judge: _Worker | None = None            # where the tests of its programs run
 
     def _start(self) -> None:
         job_read, self.job_write = os.pipe()
@@ -466,6 +481,8 @@ class _Worker:
 
     def close(self) -> None:
         self.stop()
+        if self.judge is not None:
+            self.judge.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def run(self, job: dict, fresh: bool) -> Outcome:
@@ -481,14 +498,48 @@ class _Worker:
                     self.loaded.add(job["source"])
             if job["source"] in self.unloadable:
                 return self.unloadable[job["source"]]
+        if job["kind"] == "tested" and (names := tested.names_asked(job["test"])) is not None:
+            found = self._judged(job, names)
+            self.stop()  # the program may have left threads behind
+            if not (found.error or "").startswith("Unsendable:"):
+                return found
         return self._ask(job, fresh)
 
-    def _ask(self, job: dict, fresh: bool) -> Outcome:
+    def _judged(self, job: dict, names: list[str]) -> Outcome:
+        """A program in this worker, its test in another one; what the test asks is passed on. An error Unsendable says that the test needs the program's interpreter."""
+        self.judge = self.judge or _Worker(self.limits)
+        deadline = self._deadline(job)
+        begun = self._ask({"kind": "begin", "source": job["source"], "names": names}, False, deadline)
+        if begun.error:
+            return begun
+        if self.judge.process is None:
+            self.judge._start()
+        token = secrets.token_hex(16)
+        try:
+            self.judge._send(json.dumps({"kind": "judge", "test": job["test"], "values": begun.value, "token": token}).encode() + b"\n", deadline)
+            while "ask" in (reply := self.judge._receive(token, deadline)):
+                answer = self._ask({"kind": "answer", **reply["ask"]}, False, deadline)
+                if answer.error:
+                    self.judge.stop()  # it still waits
+                    return answer
+                self.judge._send(json.dumps(answer.value).encode() + b"\n", deadline)
+        except TimeoutError:
+            self.judge.stop()
+            return Outcome(error="timeout")
+        except (EOFError, BrokenPipeError):
+            self.judge.stop()
+            return Outcome(error="crashed (the test)")
+        return Outcome(reply.get("value"), reply.get("error"))
+
+    def _deadline(self, job: dict) -> float:
+        own = job.get("timeout_s")
+        return time.monotonic() + (min(own, LONGEST_S) if own and own > 0 else self.limits.timeout_s)
+
+    def _ask(self, job: dict, fresh: bool, deadline: float | None = None) -> Outcome:
         if self.process is None:
             self._start()
         token = secrets.token_hex(16)
-        own = job.get("timeout_s")
-        deadline = time.monotonic() + (min(own, LONGEST_S) if own and own > 0 else self.limits.timeout_s)
+        deadline = deadline or self._deadline(job)
         try:
             self._send(json.dumps({**job, "token": token}).encode() + b"\n", deadline)
             reply = self._receive(token, deadline)

@@ -35,6 +35,8 @@ _UNITS = ("cm mm km kg mg ml mph inch inches ft feet foot yard yards meter meter
           "litres second seconds sec minute minutes min hour hours day days week weeks month months year years degree degrees radian radians dollar dollars cent cents percent unit units square "
           "cubic point points").split()
 _WORDS = r"\\(?:text|textrm|textit|textbf|mbox|mathrm|operatorname)\s*\{([^{}]*)\}"
+_NO_UNIT = re.compile(r"\d|,|\b(?:or|and|nor|not|but|either|maybe|perhaps|alternatively|wrong|incorrect|minus|plus|times|divided|over|squared|cubed|half|hundred|thousand|million|billion|trillion)\b",
+                      re.IGNORECASE)  # words behind a number that change it, or say another one
 _MATRICES = "pmatrix|bmatrix|Bmatrix|matrix|smallmatrix|array"
 _NO_PRODUCTS = ("or", "and", "is", "no", "not", "if", "of", "to", "for", "the", "all", "yes")
 _TOKEN = re.compile(r"\d+(?:\.\d*)?|\.\d+|\\[a-zA-Z]+|\\[{}|\\]|[a-zA-Z]+|[-+*/^_!|(){}\[\],=<>&;:']|\s+")
@@ -54,11 +56,14 @@ def clean(text: str) -> tuple[str, str]:
     for gone in (r"\left", r"\right", r"\!", r"\,", r"\;", r"\:", r"\ ", r"\(", r"\)", r"\[", r"\]", r"\displaystyle", r"\%", "%", r"\$", "$", r"\limits", "~", r"\bigl", r"\bigr", r"\big"):
         text = re.sub(re.escape(gone) + (r"(?![a-zA-Z])" if gone[-1].isalpha() else ""), " ", text)
     text = text.replace("{,}", "").strip().rstrip(".").strip()
-    text = re.sub(r"^[a-zA-Z]\s*\\in\s+", "", re.sub(r"\\(?:dfrac|tfrac|cfrac)(?![a-zA-Z])", r"\\frac", text))
+    text = re.sub(r"\\mathrm\s*\{\s*([ei])\s*\}", r" \1 ", text)  # numbers, as they are set in print
+    text = re.sub(r"^[a-zA-Z]\s*\\in(?![a-zA-Z])\s*", "", re.sub(r"\\(?:dfrac|tfrac|cfrac)(?![a-zA-Z])", r"\\frac", text))
     if not any(bracket in text for bracket in "([{"):
         text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
     units = []
     while found := re.search(rf"(?<=.)(?:{_WORDS}|(?<![a-zA-Z\\])({'|'.join(_UNITS)}))\s*(?:\^\s*\{{?-?\d\}}?)?$", text):
+        if found[1] and _NO_UNIT.search(found[1]):  # the text stays, and is Unread
+            break
         units.append((found[1] or found[2] or "").strip().rstrip("s") + re.sub(r"\D", "", found[0][-3:]) if found[2] else "")
         text = text[: found.start()].rstrip().removesuffix("/").removesuffix(r"\cdot").rstrip()
     return re.sub(r"(?<![\d.])(\d+) +(\d+) */ *(\d+)(?![\d.])", r"(\1+\2/\3)", text), " ".join(unit for unit in reversed(units) if unit)
@@ -66,7 +71,7 @@ def clean(text: str) -> tuple[str, str]:
 
 def tokens_of(text: str) -> list[str]:
     """Tokens of a formula; runs of letters are one variable each, names of functions and constants stay whole."""
-    if re.fullmatch(r"[a-zA-Z\s]{2,}", text):  # a word is no product of its letters
+    if re.fullmatch(r"[a-zA-Z\s]{2,}", text) and text.strip() not in _NAMES:  # a word is no product of its letters
         raise Unread(text)
     out, at = [], 0
     while at < len(text):
@@ -146,15 +151,27 @@ class Parser:
         if sign is None or not self.peek():
             return left
         self.next()
+        if left[0] == "tuple" and sign == "=" and all(part[0] == "number" and part[1].is_Symbol for part in left[2]):  # (x, y) = (1, 2)
+            right = self.value()
+            if right[0] != "tuple" or len(right[2]) != len(left[2]):
+                raise Unread(sign)
+            return right
         if left[0] != "number":
             raise Unread(sign)
         right = self.value()
+        while sign == "=" and right[0] == "number" and not left[1].free_symbols | right[1].free_symbols:  # 9 + 9 = 18 says 18, and 17 = 18 nothing
+            if not same_number(left[1], right[1]):
+                raise Unread(sign)
+            left = right
+            if not self.take("="):
+                return right
+            right = self.value()
         if right[0] != "number" and sign == "=" and left[1].is_Symbol:  # S = \{1, 2\}
             return right
         if right[0] != "number" or _RELATIONS.get(self.peek().lstrip("\\")) is not None:
             raise Unread(sign)
         if sign == "=":
-            return ("relation", "=", left[1] - right[1], right[1] if left[1].is_Symbol else None)
+            return ("relation", "=", left[1] - right[1], right[1] if left[1].is_Symbol else left[1] if right[1].is_Symbol and not left[1].free_symbols else None)
         return ("relation", sign.replace(">", "<"), right[1] - left[1] if ">" in sign else left[1] - right[1], None)
 
     def value(self):
@@ -173,6 +190,8 @@ class Parser:
         if token in ("(", "["):
             self.next()
             parts = self._try(self._parts)
+            if parts is not None and len(parts) == 1 and parts[0][0] == "matrix" and self.take(")" if token == "(" else "]"):
+                return parts[0]
             if parts is not None and len(parts) > 1 and self.peek() in (")", "]"):
                 return ("tuple", token, parts, self.next())
             self.at = start
@@ -359,6 +378,8 @@ class Parser:
             return _known(top / bottom)
         if token == r"\binom":
             n, k = self.argument(), self.argument()
+            if n.free_symbols and k.is_Integer and 0 <= k <= 10:  # a polynomial in n
+                return sympy.prod([n - i for i in range(int(k))]) / sympy.factorial(k)
             if not (n.is_Integer and k.is_Integer and 0 <= n <= 2 * LARGEST_FACTORIAL):
                 raise Unread("binomial")
             return sympy.binomial(n, k)

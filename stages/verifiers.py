@@ -169,11 +169,22 @@ def extract(text: str, order: Sequence[str] = STRICT_ORDER) -> str | None:
 
 
 #: A number with mark-up around it and at most words behind it: "**18**", "$18 dollars"; not "3. Last step", "3, 4" or "18 or 20".
-_MEASURED = re.compile(r"[*_ ]{0,9}((?:[+-] ?)?(?:\\?\$[+-]? ?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+| \d+/\d+)?)(?:\\?[%$*_]|°){0,9}(?:\.?[*_ ]{0,9}| {1,9}[^\W\d_][^\d,;]*)")
+_MEASURED = re.compile(r"[*_ ]{0,9}((?:[+-] ?)?(?:\\?\$[+-]? ?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+| \d+/\d+)?)(?:\\?[%$*_]|°){0,9}(?:\.?[*_ ]{0,9}| {1,9}([^\W\d_][^\d,;]*))")
+_SCALES = {"hundred": 100, "thousand": 10 ** 3, "million": 10 ** 6, "billion": 10 ** 9, "trillion": 10 ** 12}  # words that say how large a number is, and are no unit of it
+_NO_UNIT = re.compile(rf"\b(?:or|and|nor|not|but|either|maybe|perhaps|alternatively|wrong|incorrect|minus|plus|times|divided|over|squared|cubed|half|{'|'.join(_SCALES)})\b", re.IGNORECASE)
+#: What may stand behind a number in a box or an answer tag: a word, which is no variable and no function; of the short units those that are no variables.
+_A_UNIT = re.compile(r"(?!(?:sqrt|log|exp|sin|cos|tan|cot|sec|csc|mod)\b)(?:[^\W\d_]{3,}|(?:cm|mm|km|kg|mg|ml|ft|in|oz|lb|hr|am|pm)\b)[^\W\d_]*[^\d,;=+^\\<>()\[\]{}]*")
+
+
+def measured(text: str, strictly: bool = False) -> str | None:
+    """The number of "**18**" or "$18 dollars", whose words say nothing about its size or another answer; ``strictly``: and begin with no variable or function. None for anything else."""
+    found = _MEASURED.fullmatch(plain_minus(text))
+    words = (found[2] or "").strip() if found else ""
+    return None if not found or _NO_UNIT.search(words) or strictly and words and not _A_UNIT.fullmatch(words) else found[1]
 
 
 def extract_number(text: str, flexible: bool = False) -> str | None:
-    """As `extract`, where the gold answer is a number: of what follows `#### ` the number, without mark-up and unit; `flexible` passes over what is no
+    """As `extract`, where the gold answer is a number: of what is marked as the answer the number, without mark-up and unit (:func:`measured`); `flexible` passes over what is no
     number for the next extractor that finds one."""
     first = None
     for name in FLEXIBLE_ORDER if flexible else STRICT_ORDER:
@@ -181,8 +192,8 @@ def extract_number(text: str, flexible: bool = False) -> str | None:
         if value is None:
             continue
         number = as_rational(normalise_math(value)) is not None
-        if not number and name == "hash" and (measured := _MEASURED.fullmatch(plain_minus(value))):
-            value, number = measured.group(1), True
+        if not number and name in STRICT_ORDER and (said := measured(re.sub(_WORDS, r"\1", value), strictly=name != "hash")) is not None:
+            value, number = said, True
         if number or not flexible:
             return value
         first = value if first is None else first
@@ -231,7 +242,7 @@ def extract_world(text: str) -> str | None:
 # -------------------------------------------------------------------------------------------------- equality
 
 _WORDS = r"\\(?:text|textrm|textit|textbf|mbox|mathrm|mathbf) ?\{([^{}]*)\}"  # words in a formula
-_TWO_ANSWERS = re.compile(r"\d|,|\b(?:or|and|not)\b")  # words behind a number that are no unit: "18\text{ or 19}"
+_TWO_ANSWERS = re.compile(rf"\d|,|{_NO_UNIT.pattern}", re.IGNORECASE)  # words behind a number that are no unit: "18\text{ or 19}"
 _BETWEEN = "\x01"  # of two numbers beside each other
 _ROW = "\x00"  # stands for the end of a matrix's row, two backslashes, while single ones are read
 _UNIT = re.compile(rf"(?: ?(?:/|\\cdot)? ?{_WORDS}(?: ?\^ ?\{{?-?\d+\}}?)?){{1,6}}$")
@@ -246,10 +257,11 @@ def normalise_math(text: str) -> str:
     s = " ".join(s.split())
     s = re.sub(r"(?<=\d) +(?=\d+/\d)", "+", s)  # 1 1/2 is not 11/2
     s = re.sub(r"(?<=\d) +(?=\d)(?!\d{3}(?!\d))", _BETWEEN, s)  # nor 3 4 34, but 1 000 is 1000
+    s = re.sub(r"\\mathrm ?\{ ?([ei]) ?\}", r"\1", s)  # numbers, as they are set in print
     s = _UNIT.sub(lambda m: "" if m.start() and not any(_TWO_ANSWERS.search(word) for word in re.findall(_WORDS, m.group())) else m.group(), s)
     s = re.sub(_WORDS, r"\1", s).strip().rstrip(".").strip()
     head, equals, tail = s.partition("=")
-    if equals and "=" not in tail and len(head.strip()) <= 2:
+    if equals and "=" not in tail and re.fullmatch(r"(?:[^\W\d_][A-Za-z0-9']?)?", head.strip()):  # of 2x=5 and -x=5 the value is another
         s = tail
     s = re.sub(r"\\[tdc]frac(?![a-zA-Z])", r"\\frac", s).replace(" ", "")
     s = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", s)
@@ -262,7 +274,10 @@ def normalise_math(text: str) -> str:
 
 
 def as_rational(text: str) -> Fraction | None:
-    r"""Exact value of an integer, decimal, `a/b`, `\frac{a}{b}` or mixed number (`2\frac{1}{3}`, `2+1/3`); None for anything else."""
+    r"""Exact value of an integer, decimal, `a/b`, `\frac{a}{b}` or mixed number (`2\frac{1}{3}`, `2+1/3`), or of one with its size in a word (`2.5million`); None for anything else."""
+    if sized := re.fullmatch(rf"(.*\d)({'|'.join(_SCALES)})(?:dollars)?", text, re.IGNORECASE):
+        value = as_rational(sized[1])
+        return None if value is None else value * _SCALES[sized[2].lower()]
     if (mixed := re.fullmatch(r"(-?)(\d{1,400})(?:\\frac\{(\d{1,400})\}\{(\d{1,400})\}|\+(\d{1,400})/(\d{1,400}))", text)) and not (mixed[1] and mixed[5]):
         whole, top, bottom = (int(part) for part in (mixed[2], mixed[3] or mixed[5], mixed[4] or mixed[6]))
         return (-1 if mixed[1] else 1) * (whole + Fraction(top, bottom)) if top < bottom else None
@@ -299,7 +314,8 @@ def _parts(text: str) -> tuple[str, list[str], str] | None:
 
 def _matrix(text: str) -> list[list[str]] | None:
     """Rows of a matrix, whatever its brackets; None if it is none. A determinant is a number."""
-    found = re.fullmatch(r"\\begin\{([pbB]?matrix|smallmatrix|array)\}(?:\{[lcr|]*\})?(.*?)(?:\\\\)?\\end\{\1\}", text, re.DOTALL)
+    inside = text[1:-1] if text[:1] + text[-1:] in ("()", "[]") else text  # \left( \begin{array} ... \right)
+    found = re.fullmatch(r"\\begin\{([pbB]?matrix|smallmatrix|array)\}(?:\{[lcr|]*\})?(.*?)(?:\\\\)?\\end\{\1\}", inside, re.DOTALL)
     return [row.split("&") for row in found[2].split("\\\\")] if found and "\\begin" not in found[2] else None
 
 
@@ -518,17 +534,18 @@ _MAY_END = re.compile(r"(?:^|[\s(])(?:(?:[A-Za-z]\.)+[A-Za-z]|etc|Inc|Ltd|Co|Cor
 _STARTS = re.compile(r"(?:The|This|That|These|Those|He|She|It|They|We|You|I|A|An|In|On|At|But|And|So|When|If|There|However|My|His|Her|Our|Their)\b|$")
 
 
-def _sentences(text: str) -> int:
-    """Sentences: ends with . ! or ?, abbreviations and numbers of list items aside; a numbered item begins one of its own."""
-    count, start = 0, 0
+def sentences_of(text: str) -> list[str]:
+    """Sentences with their marks: they end with . ! or ?, abbreviations and numbers of list items aside; a numbered item begins one of its own."""
+    found, start = [], 0
     for end in [*re.finditer(r"(?<=[.!?])[\"')\]]*\s+|\n\s*(?=\d+[.)]\s)", text := text.strip() + "\n"), None]:
         stop, behind = end.span() if end else (len(text), len(text))
         last = text[max(start, stop - 40):stop]
         if end and (_TITLES.search(last) or _MAY_END.search(last) and not _STARTS.match(text, behind)):
             continue
-        count += bool(text[start:stop].strip())
+        if text[start:stop].strip():
+            found.append(text[start:behind].strip())
         start = behind
-    return count
+    return found
 
 
 _SCRIPTS = {"el": "\u0370-\u03ff", "ru": "\u0400-\u052f", "he": "\u0590-\u05ff", "ar": "\u0600-\u06ff\u0750-\u077f\ufb50-\ufdff\ufe70-\ufeff", "hi": "\u0900-\u097f", "bn": "\u0980-\u09ff",
@@ -638,7 +655,7 @@ def _count(pattern: str, text: str, flags: int = 0) -> int:
 CHECKERS = {
     "punctuation:no_comma": lambda t: "," not in t,
     "length_constraints:number_words": lambda t, num_words, relation="at least": _related(_count(r"\w+", t), relation, num_words),
-    "length_constraints:number_sentences": lambda t, num_sentences, relation="at least": _related(_sentences(t), relation, num_sentences),
+    "length_constraints:number_sentences": lambda t, num_sentences, relation="at least": _related(len(sentences_of(t)), relation, num_sentences),
     "length_constraints:number_paragraphs": _paragraphs,
     "length_constraints:nth_paragraph_first_word": _first_word,
     "detectable_content:number_placeholders": lambda t, num_placeholders: _count(r"\[.*?\]", t) >= num_placeholders,
@@ -673,13 +690,18 @@ CHECKERS = {
 
 
 def check_constraint(constraint_id: str, kwargs: dict, text: str) -> bool:
-    """Whether `text` satisfies one constraint (reward.if_constraints); an empty text satisfies none. Raises BadGold for an id or arguments it does not know."""
-    if constraint_id not in CHECKERS:
-        raise BadGold(f"unknown constraint {constraint_id!r}; write one of {', '.join(CHECKERS)}")
+    """Whether `text` satisfies one constraint of IFEval, IFBench or IFTrain (reward.if_constraints); an empty text satisfies none. Raises BadGold for an id or arguments it does not know."""
+    from stages import more_constraints
+
+    checker = CHECKERS.get(constraint_id) or more_constraints.CHECKERS.get(constraint_id)
+    if checker is None:
+        if constraint_id in more_constraints.UNDECIDED:
+            raise BadGold(f"constraint {constraint_id!r} needs {more_constraints.UNDECIDED[constraint_id]}, which is not here; leave out the rows that have it")
+        raise BadGold(f"unknown constraint {constraint_id!r}; write one of {', '.join((*CHECKERS, *more_constraints.CHECKERS))}")
     given = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in kwargs.items() if v is not None}  # Parquet keeps a count with nulls as a float
     try:
-        return bool(CHECKERS[constraint_id](text, **given)) and bool(text.strip())
-    except TypeError as error:
+        return bool(checker(text if text.strip() else "?", **given)) and bool(text.strip())
+    except (TypeError, AttributeError, IndexError) as error:
         raise BadGold(f"constraint {constraint_id}: wrong arguments {sorted(kwargs)} ({error})") from None
 
 

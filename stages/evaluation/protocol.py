@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from stages.spec import ConfigError, module_file
 from storage.files import canonical_json, sha256_text
 
-GRADERS = ("stages.rewards", "stages.verifiers", "stages.sandbox", "stages.remote_rewards", "stages.symbolic")
+GRADERS = ("stages.rewards", "stages.verifiers", "stages.sandbox", "stages.tested", "stages.more_constraints", "stages.remote_rewards", "stages.symbolic")
 
 
 class ProtocolError(ConfigError):

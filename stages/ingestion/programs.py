@@ -25,7 +25,7 @@ USED = ("text", "prompt", "question", "question_content", "starter_code", "test_
 STREAMS = "\n\nRead the input from standard input and print the answer to standard output. Write the whole program in a ```python block."
 FUNCTION = "\n\nWrite the code in a ```python block."
 #: How a function is called with arguments that a line of JSON holds each; the result goes through JSON, so that tuples are lists and no object of the program's decides what it equals.
-CALL = ('import json as _json\n_said = (Solution().{name} if "Solution" in globals() else {name})(*[_json.loads(_line) for _line in {given!r}.split("\\n") if _line.strip()])\n'
+CALL = ('import json as _json\ntry:\n    _called = Solution().{name}\nexcept NameError:\n    _called = {name}\n_said = _called(*[_json.loads(_line) for _line in {given!r}.split("\\n") if _line.strip()])\n'
         "_said, _wanted = _json.loads(_json.dumps(_said)), _json.loads({expected!r})\nassert _said == _wanted{more}\n")
 
 

@@ -266,6 +266,48 @@ def test_code_tests_cannot_be_passed_by_leaving_early():
     assert extract_program("```python\nx\n``` then ```py\ny\n```") == "y\n"
 
 
+AGREES = "class Same:\n    def __eq__(self, other): return True\n    __ne__ = lambda self, other: False\n    __sub__ = __rsub__ = __abs__ = lambda self, *other: self\n    __lt__ = __le__ = __gt__ = __ge__ = __eq__\n    __len__ = lambda self: 2\n"
+CHEATS = {
+    "an object that equals everything": AGREES + "def f(x): return Same()",
+    "one in a list": AGREES + "def f(x): return [Same()]",
+    "a number that equals everything": "class N(int):\n    __eq__ = lambda s, o: True\n    __ne__ = lambda s, o: False\n    __hash__ = int.__hash__\n    __sub__ = __rsub__ = lambda s, o: 0\ndef f(x): return N(0)",
+    "a list that equals everything": "class L(list):\n    __eq__ = lambda s, o: True\ndef f(x): return L()",
+    "patched builtins": "import builtins\nfor name in ('abs', 'len', 'sorted', 'all', 'isinstance', 'list', 'max'):\n    setattr(builtins, name, lambda *a, **k: True)\nbuiltins.AssertionError = type('E', (Exception,), {'__new__': lambda c, *a: 1 / 0})\ndef f(x): return 0",
+    "names of builtins": "def abs(x): return 0\ndef len(x): return 1\ndef list(x): return x\ndef f(x): return 0",
+    "patched modules": "import math\nmath.isclose = lambda *a, **k: True\ndef f(x): return 0",
+    "the test in the frames": "import sys, re\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n        for v in list(frame.f_locals.values()):\n            if isinstance(v, dict) and 'test' in v:\n                return eval(re.search(r'==\\s*(.+)', v['test'])[1])\n        frame = frame.f_back",
+    "a reply with the token of the frames": "import sys, os, json\nframe = sys._getframe()\nwhile frame.f_back: frame = frame.f_back\nos.write(frame.f_globals['write_fd'], (json.dumps({'token': frame.f_globals['token'], 'value': True}) + '\\n').encode())\ndef f(x): return 0",
+    "a reply from a call": "import sys, os, json\ndef f(x):\n    g = sys._getframe()\n    while g.f_back: g = g.f_back\n    for v in (True, {'value': True}):\n        os.write(g.f_globals['write_fd'], (json.dumps({'token': g.f_globals['token'], 'value': v}) + '\\n').encode())\n    return 0",
+    "leaving": "def f(x): raise SystemExit(0)",
+    "leaving at once": "import os\ndef f(x): os._exit(0)",
+    "raising nothing to stop the test": "def f(x): raise AssertionError",
+}
+
+
+@pytest.mark.parametrize("name", CHEATS)
+@pytest.mark.parametrize("test", ["assert f(3) == 6", "def check(c):\n    assert c(3) == 6\ncheck(f)", "assert abs(f(3) - 6) < 1e-6", "import math\nassert math.isclose(f(3), 6)", "assert f(3) in [6, 7]", "assert not f(3) != 6", "assert list(f(3)) == [6]",
+                                  "assert len(f(3)) == 2 and sorted(f(3)) == [1, 2]"])
+def test_a_program_cannot_pass_by_what_it_does_to_its_test(name, test):
+    """It shares no interpreter with the test, and what it returns is a plain value there."""
+    (found,) = run_jobs([{"kind": "tested", "source": CHEATS[name], "test": test}], Limits(timeout_s=10.0), fresh=True)
+    assert found.value is not True and found.error
+
+
+@pytest.mark.parametrize("program, test", [
+    ("def f(x):\n    x.append(1); x.sort()", "a = [3]\nassert f(a) is None and a == [1, 3]"), ("def f(d): d['k'] = {1, 2}", "d = {}\nf(d)\nassert d == {'k': {1, 2}}"), ("def f(): return (1, [2, {3: (4,)}], 1.5, None, True, 'é', b'x', 2j)",
+     "assert f() == (1, [2, {3: (4,)}], 1.5, None, True, 'é', b'x', 2j) and type(f()) is tuple"), ("def f(n): return 3 ** n", "assert f(5000) == 3 ** 5000"), ("def f(): yield from range(3)", "assert list(f()) == [0, 1, 2] and next(f()) == 0"),
+    ("def f(): return float('nan'), float('inf')", "a, b = f()\nassert a != a and b == float('inf')"), ("def f(x): raise ValueError('no')", "try:\n    f(1)\n    assert False\nexcept ValueError as e:\n    assert str(e) == 'no'"),
+    ("class P:\n    def __init__(s, x): s.x = x\n    def twice(s): return P(2 * s.x)\n    def __eq__(s, o): return s.x == o.x\n    def __add__(s, o): return P(s.x + o.x)\n    def __len__(s): return s.x",
+     "p = P(2)\np.x = 3\nassert p.twice().x == 6 and p.twice() == P(6) and p != P(4) and p + P(1) == P(4) and len(p) == 3 and p != 3"),
+    ("from collections import Counter, deque\nfrom fractions import Fraction\ndef f(): return Counter('aab'), deque([1]), Fraction(1, 3)", "from collections import deque\nfrom fractions import Fraction\nassert f() == ({'a': 2, 'b': 1}, deque([1]), Fraction(1, 3))"),
+    ("import numpy as np\ndef f(x): return np.cumsum(x), np.float64(1.5)", "import numpy as np\na, b = f([1, 2])\nassert np.allclose(a, [1, 3]) and b == 1.5"), ("def f(g, x): return [g(i) for i in x]", "assert f(lambda i: i + 1, [1]) == [2]"),
+    ("class Stop(Exception): pass\ndef f(): raise Stop", "try:\n    f()\n    assert False\nexcept Stop:\n    pass"), ("def f(): print('hi')", "import io, contextlib\nwith contextlib.redirect_stdout(io.StringIO()) as out:\n    f()\nassert out.getvalue() == 'hi\\n'"),
+    ("def sum(a, b): return a + b", "assert sum(1, 2) == 3"), ("def enc(s): return s[::-1]\ndef dec(s): return s[::-1]", "def check(c):\n    assert c(enc('ab')) == 'ab'\ncheck(dec)"), ("LIMIT = 3", "assert LIMIT == 3"), ("x = 1", "assert True")])
+def test_what_a_test_may_ask_of_a_program(program, test):
+    (found,) = run_jobs([{"kind": "tested", "source": program, "test": test}], Limits(timeout_s=20.0), fresh=True)
+    assert found.value is True, found.error
+
+
 @pytest.mark.parametrize("text", [
     "```python\nGOOD\n```\nOutput:\n```\n6\n```", "First:\n```bash\npip install x\n```\nThen:\n```python\nGOOD\n```", "```python3\nGOOD\n```", "```Python\nGOOD\n```",
     "```py\r\nGOOD\r\n```\r\n", "1. So:\n   ```python\n   GOOD\n   ```", "```\nGOOD\n```", "````python\nGOOD\n````", "~~~python\nGOOD\n~~~", "Here: ```python\nGOOD```",
