@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass, field, replace
 
-ADVANTAGES = ("reward_minus_baseline", "group_mean", "leave_one_out", "process", "win_rate", "turn_returns", "vine", "reward_to_go", "gae", "reward_minus_value")
-GROUP_ADVANTAGES = ("group_mean", "leave_one_out", "process", "win_rate", "turn_returns")   # compare the completions of one prompt
+ADVANTAGES = ("reward_minus_baseline", "group_mean", "leave_one_out", "leave_one_out_max", "length_weighted", "token_baseline", "process", "win_rate", "turn_returns", "vine", "reward_to_go", "gae", "reward_minus_value")
+GROUP_ADVANTAGES = ("group_mean", "leave_one_out", "leave_one_out_max", "length_weighted", "token_baseline", "process", "win_rate", "turn_returns")   # compare the completions of one prompt
 BASELINE_ADVANTAGES = ("reward_minus_baseline", "reward_to_go")             # read `baseline`
 VALUE_ADVANTAGES = ("gae", "reward_minus_value")                            # need a critic
 SCALES = ("none", "group", "batch", "batch_centered")
@@ -108,6 +108,8 @@ class RLPreset:
         """The `mode` of estimators.group_advantage."""
         if self.advantage == "leave_one_out":
             return "leave_one_out"
+        if self.advantage in ("length_weighted", "leave_one_out_max"):
+            return self.advantage + ("_std" if self.advantage == "leave_one_out_max" and self.scale == "group" else "")
         if self.advantage == "group_mean":
             return {"none": "mean", "group": "mean_std", "batch": "batch_std", "batch_centered": "batch_centered_std"}[self.scale]
         return "batch_mean" if self.baseline == "batch_mean" else "none"
@@ -145,6 +147,14 @@ _RL_ROWS = (
              note="a smooth gate in the place of the clip, narrower for negative advantages"),
     RLPreset("vespo", "group_mean", scale="group", surrogate="vespo", aggregation="token-mean", min_generations=2, source="VESPO (2026)",
              note="log-probs weighted by a gamma function of the sequence's product ratio, 1 on-policy; for stale or asynchronous rollouts"),
+    RLPreset("gmpo", "group_mean", scale="group", surrogate="geo_mean", epsilon=0.4, epsilon_high=0.4, aggregation="seq-mean-token-mean", min_generations=2,
+             source="GMPO (Zhao et al. 2025)", note="geometric mean of ratios that are clipped by token, epsilon in nats: ratios of exp(-.4) to exp(.4)"),
+    RLPreset("opo", "length_weighted", surrogate="logp", aggregation="token-mean", min_generations=2, source="OPO (Hao et al. 2025)",
+             note="baseline of least variance where gradients grow with length; strictly on-policy, no KL, no entropy"),
+    RLPreset("otb", "token_baseline", aggregation="token-mean", min_generations=2, source="optimal token baseline (2026)",
+             note="the group's baseline at each token, weighted by how much of the gradient's variance a completion carries by then"),
+    RLPreset("grpo_passk", "leave_one_out_max", aggregation="token-mean", min_generations=2, source="pass@k (Tang et al. 2025)",
+             note="of each group the best completion alone, by its lead; k is num_generations"),
     RLPreset("grape", "group_mean", aggregation="seq-mean-token-sum", min_generations=2, source="GRAPE", note="for rubric rewards"),
     RLPreset("grape_alt", "group_mean", ratio_level="sequence", aggregation="seq-mean-token-mean", min_generations=2, source="Alt-GRAPE, PPO-SEQ",
              note="one product ratio and one clip per sequence; collapses more easily than token level"),
@@ -228,12 +238,12 @@ RL_READ_WHEN = (
      "the preset regresses policy and critic on the same returns; write another preset"),
     (("multi_objective_aggregation",), lambda r, c: r.advantage == "group_mean" and r.unit != "pairs",
      "components are normalised in a prompt's group, which advantage=group_mean compares in; write that"),
-    (("scale_rewards",), lambda r, c: r.advantage == "group_mean" or (r.advantage == "turn_returns" and r.scale in ("none", "group")),
-     "advantage=group_mean divides by a std (turn_returns: by the group's), no other does; write advantage=group_mean"),
-    (("std_ddof", "std_eps"), lambda r, c: r.advantage == "process" or c.multi_objective_aggregation == "normalize_then_sum" or (r.scale != "none" and r.advantage in ("group_mean", "turn_returns")),
+    (("scale_rewards",), lambda r, c: r.advantage == "group_mean" or (r.advantage in ("turn_returns", "leave_one_out_max") and r.scale in ("none", "group")),
+     "advantage=group_mean divides by a std (turn_returns and leave_one_out_max: by the group's), no other does; write advantage=group_mean"),
+    (("std_ddof", "std_eps"), lambda r, c: r.advantage == "process" or c.multi_objective_aggregation == "normalize_then_sum" or (r.scale != "none" and r.advantage in ("group_mean", "turn_returns", "leave_one_out_max")),
      "no std of a group or batch is taken; write advantage=group_mean scale_rewards=group"),
     (("adv_norm_ddof",), lambda r, c: r.whiten, "advantages are not whitened; write whiten=true"),
-    (("gamma",), lambda r, c: r.advantage in ("turn_returns", "reward_to_go", "gae") or (r.advantage == "leave_one_out" and _pays_steps(c)) or (
+    (("gamma",), lambda r, c: r.advantage in ("turn_returns", "token_baseline", "reward_to_go", "gae") or (r.advantage == "leave_one_out" and _pays_steps(c)) or (
         r.needs_critic and r.critic_target in ("lambda_return", "mc_return", "td0", "n_step", "soft_bellman")),
      "every token is credited with the whole reward; write advantage=reward_to_go, gae (with a critic) or turn_returns (in an environment, or with steps that a reward pays)"),
     (("lam",), lambda r, c: (r.advantage == "gae" and r.lam_alpha is None) or (r.needs_critic and r.critic_target == "lambda_return" and r.lam_critic is None),
@@ -252,19 +262,26 @@ RL_READ_WHEN = (
     (("step_separator",), lambda r, c: r.advantage in ("process", "vine") and not c.environment,
      "only advantage=process and vine cut completions into steps (in an environment: by turns); write preset=grpo_process or vineppo"),
     # ratios, clips, aggregation
-    (("surrogate", "ratio_level", "epsilon", "epsilon_high", "clip_ratio_c", "importance_correction"), lambda r, c: not r.objective,
+    (("surrogate", "ratio_level", "epsilon", "epsilon_high", "clip_ratio_c", "importance_correction", "rejection"), lambda r, c: not r.objective,
      "the preset has a loss of its own on whole responses instead of a surrogate; write its constants as options, or another preset"),
     (("top_entropy_quantile", "off_policy_mask_threshold"), lambda r, c: not r.objective, "the preset has a loss of its own on whole responses, of which no token or response is left out; "
                                                                                          "write preset=grpo"),
     (("top_entropy_quantile", "off_policy_mask_threshold"), lambda r, c: r.update != "trust_region", "TRPO's step is measured over all tokens; write preset=grpo or ppo"),
+    (("covariance_clip", "covariance_kl"), lambda r, c: not r.objective and r.update != "trust_region", "the preset has a loss of its own on whole responses, or a step of its own; write preset=grpo"),
+    (("covariance_kl",), lambda r, c: r.num_iterations * c.num_minibatches > 1 or c.async_rollouts, "every step is taken where pi is pi_old and the penalty flat; write num_iterations=2 or num_minibatches=2"),
+    (("covariance_band",), lambda r, c: c.covariance_clip > 0, "no token is left out by its covariance; write covariance_clip=2e-4"),
+    (("covariance_kl_coef",), lambda r, c: c.covariance_kl > 0, "no token pays for its covariance; write covariance_kl=2e-4"),
     (("off_policy_mask_threshold",), lambda r, c: r.num_iterations * c.num_minibatches > 1 or c.engine != "builtin" or c.async_rollouts or c.importance_correction != "none",
      "every step is taken from the policy that sampled, from which nothing is off; write num_iterations=2, num_minibatches=2 or async_rollouts=true"),
-    (("ratio_level",), lambda r, c: r.surrogate not in ("logp", "vespo"), "surrogate=logp has no ratio and vespo one of its own; write surrogate=clip"),
-    (("epsilon",), lambda r, c: r.surrogate == "clip" or (r.surrogate == "cispo" and r.epsilon_high is None), "the surrogate has no lower clip; write surrogate=clip"),
-    (("epsilon_high",), lambda r, c: r.surrogate in ("clip", "cispo"), "the surrogate does not clip; write surrogate=clip"),
+    (("ratio_level",), lambda r, c: r.surrogate not in ("logp", "vespo", "geo_mean"), "surrogate=logp has no ratio, vespo and geo_mean have one of their own; write surrogate=clip"),
+    (("epsilon",), lambda r, c: r.surrogate in ("clip", "geo_mean") or (r.surrogate == "cispo" and r.epsilon_high is None), "the surrogate has no lower clip; write surrogate=clip"),
+    (("epsilon_high",), lambda r, c: r.surrogate in ("clip", "cispo", "geo_mean"), "the surrogate does not clip; write surrogate=clip"),
     (("clip_ratio_c",), lambda r, c: r.surrogate == "clip", "the surrogate does not clip; write surrogate=clip"),
     (("importance_clip_max",), lambda r, c: c.importance_correction != "none" and not r.objective, "no importance weights are taken; write importance_correction=token_truncate"),
+    (("importance_normalise",), lambda r, c: c.importance_correction != "none" and not r.objective, "no importance weights are taken; write importance_correction=token_truncate"),
     (("importance_clip_min",), lambda r, c: c.importance_correction != "none" and not r.objective, "no importance weights are taken; write importance_correction=token_truncate"),
+    (("rejection_statistic", "rejection_min", "rejection_max", "rejection_scope"), lambda r, c: c.rejection != "none" and not r.objective, "nothing is rejected; write rejection=sequence_mean"),
+    (("rejection_min",), lambda r, c: c.rejection_statistic == "ratio", "only ratios have a lower bound; write rejection_statistic=ratio"),
     (("loss_agg_mode", "loss_scale_factor", "token_norm_scope"), _aggregates,
      "the preset's loss is a mean over sequences or pairs and has no token term; write beta=0.04 or entropy_coef=0.01 to add one"),
     (("loss_scale_factor",), lambda r, c: r.aggregation == "seq-mean-token-sum-norm", "only one aggregation has a constant; write loss_agg_mode=seq-mean-token-sum-norm"),
@@ -448,7 +465,7 @@ def validate_rl(row: RLPreset, num_generations: int, *, updates_per_generation: 
         refuse("kl_direction=forward needs the whole distribution; write kl_estimator=full")
     if row.objective and row.kl_loss_coef > 0 and row.unit == "pairs":
         refuse("a loss on pairs has no token average to put a KL into; write beta=0 (kl_coef puts it into the reward)")
-    if row.kl_reward_coef > 0 and row.kl_reward_mode.startswith("token") and row.advantage not in ("reward_to_go", *VALUE_ADVANTAGES):
+    if row.kl_reward_coef > 0 and row.kl_reward_mode.startswith("token") and row.advantage not in ("reward_to_go", "token_baseline", *VALUE_ADVANTAGES):
         refuse(f"kl_reward_mode={row.kl_reward_mode} shapes token rewards, but advantage={row.advantage} reads one reward per completion; "
                "write kl_reward_mode=sequence_sum")
     if row.kl_reward_coef > 0 and row.kl_reward_mode == "token_broadcast" and not (

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stages.estimators import (DEGENERATE, gae, group_advantage, nstep_returns, place_terminal, process_advantage, reward_to_go, shape_rewards, turn_returns, vine_advantages,
+from stages.estimators import (DEGENERATE, gae, group_advantage, nstep_returns, place_terminal, process_advantage, reward_to_go, shape_rewards, token_baseline_advantages, turn_returns, vine_advantages,
                                whiten)
 
 
@@ -37,7 +37,14 @@ class Batch:
     turns: list[tuple[list[int], list[float]]] = field(default_factory=list)  # of trajectories: (last token, reward) of each turn of the policy; of steps that are paid, of each step
     log_ratio_BT: np.ndarray | None = None    # log pi_old/pi_ref, where there is a reference
     steps_paid: bool = False                  # whether ``turns`` are steps
+    rejected_BT: np.ndarray | None = None     # tokens that are trained on no more (rejection)
+    energy_BT: np.ndarray | None = None       # squared norm of d log pi / d logits of each token (advantage=token_baseline)
     step_values: list[list[float]] = field(default_factory=list)  # Monte-Carlo values of the states before each step (VINEPPO)
+
+    def trained(self, rows_B):
+        """[B, T]: tokens of the mask and of ``rows_B`` that were not rejected."""
+        on = self.mask_BT & rows_B[:, None]
+        return on if self.rejected_BT is None else on & ~self.rejected_BT
 
     def token_rewards(self, rewards_B):
         """[B, T]: a completion's reward on its last token; a trajectory's on the last token of each turn and that of paid steps on theirs, whatever the truncation rule,
@@ -93,7 +100,8 @@ def _group(row, batch, rewards, tokens, outcome):
         return _turn_returns(row, batch, rewards, tokens, outcome, leave_one_out=True)
     baseline = _baseline(batch, rewards)
     rewards = np.where(np.isfinite(batch.rewards_B), rewards, np.nan)
-    advantages, informative = group_advantage(rewards - baseline, batch.group_of_B, row.group_mode, row.std_ddof, row.std_eps, batch.counted_B)
+    lengths = np.maximum(batch.mask_BT.sum(1), 1)
+    advantages, informative = group_advantage(rewards - baseline, batch.group_of_B, row.group_mode, row.std_ddof, row.std_eps, batch.counted_B, lengths)
     if row.advantage in ("group_mean", "leave_one_out"):
         for group in np.unique(batch.group_of_B):  # ops.invariants
             total = abs(advantages[batch.group_of_B == group].sum())
@@ -169,6 +177,18 @@ def _reward_to_go(row, batch, rewards, tokens, outcome):
     return np.where(batch.mask_BT & ok[:, None], returns - np.where(ok, baseline, 0.0)[:, None], 0.0), ok
 
 
+def _token_baseline(row, batch, rewards, tokens, outcome):
+    """G_t less the group's baseline of least variance at the same token."""
+    out, informative = np.zeros(batch.mask_BT.shape), np.zeros(len(rewards), bool)
+    returns = reward_to_go(tokens, batch.mask_BT, row.gamma)
+    for group in np.unique(batch.group_of_B):
+        rows = [i for i in np.flatnonzero(batch.group_of_B == group) if batch.counted_B[i] and np.isfinite(batch.rewards_B[i])]
+        if len(rows) > 1:
+            out[rows] = token_baseline_advantages(returns[rows], batch.energy_BT[rows], batch.mask_BT[rows])
+            informative[rows] = out[rows].any()
+    return out, informative
+
+
 def policy_lambda(row, batch: Batch):
     """GAE lambda of the policy's advantages: the row's, or 1 - 1/(lam_alpha * length) per completion, at least 0 (VAPO)."""
     if row.lam_alpha is None:
@@ -190,7 +210,7 @@ def _reward_minus_value(row, batch, rewards, tokens, outcome):
     return np.where(batch.mask_BT, outcome - batch.values_BT, 0.0), np.isfinite(batch.rewards_B)
 
 
-ADVANTAGES = {"reward_minus_baseline": _group, "group_mean": _group, "leave_one_out": _group, "process": _process, "win_rate": _win_rate,
+ADVANTAGES = {"reward_minus_baseline": _group, "group_mean": _group, "leave_one_out": _group, "leave_one_out_max": _group, "length_weighted": _group, "token_baseline": _token_baseline, "process": _process, "win_rate": _win_rate,
               "turn_returns": _turn_returns, "vine": _vine, "reward_to_go": _reward_to_go, "gae": _gae, "reward_minus_value": _reward_minus_value}
 
 
@@ -216,7 +236,7 @@ def assign(row, batch: Batch, kl_coef: float, advantage_clip: float | None = Non
     """Advantages and critic targets of a rollout batch under a preset's row (``stages.algorithms.RLPreset``)."""
     rewards, tokens, outcome = shaped(row, batch, kl_coef)
     advantages, informative = ADVANTAGES[row.advantage](row, batch, rewards, tokens, outcome)
-    trained = batch.mask_BT & batch.kept_B[:, None]
+    trained = batch.trained(batch.kept_B)
     advantages = np.where(trained, advantages, 0.0)
     raw = advantages
     returns = np.where(trained, critic_targets(row, batch, rewards, tokens, outcome), 0.0) if row.needs_critic else None

@@ -12,7 +12,7 @@ import numpy as np
 
 DEGENERATE = 1e-7  # relative range of rewards below which a group carries no signal (float32 resolution)
 
-GROUP_MODES = ("mean_std", "mean", "leave_one_out", "batch_std", "batch_centered_std", "batch_mean", "none")
+GROUP_MODES = ("mean_std", "mean", "leave_one_out", "leave_one_out_max", "leave_one_out_max_std", "length_weighted", "batch_std", "batch_centered_std", "batch_mean", "none")
 
 
 def _f64(x):
@@ -37,10 +37,12 @@ def is_constant(values) -> bool:
 
 # --- advantages of groups -----------------------------------------------------------------------
 
-def group_advantage(rewards, group_ids, mode: str = "mean_std", std_ddof: int = 1, std_eps: float = 1e-4, valid=None):
+def group_advantage(rewards, group_ids, mode: str = "mean_std", std_ddof: int = 1, std_eps: float = 1e-4, valid=None, lengths=None):
     """Advantage per completion from the rewards of its prompt: (float64 [B], informative bool [B]).
 
     Rows are grouped by id, wherever they stand. `mean_std` GRPO; `mean` Dr. GRPO; `leave_one_out` RLOO;
+    `leave_one_out_max` max r - max over the others, so that the best completion alone is credited, by what the group's maximum would lose without it (pass@k, Tang et al. 2025;
+    `_std`: by the group's std, verl's grpo_passk); `length_weighted` less the mean weighted by the completions' `lengths` (OPO, Hao et al. 2025);
     `batch_std` / `batch_centered_std` divide the group-centred reward by the std of the raw / centred rewards of
     the batch; `batch_mean` subtracts the batch mean; `none` keeps the reward. NaN or infinite rewards and
     `valid=False` rows leave all statistics and get 0. A group with one valid row, or with equal rewards, gets
@@ -63,9 +65,14 @@ def group_advantage(rewards, group_ids, mode: str = "mean_std", std_ddof: int = 
         if is_constant(r[rows]):
             continue
         informative[rows] = True
-        centred = r[rows] - r[rows].mean()
+        centred = r[rows] - (np.average(r[rows], weights=_f64(lengths)[rows]) if mode == "length_weighted" else r[rows].mean())
         if mode == "leave_one_out":
             centred = centred * (len(rows) / (len(rows) - 1))
+        elif mode.startswith("leave_one_out_max"):
+            second, best = np.sort(r[rows])[-2:]
+            gain = best - second if best - second > DEGENERATE * np.abs(r[rows]).max() else 0.0
+            centred = np.where(np.arange(len(rows)) == r[rows].argmax(), gain, 0.0) / (_std(r[rows], std_ddof) + std_eps if mode.endswith("std") else 1.0)
+            informative[rows] = gain > 0
         elif mode == "mean_std":
             centred = centred / (_std(r[rows], std_ddof) + std_eps)
         out[rows] = centred
@@ -172,6 +179,25 @@ def vine_advantages(values_K, final_reward: float):
     return np.append(values[1:], final_reward) - values
 
 
+def token_baseline_advantages(returns_BT, energy_BT, mask_BT):
+    """G_t - B_t of one group's completions, float64 [B, T], 0 outside the mask: B_t = sum_i W_it G_it / sum_i W_it over the completions that have a t-th token in the mask (optimal token baseline, 2026; verl).
+
+    energy_BT: 1 - 2 pi + sum over the vocabulary of pi^2 of each token, the squared norm of d log pi / d logits; W_t is its sum up to t, what the gradient's variance grows by. Where one
+    completion alone goes on, there is nothing to compare with and B_t is 0.
+    """
+    returns, energy, mask = _f64(returns_BT), _f64(energy_BT), _bool(mask_BT)
+    out, at = np.zeros(returns.shape), [np.flatnonzero(row) for row in mask]
+    gains = [returns[i, own] for i, own in enumerate(at)]
+    weights = [np.where(mask[i], energy[i], 0.0)[own].cumsum() for i, own in enumerate(at)]
+    for t in range(max(map(len, at), default=0)):
+        rows = [i for i, own in enumerate(at) if len(own) > t]
+        total = sum(weights[i][t] for i in rows)
+        baseline = sum(weights[i][t] * gains[i][t] for i in rows) / total if len(rows) > 1 and total > 0 else 0.0
+        for i in rows:
+            out[i, at[i][t]] = gains[i][t] - baseline
+    return out
+
+
 # --- reward shaping -----------------------------------------------------------------------------
 
 KL_REWARD_MODES = ("token_terminal", "token_broadcast", "sequence_sum", "sequence_mean")
@@ -245,6 +271,30 @@ def top_entropy_tokens(entropies_BT, mask_BT, share: float):
     entropies = np.where(mask, _f64(entropies_BT), -np.inf)
     threshold = float(np.quantile(entropies[mask], 1.0 - share))
     return entropies >= threshold, threshold
+
+
+def token_covariances(logps_BT, advantages_BT, mask_BT):
+    """(log pi - its mean) (A - its mean) [B, T], means over the mask, 0 outside: what a token adds to Cov(log pi, A), by which a policy gradient lowers the entropy (Cui et al. 2025, eq. 6)."""
+    mask = _bool(mask_BT)
+    logps, advantages = np.where(mask, _f64(logps_BT), 0.0), np.where(mask, _f64(advantages_BT), 0.0)
+    n = max(int(mask.sum()), 1)
+    return np.where(mask, (logps - logps.sum() / n) * (advantages - advantages.sum() / n), 0.0)
+
+
+def covariance_in_band(covariances_BT, mask_BT, share: float, band, rng):
+    """Tokens [B, T]: a ``share`` of the mask's (at least one) at random from those whose covariance lies between the two bounds, or all of them (Clip-Cov, Cui et al. 2025, eq. 8)."""
+    mask = _bool(mask_BT)
+    chosen, inside = np.zeros(mask.shape, bool), np.flatnonzero(mask & (covariances_BT > band[0]) & (covariances_BT < band[1]))
+    chosen.flat[rng.permutation(inside)[:max(int(share * mask.sum()), 1)]] = True
+    return chosen
+
+
+def top_covariances(covariances_BT, mask_BT, share: float):
+    """Tokens [B, T]: a ``share`` of the mask's (at least one), those of the largest covariance, the earlier ones of equal (KL-Cov, Cui et al. 2025, eq. 10)."""
+    mask = _bool(mask_BT)
+    chosen, inside = np.zeros(mask.shape, bool), np.flatnonzero(mask)
+    chosen.flat[inside[np.argsort(-covariances_BT.flat[inside], kind="stable")][:max(int(share * len(inside)), 1)]] = True
+    return chosen
 
 
 class DynamicSamplingExhausted(RuntimeError):

@@ -164,7 +164,9 @@ def displacement_metrics(policy_chosen, policy_rejected, ref_chosen, ref_rejecte
 # --- policy gradients -----------------------------------------------------------------------------
 
 RATIO_LEVELS = ("token", "sequence", "sequence_mean")
-SURROGATES = ("clip", "none", "logp", "stopgrad_ratio", "cispo", "sapo", "vespo")
+SURROGATES = ("clip", "none", "logp", "stopgrad_ratio", "cispo", "sapo", "vespo", "geo_mean")
+REJECTION_LEVELS = ("token", "sequence_sum", "sequence_mean", "sequence_max")
+REJECTION_STATISTICS = ("ratio", "k2", "k3", "binary_kl", "tv")
 
 
 def log_ratios(logps_BT, old_logps_BT, mask_BT, ratio_level: str = "token", log_ratio_clamp: float = LOG_RATIO_CLAMP):
@@ -194,11 +196,12 @@ def policy_loss(logps_BT, old_logps_BT, advantages, mask_BT, *, epsilon: float =
     `clip` -min(rho A, clip(rho, 1-epsilon, 1+epsilon_high) A) (PPO-CLIP; `clip_ratio_c` adds the dual clip);
     `none` -rho A (CPI); `logp` -A log pi (REINFORCE, RLOO; old_logps unused);
     `stopgrad_ratio` -A pi/sg(pi) (ONE-STEP); `cispo` -sg(min(rho, 1+epsilon_high)) A log pi;
+    `geo_mean` -A (prod_t rho_t)^(1/n) of the row, log rho_t clipped to [-epsilon, epsilon_high] on the side where the clip of `clip` acts (GMPO, Zhao et al. 2025, eq. 4);
     `sapo` -A :func:`soft_gate`(rho); `vespo` -A :func:`gamma_weights` log pi (``options``: their constants, of algorithms.SURROGATE_OPTIONS).
     `weights_BT` are detached importance weights (TIS), which `vespo` takes into its ratio. epsilon_high defaults to epsilon.
     Metrics: {"tokens", "clip_low", "clip_high", "outside_range", "ratio", "ratio_sq", "k1", "k2", "k3", "log_ratio_clamped"},
     sums over trained tokens, k* of KL(old||new), and the maximum "ratio_max".
-    "clip_*" count tokens whose gradient is zeroed: none unless the surrogate is `clip`; the dual clip's are "clip_dual". "capped"
+    "clip_*" count tokens whose gradient is zeroed: none unless the surrogate is `clip` or `geo_mean`; the dual clip's are "clip_dual". "capped"
     are those whose weight `cispo` cut to 1+epsilon_high; "soft_weight" is what `sapo` and `vespo` leave of the gradient of rho A or A log pi.
     """
     _choice("surrogate", surrogate, SURROGATES)
@@ -212,7 +215,7 @@ def policy_loss(logps_BT, old_logps_BT, advantages, mask_BT, *, epsilon: float =
     adv = advantages.detach().to(logps.dtype)
     adv = masked(adv.unsqueeze(-1).expand_as(logps) if adv.dim() == logps.dim() - 1 else adv, mask)
     old = logps.detach() if surrogate in ("logp", "stopgrad_ratio") else old_logps_BT.detach()
-    log_ratio, clamped = log_ratios(logps, old, mask, "token" if surrogate == "vespo" else ratio_level, log_ratio_clamp)
+    log_ratio, clamped = log_ratios(logps, old, mask, "token" if surrogate in ("vespo", "geo_mean") else ratio_level, log_ratio_clamp)
     ratio = torch.exp(log_ratio)
     hits = dict.fromkeys(("clip_low", "clip_high"), torch.zeros_like(mask))
     if surrogate == "clip":
@@ -226,6 +229,10 @@ def policy_loss(logps_BT, old_logps_BT, advantages, mask_BT, *, epsilon: float =
     elif surrogate == "cispo":
         hits["capped"] = (ratio > 1 + high) & mask
         objective = ratio.detach().clamp(max=1 + high) * adv * logps
+    elif surrogate == "geo_mean":
+        hits = {"clip_low": (adv < 0) & (log_ratio < -epsilon) & mask, "clip_high": (adv > 0) & (log_ratio > high) & mask}
+        kept = torch.where(hits["clip_low"], -epsilon, torch.where(hits["clip_high"], high, log_ratio))
+        objective = torch.exp(kept.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)) * adv
     elif surrogate == "sapo":
         gate, hits["soft_weight"] = soft_gate(ratio, adv, **options)
         objective = gate * adv
@@ -237,7 +244,7 @@ def policy_loss(logps_BT, old_logps_BT, advantages, mask_BT, *, epsilon: float =
     if weights_BT is not None:
         objective = objective * masked(weights_BT.detach().to(objective.dtype), mask)
     d, r = log_ratio.detach(), ratio.detach()
-    outside = ((r < 1 - epsilon) | (r > 1 + high)) & mask
+    outside = ((d < -epsilon) | (d > high) if surrogate == "geo_mean" else (r < 1 - epsilon) | (r > 1 + high)) & mask
     metrics = {"tokens": mask.sum(), **{name: masked(hit, mask).sum() if hit.is_floating_point() else hit.sum() for name, hit in hits.items()},
                "outside_range": outside.sum(), "ratio": masked(r, mask).sum(), "ratio_sq": masked(r * r, mask).sum(), "k1": masked(-d, mask).sum(),
                "k2": masked(d * d / 2, mask).sum(), "k3": masked(torch.expm1(d) - d, mask).sum(),
@@ -292,6 +299,37 @@ def truncated_importance_weights(old_logps_BT, rollout_logps_BT, mask_BT, mode: 
     ratio = torch.exp(log_ratio if mode.startswith("token") else
                       log_ratio.sum(-1, keepdim=True).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP))
     return ratio.clamp(clip_min, clip_max) if mode.endswith("truncate") else torch.where((ratio > clip_max) | (ratio < clip_min), 0.0, ratio)
+
+
+def rejected_tokens(old_logps_BT, rollout_logps_BT, mask_BT, level: str = "sequence_mean", statistic: str = "ratio", low: float = 0.0, high: float = 2.0):
+    """Which tokens of the mask [B, T] are thrown out because trainer and sampler disagree on them, or on their sequence: the statistic is outside of [low, high]
+    (rejection sampling of rollouts: "When Speed Kills Stability", Liu et al. 2025; verl's rollout_rs, OpenRLHF's is_correction_gating).
+
+    ``statistic`` of the token: `ratio` pi_old/mu; `k2` d^2/2 and `k3` rho - 1 - d, d = log rho = log pi_old/mu, estimators of KL(mu||pi_old); `binary_kl` and `tv`, KL and total variation of
+    "this token or another one" under mu and pi_old (DPPO 2026, eq. 8 and 9). ``level``: of each token, or of the sequence the sum, mean or maximum; of ratios the product, geometric
+    mean or largest. ``low`` bounds ratios only.
+    """
+    _choice("rejection", level, REJECTION_LEVELS)
+    _choice("rejection_statistic", statistic, REJECTION_STATISTICS)
+    mask = mask_BT.bool()
+    d, _ = log_ratios(old_logps_BT.detach(), rollout_logps_BT.detach(), mask)
+    if statistic == "ratio":
+        values = d
+    elif statistic == "k2":
+        values = d * d / 2
+    elif statistic == "k3":
+        values = torch.expm1(d) - d
+    else:
+        p, q = (masked(x.detach(), mask).exp().clamp(1e-6, 1 - 1e-6) for x in (rollout_logps_BT, old_logps_BT))
+        values = (p - q).abs() if statistic == "tv" else p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    values = masked(values, mask)
+    if level == "sequence_max":
+        values = values.masked_fill(~mask, -torch.inf).amax(-1, keepdim=True)
+    elif level != "token":
+        values = values.sum(-1, keepdim=True) / (mask.sum(-1, keepdim=True).clamp(min=1) if level == "sequence_mean" else 1)
+    if statistic == "ratio":
+        values = values.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    return ((values > high) | (values < low) & (statistic == "ratio")) & mask
 
 
 def tapered_weights(logps_B, behaviour_logps_B, rewards_B, clip_pos=(1.0, 1.0), clip_neg=(0.0, 1.0)):

@@ -51,7 +51,7 @@ class Members:
                              f"rubric, or write mode_mix=fresh")
         self.answers = self._sft_answers() if config.sft_member != "none" else {}
         self.active = config.mode_mix != "fresh" or config.sft_member != "none" or bool(self.rubric.generation_prompt)
-        refused = {"importance_correction": config.importance_correction != "none", "replay_fraction": config.replay_fraction > 0,
+        refused = {"importance_correction": config.importance_correction != "none", "rejection": config.rejection != "none", "replay_fraction": config.replay_fraction > 0,
                    "stored": stage.has("stored")}
         if self.rubric.generation_prompt and (config.environment or config.prompt_template != "chat"):
             raise ValueError(f"the rubric's generation_prompt is the system message of a chat, which {'an environment' if config.environment else 'prompt_template=' + config.prompt_template}"

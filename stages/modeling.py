@@ -485,9 +485,9 @@ def target_logps(model, batch, temperature: float = 1.0, entropy: bool = False, 
 
 
 @torch.no_grad()
-def log_collision(head: Head, hidden_NH):
-    """log of the sum of squared probabilities over the vocabulary per position ``[N]``, nats: how likely two draws are to agree; 0 where one token is certain. Chunk by chunk."""
-    parts = [torch.log_softmax(precise(head.logits(hidden_NH[rows])), -1).mul_(2).logsumexp(-1) for rows in head_chunks(len(hidden_NH), head.weight)]
+def log_collision(head: Head, hidden_NH, temperature: float = 1.0):
+    """log of the sum of squared probabilities over the vocabulary per position ``[N]``, nats, at a temperature: how likely two draws are to agree; 0 where one token is certain. Chunk by chunk."""
+    parts = [torch.log_softmax(precise(head.logits(hidden_NH[rows])) / temperature, -1).mul_(2).logsumexp(-1) for rows in head_chunks(len(hidden_NH), head.weight)]
     return torch.cat(parts) if parts else hidden_NH.new_zeros(0)
 
 

@@ -99,8 +99,10 @@ class PolicyGradient:
                                    surrogate=surrogate, clip_ratio_c=row.clip_ratio_c,
                                    weights_BT=column("weights") if any("weights" in i.extra for i in batch.items) else None,
                                    options={} if self.objective else row.options)
-        if any("learned" in i.extra for i in batch.items):  # top_entropy_quantile
+        if any("learned" in i.extra for i in batch.items):  # top_entropy_quantile, covariance_clip
             losses = losses * column("learned")
+        if any("kept_close" in i.extra for i in batch.items):  # covariance_kl
+            losses = losses + config.covariance_kl_coef * column("kept_close") * masked(logps_SL - old_SL, mask).abs()
         if config.off_policy_mask_threshold is not None:
             sampler_SL = column("sampler_logps") if any("sampler_logps" in i.extra for i in batch.items) else old_SL
             keep = off_policy_keep(logps_SL, sampler_SL, advantages if by_token else advantages[:, None], mask, config.off_policy_mask_threshold)

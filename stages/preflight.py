@@ -173,7 +173,7 @@ def longest_rollouts(source) -> list[Item]:
                  "correct": [bool(g % 2) for g in range(count)]}
         zeros = [[0.0] * length for _ in range(count)]
         extra |= {name: zeros for name in ("old_logps", "ref_logps", "values", "returns")}
-        if config.importance_correction != "none":
+        if config.importance_correction != "none" or (config.rejection != "none" and config.rejection_scope == "zero"):
             extra["weights"] = [[1.0] * length for _ in range(count)]
         responses = rng.integers(0, vocabulary, (count, length)).tolist()
         items.append(make_item(f"{prompt['row_id']}-longest", ids, responses, [[1] * length] * count, by_response=tuple(extra), **extra))

@@ -27,7 +27,7 @@ from stages.rewards import REWARD_INPUTS, RewardComponent, inputs_read
 from stages.settings import PROMPT_TEMPLATE, AgentConfig, ChatConfig, OptimizerConfig, PromptTemplate, SamplingConfig, Schedule, refuse_unread_in, refuse_unread_inputs, unread
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
-Preset = Literal["reinforce", "remax", "reinforce_pp", "rloo", "grpo", "grpo_process", "dr_grpo", "dapo", "grpo_plus", "gspo", "cispo", "sapo", "vespo", "grape",
+Preset = Literal["reinforce", "remax", "reinforce_pp", "rloo", "grpo", "grpo_process", "dr_grpo", "dapo", "grpo_plus", "gspo", "cispo", "sapo", "vespo", "gmpo", "opo", "otb", "grpo_passk", "grape",
                  "grape_alt", "ppo", "ppo_outcome", "ppo_ptx", "ppo_penalty_adaptive", "ppo_clip_kl", "a2c", "vapo", "trpo_penalty", "trpo", "agent", "vineppo", "topr", "a_lol",
                  "offline_is", "p3o", "copg", "mdpo", "astar_po", "oreo", "sppo", "online_ipo", "nash_md"]
 AlarmName = Literal["unscorable_rewards", "reward_collapse", "kl_over_target", "entropy_collapse", "entropy_explosion", "clip_fraction_high", "ratio_off",
@@ -54,7 +54,7 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
         None, gt=0, title="Early-stop KL", description="Sample again once KL(old||new) of the next minibatch passes 1.5 times this (nats per token).")
 
     # Axes of the preset; empty = the preset's.
-    advantage: Literal["reward_minus_baseline", "group_mean", "leave_one_out", "process", "win_rate", "turn_returns", "vine", "reward_to_go", "gae",
+    advantage: Literal["reward_minus_baseline", "group_mean", "leave_one_out", "leave_one_out_max", "length_weighted", "token_baseline", "process", "win_rate", "turn_returns", "vine", "reward_to_go", "gae",
                        "reward_minus_value"] | None = Field(
         None, title="Advantage", description="Advantage estimator.")
     baseline: Literal["none", "constant", "moving_average", "batch_mean", "greedy", "table", "v_star"] | None = Field(
@@ -71,8 +71,8 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
     lam_alpha: float | None = Field(None, gt=0, title="Length-adaptive lambda", description="Lambda of the policy's advantages is 1 - 1/(lam_alpha * length), at least 0, in place "
                                     "of lam (VAPO: .05, for answers of thousands of tokens; answers of 20 need 1 or more, otherwise it is 0).")
     lam_critic: float | None = Field(None, ge=0, le=1, title="Critic's lambda", description="GAE lambda of the critic's target, where it differs (VAPO 1).")
-    surrogate: Literal["clip", "none", "logp", "stopgrad_ratio", "cispo", "sapo", "vespo"] | None = Field(
-        None, title="Surrogate", description="Policy loss per token: clipped ratio (PPO), unclipped, REINFORCE's log-prob, or weights that fade smoothly (sapo by token, vespo by sequence).")
+    surrogate: Literal["clip", "none", "logp", "stopgrad_ratio", "cispo", "sapo", "vespo", "geo_mean"] | None = Field(
+        None, title="Surrogate", description="Policy loss per token: clipped ratio (PPO), unclipped, REINFORCE's log-prob, or weights that fade smoothly (sapo by token, vespo by sequence), or the geometric mean of a sequence's clipped ratios (geo_mean).")
     ratio_level: Literal["token", "sequence", "sequence_mean"] | None = Field(
         None, title="Ratio level", description="Ratio per token, product or geometric mean per sequence.")
     epsilon: float | None = Field(None, gt=0, title="Epsilon", description="Lower clip range.")
@@ -92,6 +92,13 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
     top_entropy_quantile: float = Field(
         1.0, gt=0, le=1, description="Share of the trained tokens of a rollout batch, those of highest entropy under the policy that starts the iteration, that the policy loss learns from "
         "(Wang et al. 2025: 0.2); KL and entropy bonus stay on all, and so do the denominators. 1 = all.")
+    covariance_clip: float = Field(
+        0.0, ge=0, lt=1, description="Leave this share of the trained tokens of a rollout batch out of the policy loss, at random from those whose covariance of log-prob and advantage under the policy that "
+        "starts the iteration lies in covariance_band, so that the entropy falls more slowly (Clip-Cov, Cui et al. 2025: 2e-4); they stay in the denominators. 0 = none.")
+    covariance_band: tuple[float, float] = Field((1.0, 5.0), description="Of covariance_clip: lower and upper bound (Cui et al. 1 and 5).")
+    covariance_kl: float = Field(
+        0.0, ge=0, lt=1, description="This share of the trained tokens, those of the largest covariance, also pays covariance_kl_coef times |log pi/pi_old| (KL-Cov, Cui et al. 2025: 2e-4, with surrogate=none). 0 = none.")
+    covariance_kl_coef: float = Field(1.0, gt=0, description="Of covariance_kl (Cui et al. 1; verl 0.1).")
     off_policy_mask_threshold: float | None = Field(
         None, ge=0, title="Off-policy mask threshold", description="Leave completions of negative advantage out of the policy loss whose mean log mu/pi, mu whoever sampled, is above this "
         "[nats per token] (DeepSeek-V3.2; TRL); empty: none.")
@@ -188,6 +195,15 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
                                                          "other ids.")
     importance_clip_max: float = Field(2.0, gt=0, description="Largest importance weight (TIS; TRL 3.0): larger ones are cut to it (truncate) or become 0 (mask).")
     importance_clip_min: float = Field(0.0, ge=0, description="Smallest importance weight: smaller ones are raised to it (truncate) or become 0 (mask); 0 = no bound.")
+    importance_normalise: bool = Field(False, description="Divide importance weights by their mean over the batch's tokens (token modes) or sequences, so that they change no step's size (verl).")
+    rejection: Literal["none", "token", "sequence_sum", "sequence_mean", "sequence_max"] = Field(
+        "none", description="Throw out tokens, or sequences by the sum, mean or maximum over their tokens, where trainer and sampler are too far apart (verl rollout_rs, OpenRLHF is_correction_level).")
+    rejection_statistic: Literal["ratio", "k2", "k3", "binary_kl", "tv"] = Field(
+        "ratio", description="How far: pi_old/mu (of a sequence the product, geometric mean or largest), an estimator of the KL, or KL or total variation of this token against all others.")
+    rejection_min: float = Field(0.0, ge=0, description="rejection_statistic=ratio: smaller ratios are rejected (verl: 1/rejection_max); 0 = no bound.")
+    rejection_max: float = Field(2.0, gt=0, description="Larger statistics are rejected: ratios (2), or nats or probabilities per token or sequence (1e-3 to 1e-1).")
+    rejection_scope: Literal["drop", "zero"] = Field(
+        "drop", description="Rejected tokens leave loss, KL, entropy, whitening and all denominators (verl), or have weight 0 in the policy loss and count on (OpenRLHF).")
     async_rollouts: bool = Field(False, description="Sample the next batch while this one is trained on, from the weights of its start (ASYNC): one iteration off-policy, the same result "
                                                     "however fast either is. For an engine on devices of its own, or rewards that take time.")
     replay_window: int = Field(3, ge=1, description="Iterations, the current one included, whose rollouts may be replayed.")
@@ -480,6 +496,12 @@ def resolve_preset(config: Config):
     if config.importance_clip_min > config.importance_clip_max:
         raise ValueError(f"importance_clip_min={config.importance_clip_min:g} is above importance_clip_max={config.importance_clip_max:g}; write for example importance_clip_min=0.5 "
                          "importance_clip_max=2.")
+    if config.covariance_band[0] >= config.covariance_band[1]:
+        raise ValueError(f"covariance_band={list(config.covariance_band)} has nothing between its bounds; write the smaller one first, for example [1.0, 5.0].")
+    if config.rejection_min > config.rejection_max:
+        raise ValueError(f"rejection_min={config.rejection_min:g} is above rejection_max={config.rejection_max:g}; write for example rejection_min=0.5 rejection_max=2.")
+    if config.rejection != "none" and config.rejection_scope == "zero" and row.surrogate == "vespo":
+        raise ValueError("surrogate=vespo takes weights into its own ratio of the sequence, where 0 would take the whole sequence; write rejection_scope=drop.")
     if row.surrogate == "vespo" and not row.objective and config.importance_correction.startswith("sequence"):
         raise ValueError(f"surrogate=vespo takes importance weights into its own ratio of the sequence, token by token; write importance_correction=token_truncate or token_mask in the place of "
                          f"{config.importance_correction}.")
@@ -599,7 +621,7 @@ def refuse_step_credit(component: RewardComponent, row, config: Config) -> None:
         ValueError: what to write instead.
     """
     who = f"reward {component.name!r} pays steps (step_credit={component.step_credit})"
-    instead = {"reward_minus_baseline": "advantage=reward_to_go", "group_mean": "advantage=turn_returns (the group's mean, step by step), or preset=rloo", "reward_minus_value": "preset=ppo",
+    instead = {"reward_minus_baseline": "advantage=reward_to_go", "group_mean": "advantage=turn_returns (the group's mean, step by step), or preset=rloo", "length_weighted": "preset=rloo", "token_baseline": "preset=rloo", "leave_one_out_max": "preset=rloo", "reward_minus_value": "preset=ppo",
                "vine": "preset=ppo", "win_rate": "preset=rloo", "process": "preset=rloo; advantage=process pays the steps of the input reward_model by itself and no rewards"}
     refused = {f"the loss of preset={config.preset} reads what a whole completion earned; write preset=ppo, reinforce_pp or rloo, or step_credit: none": bool(row.objective) and row.unit != "tokens",
                f"advantage={row.advantage} reads what a whole completion earned; write {instead.get(row.advantage)}, or step_credit: none": row.advantage in instead,

@@ -19,8 +19,8 @@ from stages.algorithms import BASELINE_ADVANTAGES, RLPreset
 from stages.batching import Item, make_item, per_response
 from stages.credit import Batch, Credit, assign
 from stages.debate import debate_metrics
-from stages.estimators import (KLController, MovingAverageBaseline, RunningScale, apply_truncation, normalise_rewards, normalized_sum, overlong_penalty, table_baseline, top_entropy_tokens,
-                               v_star)
+from stages.estimators import (KLController, MovingAverageBaseline, RunningScale, apply_truncation, covariance_in_band, normalise_rewards, normalized_sum, overlong_penalty, table_baseline,
+                               token_covariances, top_covariances, top_entropy_tokens, v_star)
 from stages.generation import Sample, preferences
 from stages.members import Members
 from stages.process_rewards import merged
@@ -51,7 +51,8 @@ class Scored:
     plain: list[list[float]]                  # log-probs of the policy behind the plain question; ``old`` unless conditioning=sampling
     preferred_B: np.ndarray | None = None     # P(a completion beats the other of its pair), where the loss reads it and a model compares; NaN = in no pair
     start: list[list[float]] | None = None    # log-probs of the policy that starts the iteration, where early_stop_kl needs others than ``old``
-    learned_BT: np.ndarray | None = None      # tokens that the policy loss learns from (top_entropy_quantile); None: all
+    learned_BT: np.ndarray | None = None      # tokens that the policy loss learns from (top_entropy_quantile, covariance_clip); None: all
+    kept_close_BT: np.ndarray | None = None   # tokens that pay for |log pi/pi_old| (covariance_kl)
     items: list[Item] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -101,6 +102,7 @@ class Crediting:
         if any(s.context_ids is not None for s in samples):
             plain = self.logps(self.policy.model, [make_item(g.prompt["row_id"], g.ids, [s.ids for s in g.samples], [s.action_mask for s in g.samples], by_response=()) for g in groups])
         weights = self._importance_weights(padded(old), padded(sampled), mask) if config.importance_correction != "none" else None
+        rejected = self._rejected(padded(old), padded(sampled), mask) if config.rejection != "none" else None
         ref = None
         if row.needs_reference or config.monitor_kl:
             ref = old if config.ref_mode == "previous" else self.logps(self.reference, items)
@@ -145,7 +147,9 @@ class Crediting:
         in_loss = kept & (config.sft_in_loss | np.array([s.mode != "sft" for s in samples]))
         scorable = finite if self.steps is None else np.ones(len(samples), bool)  # where steps are paid, the outcome is only watched
         batch = Batch(rewards, group_of, mask, scorable & in_loss, scorable & (kept | config.truncated_in_stats), kl, self._baselines(group_at, version),
-                      None if values is None else padded(values), bootstrap, log_ratio_BT=d)
+                      None if values is None else padded(values), bootstrap, log_ratio_BT=d, rejected_BT=rejected if config.rejection_scope == "drop" else None)
+        if row.advantage == "token_baseline":
+            batch.energy_BT = (1.0 - 2.0 * np.exp(padded(old)) + padded(self.collisions(items))) * (1.0 if weights is None else np.square(weights))
         self._compare(batch, samples, group_at, iteration, version)
         if self.asked and not inside(row):  # equal win rates inside the group say nothing of those that are learned from
             metrics.pop("reward/frac_zero_std", None)
@@ -169,15 +173,32 @@ class Crediting:
         if batch.steps_paid or row.advantage in ("reward_to_go", "gae", "turn_returns"):
             metrics |= return_metrics(batch, credit, trained, row.gamma)
         if weights is not None:
-            metrics |= weight_metrics(weights, batch.mask_BT & trained[:, None], config.importance_correction, config.importance_clip_max)
+            metrics |= weight_metrics(weights, batch.trained(trained), config.importance_correction, config.importance_clip_max)
+        if rejected is not None:
+            on = batch.mask_BT & trained[:, None]
+            metrics |= {"sampling/rejected_fraction": float(rejected[on].mean()) if on.any() else 0.0,
+                        "sampling/rejected_sequences": float((rejected & on).any(1)[on.any(1)].mean()) if on.any() else 0.0}
+            if config.rejection_scope == "zero":
+                weights = np.where(rejected, 0.0, 1.0 if weights is None else weights)
         if any(not g.fresh or g.version != version for g in groups):
             metrics |= off_policy_metrics([g.version for g in groups], version, sampled, old)
         elif all(logps is not None for logps in sampled) and (old is not sampled or not self.policy.engine.exact_logps):
             metrics |= self._mismatch(samples, self.logps(self.policy.model, items) if old is sampled else old)
         learned = None
         if config.top_entropy_quantile < 1:
-            learned, metrics["entropy/threshold"] = top_entropy_tokens(padded(self.entropies(self.policy.model, items)), mask & trained[:, None], config.top_entropy_quantile)
-        scored = Scored(samples, group_at, sampled, old, ref, values, weights, overlong, batch, credit, trained, plain, preferred, start, learned, metrics=metrics)
+            learned, metrics["entropy/threshold"] = top_entropy_tokens(padded(self.entropies(self.policy.model, items)), batch.trained(trained), config.top_entropy_quantile)
+        kept_close = None
+        if config.covariance_clip or config.covariance_kl:
+            on = batch.trained(trained)
+            found = token_covariances(padded(old), credit.advantages_BT, on)
+            metrics["covariance/max"] = float(found[on].max()) if on.any() else 0.0
+            if config.covariance_clip:
+                left_out = covariance_in_band(found, on, config.covariance_clip, config.covariance_band, self.stage.rng("covariance", iteration))
+                learned = (on if learned is None else learned) & ~left_out
+                metrics["covariance/clip_fraction"] = float(left_out.sum() / max(on.sum(), 1))
+            if config.covariance_kl and on.any():
+                kept_close = top_covariances(found, on, config.covariance_kl)
+        scored = Scored(samples, group_at, sampled, old, ref, values, weights, overlong, batch, credit, trained, plain, preferred, start, learned, kept_close, metrics=metrics)
         scored.items = self._items(scored, items)
         if tokens := sum(i.n_targets for i in scored.items):  # entropy, ratios and KL of the update are means over these groups' tokens
             metrics["groups/forwarded_fraction"] = sum(i.n_targets for i in scored.items if not i.extra["skip_forward"]) / tokens
@@ -196,6 +217,13 @@ class Crediting:
         from stages.modeling import target_logps
 
         return self._by_token(model, items, lambda batch: target_logps(model, batch, self.config.temperature, entropy=True)[1])
+
+    def collisions(self, items: list[Item]) -> list[list[float]]:
+        """Sum of squared probabilities over the vocabulary at every response token under the policy, as :meth:`logps`."""
+        from stages.modeling import head_of, hidden_states, log_collision
+
+        model = self.policy.model
+        return self._by_token(model, items, lambda batch: log_collision(head_of(model), hidden_states(model, batch, batch.src_N), self.config.temperature).exp())
 
     def exact_kl(self, items: list[Item]) -> list[list[float]]:
         """KL(policy || reference) over the vocabulary at every response token, nats at the sampling temperature, in sample order (KL-FULL)."""
@@ -230,9 +258,8 @@ class Crediting:
     def _old_logps(self, groups, samples, sampled, items, version: int) -> list[list[float]]:
         """Log-probs that ratios start from: the sampler's where they are the policy's or the ratio is to whoever sampled, else the policy's."""
         known, fresh, engine = all(logps is not None for logps in sampled), all(g.fresh for g in groups), self.policy.engine.name
-        if self.config.importance_correction != "none" and not known:
-            raise ValueError(f"importance_correction={self.config.importance_correction} weighs with the sampler's log-probs, and {engine} gives none; "
-                             "write importance_correction=none, or use engine=vllm.")
+        for name in (n for n in ("importance_correction", "rejection") if getattr(self.config, n) != "none" and not known):
+            raise ValueError(f"{name}={getattr(self.config, name)} compares with the sampler's log-probs, and {engine} gives none; write {name}=none, or use engine=vllm.")
         if self.row.on_policy_logps and any(g.version != version for g in groups):  # sampled ahead too: the iterate is the policy that starts the iteration
             return self.logps(self.policy.model, items)
         if (fresh and self.policy.exact_logps or self.row.behaviour_ratio and known) and not any(s.off_policy for s in samples):
@@ -251,7 +278,20 @@ class Crediting:
 
         found = truncated_importance_weights(torch.tensor(old), torch.tensor(sampled), torch.tensor(mask), self.config.importance_correction,
                                              self.config.importance_clip_max, self.config.importance_clip_min)
-        return found.expand(mask.shape).numpy()
+        weights = found.expand(mask.shape).numpy()
+        if not self.config.importance_normalise:
+            return weights
+        on = mask if self.config.importance_correction.startswith("token") else mask & (mask.cumsum(1) == 1)  # of a sequence at its first token
+        mean = weights[on].mean() if on.any() else 0.0
+        return weights / mean if mean > 0 else weights
+
+    def _rejected(self, old, sampled, mask):
+        import torch
+
+        from stages.losses import rejected_tokens
+
+        c = self.config
+        return rejected_tokens(torch.tensor(old), torch.tensor(sampled), torch.tensor(mask), c.rejection, c.rejection_statistic, c.rejection_min, c.rejection_max).numpy()
 
     def _mismatch(self, samples, old) -> dict[str, float]:
         found, engine, limit = mismatch_metrics(samples, old), self.policy.engine, self.config.engine_max_mismatch
@@ -385,7 +425,7 @@ class Crediting:
         config, row, advantages = self.config, self.row, scored.credit.advantages_BT
         # one number is stored where every completion has one advantage for all its tokens
         by_row = bool((np.where(scored.batch.mask_BT, advantages - advantages[:, :1], 0.0) == 0).all())
-        final, start = [], 0
+        on, final, start = scored.batch.trained(scored.trained_B), [], 0
         for item in items:
             rows = range(start, start + len(item.responses))
             start += len(rows)
@@ -403,6 +443,8 @@ class Crediting:
                 extra["weights"] = cut(scored.weights_BT)
             if scored.learned_BT is not None:
                 extra["learned"] = cut(scored.learned_BT.astype(float))
+            if scored.kept_close_BT is not None:
+                extra["kept_close"] = cut(scored.kept_close_BT.astype(float))
             if config.off_policy_mask_threshold is not None and scored.old is not scored.sampled and all(logps is not None for logps in scored.sampled):
                 extra["sampler_logps"] = [list(map(float, scored.sampled[i])) for i in rows]
             if scored.values is not None:
@@ -413,7 +455,7 @@ class Crediting:
                 extra["preferences"] = [float(np.nan_to_num(scored.preferred_B[i], nan=0.5)) for i in rows]
             if row.positive_nll_coef:
                 extra["correct"] = [bool(scored.samples[i].correct) for i in rows]
-            masks = [np.asarray(scored.samples[i].action_mask, int) * bool(scored.trained_B[i]) for i in rows]
+            masks = [on[i, : len(scored.samples[i].ids)].astype(int) for i in rows]
             by_response = tuple(extra)
             extra["skip_forward"] = not any(m.any() for m in masks) or bool(
                 not row.objective and not advantages[rows.start:rows.stop].any() and not row.kl_loss_coef and not config.entropy_coef

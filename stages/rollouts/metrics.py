@@ -98,7 +98,7 @@ def step_metrics(batch: Batch) -> dict[str, float]:
 
 def credit_metrics(batch: Batch, credit: Credit, trained_B, kl_reward_coef: float, kl_coef: float, gamma: float = 1.0) -> dict[str, float]:
     """Advantages over the trained tokens, groups with a signal, the KL coefficients, and how much of the returns the critic explains."""
-    on = batch.mask_BT & trained_B[:, None]
+    on = batch.trained(trained_B)
     flat = credit.advantages_BT[on]
     out = {"advantage/std": float(flat.std()) if flat.size else 0.0,
            "groups/informative_fraction": float(np.mean([credit.informative_B[batch.group_of_B == g].any() for g in np.unique(batch.group_of_B)])),

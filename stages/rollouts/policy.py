@@ -43,12 +43,12 @@ class PolicySampler:
         self.params = sampling_params(config, renderer)
         self.seats = getattr(agent, "seats", 1)  # groups that one task gives
         #: Whether the engine's log-probs are the trainer's, so that they need not be computed again.
-        rounds = config.compute_dtype != "float32"
-        self.exact_logps = self.engine.exact_logps and self.params.plain and config.importance_correction == "none" and not rounds
+        rounds, compares = config.compute_dtype != "float32", next((n for n in ("importance_correction", "rejection") if getattr(config, n) != "none"), None)
+        self.exact_logps = self.engine.exact_logps and self.params.plain and not compares and not rounds
         if not self.exact_logps:
             why = f"those of {self.engine.name} are not the trainer's" if not self.engine.exact_logps else \
                 "filters, penalties or bans change the sampled distribution" if not self.params.plain else \
-                f"the trainer's products are in {config.compute_dtype}" if rounds else "importance_correction compares both"
+                f"the trainer's products are in {config.compute_dtype}" if rounds else f"{compares} compares both"
             stage.log(f"old log-probs: computed by the trainer, because {why}; the engine's are kept as logp_rollout")
 
     def update(self) -> None:

@@ -16,7 +16,7 @@ from storage.schema import complete_row
 
 SMALL = {"max_steps": 3, "prompts_per_step": 3, "num_generations": 4, "max_completion_length": 8, "learning_rate": 1e-3, "critic_learning_rate": 1e-2, "reward_override": "random",
          "rewards": [{"name": "length", "kind": "length", "max_length": 8, "cache_length": 6}]}
-EXTRA = {"dapo": {"filter_groups_metric": "reward_std", "soft_punish_cache": 4, "truncation_policy": "score"}, "vapo": {"critic_warmup_steps": 2}, "grpo_process": {"reward_override": "none"},
+EXTRA = {"dapo": {"filter_groups_metric": "reward_std", "soft_punish_cache": 4, "truncation_policy": "score"}, "vapo": {"critic_warmup_steps": 2}, "grpo_process": {"reward_override": "none"}, "grpo_passk": {"prompts_per_step": 8},
          "grpo_plus": {"truncation_policy": "score", "context_schedule": [(0, 6), (2, 8)]},
          "astar_po": {"num_generations": 1, "baseline_samples": 3, "options": {"beta": 0.1}}, "sppo": {"options": {"eta": 1.0}},
          "ppo_ptx": {"ptx_coef": 1.0}, "online_ipo": {"options": {"tau": 1.0}}, "vineppo": {"vine_samples": 3, "step_separator": "e"},
@@ -125,13 +125,38 @@ def stored(rows):
     return [np.array(r["advantages"]) for r in rows]
 
 
-def papers_advantages(name, rows):
+def baseline_by_token(rows, full):
+    """G - B_t: B_t the mean of the group's rewards at token t, weighted by the squared norms of d log pi / d logits up to t; 0 where one completion goes on alone."""
+    out = []
+    for k in range(0, len(rows), 4):
+        group = rows[k:k + 4]
+        norms = []
+        for row, logps in zip(group, full[k:k + 4]):
+            chosen = torch.nn.functional.one_hot(torch.tensor(row["completion_ids"]), logps.shape[-1]).double()
+            norms.append((chosen - logps.exp()).square().sum(-1).cumsum(0).tolist())
+        for row in group:
+            A = []
+            for t in range(row["length"]):
+                alive = [i for i in range(4) if group[i]["length"] > t]
+                W = [norms[i][t] for i in alive]
+                A.append(row["reward"] - (sum(w * group[i]["reward"] for w, i in zip(W, alive)) / sum(W) if len(alive) > 1 else 0.0))
+            out.append(np.array(A))
+    return out
+
+
+def papers_advantages(name, rows, full_old=None):
     """Advantage of every completion (a number, or one per token) from the rewards, values and log-probs of the rollout rows."""
     R = [r["reward"] for r in rows]
-    if name in ("grpo", "dapo", "grpo_plus", "gspo", "cispo", "sapo", "vespo"):
+    if name in ("grpo", "dapo", "grpo_plus", "gspo", "cispo", "sapo", "vespo", "gmpo"):
         return per_group(z_score, R)
     if name in ("dr_grpo", "grape", "grape_alt", "mdpo"):
         return per_group(centred, R)
+    if name == "opo":
+        return [x - sum(a["reward"] * a["length"] for a in group) / sum(a["length"] for a in group) for k in range(0, len(rows), 4) for group in [rows[k:k + 4]] for x in R[k:k + 4]]
+    if name == "otb":
+        return baseline_by_token(rows, full_old)
+    if name == "grpo_passk":
+        return per_group(lambda r: [max(r) - max(r[:i] + r[i + 1:]) for i in range(len(r))], R)
     if name == "rloo":
         return per_group(one_out, [x - 0.02 * kl_sum(r) for x, r in zip(R, rows)])
     if name == "reinforce":
@@ -191,7 +216,7 @@ def papers_loss(name, rows, A, new, old, ref, full_new, full_old):
     R = [r["reward"] for r in rows]
     if name in ("reinforce", "remax", "rloo", "nash_md"):
         return -sum((a * n).sum() for a, n in zip(A, new)) / S
-    if name == "a2c":
+    if name in ("a2c", "opo"):
         return -sum((a * n).sum() for a, n in zip(A, new)) / N
     if name in ("grpo", "grpo_process"):
         return -sum((clip(r, a, .2, .2) - 0.04 * k).mean() for r, a, k in zip(ratio, A, k3)) / S
@@ -205,7 +230,9 @@ def papers_loss(name, rows, A, new, old, ref, full_new, full_old):
         return -sum(clip(torch.exp((n - o).sum()), a, .2, .2) for n, o, a in zip(new, old, A)) / S
     if name == "gspo":
         return -sum(clip(torch.exp((n - o).mean()), a, 3e-4, 4e-4) for n, o, a in zip(new, old, A)) / S
-    if name in ("dapo", "ppo", "vapo", "reinforce_pp", "ppo_ptx", "agent", "vineppo"):
+    if name == "gmpo":
+        return -sum(a * torch.exp((n - o).clamp(max=0.4) if a > 0 else (n - o).clamp(min=-0.4)).prod() ** (1 / len(n)) for n, o, a in zip(new, old, A)) / S
+    if name in ("dapo", "grpo_passk", "otb", "ppo", "vapo", "reinforce_pp", "ppo_ptx", "agent", "vineppo"):
         return -sum(clip(r, a, low, high).sum() for r, a in zip(ratio, A)) / N
     if name == "cispo":
         return -sum((r.detach().clamp(max=1.28) * a * n).sum() for r, a, n in zip(ratio, A, new)) / N
@@ -253,7 +280,7 @@ def papers_loss(name, rows, A, new, old, ref, full_new, full_old):
     raise AssertionError(f"write the loss of {name} as its paper prints it")
 
 
-SECOND_STEP = [n for n in get_args(Preset) if n not in ("reinforce", "remax", "rloo", "a2c", "trpo", "nash_md", "vapo")]
+SECOND_STEP = [n for n in get_args(Preset) if n not in ("reinforce", "remax", "rloo", "a2c", "trpo", "nash_md", "vapo", "opo")]
 
 
 @pytest.mark.parametrize("name", [n for n in get_args(Preset) if n != "trpo"])
@@ -261,7 +288,7 @@ def test_the_update_follows_from_the_rollouts(tiny, data, spec, text, name):
     """Loss and gradient norm that the stage logged = an independent float64 computation from its rollout dataset. Presets that take
     several steps per rollout are compared at the second one, away from ratio 1."""
     steps = 2 if name in SECOND_STEP else 1
-    config = fitting({**SMALL, "preset": name, **EXTRA.get(name, {}), "max_steps": steps, "num_iterations": steps, "learning_rate": {"gspo": 1e-6, "grape_alt": 1e-4}.get(name, 3e-3),
+    config = fitting({**SMALL, "preset": name, **EXTRA.get(name, {}), "max_steps": steps, "num_iterations": steps, "learning_rate": {"gspo": 1e-6, "grape_alt": 1e-4, "grpo_passk": 1e-5}.get(name, 3e-3),
               "ptx_coef": 0.0 if name == "ppo_ptx" else None, "opponent": "self" if name == "nash_md" else None})
     config.pop("context_schedule", None)
     given = inputs_of(name, tiny, data)
@@ -285,7 +312,7 @@ def test_the_update_follows_from_the_rollouts(tiny, data, spec, text, name):
         assert not np.array(r["logp_old"])[~k].any()
         r["logp_old"] = np.array(r["logp_old"])[k]
         assert np.allclose(r["logp_old"], s, atol=1e-5) and (r["logp_ref"] is None or np.allclose(r["logp_ref"], o, atol=1e-5))
-    A = papers_advantages(name, rows)
+    A = papers_advantages(name, rows, full_old)
     for a, r in zip(A, rows):
         assert np.allclose(r["advantages"], a, atol=2e-5)
     A = [a[k] if np.ndim(a) else a for a, k in zip(A, own)]
