@@ -387,7 +387,7 @@ def stage(
         return emit({"status": "finished", **value})
     for output, ref in value["outputs"].items():
         print(f"{output}: {ref}")
-    display.table([{"metric": key, "value": number} for key, number in value["metrics"].items()])
+    display.table(display.metric_rows({key: number for key, number in value["metrics"].items() if number is not None}))
 
 
 def run_one(name: str, inputs: dict[str, str], settings: Any, seed: int, name_as: str | None, force: bool) -> dict[str, Any]:
@@ -601,7 +601,7 @@ def lineage(ref: Annotated[str, typer.Argument(help="A dataset or model ref.")],
 
 @app.command(rich_help_panel="Results", epilog=EXIT_CODES)
 def compare(
-    a: Annotated[str, typer.Argument(help="A run id, or an evaluation (its dataset ref or stage key).")],
+    a: Annotated[str, typer.Argument(help="A run id, a model (the training that made it), or an evaluation (the ref of its samples or a stage key).")],
     b: Annotated[str, typer.Argument(help="The one to compare with.")],
     out: Annotated[Optional[Path], typer.Option(metavar="DIR", help="Where the figure of the curves goes; default: below the state directory.")] = None,
     json_: Json = False,
@@ -614,7 +614,8 @@ def compare(
     value = side_by_side(a, b, out)
     if json_:
         return emit(value)
-    display.table(value["metrics"])
+    known = {(row["step"], row["metric"]) for row in value["metrics"]}
+    display.table([row for row in value["metrics"] if not display.is_beside(row["metric"], {metric for step, metric in known if step == row["step"]})])
     for name, title in (("held_out", "held-out prompts, difference b - a with its 95% interval"), ("answers", "the same prompts, largest changes first")):
         if value[name]:
             print()

@@ -86,7 +86,7 @@ def evaluations(label: str, one: dict[str, Any], two: dict[str, Any], apart: dic
         return {"notes": [f"{label}: differences have no intervals, because samples are gone ({error}); evaluate again"]}
     rows, note = run_comparison.evaluated(records["a"], records["b"], apart)
     return {"held_out": [{"step": label, **row} for row in rows], "notes": [f"{label}: {note}"] if note else [],
-            "answers": [{"step": label, **row} for row in side_by_side(["a", "b"], records, 8)]}
+            "answers": [{"step": label, **row} for row in side_by_side(["a", "b"], records, 8, changes_first=True)]}
 
 
 def training(label: str, one: dict[str, Any], two: dict[str, Any], out: Path) -> dict[str, list]:

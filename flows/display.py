@@ -41,6 +41,7 @@ class Display:
 
     def __call__(self, label: str, event: dict[str, Any]) -> None:
         handler = getattr(self, "_on_" + str(event.get("event")), None)
+        label = event.get("label") or label  # raw data is ingested on the way to a stage, and says so
         if handler is not None:
             with self.turn:
                 handler(label, event)
@@ -119,11 +120,11 @@ class Display:
 
     def _on_ended(self, label, event):
         self._close(label)
-        self.say(f"x {event.get('label', label):<22} {event.get('status', 'FAILED').lower()}", "bold red")
+        self.say(f"x {label:<22} {event.get('status', 'FAILED').lower()}", "bold red")
 
     def _line(self, mark, label, event, how, style=None):
         self._close(label)
-        self.say(f"{mark} {event.get('label', label):<22} {how:>9}  {headline(event['metrics'])}", style)
+        self.say(f"{mark} {label:<22} {how:>9}  {headline(event['metrics'])}", style)
 
     def _close(self, label):
         task = self.tasks.pop(label, None)
@@ -156,6 +157,31 @@ def number(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return str(value)
+
+
+#: Ends of the names of a metric's interval and standard error, which stand beside it in a table.
+BESIDE = ("_low", "_high", "_se")
+
+
+def is_beside(metric: str, metrics) -> bool:
+    """Whether ``metric`` is a bound or the error of another one of ``metrics``."""
+    return any(metric.endswith(end) and metric.removesuffix(end) in metrics for end in BESIDE)
+
+
+def metric_rows(metrics: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows {metric, value, 95% interval, se} of a stage's numbers, a metric with its interval and error in one."""
+    rows = []
+    for name, value in metrics.items():
+        if is_beside(name, metrics):
+            continue
+        low, high, error = (metrics.get(name + end) for end in BESIDE)
+        row = {"metric": name, "value": value}
+        if low is not None and high is not None:
+            row["95% interval"] = f"[{number(low)}, {number(high)}]"
+        if error is not None:
+            row["se"] = error
+        rows.append(row)
+    return rows
 
 
 def setting(default: Any, width: int = 40) -> str:

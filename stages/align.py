@@ -19,7 +19,7 @@ from pydantic import Field, field_validator, model_validator
 
 from stages.memory import Role
 from stages.settings import ChatConfig, OptimizerConfig
-from stages.spec import ConfigError, InputSpec, OutputSpec, StageConfig, StageSpec, left_out
+from stages.spec import ConfigError, InputSpec, OutputSpec, StageConfig, StageSpec, left_out, warn_of_cut_rows
 
 
 Method = Literal["dpo", "cdpo", "robust_dpo", "soft_dpo", "ipo", "soft_ipo", "hinge_norm", "length_norm", "apo_zero", "apo_down", "discopop",
@@ -158,6 +158,7 @@ def run(stage):
     dropped = dict(encode.dropped)
     validation = encode(data, "validation", config.eval_rows)
     stage.log(f"{len(train)} training {unit}, {len(validation)} validation{left_out(dropped)}")
+    warn_of_cut_rows(stage, dropped, len(train))
     for text in [*objective.warnings, *data_warnings(config, objective, train, validation)]:
         stage.warn("align_settings", text)
     frozen = method.needs_reference and config.reference_update == "frozen"

@@ -58,6 +58,19 @@ class RenderError(ValueError):
     """A conversation cannot be rendered; the message says what to write instead."""
 
 
+def _check_systems_shown(messages, text: str) -> None:
+    """That the rendered text holds what every system message says, whatever its white space.
+
+    Raises:
+        RenderError: a template without a system role that passes over the message instead of refusing it.
+    """
+    for message in messages:
+        content = message.get("content") if message["role"] == "system" else None
+        if content and content.strip() not in text and "".join(content.split()) not in "".join(text.split()):
+            raise RenderError("The chat template leaves out the system message, so the model would never see it. Put the system prompt into the first user message (ingest: "
+                              "system_prompts=merge), leave it out (system_prompts=drop), or set chat_template to one that shows it.")
+
+
 @contextmanager
 def rendering(row):
     """Names the dataset row in what is said of a conversation that cannot be rendered."""
@@ -276,9 +289,12 @@ class Renderer:
             plain = plain and len(message) == 2 and message["role"] != "tool"
             cleaned.append(message)
         if plain:
-            return self._render(cleaned, generation), hidden
+            text = self._render(cleaned, generation)
+            _check_systems_shown(cleaned, text)
+            return text, hidden
         shown, tools, calls = self._with_tools(cleaned, hidden)
         text, at = self._render(shown, generation, tools), 0
+        _check_systems_shown(shown, text)
         for own in calls:
             at = _end_of_calls(text, own, at)
             if at is None:

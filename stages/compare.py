@@ -344,11 +344,14 @@ def publish(stage, part: Part, best: dict) -> None:
         f"Best by {best['best_by']} on the {best['best_prompts']} prompts of the selection half: **{best['best']}** ({best['best_value']:.4f})." if best else "", ("Results", reports.markdown_table(rows)), *blocks))
 
 
-def side_by_side(names: list[str], records: dict, count: int = 24) -> list[dict]:
-    """Greedy answers of every model to the first prompts, with a mark for right ones."""
+def side_by_side(names: list[str], records: dict, count: int = 24, changes_first: bool = False) -> list[dict]:
+    """Greedy answers of every model to the first prompts, with a mark for right ones; ``changes_first``: prompts whose verdicts differ, then those whose answers do, come first."""
     found = {name: {r["item_id"]: r for r in records[name] if r["mode"] == "greedy"} for name in names}
-    rows = []
-    for item, first in list(found[names[0]].items())[:count]:
+    rows, items = [], list(found[names[0]].items())
+    if changes_first:
+        same = {item: [len({one.get(item, {}).get(column) for one in found.values()}) == 1 for column in ("correct", "output")] for item, _ in items}
+        items.sort(key=lambda pair: same[pair[0]])
+    for item, first in items[:count]:
         row = {"prompt": first["prompt"], "expected": first.get("answer")}
         for name in names:
             answer = found[name].get(item)

@@ -319,12 +319,12 @@ def page(facts, samples) -> str:
 
 
 def check_stop_tokens(stage, items: Sequence[Item], renderer) -> None:
-    """Warn when trained responses hardly ever train a stop token: the model would not learn to stop."""
+    """Warn when trained responses hardly ever train a stop token: the model would not learn to stop. What a template writes behind the last turn is not trained and does not count."""
     responses = [(ids, mask) for item in items[:512] for ids, mask in zip(item.responses, item.masks) if mask.any()]
-    ending = sum(any(int(t) in renderer.stop_ids for t in ids[max(0, len(ids) - 2):][mask[max(0, len(ids) - 2):] > 0]) for ids, mask in responses)
+    ending = sum(any(int(t) in renderer.stop_ids for t in ids[mask > 0][-2:]) for ids, mask in responses)
     if responses and ending < 0.5 * len(responses):
         stage.warn("stop_token_not_trained", f"Only {ending} of {len(responses)} trained responses train a stop token, so the model may never stop. "
-                   "Raise max_length, or use a chat template that closes assistant turns with an end token.")
+                   "Raise max_length where it cuts them, or set chat_template to one that closes assistant turns with an end token.")
 
 
 #: Tokens of a step by those of its groups in one piece from which on a plan is warned of.

@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 from stages.memory import Role
 from stages.reward_objectives import COMPARING, KINDS, refuse_unread
 from stages.settings import ChatConfig, OptimizerConfig, ReadWhen, refuse_unread_in
-from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec, left_out
+from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec, left_out, warn_of_cut_rows
 
 
 class Config(OptimizerConfig, ChatConfig):
@@ -336,6 +336,7 @@ def run(stage):
     train += worse + replayed
     validation = setup.items(data, "validation", Counter(), config.eval_rows)
     stage.log(f"{setup.row.name} on {data.kind}: {len(train)} training rows, {len(validation)} validation{left_out(dropped)}")
+    warn_of_cut_rows(stage, dropped, len(train))
     source = staged_rows(stage, train, setup.config)
     trainer = Trainer(setup.model, setup.objective, config, source.total_steps, stage.device)
     preflight(stage, trainer, train, config.batch_size, setup.reader, completions_end=False)

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from stages.memory import Role
 from stages.settings import ChatConfig, OptimizerConfig, ReadWhen, refuse_unread_in
-from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec, left_out
+from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec, left_out, warn_of_cut_rows
 
 
 class RowsConfig(OptimizerConfig, ChatConfig):
@@ -283,6 +283,7 @@ def run(stage):
     validation, _ = encode(dataset, "validation", renderer, config, limit=config.eval_rows)
     stage.log(f"{len(train)} training rows, {sum(i.n_tokens for i in train)} tokens, "
               f"{sum(i.n_targets for i in train)} of them trained; {len(validation)} validation rows{left_out(dropped)}")
+    warn_of_cut_rows(stage, dropped, len(train))
     source = rows_in_order(stage, train, config)
     answers = Answers(stage, dataset, renderer, model) if stage.has("reward_model") else None
     noise = None if config.neftune_noise_alpha is None else Noise(config.neftune_noise_alpha, stage.rng)

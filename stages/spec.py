@@ -406,3 +406,20 @@ def left_out(counts) -> str:
     """What a stage says of the rows it left out or cut, by reason: `; left out or cut: 3 no_target, 1 truncated`, or nothing."""
     told = ", ".join(f"{n:,} {reason}" for reason, n in counts.items() if n)
     return f"; left out or cut: {told}" if told else ""
+
+
+#: Share of rows that max_length cuts from which on a stage warns.
+CUT_ROWS = 0.1
+
+
+def warn_of_cut_rows(stage, counts, kept: int) -> None:
+    """Warn where ``max_length`` cut a tenth of the rows, or took every trained token of one.
+
+    Args:
+        counts: rows by reason: ``truncated`` (kept or not), and of those left out ``no_target`` and others.
+        kept: rows that are trained on.
+    """
+    cut, lost = counts.get("truncated", 0), min(counts.get("truncated", 0), counts.get("no_target", 0))
+    if lost or cut > CUT_ROWS * (kept + sum(n for reason, n in counts.items() if reason != "truncated")):
+        stage.warn("rows_cut", f"{cut:,} rows are longer than max_length={stage.config.max_length} tokens and were cut" + (
+            f"; {lost:,} of them lost every trained token and are left out" if lost else "") + ". Raise max_length to train on them whole, or leave them out of the data.")

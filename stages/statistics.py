@@ -32,7 +32,8 @@ def wilson(k, n: int, z: float = Z95) -> tuple[float, float]:
     p, z2 = k / n, z * z
     centre = p + z2 / (2 * n)
     half = z * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
-    return max(0.0, (centre - half) / (1 + z2 / n)), min(1.0, (centre + half) / (1 + z2 / n))
+    low, high = max(0.0, (centre - half) / (1 + z2 / n)), min(1.0, (centre + half) / (1 + z2 / n))
+    return 0.0 if k == 0 else low, 1.0 if k == n else high  # which rounding misses by 1e-18
 
 
 def chance_of_more(k_a: int, n_a: int, k_b: int, n_b: int) -> float:

@@ -258,7 +258,15 @@ def _ingest(spec: StageSpec, name: str, text: str, kinds: tuple[str, ...], seed:
     flow = {**flow_run, "label": f"{flow_run.get('label') or spec.name}.ingest-{name}"} if flow_run else None
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(text.split("@")[0].rstrip("/")).name.split(".")[0]).strip("-.") or "data"
     suffix = f"-{chosen.split('/')[0]}" if chosen else ""
-    result = run_stage("ingest", {"data": text}, settings, seed=seed, name_as=f"{stem}{suffix}", flow_run=flow, on_event=on_event)
+    told = (lambda event: on_event({"label": flow["label"] if flow else "ingest", **event})) if on_event else None
+    try:
+        result = run_stage("ingest", {"data": text}, settings, seed=seed, name_as=f"{stem}{suffix}", flow_run=flow, on_event=told)
+    except StageError as error:
+        if error.kind != "StageFailure":
+            raise
+        kind = f" --set kind={chosen}" if chosen else ""
+        raise StageError("ingest", f"{error.message} Settings of ingest are given to it alone: posttrain stage ingest --input data={text}{kind} --name-as {stem}{suffix} --set KEY=VALUE, "
+                         f"then --input {name}=dataset:{stem}{suffix}@latest.", kind=error.kind, log_path=error.log_path, key=error.key) from None
     if "data" not in result.outputs:
         raise ConfigError(f"input {name} of stage {spec.name}: {text} held no row of kind {' or '.join(kinds) or 'any'}; what was quarantined and why: posttrain show {result.outputs.get('quarantine') or result.key}")
     return store.resolve(result.outputs["data"], "dataset")

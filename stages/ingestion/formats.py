@@ -1229,6 +1229,6 @@ def _with_question(row: dict) -> dict:
 
 def known_columns() -> str:
     """One line per format for error messages: the columns that name it."""
-    return "; ".join(f"{name}: {' + '.join(required)}" for name, (_, required, _) in FORMATS.items())
+    return "; ".join(f"{name}: {' + '.join(required)}" for name, (_, required, _) in FORMATS.items() if required)
 
 

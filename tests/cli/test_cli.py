@@ -330,3 +330,26 @@ def test_the_line_of_a_step_shows_results_and_no_bounds():
     found = {"pair_length_matched_accuracy": 0.4, "distinct_1": 0.99, "pair_accuracy": 0.575, "reward": -0.14, "reward_low": -0.19, "length_mean": 61.3}
     assert headline(found) == "reward=-0.14  pair_accuracy=0.575  length_mean=61.3  pair_length_matched_accuracy=0.4"
     assert headline({"dropped/no_target": 0, "rows": 399, "steps": 3, "train/loss": 7.6}, 3) == "train/loss=7.6  rows=399  steps=3"
+
+
+def test_a_metric_stands_with_its_interval_and_error_in_one_row():
+    from flows.display import metric_rows
+
+    rows = metric_rows({"accuracy": 0.39, "accuracy_high": 0.4722, "accuracy_low": 0.3136, "accuracy_se": 0.04118, "prompts": 100, "length_low": 3})
+    assert rows == [{"metric": "accuracy", "value": 0.39, "95% interval": "[0.3136, 0.4722]", "se": 0.04118}, {"metric": "prompts", "value": 100}, {"metric": "length_low", "value": 3}]
+
+
+def test_raw_data_that_is_refused_on_the_way_to_a_stage_says_where_its_settings_go(tmp_path, monkeypatch, capsys):
+    """The advice of ingest names settings of its own, which the stage that was called does not take; what ingest says stands under its name."""
+    from flows.display import Display
+    from tasks.run import StageError, run_stage
+
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("POSTTRAIN_TRACKING", "off")
+    file = tmp_path / "dups.jsonl"
+    file.write_text('{"prompt": "a", "completion": "b"}\n' * 5)
+    with Display() as screen, pytest.raises(StageError, match="deduplicate=off") as caught:
+        run_stage("mix", {"data.one": str(file)}, {}, on_event=lambda event: screen("mix", event))
+    assert f"posttrain stage ingest --input data={file} --set kind=demonstrations/1 --name-as dups-demonstrations --set KEY=VALUE, then --input data.one=dataset:dups-demonstrations@latest." in str(caught.value)
+    told = capsys.readouterr().err
+    assert "ingest: started" in told and "mix" not in told

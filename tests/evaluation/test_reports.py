@@ -46,3 +46,24 @@ def test_importing_reports_loads_no_plot_library():
 
     code = "import sys, stages.reports, stages.promote, stages.compare; print([m for m in ('matplotlib', 'torch', 'transformers') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_of_two_evaluations_the_prompts_whose_verdicts_differ_come_first():
+    """`posttrain compare` says so above its answers; the report of stage compare keeps the prompts' order."""
+    from stages.compare import side_by_side
+
+    def one(item, output, correct):
+        return {"item_id": item, "mode": "greedy", "prompt": item, "output": output, "correct": correct}
+
+    records = {"a": [one("same", "x", True), one("reworded", "x", True), one("lost", "x", True), one("ungraded", "x", None)],
+               "b": [one("same", "x", True), one("reworded", "y", True), one("lost", "y", False), one("ungraded", "y", None)]}
+    assert [row["prompt"] for row in side_by_side(["a", "b"], records, 3, changes_first=True)] == ["lost", "reworded", "ungraded"]
+    assert side_by_side(["a", "b"], records, 3, changes_first=True)[0] == {"prompt": "lost", "expected": None, "a": "✓ x", "b": "✗ y"}
+    assert [row["prompt"] for row in side_by_side(["a", "b"], records, 2)] == ["same", "reworded"]
+
+
+def test_an_interval_of_no_or_all_successes_ends_at_its_bound():
+    from stages.statistics import wilson
+
+    for n in range(1, 300):
+        assert wilson(0, n)[0] == 0.0 and wilson(n, n)[1] == 1.0

@@ -143,3 +143,15 @@ def test_a_model_directory_without_a_tokenizer_says_what_to_copy(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(RenderError, match="does not load .*needs its tokenizer.json"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_template_that_passes_over_system_messages_is_refused(make):
+    """One that has no system role and raises nothing would train on another prompt than the data's; white space that a template trims is no reason."""
+    silent = ("{% for m in messages %}{% if m['role'] != 'system' %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+              "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+    renderer, spoken = make(silent, "<|im_end|>"), CONVERSATIONS[1]
+    for render in (renderer.conversation, renderer.prompt_ids):
+        with pytest.raises(RenderError, match="leaves out the system message.*system_prompts=merge"):
+            render(spoken)
+    assert renderer.conversation(spoken[1:]).n_targets and renderer.conversation([{"role": "system", "content": " "}, *spoken[1:]]).n_targets
+    assert make(LLAMA3, "<|eot_id|>").prompt_ids([{"role": "system", "content": "  Be kind.\n"}, spoken[1]])

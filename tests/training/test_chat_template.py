@@ -163,3 +163,37 @@ def test_encoders_read_calls_as_they_are_stored():
     assert transcript([{"role": "system", "content": "", "functions": "[]"}, {"role": "user", "content": "u"}, {**call, "content": "t"}]) == "System: []\n\nHuman: u\n\nAssistant: t\nf(x=1)"
     told = system_message(["search"])
     assert transcript([told]) == told["content"]
+
+
+def test_stop_tokens_are_looked_for_where_training_ends(tiny):
+    """What a template writes behind the last turn (two newlines, several tokens in a small vocabulary) is not trained and hides no stop token."""
+    from types import SimpleNamespace
+
+    from stages.batching import make_item
+    from stages.chat import PLAIN_TEMPLATE, Renderer
+    from stages.preflight import check_stop_tokens
+
+    tokenizer = load_tokenizer(tiny["policy"])
+    tokenizer.chat_template = PLAIN_TEMPLATE
+    renderer, heard = Renderer(tokenizer), []
+    row = renderer.conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}])
+    assert row.ids[-1] not in renderer.stop_ids and not any(row.mask[-2:]), "the case in question"
+    stage = SimpleNamespace(warn=lambda code, text: heard.append(code))
+    check_stop_tokens(stage, [make_item("r", [], [row.ids], [row.mask])], renderer)
+    assert not heard
+    last = max(i for i, trained in enumerate(row.mask) if trained)
+    check_stop_tokens(stage, [make_item("r", [], [row.ids[:last]], [row.mask[:last]])], renderer)
+    assert heard == ["stop_token_not_trained"]
+
+
+@pytest.mark.parametrize("stage,config,max_length", [("sft", {"max_steps": 1}, 30), ("align", {"method": "dpo", "max_steps": 1}, 16), ("reward_model", {"max_steps": 1, "probe_pairs": 0}, 16)])
+def test_rows_that_max_length_cuts_are_warned_of(tiny, data, spec, stage, config, max_length):
+    """Counts alone are easily missed: half of the data may be cut or gone."""
+    def warnings(length):
+        heard = []
+        execute(spec(stage, {"batch_size": 4, "max_length": length, **config}, {"model": tiny["policy"], "data": data["demonstrations" if stage == "sft" else "pairs"]}, f"{stage}{length}"), heard.append)
+        return [event["text"] for event in heard if event["event"] == "warning" and event["code"] == "rows_cut"]
+
+    told = warnings(max_length)
+    assert len(told) == 1 and f"rows are longer than max_length={max_length} tokens and were cut" in told[0] and "Raise max_length" in told[0]
+    assert not warnings(200)
