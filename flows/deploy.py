@@ -20,6 +20,7 @@ from stages.registry import STAGES, get_stage
 
 NIGHTLY = "0 3 * * *"
 LOST_AFTER = timedelta(minutes=5)  # more than nine heartbeats: also a server restart must not look like a crash
+RESTART_AFTER = timedelta(seconds=30)  # a killed process is reported as crashed twice, by Prefect's runner and, seconds later, by its worker
 RECOVER = "auto-recover"
 AUTOMATIONS = ("posttrain: heartbeat lost", "posttrain: recover crashed runs", "posttrain: new preference data")
 
@@ -269,7 +270,7 @@ def install_automations(trigger_model: str) -> list[str]:
 def automations(preference_id, trigger_model: str):
     """The three automations.
 
-    A run whose heartbeats stop without an ending is declared Crashed; a crashed run of a deployment is scheduled
+    A run whose heartbeats stop without an ending is declared Crashed; a crashed run of a deployment that is left so for half a minute is scheduled
     again (twice at most) and continues from its checkpoints; a dataset of pairs published by a run of stage `ingest`
     alone starts the preference recipe.
     """
@@ -291,9 +292,10 @@ def automations(preference_id, trigger_model: str):
     yield Automation(
         name=AUTOMATIONS[1], description="A crashed run starts again and continues from its stage records and checkpoints.",
         trigger=EventTrigger(
-            posture=Posture.Reactive, expect={"prefect.flow-run.Crashed"},
+            posture=Posture.Proactive, after={"prefect.flow-run.Crashed"},
+            expect={f"prefect.flow-run.{state}" for state in ("Scheduled", "AwaitingRetry", "Pending", "Running", "Completed", "Failed", "Cancelling", "Cancelled")},
             match={"prefect.resource.id": "prefect.flow-run.*", "prefect.run-count": ["1", "2"]}, match_related=ours,
-            for_each={"prefect.resource.id"}, threshold=1, within=timedelta(0)),
+            for_each={"prefect.resource.id"}, threshold=1, within=RESTART_AFTER),
         actions=[ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", message="continuing after a crash")])
     yield Automation(
         name=AUTOMATIONS[2], description="New preference pairs, ingested by a stage run of their own, start the preference recipe.",

@@ -21,7 +21,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from flows import env
+from flows import env, prefect_ui
 from flows.keep import dies_with_parent
 from storage.files import atomic_write_json, read_json, refusal
 from storage.tracking import follow_home, make_database
@@ -113,7 +113,7 @@ def up(state: Path, *, prefect_port: int | None = None, mlflow_port: int | None 
         process = _detach(
             "Prefect", [env.python(), "-m", "prefect", "server", "start", "--host", host, "--port", str(port)],
             logs / "prefect.log",
-            env.child(state, PREFECT_API_URL=base + "/api", PREFECT_UI_API_URL=base + "/api"), state)
+            env.child(state, PREFECT_API_URL=base + "/api", PREFECT_UI_API_URL=base + "/api", **prefect_ui.quiet(state / "prefect" / "ui")), state)
         started["prefect"] = process, base + "/api/health"
         alive["prefect"] = _entry(process, base, logs / "prefect.log")
     if "mlflow" not in alive:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -32,6 +34,7 @@ def page():
     for flag in FLAGS.split():
         options.add_argument(flag)
     options.binary_location = CHROME
+    options.set_capability("goog:loggingPrefs", {"performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
     try:
         yield driver
@@ -75,6 +78,17 @@ def menu(servers, page, run: str, item: str) -> None:
 def cancel(servers, page, run: str) -> None:
     menu(servers, page, run, "Cancel")
     servers.wait(lambda: named(page, "[role=dialog] button, [role=alertdialog] button", "Cancel Flow Run")).click()
+
+
+def test_the_uis_ask_this_machine_only(servers, page):
+    for path in ("/v2/deployments", "/runs"):
+        page.get(servers.urls["prefect"] + path)
+        servers.wait(lambda: page.find_elements("css selector", "a[href*=deployments]"))
+    page.get(servers.urls["mlflow"])
+    servers.wait(lambda: "Experiments" in page.find_element("css selector", "body").text)
+    asked = {urlsplit(json.loads(entry["message"])["message"]["params"]["request"]["url"]) for entry in page.get_log("performance")
+             if json.loads(entry["message"])["message"]["method"] == "Network.requestWillBeSent"}
+    assert len(asked) > 20 and {url.hostname for url in asked if url.scheme in ("http", "https")} == {"127.0.0.1"}
 
 
 def test_a_run_is_started_changed_cancelled_and_continued_in_the_browser(servers, page):

@@ -155,13 +155,25 @@ def test_run_declared_crashed_while_it_lives_ends_once_and_the_worker_goes_on(se
     servers.python("from flows.deploy import apply; from tests.flows.slow_recipe import slow_recipe\n"
                    "apply(slow_recipe, 'test', {'queue': 'gpu'})")
     worker = worker_processes(servers)
-    run = servers.start("slow_recipe/test", {"config": {"slow": {"seconds": 25}}})
+    run = servers.start("slow_recipe/test", {"config": {"slow": {"seconds": 75}}})
     servers.wait(lambda: servers.api("/v2/concurrency_limits/gpu")["active_slots"] == 1)
     servers.api(f"/flow_runs/{run}/set_state", {"state": {"type": "CRASHED", "name": "Crashed"}, "force": True})
     servers.wait(lambda: servers.state(run) == "Completed", limit=400)  # a locked SQLite holds the server up for minutes
     rows = {"flow_runs": {"id": {"any_": [run]}}}
     servers.wait(lambda: sorted(row["state_name"] for row in servers.api("/task_runs/filter", rows)) == ["Cached", "Completed"], limit=400)
     assert worker_processes(servers) == worker
+
+
+def test_a_run_whose_process_is_killed_starts_again_once(servers):
+    """Prefect reports such a crash twice, by its runner and seconds later by its worker: two processes of the run would start."""
+    run = servers.start("slow_recipe/test", {"config": {"seed": 9, "slow": {"seconds": 5}}})
+    servers.wait(lambda: servers.state(run) == "Running")
+    engine = servers.wait(lambda: next((process for process in psutil.process_iter(["cmdline", "environ"]) if "prefect.engine" in (process.info["cmdline"] or [])
+                                        and (process.info["environ"] or {}).get("POSTTRAIN_HOME") == str(servers.home)), None))
+    engine.kill()
+    servers.wait(lambda: servers.state(run) == "Completed", limit=400)
+    states = [row["name"] for row in servers.api(f"/flow_run_states/?flow_run_id={run}")]
+    assert states.count("AwaitingRetry") == 1 and states.count("Running") == 2, states
 
 
 def test_servers_and_a_worker_that_are_killed_are_started_again_and_the_run_goes_on(servers):
@@ -196,7 +208,8 @@ def test_crash_recovery_is_installed(servers):
     lost, recover = found["posttrain: heartbeat lost"], found["posttrain: recover crashed runs"]
     assert lost["enabled"] and lost["trigger"]["posture"] == "Proactive" and lost["trigger"]["within"] >= 300
     assert lost["actions"][0]["state"] == "CRASHED"
-    assert recover["enabled"] and recover["actions"][0] | {"state": "SCHEDULED", "name": "AwaitingRetry"} == recover["actions"][0]
+    assert recover["enabled"] and recover["trigger"]["posture"] == "Proactive" and recover["trigger"]["after"] == ["prefect.flow-run.Crashed"]
+    assert recover["actions"][0] | {"state": "SCHEDULED", "name": "AwaitingRetry"} == recover["actions"][0]
 
 
 def test_new_pairs_start_the_preference_recipe(servers, tmp_path):
