@@ -394,6 +394,9 @@ def resolve_preset(config: Config):
     updates = row.num_iterations * config.num_minibatches
     warnings = validate_rl(row, config.num_generations, updates_per_generation=updates, max_staleness=config.max_staleness,
                            async_rollouts=config.async_rollouts, allow_double_kl=config.allow_double_kl, loss_scale_factor=config.loss_scale_factor)
+    if config.lora_dropout and (not row.strictly_on_policy or row.update == "trust_region"):
+        raise ValueError(f"lora_dropout={config.lora_dropout} is there in training and not in old log-probs, so that their ratio would not be 1 where nothing has moved yet; leave it out, or write a preset "
+                         "that takes no ratio to them, such as preset=rloo or reinforce.")
     if config.num_minibatches > config.prompts_per_step:
         raise ValueError(f"num_minibatches={config.num_minibatches} cuts {config.prompts_per_step} prompts into empty steps; write "
                          f"num_minibatches <= prompts_per_step.")
