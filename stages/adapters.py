@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from stages import pending, ranks, sharding
+from stages import dropout, pending, ranks, sharding
 
 ADAPTER_FOLDER = "adapter"
 
@@ -35,7 +35,7 @@ def add_lora(model, config, seed: int, task: str = "CAUSAL_LM"):
     from peft import LoraConfig, get_peft_model
 
     targets = config.lora_targets if config.lora_targets == "all-linear" else names_in(config.lora_targets)
-    settings = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha or 2 * config.lora_rank, lora_dropout=0.0, bias="none", use_rslora=config.lora_rslora,
+    settings = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha or 2 * config.lora_rank, lora_dropout=config.lora_dropout, bias="none", use_rslora=config.lora_rslora,
                           use_dora=config.lora_dora, target_modules=targets, exclude_modules=names_in(config.lora_exclude) or None,
                           modules_to_save=whole_modules(model, config) or None, task_type=task)
     with torch.random.fork_rng(devices=[]):
@@ -54,6 +54,13 @@ def add_lora(model, config, seed: int, task: str = "CAUSAL_LM"):
 
         raise ModelError(f"lora_targets={config.lora_targets!r} names the {'output layer' if hasattr(output, 'base_layer') else 'embedding'}, and {type(model).__name__} has one weight for the "
                          "embedding and the output layer, so an adapter on one of them cannot be merged; leave it out, or write all-linear (which does)")
+    if config.lora_dropout:
+        if output is not None and hasattr(output, "base_layer"):
+            from stages.modeling import ModelError
+
+            raise ModelError(f"lora_targets={config.lora_targets!r} names the output layer, whose adapter is added to its weight before the logits are computed, so that lora_dropout has no place; "
+                             "leave it out (all-linear does), or write lora_dropout=0")
+        dropout.put_into(adapted, config.lora_dropout, seed)
     return adapted
 
 

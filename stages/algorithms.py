@@ -528,7 +528,7 @@ class DirectMethod:
     options: dict = field(default_factory=dict)  # extra keyword arguments with their defaults
     columns: tuple[str, ...] = ()        # per-row values the loss also wants (stages.align.COLUMNS or item extras)
     positive_gap: bool = False           # pairs whose chosen score is not above the rejected one are dropped
-    statistic: str = ""                  # of the whole step or run: z0 | delta | sorted | sorted_pairs (stages.direct_alignment, prepare)
+    statistic: str = ""                  # of the whole step or run: z0 | delta | mean | sorted | sorted_pairs (stages.direct_alignment, prepare)
     divergence: bool = False             # reads differences of implicit rewards only, so these may come from another f-divergence than the KL (f-DPO)
     settings: dict = field(default_factory=dict)  # options of the statistic or of the NLL term, not of the loss
     nll_coef: float = 0.0                # coefficient of an NLL term on the chosen response
@@ -549,6 +549,8 @@ _DIRECT_ROWS = (
     DirectMethod("apo_down", "stages.direct_losses:apo_down_loss", source="da.apo_down"),
     DirectMethod("discopop", "stages.direct_losses:discopop_loss", divergence=True, default_beta=0.05, options={"discopop_tau": 0.05}, source="da.discopop"),
     DirectMethod("discovered", "stages.direct_losses:discovered_loss", divergence=True, default_beta=0.05, options={"member": "padll"}, source="da.discopop, the family"),
+    DirectMethod("pfl", "stages.direct_losses:policy_focused_loss", default_beta=0.05, source="da.discopop, policy-focused"),
+    DirectMethod("aql", "stages.direct_losses:adaptive_quantile_loss", default_beta=0.05, columns=("mean_h",), statistic="mean", source="da.discopop, adaptive quantile"),
     DirectMethod("written", "stages.objective_code:written_loss", default_beta=0.05, options={"code": "softplus(-beta * ((pc - pr) - (rc - rr)))"},
                  source="flow.objective_discovery: a loss given as text; the code here is an example"),
     DirectMethod("cal_dpo", "stages.direct_losses:cal_dpo_loss", options={"cal_weight": 0.5, "beta_in_contrast": False}, source="da.cal_dpo"),
@@ -632,7 +634,7 @@ def refuse_addend(row: DirectMethod, added: DirectMethod, config) -> None:
     if row.needs_reference != added.needs_reference:
         refuse("one compares with a reference policy and the other has none; write two methods of one kind, such as dpo with bco_pair, or simpo with reference_free")
     if row.statistic or added.statistic:
-        refuse("aot matches the rows of a whole step and is trained alone; leave one of them out")
+        refuse("aot and aql read all rows of a step at once and are trained alone; leave one of them out")
     if added.nll_coef:
         refuse("it has an NLL term of its own, and a run has one; write it as method and add the other, or nll_coef=1 with "
                + {"dpo_nll": "dpo", "cpo": "reference_free"}.get(added.name, "another loss"))

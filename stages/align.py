@@ -23,7 +23,7 @@ from stages.spec import ConfigError, InputSpec, OutputSpec, StageConfig, StageSp
 
 
 Method = Literal["dpo", "cdpo", "robust_dpo", "soft_dpo", "ipo", "soft_ipo", "hinge_norm", "length_norm", "apo_zero", "apo_down", "discopop",
-                 "discovered", "written", "cal_dpo", "nca_pair", "exo_pair", "r_dpo", "wpo", "aot_unpaired", "aot_paired", "dpo_nll", "mdpo", "2d_dpo", "odpo", "rpo", "rebel",
+                 "discovered", "pfl", "aql", "written", "cal_dpo", "nca_pair", "exo_pair", "r_dpo", "wpo", "aot_unpaired", "aot_paired", "dpo_nll", "mdpo", "2d_dpo", "odpo", "rpo", "rebel",
                  "pl_dpo", "sppo", "sppo_hard", "rrhf", "kto", "bco", "bco_pair", "apo_zero_unpaired", "reference_free", "simpo", "alphapo",
                  "cpo", "orpo", "slic"]
 

@@ -39,6 +39,7 @@ class Item:
         by_response: names of the entries of ``extra`` that hold one value per response, which lets :func:`cut` part the responses of a long item;
             None: they stay together wherever the item goes (pairs, rankings).
         whole: the item that this one is a part of, None where it is whole.
+        places: of the responses in that item.
     """
 
     row_id: str
@@ -48,11 +49,13 @@ class Item:
     extra: dict[str, Any] = field(default_factory=dict)
     by_response: tuple[str, ...] | None = None
     whole: Item | None = field(default=None, repr=False)
+    places: tuple[int, ...] | None = None
 
     def part(self, at: Sequence[int]) -> Item:
         """The same prompt with the responses at these places, and what of ``extra`` belongs to them."""
         extra = {name: [value[k] for k in at] if name in self.by_response else value for name, value in self.extra.items()}
-        return replace(self, responses=tuple(self.responses[k] for k in at), masks=tuple(self.masks[k] for k in at), extra=extra, whole=self.whole or self)
+        return replace(self, responses=tuple(self.responses[k] for k in at), masks=tuple(self.masks[k] for k in at), extra=extra, whole=self.whole or self,
+                       places=tuple(at) if self.places is None else tuple(self.places[k] for k in at))
 
     @property
     def n_tokens(self) -> int:
@@ -254,7 +257,8 @@ def collate(items: list[Item], device: str = "cpu") -> Batch:
 
 @dataclass
 class Padded:
-    """A micro-batch as rows of equal length; ``where_U`` says at which flat ``[B*T]`` position each of its U tokens stands.
+    """A micro-batch as rows of equal length; ``where_U`` says at which flat ``[B*T]`` position each of its U tokens stands, ``source_BT`` which of the U a
+    position holds (padding: any).
 
     ``attention_B1TT`` (bool, True = may attend) is None where attention is plainly causal.
     """
@@ -263,6 +267,7 @@ class Padded:
     positions_BT: torch.Tensor
     attention_B1TT: torch.Tensor | None
     where_U: torch.Tensor
+    source_BT: torch.Tensor
 
 
 def choose_form(segments) -> str:
@@ -305,7 +310,7 @@ def pad(batch: Batch, form: str | None = None) -> Padded:
         causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
         attention = (((k[:, None, :] == 0) | (k[:, None, :] == k[:, :, None])) & causal)[:, None]
     positions = torch.where(real, batch.positions_U[source], torch.arange(width, device=device))
-    return Padded(torch.where(real, batch.ids_U[source], 0), positions, attention, torch.as_tensor(where).to(device))
+    return Padded(torch.where(real, batch.ids_U[source], 0), positions, attention, torch.as_tensor(where).to(device), source)
 
 
 def per_response(items: Sequence[Item], max_tokens: int, device: str, compute: Callable[[Batch], Sequence], model=None) -> list[list]:

@@ -77,9 +77,9 @@ class DirectAlignment:
         options, self.settings = given_options(method, config.options)
         if config.logp_reduction is not None and method.data != "pairs":
             raise ValueError(f"logp_reduction is for methods on pairs; leave it out for {config.method}.")
-        if config.logp_reduction == "mean" and method.name in ("aot_unpaired", "aot_paired", "wpo"):
-            raise ConfigError(f"logp_reduction=mean: {method.name} " + ("matches the responses of a step by their sums" if method.name != "wpo" else "weighs pairs by the mean, which "
-                              "it takes of the sums itself") + "; leave logp_reduction out, or write method=length_norm for DPO on means.")
+        if config.logp_reduction == "mean" and method.name in ("aot_unpaired", "aot_paired", "aql", "wpo"):
+            raise ConfigError(f"logp_reduction=mean: {method.name} " + ({"wpo": "weighs pairs by the mean, which it takes of the sums itself", "aql": "takes the mean over a step of sums"}.get(
+                              method.name, "matches the responses of a step by their sums")) + "; leave logp_reduction out, or write method=length_norm for DPO on means.")
         if config.select_by and config.reference_update != "frozen" and config.select_by.split("/")[0].endswith(FROM_REFERENCE):
             raise ConfigError(f"select_by={config.select_by} compares validation passes, and under reference_update={config.reference_update} each is measured from another "
                               "reference; leave select_by and early_stopping_patience out (the last weights are published), or write reference_update=frozen.")
@@ -259,8 +259,14 @@ class DirectAlignment:
                 ratios = [v[0] - m.extra["ref"][0] for v, m in zip(self.log_probs(model, mismatched, device), mismatched)]
                 self.z0 = float(kto_reference_point(torch.tensor(ratios, dtype=torch.float64))) if ratios else 0.0
             return {"z0": self.z0}
-        if self.method.statistic.startswith("sorted"):
+        if self.method.statistic in ("mean", "sorted", "sorted_pairs"):
             policy, ref = (self.compared(torch.tensor(v, dtype=torch.float64)) for v in (self.log_probs(model, items, device), [i.extra["ref"] for i in items]))
+        if self.method.statistic == "mean":
+            h = policy - ref
+            mean = float((h[:, 0] - h[:, 1]).mean())
+            for item in items:
+                item.extra["mean_h"] = mean
+            return {"mean_h": mean}
         if self.method.statistic == "sorted_pairs":
             for item, margin in zip(items, equal_ranks(policy[:, 0] - policy[:, 1], ref[:, 0] - ref[:, 1]).tolist()):
                 item.extra["matched_margin"] = margin

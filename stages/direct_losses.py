@@ -81,10 +81,10 @@ def discopop_loss(pc, pr, rc, rr, *, beta: float = 0.05, discopop_tau: float = 0
 
 
 def discovered_losses(h, *, beta: float = 0.05) -> dict:
-    """The family E[f(beta rho)], rho = h: logistic, hinge, exponential, padll, cell (da.discopop)."""
+    """The family E[f(beta rho)], rho = h: logistic, hinge, square, exponential, padll, cell (da.discopop)."""
     u = beta * h
     logistic, exponential = F.softplus(-u), torch.exp((-u).clamp(max=80.0))
-    return {"logistic": logistic, "hinge": F.relu(1 - u), "exponential": exponential,
+    return {"logistic": logistic, "hinge": F.relu(1 - u), "square": (1 - u) ** 2, "exponential": exponential,
             "padll": torch.where(h < 0, 0.45 * logistic, 0.9 * logistic), "cell": 0.5 * logistic + 0.5 * exponential}
 
 
@@ -94,6 +94,19 @@ def discovered_loss(pc, pr, rc, rr, *, beta: float = 0.05, member: str = "padll"
     if member not in family:
         raise ValueError(f"discovered loss {member!r} is not known; write one of: {', '.join(family)}")
     return family[member]
+
+
+def policy_focused_loss(pc, pr, rc, rr, *, beta: float = 0.05):
+    """PFL: half the logistic loss of u where the policy by itself ranks chosen above rejected, S_w > S_l, else twice the hinge loss (da.discopop; Lu et al. 2024)."""
+    u = beta * _h_difference(pc, pr, rc, rr)
+    return torch.where(pc > pr, 0.5 * F.softplus(-u), 2.0 * F.relu(1 - u))
+
+
+def adaptive_quantile_loss(pc, pr, rc, rr, *, beta: float = 0.05, mean_h):
+    """AQL: q logistic + (1 - q) hinge of u, q = sigma(-beta (h - m)), m = 0.5 + 0.01 (sigma(mean h) - 0.5), the mean over the whole step, detached (da.discopop; Lu et al. 2024)."""
+    h = _h_difference(pc, pr, rc, rr)
+    q = torch.sigmoid(-beta * (h - (0.5 + 0.01 * (torch.sigmoid(mean_h) - 0.5))))
+    return q * F.softplus(-beta * h) + (1 - q) * F.relu(1 - beta * h)
 
 
 def cal_dpo_loss(pc, pr, rc, rr, *, beta: float = 0.1, cal_weight: float = 0.5, beta_in_contrast: bool = False):

@@ -29,6 +29,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from stages import banded
+from stages.dropout import Dropped
 from stages.experts import Mixture, logits, mixed, routed
 from stages.layers import ACTIVATIONS, Family, Layer, embedding_scales, epsilon_of, family_of, gain_of, interleave, layers_of, odd_layers, rotary_tables, turned_rows, turns
 
@@ -65,7 +66,7 @@ def product(linear) -> Product:
     """What a linear layer computes: x W^T + b, and scale * (x A^T) B^T of its one active LoRA adapter.
 
     Raises:
-        TypeError: another kind of layer, or an adapter this forward does not know (several at once, DoRA, dropout, bias in B).
+        TypeError: another kind of layer, or an adapter this forward does not know (several at once, DoRA, dropout of another kind, bias in B).
     """
     if type(linear) is nn.Linear:
         return linear.weight, linear.bias, None, None, 1.0
@@ -80,8 +81,8 @@ def product(linear) -> Product:
     name = active[0]  # looked at where it is switched off, too: a model is computed by the same code with and without its adapter
     if len(active) > 1 or name in (getattr(linear, "lora_variant", None) or {}) or linear.lora_B[name].bias is not None:
         raise TypeError("several adapters at once, or a LoRA variant")
-    if not isinstance(linear.lora_dropout[name], nn.Identity) and linear.lora_dropout[name].p > 0:
-        raise TypeError("LoRA dropout")
+    if not isinstance(linear.lora_dropout[name], nn.Identity | Dropped) and linear.lora_dropout[name].p > 0:
+        raise TypeError("LoRA dropout of another kind")
     if linear.disable_adapters:
         return base.weight, base.bias, None, None, 1.0
     return base.weight, base.bias, linear.lora_A[name].weight, linear.lora_B[name].weight, float(linear.scaling[name])
@@ -96,6 +97,20 @@ def parted(linears, sizes) -> list[Product]:
     return [(w, add, a, up, scale) for w, add, up in zip(*rows)]
 
 
+def dropped(linears, count: int, keys_U) -> tuple | None:
+    """(keys_U, the dropout of each of ``count`` products of these layers); None outside of training steps or without dropout."""
+    if keys_U is None:
+        return None
+    found = [linear.lora_dropout[linear.active_adapters[0]] if hasattr(linear, "lora_dropout") and not linear.disable_adapters else None for linear in linears]
+    found = [d if isinstance(d, Dropped) else None for d in found]
+    return keys_U, found if len(found) == count else found * count
+
+
+def _mask(drops: tuple | None, k: int, rows, x):
+    """What the adapter of product k reads of x [u, in] is multiplied with; None: nothing."""
+    return None if drops is None or drops[1][k] is None else drops[1][k].mask(drops[0][rows], x.shape[1], x.dtype)
+
+
 def _flat(products) -> list:
     """The products' tensors as arguments of a Function, four each."""
     return [t for p in products for t in p[:4]]
@@ -107,11 +122,11 @@ def _cast(tensors, dtype) -> list[tuple]:
     return [tuple(cast[i:i + 4]) for i in range(0, len(cast), 4)]
 
 
-def _multiply(x, part, scale: float, out=None):
-    """x [u, in] through one product -> [u, out]."""
+def _multiply(x, part, scale: float, out=None, mask=None):
+    """x [u, in] through one product -> [u, out]; ``mask`` [u, in] is the adapter's dropout."""
     weight, bias, a, b = part
     y = torch.addmm(bias, x, weight.t(), out=out) if bias is not None else torch.mm(x, weight.t(), out=out)
-    return y if a is None else y.addmm_(torch.mm(x, a.t()), b.t(), alpha=scale)
+    return y if a is None else y.addmm_(torch.mm(x if mask is None else x * mask, a.t()), b.t(), alpha=scale)
 
 
 class _Gradients:
@@ -131,7 +146,7 @@ class _Gradients:
         else:
             self.sums[i].addmm_(left.t(), right, alpha=alpha)
 
-    def back(self, k: int, grad, x, part, scale: float, into=None):
+    def back(self, k: int, grad, x, part, scale: float, into=None, mask=None):
         """Backward of product k at chunk x: adds its weight gradients, returns (into +) the gradient of x."""
         weight, bias, a, b = part
         i = 4 * k
@@ -141,11 +156,14 @@ class _Gradients:
             self.sums[i + 1] = total if self.sums[i + 1] is None else self.sums[i + 1] + total
         dx = torch.mm(grad, weight) if into is None else into.addmm_(grad, weight)
         if a is not None:
-            inner = torch.mm(grad, b)
-            self.add(i + 2, inner, x, scale)
+            inner, seen = torch.mm(grad, b), x if mask is None else x * mask
+            self.add(i + 2, inner, seen, scale)
             if self.wanted[i + 3]:
-                self.add(i + 3, grad, torch.mm(x, a.t()), scale)
-            dx.addmm_(inner, a, alpha=scale)
+                self.add(i + 3, grad, torch.mm(seen, a.t()), scale)
+            if mask is None:
+                dx.addmm_(inner, a, alpha=scale)
+            else:
+                dx.addcmul_(torch.mm(inner, a), mask, value=scale)
         return dx
 
     def done(self) -> list:
@@ -213,7 +231,7 @@ class _Project(Function):
     """x [U, M] -> rotated q, k and plain v, [U, (H + 2K) D]: norm (None: there is none), three products, norms of q and k, rotation (None: there is none)."""
 
     @staticmethod
-    def forward(ctx, x, gain, q_gain, k_gain, turn, shape, scales, *tensors):
+    def forward(ctx, x, gain, q_gain, k_gain, turn, shape, scales, drops, *tensors):
         parts = _cast(tensors, shape.low)
         parts[0], parts[1] = _turned(parts[0], shape.heads, shape), _turned(parts[1], shape.groups, shape)
         a, b = shape.heads * shape.head_dim, (shape.heads + shape.groups) * shape.head_dim
@@ -227,27 +245,27 @@ class _Project(Function):
             if gain is not None:
                 normed, rstd[rows] = _normalised(normed, gain, shape.eps)
             normed = normed.to(shape.low)
-            for part, scale, to in zip(parts, scales, (slice(0, a), slice(a, b), slice(b, None))):
+            for k, (part, scale, to) in enumerate(zip(parts, scales, (slice(0, a), slice(a, b), slice(b, None)))):
                 target = raw if head_norm and to.stop is not None else out
-                _multiply(normed, part, scale, out=target[rows, to])
+                _multiply(normed, part, scale, out=target[rows, to], mask=_mask(drops, k, rows, normed))
             for columns, parts_of, gains in norms:
                 heads = raw[rows, columns].unflatten(1, parts_of)
                 out[rows, columns] = _normalised(heads.to(x.dtype), gains, shape.eps)[0].flatten(1).to(shape.low)
             if turn is not None:
                 out[rows, :b] = _rotated(out[rows, :b], turn[rows], x.dtype)
         ctx.save_for_backward(x, rstd, gain, q_gain, k_gain, turn, raw, *tensors)
-        ctx.settings = shape, scales
+        ctx.settings = shape, scales, drops
         return out
 
     @staticmethod
     def backward(ctx, grad):
         x, rstd, gain, q_gain, k_gain, turn, raw, *tensors = ctx.saved_tensors
-        shape, scales = ctx.settings
+        shape, scales, drops = ctx.settings
         parts = _cast(tensors, shape.low)
         parts[0], parts[1] = _turned(parts[0], shape.heads, shape), _turned(parts[1], shape.groups, shape)
         a, b = shape.heads * shape.head_dim, (shape.heads + shape.groups) * shape.head_dim
         wants = ctx.needs_input_grad
-        sums = _Gradients(tensors, wants[7:])
+        sums = _Gradients(tensors, wants[8:])
         grad_x = torch.empty_like(x)
         grad_gain = torch.zeros_like(gain) if wants[1] else None
         norms = shape.head_norms(q_gain, k_gain) if raw is not None else ()
@@ -265,9 +283,9 @@ class _Project(Function):
                     head_rstd = _inverse_rms(heads, shape.eps)
                     parts_of_qk.append(_normalised_back(incoming, heads * head_rstd, head_rstd, gains, grads).flatten(1).to(shape.low))
                 qk = parts_of_qk[0] if len(parts_of_qk) == 1 else torch.cat(parts_of_qk, 1)
-            dx = sums.back(0, qk[:, :a], normed, parts[0], scales[0])
-            dx = sums.back(1, qk[:, a:], normed, parts[1], scales[1], into=dx)
-            dx = sums.back(2, grad[rows, b:], normed, parts[2], scales[2], into=dx)
+            dx = None
+            for k, incoming in enumerate((qk[:, :a], qk[:, a:], grad[rows, b:])):
+                dx = sums.back(k, incoming, normed, parts[k], scales[k], into=dx, mask=_mask(drops, k, rows, normed))
             grad_x[rows] = dx if gain is None else _normalised_back(dx.to(x.dtype), hat, rstd[rows], gain, grad_gain)
         for k, count in ((0, shape.heads), (1, shape.groups)):  # back to the model's own order of rows
             for i in (4 * k, 4 * k + 1, 4 * k + 3):
@@ -279,7 +297,7 @@ class _Project(Function):
         elif raw is not None:
             q_grad = shape.paired(grad_gains[0][: shape.heads].sum(0), 1, back=True) if wants[2] else None
             k_grad = shape.paired(grad_gains[0][shape.heads :].sum(0), 1, back=True) if wants[3] else None
-        return (grad_x, grad_gain, q_grad, k_grad, None, None, None, *sums.done())
+        return (grad_x, grad_gain, q_grad, k_grad, None, None, None, None, *sums.done())
 
 
 def _turned(part, heads: int, shape: Shape):
@@ -303,7 +321,7 @@ class _Finish(Function):
     """x [N, M], attended [N, H D] -> x + attended W_o, and on top of that the gated MLP of its norm; with the norms that follow each where there are any."""
 
     @staticmethod
-    def forward(ctx, x, attended, after_gain, gain, last_gain, shape, scales, *tensors):
+    def forward(ctx, x, attended, after_gain, gain, last_gain, shape, scales, drops, *tensors):
         out_part, gate_part, up_part, down_part = _cast(tensors, shape.low)
         wide = gate_part[0].shape[0]
         middle, out = torch.empty_like(x), torch.empty_like(x)
@@ -312,43 +330,44 @@ class _Finish(Function):
         joined = _Kept.of(x, after_gain, shape)
         finished = _Kept.of(x, last_gain, shape)
         for rows in _chunks(x.shape[0], x.device):
-            h = torch.add(x[rows], joined.normed(_multiply(attended[rows], out_part, scales[0]), rows), alpha=shape.residual, out=middle[rows])
+            h = torch.add(x[rows], joined.normed(_multiply(attended[rows], out_part, scales[0], mask=_mask(drops, 0, rows, attended)), rows), alpha=shape.residual, out=middle[rows])
             normed = h
             if gain is not None:
                 normed, rstd[rows] = _normalised(h, gain, shape.eps)
             normed = normed.to(shape.low)
-            gate = _multiply(normed, gate_part, scales[1], out=gate_up[rows, :wide])
-            up = _multiply(normed, up_part, scales[2], out=gate_up[rows, wide:])
-            torch.add(h, finished.normed(_multiply(shape.activate(gate).mul_(up), down_part, scales[3]), rows), alpha=shape.residual, out=out[rows])
+            gate = _multiply(normed, gate_part, scales[1], out=gate_up[rows, :wide], mask=_mask(drops, 1, rows, normed))
+            up = _multiply(normed, up_part, scales[2], out=gate_up[rows, wide:], mask=_mask(drops, 2, rows, normed))
+            inner = shape.activate(gate).mul_(up)
+            torch.add(h, finished.normed(_multiply(inner, down_part, scales[3], mask=_mask(drops, 3, rows, inner)), rows), alpha=shape.residual, out=out[rows])
         ctx.save_for_backward(attended, middle, rstd, gate_up, gain, *joined.tensors, *finished.tensors, *tensors)
-        ctx.settings = shape, scales
+        ctx.settings = shape, scales, drops
         return out
 
     @staticmethod
     def backward(ctx, grad):
         attended, middle, rstd, gate_up, gain, *more = ctx.saved_tensors
-        shape, scales = ctx.settings
+        shape, scales, drops = ctx.settings
         joined, finished, tensors = _Kept(shape, *more[:3]), _Kept(shape, *more[3:6]), more[6:]
         parts = _cast(tensors, shape.low)
         wide = gate_up.shape[1] // 2
         wants = ctx.needs_input_grad
-        sums = _Gradients(tensors, wants[7:])
+        sums = _Gradients(tensors, wants[8:])
         grad_x, grad_attended = torch.empty_like(middle), torch.empty_like(attended)
         grad_after, grad_gain, grad_last = (torch.zeros_like(g) if wanted else None for g, wanted in zip((joined.gain, gain, finished.gain), wants[2:5]))
         for rows in _chunks(middle.shape[0], middle.device):
             upper = grad[rows]
             gate, up = gate_up[rows, :wide], gate_up[rows, wide:]
             active = shape.activate(gate)
-            inner = sums.back(3, finished.back(upper, rows, grad_last).to(shape.low), active * up, parts[3], scales[3])
+            inner = sums.back(3, finished.back(upper, rows, grad_last).to(shape.low), active * up, parts[3], scales[3], mask=_mask(drops, 3, rows, active))
             grad_up = active.mul_(inner)
             grad_gate = shape.activate_back(inner.mul_(up), gate)
             hat = middle[rows] if gain is None else middle[rows] * rstd[rows]
             normed = (hat if gain is None else hat * gain).to(shape.low)
-            dx = sums.back(1, grad_gate, normed, parts[1], scales[1])
-            dx = sums.back(2, grad_up, normed, parts[2], scales[2], into=dx)
+            dx = sums.back(1, grad_gate, normed, parts[1], scales[1], mask=_mask(drops, 1, rows, normed))
+            dx = sums.back(2, grad_up, normed, parts[2], scales[2], into=dx, mask=_mask(drops, 2, rows, normed))
             h = torch.add(upper, dx if gain is None else _normalised_back(dx.to(middle.dtype), hat, rstd[rows], gain, grad_gain), out=grad_x[rows])
-            grad_attended[rows] = sums.back(0, joined.back(h, rows, grad_after).to(shape.low), attended[rows], parts[0], scales[0])
-        return (grad_x, grad_attended, grad_after, grad_gain, grad_last, None, None, *sums.done())
+            grad_attended[rows] = sums.back(0, joined.back(h, rows, grad_after).to(shape.low), attended[rows], parts[0], scales[0], mask=_mask(drops, 0, rows, attended))
+        return (grad_x, grad_attended, grad_after, grad_gain, grad_last, None, None, None, *sums.done())
 
 
 class _Kept:
@@ -643,7 +662,7 @@ def _over_prompt(before, part, pack: Pack, shape: Shape, scale: float):
     return _sdpa(part, torch.cat([before, part]), mask, shape, scale)
 
 
-def states(model, ids_U, positions_U, segments, at_N=None, dtype: torch.dtype | None = None, recompute: bool = False, noise_UH=None, watch=None, weights_U=None):
+def states(model, ids_U, positions_U, segments, at_N=None, dtype: torch.dtype | None = None, recompute: bool = False, noise_UH=None, watch=None, weights_U=None, keys_U=None):
     """Last hidden states after the final norm, [N, M] at the flat positions `at_N` (all of them without it).
 
     Args:
@@ -652,6 +671,7 @@ def states(model, ids_U, positions_U, segments, at_N=None, dtype: torch.dtype | 
         recompute: keep only each layer's input and compute the rest again in backward.
         noise_UH: added to the tokens' embeddings (NEFTune).
         watch, weights_U: who is told what the routers choose (``stages.balance.Watch``), and how often each token counts there.
+        keys_U: of the tokens' dropout masks (``stages.dropout``), None: there is none.
     """
     core = core_of(model)
     family, layers = family_of(core), layers_of(core)
@@ -682,9 +702,9 @@ def states(model, ids_U, positions_U, segments, at_N=None, dtype: torch.dtype | 
         given = (layer, family, x, turned.get(layer.turn), plans[_reach(layer, longest)], shape, at)
         counted = weights_U if watch is not None and layer.experts is not None else None
         if recompute and torch.is_grad_enabled():
-            x = checkpoint(_layer, *given, counted, use_reentrant=False)
+            x = checkpoint(_layer, *given, counted, keys_U, use_reentrant=False)
         else:
-            x = _layer(*given, counted)
+            x = _layer(*given, counted, keys_U)
         if counted is not None:
             x, *load = x
             loads.append(load)
@@ -704,33 +724,39 @@ def _reach(layer: Layer, longest: int) -> tuple[int | None, float | None]:
     return None if layer.window is None or layer.window >= longest else layer.window, layer.cap
 
 
-def _layer(layer: Layer, family: Family, x, turn, plan, shape: Shape, at, weights_U=None):
+def _layer(layer: Layer, family: Family, x, turn, plan, shape: Shape, at, weights_U=None, keys_U=None):
     """A layer's output; with weights_U, what :func:`stages.experts.routed` gives of all its tokens behind it."""
     into = parted(layer.qkv, [n * shape.head_dim for n in (shape.heads, shape.groups, shape.groups)])
-    qkv = _Project.apply(x, *(gain_of(norm, family) for norm in (layer.before_attention, layer.q_norm, layer.k_norm)), turn, shape, [p[4] for p in into], *_flat(into))
+    qkv = _Project.apply(x, *(gain_of(norm, family) for norm in (layer.before_attention, layer.q_norm, layer.k_norm)), turn, shape, [p[4] for p in into], dropped(layer.qkv, 3, keys_U), *_flat(into))
     attended = _attend(qkv, plan, shape, layer)
-    every = x, attended
+    every = x, attended, keys_U
     if at is not None:
-        x, attended = x[at], attended[at]
+        x, attended, keys_U = x[at], attended[at], None if keys_U is None else keys_U[at]
     gains = [gain_of(norm, family) for norm in (layer.after_attention, layer.before_mlp, layer.after_mlp)]
     if layer.experts is not None:
         def routed_from(h):
             return F.rms_norm(h, h.shape[-1:], gains[1].to(x.dtype), shape.eps)
 
         mixture = Mixture.of(layer.router, layer.experts)
-        h = x + _linear(attended, product(layer.out), shape.low).to(x.dtype)
+        def joined(x, attended, keys_U):
+            drops = dropped((layer.out,), 1, keys_U)
+            return x + _linear(attended, product(layer.out), shape.low, _mask(drops, 0, slice(None), attended)).to(x.dtype)
+
+        h = joined(x, attended, keys_U)
         out = h + mixed(routed_from(h), mixture, shape.low)
         if weights_U is None:
             return out
         if at is not None:  # the router of the last layer sees all tokens, too
-            h = every[0] + _linear(every[1], product(layer.out), shape.low).to(x.dtype)
+            h = joined(*every)
         return out, *routed(logits(routed_from(h).to(shape.low), mixture), mixture.k, weights_U)
     outof = [product(layer.out), *parted(layer.gate_up, [layer.down.in_features] * 2), product(layer.down)]
-    return _Finish.apply(x, attended, *gains, shape, [p[4] for p in outof], *_flat(outof))
+    drops = [dropped(linears, count, keys_U) for linears, count in (((layer.out,), 1), (layer.gate_up, 2), ((layer.down,), 1))]
+    drops = None if keys_U is None else (keys_U, [own for _, part in drops for own in part])
+    return _Finish.apply(x, attended, *gains, shape, [p[4] for p in outof], drops, *_flat(outof))
 
 
-def _linear(x, part: Product, low: torch.dtype):
-    """x [u, in] through a product -> [u, out], differentiable by autograd."""
+def _linear(x, part: Product, low: torch.dtype, mask=None):
+    """x [u, in] through a product -> [u, out], differentiable by autograd; ``mask`` [u, in] is the adapter's dropout."""
     weight, bias, a, b = (None if t is None else t.to(low) for t in part[:4])
     y = F.linear(x, weight, bias)
-    return y if a is None else y + part[4] * F.linear(F.linear(x, a), b)
+    return y if a is None else y + part[4] * F.linear(F.linear(x if mask is None else x * mask, a), b)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stages import adapters, balance, experts, frozen, lean, pending, ranks, sharding
+from stages import adapters, balance, dropout, experts, frozen, lean, pending, ranks, sharding
 from stages.batching import Batch, Cost, Padded, choose_form, collate, make_item, pad, padded_size, segments_of, together
 from stages.chat import Renderer
 from stages.layers import logit_scaling, rope_limit, windows_of
@@ -202,15 +202,18 @@ def hidden_states(model, batch: Batch, at_N=None, noise_UH=None) -> torch.Tensor
         with adapters.switched_off(model.model):
             return hidden_states(model.model, batch, at_N, noise_UH)
     _check_rope(model, batch.segments)
-    watch = balance.watched(model)
+    watch, places = balance.watched(model), dropout.active(model)
     if is_lean(model):
         kind = batch.ids_U.device.type
         low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         with torch.autocast(kind, enabled=False):
             return lean.states(model, batch.ids_U, batch.positions_U, batch.segments, at_N, low,
                                recompute=model.training and getattr(lean.core_of(model).layers[0], "gradient_checkpointing", False), noise_UH=noise_UH,
-                               watch=watch, weights_U=None if watch is None else balance.weights_of(batch))
+                               watch=watch, weights_U=None if watch is None else balance.weights_of(batch),
+                               keys_U=None if places is None else places.of(batch))
     rows = pad(batch, form_for(model, batch.segments))
+    if places is not None:
+        places.in_rows(batch, rows)
     return _padded_states(lean.core_of(model), rows, at_N, noise_UH, None if watch is None else lambda out: watch.tell(
         [experts.routed(logits.flatten(0, -2)[rows.where_U], watch.k, balance.weights_of(batch)) for logits in out.router_logits]))
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from stages import lean
+from stages import lean, sharding
 
 #: Names of state tensors that have the shape of their weight; others are small and kept whole.
 LIKE_THE_WEIGHT = ("exp_avg", "exp_avg_sq", "momentum_buffer", "variance")
@@ -45,6 +45,44 @@ class Together:
             part.zero_grad(set_to_none=set_to_none)
 
 
+class InTurns:
+    """A torch optimizer that needs whole matrices, over shards: every weight is put together, moved, and parted again, one after the other, on every rank alike.
+
+    State of the shape of a weight (momentum) stays parted between steps, the small rest whole. What a rank needs beyond its share is one weight with its gradient and state.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer):
+        self.inner, self.param_groups = inner, inner.param_groups
+        self.state: defaultdict = defaultdict(dict)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._move(p, group)
+        self.inner.param_groups = self.param_groups
+
+    def _move(self, p: nn.Parameter, group: dict) -> None:
+        held = self.state[p]
+        one = nn.Parameter(sharding.whole(p.detach()).clone(), requires_grad=p.requires_grad)
+        one.grad = sharding.whole(p.grad)
+        self.inner.param_groups, self.inner.state = [{**group, "params": [one]}], defaultdict(dict, {one: {key: sharding.whole(value) for key, value in held.items()}} if held else {})
+        self.inner.step()
+        sharding.assign_whole(p, one.detach())
+        for key, value in self.inner.state[one].items():
+            if key in LIKE_THE_WEIGHT and sharding.is_sharded(p):
+                held.setdefault(key, torch.empty_like(p.detach()))
+                sharding.assign_whole(held[key], value)
+            else:
+                held[key] = value
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+
 def make(config, model: nn.Module, parameters: dict[str, nn.Parameter]):
     """The optimizer of these weights of a model as ``config`` (:class:`~stages.settings.OptimizerConfig`) asks for it; every group names its ``kind``."""
     def groups(kind: str, of) -> list[dict]:
@@ -56,16 +94,17 @@ def make(config, model: nn.Module, parameters: dict[str, nn.Parameter]):
         return torch.optim.AdamW(groups("adamw", of), lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_epsilon, fused=True)
 
     every = list(parameters.values())
+    turns = InTurns if any(map(sharding.is_sharded, every)) else lambda optimizer: optimizer
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups("sgd", every), lr=config.learning_rate, momentum=config.momentum or 0.0, foreach=False)  # fused takes no shards
     if config.optimizer == "adafactor":
-        return torch.optim.Adafactor(groups("adafactor", every), lr=config.learning_rate)
+        return turns(torch.optim.Adafactor(groups("adafactor", every), lr=config.learning_rate))
     if config.optimizer == "muon":
         chosen = of_muon(model, parameters)
         rest = [p for p in every if id(p) not in chosen]
         momentum = 0.95 if config.momentum is None else config.momentum
-        muon = [torch.optim.Muon(groups("muon", [p for p in every if id(p) in chosen]), lr=config.learning_rate, weight_decay=config.weight_decay, momentum=momentum,
-                                 adjust_lr_fn="match_rms_adamw")] if chosen else []
+        muon = [turns(torch.optim.Muon(groups("muon", [p for p in every if id(p) in chosen]), lr=config.learning_rate, weight_decay=config.weight_decay, momentum=momentum,
+                                       adjust_lr_fn="match_rms_adamw"))] if chosen else []
         return Together(*muon, *([adamw(rest)] if rest else []))
     return adamw(every)
 

@@ -417,10 +417,11 @@ def optimizer_state(trainer) -> list:
     import torch
 
     from stages.optimizers import state_shapes
+    from stages.sharding import local
 
     if trainer.optimizer.state:  # of a run that goes on: it is there
         return []
-    return [torch.full_like(p, 0.0, requires_grad=False) if shape == p.shape else p.new_zeros(shape) for p, shape in state_shapes(trainer.optimizer) if p.requires_grad]
+    return [torch.full_like(p, 0.0, requires_grad=False) if shape == p.shape else local(p.detach()).new_zeros(shape) for p, shape in state_shapes(trainer.optimizer) if p.requires_grad]
 
 
 def duration(seconds: float) -> str:

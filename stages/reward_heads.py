@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stages import adapters, pending, ranks
+from stages import adapters, dropout, pending, ranks
 from stages.batching import pad
 from stages.frozen import may_keep
 from stages.modeling import ModelError, disable_dropout, freeze, hidden_states, precise, save_weights, settled
@@ -176,6 +176,8 @@ def states_of(model, batch, at=None) -> torch.Tensor:
 def _encoder_inputs(model, batch):
     """(an encoder's inputs, where each flat token stands in them): one row per response; items of encoders share no prompt."""
     rows = pad(batch, "rows")
+    if (places := dropout.active(model)) is not None:
+        places.in_rows(batch, rows)
     mask = torch.zeros(rows.ids_BT.numel(), dtype=torch.long, device=rows.ids_BT.device)
     mask[rows.where_U] = 1
     inputs = {"input_ids": rows.ids_BT, "attention_mask": mask.view_as(rows.ids_BT)}

@@ -418,6 +418,9 @@ def resolve_preset(config: Config):
         raise ValueError(f"num_minibatches={config.num_minibatches} cuts {units} {config.minibatch_unit}s into empty steps; write num_minibatches <= {units}.")
     if config.minibatch_unit != "prompt":
         refuse_parts(row, config)
+    if config.lora_dropout and (not row.strictly_on_policy or row.update == "trust_region"):
+        raise ValueError(f"lora_dropout={config.lora_dropout} is there in training and not in old log-probs, so that their ratio would not be 1 where nothing has moved yet; leave it out, or write a preset "
+                         "that takes no ratio to them, such as preset=rloo or reinforce.")
     if (config.reward_norm != "none" or config.reward_clip) and (config.environment or row.advantage in ("process", "win_rate", "vine")):
         raise ValueError(f"reward_norm and reward_clip change the reward of whole completions, which {'turns' if config.environment else f'advantage={row.advantage}'} "
                          "do not read; leave them out, or normalise the component (kind=model, normalise=batch).")

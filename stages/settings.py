@@ -64,7 +64,7 @@ class OptimizerConfig(StageConfig):
     LORA_RATE: ClassVar[float] = 1.0
     BALANCES: ClassVar[bool] = False  # whether router_aux_loss_coef is by default that of the model's config
     READ_WHEN: ClassVar[ReadWhen] = (
-        (("lora_alpha", "lora_rslora", "lora_dora", "lora_targets", "lora_exclude", "lora_modules_to_save"), lambda c: c.lora_rank > 0, "there is no adapter (lora_rank=0); write lora_rank=16"),
+        (("lora_alpha", "lora_rslora", "lora_dora", "lora_dropout", "lora_targets", "lora_exclude", "lora_modules_to_save"), lambda c: c.lora_rank > 0, "there is no adapter (lora_rank=0); write lora_rank=16"),
         (("decay_ratio", "decay_type"), lambda c: c.lr_schedule == "wsd", "only lr_schedule=wsd has a final decay of its own; write lr_schedule=wsd"),
         (("lr_power",), lambda c: c.lr_schedule == "polynomial", "only lr_schedule=polynomial has a power; write lr_schedule=polynomial"),
         (("lr_cycles",), lambda c: c.lr_schedule == "cosine_with_restarts", "only lr_schedule=cosine_with_restarts starts anew; write lr_schedule=cosine_with_restarts"),
@@ -112,6 +112,7 @@ class OptimizerConfig(StageConfig):
     lora_alpha: float | None = Field(None, gt=0, title="LoRA alpha", description="The adapter counts alpha / rank; empty: 2 * rank.")
     lora_rslora: bool = Field(False, description="The adapter counts alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023).")
     lora_dora: bool = Field(False, description="The length of every row of a weight is trained apart from its direction (DoRA, Liu et al. 2024). Through the model's own forward, which is slower.")
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="Share of the numbers that the adapter reads as 0 in training, drawn anew for every row, token and layer of a step (peft; Hu et al. 0 to 0.1).")
     lora_targets: str = Field("all-linear", description="Layers with an adapter: all-linear, or names such as q_proj,v_proj.")
     lora_exclude: str = Field("", description="Names of layers that get no adapter although lora_targets takes them (peft exclude_modules), such as k_proj,down_proj.")
     lora_modules_to_save: str = Field("", description="Names of modules that are trained in full beside the adapter (peft modules_to_save), such as embed_tokens,lm_head for new tokens.")
@@ -157,11 +158,11 @@ class OptimizerConfig(StageConfig):
     def _optimizer(self):
         if self.forward == "compiled" and self.lora_rank and self.frozen_dtype == "bfloat16":
             raise ValueError("forward=compiled keeps the weights under an adapter in float32; write forward=auto for frozen_dtype=bfloat16, or leave frozen_dtype out")
+        if self.lora_dropout and (self.lora_dora or self.forward == "compiled"):
+            raise ValueError(f"lora_dropout is not computed with {'lora_dora=true' if self.lora_dora else 'forward=compiled'}; write {'lora_dora=false' if self.lora_dora else 'forward=auto'}, or "
+                             "leave lora_dropout out")
         if self.forward == "compiled" and self.router_aux_loss_coef:
             raise ValueError("forward=compiled does not say what routers choose, which router_aux_loss_coef needs; write forward=auto or forward=model, or leave router_aux_loss_coef out")
-        if self.optimizer in ("adafactor", "muon") and self.sharding == "full":
-            raise ValueError(f"optimizer={self.optimizer} needs whole matrices ({'their rows and columns' if self.optimizer == 'adafactor' else 'it orthogonalises each'}), and sharding=full splits "
-                             "them over the devices; write optimizer=adamw or sgd, or sharding=none")
         if self.optimizer == "adafactor" and self.lora_rank:
             raise ValueError("optimizer=adafactor steps by shares of a weight's size, and half of an adapter starts at 0, where it hardly moves; write optimizer=adamw, whose state is small for an "
                              "adapter, or muon")

@@ -109,6 +109,12 @@ def assign(parameter: torch.Tensor, value: torch.Tensor) -> None:
     local(parameter).copy_(local(value))
 
 
+def assign_whole(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy into a tensor, sharded or whole, its part of a whole value."""
+    at = rows_of(tensor)
+    local(tensor).copy_(value if at is None else value[slice(*at)])
+
+
 # -- the model as a whole -------------------------------------------------------------------------------------------------------
 
 class Acting:

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import torch
 
-from stages import balance, cuda, lean, optimizers, ranks, sharding
+from stages import balance, cuda, dropout, lean, optimizers, ranks, sharding
 from stages.batching import Batch, Item, collate, cut, plan, size
 from stages.curves import logged_metrics
 from stages.modeling import head_of, hidden_states, tokens_together
@@ -139,6 +139,7 @@ class Trainer:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if share := balance.coefficient(model, config):
             self.objective = balance.Balanced(objective, balance.routers_of(model), share)
+        self.places = dropout.places_of(model)
         self.root = None
         if sharding.asked(config):
             self.root = sharding.shard(model, device)
@@ -232,13 +233,14 @@ class Trainer:
 
     def backward(self, group: list[Item], counts: dict[str, float], counted: bool = True) -> Sums:
         """Forward and backward of one micro-batch of a step with these counts; gradients are added up (zeros if not ``counted``)."""
-        sums = self._sums(group)
-        loss = sums.divided(counts)
-        if not counted:
-            loss = 0.0 * loss
-        if loss.requires_grad:
-            with cuda.strictly(self.device):
-                loss.backward()
+        with contextlib.nullcontext() if self.places is None else self.places.at_step(self.step_index):
+            sums = self._sums(group)
+            loss = sums.divided(counts)
+            if not counted:
+                loss = 0.0 * loss
+            if loss.requires_grad:
+                with cuda.strictly(self.device):
+                    loss.backward()
         return sums
 
     @torch.no_grad()
@@ -246,7 +248,7 @@ class Trainer:
         """Tell the load-balancing loss, if there is one, how many tokens of the step each expert gets (:mod:`stages.balance`)."""
         if not isinstance(self.objective, balance.Balanced):
             return
-        if self.ranks == 1 and len(groups) == 1 and getattr(self.objective, "noise", None) is None:  # noise has no part in f, however a step is cut
+        if self.ranks == 1 and len(groups) == 1 and getattr(self.objective, "noise", None) is None and self.places is None:  # noise and dropout have no part in f, however a step is cut
             self.objective.know(None)
             return
         loads = None

@@ -166,8 +166,9 @@ class Rollouts:
                                     "checkpoint.)")
 
     def _check_ratio(self, first: bool, deviation: float) -> None:
-        """Fresh completions start from a ratio of 1 at every token: ``deviation`` is the mean of |ratio - 1|, in which errors of both signs add up."""
-        on_policy = first and (self.ahead is None or self.iteration == 0) and self.stored is None and self.window is None and (self.policy.exact_logps or not self.row.behaviour_ratio)
+        """Fresh completions start from a ratio of 1 at every token: ``deviation`` is the mean of |ratio - 1|, in which errors of both signs add up. With lora_dropout, which old
+        log-probs are without, they do not, and nothing but the metric reads the ratio."""
+        on_policy = first and not self.config.lora_dropout and (self.ahead is None or self.iteration == 0) and self.stored is None and self.window is None and (self.policy.exact_logps or not self.row.behaviour_ratio)
         near = 5e-2 if self.config.compute_dtype != "float32" else 1e-4  # bfloat16 rounds by the micro-batch
         if on_policy and deviation > near:
             raise TrainingError(f"The policy ratio must be 1 on the first minibatch of a rollout, but tokens are off it by {deviation:.6f} on average: sampler and "

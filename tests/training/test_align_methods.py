@@ -158,6 +158,13 @@ def aot_unpaired(rows):
     return L(0.1 * (torch.sort(w)[0] - torch.sort(l)[0])).mean()
 
 
+def aql(rows):
+    h = torch.stack([H(r)[0] - H(r)[1] for r in rows])
+    m = 0.5 + 0.01 * (1 / (1 + math.exp(-float(h.mean()))) - 0.5)
+    q = sig(-0.05 * (h - m))
+    return sum(r["weight"] * x for r, x in zip(rows, q * L(0.05 * h) + (1 - q) * (1 - 0.05 * h).clamp(min=0))) / sum(r["weight"] for r in rows)
+
+
 def kto(rows):
     z0 = max(0.0, sum(r["mis"] for r in rows) / len(rows))
     out = []
@@ -236,6 +243,8 @@ FORMULAS = {
     "apo_down": pairwise(lambda r, w, l: sig(0.1 * w) + 1 - sig(0.1 * (w - l))),
     "discopop": pairwise(lambda r, w, l: (1 - sig((w - l))) * L(0.05 * (w - l)) + sig((w - l)) * torch.exp(-0.05 * (w - l))),
     "discovered": pairwise(lambda r, w, l: 0.9 * (0.5 if w < l else 1.0) * L(0.05 * (w - l))),
+    "pfl": pairwise(lambda r, w, l: 0.5 * L(0.05 * (w - l)) if r["S"][0] > r["S"][1] else 2 * (1 - 0.05 * (w - l)).clamp(min=0)),
+    "aql": aql,
     "written": pairwise(lambda r, w, l: L(0.05 * (w - l))),  # its example is DPO's loss
     "cal_dpo": pairwise(lambda r, w, l: L(w - l) + 0.5 * ((w - 5) ** 2 + (l + 5) ** 2)),
     "nca_pair": pairwise(lambda r, w, l: L(0.1 * w) + 0.5 * L(-0.1 * w) + 0.5 * L(-0.1 * l)),

@@ -49,6 +49,9 @@ CASES = {  # name: (stage, settings, rows)
     "sft": ("sft", {**ROWS, "ema_decay": 0.5}, "demonstrations"),
     "align": ("align", ROWS, "pairs"),
     "align, muon": ("align", {**ROWS, "optimizer": "muon", "learning_rate": 2e-4}, "pairs"),  # it computes in bfloat16
+    "align, muon, sharded": ("align", {**ROWS, **FULL, "optimizer": "muon", "learning_rate": 2e-4}, "pairs"),
+    "sft, muon on LoRA, sharded": ("sft", {**ROWS, **FULL, "optimizer": "muon", "learning_rate": 1e-3, "lora_rank": 4}, "demonstrations"),
+    "sft, adafactor, sharded": ("sft", {**ROWS, **FULL, "optimizer": "adafactor", "weight_decay": 0.1}, "demonstrations"),
     "sft, momentum, sharded": ("sft", {**ROWS, **FULL, "optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.9}, "demonstrations"),
     "rl": ("rl", {**RL, "preset": "dr_grpo"}, "prompts"),
     "rl, environment": ("rl", {**RL, **TURNS}, "prompts"),

@@ -115,7 +115,7 @@ def test_the_plan_of_memory_counts_what_the_optimizer_holds(name, rank, tiny):
 
 @pytest.mark.parametrize("given,says", (
     ({"optimizer": "sgd"}, "learning_rate=0.1"), ({"optimizer": "sgd", "learning_rate": 0.1, "adam_beta2": 0.95}, "optimizer=adamw"), ({"momentum": 0.9}, "optimizer=sgd"),
-    ({"optimizer": "adafactor", "sharding": "full"}, "sharding=none"), ({"optimizer": "muon", "sharding": "full"}, "sharding=none"), ({"optimizer": "adafactor", "lora_rank": 8}, "adamw"),
+    ({"optimizer": "adafactor", "lora_rank": 8}, "adamw"),
     ({"lr_schedule": "warmup_stable_decay"}, "lr_schedule=wsd"), ({"lr_schedule": "cosine_with_min_lr"}, "min_lr_ratio"), ({"lr_power": 2.0}, "lr_schedule=polynomial"),
     ({"lr_cycles": 2}, "cosine_with_restarts"), ({"decay_type": "cosine"}, "lr_schedule=wsd"), ({"warmup_ratio": 0.3, "warmup_steps": 5}, "leave warmup_steps out")))
 def test_settings_that_nothing_would_read_are_refused(given, says):
