@@ -545,7 +545,7 @@ LOGGED = {
 
 @pytest.mark.parametrize("config, parts, more", [
     ({"preset": "grpo", "ref_mode": "ema"}, set(LOGGED) - {"critic"}, []),
-    ({"preset": "ppo", "num_iterations": 2}, set(LOGGED), ["kl/reward_coef", "reward/shaped"]),
+    ({"preset": "ppo", "num_iterations": 2, "truncation_policy": "score"}, set(LOGGED), ["kl/reward_coef", "reward/shaped"]),
     ({"preset": "reinforce", "max_steps": 2}, {"reward", "groups", "advantage", "completions"}, ["reward/baseline"]),
     ({"preset": "sppo"}, {"reward", "completions"}, ["preference/win_rate"]),
     ({"preset": "dapo", "filter_groups_metric": "reward_std", "soft_punish_cache": 2, "truncation_policy": "score", "reward_override": "none", "rewards": [SPREAD]}, {"reward", "advantage"},
