@@ -1,7 +1,7 @@
 """The value function of actor-critic presets: a scalar head on every token (rows ACTOR-CRITIC and CRITIC-LOSS of ``tests/methods.yaml``).
 
 ``separate``: its own network and optimizer, started as a copy of the reward model (backbone, head and calibration) or from the
-policy's backbone with a fresh head; it takes one step on the items of every policy step. ``shared``: a head on the policy's
+policy's backbone with a head of zeros; it takes one step on the items of every policy step. ``shared``: a head on the policy's
 trunk, trained by the policy's step. The values that advantages are made of are fixed when a rollout is scored.
 
 ``values[t]`` is read at the token BEFORE completion token t (the prompt's last for t = 0), ``bootstrap`` after the last one.
@@ -50,11 +50,11 @@ def values_of(head: nn.Linear, states: torch.Tensor, bias: float) -> torch.Tenso
         return head(precise(states))[:, 0] + bias
 
 
-def new_value_head(hidden_size: int, seed: int) -> nn.Linear:
-    """A head ~ N(0, 1/(H+1)) on the policy's trunk."""
+def new_value_head(hidden_size: int) -> nn.Linear:
+    """A head of zeros on the policy's trunk: V = 0 until something is learned, so that the first advantages are returns and not the noise of a random head, whose values have
+    a spread of 1 (Huang et al. 2023, "The N implementation details of RLHF with PPO")."""
     head = nn.Linear(hidden_size, 1, bias=False)
-    with torch.no_grad():
-        head.weight.copy_(torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed)) / (hidden_size + 1) ** 0.5)
+    nn.init.zeros_(head.weight)
     return head
 
 
@@ -89,14 +89,15 @@ class Critic:
         self.only_first = row.critic_target == "bandit"
         if config.critic_mode == "shared":
             self.trainer, self.model = None, policy
-            policy.value_head = new_value_head(policy.get_input_embeddings().weight.shape[1], stage.seed_for("value-head")).to(stage.device)
+            policy.value_head = new_value_head(policy.get_input_embeddings().weight.shape[1]).to(stage.device)
             self.head = policy.value_head
             return
         if is_reward_model:
             self.model = load_reward_model(start, stage.device, in_shards=asked(config))
             self.bias = read_card(start).bias
         else:
-            self.model = new_reward_model(start, stage.device, seed=stage.seed_for("value-head"), in_shards=asked(config))
+            self.model = new_reward_model(start, stage.device, in_shards=asked(config))
+            nn.init.zeros_(score_head(self.model).weight)
         self.head = score_head(self.model)
         own = config.model_copy(update={"learning_rate": config.critic_learning_rate, "lora_rank": 0, "ema_decay": 0.0, "select_by": None, "optimizer": "adamw", "router_aux_loss_coef": 0.0})
         self.trainer = Trainer(self.model, ValueRegression(row, config, self.bias), own, config.max_steps + row.critic_warmup_steps, stage.device)

@@ -131,12 +131,30 @@ def run(stage):
     if rubric:
         items.close({})
         write_review(stage)
+        plan.violations = violations(stage)
     records = records_of(open_dataset(str(stage.workdir / "out" / "samples")).iter_rows())
     conclude(stage, plan, meta, records)
 
 
+def violations(stage) -> dict:
+    """How often answers violate each clause of the rubric: metrics, and the report ``violations`` (eval.conformance)."""
+    from stages.evaluation import conformance
+    from stages.rubrics import from_rows
+    from storage.datasets import open_dataset
+
+    out, component = stage.workdir / "out", next(c for c in stage.config.rewards if c.kind == "rubric")
+    scored_by_models = {(item.category, item.item_id) for items in from_rows(stage.dataset("rubric").iter_rows()).items.values() for item in items if item.kind == "rm"}
+    found, table = conformance.rates(list(open_dataset(str(out / "rubric_scores")).iter_rows()), conformance.sampled_answers(open_dataset(str(out / "samples")).iter_rows()), component.violation_below,
+                                     scored_by_models)
+    if table:
+        stage.report("violations", table=table)
+    return found
+
+
 class Plan:
     """What will be evaluated, under which protocol, in which units; models are loaded when first needed."""
+
+    violations: dict = {}  # metrics of the rubric's clauses, once all answers are scored
 
     def __init__(self, stage):
         from stages.chat import renderer_for, stage_renderer
@@ -683,7 +701,7 @@ def conclude(stage, plan: Plan, meta: dict, records: list[dict]) -> None:
     """Metrics from the stored samples, the scores dataset, the summary and the reports."""
     from stages.evaluation import best_of, few_shot, mt_bench, multiple_choice, perturbed, refusals, rewardbench, scores
 
-    metrics = scores.all_metrics(records)
+    metrics = scores.all_metrics(records) | plan.violations
     changed, records = perturbed.table(records), scores.originals(every := records)
     probe_table = scores.probe_metrics(records)[1]
     tables = {field: scores.by_group([r for r in records if r["mode"] in ("sample", "greedy", "letter", "text")], field) for field in ("category", "difficulty")} if plan.n_prompts else {}
@@ -796,12 +814,14 @@ HEADLINES = {
 
 def meaning(name: str, target: str) -> str:
     """What a metric says, for a reader of the report."""
-    from stages.evaluation import best_of, held_out_text, multiple_choice, shift
+    from stages.evaluation import best_of, conformance, held_out_text, multiple_choice, shift
     from stages.evaluation.signs import MEANINGS
 
     stem = name.split("/")[0]
     if name in MEANINGS:
         return MEANINGS[name]
+    if stem == "violation_rate":
+        return conformance.MEANING
     if stem == "token_shift":
         return shift.MEANINGS[name.split("/")[1]]
     if stem == "perturbed":

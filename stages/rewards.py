@@ -41,7 +41,7 @@ OF_KINDS: dict[str, tuple[str, ...]] = {
     "input": (*_SCORED, "icdpo", "debate", "rubric"), "ranking": ("model", "judge"), "step_credit": ("model",), **dict.fromkeys(("judge_mode", "judge_prompt"), ("judge", "debate")),
     "endpoint": _ASKED, **dict.fromkeys(("endpoint_model", "key_variable", "concurrency"), (*_ASKED, "remote")), **dict.fromkeys(("judge_tokens", "judge_retries"), _ASKED),
     **dict.fromkeys(("url", "batch_size", "request_form", "score_key"), ("remote",)),
-    **dict.fromkeys(("rubric_normalizer", "invalid_policy", "flag_below", "rm_squash", "category"), ("rubric",)),
+    **dict.fromkeys(("rubric_normalizer", "invalid_policy", "flag_below", "violation_below", "rm_squash", "category"), ("rubric",)),
     "empty_reward": _SCORED, **dict.fromkeys(("no_eos_reward", "clip", "squash", "normalise"), (*_SCORED, "remote")), "group": ("group_preference",), "votes_of": ("majority",),
     **dict.fromkeys(("num_demonstrations", "coarse_demonstrations", "demonstration_length"), ("icdpo",)), **dict.fromkeys(("preset", "prefilled"), ("format",)), "pattern": ("regex",),
     **dict.fromkeys(("max_length", "cache_length"), ("length",)), "length_alpha": ("length_target", "length_penalty"), **dict.fromkeys(("length_delta", "length_mode"), ("length_target",)),
@@ -135,6 +135,7 @@ class RewardComponent(StageConfig):
     invalid_policy: Literal["drop_sample", "drop_item", "zero_score", "error"] = Field(
         "drop_sample", description="rubric, an item without a score: the answer gets no reward and is not trained on; its other items decide; the item counts 0; fail.")
     flag_below: float = Field(0.6, ge=0, le=1, description="rubric: items with a mean confidence below this are flagged for review; rewards do not change (0.6 is ours).")
+    violation_below: float = Field(0.5, gt=0, le=1, description="rubric, evaluate: an answer violates an item (a clause of a specification) whose score is below this (eval.conformance; 0.5 is ours).")
     rm_squash: Literal["auto", "raw", "sigmoid", "minmax"] = Field(
         "auto", description="rubric: scores of reward-model items; auto is raw where the item is the category's only one, else sigmoid.")
     category: str = Field("", description="rubric: category of prompts that have none; an unknown category is always an error.")

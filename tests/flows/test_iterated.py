@@ -146,6 +146,21 @@ def test_the_rl_benchmark_gives_every_arm_the_same_number_of_completions(monkeyp
         assert config.max_steps == 6 * passes and config.prompts_per_step * config.num_generations == 32
     assert runs["rl_ppo_ptx_0"][0]["ptx"] == "(given.text)" and runs["rl_grpo_process_1"][0]["reward_model"] == "(train_reward_model.model)" and "reward_model" not in runs["rl_grpo_0"][0]
     assert steps["learning"][1]["rollouts.grpo.1"] == "(rl_grpo_1.rollouts)" and steps["learning"][1]["evaluations.grpo.1"] == "(evaluate_grpo_1.samples)"
+    from stages.credit import length_adaptive_lambda
+    from stages.sequence_losses import Responses, on_policy_ipo
+
+    # settings for answers of some twenty tokens and rewards of 0 and 1 (NEEDS): a lambda that is not 0, and a preference that asks for a difference one can see
+    vapo, ipo = (runs[f"rl_{name}_0"][1] for name in ("vapo", "online_ipo"))
+    assert length_adaptive_lambda([15], vapo.lam_alpha)[0] == pytest.approx(0.933, abs=1e-3) and length_adaptive_lambda([15], RL_PRESETS["vapo"].lam_alpha)[0] == 0.0
+    import numpy as np
+    import torch
+
+    def loss(gap):  # of a right and a wrong answer whose log-ratios differ by so much
+        logps = torch.tensor([[gap], [0.0]])
+        one = Responses(logps, logps, torch.zeros(2, 1), torch.ones(2, 1), torch.tensor([1.0, 0.0]), torch.zeros(2, 1), None, torch.tensor([[0, 1]]))
+        return on_policy_ipo(one, **{**RL_PRESETS["online_ipo"].options, **ipo.options}).item()
+
+    assert min(np.arange(0.0, 8.0, 0.01), key=loss) == pytest.approx(4.62, abs=0.011)
     own = planned("rl_benchmark", monkeypatch, seeds=[0], arms={"grpo": {}, "free": {"preset": "grpo", "beta": 0.0}})
     assert own["rl_free_0"][2].beta == 0.0 and own["rl_grpo_0"][2].beta is None and "train_reward_model" not in own
     with pytest.raises(Exception, match="names no preset"):

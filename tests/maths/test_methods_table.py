@@ -68,7 +68,6 @@ GAPS = {
     "synth.saro": "preferences between steps of a safety thought: align has no pairs of single steps of one thought",
     "synth.urial_demos": "the examples are the user's file (eval.urial shows them); nothing restyles demonstrations for it but revise with template=minimal",
     "reward.tampering": "environments that can be gamed are not built; an environment of one's own is module:Class",
-    "eval.conformance": "a judge per clause is a rubric (kind rubric) as a reward of evaluate; a violation rate per clause is not reported",
     "eval.failure_modes": "refusals, hedging and diversity are measured of every evaluation; invented facts and offence are a judge's or a reward model's to say",
     "eval.bias_before_after": "a probe set is multiple choice or mirrored prompts, which evaluate reads and compare sets side by side; no probe set of social bias comes with it",
     "eval.safety_suite": "attack success is what phrases or a judge call a non-refusal; a red-teaming agent of several turns is missing",

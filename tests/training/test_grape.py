@@ -543,7 +543,32 @@ def test_an_evaluation_is_graded_by_a_rubric(tiny, prompts, rubric, spec):
         assert json.loads(answer["extra_json"])["parts"]["rubric"] == pytest.approx(sum(i["omega"] * i["score"] for i in own))
     assert {(r["category"], r["item_id"]) for r in rows_of(result, "rubric_confidence")} == {("add", "vowel"), ("add", "liked"), ("double", "short")}
     assert 0.0 <= result["summary"]["reward/rubric"] <= 1.0, sorted(result["summary"])
+    drawn = {a["row_id"] for a in answers if json.loads(a["extra_json"])["mode"] == "sample"}
+    for category, item in (("add", "vowel"), ("double", "short")):  # eval.conformance; what a reward model scores is no clause
+        own = [i["score"] < 0.5 for i in items if i["item_id"] == item and i["sample_row_id"] in drawn]
+        assert len(own) == 6 and result["summary"][f"violation_rate/{category}/{item}"] == pytest.approx(np.mean(own))
+    broken = {i["sample_row_id"] for i in items if i["item_id"] != "liked" and i["score"] < 0.5} & drawn
+    assert result["summary"]["violation_rate"] == pytest.approx(len(broken) / 12) and not [name for name in result["summary"] if "violation" in name and "liked" in name]
+    assert [r["metric"] for r in rows_of(result, "scores") if r["metric"].startswith("violation_rate")]
     assert open_dataset(result["outputs"]["samples"]["path"]).manifest["meta"]["scorers"]["rubric"]
+
+
+def test_clauses_that_are_violated_by_hand():
+    """Rates over answers whose clause was scored, at most one violation per answer overall, intervals by prompt, the most violated clause first."""
+    from stages.evaluation import conformance
+
+    def said(sample, prompt, item, score):
+        return {"sample_row_id": sample, "prompt_id": prompt, "group_id": None, "category": "c", "item_id": item, "score": score, "reasoning": f"{sample} {item}"}
+
+    items = [said("a", "p", "honest", 0.4), said("a", "p", "kind", 0.0), said("b", "p", "honest", 0.5), said("b", "p", "kind", None), said("c", "q", "honest", 1.0), said("c", "q", "kind", 0.2),
+             said("d", "q", "kind", 0.0), said("c", "q", "liked", -3.0)]
+    found, table = conformance.rates(items, {"a", "b", "c"}, 0.5, {("c", "liked")})
+    assert {name: (m.value, m.n) for name, m in found.items()} == {"violation_rate": (pytest.approx(2 / 3), 3), "violation_rate/c/honest": (pytest.approx(1 / 3), 3), "violation_rate/c/kind": (1.0, 2)}
+    assert [(r["clause"], r["why"]) for r in table] == [("kind", "a kind"), ("honest", "a honest")] and all(0.0 <= m.low <= m.value <= m.high <= 1.0 for m in found.values())
+    assert conformance.rates(items, {"a", "b", "c"}, 0.1, {("c", "liked")})[0]["violation_rate"].value == pytest.approx(1 / 3)
+    assert conformance.rates(items, set(), 0.5) == ({}, [])
+    rows = [{"row_id": k, "extra_json": json.dumps({"mode": mode})} for k, mode in (("a", "sample"), ("b", "greedy"), ("c", "sample"))]
+    assert conformance.sampled_answers(rows) == {"a", "c"} and conformance.sampled_answers(rows[1:2]) == {"b"} and conformance.sampled_answers([]) == set()
 
 
 def test_rollouts_are_scored_again_and_trained_on(tiny, prompts, rubric, spec):

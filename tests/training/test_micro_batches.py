@@ -18,7 +18,7 @@ from stages.rl import Config, resolve_preset
 from stages.sft import Config as Sft
 from stages.sft import NextToken
 from stages.training import Trainer, TrainingError
-from tests.common import silent
+from tests.common import random_value_head, silent
 from tests.training.test_invariance import objectives
 
 GROUP = 7
@@ -82,7 +82,7 @@ def test_groups_in_parts_have_the_gradients_and_metrics_of_whole_groups(tiny, na
     preset, changes = VARIANTS.get(name, (name, {}))
     config = Config(preset=preset, num_generations=GROUP, **changes)
     row = resolve_preset(config)[0] if name in VARIANTS else RL_PRESETS[name]
-    objective = PolicyGradient(row, config, value_head=critics.new_value_head(32, 1).double() if "shared" in name else None)
+    objective = PolicyGradient(row, config, value_head=random_value_head(32).double() if "shared" in name else None)
     model, items = load_policy(tiny["policy"]).double(), groups()
     if row.kl_loss_estimator == "full":
         objective.anchor = load_policy(tiny["other"]).double()

@@ -25,6 +25,7 @@ from stages.rollouts.source import Rollouts
 from stages.rollouts.steps import step_ends
 from stages.sharding import Acting
 from storage.datasets import open_dataset
+from tests.common import random_value_head
 
 SMALL = {"max_steps": 2, "prompts_per_step": 2, "num_generations": 4, "max_completion_length": 6, "learning_rate": 1e-3,
          "reward_override": "random", "rewards": [{"name": "length", "kind": "length"}]}
@@ -104,6 +105,18 @@ def test_a_critic_says_why_it_cannot_start_from_a_reward_model(tiny, tmp_path):
     assert "per token" in why_no_start(str(tmp_path / "pairwise"), renderer)
 
 
+@pytest.mark.parametrize("mode", ["separate", "shared"])
+def test_a_critic_that_knows_nothing_says_nothing(rl, mode):
+    """Without a reward model to start from its values are 0 at first: the advantages of the first batch are returns, and nothing of their variance is the critic's. Then it learns."""
+    result, metrics = rl("fresh", {"preset": "ppo", "critic_mode": mode, "max_steps": 8, "num_iterations": 4, "kl_coef": 0.0, "learning_rate": 1e-3, "lam": 1.0, "whiten": False, "truncation_policy": "score"})
+    for row in rows_of(result):
+        first = row["iteration"] == 0
+        assert all(v == 0.0 for v in row["values"]) == (first or not row["values"])
+        if first:
+            assert np.allclose(row["advantages"], row["returns"]) and row["bootstrap_value"] == 0.0
+    assert metrics[0]["critic/explained_variance"] == 0.0
+
+
 def test_a_shared_trunk_sums_policy_and_value_loss(tiny, rl):
     """PPO-FULL: one loss, one backward; the exported model is the policy alone."""
     result, metrics = rl("shared", {"preset": "ppo", "critic_mode": "shared", "num_iterations": 1, "kl_coef": 0.0, "entropy_coef": 0.01, "max_steps": 1})
@@ -120,7 +133,7 @@ def test_a_shared_trunk_sums_policy_and_value_loss(tiny, rl):
 def test_dual_and_value_clipping_reach_the_steps_loss(tiny):
     """DUAL-CLIP: at ratio 5 a negative advantage counts c = 3 times, a positive one 1 + epsilon; VALUE-CLIP: the larger of both errors."""
     config = Config(preset="ppo", clip_ratio_c=3.0, cliprange_value=0.2, critic_mode="shared", kl_coef=0.0)
-    model, head = load_policy(tiny["policy"]).double(), critics.new_value_head(32, 1).double()
+    model, head = load_policy(tiny["policy"]).double(), random_value_head(32).double()
     plain = make_item("r", [20, 30], [[40, 50, 60]], [[1, 1, 1]])
     batch = collate([plain])
     with torch.no_grad():

@@ -32,7 +32,7 @@ def fitting(config):
 def inputs_of(name, tiny, data):
     row = resolve_preset(Config(preset=name, environment=EXTRA.get(name, {}).get("environment", "")))[0]
     given = {"model": tiny["policy"], "data": data["prompts"]}
-    if row.advantage == "process":
+    if row.advantage == "process" or row.needs_critic:  # a critic that starts at 0 says of completions that are all cut, as these are, that they are worth 0
         given["reward_model"] = tiny["reward"]
     return given
 

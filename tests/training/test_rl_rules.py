@@ -24,6 +24,7 @@ from stages.settings import AGENT_READ_WHEN, AgentConfig, ChatConfig, OptimizerC
 from stages.rollouts.prompts import PromptOrder
 from stages.spec import ConfigError
 from stages.training import Trainer, TrainingError
+from tests.common import random_value_head
 from tests.training.test_rl_parts import rl, rows_of  # noqa: F401
 
 SPREAD = {"name": "spread", "kind": "python", "source": "def score(prompt, completion, answer):\n    return sum(map(ord, completion)) % 7 / 3 - 0.9"}
@@ -545,7 +546,7 @@ LOGGED = {
 
 @pytest.mark.parametrize("config, parts, more", [
     ({"preset": "grpo", "ref_mode": "ema"}, set(LOGGED) - {"critic"}, []),
-    ({"preset": "ppo", "num_iterations": 2}, set(LOGGED), ["kl/reward_coef", "reward/shaped"]),
+    ({"preset": "ppo", "num_iterations": 2, "truncation_policy": "score"}, set(LOGGED), ["kl/reward_coef", "reward/shaped"]),
     ({"preset": "reinforce", "max_steps": 2}, {"reward", "groups", "advantage", "completions"}, ["reward/baseline"]),
     ({"preset": "sppo"}, {"reward", "completions"}, ["preference/win_rate"]),
     ({"preset": "dapo", "filter_groups_metric": "reward_std", "soft_punish_cache": 2, "truncation_policy": "score", "reward_override": "none", "rewards": [SPREAD]}, {"reward", "advantage"},
@@ -790,11 +791,10 @@ def test_ratios_to_the_behaviour_policy_do_not_depend_on_what_else_is_in_the_bat
 
 
 def test_a_shared_critic_of_one_value_per_prompt_learns_at_the_first_token(tiny):
-    from stages import critics
     from stages.batching import collate
 
     config = Config(preset="ppo", critic_mode="shared", critic_target="bandit", kl_coef=0.0)
-    objective = PolicyGradient(resolve_preset(config)[0], config, value_head=critics.new_value_head(32, 1))
+    objective = PolicyGradient(resolve_preset(config)[0], config, value_head=random_value_head(32))
     values = [0.2, 0.2, 0.2]
     for mask, at in (([1, 1, 1], 0), ([0, 1, 1], 1)):
         item = make_item("r", [20, 30], [[40, 50, 60]], [mask], advantages=[1.0], old_logps=[[-5.0] * 3], values=[values], returns=[[1.0 if t == at else 99.0 for t in range(3)]])
