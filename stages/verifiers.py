@@ -207,7 +207,13 @@ def extract_mc_letter(text: str) -> str | None:
 
 
 _LETTER = r"(?:[\[(*_$\s]|\\boxed\{|\\(?:text|textbf|mathrm|mathbf)\{|\\\(){0,9}([A-Z])(?![A-Za-z'’])[\])*_$}]{0,9}"  # a letter in whatever mark-up is around it
-_SAID = re.compile(r"(?i:answer(?:\s{1,3}is|\s{0,3}[:=])\s{0,3}(?:the\s)?(?:option|choice|letter)?:?)" + _LETTER + r"(?P<behind>[^\n]*)")
+_SAID = re.compile(r"(?i:answer(?:\s{1,3}is|\s{0,3}[:=])\s{0,3}(?:the\s)?(?:option|choice|letter)?:?)" + _LETTER + r"(?=(?P<behind>[^\n]{0,200}))")
+
+
+def _another(behind: str) -> bool:
+    """Whether another letter is named right behind a first one: ", B", "; A", "(or A)", " (B)"; not the words I and A of a sentence."""
+    found = re.match(r"[\])*_$}\s]{0,9}(?:[,;/|&]|\(?\s{0,3}(?:or|and)\b)?\s{0,3}(?:but\s{1,3}|maybe\s{1,3}|perhaps\s{1,3}|possibly\s{1,3}){0,2}[\[(*_$]{0,9}([A-Z])(?![A-Za-z'’])(.?.?.?)", behind)
+    return found is not None and not (found[1] in "IA" and re.match(r" [a-z]", found[2]) and not re.match(r" (?:or|an)", found[2]))
 
 
 def extract_mc_anywhere(text: str) -> str | None:
@@ -217,14 +223,17 @@ def extract_mc_anywhere(text: str) -> str | None:
     if strict is not None:
         return strict
     for marked in (extract_answer_tag(text), extract_boxed(text)):
-        if marked is not None and (found := re.fullmatch(rf"{_LETTER}(?:[.:,)].*)?", marked.strip(), re.DOTALL)):
-            return found[1]
+        if marked is not None and (found := re.fullmatch(rf"{_LETTER}((?:[.:,;/)\s].*)?)", marked.strip(), re.DOTALL)) and (found[2][:1] in (*".:,;/)", "") or _another(found[2])):
+            return None if _another(found[2]) else found[1]
     if said := list(_SAID.finditer(text)):
         behind = said[-1]["behind"]
-        several = re.match(r"\s*(?:or|and|/|,)\s*\(?[A-Z](?![A-Za-z])", behind)
+        several = _another(behind)
         word = said[-1][1] in "IA" and re.match(r" [a-z]", behind) and not re.match(r" (?:because|since|as|is|and|so|which|for)\b", behind)
         return None if several or word else said[-1][1]
-    found = re.findall(r"\(([A-Z])\)", text) or re.findall(r"^\s*\**([A-Z])[.):]?\**\s*$", text, re.MULTILINE) or re.findall(r"\A\s*\**([A-Z])[.):]\**\s", text)
+    named = [found for found in re.finditer(r"\(([A-Z])\)", text) if not re.search(r"(?:\bnot|n['’]t)\s{1,3}\Z", text[max(0, found.start() - 8):found.start()])]
+    if len(named) > 1 and re.fullmatch(r"[\s,;/&|*]*(?:or|and)?\s*", text[named[-2].end():named[-1].start()]):
+        return None
+    found = [one[1] for one in named] or re.findall(r"^\s*\**([A-Z])[.):]?\**\s*$", text, re.MULTILINE) or re.findall(r"\A\s*\**([A-Z])[.):]\**\s", text)
     return found[-1] if found else None
 
 

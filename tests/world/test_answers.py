@@ -56,6 +56,8 @@ LETTERS = [  # (what is said, the letter that is read, the letter by the sentenc
     ("The answer is (B). (A) is wrong.", "B", None), ("B", "B", None), ("B.", "B", None), ("**B**", "B", None), ("B. honey", "B", None), ("(B) honey", "B", None), ("<answer>B</answer>", "B", None), ("<answer>B. honey</answer>", "B", None),
     ("The answer is **B**", "B", None), ("the answer is option B", "B", None), ("Final answer: (B)", "B", None), ("The answer is B, because A is wrong.", "B", None), ("The answer is A because bees make it", "A", None),
     ("The answer is (A) or (B)", None, None), ("Answer: A or C", None, None), ("Answer: A, B", None, None), ("The answer is I don't know", None, None), ("The answer is a bee", None, None), ("The answer is A bee", None, None),
+    (r"\boxed{A, B}", None, None), (r"\boxed{A B}", None, None), (r"\boxed{B, honey}", "B", None), ("<answer>B; A</answer>", None, None), ("Answer: (A) (B)", None, None), ("Answer: B; A", None, None), ("Answer: B (or A)", None, None), ("(A)(B)", None, None),
+    ("The answer is A. No: the answer is B.", "B", None), ("(A) or (B)", None, None), ("not (B)", None, None), ("The answer isn't (B)", None, None), ("Answer: B, but maybe A", None, None), ("The answer is B) A bee makes it", "B", None), ("Answer: B A is wrong", "B", None), ("(A) is wrong, so (B)", "B", None),
     ("I think A is wrong", None, None), ("The answer is Banana", None, None), ("", None, None)]
 
 
@@ -67,6 +69,6 @@ def test_letters(said, letter, strict):
 
 def test_no_reading_takes_long():
     started = time.monotonic()
-    for text in ("answer is" + " " * 100_000, "answer:" + "(" * 100_000, "answer is the " * 20_000, r"\boxed " * 20_000, r"\boxed{" * 20_000, "–" * 100_000, "1 " * 50_000, r"\begin{pmatrix}" * 5_000, "answer is " + "*(" * 50_000 + "B"):
+    for text in ("answer is" + " " * 100_000, "answer:" + "(" * 100_000, "answer is the " * 20_000, r"\boxed " * 20_000, r"\boxed{" * 20_000, "–" * 100_000, "1 " * 50_000, r"\begin{pmatrix}" * 5_000, "answer is " + "*(" * 50_000 + "B", "answer is B " * 20_000, "(B)" * 30_000):
         extract_mc_anywhere(text), extract_boxed(text), math_equal(text[:20_000], "1"), verify_text({"answer": "B"}, text)
     assert time.monotonic() - started < 20
