@@ -171,7 +171,7 @@ def extract(text: str, order: Sequence[str] = STRICT_ORDER) -> str | None:
 #: A number with mark-up around it and at most words behind it: "**18**", "$18 dollars"; not "3. Last step", "3, 4" or "18 or 20".
 _MEASURED = re.compile(r"[*_ ]{0,9}((?:[+-] ?)?(?:\\?\$[+-]? ?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+| \d+/\d+)?)(?:\\?[%$*_]|°){0,9}(?:\.?[*_ ]{0,9}| {1,9}([^\W\d_][^\d,;]*))")
 _SCALES = {"hundred": 100, "thousand": 10 ** 3, "million": 10 ** 6, "billion": 10 ** 9, "trillion": 10 ** 12}  # words that say how large a number is, and are no unit of it
-_NO_UNIT = re.compile(rf"\b(?:or|and|nor|not|but|either|maybe|perhaps|alternatively|wrong|incorrect|minus|plus|times|divided|over|squared|cubed|half|{'|'.join(_SCALES)})\b", re.IGNORECASE)
+_NO_UNIT = re.compile(rf"\b(?:or|and(?= (?:an?|half|another|maybe|perhaps|zero|one|two|three|four|five|six|seven|eight|nine|ten|\w*teen|\w+ty)\b)|nor|not|but|either|maybe|perhaps|alternatively|wrong|incorrect|minus|plus|times|divided|over|squared|cubed|half|{'|'.join(_SCALES)})\b", re.IGNORECASE)
 #: What may stand behind a number in a box or an answer tag: a word, which is no variable and no function; of the short units those that are no variables.
 _A_UNIT = re.compile(r"(?!(?:sqrt|log|exp|sin|cos|tan|cot|sec|csc|mod)\b)(?:[^\W\d_]{3,}|(?:cm|mm|km|kg|mg|ml|ft|in|oz|lb|hr|am|pm)\b)[^\W\d_]*[^\d,;=+^\\<>()\[\]{}]*")
 
@@ -251,7 +251,7 @@ def extract_world(text: str) -> str | None:
 # -------------------------------------------------------------------------------------------------- equality
 
 _WORDS = r"\\(?:text|textrm|textit|textbf|mbox|mathrm|mathbf) ?\{([^{}]*)\}"  # words in a formula
-_TWO_ANSWERS = re.compile(rf"\d|,|{_NO_UNIT.pattern}", re.IGNORECASE)  # words behind a number that are no unit: "18\text{ or 19}"
+_TWO_ANSWERS = re.compile(rf"\d|,|\band\b|{_NO_UNIT.pattern}", re.IGNORECASE)  # words behind a number that are no unit: "18\text{ or 19}"
 _BETWEEN = "\x01"  # of two numbers beside each other
 _ROW = "\x00"  # stands for the end of a matrix's row, two backslashes, while single ones are read
 _UNIT = re.compile(rf"(?: ?(?:/|\\cdot)? ?{_WORDS}(?: ?\^ ?\{{?-?\d+\}}?)?){{1,6}}$")
