@@ -462,7 +462,7 @@ class Plan:
         return [{"token_ids": list(s.ids), "base_ranks": next(found)[0]} if s.ids else {} for s in samples]
 
     def _answer_row(self, mode: str, sample, read: tuple, model_score, kl, more: dict) -> dict:
-        from stages.evaluation import perturbed
+        from stages.evaluation import bbq, perturbed
         from stages.rewards import program_of
         from stages.verifiers import view
 
@@ -474,7 +474,7 @@ class Plan:
             "category": source.get("category") or source.get("domain"), "difficulty": difficulty_of(source),
             "prompt": source["prompt"][-1]["content"], "answer": source.get("answer"), "flexible_correct": flexible,
             "constraints": constraint_verdicts(source, read_of(sample, self.constraints), self.constraints) if sample.error is None else None,
-            "reencoded": sample.reencoded or None, "opened": sample.opened or None, "forced": sample.forced, "error": sample.error, "order": source.get("order"), **perturbed.asked_of(source),
+            "reencoded": sample.reencoded or None, "opened": sample.opened or None, "forced": sample.forced, "error": sample.error, "order": source.get("order"), **perturbed.asked_of(source), **bbq.asked_of(source),
             **more,
             "nll": -sum(sample.logps) if mode == "sample" and sample.logps and sample.turns is None else None,
         }
@@ -513,13 +513,13 @@ class Plan:
         """Read one chunk of prompts with choices by likelihood: a row per reading, its output the choice that it takes."""
         from stages.choices import LETTERS
         from stages.decoders import max_positions
-        from stages.evaluation import perturbed
+        from stages.evaluation import bbq, perturbed
         from stages.evaluation.multiple_choice import read
 
         made = []
         for row, reading, result in read(rows, self.readings, self.shots, self.renderer, self.logps_of, max_positions(self.policy())):
             known = {"mode": reading, "prompt": row["prompt"][-1]["content"], "answer": row.get("answer"), "category": row.get("category") or row.get("domain"),
-                     "difficulty": difficulty_of(row), "order": row.get("order"), **perturbed.asked_of(row)}
+                     "difficulty": difficulty_of(row), "order": row.get("order"), **perturbed.asked_of(row), **bbq.asked_of(row)}
             choice, reason = result.pop("choice", None), result.pop("unscorable", None)
             correct, tokens = result.pop("correct", None), result.pop("tokens", 0)
             made.append(self._row(row, reading, row.get("order", 0), "" if choice is None else LETTERS[choice] if reading == "letter" else row["choices"][choice], tokens,
@@ -814,7 +814,7 @@ HEADLINES = {
 
 def meaning(name: str, target: str) -> str:
     """What a metric says, for a reader of the report."""
-    from stages.evaluation import best_of, conformance, held_out_text, multiple_choice, shift
+    from stages.evaluation import bbq, best_of, conformance, held_out_text, multiple_choice, shift
     from stages.evaluation.signs import MEANINGS
 
     stem = name.split("/")[0]
@@ -829,7 +829,7 @@ def meaning(name: str, target: str) -> str:
         return f"{metric} of items that have both forms: " + {"original": "the original ones", "perturbed": "the perturbed ones", "gap": "original less perturbed, paired"}[form]
     if stem.endswith("_macro"):
         return f"{meaning(stem.removesuffix('_macro'), target)}: mean over categories, whatever their sizes"
-    for known in (multiple_choice.HEADLINES, held_out_text.HEADLINES, best_of.MEANINGS):
+    for known in (multiple_choice.HEADLINES, bbq.HEADLINES, held_out_text.HEADLINES, best_of.MEANINGS):
         if stem in known:
             return known[stem]
     if stem == "accuracy" and target != "policy":

@@ -45,7 +45,7 @@ OF_KINDS: dict[str, tuple[str, ...]] = {
     "empty_reward": _SCORED, **dict.fromkeys(("no_eos_reward", "clip", "squash", "normalise"), (*_SCORED, "remote")), "group": ("group_preference",), "votes_of": ("majority",),
     **dict.fromkeys(("num_demonstrations", "coarse_demonstrations", "demonstration_length"), ("icdpo",)), **dict.fromkeys(("preset", "prefilled"), ("format",)), "pattern": ("regex",),
     **dict.fromkeys(("max_length", "cache_length"), ("length",)), "length_alpha": ("length_target", "length_penalty"), **dict.fromkeys(("length_delta", "length_mode"), ("length_target",)),
-    "language_unit": ("language",), "missing_eos_penalty": ("truncation",), **dict.fromkeys(("mode", "threshold"), ("code", "constraints")),
+    "language_unit": ("language",), "missing_eos_penalty": ("truncation",), **dict.fromkeys(("mode", "threshold"), ("code", "constraints")), "max_tests": ("code",),
     **dict.fromkeys(("milestones", "milestone_normalise"), ("milestones",)), **dict.fromkeys(("step_weights", "step_events"), ("step_weighted",)),
     **dict.fromkeys(("files", "scope", "source"), ("python",)), "timeout_s": (*_RIGHT, *_ASKED, "code", "python", "regex", "remote"), "memory_mib": (*_RIGHT, "code", "python", "regex")}
 #: Names that are measured of every component, so that a function of one's own cannot call a metric so.
@@ -168,6 +168,7 @@ class RewardComponent(StageConfig):
     missing_eos_penalty: float = Field(1.0, ge=0, description="truncation: a response without end token gets minus this, others 0.")
     mode: Literal["all", "fraction", "threshold"] = Field("all", description="code, constraints: all must pass, their share, or a share above the threshold.")
     threshold: float = Field(1.0, gt=0, le=1, description="code, constraints: share needed in mode threshold (inclusive).")
+    max_tests: int | None = Field(None, ge=1, description="code: of a prompt with more tests only those with the longest inputs are run, the hardest ones, such as 15; empty = all, as benchmarks do.")
     milestones: dict[str, float] = Field(default_factory=dict, description="milestones: event (or a regular expression for the whole event) -> reward, paid once per "
                                                                             "episode; empty: the catalogue of computer use, web.0 to search.2 (MILESTONE).")
     milestone_normalise: Literal["none", "category_sum"] = Field("none", description="milestones: rewards as written, or divided by the sum of their category, the part "
@@ -1166,6 +1167,14 @@ def program_of(prompt_row: dict, text: str) -> str | None:
     return start.rstrip() + "\n" + (body if body[:1].isspace() else indent(body, "    "))
 
 
+def _hardest(tests: list[dict], limit: int | None) -> list[dict]:
+    """The tests with the longest inputs (of asserts: the longest ones), in their order; the first ones of equals."""
+    if limit is None or len(tests) <= limit:
+        return tests
+    longest = sorted(range(len(tests)), key=lambda i: -len(tests[i].get("code") or tests[i].get("input") or ""))[:limit]
+    return [tests[i] for i in sorted(longest)]
+
+
 def _code(rewards, component, rows) -> list:
     """Unit tests: a test passes if its code runs to the end after the program, or if the program prints what is expected."""
     from stages.sandbox import run_jobs
@@ -1173,8 +1182,9 @@ def _code(rewards, component, rows) -> list:
 
     jobs, owners = [], []
     programs = [program_of(row["prompt_row"], _text(component, row)) for row in rows]
-    for i, (row, program) in enumerate(zip(rows, programs)):
-        for test in (row["prompt_row"].get("tests") or []) if program is not None else []:
+    asked = [_hardest(row["prompt_row"].get("tests") or [], component.max_tests) for row in rows]
+    for i, (tests, program) in enumerate(zip(asked, programs)):
+        for test in tests if program is not None else []:
             job = {"kind": "tested", "test": test["code"]} if test.get("code") else {"kind": "program", "stdin": test.get("input") or ""}
             jobs.append({**job, "source": program, "timeout_s": test.get("timeout_s")})
             owners.append((i, test))
@@ -1184,8 +1194,8 @@ def _code(rewards, component, rows) -> list:
             passed[i] += outcome.value is True if test.get("code") else (
                 outcome.value["exit"] == 0 and _same_output(outcome.value["stdout"], test.get("expected") or ""))
     out = []
-    for row, program, count in zip(rows, programs, passed):
-        total = len(row["prompt_row"].get("tests") or [])
+    for tests, program, count in zip(asked, programs, passed):
+        total = len(tests)
         value = code_reward(count, total, component.mode, well_formatted=program is not None, threshold=component.threshold)
         out.append(Unscorable("the prompt row has no tests") if value is None else Verdict(value, program is not None and count == total))
     return out

@@ -34,6 +34,7 @@ from stages import tested
 
 _START_S = 60.0  # a loaded machine may need this long to start an interpreter
 LONGEST_S = 600.0  # a job may ask for no more wall time
+_ON_THE_WAY_S = 0.01  # of a question that a test asks a program in another process, on a machine that is busy
 IMPORTS = re.compile(r"^[ \t]*(?:import|from)[ \t]", re.MULTILINE)
 _CHILDREN = inspect.getsource(tested).partition("# ---")[2].partition("\n")[2]  # what its children run of stages.tested
 
@@ -506,9 +507,12 @@ class _Worker:
         return self._ask(job, fresh)
 
     def _judged(self, job: dict, names: list[str]) -> Outcome:
-        """A program in this worker, its test in another one; what the test asks is passed on. An error Unsendable says that the test needs the program's interpreter."""
+        """A program in this worker, its test in another one; what the test asks is passed on. An error Unsendable says that the test needs the program's interpreter.
+
+        A question takes some time on its way, which is not the program's: each adds ``_ON_THE_WAY_S`` to the time limit, up to three times it."""
         self.judge = self.judge or _Worker(self.limits)
         deadline = self._deadline(job)
+        latest = deadline + 2 * (deadline - time.monotonic())
         begun = self._ask({"kind": "begin", "source": job["source"], "names": names}, False, deadline)
         if begun.error:
             return begun
@@ -518,6 +522,7 @@ class _Worker:
         try:
             self.judge._send(json.dumps({"kind": "judge", "test": job["test"], "values": begun.value, "token": token}).encode() + b"\n", deadline)
             while "ask" in (reply := self.judge._receive(token, deadline)):
+                deadline = min(deadline + _ON_THE_WAY_S, latest)
                 answer = self._ask({"kind": "answer", **reply["ask"]}, False, deadline)
                 if answer.error:
                     self.judge.stop()  # it still waits

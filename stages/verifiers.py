@@ -171,7 +171,7 @@ def extract(text: str, order: Sequence[str] = STRICT_ORDER) -> str | None:
 #: A number with mark-up around it and at most words behind it: "**18**", "$18 dollars"; not "3. Last step", "3, 4" or "18 or 20".
 _MEASURED = re.compile(r"[*_ ]{0,9}((?:[+-] ?)?(?:\\?\$[+-]? ?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+| \d+/\d+)?)(?:\\?[%$*_]|°){0,9}(?:\.?[*_ ]{0,9}| {1,9}([^\W\d_][^\d,;]*))")
 _SCALES = {"hundred": 100, "thousand": 10 ** 3, "million": 10 ** 6, "billion": 10 ** 9, "trillion": 10 ** 12}  # words that say how large a number is, and are no unit of it
-_NO_UNIT = re.compile(rf"\b(?:or|and|nor|not|but|either|maybe|perhaps|alternatively|wrong|incorrect|minus|plus|times|divided|over|squared|cubed|half|{'|'.join(_SCALES)})\b", re.IGNORECASE)
+_NO_UNIT = re.compile(rf"\b(?:or|and(?= (?:an?|half|another|maybe|perhaps|zero|one|two|three|four|five|six|seven|eight|nine|ten|\w*teen|\w+ty)\b)|nor|not|but|either|maybe|perhaps|alternatively|wrong|incorrect|minus|plus|times|divided|over|squared|cubed|half|{'|'.join(_SCALES)})\b", re.IGNORECASE)
 #: What may stand behind a number in a box or an answer tag: a word, which is no variable and no function; of the short units those that are no variables.
 _A_UNIT = re.compile(r"(?!(?:sqrt|log|exp|sin|cos|tan|cot|sec|csc|mod)\b)(?:[^\W\d_]{3,}|(?:cm|mm|km|kg|mg|ml|ft|in|oz|lb|hr|am|pm)\b)[^\W\d_]*[^\d,;=+^\\<>()\[\]{}]*")
 
@@ -207,7 +207,13 @@ def extract_mc_letter(text: str) -> str | None:
 
 
 _LETTER = r"(?:[\[(*_$\s]|\\boxed\{|\\(?:text|textbf|mathrm|mathbf)\{|\\\(){0,9}([A-Z])(?![A-Za-z'’])[\])*_$}]{0,9}"  # a letter in whatever mark-up is around it
-_SAID = re.compile(r"(?i:answer(?:\s{1,3}is|\s{0,3}[:=])\s{0,3}(?:the\s)?(?:option|choice|letter)?:?)" + _LETTER + r"(?P<behind>[^\n]*)")
+_SAID = re.compile(r"(?i:answer(?:\s{1,3}is|\s{0,3}[:=])\s{0,3}(?:the\s)?(?:option|choice|letter)?:?)" + _LETTER + r"(?=(?P<behind>[^\n]{0,200}))")
+
+
+def _another(behind: str) -> bool:
+    """Whether another letter is named right behind a first one: ", B", "; A", "(or A)", " (B)"; not the words I and A of a sentence."""
+    found = re.match(r"[\])*_$}\s]{0,9}(?:[,;/|&]|\(?\s{0,3}(?:or|and)\b)?\s{0,3}(?:but\s{1,3}|maybe\s{1,3}|perhaps\s{1,3}|possibly\s{1,3}){0,2}[\[(*_$]{0,9}([A-Z])(?![A-Za-z'’])(.?.?.?)", behind)
+    return found is not None and not (found[1] in "IA" and re.match(r" [a-z]", found[2]) and not re.match(r" (?:or|an)", found[2]))
 
 
 def extract_mc_anywhere(text: str) -> str | None:
@@ -217,14 +223,17 @@ def extract_mc_anywhere(text: str) -> str | None:
     if strict is not None:
         return strict
     for marked in (extract_answer_tag(text), extract_boxed(text)):
-        if marked is not None and (found := re.fullmatch(rf"{_LETTER}(?:[.:,)].*)?", marked.strip(), re.DOTALL)):
-            return found[1]
+        if marked is not None and (found := re.fullmatch(rf"{_LETTER}((?:[.:,;/)\s].*)?)", marked.strip(), re.DOTALL)) and (found[2][:1] in (*".:,;/)", "") or _another(found[2])):
+            return None if _another(found[2]) else found[1]
     if said := list(_SAID.finditer(text)):
         behind = said[-1]["behind"]
-        several = re.match(r"\s*(?:or|and|/|,)\s*\(?[A-Z](?![A-Za-z])", behind)
+        several = _another(behind)
         word = said[-1][1] in "IA" and re.match(r" [a-z]", behind) and not re.match(r" (?:because|since|as|is|and|so|which|for)\b", behind)
         return None if several or word else said[-1][1]
-    found = re.findall(r"\(([A-Z])\)", text) or re.findall(r"^\s*\**([A-Z])[.):]?\**\s*$", text, re.MULTILINE) or re.findall(r"\A\s*\**([A-Z])[.):]\**\s", text)
+    named = [found for found in re.finditer(r"\(([A-Z])\)", text) if not re.search(r"(?:\bnot|n['’]t)\s{1,3}\Z", text[max(0, found.start() - 8):found.start()])]
+    if len(named) > 1 and re.fullmatch(r"[\s,;/&|*]*(?:or|and)?\s*", text[named[-2].end():named[-1].start()]):
+        return None
+    found = [one[1] for one in named] or re.findall(r"^\s*\**([A-Z])[.):]?\**\s*$", text, re.MULTILINE) or re.findall(r"\A\s*\**([A-Z])[.):]\**\s", text)
     return found[-1] if found else None
 
 
@@ -242,7 +251,7 @@ def extract_world(text: str) -> str | None:
 # -------------------------------------------------------------------------------------------------- equality
 
 _WORDS = r"\\(?:text|textrm|textit|textbf|mbox|mathrm|mathbf) ?\{([^{}]*)\}"  # words in a formula
-_TWO_ANSWERS = re.compile(rf"\d|,|{_NO_UNIT.pattern}", re.IGNORECASE)  # words behind a number that are no unit: "18\text{ or 19}"
+_TWO_ANSWERS = re.compile(rf"\d|,|\band\b|{_NO_UNIT.pattern}", re.IGNORECASE)  # words behind a number that are no unit: "18\text{ or 19}"
 _BETWEEN = "\x01"  # of two numbers beside each other
 _ROW = "\x00"  # stands for the end of a matrix's row, two backslashes, while single ones are read
 _UNIT = re.compile(rf"(?: ?(?:/|\\cdot)? ?{_WORDS}(?: ?\^ ?\{{?-?\d+\}}?)?){{1,6}}$")

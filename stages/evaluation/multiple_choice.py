@@ -3,7 +3,8 @@
 ``letter``  the prompt shows the options and ends with "Answer:"; the choice whose letter is most probable there. A letter's probability is that of both its
             spellings, "A" and " A", each the sum of the log-probs of its tokens where it is more than one.
 ``text``    the log-likelihood ll of each choice behind the question alone, under five normalisations: acc (ll), acc_norm (ll / characters), acc_bytes
-            (ll / UTF-8 bytes), acc_per_token (ll / tokens), acc_mutual_info (ll - ll behind "Answer:" alone).
+            (ll / UTF-8 bytes), acc_per_token (ll / tokens), acc_mutual_info (ll - ll behind "Answer:" alone). Where a row names several true answers beside false ones
+            (TruthfulQA's mc2_targets), mc2 is the share of the true ones of the probability of all of them.
 
 Prompt and choice are tokenised together and split at the prompt's token count. Behind plain text a choice follows a space; in a chat it opens the assistant's
 turn. The third reading, by a generated answer, is the evaluation's usual one, with :data:`stages.choices.INSTRUCTION` behind the options.
@@ -11,6 +12,7 @@ turn. The third reading, by a generated answer, is the evaluation's usual one, w
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,7 +28,7 @@ HEADLINES = {
     "mc_letter_acc": "right choices, by the probability of their letter", "mc_letter_brier": "squared error of the probabilities over the letters, 0 to 2",
     "mc_letter_mass": "probability on any of the letters; where it is small the model does not answer by letter",
     "mc_text_acc": "right choices, by log-likelihood of their text", "mc_text_acc_norm": "the same per character", "mc_text_acc_bytes": "the same per UTF-8 byte",
-    "mc_text_acc_per_token": "the same per token", "mc_text_acc_mutual_info": "the same minus the text's own log-likelihood",
+    "mc_text_mc2": "probability of the true answers, of that of the true and the false ones (TruthfulQA)", "mc_text_acc_per_token": "the same per token", "mc_text_acc_mutual_info": "the same minus the text's own log-likelihood",
 }
 
 
@@ -49,6 +51,7 @@ def read(rows: Sequence[dict], readings: Sequence[str], shots, renderer, logps_o
             else:
                 neutral = NEUTRAL if plain else [{"role": "user", "content": NEUTRAL}]
                 said = [[renderer.continuation_ids(before, space + text) for before in (prompt, neutral)] for text in texts]
+                said += [[renderer.continuation_ids(prompt, space + text)] for text in truths_of(row)[0]]
             longest = max(len(before) + len(behind) for each in said for before, behind in each)
             fits = room is None or longest <= room
             plans.append((row, reading, said, longest, len(asked) if fits else None))
@@ -65,6 +68,15 @@ def read(rows: Sequence[dict], readings: Sequence[str], shots, renderer, logps_o
             at += len(each)
         found.append((row, reading, (_letter if reading == "letter" else _text)(row, values, said)))
     return found
+
+
+def truths_of(row: dict) -> tuple[list[str], list[bool]]:
+    """(answers, which of them are true) of ``mc2_targets`` in a row's extra_json; none where it has none, or not both true and false ones."""
+    extra = json.loads(row["extra_json"]) if row.get("extra_json") and '"mc2_targets"' in row["extra_json"] else {}
+    found = extra.get("mc2_targets") if isinstance(extra.get("mc2_targets"), dict) else {}
+    texts, labels = found.get("choices") or [], found.get("labels") or []
+    fits = len(texts) == len(labels) and all(isinstance(text, str) and text.strip() for text in texts) and {*labels} == {0, 1}
+    return (texts, [label == 1 for label in labels]) if fits else ([], [])
 
 
 def spellings(prompt, letter: str, renderer) -> tuple[str, ...]:
@@ -123,10 +135,14 @@ def _text(row: dict, values: list[list[float]], said) -> dict:
     gold, reason = _gold(row)
     if gold is None:
         return {"unscorable": reason}
+    own, true = len(row["choices"]), truths_of(row)[1]
+    more = [each[0] for each in values[own:]]
+    values, said = values[:own], said[:own]
     logliks, counts = [each[0] for each in values], [len(each[0][1]) for each in said]
     result = mc_answer_text(logliks, row["choices"], counts, gold, [each[1] for each in values])
     best = result["acc"]["argmax"]
-    return {"choice": best, "correct": best == gold, "tokens": counts[best], "loglik": logliks, "normalised": {name: bool(result[key]["correct"]) for key, name in NORMALISATIONS.items()}}
+    mc2 = {"mc2": float(np.exp(np.logaddexp.reduce([ll for ll, is_true in zip(more, true) if is_true]) - np.logaddexp.reduce(more)))} if more else {}
+    return {"choice": best, "correct": best == gold, "tokens": counts[best], "loglik": logliks, "normalised": {name: bool(result[key]["correct"]) for key, name in NORMALISATIONS.items()}, **mc2}
 
 
 # -- metrics ----------------------------------------------------------------------------------------------------------------
@@ -136,6 +152,7 @@ def values() -> dict[str, tuple]:
     table = {"mc_letter_acc": (("letter",), lambda r: None if r["correct"] is None else float(r["correct"]))}
     for name in ("brier", "mass"):
         table[f"mc_letter_{name}"] = (("letter",), lambda r, name=name: r.get(name))
+    table["mc_text_mc2"] = (("text",), lambda r: r.get("mc2"))
     for name in NORMALISATIONS.values():
         table[f"mc_text_{name}"] = (("text",), lambda r, name=name: None if not r.get("normalised") else float(r["normalised"][name]))
     return table

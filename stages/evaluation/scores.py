@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stages import selection, statistics
-from stages.evaluation import held_out_text, multiple_choice, opinions, reward_model, sampling, suites, text
+from stages.evaluation import bbq, held_out_text, multiple_choice, opinions, reward_model, sampling, suites, text
 from stages.rewards import failures
 from stages.verifiers import as_rational, normalise_math
 
@@ -371,7 +371,7 @@ def all_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED) -> dict[str
     metrics = policy_metrics(answered, seed) if answered else {}
     prefix = "pair_" if implicit else ""
     metrics |= pair_metrics(records, seed, prefix) | probe_metrics(records)[0] | _suites(records, seed, prefix) | _changed(every)
-    metrics |= multiple_choice.metrics_of(records, seed) | opinions.metrics(records, seed) | held_out_text.metrics_of(records)
+    metrics |= multiple_choice.metrics_of(records, seed) | opinions.metrics(records, seed) | bbq.metrics(records, seed) | held_out_text.metrics_of(records)
     return metrics | multiple_choice.macro(records, ("accuracy", "greedy_accuracy", *multiple_choice.RATES))
 
 

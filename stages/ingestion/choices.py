@@ -6,7 +6,7 @@
 | ARC, OpenBookQA, CommonsenseQA | question or question_stem | choices: {text: [...], label: [...]} or [{text, label}] | answerKey: a label |
 | HellaSwag | ctx | endings: list of texts that continue it | label: index from 0 |
 | PIQA, WinoGrande, BoolQ-like tables | goal, sentence, question | sol1 sol2; option1 option2; A B C D ... | label or answer |
-| TruthfulQA (mc1) | question | mc1_targets: {choices, labels} | the label that is 1 |
+| TruthfulQA | question | mc1_targets: {choices, labels}, in an order drawn from the question; mc2_targets stay beside the row | the label that is 1 |
 | GPQA | Question | Correct Answer, Incorrect Answer 1 to 3, in an order drawn from the question | Correct Answer |
 | BBQ | context and question | ans0 ans1 ans2 | label: index from 0; categories are those of context_condition beside its own |
 | BoolQ | passage and question | no, yes | answer: true or false |
@@ -38,23 +38,31 @@ def plainly(row: dict) -> dict:
 
     GPQA's choices are put in an order that depends on the question and the answers only, so that the right one stands anywhere and every run asks the same.
     """
-    from storage.files import sha256_text
-
     if isinstance(row.get("Question"), str) and all(_filled(row.get(name)) for name in GPQA):
         texts = [str(row[name]).strip() for name in GPQA]
-        order = sorted(range(len(texts)), key=lambda i: sha256_text(f"{row['Question']}\n{texts[i]}\n{i}"))
+        order = _drawn(row["Question"], texts)
         named = next((row[name] for name in ("High-level domain", "Subdomain") if _filled(row.get(name))), None)
         return {key: value for key, value in row.items() if key not in ("Question", *GPQA)} | {"question": row["Question"].strip(), "choices": [texts[i] for i in order], "answer": LETTERS[order.index(0)],
                                                                                               **({} if named is None else {"category": str(named)})}
     if all(_filled(row.get(name)) for name in ("context", "question", "ans0", "ans1", "ans2")) and row.get("label") is not None:
-        about = "/".join(str(row[name]) for name in ("category", "context_condition") if _filled(row.get(name)))
-        return {key: value for key, value in row.items() if key != "context"} | {"question": f"{row['context'].rstrip()} {row['question'].strip()}", **({"category": about} if about else {})}
+        from stages.evaluation.bbq import sides_of
+
+        about, sides = "/".join(str(row[name]) for name in ("category", "context_condition") if _filled(row.get(name))), sides_of(row)
+        return {key: value for key, value in row.items() if key != "context"} | {"question": f"{row['context'].rstrip()} {row['question'].strip()}", **({"category": about} if about else {}),
+                                                                                  **({"bbq": sides} if sides else {})}
     if isinstance(row.get("answer"), bool) and _filled(row.get("question")):
         row = row | {"choices": ["no", "yes"], "answer": int(row["answer"])}
     if isinstance(row.get("question"), str) and all(_filled(row.get(f"answer{letter}")) for letter in "ABC"):  # SIQA, whose labels begin with 1
         row = {key: value for key, value in row.items() if key not in ("answerA", "answerB", "answerC", "label")} | {
             "choices": {"text": [row[f"answer{letter}"] for letter in "ABC"], "label": ["1", "2", "3"]}, "answer": row.get("label")}
     return behind_passage(row)
+
+
+def _drawn(question: Any, texts: list[str]) -> list[int]:
+    """An order of choices that depends on the question and on them only."""
+    from storage.files import sha256_text
+
+    return sorted(range(len(texts)), key=lambda i: sha256_text(f"{question}\n{texts[i]}\n{i}"))
 
 
 def behind_passage(row: dict) -> dict:
@@ -126,6 +134,9 @@ def multiple_choice(row: dict, options) -> tuple[str, dict, set]:
         if len(right) != 1 or right[0] >= len(texts):
             raise Bad("choice_unknown")
         gold = right[0]
+        if gold == 0 and len(set(texts)) == len(texts):  # as in the published file, where it would always be A
+            order = _drawn(row[name], texts)
+            texts, gold = [texts[i] for i in order], order.index(gold)
     elif answered is None and isinstance(row.get("groups"), dict):  # an opinion: nothing is right
         from stages.evaluation.opinions import wrong
 
@@ -139,6 +150,7 @@ def multiple_choice(row: dict, options) -> tuple[str, dict, set]:
     read = {name, answered, group, "system", *columns}
     extra = {key: row[key] for key in USED if key not in read and row.get(key) is not None}  # what only looks like a part of the question
     extra |= {"choices_are": "continuations"} if "endings" in columns or "ending0" in columns else {}
+    extra |= {"bbq": row["bbq"]} if isinstance(row.get("bbq"), dict) else {}
     return "prompts/1", {"prompt": prompt, "answer": None if gold is None else LETTERS[gold], "answer_type": None if gold is None else "mc", "choices": texts, "_extra": extra,
                          **({"category": str(row[group])} if group else {})}, set()
 

@@ -76,8 +76,11 @@ def jaccard(left: set, right: set) -> float:
     return len(left & right) / union if union else 0.0
 
 
+_PRIME = 4_294_967_311  # the first one above 2^32
+
+
 class MinHash:
-    """MinHash signatures in bands for a Jaccard threshold (128 permutations by default)."""
+    """MinHash signatures in bands for a Jaccard threshold (128 permutations by default): the smallest (a h + b) mod p over the items' hashes h, for random a and b."""
 
     def __init__(self, threshold: float = 0.8, permutations: int = 128, seed: int = 0x5EED):
         import numpy as np
@@ -97,8 +100,8 @@ class MinHash:
         np = self._np
         hashes = np.array([int.from_bytes(hashlib.blake2b(repr(item).encode(), digest_size=4).digest(), "big")
                            for item in items], dtype=np.uint64)
-        mixed = (self._a[:, None] * hashes[None, :] + self._b[:, None]) >> np.uint64(32)
-        signature = mixed.min(axis=1).astype(np.uint32)
+        mixed = (self._a[:, None] * hashes[None, :] + self._b[:, None]) % np.uint64(_PRIME)     # below 2^64 before the modulus
+        signature = mixed.min(axis=1)
         return [hashlib.blake2b(band.to_bytes(4, "big") + signature[band * self.rows:(band + 1) * self.rows].tobytes(),
                                 digest_size=16).digest() for band in range(self.bands)]
 

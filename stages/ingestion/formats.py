@@ -849,17 +849,32 @@ def _asked_constraints(truth: Any) -> dict:
     return {"instruction_id_list": [name], "kwargs": [fixed | {ours: truth.get(theirs) for ours, theirs in arguments.items()}]}
 
 
+def _asked_tests(truth: Any) -> list[dict]:
+    """Tests of a code ground truth: asserts, or inputs and outputs of a program, as a list or its JSON."""
+    while isinstance(truth, str) or isinstance(truth, list) and len(truth) == 1 and isinstance(truth[0], str) and truth[0].lstrip()[:1] == "[":
+        truth = _literal(truth if isinstance(truth, str) else truth[0])
+    if isinstance(truth, list) and truth and all(isinstance(one, str) and one.strip() for one in truth):
+        return [{"kind": "python", "code": one} for one in truth]
+    if isinstance(truth, list) and truth and all(isinstance(one, dict) and {"input", "output"} <= one.keys() for one in truth):
+        return code.tests_of(code.listed_cases({"inputs": [one["input"] for one in truth], "outputs": [one["output"] for one in truth]}))
+    raise Bad("verifier_spec_invalid")
+
+
 def _rlvr(row: dict, options) -> tuple[str, dict, set]:
     """open-instruct's RLVR rows: messages, a ground truth, and in `dataset` the name of the row's own verifier, which stays with the row. An answer that is written out already is left out."""
     if options.kind in ("demonstrations/1", "text/1"):
         return _messages({key: value for key, value in row.items() if key not in ("ground_truth", "dataset")}, options)
     if row.get("messages") is None or row.get("ground_truth") is None:
         raise Bad("missing_column")
-    messages, named, truth = to_messages(row["messages"]), _one_of(row.get("dataset")), _one_of(row["ground_truth"])
+    messages, named = to_messages(row["messages"]), _one_of(row.get("dataset"))
+    asked = {"prompt": messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages, "system": row.get("system"), "category": row.get("category"), "language": row.get("language")}
+    if isinstance(named, str) and named.strip().lower() in ("code", "code_stdio"):
+        kind, out, codes = _prompts(asked, options)
+        return kind, {**out, "domain": "code", "tests": _asked_tests(row["ground_truth"])}, codes
+    truth = _one_of(row["ground_truth"])
     if not isinstance(named, str) or named.strip().lower() not in _RLVR:
         raise Bad("verifier_spec_invalid")
     verifier = _RLVR[named.strip().lower()]
-    asked = {"prompt": messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages, "system": row.get("system"), "category": row.get("category"), "language": row.get("language")}
     if verifier == "ifeval":
         kind, out, codes = _prompts(asked | _asked_constraints(truth), options)
     else:

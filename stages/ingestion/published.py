@@ -6,16 +6,19 @@ may hold several of ours (the four rated answers of UltraFeedback), and several 
 
 | datasets | become |
 |---|---|
-| HelpSteer, HelpSteer2 (helpfulness is the score, `aspect_weights` another), UltraFeedback | ratings |
-| HelpSteer2-Preference, HelpSteer3, PKU-SafeRLHF (`label_column=better_response_id` or `safer_response_id`), SHP, WebGPT, summarize_from_feedback, Chatbot Arena, JudgeBench | comparisons |
+| HelpSteer, HelpSteer2 (helpfulness is the score, `aspect_weights` another), UltraFeedback, Prometheus' feedback collection (kind=ratings/1) | ratings |
+| HelpSteer2-Preference, HelpSteer3, PKU-SafeRLHF (`label_column=better_response_id` or `safer_response_id`), SHP, WebGPT, summarize_from_feedback, Chatbot Arena, JudgeBench, Prometheus' preference collection (kind=pairs/1) | comparisons |
+| HelpSteer3's edits (the edited answer is preferred) | pairs |
 | Nectar, OpenAssistant (messages or trees), Stack Exchange preferences | rankings |
 | BeaverTails, conversations with a label (LLaMA-Factory's kto_tag), signals of a product (prompt, response, action) | unpaired; edits as pairs |
-| verl and DAPO, DeepMath, NuminaMath and OpenR1 (kind=prompts/1), prompts with `solution` or `ground_truth` | prompts with answers or tests |
+| verl and DAPO, DeepMath, Open-Reasoner-Zero, SYNTHETIC-1 and 2, NuminaMath, OpenR1 and OpenMathReasoning (kind=prompts/1), prompts with `solution` or `ground_truth` | prompts with answers or tests |
+| TruthfulQA's questions with correct and incorrect answers | multiple choice |
 | PRM800K, Math-Shepherd | stepwise |
-| Capybara, LIMA, OpenOrca, s1K, xLAM, Alpaca with `history`, MBPP (kind=demonstrations/1) | demonstrations |
+| Capybara, LIMA, OpenOrca, s1K, xLAM, Glaive's function calls, OpenMathReasoning and OpenMathInstruct, Alpaca with `history`, MBPP (kind=demonstrations/1) | demonstrations |
 """
 from __future__ import annotations
 
+import json
 import re
 from datetime import datetime, timezone
 from typing import Any, Callable, Iterator, NamedTuple
@@ -183,6 +186,14 @@ def _summarised(row: dict, *names: str, **new) -> dict:
                     split=split.rstrip("12") if isinstance(split, str) and split.startswith("valid") else split, **new)
 
 
+def _prometheus(row: dict, options) -> list[dict]:
+    """An answer, its score from 1 to 5 and the feedback on it; the prompts and outputs of the judge are what demonstrations are read from."""
+    if not re.fullmatch(r"\s*[1-5]\s*", str(row["orig_score"])):
+        raise Bad("bad_label")
+    return [_without(row, "instruction", "input", "output", "orig_instruction", "orig_response", "orig_score", "orig_feedback", "orig_criteria", prompt=row["orig_instruction"], completion=row["orig_response"],
+                     score=int(row["orig_score"]), scale_min=1, scale_max=5, critique=row.get("orig_feedback"), criteria=row.get("orig_criteria"))]
+
+
 # -- comparisons ------------------------------------------------------------------------------------------
 def _steerpref(row: dict, options) -> list[dict]:
     """-3 says that the first answer is much better, 3 that the second one is, 0 nothing."""
@@ -221,6 +232,11 @@ def _summaries(row: dict, options) -> list[dict]:
         raise Bad("wrong_type")
     a, b = row["summaries"]
     return [_summarised(row, "summaries", response_a=a["text"], response_b=b["text"], choice=_side(row["choice"]), model_a=a.get("policy"), model_b=b.get("policy"))]
+
+
+def _prometheus_pair(row: dict, options) -> list[dict]:
+    return [_without(row, "instruction", "input", "output", "orig_instruction", "orig_response_A", "orig_response_B", "orig_preference", "orig_criteria", prompt=row["orig_instruction"],
+                     response_a=row["orig_response_A"], response_b=row["orig_response_B"], label=str(row["orig_preference"]).strip(), criteria=row.get("orig_criteria"))]
 
 
 def _arena(row: dict, options) -> list[dict]:
@@ -270,6 +286,11 @@ def _two_answers(row: dict, options) -> list[dict]:
 def _paired(row: dict, options) -> list[dict]:
     names = next((a, b) for a, b in _PAIRED if row.get(a) is not None and row.get(b) is not None)
     return [_without(row, *names, chosen=row[names[0]], rejected=row[names[1]])]
+
+
+def _edited(row: dict, options) -> list[dict]:
+    """An answer before and behind the edit that feedback on it asked for (HelpSteer3)."""
+    return [_without(row, "context", "original_response", "edited_response", prompt=row["context"], chosen=row["edited_response"], rejected=row["original_response"])]
 
 
 _PAIRED = (("response_j", "response_k"), ("chosen_response", "rejected_response"))
@@ -498,6 +519,37 @@ def _math_type(answer: Any, domain: str | None, options) -> dict:
     return {"answer_type": "latex"} if domain == "math" and options.answer_type is None and isinstance(answer, str) and not re.fullmatch(r"\s*[+-]?[\d.,/]+%?\s*", answer) else {}
 
 
+def _orz(row: dict, options) -> list[dict]:
+    """Open-Reasoner-Zero: the assistant's turn holds the answer, {"ground_truth": {"value": ...}}."""
+    talk = _orz_talk(row)
+    answer = talk[-1]["ground_truth"]["value"]
+    return [_without(row, "messages", "0", "1", prompt=talk[:-1], answer=answer, domain="math", **_math_type(answer, "math", options))]
+
+
+def _orz_talk(row: dict) -> list[dict] | None:
+    talk = row.get("messages") or [row.get("0"), row.get("1")]
+    last = talk[-1] if isinstance(talk, list) and len(talk) > 1 and all(isinstance(item, dict) for item in talk) else {}
+    return talk if isinstance(last.get("ground_truth"), dict) and last["ground_truth"].get("value") is not None else None
+
+
+def _synthetic(row: dict, options) -> list[dict]:
+    """SYNTHETIC-1 and 2: verification_info, an object or its JSON, has the answer or the tests; what only a judge can decide stays a prompt without either."""
+    info = _json(row["verification_info"])
+    if not isinstance(info, dict):
+        raise Bad("wrong_type")
+    new: dict[str, Any] = {}
+    if info.get("test_cases") is not None:
+        cases = info["test_cases"]
+        if not _dicts(cases, "input", "output") or str(info.get("language") or "python").lower() not in ("python", "python3"):
+            raise Bad("verifier_spec_invalid")
+        name = next((case["fn_name"] for case in cases if case.get("fn_name")), None)
+        given, wanted = ([_json(case[key]) if name and isinstance(case[key], str) else case[key] for case in cases] for key in ("input", "output"))
+        new = {"tests": programs.tests_of(programs.listed_cases({"inputs": given, "outputs": wanted, "fn_name": name})), "domain": "code"}
+    elif isinstance(info.get("ground_truth"), (str, int, float)) and str(info["ground_truth"]).strip() and "math" in str(row.get("task_type")):
+        new = {"answer": info["ground_truth"], "domain": "math", **_math_type(info["ground_truth"], "math", options)}
+    return [_without(row, "verification_info", **new) if new else row]
+
+
 _TRUTHS = ("ground_truth", "solution", "final_answer")
 
 
@@ -542,6 +594,26 @@ def _problem_only(row: dict, options) -> list[dict]:
     return [_without(row, "messages")]
 
 
+def _open_math(row: dict, options) -> list[dict]:
+    """NVIDIA's OpenMathReasoning and OpenMathInstruct: a problem with a generated solution, the demonstration; where prompts are wanted, with its answer."""
+    if options.kind != "prompts/1":
+        return [_without(row, "problem", "generated_solution", prompt=row["problem"], completion=row["generated_solution"])]
+    answer = row.get("expected_answer")
+    if answer is None or not str(answer).strip():
+        raise Bad("missing_column")
+    return [_without(row, "problem", "generated_solution", "expected_answer", prompt=row["problem"], answer=answer, domain="math", **_math_type(answer, "math", options))]
+
+
+def _truthful(row: dict, options) -> list[dict]:
+    """TruthfulQA as its authors publish it: the best answer among the false ones (MC1), and all true ones among the false ones (MC2); lists, or texts with "; " between."""
+    best, right, wrong = ([value.strip() for value in (found.split(";") if isinstance(found, str) else found or ()) if isinstance(value, str) and value.strip()]
+                          for found in ([row["best_answer"]], row["correct_answers"], row["incorrect_answers"]))
+    if len(best) != 1 or not right or not wrong:
+        raise Bad("choice_unknown")
+    return [_without(row, "best_answer", "correct_answers", "incorrect_answers", "type", mc1_targets={"choices": [*best, *wrong], "labels": [1] + [0] * len(wrong)},
+                     mc2_targets={"choices": [*right, *wrong], "labels": [1] * len(right) + [0] * len(wrong)})]
+
+
 def _mbpp(row: dict, options) -> list[dict]:
     """MBPP's program as a demonstration; where prompts are wanted, ``programs`` reads its tests."""
     asked = row["text"] if isinstance(row.get("text"), str) else row["prompt"]
@@ -583,6 +655,41 @@ def _xlam(row: dict, options) -> list[dict]:
     return [_without(row, "query", "answers", messages=[_said("user", row["query"]), {"role": "assistant", "content": None, "tool_calls": calls}])]
 
 
+_GLAIVE_TURN = re.compile(r"(?:\A|\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE): ?")
+_GLAIVE_CALL = re.compile(r'<functioncall>\s*\{\s*"name"\s*:\s*"([^"]+)"\s*(?:,\s*"arguments"\s*:\s*(.*?)\s*)?\}\s*\Z', re.DOTALL)
+
+
+def _glaive(row: dict, options) -> list[dict]:
+    """A conversation as one text, calls and what they return in it, and the tools in the system text."""
+    messages = []
+    _, *turns = _GLAIVE_TURN.split(row["chat"])
+    for speaker, said in zip(turns[::2], turns[1::2]):
+        said = said.replace("<|endoftext|>", "").strip()
+        before, mark, _ = said.partition("<functioncall>")
+        if speaker != "ASSISTANT" or not mark:
+            messages.append(_said({"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}[speaker], said))
+            continue
+        call = _GLAIVE_CALL.fullmatch(said[len(before):])
+        if call is None:
+            raise Bad("wrong_type")
+        arguments = call[2] or "{}"
+        arguments = _json(arguments[1:-1] if arguments[0] == arguments[-1] == "'" else arguments)
+        arguments = _json(arguments)     # a text that holds JSON
+        if not isinstance(arguments, dict):
+            raise Bad("wrong_type")
+        messages.append({"role": "assistant", "content": before.strip() or None, "tool_calls": [{"type": "function", "function": {"name": call[1], "arguments": arguments}}]})
+    system = row["system"].strip().removeprefix("SYSTEM:").strip()
+    tools, at = [], system.find("{")
+    while at >= 0:
+        try:
+            tool, end = json.JSONDecoder().raw_decode(system, at)
+        except ValueError:
+            raise Bad("wrong_type") from None
+        tools.append(tool)
+        at = system.find("{", end)
+    return [_without(row, "system", "chat", messages=messages, **({"tools": tools} if tools else {"system": system}))]
+
+
 _QUESTIONS = ("question", "query", "problem", "input")
 
 
@@ -598,6 +705,8 @@ def _is_answered(row: dict, options) -> bool:
     others = ("prompt", "instruction", "messages", "conversations", "conversation", "answer", "chosen", "completions", "choices", "options", "solution", "score", "rating", "label", "text")
     return sum(row.get(name) is not None for name in _ANSWERS) == 1 and sum(row.get(name) is not None for name in _QUESTIONS) == 1 and all(row.get(name) is None for name in others)
 
+
+_RATED, _COMPARED = ("ratings/1", "rankings/1", "unpaired/1"), ("comparisons/1", "pairs/1")    # what is wanted of a row that also is a demonstration
 
 _CAPITALS = ("Problem", "Question", "Answer", "Solution", "Prompt", "Response", "Instruction", "Output")
 
@@ -634,6 +743,14 @@ FORMS: tuple[Form, ...] = (
     Form(("test_list", "code"), _mbpp, lambda row, options: not _for_prompts(row, options) and isinstance(row["code"], str) and (isinstance(row.get("text"), str) or isinstance(row.get("prompt"), str))),
     Form(("question",), _s1k, lambda row, options: any(row.get(name) for name in ("thinking_trajectories", "deepseek_thinking_trajectory")) and any(row.get(name) for name in ("attempt", "deepseek_attempt"))),
     Form(("query", "answers", "tools"), _xlam),
+    Form(("system", "chat"), _glaive, lambda row, options: isinstance(row["system"], str) and isinstance(row["chat"], str) and _GLAIVE_TURN.match(row["chat"]) is not None),
+    Form(("orig_instruction", "orig_response", "orig_score"), _prometheus, lambda row, options: options.kind in _RATED),
+    Form(("orig_instruction", "orig_response_A", "orig_response_B", "orig_preference"), _prometheus_pair, lambda row, options: options.kind in _COMPARED),
+    Form(("context", "original_response", "edited_response"), _edited),
+    Form((), _orz, lambda row, options: _for_prompts(row, options) and _orz_talk(row) is not None),
+    Form(("prompt", "verification_info"), _synthetic, _for_prompts),
+    Form(("problem", "generated_solution"), _open_math),
+    Form(("question", "best_answer", "correct_answers", "incorrect_answers"), _truthful, _for_prompts),
     Form(("chosen", "rejected"), _pair_of_conversation, _asks_last),
     Form((), _paired, lambda row, options: row.get("chosen") is None and any(row.get(a) is not None and row.get(b) is not None for a, b in _PAIRED)),
     Form((), _labelled_talk, _is_labelled_talk),

@@ -287,6 +287,13 @@ def parse_json(raw: bytes) -> tuple[dict | None, str | None]:
             json.dumps(value, ensure_ascii=False, default=str).encode("utf-8")
         except (UnicodeEncodeError, RecursionError, ValueError):
             return None, "invalid_utf8" if "\\u" in text else "parse_error"
+    return _object(value)
+
+
+def _object(value: Any) -> tuple[dict | None, str | None]:
+    """A row: an object, or a conversation that is written as the list of its messages alone."""
+    if isinstance(value, list) and value and all(isinstance(item, dict) and ("from" in item or "role" in item) for item in value):
+        value = {"messages": value}
     return (value, None) if isinstance(value, dict) else (None, "wrong_type")
 
 
@@ -367,7 +374,7 @@ def _checked(value: Any) -> tuple[dict | None, str | None]:
         json.dumps(value, ensure_ascii=False, default=str).encode("utf-8")
     except (UnicodeEncodeError, RecursionError):
         return None, "invalid_utf8"
-    return (value, None) if isinstance(value, dict) else (None, "wrong_type")
+    return _object(value)
 
 
 def canonical_bytes(value: Any) -> bytes:

@@ -347,6 +347,21 @@ def test_splits_are_by_group_and_stable(tmp_path):
     assert {r["row_id"] for r in again if r["split"] in ("validation", "test")} == held_out and {r["split"] for r in again if r["row_id"] not in held_out} == {"rm_a", "rm_b"}
 
 
+@pytest.mark.parametrize("shared", [20, 50, 70, 90])
+def test_bands_find_what_their_theory_says(shared):
+    """Sets with Jaccard similarity J share a band with probability 1 - (1 - J^rows)^bands, as far as independent permutations go (Leskovec et al., Mining of Massive Datasets, 3.4)."""
+    from stages.ingestion.curation import MinHash, jaccard
+
+    bands, found, pairs = MinHash(0.8), 0, 300
+    for i in range(pairs):
+        same = {(i, "both", j) for j in range(shared)}
+        left, right = (same | {(i, side, j) for j in range((100 - shared) // 2)} for side in "ab")
+        found += bool(set(bands.keys(left)) & set(bands.keys(right)))
+    similarity = jaccard(left, right)
+    expected = 1 - (1 - similarity ** bands.rows) ** bands.bands
+    assert abs(similarity - shared / 100) < 1e-9 and abs(found / pairs - expected) < 4 * max(0.05, (expected * (1 - expected)) ** 0.5) / pairs ** 0.5 + 0.01
+
+
 def test_near_duplicates(tmp_path):
     base = " ".join(f"word{i}" for i in range(60))
     prompts = [base, base + " more", base + " again thing", *(" ".join(f"other{i}x{j}" for j in range(20)) for i in range(12))]

@@ -16,13 +16,13 @@ RIGHT = [  # (gold, answer)
     (r"\begin{pmatrix} -1/3 \\ 2/3 \\ 5/3 \end{pmatrix}", r"\boxed{\begin{pmatrix} -\frac13 \\ \frac23 \\[1ex] \frac53 \end{pmatrix}}".replace("[1ex]", "")),
     (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\boxed{\begin{bmatrix}1&2\\3&4\\\end{bmatrix}}"),
     (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\boxed{\left(\begin{array}{cc}1&2\\3&4\end{array}\right)}"), ("18", "<answer>18 apples</answer>"), ("18", "<answer>**$18 per day**</answer>"), ("18", r"\boxed{18 km}"),
-    ("18", r"\boxed{\text{18 apples}}"), ("1.5 million", r"\boxed{1{,}500{,}000}"), ("18000", r"\boxed{18\text{ thousand}}"), ("18000", "#### 18 thousand dollars"), (r"18\text{ thousand}", r"\boxed{18\text{ thousand}}")]
+    ("18", r"\boxed{\text{18 apples}}"), ("1.5 million", r"\boxed{1{,}500{,}000}"), ("18000", r"\boxed{18\text{ thousand}}"), ("18000", "#### 18 thousand dollars"), ("18", "#### 18 boys and girls"), ("18", "<answer>18 boys and girls</answer>"), (r"18\text{ thousand}", r"\boxed{18\text{ thousand}}")]
 WRONG = [
     ("5", "#### −5"), ("-5", "#### 5"), ("18", r"\boxed{18\text{ or 19}}"), ("18", r"\boxed{18\text{ and more, 19}}"), ("18", "#### 18 or 19"), ("34", r"\boxed{3 4}"), ("34", r"\boxed{3\quad 4}"), ("11/2", r"\boxed{1 1/2}"),
     ("-1/2", r"\boxed{-1 1/2}"), ("8", r"\boxed{2\frac{8}{2}}"), (r"\text{even}", r"\boxed{\text{Eve}}"), ("AB", r"\boxed{ab}"), (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\boxed{\begin{pmatrix}1&2\\34\end{pmatrix}}"),
     (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\boxed{\begin{pmatrix}1 & 2\end{pmatrix}}"), (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\boxed{\begin{vmatrix}1&2\\3&4\end{vmatrix}}"), ("x^{12}", r"\boxed{x^12}"),
     ("18", r"Use \boxed notation: 18"), ("18", r"\boxed{18"), ("18", r"\boxed{17=18}"), ("5", r"\boxed{2x=5}"), ("5", r"\boxed{-x=5}"), ("25", r"\boxed{x²=25}"), ("18", r"\boxed{18\text{ thousand}}"), ("18", "#### 18 million"),
-    ("18", "#### 18 or nineteen"), ("18", "#### 18 is not the answer"), ("18", "<answer>18 or nineteen</answer>"), ("18", "<answer>18 apples and a half</answer>"), ("18", r"\boxed{18 x}"), ("18", r"\boxed{18 pi}"), ("18", r"\boxed{18 sqrt}"),
+    ("18", "#### 18 or nineteen"), ("18", "#### 18 and nineteen"), ("18", "#### 18 and a half"), ("18", "#### 18 is not the answer"), ("18", "<answer>18 or nineteen</answer>"), ("18", "<answer>18 apples and a half</answer>"), ("18", r"\boxed{18 x}"), ("18", r"\boxed{18 pi}"), ("18", r"\boxed{18 sqrt}"),
     ("18", r"\boxed{18 hours 30}"), ("18", "<answer>18 hundred</answer>"), ("2", r"\boxed{2\mathrm{e}}"), ("3", r"\boxed{3\mathrm{i}}"), (r"\begin{pmatrix} 1 & 2 \end{pmatrix}", r"\boxed{|\begin{array}{cc}1&2\end{array}|}")]
 
 
@@ -56,6 +56,8 @@ LETTERS = [  # (what is said, the letter that is read, the letter by the sentenc
     ("The answer is (B). (A) is wrong.", "B", None), ("B", "B", None), ("B.", "B", None), ("**B**", "B", None), ("B. honey", "B", None), ("(B) honey", "B", None), ("<answer>B</answer>", "B", None), ("<answer>B. honey</answer>", "B", None),
     ("The answer is **B**", "B", None), ("the answer is option B", "B", None), ("Final answer: (B)", "B", None), ("The answer is B, because A is wrong.", "B", None), ("The answer is A because bees make it", "A", None),
     ("The answer is (A) or (B)", None, None), ("Answer: A or C", None, None), ("Answer: A, B", None, None), ("The answer is I don't know", None, None), ("The answer is a bee", None, None), ("The answer is A bee", None, None),
+    (r"\boxed{A, B}", None, None), (r"\boxed{A B}", None, None), (r"\boxed{B, honey}", "B", None), ("<answer>B; A</answer>", None, None), ("Answer: (A) (B)", None, None), ("Answer: B; A", None, None), ("Answer: B (or A)", None, None), ("(A)(B)", None, None),
+    ("The answer is A. No: the answer is B.", "B", None), ("(A) or (B)", None, None), ("not (B)", None, None), ("The answer isn't (B)", None, None), ("Answer: B, but maybe A", None, None), ("The answer is B) A bee makes it", "B", None), ("Answer: B A is wrong", "B", None), ("(A) is wrong, so (B)", "B", None),
     ("I think A is wrong", None, None), ("The answer is Banana", None, None), ("", None, None)]
 
 
@@ -67,6 +69,6 @@ def test_letters(said, letter, strict):
 
 def test_no_reading_takes_long():
     started = time.monotonic()
-    for text in ("answer is" + " " * 100_000, "answer:" + "(" * 100_000, "answer is the " * 20_000, r"\boxed " * 20_000, r"\boxed{" * 20_000, "–" * 100_000, "1 " * 50_000, r"\begin{pmatrix}" * 5_000, "answer is " + "*(" * 50_000 + "B"):
+    for text in ("answer is" + " " * 100_000, "answer:" + "(" * 100_000, "answer is the " * 20_000, r"\boxed " * 20_000, r"\boxed{" * 20_000, "–" * 100_000, "1 " * 50_000, r"\begin{pmatrix}" * 5_000, "answer is " + "*(" * 50_000 + "B", "answer is B " * 20_000, "(B)" * 30_000):
         extract_mc_anywhere(text), extract_boxed(text), math_equal(text[:20_000], "1"), verify_text({"answer": "B"}, text)
     assert time.monotonic() - started < 20

@@ -308,6 +308,23 @@ def test_what_a_test_may_ask_of_a_program(program, test):
     assert found.value is True, found.error
 
 
+def test_a_hang_between_questions_ends():
+    """Questions add to the time limit, and not without end: an endless generator and a slow function are timeouts."""
+    endless, slow = "def f():\n    while True: yield 1", "import time\ndef f(): time.sleep(60)"
+    for source, test in ((endless, "for x in f(): pass"), (slow, "f()"), ("def f(): pass", "while True: f()"), ("while True: pass", "f()")):
+        started = time.monotonic()
+        (found,) = run_jobs([{"kind": "tested", "source": source, "test": test}], Limits(timeout_s=1.0), fresh=True)
+        assert found.error == "timeout" and time.monotonic() - started < 30
+
+
+def test_only_the_hardest_tests_are_run_where_a_prompt_has_more():
+    tests = [{"input": given, "expected": "1"} for given in ("1", "1 1 1", "1 1", "1 1 2", "")]
+    program = "```python\nprint(int('2' not in input()))\n```"  # wrong for the fourth, and ends early for the last
+    run = lambda **more: score([row(program, tests=tests), row(program, tests=tests[:1])], {"kind": "code", "mode": "fraction", **more})
+    assert [one.total for one in run()] == [3 / 5, 1.0] and [one.total for one in run(max_tests=2)] == [1 / 2, 1.0] and [one.total for one in run(max_tests=3)] == [2 / 3, 1.0]
+    assert score([row("I do not know.", tests=tests)], {"kind": "code", "max_tests": 2})[0].total == 0.0
+
+
 @pytest.mark.parametrize("text", [
     "```python\nGOOD\n```\nOutput:\n```\n6\n```", "First:\n```bash\npip install x\n```\nThen:\n```python\nGOOD\n```", "```python3\nGOOD\n```", "```Python\nGOOD\n```",
     "```py\r\nGOOD\r\n```\r\n", "1. So:\n   ```python\n   GOOD\n   ```", "```\nGOOD\n```", "````python\nGOOD\n````", "~~~python\nGOOD\n~~~", "Here: ```python\nGOOD```",
