@@ -5,10 +5,15 @@ Left out where OpenRLHF is not installed (``pip install --no-deps openrlhf``).
 
 from __future__ import annotations
 
+import re
+
+import numpy as np
 import pytest
 import torch
 
-from stages.losses import bradley_terry_loss, value_loss
+from stages.estimators import gae
+from stages.losses import bradley_terry_loss, kl_estimate, value_loss
+from stages.rl import Config
 from tests.peers import openrlhf_side, our_side, trl_side
 from tests.peers.completions import PAIRS, RATE, apart, from_another_engine, uneven
 from tests.peers.page import OPENRLHF, Row, names_of, rows_of
@@ -113,3 +118,51 @@ def test_the_names_of_the_page_are_options_of_openrlhf():
     """The first of each row; what follows is what it was called before."""
     known = openrlhf_side.shipped()
     assert not [names[0] for names, _, _ in names_of(OPENRLHF) if names[0] not in known]
+
+
+# --- what is not a row: critics, and the last table ------------------------------------------------------------------------------
+
+def their_gae(rewards, values, mask, gamma, lam):
+    return openrlhf_side.modules()[2].RemoteExperienceMaker.get_advantages_and_returns(None, values, rewards, mask, gamma, lam)
+
+
+def test_gae_of_answers_without_tools_is_the_same():
+    torch.manual_seed(0)
+    rewards, values = torch.randn(2, 3, 5, dtype=torch.float64)
+    mask = torch.tensor([[1] * n + [0] * (5 - n) for n in (5, 3, 1)])
+    for gamma, lam in ((1.0, 1.0), (0.9, 0.8)):
+        theirs, returns = their_gae(rewards, values, mask, gamma, lam)
+        ours, targets = gae(rewards, values, mask, 0.0, gamma, lam)
+        assert np.allclose(theirs[mask.bool()], ours[mask.bool()], atol=1e-12) and np.allclose(returns[mask.bool()], targets[mask.bool()], atol=1e-12)
+
+
+def tokens_of_a_tool():
+    """Two tokens of the policy around one of a tool, gamma and lambda 1/2, values 0: the reward comes back two steps there, one here."""
+    rewards, mask = torch.tensor([[0.0, 0.0, 1.0]], dtype=torch.float64), torch.tensor([[1, 0, 1]])
+    assert float(their_gae(rewards, torch.zeros(1, 3), mask, 0.5, 0.5)[0][0, 0]) == 0.25 ** 2
+    assert gae(rewards, torch.zeros(1, 3), mask, 0.0, 0.5, 0.5)[0][0, 0] == 0.25
+
+
+def kl_of_log_probs():
+    d = torch.tensor([[-4.0, 1.0]], dtype=torch.float64)
+    theirs = openrlhf_side.modules()[1].compute_approx_kl(d, torch.zeros(1, 2), kl_estimator="k3")
+    ours = kl_estimate(d, torch.zeros(1, 2), "k3", torch.ones(1, 2))
+    assert theirs.dtype == torch.float32 and theirs[0, 0] == 10 < ours[0, 0] and ours.dtype == torch.float64
+
+
+def k1_in_the_loss():
+    with pytest.raises(ValueError, match="kl_estimator"):
+        Config(preset="grpo", beta=0.1, kl_estimator="k1")
+
+
+#: The tests of the last table, by its first column.
+ALSO = {"tokens of a tool": tokens_of_a_tool, "KL of log-probs": kl_of_log_probs, "k1 in the loss": k1_in_the_loss}
+
+
+def test_every_other_difference_has_a_test():
+    assert re.findall(r"^\| `([^`]+)` \|", OPENRLHF.partition("## What else")[2], re.M) == list(ALSO)
+
+
+@pytest.mark.parametrize("what", ALSO)
+def test_what_else_is_not_the_same(what):
+    ALSO[what]()

@@ -5,8 +5,15 @@ Left out where verl is not installed (``pip install --no-deps verl``).
 
 from __future__ import annotations
 
-import pytest
+import re
 
+import numpy as np
+import pytest
+import torch
+
+from stages.estimators import KLController, gae, whiten
+from stages.losses import aggregate, denominator_of, kl_estimate, value_loss
+from stages.rl import Config, resolve_preset
 from tests.peers import our_side, trl_side, verl_side
 from tests.peers.completions import RATE, apart, from_another_engine, uneven
 from tests.peers.page import VERL, Row, names_of, rows_of
@@ -135,3 +142,79 @@ def test_why_a_row_differs(theirs, models, prompts, tmp_path, monkeypatch):
 def test_the_names_of_the_page_are_settings_of_verl():
     known = verl_side.shipped()
     assert not [name for names, _, _ in names_of(VERL) for name in names if name not in known]
+
+
+# --- what is not a row: critics, controllers, and the last table ---------------------------------------------------------------
+
+MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 1], [1, 0, 0, 0, 0], [1, 1, 1, 0, 0]])  # one with a tool's tokens inside
+
+
+def test_gae_and_the_value_loss_are_the_same():
+    core = verl_side.modules()[0]
+    torch.manual_seed(0)
+    rewards, values, old = torch.randn(3, 4, 5, dtype=torch.float64)
+    on = MASK.bool()
+    for gamma, lam in ((1.0, 1.0), (0.9, 0.8), (1.0, 0.0)):
+        theirs, returns = core.compute_gae_advantage_return(rewards * MASK, values, MASK, gamma, lam)
+        ours, targets = gae(rewards, values, MASK, 0.0, gamma, lam)
+        assert np.allclose(targets[on], returns[on], atol=1e-12)
+        assert np.allclose(whiten(ours, MASK, ddof=1)[on], theirs[on], atol=1e-7)
+    for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"):
+        theirs = core.compute_value_loss(values, rewards, old, MASK, 0.2, mode)[0]
+        total, counts = aggregate(value_loss(values, rewards, MASK, old, 0.2, half=True), MASK, mode)
+        assert torch.allclose(theirs, total / counts[denominator_of(mode)], atol=1e-8)
+
+
+def test_kl_controllers_are_the_same():
+    core = verl_side.modules()[0]
+    theirs, ours = core.AdaptiveKLController(0.2, 0.1, 10000), KLController(0.2, "adaptive_ziegler", 0.1, horizon=10000)
+    for kl in (0.05, 0.1, 0.5, 0.11):
+        theirs.update(kl, 512)
+        assert ours.update(kl, 512) == pytest.approx(theirs.value, rel=1e-12)
+
+
+def whitening():
+    core = verl_side.modules()[0]
+    x = torch.tensor([[1e-4, 3e-4, 2e-4]], dtype=torch.float64)
+    theirs, ours = core.verl_F.masked_whiten(x, torch.ones(1, 3)), whiten(x, ddof=1)
+    assert ours.std(ddof=1) == pytest.approx(1, abs=1e-3) and float(theirs.std()) == pytest.approx(1 / 2 ** 0.5, abs=1e-3)  # the variance is 1e-8 too
+    same = torch.full((1, 3), 0.3, dtype=torch.float64)
+    assert not whiten(same, ddof=1).any()
+
+
+def one_completion():
+    core = verl_side.modules()[0]
+    rewards = torch.tensor([[0.0, 2.0]], dtype=torch.float64)
+    assert core.compute_grpo_outcome_advantage(rewards, torch.ones(1, 2), [0])[0].tolist() == [[pytest.approx(2.0, abs=1e-5)] * 2]
+    with pytest.raises(ValueError, match="num_generations >= 2"):
+        resolve_preset(Config(preset="grpo", num_generations=1))
+
+
+def k3_in_the_loss():
+    core = verl_side.modules()[0]
+    logps = torch.tensor([[-5.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([[-1.0, -0.5]], dtype=torch.float64)
+    theirs, ours = core.kl_penalty(logps, ref, "low_var_kl"), kl_estimate(logps, ref, "k3", torch.ones(1, 2))
+    assert float(theirs[0, 0].detach()) == 10 < float(ours[0, 0].detach()) and torch.allclose(theirs[0, 1], ours[0, 1])
+    a, b = (torch.autograd.grad(x.sum(), logps)[0][0] for x in (theirs, ours))
+    assert float(a[0]) == 0 and float(b[0]) == pytest.approx(1 - 2.718281828459045 ** 4) and float(a[1]) == pytest.approx(float(b[1]))
+
+
+def sequences_without_a_token():
+    core = verl_side.modules()[0]
+    loss, mask = torch.ones(2, 3, dtype=torch.float64), torch.tensor([[1, 1, 0], [0, 0, 0]])
+    total, counts = aggregate(loss, mask, "seq-mean-token-sum")
+    assert float(core.agg_loss(loss, mask, "seq-mean-token-sum", global_batch_size=2)) == 1.0 and float(total) / counts["sequences"] == 2.0
+
+
+#: The tests of the last table, by its first column.
+ALSO = {"whitening": whitening, "one completion of a prompt": one_completion, "k3 in the loss": k3_in_the_loss, "sequences without a token": sequences_without_a_token}
+
+
+def test_every_other_difference_has_a_test():
+    assert re.findall(r"^\| `([^`]+)` \|", VERL.partition("## What else")[2], re.M) == list(ALSO)
+
+
+@pytest.mark.parametrize("what", ALSO)
+def test_what_else_is_not_the_same(what):
+    ALSO[what]()
