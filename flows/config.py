@@ -147,13 +147,12 @@ def _unknown(model: type[BaseModel], values: dict[str, Any], prefix: str = "", t
     for name, value in values.items():
         field = model.model_fields.get(name)
         if field is None:
+            typed = isinstance(value, dict) and difflib.get_close_matches(str(name), [key for key, below in model.model_fields.items() if _sections(below.annotation)], n=1, cutoff=0.6)
+            named = {} if typed else {path: _elsewhere(path, prefix, top) for path in _paths(str(name), value)}
+            if any(named.values()):
+                yield from (f"unknown key {prefix + path!r}; {text or 'nothing here has that name, see --keys'}" for path, text in named.items())
+                continue
             near = nearest(prefix + str(name), list(keys(top)))
-            if (word := ELSEWHERE.get(str(name))) is not None:
-                ours, _, why = word.partition(": ")
-                here = next((key for key in (prefix + ours, *(key for key in keys(top) if key.rsplit(".", 1)[-1] == ours)) if key in set(keys(top))), None)
-                if not ours or here:
-                    yield f"unknown key {prefix + str(name)!r}; " + (f"here it is {here!r}" + (f" ({why})" if why else "") if ours else why)
-                    continue
             yield f"unknown key {prefix + str(name)!r}; " + (f"did you mean {near!r}?" if near else "all keys: `posttrain stage NAME --keys`, or of a recipe `posttrain run RECIPE --keys`")
             continue
         sections = _sections(field.annotation)
@@ -162,7 +161,33 @@ def _unknown(model: type[BaseModel], values: dict[str, Any], prefix: str = "", t
             yield from min(problems, key=len)
 
 
-#: What settings of TRL, verl and OpenRLHF are called here, as `NAME`, `NAME: remark` or, where there is nothing to set, `: remark`. Only what spelling alone would not find.
+def _paths(name: str, value: Any) -> Iterator[str]:
+    """Dotted names of what is set in a section that does not exist here; the name itself where it is none."""
+    if not isinstance(value, dict) or not value:
+        yield name
+        return
+    for inner, below in value.items():
+        yield from _paths(f"{name}.{inner}", below)
+
+
+def _elsewhere(path: str, prefix: str, top: type[BaseModel]) -> str | None:
+    """Where a setting of another project is found here, by the longest end of its dotted name in ELSEWHERE, or by a setting of ours that its last part names; None where neither knows it."""
+    known, parts = list(keys(top)), path.split(".")
+    ends = [".".join(parts[i:]) for i in range(len(parts))]
+    word = next((ELSEWHERE[end] for end in ends if end in ELSEWHERE), ends[-1] if len(parts) > 1 else None)
+    if word is None:
+        return None
+    ours, _, why = word.partition(": ")
+    if not ours:
+        return why
+    here = next((key for key in (prefix + ours, *(key for key in known if key.rsplit(".", 1)[-1] == ours)) if key in known), None)
+    if here is None and ours in ELSEWHERE and ours != path:
+        return _elsewhere(ours, prefix, top)  # what takes its place where a stage has no such setting
+    return None if here is None else f"here it is {here!r}" + (f" ({why})" if why else "")
+
+
+#: What settings of TRL, verl and OpenRLHF are called here, as `NAME`, `NAME: remark` or, where there is nothing to set, `: remark`. Only what spelling alone would not find. Of names that
+#: say little by themselves, the end of the dotted name.
 ELSEWHERE = {
     "gradient_accumulation_steps": "batch_size: the rows of one optimizer step, however many go through the model at a time; max_tokens_per_micro_batch bounds memory",
     "micro_batch_size": "max_tokens_per_micro_batch: in tokens; it cannot change the result",
@@ -171,9 +196,34 @@ ELSEWHERE = {
     "max_seq_length": "max_length", "max_seq_len": "max_length", "num_epochs": "num_train_epochs", "epochs": "num_train_epochs", "total_epochs": "num_train_epochs",
     "num_train_epochs": "max_steps: RL is counted in optimizer steps; an epoch is the number of prompts / prompts_per_step", "steps": "max_steps", "total_training_steps": "max_steps",
     "algorithm": "preset", "algo": "preset", "adv_estimator": "preset", "advantage_estimator": "preset", "rollout_n": "num_generations", "n_samples_per_prompt": "num_generations", "n": "num_generations", "num_samples_per_prompt": "num_generations",
-    "train_batch_size": "prompts_per_step", "rollout_batch_size": "prompts_per_step", "ppo_epochs": "num_iterations", "num_ppo_epochs": "num_iterations", "ppo_mini_batch_size": "num_minibatches: how many, not how large",
+    "train_batch_size": "prompts_per_step", "rollout_batch_size": "prompts_per_step", "ppo_epochs": "num_iterations", "num_ppo_epochs": "num_iterations", "ppo_mini_batch_size": "num_minibatches: into how many steps a batch is cut, train_batch_size / ppo_mini_batch_size",
     "num_mini_batches": "num_minibatches", "cliprange": "epsilon", "clip_ratio": "epsilon", "eps_clip": "epsilon", "clip_ratio_high": "epsilon_high", "init_kl_coef": "kl_coef", "kl_loss_coef": "beta", "entropy_coeff": "entropy_coef",
     "reward_funcs": "rewards", "reward_function": "rewards: [{kind: python, source: my_reward.py}]", "custom_reward_function": "rewards: [{kind: python, source: my_reward.py}]", "reward_weights": "rewards: every component has its weight",
+    # verl
+    "optim.lr": "learning_rate", "critic.optim.lr": "critic_learning_rate", "lr_warmup_steps_ratio": "warmup_ratio", "lr_warmup_steps": "warmup_ratio: a share of the steps", "grad_clip": "max_grad_norm",
+    "ppo_max_token_len_per_gpu": "max_tokens_per_micro_batch: it cannot change the result", "ppo_micro_batch_size": "max_tokens_per_micro_batch: in tokens; it cannot change the result",
+    "clip_ratio_low": "epsilon", "use_kl_loss": "beta: above 0", "kl_loss_type": "kl_estimator: k3 for low_var_kl, k2 for mse and for names that end in +", "use_kl_in_reward": "kl_coef: above 0",
+    "kl_penalty": "kl_reward_estimator: k1 for kl", "kl_ctrl.type": "kl_controller: fixed, or adaptive_ziegler with kl_horizon and kl_unit=sequence_mean for adaptive", "horizon": "kl_horizon",
+    "norm_adv_by_std_in_grpo": "scale_rewards: group or none", "loss_mode": "surrogate: or a preset, such as gspo, sapo, cispo, gmpo", "tau_pos": "options: of surrogate=sapo", "tau_neg": "options: of surrogate=sapo",
+    "clip_cov_ratio": "covariance_clip", "clip_cov_lb": "covariance_band", "clip_cov_ub": "covariance_band", "kl_cov_ratio": "covariance_kl", "ppo_kl_coef": "covariance_kl_coef",
+    "filter_groups.enable": "dynamic_sampling", "filter_groups.metric": "filter_groups_metric: acc, or reward_std for any reward", "filter_groups": "dynamic_sampling", "overlong_buffer.len": "soft_punish_cache",
+    "overlong_buffer_cfg.len": "soft_punish_cache", "overlong_buffer": "soft_punish_cache", "overlong_buffer_cfg": "soft_punish_cache", "rollout_is": "importance_correction: token_truncate, or token_mask for two bounds; or sequence",
+    "rollout_is_threshold": "importance_clip_max", "rollout_is_batch_normalize": "importance_normalise", "rollout_rs": "rejection", "rollout_rs_threshold": "rejection_max: of ratios also rejection_min",
+    "critic_warmup": "critic_warmup_steps", "test_freq": "eval_every", "save_freq": ": checkpoints are kept by themselves; leave it out", "enable_gradient_checkpointing": "activation_checkpointing", "rollout.name": "engine",
+    "custom_reward_function.path": "rewards: [{kind: python, source: my_reward.py}]",
+    # OpenRLHF
+    "advantage.estimator": "preset", "init_coef": "kl_coef: beta with use_loss", "kl.estimator": "kl_reward_estimator: kl_estimator with use_loss",
+    "use_loss": "beta: above 0, and kl_coef=0", "unbiased_gradient": "kl_is_weighted", "kl.target": "target_kl", "kl.horizon": "kl_horizon",
+    "eps_clip_low_high": "epsilon: the lower one; epsilon_high the upper", "dual_clip": "clip_ratio_c", "value_clip": "cliprange_value", "lambd": "lam", "no_std_norm": "whiten",
+    "policy_loss_type": "preset: gspo", "is_correction_level": "importance_correction: token_truncate or token_mask; rejection=sequence_mean for seq", "is_correction_mode": "importance_correction: token_truncate for clip, token_mask for mask",
+    "is_correction_gating": "rejection_statistic", "is_correction_threshold": "importance_clip_max: and importance_clip_min; rejection_max for seq", "overlong_buffer_len": "soft_punish_cache",
+    "stop_properly_penalty_coef": "truncation_policy: penalty with missing_eos_penalty, or zero", "dynamic_filtering_enable": "dynamic_sampling", "dynamic_filtering": "dynamic_sampling",
+    "dynamic_filtering_range": "filter_groups_metric", "dynamic_filtering_reward_range": "filter_groups_metric", "reward.clip_range": "reward_clip", "reward_clip_range": "reward_clip", "freezing_steps": "critic_warmup_steps",
+    "freezing_actor_steps": "critic_warmup_steps", "rollout.batch_size": "prompts_per_step", "train.batch_size": "num_minibatches: rollout.batch_size * n_samples_per_prompt / train.batch_size", "train.max_epochs": "num_iterations",
+    "max_epochs": "num_iterations", "num_episodes": "max_steps: an episode is the number of prompts / prompts_per_step", "adam.lr": "learning_rate", "critic.adam.lr": "critic_learning_rate", "actor_learning_rate": "learning_rate",
+    "lr_warmup_ratio": "warmup_ratio", "max_norm": "max_grad_norm", "async_enable": "async_rollouts", "async_train": "async_rollouts", "remote_url": "rewards: [{kind: remote, url: ...}]", "remote_rm_url": "rewards: [{kind: remote, url: ...}]",
+    "agent_func_path": "environment", "ipo_enable": "method: ipo", "nll_loss_coef": "nll_coef", "packing_samples": ": nothing is padded here, so there is nothing to pack; leave it out", "gradient_checkpointing_enable": "activation_checkpointing",
+    "eval.steps": "eval_every", "lora.rank": "lora_rank", "lora.alpha": "lora_alpha", "lora.target_modules": "lora_targets", "vllm_enable_sleep": "engine_sleep", "enable_sleep": "engine_sleep", "max_len": "max_length",
     "loss_type": "method", "bf16": "compute_dtype: bfloat16", "fp16": "compute_dtype: bfloat16", "torch_dtype": "compute_dtype", "gradient_checkpointing": "activation_checkpointing", "lora_r": "lora_rank", "r": "lora_rank", "use_peft": "lora_rank: 0 trains all weights",
     "lora_target_modules": "lora_targets", "target_modules": "lora_targets", "use_vllm": "engine: vllm", "vllm_mode": "engine: vllm", "vllm_server_base_url": "engine_url", "lr_scheduler_type": "lr_schedule", "warmup_steps": "warmup_ratio: a share of the steps",
     "eval_steps": "eval_every", "metric_for_best_model": "select_by", "packing": ": nothing is padded here, so there is nothing to pack; leave it out", "padding_free": ": nothing is padded here; leave it out",

@@ -164,7 +164,8 @@ def displacement_metrics(policy_chosen, policy_rejected, ref_chosen, ref_rejecte
 # --- policy gradients -----------------------------------------------------------------------------
 
 RATIO_LEVELS = ("token", "sequence", "sequence_mean")
-SURROGATES = ("clip", "none", "logp", "stopgrad_ratio", "cispo", "sapo", "vespo", "geo_mean")
+SURROGATES = ("clip", "none", "logp", "stopgrad_ratio", "cispo", "sapo", "vespo", "geo_mean", "dppo_tv", "dppo_kl")
+OWN_RATIO = ("vespo", "geo_mean", "dppo_tv", "dppo_kl")  # surrogates that read no ratio_level
 REJECTION_LEVELS = ("token", "sequence_sum", "sequence_mean", "sequence_max")
 REJECTION_STATISTICS = ("ratio", "k2", "k3", "binary_kl", "tv")
 
@@ -197,11 +198,13 @@ def policy_loss(logps_BT, old_logps_BT, advantages, mask_BT, *, epsilon: float =
     `none` -rho A (CPI); `logp` -A log pi (REINFORCE, RLOO; old_logps unused);
     `stopgrad_ratio` -A pi/sg(pi) (ONE-STEP); `cispo` -sg(min(rho, 1+epsilon_high)) A log pi;
     `geo_mean` -A (prod_t rho_t)^(1/n) of the row, log rho_t clipped to [-epsilon, epsilon_high] on the side where the clip of `clip` acts (GMPO, Zhao et al. 2025, eq. 4);
+    `dppo_tv`, `dppo_kl` -sg(min(rho, clip_ratio_c)) A log pi, without tokens that A pushes further away from pi_old than a divergence of epsilon (up: epsilon_high): total variation or KL
+    of "this token or another one" (DPPO, 2026, section 5);
     `sapo` -A :func:`soft_gate`(rho); `vespo` -A :func:`gamma_weights` log pi (``options``: their constants, of algorithms.SURROGATE_OPTIONS).
     `weights_BT` are detached importance weights (TIS), which `vespo` takes into its ratio. epsilon_high defaults to epsilon.
     Metrics: {"tokens", "clip_low", "clip_high", "outside_range", "ratio", "ratio_sq", "k1", "k2", "k3", "log_ratio_clamped"},
     sums over trained tokens, k* of KL(old||new), and the maximum "ratio_max".
-    "clip_*" count tokens whose gradient is zeroed: none unless the surrogate is `clip` or `geo_mean`; the dual clip's are "clip_dual". "capped"
+    "clip_*" count tokens whose gradient is zeroed: none unless the surrogate is `clip`, `geo_mean` or a `dppo`; the dual clip's are "clip_dual". "capped"
     are those whose weight `cispo` cut to 1+epsilon_high; "soft_weight" is what `sapo` and `vespo` leave of the gradient of rho A or A log pi.
     """
     _choice("surrogate", surrogate, SURROGATES)
@@ -215,7 +218,7 @@ def policy_loss(logps_BT, old_logps_BT, advantages, mask_BT, *, epsilon: float =
     adv = advantages.detach().to(logps.dtype)
     adv = masked(adv.unsqueeze(-1).expand_as(logps) if adv.dim() == logps.dim() - 1 else adv, mask)
     old = logps.detach() if surrogate in ("logp", "stopgrad_ratio") else old_logps_BT.detach()
-    log_ratio, clamped = log_ratios(logps, old, mask, "token" if surrogate in ("vespo", "geo_mean") else ratio_level, log_ratio_clamp)
+    log_ratio, clamped = log_ratios(logps, old, mask, "token" if surrogate in OWN_RATIO else ratio_level, log_ratio_clamp)
     ratio = torch.exp(log_ratio)
     hits = dict.fromkeys(("clip_low", "clip_high"), torch.zeros_like(mask))
     if surrogate == "clip":
@@ -233,6 +236,11 @@ def policy_loss(logps_BT, old_logps_BT, advantages, mask_BT, *, epsilon: float =
         hits = {"clip_low": (adv < 0) & (log_ratio < -epsilon) & mask, "clip_high": (adv > 0) & (log_ratio > high) & mask}
         kept = torch.where(hits["clip_low"], -epsilon, torch.where(hits["clip_high"], high, log_ratio))
         objective = torch.exp(kept.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)) * adv
+    elif surrogate.startswith("dppo"):
+        p, q = torch.exp(logps.detach()), torch.exp(masked(old, mask))
+        far = (p - q).abs() if surrogate == "dppo_tv" else binary_kl(q, p)
+        hits = {"clip_low": (adv < 0) & (p < q) & (far > epsilon) & mask, "clip_high": (adv > 0) & (p > q) & (far > high) & mask}
+        objective = ratio.detach().clamp(max=math.inf if clip_ratio_c is None else clip_ratio_c) * adv * masked(logps, ~(hits["clip_low"] | hits["clip_high"]))
     elif surrogate == "sapo":
         gate, hits["soft_weight"] = soft_gate(ratio, adv, **options)
         objective = gate * adv
@@ -301,6 +309,12 @@ def truncated_importance_weights(old_logps_BT, rollout_logps_BT, mask_BT, mode: 
     return ratio.clamp(clip_min, clip_max) if mode.endswith("truncate") else torch.where((ratio > clip_max) | (ratio < clip_min), 0.0, ratio)
 
 
+def binary_kl(p, q):
+    """KL between two coins that fall on "this token" with probabilities p and q, held within [1e-6, 1 - 1e-6]; elementwise, nats."""
+    p, q = p.clamp(1e-6, 1 - 1e-6), q.clamp(1e-6, 1 - 1e-6)
+    return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+
+
 def rejected_tokens(old_logps_BT, rollout_logps_BT, mask_BT, level: str = "sequence_mean", statistic: str = "ratio", low: float = 0.0, high: float = 2.0):
     """Which tokens of the mask [B, T] are thrown out because trainer and sampler disagree on them, or on their sequence: the statistic is outside of [low, high]
     (rejection sampling of rollouts: "When Speed Kills Stability", Liu et al. 2025; verl's rollout_rs, OpenRLHF's is_correction_gating).
@@ -320,8 +334,8 @@ def rejected_tokens(old_logps_BT, rollout_logps_BT, mask_BT, level: str = "seque
     elif statistic == "k3":
         values = torch.expm1(d) - d
     else:
-        p, q = (masked(x.detach(), mask).exp().clamp(1e-6, 1 - 1e-6) for x in (rollout_logps_BT, old_logps_BT))
-        values = (p - q).abs() if statistic == "tv" else p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+        p, q = (masked(x.detach(), mask).exp() for x in (rollout_logps_BT, old_logps_BT))
+        values = (p - q).abs() if statistic == "tv" else binary_kl(p, q)
     values = masked(values, mask)
     if level == "sequence_max":
         values = values.masked_fill(~mask, -torch.inf).amax(-1, keepdim=True)

@@ -71,13 +71,13 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
     lam_alpha: float | None = Field(None, gt=0, title="Length-adaptive lambda", description="Lambda of the policy's advantages is 1 - 1/(lam_alpha * length), at least 0, in place "
                                     "of lam (VAPO: .05, for answers of thousands of tokens; answers of 20 need 1 or more, otherwise it is 0).")
     lam_critic: float | None = Field(None, ge=0, le=1, title="Critic's lambda", description="GAE lambda of the critic's target, where it differs (VAPO 1).")
-    surrogate: Literal["clip", "none", "logp", "stopgrad_ratio", "cispo", "sapo", "vespo", "geo_mean"] | None = Field(
-        None, title="Surrogate", description="Policy loss per token: clipped ratio (PPO), unclipped, REINFORCE's log-prob, or weights that fade smoothly (sapo by token, vespo by sequence), or the geometric mean of a sequence's clipped ratios (geo_mean).")
+    surrogate: Literal["clip", "none", "logp", "stopgrad_ratio", "cispo", "sapo", "vespo", "geo_mean", "dppo_tv", "dppo_kl"] | None = Field(
+        None, title="Surrogate", description="Policy loss per token: clipped ratio (PPO), unclipped, REINFORCE's log-prob, or weights that fade smoothly (sapo by token, vespo by sequence), or the geometric mean of a sequence's clipped ratios (geo_mean); or log-probs without tokens that moved too far, by total variation or KL (dppo_tv, dppo_kl: epsilon is that distance, DPPO .15 and .05).")
     ratio_level: Literal["token", "sequence", "sequence_mean"] | None = Field(
         None, title="Ratio level", description="Ratio per token, product or geometric mean per sequence.")
     epsilon: float | None = Field(None, gt=0, title="Epsilon", description="Lower clip range.")
     epsilon_high: float | None = Field(None, gt=0, title="Epsilon high", description="Upper clip range (DAPO .28).")
-    clip_ratio_c: float | None = Field(None, gt=1, title="Dual clip", description="Bound of the ratio where the advantage is negative (3.0 if on).")
+    clip_ratio_c: float | None = Field(None, gt=1, title="Dual clip", description="Bound of the ratio where the advantage is negative (3.0 if on); of the weights of dppo_tv and dppo_kl (20).")
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = Field(
         None, title="Loss aggregation", description="Aggregation over the whole optimizer step (AGG).")
     loss_scale_factor: float | None = Field(

@@ -172,6 +172,7 @@ def on_policy(path, reference, prompts, folder, change=None, **settings) -> tupl
         if change is not None:
             change(samples, len(seen))
         seen.append({"prompt_ids": [list(s.prompt_ids) for s in samples], "completion_ids": [list(s.ids) for s in samples], "logprobs": [list(s.logps) for s in samples],
+                     "cut": [not s.terminated for s in samples], "greedy": None if groups[0].greedy_sample is None else [g.greedy_sample.total for g in groups],
                      "rewards": [[s.parts[n] for n in sorted(s.weights)] if config.multi_objective_aggregation == "normalize_then_sum" else
                                  None if s.total != s.total else s.total for s in samples]})
         return groups, dropped, metrics

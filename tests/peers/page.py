@@ -1,4 +1,4 @@
-"""The tables of stages/FROM_TRL.md, as settings of both sides."""
+"""The tables of stages/FROM_TRL.md, FROM_VERL.md and FROM_OPENRLHF.md, as settings of both sides."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-PAGE = (Path(__file__).parents[2] / "stages" / "FROM_TRL.md").read_text(encoding="utf-8")
+PAGE, VERL, OPENRLHF = ((Path(__file__).parents[2] / "stages" / f"FROM_{name}.md").read_text(encoding="utf-8") for name in ("TRL", "VERL", "OPENRLHF"))
 
 
 @dataclasses.dataclass
@@ -40,6 +40,15 @@ def rows_of(page: str) -> list[Row]:
             above = line.split()[0].strip("`(,:")
         elif match := re.match(r"\| `([^`]*)`([^|]*)\| `([^`]*)` \| (the same|differs)(.*) \|$", line):
             found.append(Row(f"{section}/{above}", stage, match[1] + match[2].rstrip().replace("`", ""), match[3], match[4] + match[5]))
+    return found
+
+
+def names_of(page: str) -> list[tuple[list[str], list[str], str]]:
+    """(their settings, ours, remark) of the tables that have names and no values, under headings that end in a colon and a stage."""
+    found = []
+    for line in page.splitlines():
+        if match := re.match(r"\| ((?:`[\w.]+`(?:, )?)+) \| ((?:`[\w.]+`(?:, )?)+|) ?\| ?(.*?) ?\|$", line):
+            found.append((re.findall(r"`([\w.]+)`", match[1]), re.findall(r"`([\w.]+)`", match[2]), match[3]))
     return found
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import re
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -18,43 +17,16 @@ pytest.importorskip("trl", minversion="1.16", reason="TRL is in the extra `bench
 pytest.importorskip("datasets")
 
 from tests.peers import our_side, trl_side  # noqa: E402
+from tests.peers.completions import PAIRS, RATE, apart, chat, from_another_engine, uneven  # noqa: E402
 from tests.peers.page import DEFAULTS, PAGE, ROWS, Row  # noqa: E402
 
 # --- the rows that both sides train on -----------------------------------------------------------------------------------
 
-def chat(*turns):
-    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
-
-
 CONVERSATIONS = [{"messages": chat(f"say {'a' * (i % 5)} {i}", "b" * (1 + i % 4) + " x", f"and {i}?", "c" * (1 + i % 3))} for i in range(12)]
 ANSWERS = [{"prompt": chat(f"say {'a' * (i % 7)} {i}"), "completion": chat("", "b" * (1 + i % 5) + " x")[1:]} for i in range(12)]
 TEXTS = [{"text": "the quick brown fox " * (1 + i % 3) + str(i)} for i in range(12)]
-PAIRS = [{"prompt": chat(f"q {i}"), "chosen": chat("", "yes " * (1 + i % 3) + "x")[1:], "rejected": chat("", "no " * (1 + i % 4) + str(i))[1:]} for i in range(12)]
 MARGINS = [{**row, "margin": 0.2 * (i % 4)} for i, row in enumerate(PAIRS)]
 LABELLED = [{"prompt": chat(f"q {i}"), "completion": chat("", "yes " * (1 + i % 3) + "x" + str(i))[1:], "label": i % 3 != 1} for i in range(12)]
-
-
-def uneven(samples, iteration: int) -> None:
-    """Completions of uneven length, half of them ended, with rewards from a table of random numbers."""
-    rng = np.random.default_rng(iteration + 7)
-    for i, sample in enumerate(samples):
-        n = int(rng.integers(1, 9))
-        sample.ids, sample.logps, sample.finish_reason = list(sample.ids[:n]), list(sample.logps[:n]), "length"
-        if i % 2:
-            sample.ids[-1], sample.finish_reason = 2, "eos"
-        sample.total = float(rng.normal())
-        names = sorted(sample.weights)
-        sample.parts = {**sample.parts, **{name: float(rng.normal() * (k + 1)) for k, name in enumerate(names)}}
-
-
-def from_another_engine(samples, iteration: int) -> None:
-    uneven(samples, iteration)
-    rng = np.random.default_rng(iteration + 70)
-    for sample in samples:
-        sample.logps = [float(value + 0.7 * rng.normal()) for value in sample.logps]
-
-
-RATE = 3e-3  # of RL: its rewards are stronger than labels
 
 
 def both(row: Row, models, prompts, folder):
@@ -91,11 +63,6 @@ def both(row: Row, models, prompts, folder):
     run, sampled = our_side.on_policy(policy, other, prompts, folder / "ours", change=from_another_engine if sampler else uneven, **{"learning_rate": RATE, **ours})
     kind = section[:4].lower()
     return run, trl_side.on_policy(kind, policy, other, sampled, folder / "trl", num_generations=4, limit=8, sampler=sampler, **{"learning_rate": RATE, **theirs}), start()
-
-
-def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Distance of two vectors as a share of the second's length."""
-    return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-12))
 
 
 def agree(ours, theirs, start, losses: bool = True) -> None:

@@ -71,7 +71,7 @@ def same(model, objective, items, config, budgets=(30, 45)):
 VARIANTS = {
     "entropy": ("grpo", {"entropy_coef": 0.01, "log_entropy": True}), "kl full": ("grpo", {"kl_estimator": "full"}), "kl k2 weighted": ("grpo", {"kl_estimator": "k2", "kl_is_weighted": True}),
     "group scope": ("dapo", {"token_norm_scope": "group"}), "all sequences count": ("grpo", {"seq_denominator": "all"}), "tis": ("grpo", {"importance_correction": "token_truncate"}),
-    "off-policy mask": ("grpo", {"off_policy_mask_threshold": 0.01, "num_iterations": 2}), "vespo with tis": ("vespo", {"importance_correction": "token_truncate"}),
+    "off-policy mask": ("grpo", {"off_policy_mask_threshold": 0.01, "num_iterations": 2}), "dppo": ("grpo", {"surrogate": "dppo_kl", "epsilon": 0.01}), "vespo with tis": ("vespo", {"importance_correction": "token_truncate"}),
     "shared critic": ("ppo", {"critic_mode": "shared", "cliprange_value": 0.2}), "shared bandit critic": ("ppo", {"critic_mode": "shared", "critic_target": "bandit"}),
     "pretraining mix": ("ppo_ptx", {"ptx_coef": 2.0}), "pretraining by documents": ("ppo_ptx", {"ptx_coef": 2.0, "ptx_agg": "seq-mean-token-sum"}),
 }

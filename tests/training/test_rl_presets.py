@@ -65,7 +65,7 @@ def test_every_preset_trains(tiny, data, spec, text, name):
     rows = list(open_dataset(result["outputs"]["rollouts"]["path"]).iter_rows())
     assert all((r["logp_ref"] is not None) == row.needs_reference and (r["values"] is not None) == row.needs_critic for r in rows)
     assert ("critic" in result["outputs"]) == row.needs_critic
-    assert len(rows) == (result["summary"]["iterations"] * 3 * config["num_generations"])
+    assert len(rows) == result["summary"]["iterations"] * config["prompts_per_step"] * config["num_generations"]
 
 
 # --- the update, computed again in float64 from the rollout dataset, as each paper prints it ---------------------------

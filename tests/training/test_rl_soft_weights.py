@@ -197,6 +197,32 @@ def test_the_geometric_mean_is_the_policy_gradient_on_policy():
     assert torch.allclose(*(torch.autograd.grad(x, logps)[0] for x in (by_mean, plain)), atol=1e-14)
 
 
+@pytest.mark.parametrize("kind, low, high", [("dppo_tv", 0.05, 0.08), ("dppo_kl", 0.01, 0.03)])
+def test_tokens_that_moved_too_far_leave_the_divergence_surrogates(kind, low, high):
+    """DPPO in plain arithmetic: values, gradients, counted tokens; a token that comes back is kept however far it is."""
+    torch.manual_seed(1)
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
+    logps = (-1.5 * torch.rand(4, 4, dtype=torch.float64) - 0.05).requires_grad_()
+    old, A = (logps.detach() + 0.5 * torch.randn(4, 4, dtype=torch.float64)).clamp(max=-0.02), torch.randn(4, 4, dtype=torch.float64)
+    found, sums = policy_loss(torch.where(mask, logps, NAN), torch.where(mask, old, NAN), torch.where(mask, A, NAN), mask, surrogate=kind, epsilon=low, epsilon_high=high, clip_ratio_c=1.3)
+    total, out = 0.0, {"clip_low": 0, "clip_high": 0}
+    for i, t in mask.nonzero().tolist():
+        p, q, a = math.exp(logps[i, t]), math.exp(old[i, t]), float(A[i, t])
+        D = abs(p - q) if kind == "dppo_tv" else q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+        side = "clip_high" if a > 0 and p > q and D > high else "clip_low" if a < 0 and p < q and D > low else None
+        if side:
+            out[side] += 1
+            assert float(found[i, t]) == 0.0
+        else:
+            total = total - min(p / q, 1.3) * a * logps[i, t]
+    assert {k: int(sums[k]) for k in out} == out and all(out.values())
+    assert float(found.sum()) == pytest.approx(float(total))
+    ours, theirs = (torch.autograd.grad(x, logps, retain_graph=True)[0] for x in (found.sum(), total))
+    assert torch.allclose(ours, theirs, atol=1e-12) and not ours[~mask].any()
+    on_policy, plain = (policy_loss(logps, logps.detach(), A, mask, surrogate=s)[0].sum() for s in (kind, "logp"))
+    assert torch.equal(*(torch.autograd.grad(x, logps, retain_graph=True)[0] for x in (on_policy, plain)))
+
+
 def test_group_baselines_by_length_and_by_the_second_best():
     from stages.estimators import group_advantage
 
@@ -292,7 +318,7 @@ def test_the_stage_drops_rejected_tokens_or_gives_them_no_weight(rl):  # noqa: F
     ({"preset": "grpo", "rejection_max": 3.0}, "rejection=sequence_mean"), ({"preset": "grpo", "rejection": "token", "rejection_statistic": "k2", "rejection_min": 0.1}, "rejection_statistic=ratio"),
     ({"preset": "grpo", "rejection": "token", "rejection_min": 3.0}, "rejection_min=0.5"), ({"preset": "topr", "rejection": "token"}, "surrogate"),
     ({"preset": "vespo", "rejection": "token", "rejection_scope": "zero"}, "rejection_scope=drop"), ({"preset": "grpo", "importance_normalise": True}, "importance_correction=token_truncate"),
-    ({"preset": "gmpo", "ratio_level": "sequence"}, "surrogate=clip"), ({"preset": "gmpo", "clip_ratio_c": 3.0}, "surrogate=clip"), ({"preset": "opo", "num_generations": 1}, "num_generations >= 2"),
+    ({"preset": "gmpo", "ratio_level": "sequence"}, "surrogate=clip"), ({"preset": "gmpo", "clip_ratio_c": 3.0}, "surrogate=clip"), ({"preset": "grpo", "surrogate": "dppo_tv", "ratio_level": "sequence"}, "surrogate=clip"), ({"preset": "opo", "num_generations": 1}, "num_generations >= 2"),
     ({"preset": "opo", "num_iterations": 2}, "surrogate=clip"), ({"preset": "opo", "scale_rewards": "group"}, "advantage=group_mean"), ({"preset": "grpo_passk", "scale_rewards": "batch"}, "advantage=group_mean"),
     ({"preset": "otb", "std_eps": 0.1}, "scale_rewards=group"), ({"preset": "opo", "kl_coef": 0.1, "kl_reward_mode": "token_terminal"}, "sequence_sum")])
 def test_what_the_new_axes_do_not_read_is_refused(config, text):
