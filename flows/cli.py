@@ -628,13 +628,15 @@ def compare(
 @app.command(rich_help_panel="Results", epilog=EXIT_CODES)
 def promote(
     model: Annotated[str, typer.Argument(help="The candidate: a model ref or directory.")],
-    input_: Annotated[Optional[list[str]], typer.Option("--input", "-i", metavar="NAME=REF", help="Evidence for the gate, e.g. its evaluation. Repeatable.")] = None,
+    input_: Annotated[Optional[list[str]], typer.Option("--input", "-i", metavar="NAME=REF", help="Evidence for the gate in the place of the model's newest evaluation, e.g. candidate_samples=dataset:NAME@latest; the inputs: posttrain stage promote --keys. Repeatable.")] = None,
     name: Annotated[str, typer.Option(help="Registered name.")] = "policy",
     alias: Annotated[str, typer.Option(help="Alias the winner gets.")] = "champion",
     set_: Sets = None,
     json_: Json = False,
 ) -> None:
     """Put a model through the promotion gate; the decision and its evidence are recorded whatever it is.
+
+    Its newest evaluation is held against the champion's under the same protocol, which is made now where there is none.
 
     Exit code 1 when the gate refuses.
     """

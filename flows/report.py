@@ -294,7 +294,7 @@ def print_result(result: dict[str, Any], state: Path) -> None:
 
 
 def promote(model: str, *, name: str, alias: str, inputs: list[str], sets: list[str]) -> dict[str, Any]:
-    """Put a model through the gate of stage `promote` on its newest evaluation, or on the evidence given as inputs."""
+    """Put a model through the gate of stage `promote` on its newest evaluation and the champion's like it; evidence given as inputs takes their place."""
     from flows.config import build
     from flows.display import Display
     from stages.registry import get_stage
@@ -311,7 +311,7 @@ def promote(model: str, *, name: str, alias: str, inputs: list[str], sets: list[
     settings = build(spec.config, parse_sets(sets))
     with Display() as screen:
         listen = lambda event: screen("promote", event)
-        given = {"candidate": model, **given} if given else evidence(model, name=name, alias=alias, on_event=listen)
+        given = evidence(given.get("candidate", model), name=name, alias=alias, given=given, on_event=listen)
         result = run_stage("promote", given, settings, on_event=listen)
     return conclude(given["candidate"], result.paths["decision"], name=name, alias=alias)
 

@@ -603,8 +603,8 @@ def report(stage, rows, matrix, correct, chosen, duplicates: int) -> None:
         "failed": sum(r["drop_reason"] == "engine_error" for r in rows), "empty": sum(r["drop_reason"] == "empty" for r in rows), "duplicates": duplicates,
         "prompts_covered": len({i // width for i in chosen}), "reward/mean": float(np.nanmean(flat)) if valid.any() else None,
         "reward/best": float(np.nanmax(matrix[valid.any(axis=1)], axis=1).mean()) if valid.any() else None,
-        "reward/selected": float(np.mean([flat[i] for i in chosen])) if chosen else None, "length/mean": float(lengths.mean()),
-        "length/selected": float(lengths[is_picked].mean()) if chosen else None}
+        "reward/selected": float(np.mean([flat[i] for i in chosen])) if chosen else None, "characters/mean": float(lengths.mean()),
+        "characters/selected": float(lengths[is_picked].mean()) if chosen else None}
     texts: dict[int, list[list[str]]] = {}
     for row in rows:
         texts.setdefault(row["prompt_idx"], []).append(row["completion"][0]["content"].split())

@@ -5,6 +5,8 @@ The `promote` stage decides and changes nothing; this module acts on its decisio
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from stages.spec import ConfigError
@@ -46,30 +48,38 @@ def evaluations_of(digest: str) -> list[dict[str, Any]]:
             if record["stage"] == "evaluate" and record["inputs"].get("model", {}).get("digest") == digest and not records.problems(record)]
 
 
-def evidence(candidate: str, *, name: str, alias: str, seed: int = 0, on_event=None) -> dict[str, str]:
+def evidence(candidate: str, *, name: str, alias: str, given: Mapping[str, str] = MappingProxyType({}), seed: int = 0, on_event=None) -> dict[str, str]:
     """Inputs of the `promote` stage for a model: its newest evaluation, and the champion's under the same protocol and by the same
     reward model, judge and reference (made now if there is none).
 
-    Raises ConfigError when the candidate was never evaluated on prompts.
+    given: inputs that are taken as they are, ``{input: ref}``; the rest is found for them, so that no champion is passed over because evidence was named.
+
+    Raises ConfigError when the candidate was never evaluated on prompts, or nothing is known of the evaluation that was given and there is a champion.
     """
     from tasks.run import run_stage
 
     found = store.resolve(candidate, "model")
-    judged = [record for record in evaluations_of(found.digest) if "prompts" in record["inputs"]]
-    if not judged:
-        raise ConfigError(f"{candidate} has no evaluation yet, so there is no evidence; run: posttrain stage evaluate "
-                          f"--input model={candidate} --input prompts=REF_OR_PATH")
-    mine = judged[0]
-    inputs = {"candidate": found.ref, **outputs(mine, "candidate")}
+    if "candidate_samples" in given:
+        judged = [record for record in records.makers_of(store.resolve(given["candidate_samples"], "dataset").digest) if record["stage"] == "evaluate"]
+    else:
+        judged = [record for record in evaluations_of(found.digest) if "prompts" in record["inputs"]]
+        if not judged:
+            raise ConfigError(f"{candidate} has no evaluation yet, so there is no evidence; run: posttrain stage evaluate "
+                              f"--input model={candidate} --input prompts=REF_OR_PATH")
+    inputs = {"candidate": found.ref, **(outputs(judged[0], "candidate") if judged else {}), **given}
     office = champion(name, alias)
-    if office is None or store.resolve(office, "model").digest == found.digest:
+    if office is None or store.resolve(office, "model").digest == found.digest or {"champion_samples", "champion_scores"} <= inputs.keys():
         return inputs
+    if not judged:
+        raise ConfigError(f"{given['candidate_samples']} was not made by stage evaluate of this store, so the champion cannot be evaluated likewise; give champion={office}, champion_samples=REF "
+                          f"and champion_scores=REF too, or another --name or --alias than {name}@{alias}")
+    mine = judged[0]
     same = [record for record in evaluations_of(store.resolve(office, "model").digest) if _measured(record) == _measured(mine)]
     if same:
-        return {**inputs, "champion": office, **outputs(same[0], "champion")}
+        return {"champion": office, **outputs(same[0], "champion"), **inputs}
     others = {key: given["ref"] for key, given in mine["inputs"].items() if key != "model"}
     result = run_stage("evaluate", {**others, "model": office}, mine["config"], seed=mine["seed"], on_event=on_event)
-    return {**inputs, "champion": office, "champion_samples": result.outputs["samples"], "champion_scores": result.outputs["scores"]}
+    return {"champion": office, "champion_samples": result.outputs["samples"], "champion_scores": result.outputs["scores"], **inputs}
 
 
 def _measured(record: dict[str, Any]) -> tuple:

@@ -169,6 +169,13 @@ def test_the_champions_evaluation_by_another_reward_model_is_no_evidence(monkeyp
     found = promotion.evidence("new", name="policy", alias="champion")
     assert found["champion_samples"] == ("anew" if anew else "office by rm: samples")
     assert asked == ([{"prompts": "p", "reward_model": "rm", "model": "office"}] if anew else [])
+    monkeypatch.setattr(promotion.records, "makers_of", lambda digest: [{**made("new", "rm"), "stage": "evaluate"}] if digest == "mine" else [])
+    named = promotion.evidence("new", name="policy", alias="champion", given={"candidate_samples": "mine", "candidate_scores": "my scores"})
+    assert named == {**found, "candidate_samples": "mine", "candidate_scores": "my scores"}, "evidence that is named passes over no champion"
+    with pytest.raises(ConfigError, match="foreign was not made by stage evaluate of this store.*champion_samples=REF"):
+        promotion.evidence("new", name="policy", alias="champion", given={"candidate_samples": "foreign", "candidate_scores": "x"})
+    whole = {f"{side}_{what}": what for side in ("candidate", "champion") for what in ("samples", "scores")}
+    assert promotion.evidence("new", name="policy", alias="champion", given={**whole, "champion": "office"}) == {"candidate": "new", "champion": "office", **whole}
 
 
 def test_posttrain_compare_leaves_out_what_different_scorers_measured(monkeypatch):

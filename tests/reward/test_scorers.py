@@ -650,3 +650,60 @@ def test_a_scorer_that_counts_words_is_found_out():
     noise = Told()
     warn_about(noise, {"accuracy": 1.0, "pairs": 2.0, "chosen_longer_share": 0.25, "ece": 0.43, "score_length_correlation_within_prompt": -0.99})
     assert set(noise.warned) == {"few_held_out_rows"}, "of two pairs nothing is said of the model"
+
+
+def test_one_reward_model_gives_one_score_in_best_of_n_in_rl_in_evaluation_and_as_a_judge(tiny, train, tmp_path):
+    """Each stage against transformers' own AutoModelForSequenceClassification (which knows no calibration) on the ids that it stored; the judge's opinion is sigma of the difference."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    from stages.evaluation.scores import records_of
+    from storage.datasets import open_dataset
+
+    oracle, renderer, bias = AutoModelForSequenceClassification.from_pretrained(tiny["reward"]).eval(), renderer_for(tiny["policy"]), 0.5
+
+    @torch.no_grad()
+    def score(ids):
+        return oracle(torch.tensor([list(ids)])).logits.item() + bias
+
+    def of_text(prompt, text):
+        start, ids, mask = renderer.completion_ids(prompt, assistant(text))
+        return score(start + ids[:max(i for i, m in enumerate(mask) if m) + 1])
+
+    end = renderer.turn_end_id
+    sampling = {"max_completion_length": 24, "logit_bias": {end: 4.0}, "rewards": [{"name": "rm", "kind": "model"}]}
+    given = {"model": tiny["policy"], "reward_model": tiny["reward"]}
+
+    def outputs(stage, config, inputs):
+        train(stage, config, inputs, stage)
+        return {path.name: open_dataset(path) for path in (tmp_path / stage / "out").iterdir() if (path / "manifest.json").exists()}
+
+    sampled = [row for row in outputs("rejection", {**sampling, "num_generations": 3, "split": "test"}, {**given, "prompts": tiny["prompts"]})["candidates"].iter_rows() if row["drop_reason"] is None]
+    assert len(sampled) > 20
+    for row in sampled:
+        ids = json.loads(row["extra_json"])["completion_ids"]
+        assert row["reward"] == pytest.approx(score(renderer.prompt_ids(row["prompt"]) + ids), abs=1e-4)
+    trained = list(outputs("rl", {**sampling, "preset": "ppo", "split": "test", "max_steps": 1, "prompts_per_step": 8, "num_generations": 3, "kl_coef": 0.0}, {**given, "data": tiny["prompts"]})["rollouts"].iter_rows())
+    ended = [row for row in trained if row["terminated"] and len(row["completion_ids"]) > 1]  # an empty answer is not shown to the model
+    assert len(ended) > 10
+    for row in ended:
+        assert row["reward"] == pytest.approx(score([*row["prompt_ids"], *row["completion_ids"]]), abs=1e-4)
+        states = oracle.model(torch.tensor([[*row["prompt_ids"], *row["completion_ids"]]]))[0][0] @ oracle.score.weight.T
+        assert np.allclose(row["values"], states[len(row["prompt_ids"]) - 1:-1, 0].detach().numpy() + bias, atol=1e-4), "a critic that starts as the reward model says what it says of every prefix"
+    for name, seed in (("old", 1), ("new", 2)):
+        train("evaluate", {**sampling, "rewards": [{"kind": "verifier"}], "num_samples": 1}, {**given, "model": tiny["policy" if seed == 1 else "other"], "prompts": tiny["prompts"]}, name)
+    prompts = {row["prompt_id"]: row["prompt"] for row in open_dataset(tiny["prompts"]).iter_rows()}
+    items = {row["row_id"]: row["prompt_id"] for row in open_dataset(tiny["prompts"]).iter_rows()}
+    answers = {name: {items[r["item_id"]]: r for r in records_of(open_dataset(tmp_path / name / "out" / "samples").iter_rows()) if r["mode"] == "sample" and r["finish"] == "eos"} for name in ("old", "new")}
+    own = {name: {item: of_text(prompts[item], r["output"]) for item, r in found.items()} for name, found in answers.items()}
+    assert min(map(len, answers.values())) > 8
+    battles = list(outputs("win_rate", {"baseline": "old", "answers": "sample"}, {"answers.new": str(tmp_path / "new" / "out" / "samples"), "answers.old": str(tmp_path / "old" / "out" / "samples"),
+                                                                                   "prompts": tiny["prompts"], "reward_model": tiny["reward"]})["battles"].iter_rows())
+    met = 0
+    for battle in battles:
+        prompt = battle["prompt_id"]
+        if all(prompt in own[name] and answers[name][prompt]["output"].strip() for name in own):
+            margin = own["new"][prompt] - own["old"][prompt]
+            assert json.loads(battle["extra_json"])["p_a"] == pytest.approx(1 / (1 + math.exp(margin if battle["model_a"] == "old" else -margin)), abs=1e-4)
+            met += 1
+    assert met > 4
