@@ -1,5 +1,6 @@
 """Figures are deterministic PNG bytes; Markdown keeps hostile text harmless."""
 
+import io
 import sys
 
 import pytest
@@ -23,6 +24,40 @@ FIGURES = {
 def test_figures_are_png_and_repeatable(name):
     first = FIGURES[name]()
     assert first.startswith(b"\x89PNG") and first == FIGURES[name]()
+
+
+CURVES = [
+    {"series": {"x": ([1], [1.0])}, "title": "one point"},
+    {"series": {"x": ([10, 2000, 300000], [-12345.6, 7.0, None])}, "title": "wide numbers", "ylabel": "x"},
+    {"series": {"x": ([1, 2, 3], [1e-9, 2e-9, 4e-9])}, "title": "an exponent", "ylabel": "x"},
+    {"series": {"x": ([1, 2, 3], [0.1, 0.2, 0.4]), "y": ([1, 3], [0.3, 0.3])}, "title": "two of them", "bands": {"x": ([0, 0, 0], [1, 1, 1])}, "dashed": {"y": "x"}},
+    {"series": {"x": ([1, 2, 4], [0.1, 0.2, 0.4])}, "title": "powers of two", "log_x": True, "markers": True},
+    {"series": {"x": ([1, 2], [None, float("nan")])}, "title": "gaps"},
+    {"series": {}, "title": "nothing"},
+]
+
+
+def test_a_chart_does_not_depend_on_the_ones_drawn_before(monkeypatch):
+    alone = []
+    for curve in CURVES:
+        monkeypatch.setattr(reports, "_sheets", [])
+        alone.append(reports.line_chart(**curve))
+    for before in CURVES:
+        for curve, expected in zip(CURVES, alone):
+            reports.line_chart(**before)
+            assert reports.line_chart(**curve) == expected, (before["title"], curve["title"])
+
+
+def test_nothing_is_cut_off_at_the_edge():
+    from PIL import Image
+
+    charts = [*(reports.line_chart(**curve) for curve in CURVES), *(make() for make in FIGURES.values()),
+              reports.path_chart({"by step": ([1e-4, 2.0], [-1.0, 5000.0], [1, 12345])}, title="t", xlabel="x", ylabel="y")]
+    for png in charts:
+        image = Image.open(io.BytesIO(png)).convert("L")
+        width, height = image.size
+        frame = [(0, 0, width, 2), (0, height - 2, width, height), (0, 0, 2, height), (width - 2, 0, width, height)]
+        assert [image.crop(edge).getextrema() for edge in frame] == [(255, 255)] * 4
 
 
 def test_calibration_bins():
