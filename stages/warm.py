@@ -57,11 +57,17 @@ def forks() -> bool:
 
 def load(stop: Callable[[], bool] = lambda: False) -> None:
     """Import the libraries, until ``stop()``."""
-    for name in LIBRARIES:
-        if stop():
-            return
-        with contextlib.suppress(Exception):  # the stage that needs it will say what is wrong with it
-            importlib.import_module(name)
+    collecting = gc.isenabled()
+    gc.disable()  # a quarter of the time: what an import makes stays, and every collection looks at all of it
+    try:
+        for name in LIBRARIES:
+            if stop():
+                return
+            with contextlib.suppress(Exception):  # the stage that needs it will say what is wrong with it
+                importlib.import_module(name)
+    finally:
+        if collecting:
+            gc.enable()
 
 
 @contextlib.contextmanager
