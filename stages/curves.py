@@ -45,7 +45,10 @@ def metric_rows(file: Path) -> list[dict]:
 
 
 def training_report(stage, title: str, summary: dict, *blocks) -> None:
-    """Figures of the logged curves and one markdown page with the final numbers and the warnings; ``blocks`` are further parts of the page."""
+    """Figures of the logged curves and one markdown page with the final numbers and the warnings; ``blocks`` are further parts of the page.
+    One rank draws them."""
+    if stage.rank != 0:
+        return
     from stages.reports import document, facts, metric_curves
 
     rows = logged_metrics(stage)

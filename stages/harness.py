@@ -513,7 +513,7 @@ def execute(spec: dict[str, Any], emit: Callable[[dict[str, Any]], None] | None 
 
 def die_with_parent(parent: int) -> None:
     """End this process when process ``parent`` ends: the kernel's signal where there is one, and a watching thread anyway
-    (the kernel's signal belongs to the parent's *thread*, and ranks of torchrun have another parent)."""
+    (the kernel's signal belongs to the parent's *thread*)."""
     if sys.platform == "linux":
         with contextlib.suppress(Exception):
             ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -529,6 +529,12 @@ def die_with_parent(parent: int) -> None:
             time.sleep(0.25)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def _die_with_task() -> None:
+    parent = os.environ.get("POSTTRAIN_PARENT_PID")
+    if parent:
+        die_with_parent(int(parent))
 
 
 def _exists(pid: int) -> bool:
@@ -552,15 +558,13 @@ def _kill_children() -> None:
 
 def main(spec_path: str) -> int:
     """``python -m stages SPEC.json``: run one stage, events on stdout, everything else on stderr. Returns the exit code."""
-    parent = os.environ.get("POSTTRAIN_PARENT_PID")
-    if parent:
-        die_with_parent(int(parent))
     signal.signal(signal.SIGTERM, _on_sigterm)
     spec = read_json(spec_path)
     spec.setdefault("workdir", str(Path(spec_path).with_suffix(".work")))
     devices = int(spec.get("devices") or 1)
     if devices > 1 and "RANK" not in os.environ:
-        return _launch_ranks(spec_path, devices, Path(spec["workdir"]))
+        return _launch_ranks(spec_path, spec["stage"], devices, Path(spec["workdir"]))
+    _die_with_task()
     emit = _line_emitter()
     failed = emit
     if "RANK" in os.environ:
@@ -598,39 +602,37 @@ def refused_by_us(error: Exception) -> bool:
     return PROJECT_ROOT in path.parents and "site-packages" not in path.parts and "raise " in linecache.getline(str(path), line)
 
 
-def _launch_ranks(spec_path: str, devices: int, workdir: Path) -> int:
-    """Run the stage's ranks under torchrun; when one fails the others are ended, and the error told is that of the first to fail."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
+def _launch_ranks(spec_path: str, stage: str, devices: int, workdir: Path) -> int:
+    """Run the stage's ranks; when one fails the others are ended, and the error told is that of the first to fail."""
+    from stages.launch import launch
 
     for left in workdir.glob("error-rank*.json"):
         left.unlink()
-    error = None
+    error, code = None, 1
     try:
-        torchrun(["--standalone", f"--nproc-per-node={devices}", "-m", "stages", spec_path])
-        return 0
-    except SystemExit as exit_:
-        return int(exit_.code or 0)
-    except ChildFailedError as failed:
-        killed = {rank: f.exitcode for rank, f in failed.failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM}
+        failed = launch(spec_path, stage, devices, main, started=_die_with_task)
+        if not failed:
+            return 0
+        killed = [(rank, number) for rank, number in failed.items() if number < 0 and -number != signal.SIGTERM]
         told = [e for e in (read_json(p, None) for p in workdir.glob("error-rank*.json")) if e and e["type"] != "Terminated"]
-        first = [k for k in killed.items() if -k[1] != signal.SIGABRT] or ([] if told else [*killed.items()])  # a broken connection may abort the others
-        if first:
-            rank, code = first[0]
+        first = [k for k in killed if -k[1] != signal.SIGABRT] or ([] if told else killed)  # a broken connection may abort the others
+        if first or not told:
+            rank, number = (first or [*failed.items()])[0]
+            how = f"was ended by {signal.Signals(-number).name}" if number < 0 else f"ended with status {number} and no error message"
             error = {"event": "error", "type": "RankDied", "traceback": "",
-                     "message": f"rank {rank} of {devices} was ended by {signal.Signals(-code).name}, and the others with it"
-                                + ("; the kernel does that when memory runs out: lower max_tokens_per_micro_batch" if -code == signal.SIGKILL else "")}
-        elif told:
+                     "message": f"rank {rank} of {devices} {how}, and the others with it"
+                                + ("; the kernel does that when memory runs out: lower max_tokens_per_micro_batch" if -number == signal.SIGKILL else "")}
+        else:
             error = min(told, key=lambda e: e.pop("time"))
-        code = 2 if error and error["type"] == "ConfigError" else 1
-    except (SignalException, Terminated):
+        code = 2 if error["type"] == "ConfigError" else 1
+    except (Terminated, KeyboardInterrupt):
         error, code = {"event": "error", "type": "Terminated", "message": "the stage was asked to stop", "traceback": ""}, 128 + signal.SIGTERM
-    except Exception as failed:
-        error, code = {"event": "error", "type": type(failed).__name__, "message": str(failed), "traceback": traceback.format_exc()[-4000:]}, 1
-    if error:
-        _line_emitter()(error)
-        print(f"{error['type']}: {error['message']}", file=sys.stderr, flush=True)
+    except ConfigError as failure:
+        error, code = {"event": "error", "type": "ConfigError", "message": str(failure), "traceback": ""}, 2
+    except Exception as failure:
+        error = {"event": "error", "type": type(failure).__name__, "message": str(failure), "traceback": traceback.format_exc()[-4000:]}
+    _line_emitter()(error)
+    print(f"{error['type']}: {error['message']}", file=sys.stderr, flush=True)
     return code
 
 

@@ -1,6 +1,6 @@
 """The processes that train one model together: who this one is, and exact sums over all of them.
 
-A stage that runs on several devices is started once per device under torchrun. Every rank reads the same rows and plans the same
+A stage that runs on several devices is started once per device (`stages/launch.py`). Every rank reads the same rows and plans the same
 micro-batches; each computes its share, and gradients, losses and metrics are summed over ranks before anything is divided
 (`stages.training`). So the number of ranks changes a result only by the rounding of one sum. With one process all of this is free.
 """
@@ -29,7 +29,7 @@ def world_size() -> int:
 
 
 def connect(device: str = "cpu") -> int:
-    """Join the process group named by torchrun's environment (gloo on the CPU, NCCL on CUDA); returns the number of ranks."""
+    """Join the process group named by the environment, which is torchrun's (gloo on the CPU, NCCL on CUDA); returns the number of ranks."""
     size = world_size()
     if size > 1 and not dist.is_initialized():
         if device.startswith("cuda"):

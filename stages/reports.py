@@ -6,22 +6,25 @@ same file. matplotlib is imported inside the figure functions only.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 INK, GRID = "#22223b", "#d9dce3"
 PALETTE = ("#3366aa", "#dd8833", "#338855", "#aa3355", "#7755aa", "#228899", "#887722", "#666677")
 REPORT_LIMIT = 240
+DPI = 110
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
 
-def _axes(title: str, xlabel: str, ylabel: str, size: tuple[float, float] = (6.4, 3.8)):
+def _axes(title: str, xlabel: str, ylabel: str, size: tuple[float, float] = (6.4, 3.8), layout: str | None = None):
+    """(figure, axes). layout: "constrained" for a chart that :func:`_place` does not know how to place."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=size, dpi=110, layout="constrained", facecolor="white")
+    figure = Figure(figsize=size, dpi=DPI, layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.set_title(title, fontsize=11, color=INK, loc="left")
@@ -36,9 +39,53 @@ def _axes(title: str, xlabel: str, ylabel: str, size: tuple[float, float] = (6.4
     return figure, axes
 
 
+_sheets: list = []
+
+
+@contextlib.contextmanager
+def _sheet(fresh: bool = False) -> Iterator[tuple]:
+    """(figure, axes) of an upright chart, empty. It is used again for the next one, since the ticks take longer to make than the rest of a chart; fresh: not."""
+    figure, axes = _sheets.pop() if _sheets and not fresh else _axes("", "", "")
+    yield figure, axes
+    if not fresh:
+        for artist in (*axes.lines, *axes.collections, *axes.patches, *axes.texts, *filter(None, [axes.get_legend()])):
+            artist.remove()
+        axes.relim()
+        axes.set(xlim=(0, 1), ylim=(0, 1), autoscale_on=True)
+        _sheets.append((figure, axes))
+
+
+def _place(figure, axes, title: str, turned: float = 0.0) -> None:
+    """Margins, title and names of the axes of a chart, by the length of its tick labels. The constrained layout draws everything several times to
+    measure it, and a stage ends with a dozen charts. turned: degrees by which the labels of the x axis are."""
+    width, height = figure.get_size_inches()
+    letter, longest, exponent = 5.4 / 72, [], ""  # inches: the widest digit or sign at 8 points
+    for axis in (axes.xaxis, axes.yaxis):
+        form = axis.get_major_formatter()
+        longest.append(letter * max(map(len, form.format_ticks(axis.get_majorticklocs())), default=0))
+        exponent = form.get_offset()  # "1e-6", above the y axis
+    lowest, highest = axes.get_xlim()
+    at = [(axes.transScale + axes.transLimits).transform((tick, 1.0))[0] for tick in axes.xaxis.get_majorticklocs() if lowest <= tick <= highest]  # 0 to 1, left to right
+    name, above, over = (0.2 if axes.get_ylabel() else 0.06), 0.15 if exponent else 0.0, longest[0] / 2
+    left = min(name + longest[1] + 0.12, width / 2)
+    room = width - left - 0.12
+    left = min(max(left, over - min(at, default=0.5) * room), width / 2)
+    right = max(width - max(0.12, over - (1 - max(at, default=0.5)) * room), left + width / 4)
+    high = height - 0.32 - above
+    low = min((0.48 if axes.get_xlabel() else 0.3) + longest[0] * math.sin(math.radians(turned)), high / 2)
+    figure.subplots_adjust(left / width, low / height, right / width, high / height)
+    axes.set_title(title, fontsize=11, color=INK, loc="left", y=1.0, pad=6 + 72 * above)
+    axes.xaxis.set_label_coords((left + right) / 2 / width, 0.24 / height, figure.transFigure)
+    axes.yaxis.set_label_coords(0.19 / width, (low + high) / 2 / height, figure.transFigure)
+
+
 def _png(figure) -> bytes:
+    from PIL import Image
+
+    figure.canvas.draw()
+    drawn = Image.frombuffer("RGBA", figure.canvas.get_width_height(), figure.canvas.buffer_rgba(), "raw", "RGBA", 0, 1).convert("RGB")
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
+    drawn.save(buffer, "png", dpi=(DPI, DPI))
     return buffer.getvalue()
 
 
@@ -55,25 +102,28 @@ def line_chart(
 
     dashed: {name: another name}, drawn dashed in the other's colour.
     """
-    figure, axes = _axes(title, xlabel, ylabel)
     dashed = dashed or {}
     solid = [name for name in series if name not in dashed]
-    for name, (x, y) in series.items():
-        colour = PALETTE[solid.index(dashed.get(name, name)) % len(PALETTE)]
-        values = [math.nan if value is None else float(value) for value in y]
-        axes.plot(list(x), values, color=colour, linewidth=1.5, marker="o" if markers or len(values) == 1 else None,
-                  markersize=3.5, label=name, linestyle="--" if name in dashed else "-")
-        if bands and name in bands:
-            low, high = bands[name]
-            axes.fill_between(list(x), list(low), list(high), color=colour, alpha=0.16, linewidth=0)
-    if log_x:
-        ticks = sorted({float(point) for x, _ in series.values() for point in x})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.minorticks_off()
-    if len(series) > 1:
-        axes.legend(fontsize=8, frameon=False)
-    return _png(figure)
+    with _sheet(log_x) as (figure, axes):
+        axes.set_xlabel(xlabel)
+        axes.set_ylabel(ylabel)
+        for name, (x, y) in series.items():
+            colour = PALETTE[solid.index(dashed.get(name, name)) % len(PALETTE)]
+            values = [math.nan if value is None else float(value) for value in y]
+            axes.plot(list(x), values, color=colour, linewidth=1.5, marker="o" if markers or len(values) == 1 else None,
+                      markersize=3.5, label=name, linestyle="--" if name in dashed else "-")
+            if bands and name in bands:
+                low, high = bands[name]
+                axes.fill_between(list(x), list(low), list(high), color=colour, alpha=0.16, linewidth=0)
+        if log_x:
+            ticks = sorted({float(point) for x, _ in series.values() for point in x})
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axes.minorticks_off()
+        if len(series) > 1:
+            axes.legend(fontsize=8, frameon=False)
+        _place(figure, axes, title)
+        return _png(figure)
 
 
 def metric_curves(rows: Sequence[Mapping], names: Sequence[str], *, title: str, x: str = "step", ylabel: str = "") -> bytes:
@@ -89,27 +139,31 @@ def metric_curves(rows: Sequence[Mapping], names: Sequence[str], *, title: str, 
 
 def histogram(groups: Mapping[str, Sequence[float | None]], *, title: str, xlabel: str, bins: int = 30, ylabel: str = "share") -> bytes:
     """Overlaid histograms on common bins, each normalised to 1 (before/after comparisons); dashed line at the mean."""
-    figure, axes = _axes(title, xlabel, ylabel)
+    import numpy as np
+
     cleaned = {name: _finite(values) for name, values in groups.items()}
     pooled = [value for values in cleaned.values() for value in values]
-    if pooled:
-        low, high = min(pooled), max(pooled)
-        if low == high:
-            low, high = low - 0.5, high + 0.5
-        elif all(value == int(value) for value in pooled) and high - low < bins:
-            low, high, bins = low - 0.5, high + 0.5, int(high - low) + 1  # whole numbers: one bar each
-        edges = [low + (high - low) * i / bins for i in range(bins + 1)]
-        for index, (name, values) in enumerate(cleaned.items()):
-            if not values:
-                continue
-            colour = PALETTE[index % len(PALETTE)]
-            axes.hist(values, bins=edges, weights=[1.0 / len(values)] * len(values), color=colour, alpha=0.5,
-                      label=f"{name} (n={len(values)}, mean {sum(values) / len(values):.3g})")
-            axes.axvline(sum(values) / len(values), color=colour, linewidth=1.2, linestyle="--")
-        axes.legend(fontsize=8, frameon=False)
-    else:
-        axes.text(0.5, 0.5, "no values", ha="center", va="center", transform=axes.transAxes, color=INK)
-    return _png(figure)
+    with _sheet() as (figure, axes):
+        axes.set_xlabel(xlabel)
+        axes.set_ylabel(ylabel)
+        if pooled:
+            low, high = min(pooled), max(pooled)
+            if low == high:
+                low, high = low - 0.5, high + 0.5
+            elif all(value == int(value) for value in pooled) and high - low < bins:
+                low, high, bins = low - 0.5, high + 0.5, int(high - low) + 1  # whole numbers: one bar each
+            edges = [low + (high - low) * i / bins for i in range(bins + 1)]
+            for index, (name, values) in enumerate(cleaned.items()):
+                if not values:
+                    continue
+                colour = PALETTE[index % len(PALETTE)]
+                axes.stairs(np.histogram(values, edges)[0] / len(values), edges, fill=True, color=colour, alpha=0.5, label=f"{name} (n={len(values)}, mean {sum(values) / len(values):.3g})")
+                axes.axvline(sum(values) / len(values), color=colour, linewidth=1.2, linestyle="--")
+            axes.legend(fontsize=8, frameon=False)
+        else:
+            axes.text(0.5, 0.5, "no values", ha="center", va="center", transform=axes.transAxes, color=INK)
+        _place(figure, axes, title)
+        return _png(figure)
 
 
 def calibration_diagram(confidence: Sequence[float], correct: Sequence[float], *, title: str, bins: int = 10, low: float = 0.5) -> bytes:
@@ -125,6 +179,7 @@ def calibration_diagram(confidence: Sequence[float], correct: Sequence[float], *
     axes.set_xlim(low - 0.02, 1.02)
     axes.set_ylim(-0.02, 1.02)
     axes.legend(fontsize=8, frameon=False, loc="lower right")
+    _place(figure, axes, title)
     return _png(figure)
 
 
@@ -155,14 +210,16 @@ def bar_chart(rows: Sequence[Mapping], *, title: str, ylabel: str, label: str = 
     """Bars with error bars from rows ``{label, value, low, high}``; bounds may be absent. None values are skipped."""
     figure, axes = _axes(title, "", ylabel, (max(4.8, 0.9 * len(rows) + 1.6), 3.8))
     kept = [row for row in rows if row.get(value) is not None]
+    turned = 20 if len(kept) > 5 else 0
     for index, row in enumerate(kept):
         axes.bar(index, row[value], color=PALETTE[index % len(PALETTE)], width=0.66, alpha=0.85)
         if row.get(low) is not None and row.get(high) is not None:
             axes.errorbar(index, row[value], yerr=[[max(0.0, row[value] - row[low])], [max(0.0, row[high] - row[value])]],
                           color=INK, capsize=3, linewidth=1.1)
         axes.annotate(f"{row[value]:.3g}", (index, row[value]), textcoords="offset points", xytext=(9, 3), fontsize=8, color=INK)
-    axes.set_xticks(range(len(kept)), [str(row[label]) for row in kept], rotation=20 if len(kept) > 5 else 0)
+    axes.set_xticks(range(len(kept)), [str(row[label]) for row in kept], rotation=turned)
     axes.grid(False, axis="x")
+    _place(figure, axes, title, turned)
     return _png(figure)
 
 
@@ -194,7 +251,7 @@ def small_multiples(panels: Mapping[str, Mapping[str, tuple[Sequence[float], Seq
 
 def path_chart(paths: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[int]]], *, title: str, xlabel: str, ylabel: str, diagonal: bool = False) -> bytes:
     """Paths ``{name: (x, y, step)}`` of a run through a plane, their first and last step named; ``diagonal`` adds the line y = x."""
-    figure, axes = _axes(title, xlabel, ylabel)
+    figure, axes = _axes(title, xlabel, ylabel, layout="constrained")
     for index, (name, (x, y, steps)) in enumerate(paths.items()):
         colour = PALETTE[index % len(PALETTE)]
         axes.plot(list(x), list(y), color=colour, linewidth=1.0, alpha=0.55, marker="o", markersize=3, label=name)
@@ -212,15 +269,18 @@ def path_chart(paths: Mapping[str, tuple[Sequence[float], Sequence[float], Seque
 
 def scatter(x: Sequence[float], y: Sequence[float], *, title: str, xlabel: str, ylabel: str) -> bytes:
     """One dot per row, with the least-squares line where x varies."""
-    figure, axes = _axes(title, xlabel, ylabel)
-    axes.scatter(list(x), list(y), s=8, alpha=0.4, color=PALETTE[0], linewidths=0)
-    n = len(x)
-    if n > 1 and max(x) > min(x):
-        mean_x, mean_y = sum(x) / n, sum(y) / n
-        slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / sum((a - mean_x) ** 2 for a in x)
-        ends = [min(x), max(x)]
-        axes.plot(ends, [mean_y + slope * (end - mean_x) for end in ends], color=PALETTE[1], linewidth=1.4)
-    return _png(figure)
+    with _sheet() as (figure, axes):
+        axes.set_xlabel(xlabel)
+        axes.set_ylabel(ylabel)
+        axes.scatter(list(x), list(y), s=8, alpha=0.4, color=PALETTE[0], linewidths=0)
+        n = len(x)
+        if n > 1 and max(x) > min(x):
+            mean_x, mean_y = sum(x) / n, sum(y) / n
+            slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / sum((a - mean_x) ** 2 for a in x)
+            ends = [min(x), max(x)]
+            axes.plot(ends, [mean_y + slope * (end - mean_x) for end in ends], color=PALETTE[1], linewidth=1.4)
+        _place(figure, axes, title)
+        return _png(figure)
 
 
 # -- text and Markdown --------------------------------------------------------------------------------------------------

@@ -296,6 +296,8 @@ def judge_steps(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
 
 
 def report_pairs(stage, split, margin, scores, lengths, confidence, terciles) -> None:
+    if stage.rank != 0:  # one rank draws
+        return
     from stages.reports import calibration_diagram, scatter
 
     stage.report(f"calibration-{split}", png=calibration_diagram(*confidence, title=f"Reward model calibration ({split})"))

@@ -86,7 +86,9 @@ def figures(rows: Sequence[dict], components: Sequence[str], title: str) -> dict
 
 
 def rl_report(stage, title: str, summary: dict, decode: Callable[..., str]) -> None:
-    """All curves and plots of an RL stage, its samples as a table, and the page that sums it up."""
+    """All curves and plots of an RL stage, its samples as a table, and the page that sums it up. One rank draws them."""
+    if stage.rank != 0:
+        return
     from stages import reports
     from stages.curves import logged_metrics, training_report
     from stages.evaluation.scores import records_of

@@ -6,7 +6,7 @@ Supervised tuning, reward models, direct alignment and RL differ in two plain ob
 * a **source** yields the items of each optimizer step (a shuffled dataset, or rollouts generated on the spot).
 
 The step divides once, by the counts of the whole optimizer step over all micro-batches and ranks. So micro-batch size,
-order, gradient accumulation and the number of ranks cannot change the result (row ``AGG`` of ``tests/methods.yaml``). Under torchrun
+order, gradient accumulation and the number of ranks cannot change the result (row ``AGG`` of ``tests/methods.yaml``). On several devices
 every rank plans the same micro-batches and computes its share of them (:mod:`stages.ranks`).
 
 Killed at any instant, the next run continues from the last checkpoint and computes the same bytes: the state is

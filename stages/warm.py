@@ -28,7 +28,7 @@ import signal
 import socket
 import sys
 import time
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 #: What nearly every stage that trains or samples imports. None of it starts a thread that a fork would lose.
 LIBRARIES = (
@@ -41,27 +41,65 @@ LIBRARIES = (
 def main(descriptor: int) -> int:
     """Import the libraries, then serve; the exit code, also of every forked stage."""
     channel = socket.socket(fileno=descriptor)
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking whether there is a GPU must not open one: a fork could not use it
-    for name in LIBRARIES:
-        if select.select([channel], [], [], 0)[0] and not channel.recv(1, socket.MSG_PEEK):
-            return 0  # the owner is gone
-        with contextlib.suppress(Exception):  # the stage that needs it will say what is wrong with it
-            importlib.import_module(name)
-    return serve(channel, run_stage)
+
+    def alone() -> bool:
+        return bool(select.select([channel], [], [], 0)[0]) and not channel.recv(1, socket.MSG_PEEK)
+
+    with closed_devices():
+        load(alone)
+    return 0 if alone() else serve(channel, run_stage)
+
+
+def forks() -> bool:
+    """Whether stages and ranks are forked here; else each is a new interpreter."""
+    return sys.platform == "linux" and os.environ.get("POSTTRAIN_FORK") != "0"
+
+
+def load(stop: Callable[[], bool] = lambda: False) -> None:
+    """Import the libraries, until ``stop()``."""
+    collecting = gc.isenabled()
+    gc.disable()  # a quarter of the time: what an import makes stays, and every collection looks at all of it
+    try:
+        for name in LIBRARIES:
+            if stop():
+                return
+            with contextlib.suppress(Exception):  # the stage that needs it will say what is wrong with it
+                importlib.import_module(name)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def closed_devices() -> Iterator[None]:
+    """Around imports: asking whether there is a GPU must not open one, since a fork could not use it."""
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = before or "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
 
 
 def run_stage(request: dict[str, Any]) -> int:
     """In the forked process: the stage whose SPEC.json is ``request["spec"]``."""
-    if _unusable_devices():
+    if unusable_devices():
         os.execv(sys.executable, [sys.executable, "-m", "stages", request["spec"]])
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(15, f"stage {request.get('name', '')}".encode()[:15], 0, 0, 0)  # PR_SET_NAME: what top and ps -o comm show
+    call_it(f"stage {request.get('name', '')}")
     from stages import harness
 
     return harness.main(request["spec"])
 
 
-def _unusable_devices() -> bool:
+def call_it(name: str) -> None:
+    """What ``top`` and ``ps -o comm`` show for this process."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(15, name.encode()[:15], 0, 0, 0)  # PR_SET_NAME
+
+
+def unusable_devices() -> bool:
     """Whether an import has opened CUDA, which forked processes cannot use: a new interpreter must take this one's place."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.cuda._is_in_bad_fork()
@@ -108,8 +146,6 @@ def wait_for_session(pid: int | None) -> None:
 
 def become(environment: dict[str, str], descriptors: list[int]) -> None:
     """In the forked process: what a newly started one has of its own."""
-    import random
-
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDONLY)
     for number, descriptor in enumerate((nothing, *descriptors)):
@@ -117,11 +153,30 @@ def become(environment: dict[str, str], descriptors: list[int]) -> None:
     for descriptor in (nothing, *descriptors):
         if descriptor > 2:
             os.close(descriptor)
+    threads = os.environ.get("OMP_NUM_THREADS")
     os.environ.clear()
     os.environ.update(environment)
-    random.seed()  # torch's starts at a constant
+    if environment.get("OMP_NUM_THREADS", threads) != threads:  # its parent read another number
+        limit_threads(int(environment["OMP_NUM_THREADS"]))
+    draw_anew()
+
+
+def draw_anew() -> None:
+    """In a forked process: random numbers of its own, where nothing seeds them (torch's start at a constant)."""
+    import random
+
+    random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+
+
+def limit_threads(count: int) -> None:
+    """Compute with so many threads, as a process that is started with this OMP_NUM_THREADS does."""
+    import threadpoolctl
+
+    threadpoolctl.threadpool_limits(count)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(count)
 
 
 # ------------------------------------------------------------------------------------------------------------ the channel

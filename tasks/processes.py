@@ -25,6 +25,7 @@ from stages.spec import PROJECT_ROOT, library_versions
 
 GRACE_SECONDS = 10.0
 PER_STAGE = ("POSTTRAIN_", "PREFECT", "MLFLOW_", "CUDA_VISIBLE_DEVICES", "PYTEST_")  # read when a stage runs, not when libraries are imported
+THREADS = "OMP_NUM_THREADS"  # can be changed behind the imports
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -88,7 +89,7 @@ class Parent:
     def __init__(self, given: dict[str, str], module: str = "stages.warm"):
         self._socket, theirs = socket.socketpair()
         self._lock, self._unread, self._ready = threading.Lock(), b"", False
-        self._environment, self.owner, self.versions = _fixed(given), os.getpid(), library_versions()
+        self._environment, self._threads, self.owner, self.versions = _fixed(given), given.get(THREADS), os.getpid(), library_versions()
         with theirs:
             self.process = subprocess.Popen([sys.executable, "-m", module, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
                                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=given, cwd=str(PROJECT_ROOT), start_new_session=True)  # fmt: skip
@@ -96,8 +97,9 @@ class Parent:
             warm.send(self._socket, {})
 
     def serves(self, given: dict[str, str]) -> bool:
-        """Whether a process of this environment may be forked from it: what libraries read when they are imported is the same."""
-        return self._environment == _fixed(given)
+        """Whether a process of this environment may be forked from it: what libraries read when they are imported is the same, but for a number of threads."""
+        threads = given.get(THREADS)
+        return self._environment == _fixed(given) and (threads == self._threads or (threads or "").isdigit())
 
     def ready(self, seconds: float) -> bool:
         """Whether its libraries are loaded, waiting at most so long. Raises Gone."""
@@ -184,7 +186,7 @@ def _parent(given: dict[str, str]) -> Parent | None:
     """This process's parent of stages, started if there is none (or it has ended, or holds libraries of which others were installed since: its stages go on, new ones are
     forked from a new one); None where stages cannot be forked."""
     global _running
-    if sys.platform != "linux" or os.environ.get("POSTTRAIN_FORK") == "0":
+    if not warm.forks():
         return None
     with _starting:
         if _running is None or _running.owner != os.getpid() or _running.process.poll() is not None or _running.versions != library_versions():
@@ -193,7 +195,7 @@ def _parent(given: dict[str, str]) -> Parent | None:
 
 
 def _fixed(given: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in given.items() if not name.startswith(PER_STAGE)}
+    return {name: value for name, value in given.items() if name != THREADS and not name.startswith(PER_STAGE)}
 
 
 # ------------------------------------------------------------------------------------------------------------------- ending

@@ -136,7 +136,7 @@ def run_stage(
     id; raw data files given for a dataset are ingested first. config: settings that differ from the defaults. name_as: name
     under which outputs are published (default ``<stage>-<output>``). flow_run: ``RunRecord.as_flow_run(label)`` of the run it
     belongs to. force: run again although a record exists. wait: wait for another process that runs the same key (False:
-    raise LeaseBusy). devices: number of GPUs, or of processes where there is none (more than one runs under torchrun; default
+    raise LeaseBusy). devices: number of GPUs, or of processes where there is none (each has a rank of its own; default
     ``POSTTRAIN_DEVICES``, else 1; stages that cannot share their work take one).
 
     Raises ConfigError (settings or inputs), StoreError (a reference), StageError (the stage itself), LeaseBusy.

@@ -5,6 +5,7 @@ have imported the stages, too, and fork ranks and other functions. Two of them s
 agree (ranks, a run and its continuation) must do so whatever the order of their sets is.
 """
 
+import gc
 import importlib
 import os
 import signal
@@ -119,6 +120,8 @@ def work(request: dict) -> int:
 
 
 if __name__ == "__main__":
+    gc.disable()  # as warm.load
     for module in modules():
         importlib.import_module(module)
+    gc.enable()
     sys.exit(warm.serve(socket.socket(fileno=int(sys.argv[1])), work))

@@ -1,5 +1,6 @@
 """A stage small enough to kill a hundred times: a random walk with metrics, checkpoints, a dataset and a model."""
 
+import sys
 import time
 
 from pydantic import Field
@@ -31,6 +32,8 @@ def run(stage):
     checkpoint = stage.checkpoints.latest()
     if checkpoint:
         start, position = checkpoint.step, float(checkpoint.file("position").read_text())
+    if "torch" in sys.modules:
+        stage.perf(start, {"threads": sys.modules["torch"].get_num_threads()})
     writer = stage.writer("data", "text/1")
     for step in range(start, stage.config.steps):
         if step == stage.config.fail_at:

@@ -1,6 +1,9 @@
 """Figures are deterministic PNG bytes; Markdown keeps hostile text harmless."""
 
+import io
+import random
 import sys
+from functools import partial
 
 import pytest
 
@@ -23,6 +26,44 @@ FIGURES = {
 def test_figures_are_png_and_repeatable(name):
     first = FIGURES[name]()
     assert first.startswith(b"\x89PNG") and first == FIGURES[name]()
+
+
+CURVES = [
+    {"series": {"x": ([1], [1.0])}, "title": "one point"},
+    {"series": {"x": ([10, 2000, 300000], [-12345.6, 7.0, None])}, "title": "wide numbers", "ylabel": "x"},
+    {"series": {"x": ([1, 2, 3], [1e-9, 2e-9, 4e-9])}, "title": "an exponent", "ylabel": "x"},
+    {"series": {"x": ([1, 2, 3], [0.1, 0.2, 0.4]), "y": ([1, 3], [0.3, 0.3])}, "title": "two of them", "bands": {"x": ([0, 0, 0], [1, 1, 1])}, "dashed": {"y": "x"}},
+    {"series": {"x": ([1, 2, 4], [0.1, 0.2, 0.4])}, "title": "powers of two", "log_x": True, "markers": True},
+    {"series": {"x": ([1, 2], [None, float("nan")])}, "title": "gaps"},
+    {"series": {}, "title": "nothing"},
+]
+
+
+def test_a_chart_does_not_depend_on_the_ones_drawn_before(monkeypatch):
+    charts = [*(partial(reports.line_chart, **curve) for curve in CURVES), FIGURES["histogram"], FIGURES["whole numbers"], FIGURES["empty"], FIGURES["scatter"]]
+    alone = []
+    for chart in charts:
+        monkeypatch.setattr(reports, "_sheets", [])
+        alone.append(chart())
+    order = random.Random(1).choices(range(len(charts)), k=80)
+    assert [k for k in order if charts[k]() != alone[k]] == [] and set(order) == set(range(len(charts)))
+
+
+def test_nothing_is_cut_off_at_the_edge():
+    from PIL import Image
+
+    charts = [*(reports.line_chart(**curve) for curve in CURVES), *(make() for make in FIGURES.values()),
+              *(reports.bar_chart([{"model": f"{name} {i}", "value": i} for i in range(bars)], title="t", ylabel="y") for name, bars in (("a long name of a model", 2), ("a long name of a model", 8))),
+              reports.path_chart({"by step": ([1e-4, 2.0], [-1.0, 5000.0], [1, 12345])}, title="t", xlabel="x", ylabel="y")]
+    for png in charts:
+        image = Image.open(io.BytesIO(png)).convert("L")
+        width, height = image.size
+        frame = [(0, 0, width, 2), (0, height - 2, width, height), (0, 0, 2, height), (width - 2, 0, width, height)]
+        assert [image.crop(edge).getextrema() for edge in frame] == [(255, 255)] * 4
+
+
+def test_labels_that_do_not_fit_leave_room_for_the_chart():
+    assert reports.bar_chart([{"model": "n" * 300, "value": i} for i in range(8)], title="t", ylabel="y").startswith(b"\x89PNG")
 
 
 def test_calibration_bins():

@@ -1,4 +1,4 @@
-"""Run by torchrun (or alone): one float64 step of every objective; rank 0 writes the gradients and metrics. Not a test module."""
+"""Run on one process or on ranks: one float64 step of every objective; rank 0 writes the gradients and metrics. Not a test module."""
 
 import sys
 

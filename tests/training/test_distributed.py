@@ -1,9 +1,8 @@
-"""Two gloo ranks give the single process's result; a run resumes on another number of ranks. The cases in TORCHRUN start their ranks as users do,
+"""Two gloo ranks give the single process's result; a run resumes on another number of ranks. The cases in LAUNCHED start their ranks as users do,
 the others fork them from warm parents (tests/processes.py)."""
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -19,11 +18,6 @@ from tests.reward.conftest import encoder  # noqa: F401
 
 # Ranks end with the process that started them, as under a task.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "POSTTRAIN_PARENT_PID": str(os.getpid())}
-
-
-def run(*command):
-    done = subprocess.run([sys.executable, *command], env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-8000:]
 
 
 @pytest.mark.parametrize("sharding", ("none", "full"))
@@ -82,7 +76,7 @@ CASES = {  # name: (stage, settings, rows)
 }
 
 
-TORCHRUN = ("sft", "rl")
+LAUNCHED = {"sft": "0", "rl": "1"}  # POSTTRAIN_FORK of the run that is killed: its ranks are new interpreters, or forked as in the others
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -94,7 +88,7 @@ def test_a_stage_on_two_ranks_and_a_resume(case, tiny, encoder, data, spec, tmp_
     if "given reference" in case:
         inputs["reference"] = tiny["other"]
     sharded = config.get("sharding") == "full"
-    start = torchrun if case in TORCHRUN else forked(forks)
+    start = launched(LAUNCHED[case]) if case in LAUNCHED else forked(forks)
     one, _ = trained(spec, stage, config, inputs, "one", [1], start)
     two, result = trained(spec, stage, config, inputs, "two", [2], start)
     before = {k.removeprefix("bert."): v for k, v in load_file(os.path.join(inputs["model"], "model.safetensors")).items()}
@@ -170,7 +164,7 @@ def files_of(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
 
 
-def test_what_was_loaded_into_shards_is_published_as_a_whole_model_is(tiny, encoder, tmp_path):
+def test_what_was_loaded_into_shards_is_published_as_a_whole_model_is(tiny, encoder, tmp_path, forks):
     """Policies (tied, untied, GPT-2, bfloat16 in several files), adapters, reward heads and an encoder: the same bytes in every file."""
     import shutil
 
@@ -191,15 +185,15 @@ def test_what_was_loaded_into_shards_is_published_as_a_whole_model_is(tiny, enco
     assert len(list((root / "half").glob("model-*.safetensors"))) > 2 and "lm_head.weight" not in load_file(root / "tied/model.safetensors")
     torch.manual_seed(0)
     save_policy(GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=64)), tokenizer, root / "gpt2")
-    run("-m", "tests.training.shards_program", "everything", str(root), str(tmp_path / "whole"))
-    run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.training.shards_program", "everything", str(root), str(tmp_path / "shards"))
+    for name, count in (("whole", 1), ("shards", 2)):
+        forks.run("everything", root, tmp_path / name, target="tests.training.shards_program:main", ranks=count)
     whole, shards = files_of(tmp_path / "whole"), files_of(tmp_path / "shards")
     assert whole.keys() == shards.keys() and len(whole) > 40
     assert [name for name in whole if whole[name] != shards[name]] == []
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
-def test_a_rank_holds_its_shard_and_little_more_than_a_layer(tiny, tmp_path):
+def test_a_rank_holds_its_shard_and_little_more_than_a_layer(tiny, tmp_path, forks):
     """280 MiB of weights on two ranks: loading, sharding and publishing take each of them well under the whole model, and one process all of it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -212,8 +206,8 @@ def test_a_rank_holds_its_shard_and_little_more_than_a_layer(tiny, tmp_path):
     save_policy(model, tokenizer, tmp_path / "model")
     weights = sum(p.numel() for p in model.parameters()) * 4 / 2**20
     assert weights > 250
-    for name, launcher in (("one", ()), ("two", ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"))):
-        run(*launcher, "-m", "tests.training.shards_program", "peak", str(tmp_path / "model"), str(tmp_path / name))
+    for name, count in (("one", 1), ("two", 2)):
+        forks.run("peak", tmp_path / "model", tmp_path / name, target="tests.training.shards_program:main", ranks=count)
     one, two = (json.loads((tmp_path / name / "grown.json").read_text()) for name in ("one", "two"))
     assert one[0][1] > 0.9 * weights, one  # a whole model lies in its mapped file until it is read
     assert max(grown for _, grown in two) < 0.8 * weights and max(grown - loaded for loaded, grown in two) < 0.1 * weights, (weights, one, two)
@@ -245,18 +239,21 @@ def forked(forks):
     return start
 
 
-def torchrun(path, count, killed_behind):
-    """A stage's own start of its ranks. SIGKILL goes to the launcher: its ranks, in sessions of their own, notice and end."""
-    process = subprocess.Popen([sys.executable, "-m", "stages", str(path)], env={**ENVIRONMENT, "POSTTRAIN_CHECKPOINT_SECONDS": "0"}, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.PIPE, text=True, start_new_session=True)
-    if not killed_behind:
-        _, said = process.communicate(timeout=600)
-        assert process.returncode == 0, said[-4000:]
-        return
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and process.poll() is None and newest(killed_behind) < 3:
-        time.sleep(0.02)
-    ranks = psutil.Process(process.pid).children(recursive=True)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert len(ranks) >= count and psutil.wait_procs(ranks, timeout=30)[1] == []
+def launched(killed_fork):
+    """A stage's own start of its ranks. SIGKILL goes to the launcher: its ranks notice and end."""
+    def start(path, count, killed_behind):
+        process = subprocess.Popen([sys.executable, "-m", "stages", str(path)], env={**ENVIRONMENT, "POSTTRAIN_CHECKPOINT_SECONDS": "0", "POSTTRAIN_FORK": killed_fork if killed_behind else "1"},
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        if not killed_behind:
+            _, said = process.communicate(timeout=600)
+            assert process.returncode == 0, said[-4000:]
+            return
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline and process.poll() is None and newest(killed_behind) < 3:
+            time.sleep(0.02)
+        ranks = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.wait()
+        assert len(ranks) >= count and psutil.wait_procs(ranks, timeout=30)[1] == []
+
+    return start

@@ -1,7 +1,11 @@
 """SIGKILL of one rank of a stage, at any step and inside the write of a checkpoint: the stage fails, nothing is left over, and the same
 command ends with the same bytes."""
 
+import contextlib
+import json
+import os
 import random
+import signal
 import threading
 import time
 from pathlib import Path
@@ -9,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from stages import harness
 from storage.files import atomic_write_json, read_json, tree_digest
 from tasks.run import StageError, prepare, run_stage
 from tests.crash.conftest import state_dir  # noqa: F401
@@ -17,15 +22,12 @@ CONFIG = {"learning_rate": 1e-3, "batch_size": 8, "max_steps": 12, "max_length":
 
 
 def ranks_of(pid: int) -> dict[int, psutil.Process]:
-    """The rank processes below a stage's launcher."""
+    """The rank processes below a stage's launcher, as ``top`` shows them."""
     found = {}
-    for child in psutil.Process(pid).children(recursive=True):
-        try:
-            rank = child.environ().get("RANK")
-        except psutil.Error:
-            continue
-        if rank is not None:
-            found.setdefault(int(rank), child)  # children of a rank inherit the variable and come behind it
+    for child in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.Error):
+            if child.name().startswith("rank "):
+                found[int(child.name().split()[1])] = child
     return found
 
 
@@ -94,3 +96,29 @@ def test_the_error_told_is_that_of_the_rank_that_failed_first(tiny, data, state_
     with pytest.raises(StageError, match="validation gives no such metric") as failure:
         run_stage("sft", {"model": tiny["policy"], "data": data["demonstrations"]}, {**CONFIG, "eval_every": 2, "select_by": "beauty"}, devices=2)
     assert failure.value.kind == "TrainingError"
+
+
+def test_a_stage_that_is_asked_to_stop_ends_its_ranks(tiny, data, spec, forks):
+    made = spec("sft", {**CONFIG, "max_steps": 5000, "num_train_epochs": 5000}, {"model": tiny["policy"], "data": data["demonstrations"]}, "stopped")
+    Path(spec.path("stopped")).write_text(json.dumps({**made, "devices": 2}))
+    (process,) = forks.start(spec.path("stopped"), GLOO_SOCKET_IFNAME="lo").processes
+    metrics, deadline = Path(made["workdir"], "metrics.jsonl"), time.monotonic() + 120
+    while not metrics.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    ranks = ranks_of(process.forked.pid)
+    assert sorted(ranks) == [0, 1], process.said()
+    os.kill(process.forked.pid, signal.SIGTERM)
+    assert process.forked.wait(60) == 143 and "Terminated: the stage was asked to stop" in process.said()
+    assert psutil.wait_procs(ranks.values(), timeout=10)[1] == []
+
+
+@pytest.mark.parametrize("failed, text", [
+    ({1: 3}, "rank 1 of 2 ended with status 3 and no error message"), ({0: -signal.SIGABRT, 1: -signal.SIGKILL}, "rank 1 of 2 was ended by SIGKILL"), ({0: -signal.SIGABRT}, "rank 0 of 2 was ended by SIGABRT"),
+])
+def test_how_a_rank_ended_is_told(failed, text, tmp_path, monkeypatch):
+    """An aborted rank is named only where no other one was killed: a broken connection may have aborted it."""
+    said = []
+    monkeypatch.setattr("stages.launch.launch", lambda *args, **more: failed)
+    monkeypatch.setattr(harness, "_line_emitter", lambda: said.append)
+    assert harness._launch_ranks("SPEC.json", "sft", 2, tmp_path) == 1
+    assert [e["type"] for e in said] == ["RankDied"] and text in said[0]["message"]
