@@ -651,20 +651,28 @@ def promote(
 
 @app.command(rich_help_panel="Results", epilog=EXIT_CODES)
 def export(
-    model: Annotated[str, typer.Argument(help="A model ref.")],
-    directory: Annotated[Path, typer.Argument(help="New directory; loads with from_pretrained anywhere.")],
+    what: Annotated[str, typer.Argument(metavar="REF", help="A model or dataset ref.")],
+    directory: Annotated[Optional[Path], typer.Argument(help="New directory; a model loads with from_pretrained anywhere, a dataset with datasets.load_dataset. May be left out with --push.")] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="Only the LoRA adapter, as peft loads one (adapter_model.safetensors, adapter_config.json), with the tokenizer.")] = False,
     base: Annotated[Optional[str], typer.Option(help="With --adapter: path or hub id of the model it belongs on, written into adapter_config.json.")] = None,
+    push: Annotated[Optional[str], typer.Option(metavar="OWNER/NAME", help="Commit it to this repository of the Hugging Face Hub (or of HF_ENDPOINT), which is made where there is none; the token is HF_TOKEN's or that of `hf auth login`.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="With --push: a repository that only its owner sees.")] = False,
     json_: Json = False,
 ) -> None:
-    """Copy a model out of the store as a plain Hugging Face directory."""
+    """Copy a model out of the store as a plain Hugging Face directory, or a dataset as Parquet files by split; with --push to the Hub.
+
+    Example: posttrain export model:policy@champion --push me/policy --private
+    """
     from flows import env, report
 
     env.prepare(quiet=True)
-    value = report.export(model, directory, adapter, base)
+    value = report.export(what, directory, adapter, base, push, private)
     if json_:
         return emit(value)
-    print(f"{value['ref']} -> {value['directory']} ({value['files']} files)")
+    if value["directory"]:
+        print(f"{value['ref']} -> {value['directory']} ({value['files']} files)")
+    if push:
+        print(f"{value['ref']} -> {value['url']}")
 
 
 @app.command(rich_help_panel="Results", epilog=EXIT_CODES)
