@@ -558,9 +558,9 @@ def main(spec_path: str) -> int:
     signal.signal(signal.SIGTERM, _on_sigterm)
     spec = read_json(spec_path)
     spec.setdefault("workdir", str(Path(spec_path).with_suffix(".work")))
-    devices = int(spec.get("devices") or 1)
-    if devices > 1 and "RANK" not in os.environ:
-        return _launch_ranks(spec_path, devices, Path(spec["workdir"]))
+    devices, nodes = int(spec.get("devices") or 1), spec.get("nodes")
+    if (devices > 1 or nodes) and "RANK" not in os.environ:
+        return _launch_ranks(spec_path, devices, Path(spec["workdir"]), nodes)
     emit = _line_emitter()
     failed = emit
     if "RANK" in os.environ:
@@ -598,28 +598,34 @@ def refused_by_us(error: Exception) -> bool:
     return PROJECT_ROOT in path.parents and "site-packages" not in path.parts and "raise " in linecache.getline(str(path), line)
 
 
-def _launch_ranks(spec_path: str, devices: int, workdir: Path) -> int:
-    """Run the stage's ranks under torchrun; when one fails the others are ended, and the error told is that of the first to fail."""
+def _launch_ranks(spec_path: str, devices: int, workdir: Path, nodes: dict[str, Any] | None = None) -> int:
+    """Run the stage's ranks under torchrun, of several nodes (``tasks.nodes``) those of this one; when one fails the others are ended, and the error told is that of the
+    first to fail."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    for left in workdir.glob("error-rank*.json"):
-        left.unlink()
+    first_rank = devices * nodes["rank"] if nodes else 0
+    everyone = devices * (nodes["count"] if nodes else 1)
+    left = [workdir / f"error-rank{first_rank + i}.json" for i in range(devices)]
+    for path in left:
+        path.unlink(missing_ok=True)
+    where = ["--standalone"] if not nodes else [f"--nnodes={nodes['count']}", f"--node-rank={nodes['rank']}", f"--master-addr={nodes['address']}", f"--master-port={nodes['port']}",
+                                                "--rdzv-conf=timeout=14400"]
     error = None
     try:
-        torchrun(["--standalone", f"--nproc-per-node={devices}", "-m", "stages", spec_path])
+        torchrun([*where, f"--nproc-per-node={devices}", "-m", "stages", spec_path])
         return 0
     except SystemExit as exit_:
         return int(exit_.code or 0)
     except ChildFailedError as failed:
         killed = {rank: f.exitcode for rank, f in failed.failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM}
-        told = [e for e in (read_json(p, None) for p in workdir.glob("error-rank*.json")) if e and e["type"] != "Terminated"]
+        told = [e for e in (read_json(p, None) for p in left) if e and e["type"] != "Terminated"]
         first = [k for k in killed.items() if -k[1] != signal.SIGABRT] or ([] if told else [*killed.items()])  # a broken connection may abort the others
         if first:
             rank, code = first[0]
             error = {"event": "error", "type": "RankDied", "traceback": "",
-                     "message": f"rank {rank} of {devices} was ended by {signal.Signals(-code).name}, and the others with it"
+                     "message": f"rank {rank} of {everyone} was ended by {signal.Signals(-code).name}, and the others with it"
                                 + ("; the kernel does that when memory runs out: lower max_tokens_per_micro_batch" if -code == signal.SIGKILL else "")}
         elif told:
             error = min(told, key=lambda e: e.pop("time"))

@@ -367,7 +367,7 @@ def check(stage) -> None:
     if frozen_dtype(stage.config) != "auto" and not any(not r.moves and not r.trained or r.trained and not r.whole and stage.config.lora_rank for r in roles):
         raise ConfigError(f"{stage.name}: frozen_dtype={stage.config.frozen_dtype} would change nothing: nothing is frozen here; write lora_rank=16, or leave frozen_dtype out.")
     shapes = {role.source: shape_of(stage.inputs[role.source].path) for role in roles}
-    limit = limit_of(stage.config, stage.device, stage.world_size)
+    limit = limit_of(stage.config, stage.device, int(os.environ.get("LOCAL_WORLD_SIZE", stage.world_size)))
     found = need(roles, shapes, stage.config, stage.world_size, stage.device)
     stage.log("memory: " + found.told(limit))
     if limit is None:
