@@ -35,7 +35,7 @@ from stages.registry import get_stage, stage_module_name
 from stages.spec import PROJECT_ROOT, ConfigError, StageConfig, StageSpec, closure_digest, library_versions, parse_config, stage_key
 from storage import home, leases, records, registry, store, tracking, work
 from storage.files import atomic_write_json, read_json, refusal, sha256_text
-from tasks import processes
+from tasks import mirror, processes
 from tasks.nodes import RANK_VARIABLES, Nodes
 
 DELIBERATE = ("StageFailure", "TrainingError")  # a stage refused what it was given: its message says all, and trying again changes nothing
@@ -145,8 +145,7 @@ def run_stage(
 
     Raises ConfigError (settings or inputs), StoreError (a reference), StageError (the stage itself), LeaseBusy.
     """
-    tell = _teller(on_event)
-    with sigterm_raises(), _refusals_told(name):
+    with sigterm_raises(), _refusals_told(name), mirror.beside(_teller(on_event), flow_run) as tell:
         prepared = prepare(name, inputs, config, seed=seed, flow_run=flow_run, on_event=on_event)
         label = (flow_run or {}).get("label") or prepared.spec.name
         tell({"event": "prepared", "stage": prepared.spec.name, "label": label, "key": prepared.key, "config": prepared.resolved})
