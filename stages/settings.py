@@ -158,7 +158,7 @@ class OptimizerConfig(StageConfig):
             raise ValueError(f"frozen_dtype={self.frozen_dtype} packs whole matrices, and sharding=full splits them over the devices; write sharding=none (each device then holds the model in 4 bits), "
                              "or frozen_dtype=bfloat16")
         if self.frozen_dtype.startswith("nf4") and self.lora_dora:
-            raise ValueError(f"lora_dora=true computes with the rows' lengths of weights that frozen_dtype={self.frozen_dtype} would read again for each; write lora_dora=false, or frozen_dtype=bfloat16")
+            raise ValueError("lora_dora=true trains with the lengths of the frozen weights' rows, which are not read off weights in 4 bits; write lora_dora=false, or frozen_dtype=bfloat16")
         if self.optimizer in ("adafactor", "muon") and self.sharding == "full":
             raise ValueError(f"optimizer={self.optimizer} needs whole matrices ({'their rows and columns' if self.optimizer == 'adafactor' else 'it orthogonalises each'}), and sharding=full splits "
                              "them over the devices; write optimizer=adamw or sgd, or sharding=none")
