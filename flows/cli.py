@@ -362,6 +362,9 @@ def stage(
     seed: Seed = None,
     force: Annotated[bool, typer.Option("--force", help="Execute although a verified record exists.")] = False,
     devices: Devices = None,
+    nodes: Annotated[Optional[int], typer.Option("--nodes", min=1, help="Machines that train it together, each on --devices; give the same command on all of them, which share POSTTRAIN_HOME.")] = None,
+    node_rank: Annotated[Optional[int], typer.Option("--node-rank", min=0, help="Which of them this is, from 0; by default what SLURM_NODEID, NODE_RANK, JOB_COMPLETION_INDEX or RANK says.")] = None,
+    rendezvous: Annotated[Optional[str], typer.Option("--rendezvous", metavar="HOST:PORT", help="Where node 0 listens; by default MASTER_ADDR and MASTER_PORT.")] = None,
     json_: Json = False,
     keys: Annotated[bool, typer.Option("--keys", help="List the stage's inputs and settings, and stop.")] = False,
 ) -> None:
@@ -382,7 +385,9 @@ def stage(
     inputs = parse_inputs(input_, f"{name} are: {', '.join(spec.inputs) or 'none'}")
     spec.check_inputs(inputs)
     settings = build(spec.config, with_settings({}, config, set_, given))
-    value = run_one(name, inputs, settings, seed or 0, name_as, force)
+    from tasks.nodes import nodes_of
+
+    value = run_one(name, inputs, settings, seed or 0, name_as, force, nodes_of(nodes, node_rank, rendezvous))
     if json_:
         return emit({"status": "finished", **value})
     for output, ref in value["outputs"].items():
@@ -390,7 +395,7 @@ def stage(
     display.table(display.metric_rows({key: number for key, number in value["metrics"].items() if number is not None}))
 
 
-def run_one(name: str, inputs: dict[str, str], settings: Any, seed: int, name_as: str | None, force: bool) -> dict[str, Any]:
+def run_one(name: str, inputs: dict[str, str], settings: Any, seed: int, name_as: str | None, force: bool, nodes: Any = None) -> dict[str, Any]:
     """Run one stage with its progress on the screen, and tell a running server of new datasets."""
     from flows import display, env, services
 
@@ -399,7 +404,7 @@ def run_one(name: str, inputs: dict[str, str], settings: Any, seed: int, name_as
     from tasks.run import run_stage
 
     with display.Display() as screen:
-        result = run_stage(name, inputs, settings, seed=seed, name_as=name_as, force=force, on_event=lambda event: screen(name, event))
+        result = run_stage(name, inputs, settings, seed=seed, name_as=name_as, force=force, nodes=nodes, on_event=lambda event: screen(name, event))
     value = small(result)
     if connected and not result.cached and any(ref.startswith("dataset:") for ref in result.outputs.values()):
         from tasks.stages import announce
@@ -654,20 +659,28 @@ def promote(
 
 @app.command(rich_help_panel="Results", epilog=EXIT_CODES)
 def export(
-    model: Annotated[str, typer.Argument(help="A model ref.")],
-    directory: Annotated[Path, typer.Argument(help="New directory; loads with from_pretrained anywhere.")],
+    what: Annotated[str, typer.Argument(metavar="REF", help="A model or dataset ref.")],
+    directory: Annotated[Optional[Path], typer.Argument(help="New directory; a model loads with from_pretrained anywhere, a dataset with datasets.load_dataset. May be left out with --push.")] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="Only the LoRA adapter, as peft loads one (adapter_model.safetensors, adapter_config.json), with the tokenizer.")] = False,
     base: Annotated[Optional[str], typer.Option(help="With --adapter: path or hub id of the model it belongs on, written into adapter_config.json.")] = None,
+    push: Annotated[Optional[str], typer.Option(metavar="OWNER/NAME", help="Commit it to this repository of the Hugging Face Hub (or of HF_ENDPOINT), which is made where there is none; the token is HF_TOKEN's or that of `hf auth login`.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="With --push: a repository that only its owner sees.")] = False,
     json_: Json = False,
 ) -> None:
-    """Copy a model out of the store as a plain Hugging Face directory."""
+    """Copy a model out of the store as a plain Hugging Face directory, or a dataset as Parquet files by split; with --push to the Hub.
+
+    Example: posttrain export model:policy@champion --push me/policy --private
+    """
     from flows import env, report
 
     env.prepare(quiet=True)
-    value = report.export(model, directory, adapter, base)
+    value = report.export(what, directory, adapter, base, push, private)
     if json_:
         return emit(value)
-    print(f"{value['ref']} -> {value['directory']} ({value['files']} files)")
+    if value["directory"]:
+        print(f"{value['ref']} -> {value['directory']} ({value['files']} files)")
+    if push:
+        print(f"{value['ref']} -> {value['url']}")
 
 
 @app.command(rich_help_panel="Results", epilog=EXIT_CODES)

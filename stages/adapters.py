@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from stages import dropout, pending, ranks, sharding
+from stages import dropout, pending, quantised, ranks, sharding
 
 ADAPTER_FOLDER = "adapter"
 
@@ -166,7 +166,7 @@ def plain_parameters(model) -> Iterator[tuple[str, torch.Tensor]]:
     ask where the model is sharded."""
     base = model.get_base_model() if is_adapted(model) else model
     for plain, name, parameter in plain_names(model):
-        value, layer = sharding.whole(parameter), _adapted_layer(base, name)
+        value, layer = quantised.dense(sharding.whole(parameter)), _adapted_layer(base, name)
         if layer is not None:
             value = merged(layer, value, sharding.whole)
         yield plain, value

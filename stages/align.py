@@ -394,8 +394,8 @@ def fingerprints(stage, role: str, renderer) -> dict[str, str]:
     """What a cached log-prob depends on besides the row: weights, tokenizer, template, truncation (``da.ref_cache``)."""
     config = stage.config
     template = f"{renderer.template_hash}:{config.max_length}:{config.compute_dtype}{':unformatted' * config.mask_formatting}"
-    if config.frozen_dtype == "bfloat16" and (config.lora_rank or role == "reference"):  # under auto the numbers are those of float32
-        template += ":frozen_bfloat16"
+    if config.frozen_dtype not in ("auto", "float32") and (config.lora_rank or role == "reference"):  # under auto the numbers are those of float32
+        template += f":frozen_{config.frozen_dtype}"
     if config.method == "mdpo":
         template += f":{config.corruption}:{config.corruption_share}:{stage.seed}"
     if config.method == "2d_dpo":

@@ -33,6 +33,7 @@ from stages.frozen import LOW, arithmetic, is_kept, released
 from stages.layers import (ACTIVATIONS, FAMILIES, Family, Layer, embedding_scales, epsilon_of, family_of, gain_of, interleave, layers_of, logit_scaling, odd_layers, rope_limit,
                            rotary_tables, turned_rows, turns, windows_of)
 from stages.products import Packed, prefers_onednn
+from stages.quantised import dense
 
 #: Weights above this many bytes are not fused (fusing copies them); they run as separate products instead.
 FUSE_LIMIT_BYTES = 2 << 30
@@ -402,7 +403,7 @@ def rope_refusal(model) -> Callable[[int], None]:
 
 def copied_as(model, dtype: torch.dtype):
     """The model with parameters of another type, each copied once; buffers (rotary frequencies) keep theirs."""
-    memo = {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in model.parameters()}
+    memo = {id(p): nn.Parameter(dense(p.detach()).to(dtype), requires_grad=False) for p in model.parameters()}
     return released(copy.deepcopy(model, memo))
 
 
@@ -460,7 +461,7 @@ def why_not_lean(model) -> str | None:
 def linear_weight(linear) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """(weight [out, in], bias) of a linear layer, with active LoRA updates merged into a copy; None if it is neither."""
     if type(linear) is nn.Linear:
-        return linear.weight, linear.bias
+        return dense(linear.weight), linear.bias
     base = getattr(linear, "base_layer", None)
     if type(base) is not nn.Linear or not hasattr(linear, "get_delta_weight") or not hasattr(linear, "lora_A"):
         return None
@@ -468,7 +469,7 @@ def linear_weight(linear) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     if any(a in others for a in linear.active_adapters) or any(getattr(b, "bias", None) is not None for b in linear.lora_B.values()):
         return None
     if linear.disable_adapters or linear.merged:
-        return (base.weight, base.bias) if linear.disable_adapters != linear.merged else None
+        return (dense(base.weight), base.bias) if linear.disable_adapters != linear.merged else None
     return merged(linear, base.weight), base.bias
 
 

@@ -1,9 +1,12 @@
-"""Frozen weights in half the memory: the matrices of a frozen model, or of the model under a LoRA adapter, kept in bfloat16.
+"""Frozen weights in less memory: the matrices of a frozen model, or of the model under a LoRA adapter, kept in bfloat16 or in 4 bits.
 
 Only how they lie in memory changes. Products are computed in the type they always are: where that is float32, a matrix is widened for its product and
 forgotten again, forward and backward; under ``compute_dtype=bfloat16`` it is multiplied as it lies. So a checkpoint that is stored in bfloat16 gives the same
 bits kept so as widened to float32 (``frozen_dtype=auto`` keeps exactly what is stored so), and a float32 one, kept so by ``frozen_dtype=bfloat16``, is the
 model of its rounded matrices. Norms, biases, heads of reward models, adapters and everything trained stay float32.
+
+``nf4`` and ``nf4_double`` (QLoRA, :mod:`stages.quantised`) keep the linear layers in 4 bits; embedding and output layer are kept as ``auto`` keeps them.
+The model is that of the dequantised matrices, for whoever computes with it: trainer, reference, sampler, and the published one.
 """
 
 from __future__ import annotations
@@ -12,17 +15,16 @@ import functools
 from types import MethodType
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from stages import lean, pending
+from stages import lean, pending, quantised
 
 LOW = torch.bfloat16
 _KEPT = "_posttrain_kept"
 
 
 def is_kept(model) -> bool:
-    """Whether matrices of this model are kept in bfloat16 by :func:`keep`."""
+    """Whether matrices of this model are kept in bfloat16 or 4 bits by :func:`keep`."""
     return _KEPT in pending.plain(model).__dict__
 
 
@@ -43,12 +45,13 @@ def stores_low(path: str) -> bool:
 
 
 def may_keep(path: str, how: str) -> bool:
-    """Whether ``frozen_dtype=how`` keeps anything of this checkpoint in bfloat16."""
-    return how == "bfloat16" or how == "auto" and stores_low(path)
+    """Whether ``frozen_dtype=how`` keeps anything of this checkpoint in less than float32."""
+    return how == "bfloat16" or how in quantised.FORMS or how == "auto" and stores_low(path)
 
 
 def keep(model, how: str):
-    """Keep the frozen float32 matrices of a model's backbone and output layer in bfloat16: all of them (``bfloat16``), or those that lose nothing (``auto``).
+    """Keep the frozen float32 matrices of a model's backbone and output layer in bfloat16: all of them (``bfloat16``), or those that lose nothing (``auto``); or the
+    linear layers in 4 bits (``nf4``, ``nf4_double``) and the others as ``auto`` does.
 
     Works on weights that are still in their files (:mod:`stages.pending`), too, which then never take more memory. Returns the model.
     """
@@ -58,8 +61,9 @@ def keep(model, how: str):
     output = base.get_output_embeddings()
     output = getattr(output, "base_layer", output)
     inside = [*lean.core_of(model).modules(), *([output] if output is not None else [])]
-    taken = [m for m in inside if type(m) in _kinds() and m.weight.ndim == 2 and m.weight.dtype == torch.float32 and not any(p.requires_grad for p in m.parameters())]
+    taken = [m for m in inside if type(m) in _kinds() and m.weight.ndim == 2 and m.weight.dtype == torch.float32 and not quantised.is_quantised(m.weight) and not any(p.requires_grad for p in m.parameters())]
     others = {id(p) for m in base.modules() if m not in set(taken) for p in m._parameters.values() if p is not None}
+    linear = {m for m in taken if type(m) is not nn.Embedding and m is not output and id(m.weight) not in others}
     made: dict[nn.Parameter, nn.Parameter | None] = {}  # tied weights stay tied
     types = functools.cache(pending.stored_types)
     for module in taken:
@@ -67,13 +71,25 @@ def keep(model, how: str):
         if id(weight) in others:  # read by a layer of another kind as well
             continue
         if weight not in made:
-            made[weight] = _narrowed(weight, places.get(f"{names[module]}.weight"), how, types)
+            name = f"{names[module]}.weight"
+            if how in quantised.FORMS and module in linear:
+                made[weight] = _quantised(base, weight, name, how) if name in places else quantised.quantise(weight, how)
+            else:
+                made[weight] = _narrowed(weight, places.get(name), how, types)
         if made[weight] is not None:
             module._parameters["weight"] = made[weight]
             module.forward = MethodType(_kinds()[type(module)], module)
+    if how in quantised.FORMS and not linear:
+        raise quantised.QuantisationError(f"frozen_dtype={how} keeps plain linear layers in 4 bits, and {type(base).__name__} has none that is frozen; write frozen_dtype=bfloat16")
     if any(low is not None for low in made.values()):
         base.__dict__[_KEPT] = True
     return model
+
+
+def _quantised(base, weight: nn.Parameter, name: str, how: str) -> nn.Parameter:
+    """The placeholder of a weight that is still in its file, and is quantised as it is read."""
+    base.__dict__["_posttrain_pending"].made[name] = functools.partial(quantised.quantise, form=how)
+    return weight
 
 
 def _narrowed(weight: nn.Parameter, place: tuple[str, str] | None, how: str, types) -> nn.Parameter | None:
@@ -94,10 +110,10 @@ def widen(model):
     """Undo :func:`keep`: every matrix in float32 again. Returns the model."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in pending.plain(model).modules() if is_kept(model) else ():
-        if type(module) in _kinds() and "forward" in module.__dict__ and module.weight.dtype == LOW:
+        if type(module) in _kinds() and "forward" in module.__dict__ and (module.weight.dtype == LOW or quantised.is_quantised(module.weight)):
             weight = module.weight
             if weight not in made:
-                made[weight] = nn.Parameter(weight.float(), requires_grad=False)
+                made[weight] = nn.Parameter(quantised.dense(weight).float(), requires_grad=False)
             module._parameters["weight"] = made[weight]
     return released(model) if made else model
 
@@ -121,47 +137,14 @@ def _kinds() -> dict:
 
 
 def _linear(module, x: torch.Tensor) -> torch.Tensor:
-    return _product(x, module.weight, module.bias, False)
+    return quantised.product(x, module.weight, module.bias)
 
 
 def _conv1d(module, x: torch.Tensor) -> torch.Tensor:
     """GPT-2's linear layer, whose weight is [in, out]."""
-    return _product(x, module.weight, module.bias, True)
+    return quantised.product(x, module.weight, module.bias, turned=True)
 
 
 def _embedding(module, ids: torch.Tensor) -> torch.Tensor:
     rows = nn.Embedding.forward(module, ids)
     return rows.float() if rows.dtype == LOW else rows
-
-
-def _product(x, weight, bias, turned: bool):
-    """x W^T + b (``turned``: x W + b) in x's type, or autocast's."""
-    if weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type):
-        return F.linear(x, weight.t() if turned else weight, bias)
-    return _Widened.apply(x, weight, bias, turned)
-
-
-class _Widened(torch.autograd.Function):
-    """A product with a frozen weight in another type than x's: the widened weight lives as long as the product, and nothing but the weight as it lies is kept for backward."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, turned):
-        ctx.save_for_backward(weight)
-        ctx.save_for_forward(weight)
-        ctx.turned = turned
-        return F.linear(x, _wide(weight, x, turned), bias)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (weight,) = ctx.saved_tensors
-        return grad @ _wide(weight, grad, ctx.turned), None, None, None
-
-    @staticmethod
-    def jvp(ctx, moved, *_):
-        (weight,) = ctx.saved_tensors
-        return F.linear(moved, _wide(weight, moved, ctx.turned))
-
-
-def _wide(weight, like, turned: bool) -> torch.Tensor:
-    weight = weight.to(like.dtype)
-    return weight.t() if turned else weight

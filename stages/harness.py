@@ -561,9 +561,9 @@ def main(spec_path: str) -> int:
     signal.signal(signal.SIGTERM, _on_sigterm)
     spec = read_json(spec_path)
     spec.setdefault("workdir", str(Path(spec_path).with_suffix(".work")))
-    devices = int(spec.get("devices") or 1)
-    if devices > 1 and "RANK" not in os.environ:
-        return _launch_ranks(spec_path, spec["stage"], devices, Path(spec["workdir"]))
+    devices, nodes = int(spec.get("devices") or 1), spec.get("nodes")
+    if (devices > 1 or nodes) and "RANK" not in os.environ:
+        return _launch_ranks(spec_path, spec["stage"], devices, Path(spec["workdir"]), nodes)
     _die_with_task()
     emit = _line_emitter()
     failed = emit
@@ -602,25 +602,27 @@ def refused_by_us(error: Exception) -> bool:
     return PROJECT_ROOT in path.parents and "site-packages" not in path.parts and "raise " in linecache.getline(str(path), line)
 
 
-def _launch_ranks(spec_path: str, stage: str, devices: int, workdir: Path) -> int:
-    """Run the stage's ranks; when one fails the others are ended, and the error told is that of the first to fail."""
+def _launch_ranks(spec_path: str, stage: str, devices: int, workdir: Path, nodes: dict[str, Any] | None = None) -> int:
+    """Run the stage's ranks, of several nodes (``tasks.nodes``) those of this one; when one fails the others are ended, and the error told is that of the first to fail."""
     from stages.launch import launch
 
-    for left in workdir.glob("error-rank*.json"):
-        left.unlink()
+    first_rank, everyone = (devices * nodes["rank"], devices * nodes["count"]) if nodes else (0, devices)
+    left = [workdir / f"error-rank{first_rank + i}.json" for i in range(devices)]
+    for path in left:
+        path.unlink(missing_ok=True)
     error, code = None, 1
     try:
-        failed = launch(spec_path, stage, devices, main, started=_die_with_task)
+        failed = launch(spec_path, stage, devices, main, started=_die_with_task, nodes=nodes)
         if not failed:
             return 0
         killed = [(rank, number) for rank, number in failed.items() if number < 0 and -number != signal.SIGTERM]
-        told = [e for e in (read_json(p, None) for p in workdir.glob("error-rank*.json")) if e and e["type"] != "Terminated"]
+        told = [e for e in (read_json(p, None) for p in left) if e and e["type"] != "Terminated"]
         first = [k for k in killed if -k[1] != signal.SIGABRT] or ([] if told else killed)  # a broken connection may abort the others
         if first or not told:
             rank, number = (first or [*failed.items()])[0]
             how = f"was ended by {signal.Signals(-number).name}" if number < 0 else f"ended with status {number} and no error message"
             error = {"event": "error", "type": "RankDied", "traceback": "",
-                     "message": f"rank {rank} of {devices} {how}, and the others with it"
+                     "message": f"rank {rank} of {everyone} {how}, and the others with it"
                                 + ("; the kernel does that when memory runs out: lower max_tokens_per_micro_batch" if -number == signal.SIGKILL else "")}
         else:
             error = min(told, key=lambda e: e.pop("time"))

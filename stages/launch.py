@@ -18,19 +18,23 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from stages import warm
 from stages.registry import STAGES, get_stage
+from stages.spec import ConfigError
 
 GRACE_SECONDS = 30.0  # a rank inside a collective takes five of them
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def launch(spec_path: str, stage: str, devices: int, run: Callable[[str], int], started: Callable[[], None] = lambda: None) -> dict[int, int]:
+def launch(spec_path: str, stage: str, devices: int, run: Callable[[str], int], started: Callable[[], None] = lambda: None,
+           nodes: dict[str, Any] | None = None) -> dict[int, int]:
     """Run ``run(spec_path)`` on ``devices`` ranks to their end: {} where all ended with 0; else rank -> exit code (-N: ended by signal N) of those that
     failed by themselves, nearly always one, upon which the others are ended.
 
-    stage: the stage's name, for its imports. started: called in this process once the ranks are there. Whatever is raised here (SIGTERM's handler may) ends the ranks
+    stage: the stage's name, for its imports. started: called in this process once the ranks are there. nodes: which machine this is among several that have so many
+    ranks each ({"count", "rank", "address", "port"}); the store is with the first. Whatever is raised here (SIGTERM's handler may) ends the ranks
     first.
     """
     forked = warm.forks()
@@ -43,18 +47,20 @@ def launch(spec_path: str, stage: str, devices: int, run: Callable[[str], int], 
     running: dict[int, int] = {}  # process id -> rank
     failed: dict[int, int] = {}
     try:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            common = _environment(devices, listener.getsockname()[1])
+        with _listener(nodes) as listener:
+            common = _environment(devices, listener.getsockname()[1] if listener else 0, nodes)
             with _signals_blocked():
-                for rank in range(devices):
+                for local in range(devices):
+                    rank = str(local + devices * (nodes["rank"] if nodes else 0))
                     pid = os.fork()
                     if pid == 0:
-                        listener.close()
-                        _be_rank({**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}, spec_path, stage, run, forked)
-                    running[pid] = rank
+                        if listener:
+                            listener.close()
+                        _be_rank({**common, "RANK": rank, "LOCAL_RANK": str(local), "ROLE_RANK": rank}, spec_path, stage, run, forked)
+                    running[pid] = int(rank)
                     _lead(pid)
             started()
-            store = _store(listener)  # its thread would be lost in a fork, so it starts behind them; until then they wait at its port
+            store = _store(listener) if listener else None  # its thread would be lost in a fork, so it starts behind them; until then they wait at its port
         while running and not failed:
             _collect(running, failed)
         _collect(running, failed, os.WNOHANG)  # those that ended at the same time
@@ -74,11 +80,30 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-def _environment(devices: int, port: int) -> dict[str, str]:
+def _listener(nodes: dict[str, Any] | None) -> contextlib.AbstractContextManager[socket.socket | None]:
+    """Where the store will be: at any port for the ranks of this machine, at the one agreed on for those of several, nowhere on all of these but the first.
+
+    Raises:
+        ConfigError: the port is not free.
+    """
+    if not nodes:
+        return socket.create_server(("127.0.0.1", 0))
+    if nodes["rank"]:
+        return contextlib.nullcontext()
+    both = socket.has_dualstack_ipv6()
+    try:
+        return socket.create_server(("", nodes["port"]), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
+    except OSError as error:
+        raise ConfigError(f"--rendezvous: port {nodes['port']} of this node cannot be listened at ({error.strerror}); write another one, the same on every node") from None
+
+
+def _environment(devices: int, port: int, nodes: dict[str, Any] | None) -> dict[str, str]:
     """torchrun's variables that all ranks share, and the process they end with."""
+    here, count, address, port = (nodes["rank"], nodes["count"], nodes["address"], nodes["port"]) if nodes else (0, 1, "127.0.0.1", port)
+    everyone = str(devices * count)
     return {
-        "WORLD_SIZE": str(devices), "LOCAL_WORLD_SIZE": str(devices), "ROLE_WORLD_SIZE": str(devices), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
+        "WORLD_SIZE": everyone, "LOCAL_WORLD_SIZE": str(devices), "ROLE_WORLD_SIZE": everyone, "GROUP_RANK": str(here), "GROUP_WORLD_SIZE": str(count), "ROLE_NAME": "default",
+        "MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "POSTTRAIN_PARENT_PID": str(os.getpid()),
     }  # fmt: skip

@@ -32,6 +32,8 @@ from stages import banded
 from stages.dropout import Dropped
 from stages.experts import Mixture, logits, mixed, routed
 from stages.layers import ACTIVATIONS, Family, Layer, embedding_scales, epsilon_of, family_of, gain_of, interleave, layers_of, odd_layers, rotary_tables, turned_rows, turns
+from stages.quantised import dense, is_quantised
+from stages.quantised import product as multiplied
 
 #: Tokens that go through a layer at a time on the CPU: few, so that elementwise work finds them in cache, but enough for fast matrix products.
 CHUNK = 1024
@@ -118,7 +120,7 @@ def _flat(products) -> list:
 
 def _cast(tensors, dtype) -> list[tuple]:
     """Flat tensors back to one (W, b, A, B) per product, in the type the matrix products run in."""
-    cast = [None if t is None else t.to(dtype) for t in tensors]
+    cast = [None if t is None else dense(t).to(dtype) for t in tensors]
     return [tuple(cast[i:i + 4]) for i in range(0, len(cast), 4)]
 
 
@@ -757,6 +759,6 @@ def _layer(layer: Layer, family: Family, x, turn, plan, shape: Shape, at, weight
 
 def _linear(x, part: Product, low: torch.dtype, mask=None):
     """x [u, in] through a product -> [u, out], differentiable by autograd; ``mask`` [u, in] is the adapter's dropout."""
-    weight, bias, a, b = (None if t is None else t.to(low) for t in part[:4])
-    y = F.linear(x, weight, bias)
+    bias, a, b = (None if t is None else t.to(low) for t in part[1:4])
+    y = multiplied(x, part[0], bias) if is_quantised(part[0]) else F.linear(x, part[0].to(low), bias)
     return y if a is None else y + part[4] * F.linear(F.linear(x if mask is None else x * mask, a), b)

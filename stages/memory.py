@@ -5,13 +5,16 @@
     activations are tried, on the dearest micro-batch (``stages/preflight.py``)
 
 A stage declares which models it holds (``StageSpec.roles``). Master weights are float32, so a trained parameter takes 4 bytes, its gradient 4 and AdamW's
-moments 8, 16 in all as in mixed precision (2 + 2 + 4 + 8); a frozen one takes 4, or 2 where it is a matrix that is kept in bfloat16 (``frozen_dtype``). Imports no torch: ``posttrain run --dry-run`` asks, too.
+moments 8, 16 in all as in mixed precision (2 + 2 + 4 + 8); a frozen one takes 4, or 2 where it is a matrix that is kept in bfloat16, or about
+half a byte in 4 bits (``frozen_dtype``). Imports no torch: ``posttrain run --dry-run`` asks, too.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
@@ -22,6 +25,7 @@ from stages.spec import ConfigError
 from storage.files import read_json
 
 TRAINED, FROZEN, KEPT = 16, 4, 2  # bytes per parameter; KEPT: frozen in bfloat16
+NF4_BLOCK, NF4_DOUBLE_BLOCK = 64, 256  # weights in 4 bits that share a scale, and scales that share one under double quantisation (stages.quantised)
 GIB = 2**30
 SAMPLING = "policy that samples"
 #: What the built-in engine holds while it samples: keys and values, and the weights as it multiplies with them (stacked, an adapter merged in, in ``sampling_dtype``).
@@ -70,9 +74,29 @@ class Shape:
     def frozen_bytes(self, how: str) -> int:
         """Of the model as a frozen one, its matrices kept as ``frozen_dtype=how`` says; routers and experts, and Gemma's scaled embedding, are no plain layers and stay float32."""
         scaled = str(self.config.get("model_type", "")).startswith("gemma")
-        kept = sum(rows * columns for name, (rows, columns) in self.matrices.items() if (how == "bfloat16" or how == "auto" and name in self.low)
-                   and ".experts." not in name and not name.endswith(".gate.weight") and not (scaled and name.endswith("embed_tokens.weight")))
-        return FROZEN * self.parameters - (FROZEN - KEPT) * kept
+        total = FROZEN * self.parameters
+        for name, (rows, columns) in self.matrices.items():
+            if ".experts." in name or name.endswith(".gate.weight") or scaled and name.endswith("embed_tokens.weight"):
+                continue
+            if how.startswith("nf4") and not outside_layers(name):
+                total -= FROZEN * rows * columns - nf4_bytes(rows * columns, how)
+            elif how == "bfloat16" or how != "float32" and name in self.low:
+                total -= (FROZEN - KEPT) * rows * columns
+        return total
+
+    def widest_layer(self) -> int:
+        """Weights of the layer that has the most in matrices."""
+        layers: dict[str, int] = {}
+        for name, (rows, columns) in self.matrices.items():
+            if (found := re.search(r"\.\d+\.", name)) and not outside_layers(name):
+                layers[name[:found.end()]] = layers.get(name[:found.end()], 0) + rows * columns
+        return max(layers.values(), default=0)
+
+
+def nf4_bytes(count: int, how: str) -> int:
+    """Of a matrix of so many weights in 4 bits: two weights a byte, and the scales of its blocks."""
+    blocks = -(-count // NF4_BLOCK)
+    return (count + 1) // 2 + (4 * blocks if how == "nf4" else blocks + 4 * -(-blocks // NF4_DOUBLE_BLOCK) + 4)
 
 
 def shape_of(path: str | Path) -> Shape | None:
@@ -223,8 +247,11 @@ def caches_of(config, shape: Shape | None, device: str = "cpu") -> dict[str, int
         logits += 4 * head  # kept in bfloat16, and widened while logits are computed
     if logits and device != "cpu":
         logits += HEAD_CHUNK_BYTES * min(together(config)[0] * text["vocab_size"], HEAD_CHUNK_ON_GPU)
+    found = {"logits": logits} if logits else {}
+    if frozen_dtype(config).startswith("nf4") and shape is not None:
+        found["a layer in float32"] = FROZEN * shape.widest_layer()
     if not hasattr(config, "generation_batch") or getattr(config, "engine", "builtin") != "builtin" or "num_hidden_layers" not in text:
-        return {"logits": logits} if logits else {}
+        return found
     heads = text.get("num_key_value_heads") or text["num_attention_heads"]
     width = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
     everyone = getattr(config, "prompts_per_step", config.generation_batch) * getattr(config, "num_generations", 1)
@@ -234,7 +261,7 @@ def caches_of(config, shape: Shape | None, device: str = "cpu") -> dict[str, int
         length = min(length, text["max_position_embeddings"])
     size = 2 if config.sampling_dtype == "bfloat16" else 4
     kv = lambda rows: kv_bytes(text["num_hidden_layers"], heads, width, rows * length, size)
-    return {SAMPLED: kv(rows) + (min(KEPT_BYTES, kv(everyone)) if getattr(config, "environment", "") else 0) + size * shape.parameters, "logits": logits}
+    return {SAMPLED: kv(rows) + (min(KEPT_BYTES, kv(everyone)) if getattr(config, "environment", "") else 0) + size * shape.parameters, "logits": logits} | found
 
 
 # ---------------------------------------------------------------------------------------------------------------- refusing
@@ -295,8 +322,9 @@ def refusal(name: str, roles: Sequence[Role], shapes: Mapping[str, Shape | None]
     advice = []
     if not config.lora_rank and any(r.trained and not r.whole for r in roles):
         advice.append(f"lora_rank=16 ({says(fits(lora_rank=16))})")
-    if frozen_dtype(config) != "bfloat16" and config.forward != "compiled" and (smaller := fits(frozen_dtype="bfloat16")) < found.states:
-        advice.append(f"frozen_dtype=bfloat16 ({says(smaller)})")
+    for how in ("bfloat16", "nf4"):
+        if config.forward != "compiled" and (how != "nf4" or config.sharding == "none" and not config.lora_dora) and (smaller := fits(frozen_dtype=how)) < found.states:
+            advice.append(f"frozen_dtype={how} ({says(smaller)})")
     if not config.lora_rank and config.optimizer == "adamw" and config.sharding == "none" and any(r.trained and not r.whole for r in roles):
         advice.append(f"optimizer=adafactor ({says(fits(optimizer='adafactor'))})")
     for setting, off in (("ema_decay", 0.0), ("select_by", None)):
@@ -326,7 +354,11 @@ def check(stage) -> None:
     Raises:
         ConfigError: says what to write instead (``memory_check=warn``: a warning).
     """
-    if stage.spec.roles is None or stage.checkpoints.latest() is not None:
+    if stage.spec.roles is None:
+        return
+    if frozen_dtype(stage.config).startswith("nf4") and importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(f"{stage.name}: frozen_dtype={stage.config.frozen_dtype} needs bitsandbytes, which is not installed; run pip install 'posttrain[qlora]', or write frozen_dtype=bfloat16.")
+    if stage.checkpoints.latest() is not None:
         return
     try:
         roles = stage.spec.roles(stage.config, set(stage.inputs))
@@ -335,7 +367,7 @@ def check(stage) -> None:
     if frozen_dtype(stage.config) != "auto" and not any(not r.moves and not r.trained or r.trained and not r.whole and stage.config.lora_rank for r in roles):
         raise ConfigError(f"{stage.name}: frozen_dtype={stage.config.frozen_dtype} would change nothing: nothing is frozen here; write lora_rank=16, or leave frozen_dtype out.")
     shapes = {role.source: shape_of(stage.inputs[role.source].path) for role in roles}
-    limit = limit_of(stage.config, stage.device, stage.world_size)
+    limit = limit_of(stage.config, stage.device, int(os.environ.get("LOCAL_WORLD_SIZE", stage.world_size)))
     found = need(roles, shapes, stage.config, stage.world_size, stage.device)
     stage.log("memory: " + found.told(limit))
     if limit is None:

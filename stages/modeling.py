@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stages import adapters, balance, dropout, experts, frozen, lean, pending, ranks, sharding
+from stages import adapters, balance, dropout, experts, frozen, lean, pending, quantised, ranks, sharding
 from stages.batching import Batch, Cost, Padded, choose_form, collate, make_item, pad, padded_size, segments_of, together
 from stages.chat import Renderer
 from stages.layers import logit_scaling, rope_limit, windows_of
@@ -73,6 +73,10 @@ def note_types(stage, path: str) -> None:
     if getattr(stage.config, "lora_rank", 0) and stage.config.frozen_dtype == "bfloat16" and stored != "bfloat16":
         stage.warn("frozen_rounded", f"frozen_dtype=bfloat16 rounds the frozen matrices of a model that is stored as {stored} to 8 significant bits. The adapter is trained on the rounded model, "
                    "which is also its own reference, and the published model is the rounded one with the adapter on top. Write frozen_dtype=auto where there is memory for them as they are.")
+    if getattr(stage.config, "lora_rank", 0) and stage.config.frozen_dtype in quantised.FORMS:
+        stage.warn("frozen_rounded", f"frozen_dtype={stage.config.frozen_dtype} rounds the frozen linear layers to 4 bits. The adapter is trained on the rounded model, which is also its own "
+                   "reference, and the published model is the rounded one with the adapter merged in, as it was validated, in save_dtype; adapter/ put on the model as it was gives other numbers. "
+                   "Write frozen_dtype=auto or bfloat16 where there is memory for it.")
     if stored in ("bfloat16", "float16") and getattr(stage.config, "save_dtype", "float32") == "float32":
         stage.log(f"the input model is stored as {stored}; the new weights are published as they were computed, in float32, which takes twice the space and keeps the small changes that "
                   f"{stored} rounds away. " + ("Write save_dtype=bfloat16" if hasattr(stage.config, "save_dtype") else f"Load them with dtype=torch.{stored}")

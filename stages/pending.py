@@ -11,7 +11,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
@@ -23,10 +23,11 @@ from stages import ranks, sharding, tensor_files
 
 @dataclass
 class Pending:
-    """What a model has not read yet: parameter name in the plain model -> (file, name there); and where it shall lie."""
+    """What a model has not read yet: parameter name in the plain model -> (file, name there); where it shall lie; and what is made of some of them as they are read."""
 
     places: dict[str, tuple[str, str]]
     device: str
+    made: dict[str, Callable[[torch.Tensor], nn.Parameter]] = field(default_factory=dict)
 
 
 def load(factory, path: str, device: str, in_shards: bool = False, settings: dict | None = None, new: Callable[[nn.Module, str], bool] = lambda model, name: False, **options):
@@ -137,19 +138,21 @@ def fill(model, modules: Iterable[nn.Module] | None = None):
     base = plain(model)
     if not is_pending(base):
         return model
-    places, device = base.__dict__["_posttrain_pending"].places, base.__dict__["_posttrain_pending"].device
+    waiting = base.__dict__["_posttrain_pending"]
+    places, device = waiting.places, waiting.device
     chosen = None if modules is None else {part for module in modules for part in module.modules()}
     open_files: dict[str, object] = {}  # closed behind each call: pages of a file that was read count as this process's memory
     for path, module in list(base.named_modules()):
         for name, parameter in list(module._parameters.items()) if chosen is None or module in chosen else ():
-            where = places.pop(f"{path}.{name}".replace(".base_layer.", ".").removeprefix("."), None)
+            plain_name = f"{path}.{name}".replace(".base_layer.", ".").removeprefix(".")
+            where = places.pop(plain_name, None)
             if where is None:
                 continue
             file, stored = where
             if file not in open_files:
                 open_files[file] = _open(file)
             value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device).copy_(open_files[file].get_tensor(stored))
-            value = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            value = waiting.made[plain_name](value) if plain_name in waiting.made else nn.Parameter(value, requires_grad=parameter.requires_grad)
             for other in base.modules():
                 for key, tensor in other._parameters.items():
                     if tensor is parameter:

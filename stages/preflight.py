@@ -202,12 +202,16 @@ def held_bytes(models, trainers) -> tuple[int, int]:
     """(bytes of all parameters of these models on this rank, each storage once; bytes that training adds to them: gradients, the optimizer's
     state, averages)."""
     from stages.optimizers import state_shapes
+    from stages.quantised import is_quantised
     from stages.sharding import local
 
     held = {}
     for model in models:
         for _, parameter in model.named_parameters():
             here = local(parameter.detach())
+            if is_quantised(here):
+                held |= {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in here.parts.values()}
+                continue
             held[here.untyped_storage().data_ptr()] = here.untyped_storage().nbytes()
     gradients = [local(p.detach()).nbytes for t in trainers for p in t.parameters.values()]
     states = [local(p.detach()).nbytes * math.prod(shape) // max(1, p.numel()) for t in trainers for p, shape in state_shapes(t.optimizer)]

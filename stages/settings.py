@@ -116,9 +116,10 @@ class OptimizerConfig(StageConfig):
     lora_targets: str = Field("all-linear", description="Layers with an adapter: all-linear, or names such as q_proj,v_proj.")
     lora_exclude: str = Field("", description="Names of layers that get no adapter although lora_targets takes them (peft exclude_modules), such as k_proj,down_proj.")
     lora_modules_to_save: str = Field("", description="Names of modules that are trained in full beside the adapter (peft modules_to_save), such as embed_tokens,lm_head for new tokens.")
-    frozen_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+    frozen_dtype: Literal["auto", "float32", "bfloat16", "nf4", "nf4_double"] = Field(
         "auto", description="How frozen matrices are kept (under an adapter; of references, teachers, reward models): as the checkpoint stores them where that is bfloat16, which changes "
-        "no number (auto); all widened to float32; or all in bfloat16, which rounds float32 ones once. Products are in compute_dtype whichever it is.")
+        "no number (auto); all widened to float32; all in bfloat16, which rounds float32 ones once; or those of the linear layers in 4 bits (nf4; nf4_double: its scales in 8 bits), QLoRA. Products "
+        "are in compute_dtype whichever it is.")
     save_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of the published weights; an adapter is merged in float32, and bfloat16 rounds the sum.")
     ema_decay: float = Field(0.0, ge=0, lt=1, description="Train, but validate and publish the exponential moving average of the weights with this decay; 0 = off.")
     select_by: str | None = Field(None, title="Select by", description="Validation metric whose best pass gives the published weights (for example loss, accuracy); empty: the last weights. Needs eval_every.")
@@ -156,8 +157,13 @@ class OptimizerConfig(StageConfig):
 
     @model_validator(mode="after")
     def _optimizer(self):
-        if self.forward == "compiled" and self.lora_rank and self.frozen_dtype == "bfloat16":
-            raise ValueError("forward=compiled keeps the weights under an adapter in float32; write forward=auto for frozen_dtype=bfloat16, or leave frozen_dtype out")
+        if self.forward == "compiled" and self.lora_rank and self.frozen_dtype not in ("auto", "float32"):
+            raise ValueError(f"forward=compiled keeps the weights under an adapter in float32; write forward=auto for frozen_dtype={self.frozen_dtype}, or leave frozen_dtype out")
+        if self.frozen_dtype.startswith("nf4") and self.sharding == "full":
+            raise ValueError(f"frozen_dtype={self.frozen_dtype} packs whole matrices, and sharding=full splits them over the devices; write sharding=none (each device then holds the model in 4 bits), "
+                             "or frozen_dtype=bfloat16")
+        if self.frozen_dtype.startswith("nf4") and self.lora_dora:
+            raise ValueError("lora_dora=true trains with the lengths of the frozen weights' rows, which are not read off weights in 4 bits; write lora_dora=false, or frozen_dtype=bfloat16")
         if self.lora_dropout and (self.lora_dora or self.forward == "compiled"):
             raise ValueError(f"lora_dropout is not computed with {'lora_dora=true' if self.lora_dora else 'forward=compiled'}; write {'lora_dora=false' if self.lora_dora else 'forward=auto'}, or "
                              "leave lora_dropout out")

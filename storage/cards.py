@@ -1,4 +1,4 @@
-"""The model card of an exported model: README.md as Hugging Face reads it, written from the stage records behind the model.
+"""The card of an exported model or dataset: README.md as Hugging Face reads it, written from the stage records behind it.
 
 What it says is what the records say: the stages in the order they ran, with their settings, data and numbers; the evaluations of the model, each with the
 hash of its protocol (numbers under different hashes do not compare); the versions it was made with; and how to make it again. Folders of the machine it was made
@@ -41,8 +41,35 @@ def model_card(ref: str) -> str:
     if loader:
         text.append(f"```python\nfrom transformers import AutoTokenizer, {loader}\n\ntokenizer = AutoTokenizer.from_pretrained(DIRECTORY)\nmodel = {loader}.from_pretrained(DIRECTORY)\n```\n")
     text += _evaluations(found.digest)
+    text += _made(steps)
+    if maker:
+        text.append("## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in sorted(maker[0]["versions"].items())) + "\n")
+        text.append(f"The same bytes again, on the same kind of machine with the inputs named above: `posttrain rerun {found.ref}`.\n")
+    return "\n".join(text)
+
+
+def dataset_card(ref: str) -> str:
+    """Markdown with a YAML header that says which of the exported files (:meth:`storage.datasets.Dataset.export`) are which split. Raises StoreError when no dataset is known by that name."""
+    from storage.datasets import open_dataset
+
+    found = store.resolve(ref, "dataset")
+    data, tree, steps, outside = open_dataset(found.path), lineage.tree(found.ref), [], {}
+    _walk(tree, steps, outside)
+    splits = data.manifest["splits"] or {"train": data.num_rows}
+    header = {"tags": sorted({"posttrain", data.kind.replace("/", "-"), *(node["stage"] for node in steps if node["digest"] == found.digest)}),
+              "configs": [{"config_name": "default", "data_files": [{"split": split, "path": f"data/{split}-*.parquet"} for split in splits]}]}
+    text = [f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n", f"# {data.name}\n",
+            f"Rows of the form `{data.kind}`, `{found.ref}`, content digest `{found.digest}`: " + ", ".join(f"{count} {split}" for split, count in splits.items()) + ".\n",
+            '```python\nfrom datasets import load_dataset\n\ndata = load_dataset(DIRECTORY_OR_REPOSITORY)\n```\n',
+            "## Columns\n", ", ".join(f"`{column.name}` ({column.type})" for column in data.schema) + "\n", *_made(steps)]
     if steps:
-        text.append("## How it was made\n")
+        text.append(f"The same bytes again, on the same kind of machine with the inputs named above: `posttrain rerun {found.ref}`.\n")
+    return "\n".join(text)
+
+
+def _made(steps: list[dict[str, Any]]) -> list[str]:
+    """The stages behind something, in the order they ran."""
+    text = ["## How it was made\n"] if steps else []
     for n, node in enumerate(steps, 1):
         text.append(f"### {n}. {node['label'] or node['stage']}" + (f" (stage {node['stage']})" if node["label"] not in ("", node["stage"]) else "") + "\n")
         text += [f"- {name}: {_named(one)}" for name, one in node["inputs"].items()]
@@ -50,10 +77,7 @@ def model_card(ref: str) -> str:
         text.append("- settings: " + ", ".join(f"`{key}={value}`" for key, value in lineage.flat(node["config"]) if value not in (None, "", [], {})))
         numbers = [f"{key} {value:.4g}" for key, value in sorted(_numbers(node["metrics"]).items())]
         text.append(("- numbers: " + ", ".join(numbers) if numbers else "- no numbers") + "\n")
-    if maker:
-        text.append("## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in sorted(maker[0]["versions"].items())) + "\n")
-        text.append(f"The same bytes again, on the same kind of machine with the inputs named above: `posttrain rerun {found.ref}`.\n")
-    return "\n".join(text)
+    return text
 
 
 def _walk(node: dict[str, Any], steps: list, outside: dict) -> None:

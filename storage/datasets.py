@@ -31,6 +31,7 @@ MANIFEST = "manifest.json"
 _BATCH_ROWS = 1_000            # rows turned into Arrow at a time
 _GROUP_BYTES = 32 << 20        # a row group is closed at this size ...
 _GROUP_ROWS = 10_000           # ... or at this number of rows
+_FILE_BYTES = 1 << 30          # a file of an exported dataset is closed at this size, before compression
 
 
 class DatasetError(Exception):
@@ -413,6 +414,25 @@ class Dataset:
     def to_pandas(self, columns: list[str] | None = None, split: str | None = None):
         """All rows as a pandas DataFrame (in memory)."""
         return self.table(columns, split).to_pandas()
+
+    def export(self, directory: str | os.PathLike) -> list[Path]:
+        """Write the rows as ``data/SPLIT-NNNNN.parquet`` below a local directory, as ``datasets.load_dataset`` and the Hub read them; "train" where rows have
+        no split. Returns the files. Raises DatasetError for a damaged part."""
+        made, schema = [], self.schema
+        Path(directory, "data").mkdir(parents=True, exist_ok=True)
+        for split in self.manifest["splits"] or {"train": self.num_rows}:
+            batches = self.iter_batches(split=split if self.manifest["splits"] else None)
+            batch = next(batches, None)
+            while True:
+                made.append(Path(directory, "data", f"{split}-{sum(path.name.startswith(split + '-') for path in made):05d}.parquet"))
+                with pq.ParquetWriter(made[-1], schema, compression="zstd") as writer:
+                    size = 0
+                    while batch is not None and size < _FILE_BYTES:
+                        writer.write_batch(batch)
+                        size, batch = size + batch.nbytes, next(batches, None)
+                if batch is None:
+                    break
+        return made
 
     def verify(self) -> None:
         """Raise DatasetError unless every part has the bytes and rows that the manifest names."""

@@ -26,6 +26,7 @@ import time
 import uuid
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Iterator, get_args
 
@@ -34,7 +35,8 @@ from stages.registry import get_stage, stage_module_name
 from stages.spec import PROJECT_ROOT, ConfigError, StageConfig, StageSpec, closure_digest, library_versions, parse_config, stage_key
 from storage import home, leases, records, registry, store, tracking, work
 from storage.files import atomic_write_json, read_json, refusal, sha256_text
-from tasks import processes
+from tasks import mirror, processes
+from tasks.nodes import RANK_VARIABLES, Nodes
 
 DELIBERATE = ("StageFailure", "TrainingError")  # a stage refused what it was given: its message says all, and trying again changes nothing
 Event = dict[str, Any]
@@ -129,6 +131,7 @@ def run_stage(
     on_event: Callable[[Event], Any] | None = None,
     devices: int | None = None,
     wait: bool = True,
+    nodes: Nodes | None = None,
 ) -> StageResult:
     """Run one stage, or return what an identical run already gave.
 
@@ -137,15 +140,19 @@ def run_stage(
     under which outputs are published (default ``<stage>-<output>``). flow_run: ``RunRecord.as_flow_run(label)`` of the run it
     belongs to. force: run again although a record exists. wait: wait for another process that runs the same key (False:
     raise LeaseBusy). devices: number of GPUs, or of processes where there is none (each has a rank of its own; default
-    ``POSTTRAIN_DEVICES``, else 1; stages that cannot share their work take one).
+    ``POSTTRAIN_DEVICES``, else 1; stages that cannot share their work take one). nodes: this machine among several (``tasks/nodes.py``),
+    each of which has so many.
 
     Raises ConfigError (settings or inputs), StoreError (a reference), StageError (the stage itself), LeaseBusy.
     """
-    tell = _teller(on_event)
-    with sigterm_raises(), _refusals_told(name):
+    with sigterm_raises(), _refusals_told(name), mirror.beside(_teller(on_event), flow_run) as tell:
         prepared = prepare(name, inputs, config, seed=seed, flow_run=flow_run, on_event=on_event)
         label = (flow_run or {}).get("label") or prepared.spec.name
         tell({"event": "prepared", "stage": prepared.spec.name, "label": label, "key": prepared.key, "config": prepared.resolved})
+        if nodes is not None and not prepared.spec.parallel:
+            raise ConfigError(f"--nodes {nodes.count}: stage {prepared.spec.name} runs on one device; leave --nodes out")
+        if nodes is not None and nodes.rank > 0:
+            return _take_part(prepared, nodes, label, force, tell, devices, wait)
         record = None if force else records.find(prepared.key)
         cached, unit = record is not None, tracking.unit_of(flow_run, label, prepared.key)
         if record is None:
@@ -153,7 +160,7 @@ def run_stage(
                 record = None if force else records.find(prepared.key)  # another process may just have finished it
                 cached = record is not None
                 if record is None:
-                    record, unit = _run(prepared, lock, label, name_as, flow_run, force, tell, devices, wait)
+                    record, unit = _run(prepared, lock, label, name_as, flow_run, force, tell, devices, wait, nodes)
         return _conclude(prepared, record, cached, unit, label, name_as, flow_run, tell)
 
 
@@ -285,7 +292,7 @@ def _matching_kind(ingest: Any, text: str, kinds: tuple[str, ...]) -> str | None
 # ------------------------------------------------------------------------------------------------------------ the process
 
 
-def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_run: dict[str, Any] | None, force: bool, tell: Callable[[Event], None], devices: int | None, wait: bool) -> tuple[dict[str, Any], str]:
+def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_run: dict[str, Any] | None, force: bool, tell: Callable[[Event], None], devices: int | None, wait: bool, nodes: Nodes | None) -> tuple[dict[str, Any], str]:
     """Run the stage process to its end and publish; returns the new record and the name of its MLflow run."""
     workdir = home.work_dir(p.key)
     old, forced = records.read(p.key), read_json(workdir / "forced.json", {}).get("unit")
@@ -314,7 +321,7 @@ def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_
                 devices = _devices_of(p.spec, devices)
                 slots, device, environment = _devices(p.spec, devices, wait, tell, engine_cards(p.config))
                 _refuse_changes(p, code=True)
-                result = _process(p, workdir, lock, device, devices, environment, unit, tell)
+                result = _process(p, workdir, lock, device, devices, environment, unit, tell, nodes)
             _refuse_changes(p)
             record = _publish(p, workdir, result, label, name_as, started, attempt, flow_run)
         finally:  # before MLflow is waited for
@@ -419,7 +426,7 @@ def engine_cards(config: StageConfig) -> int:
     return max(1, count)
 
 
-def _devices(spec: StageSpec, devices: int, wait: bool, tell: Callable[[Event], None], engine: int = 1) -> tuple[list[leases.Lease], str, dict[str, str]]:
+def _devices(spec: StageSpec, devices: int, wait: bool, tell: Callable[[Event], None], engine: int = 1, group: str = "gpu") -> tuple[list[leases.Lease], str, dict[str, str]]:
     """(slots, device, environment) of a stage process. CPU stages take no slot and see no GPU. engine: :func:`engine_cards`."""
     cards = cuda_devices()
     if not spec.gpu:
@@ -437,7 +444,7 @@ def _devices(spec: StageSpec, devices: int, wait: bool, tell: Callable[[Event], 
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // devices))}
     if not total:
         return [], "cpu", threads
-    slots = leases.acquire_slots("gpu", total, taken if cards else 1, apart=len(cards) or None, wait=wait, on_wait=lambda text: tell({"event": "waiting", "text": text}),
+    slots = leases.acquire_slots(group, total, taken if cards else 1, apart=len(cards) or None, wait=wait, on_wait=lambda text: tell({"event": "waiting", "text": text}),
                                  on_poll=_raise_if_stopped)
     if not cards:
         return slots, "cpu", threads
@@ -446,17 +453,46 @@ def _devices(spec: StageSpec, devices: int, wait: bool, tell: Callable[[Event], 
     return slots, "auto", {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}  # auto: whether torch can use them is known in the stage's process
 
 
-def _process(p: Prepared, workdir: Path, lock: leases.Lease, device: str, devices: int, environment: dict[str, str], unit: str, tell: Callable[[Event], None]) -> dict[str, Any]:
+def _process(p: Prepared, workdir: Path, lock: leases.Lease | None, device: str, devices: int, environment: dict[str, str], unit: str, tell: Callable[[Event], None],
+             nodes: Nodes | None = None, on_poll: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Start the stage's process and listen until it ends. Whatever ends this function ends everything it started."""
-    (workdir / "publish.json").unlink(missing_ok=True)
-    (workdir / "result.json").unlink(missing_ok=True)
+    if nodes is None:
+        return _listen(p, workdir, lock, device, devices, environment, unit, tell)
+    nodes.begin(workdir)
+    failed: str | None = "it was stopped"
+    try:
+        result = _listen(p, workdir, lock, device, devices, environment, unit, tell, nodes, on_poll)
+        failed = None
+        return result
+    except StageError as error:
+        failed = nodes.blamed(workdir, error.message) or error.message
+        if failed == error.message:
+            raise
+        raise _ended_with(p, failed) from error
+    except ConfigError as error:
+        failed = str(error)
+        raise
+    except _Published:
+        failed = None
+        raise
+    finally:
+        nodes.end(workdir, failed)
+
+
+def _listen(p: Prepared, workdir: Path, lock: leases.Lease | None, device: str, devices: int, environment: dict[str, str], unit: str, tell: Callable[[Event], None],
+            nodes: Nodes | None = None, on_poll: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """See :func:`_process`; of several nodes that of one."""
+    if nodes is None or nodes.rank == 0:
+        (workdir / "publish.json").unlink(missing_ok=True)
+        (workdir / "result.json").unlink(missing_ok=True)
     spec = {
         "stage": p.module, "key": p.key, "config": p.resolved, "seed": p.seed, "device": os.environ.get("POSTTRAIN_DEVICE") or device,
         "devices": devices, "inputs": {n: i.to_dict() for n, i in p.inputs.items()}, "workdir": str(workdir),
-    }  # fmt: skip
-    atomic_write_json(workdir / "SPEC.json", spec)
-    log_path = workdir / "stage.log"
-    given = processes.environment(**environment)
+    } | ({"nodes": nodes.spec()} if nodes else {})  # fmt: skip
+    own = nodes.file if nodes else str
+    spec_path, log_path = workdir / own("SPEC.json"), workdir / own("stage.log")
+    atomic_write_json(spec_path, spec)
+    given = {name: value for name, value in processes.environment(**environment).items() if name not in RANK_VARIABLES}
     error: Event | None = None
     done: Event | None = None
     with open(log_path, "ab") as log:
@@ -465,10 +501,11 @@ def _process(p: Prepared, workdir: Path, lock: leases.Lease, device: str, device
         try:
             parent = processes.loaded(given, wait=p.spec.gpu, on_poll=_raise_if_stopped)
             with _signals_held():
-                child = processes.start(str(workdir / "SPEC.json"), p.spec.name, given, log, parent)
-            lock.set_child(child.pid)
+                child = processes.start(str(spec_path), p.spec.name, given, log, parent)
+            if lock is not None:
+                lock.set_child(child.pid)
             tell({"event": "started", "pid": child.pid, "workdir": str(workdir), "log": str(log_path), "key": p.key})
-            for event in _events(child):
+            for event in _events(child, partial(_watch, p, workdir, nodes, on_poll) if nodes else lambda: None):
                 kind = event.get("event")
                 if kind == "error":
                     error = event
@@ -479,13 +516,17 @@ def _process(p: Prepared, workdir: Path, lock: leases.Lease, device: str, device
                         log.write(f"[{kind}] {event.get('code', '')} {event.get('text', '')}\n".encode("utf-8", "backslashreplace"))
                         log.flush()
                     tell(event)
-                    tracking.poke(unit)
+                    if unit:
+                        tracking.poke(unit)
             code = child.wait()
         finally:
             if child is not None:
                 processes.kill_tree(child)
                 with contextlib.suppress(OSError):
-                    lock.set_child(None)
+                    if lock is not None:
+                        lock.set_child(None)
+    if code == 0 and nodes is not None and nodes.rank > 0:
+        return {}
     result = read_json(workdir / "result.json", None)
     if code == 0 and done and result:
         return result
@@ -497,6 +538,56 @@ def _process(p: Prepared, workdir: Path, lock: leases.Lease, device: str, device
     raise StageError(p.spec.name, _how_it_ended(code), tail=tail, log_path=str(log_path), key=p.key)
 
 
+def _watch(p: Prepared, workdir: Path, nodes: Nodes, more: Callable[[], None]) -> None:
+    """Called while a node's ranks run: StageError where another node is gone."""
+    more()
+    if told := nodes.lost(workdir):
+        raise _ended_with(p, told)
+
+
+def _ended_with(p: Prepared, told: str) -> StageError:
+    return StageError(p.spec.name, f"{told}; this node ended with it, and the same command on every node goes on from the last checkpoint", kind="StageFailure", key=p.key)
+
+
+class _Published(Exception):
+    """Node 0 has the result that another node was about to help with."""
+
+
+def _take_part(p: Prepared, nodes: Nodes, label: str, force: bool, tell: Callable[[Event], None], devices: int | None, wait: bool) -> StageResult:
+    """Node 1 and further: compute beside node 0 (wait for it where it has not begun), and give what it publishes."""
+    workdir, before = home.work_dir(p.key), (records.read(p.key) or {}).get("finished") if force else None
+
+    def published() -> dict[str, Any] | None:
+        record = records.read(p.key)
+        return records.find(p.key) if record is not None and record["finished"] != before else None
+
+    def poll() -> None:
+        if published() is not None:
+            raise _Published
+
+    if published() is None:
+        devices = _devices_of(p.spec, devices)
+        slots, device, environment = _devices(p.spec, devices, wait, tell, engine_cards(p.config), group=f"gpu-node{nodes.rank}")
+        try:
+            tell({"event": "log", "text": f"node {nodes.rank} of {nodes.count}: joins node 0 at {nodes.address}:{nodes.port}"})
+            with contextlib.suppress(_Published):
+                _process(p, workdir, None, device, devices, environment, "", tell, nodes, poll)
+        finally:
+            for slot in slots:
+                slot.release()
+        while (record := published()) is None:
+            _raise_if_stopped()
+            _watch(p, workdir, nodes, lambda: None)
+            if (told := nodes.unpublished(workdir)) and published() is None:
+                raise _ended_with(p, told)
+            time.sleep(0.2)
+    record = published()
+    refs, paths = ({name: output[what] for name, output in record["outputs"].items()} for what in ("ref", "path"))
+    tell({"event": "finished", "stage": p.spec.name, "label": label, "key": p.key, "outputs": refs, "metrics": record["metrics"], "seconds": record["perf"].get("seconds", 0.0), "mlflow_run_id": None})
+    return StageResult(stage=p.spec.name, key=p.key, cached=False, outputs=refs, paths=paths, metrics=record["metrics"], seconds=record["perf"].get("seconds", 0.0), warnings=record["warnings"],
+                       record_path=str(records.record_path(p.key)), perf=record["perf"], label=label, reports=record["reports"], versions=record["versions"])
+
+
 def _how_it_ended(code: int) -> str:
     if code < 0:
         name = signal.Signals(-code).name
@@ -505,7 +596,7 @@ def _how_it_ended(code: int) -> str:
     return f"its process ended with status {code} and no error message"
 
 
-def _events(child: processes.Child) -> Iterator[Event]:
+def _events(child: processes.Child, on_poll: Callable[[], None]) -> Iterator[Event]:
     """Events of a stage process as they come; ends when the process has closed its channel."""
     lines: queue.Queue[bytes | None] = queue.Queue()
 
@@ -517,6 +608,7 @@ def _events(child: processes.Child) -> Iterator[Event]:
     threading.Thread(target=read, name="stage-events", daemon=True).start()
     while True:
         _raise_if_stopped()
+        on_poll()
         try:
             line = lines.get(timeout=1.0)
         except queue.Empty:

@@ -67,6 +67,7 @@ CASES = {  # name: (stage, settings, rows)
     "rl, shared critic, averages, sharded": ("rl", {**RL, **FULL, "preset": "ppo", "critic_mode": "shared", "ema_decay": 0.5, "eval_prompts": 3, "eval_every": 2}, "prompts"),
     "rl, LoRA, shared critic, sharded": ("rl", {**RL, **FULL, "preset": "ppo", "critic_mode": "shared", "beta": 0.1, "kl_coef": 0, "lora_rank": 4, "learning_rate": 1e-2}, "prompts"),
     "rl, LoRA on a base kept in bfloat16": ("rl", {**RL, "preset": "grpo", "beta": 0.1, "lora_rank": 4, "learning_rate": 1e-2, "frozen_dtype": "bfloat16"}, "prompts"),
+    "rl, LoRA on a base kept in 4 bits": ("rl", {**RL, "preset": "grpo", "beta": 0.1, "lora_rank": 4, "learning_rate": 1e-2, "frozen_dtype": "nf4"}, "prompts"),
     "rl, LoRA on a base kept in bfloat16, sharded": ("rl", {**RL, **FULL, "preset": "grpo", "beta": 0.1, "lora_rank": 4, "learning_rate": 1e-2, "num_iterations": 2, "frozen_dtype": "bfloat16"}, "prompts"),
     "reward model, LoRA on a base kept in bfloat16, sharded": ("reward_model", {**ROWS, **FULL, "lora_rank": 4, "learning_rate": 1e-2, "frozen_dtype": "bfloat16", "save_dtype": "bfloat16"}, "pairs"),
     "rl, DoRA, sharded": ("rl", {**RL, **FULL, "preset": "grpo", "beta": 0.1, "lora_rank": 4, "lora_dora": True, "learning_rate": 1e-2}, "prompts"),
@@ -83,6 +84,8 @@ LAUNCHED = {"sft": "0", "rl": "1"}  # POSTTRAIN_FORK of the run that is killed: 
 def test_a_stage_on_two_ranks_and_a_resume(case, tiny, encoder, data, spec, tmp_path, forks):
     """Same weights (to float32 rounding) from 1 rank, 2 ranks, and 2 ranks for the first steps then 1; with sharded weights a kill and a
     resume on 2 ranks give the same bytes."""
+    if "4 bits" in case:
+        pytest.importorskip("bitsandbytes", reason="the extra `qlora` is not installed")
     stage, config, rows = CASES[case]
     inputs = {"model": encoder if "encoder" in case else tiny["policy"], "data": data[rows]}
     if "given reference" in case:

@@ -50,6 +50,7 @@ STATEFUL = {  # what each carries over a kill, beside weights and rollouts in ha
     "trust region of an adapter": {"preset": "trpo", "lora_rank": 4, "truncation_policy": "score", "critic_learning_rate": 1e-2, "max_steps": 8},
     "adapter on a base kept in bfloat16": {"preset": "grpo", "lora_rank": 4, "beta": 0.1, "learning_rate": 1e-2, "num_iterations": 2, "frozen_dtype": "bfloat16", "save_dtype": "bfloat16",
                                            "compute_dtype": "bfloat16"},
+    "adapter on a base kept in 4 bits": {"preset": "grpo", "lora_rank": 4, "beta": 0.1, "learning_rate": 1e-2, "num_iterations": 2, "frozen_dtype": "nf4_double"},
     "DoRA": {"preset": "grpo", "lora_rank": 4, "lora_dora": True, "lora_exclude": "k_proj", "beta": 0.1, "learning_rate": 1e-2},
     "adapter, shared critic, reference": {"preset": "ppo", "lora_rank": 4, "critic_mode": "shared", "learning_rate": 1e-2, "num_iterations": 2},
     "continuations, prompts by pass@k": {"preset": "vineppo", "vine_samples": 2, "step_separator": "e", "curriculum": "pass_at_k", "passk_bands": [1.0, 0.0], "passk_samples": 2,
@@ -107,6 +108,8 @@ def labelled(tmp_path_factory):
 
 @pytest.mark.parametrize("case", [*STAGES, *STATEFUL, *KINDS])
 def test_kill9_equals_uninterrupted(tiny, data, labelled, spec, case, forks):
+    if "4 bits" in case:
+        pytest.importorskip("bitsandbytes", reason="the extra `qlora` is not installed")
     config, rows, more = KINDS[case] if case in KINDS else (*STAGES[case], {}) if case in STAGES else ({**_RL, **STATEFUL[case]}, ("model", "prompts"), {})
     stage = case.split("/")[0] if case not in STATEFUL else "rl"
     rows = rows if case in KINDS else rows[1]
