@@ -42,6 +42,7 @@ def launch(spec_path: str, stage: str, devices: int, run: Callable[[str], int], 
         gc.freeze()
     running: dict[int, int] = {}  # process id -> rank
     failed: dict[int, int] = {}
+    store = None
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             common = _environment(devices, listener.getsockname()[1])
@@ -58,10 +59,10 @@ def launch(spec_path: str, stage: str, devices: int, run: Callable[[str], int], 
         while running and not failed:
             _collect(running, failed)
         _collect(running, failed, os.WNOHANG)  # those that ended at the same time
-        del store
         return failed
     finally:
         _end(running)
+        del store  # not before: a rank that loses it may abort
 
 
 @contextlib.contextmanager
