@@ -46,6 +46,7 @@ def launch(spec_path: str, stage: str, devices: int, run: Callable[[str], int], 
         gc.freeze()
     running: dict[int, int] = {}  # process id -> rank
     failed: dict[int, int] = {}
+    store = None
     try:
         with _listener(nodes) as listener:
             common = _environment(devices, listener.getsockname()[1] if listener else 0, nodes)
@@ -64,10 +65,10 @@ def launch(spec_path: str, stage: str, devices: int, run: Callable[[str], int], 
         while running and not failed:
             _collect(running, failed)
         _collect(running, failed, os.WNOHANG)  # those that ended at the same time
-        del store
         return failed
     finally:
         _end(running)
+        del store  # not before: a rank that loses it may abort
 
 
 @contextlib.contextmanager
