@@ -138,6 +138,8 @@ def _product(x, weight, bias, turned: bool):
     """x W^T + b (``turned``: x W + b) in x's type, or autocast's."""
     if weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight.t() if turned else weight, bias)
+    if torch.compiler.is_compiling():  # which makes cheap things again in backward by itself
+        return F.linear(x, _wide(weight, x, turned), bias)
     return _Widened.apply(x, weight, bias, turned)
 
 

@@ -149,15 +149,8 @@ class OptimizerConfig(StageConfig):
                 self.__dict__["learning_rate"] = scale * type(self).model_fields["learning_rate"].default
         return self
 
-    @property
-    def frozen_under_adapter(self) -> str:
-        """``frozen_dtype`` of the model that is trained: torch.compile takes no product that widens its weight."""
-        return "float32" if self.forward == "compiled" else self.frozen_dtype
-
     @model_validator(mode="after")
     def _optimizer(self):
-        if self.forward == "compiled" and self.lora_rank and self.frozen_dtype == "bfloat16":
-            raise ValueError("forward=compiled keeps the weights under an adapter in float32; write forward=auto for frozen_dtype=bfloat16, or leave frozen_dtype out")
         if self.lora_dropout and (self.lora_dora or self.forward == "compiled"):
             raise ValueError(f"lora_dropout is not computed with {'lora_dora=true' if self.lora_dora else 'forward=compiled'}; write {'lora_dora=false' if self.lora_dora else 'forward=auto'}, or "
                              "leave lora_dropout out")
