@@ -221,7 +221,7 @@ def need(roles: Sequence[Role], shapes: Mapping[str, Shape | None], config, devi
         adapter = lora_parameters(shape, config) if lora and role.trained and not role.whole else None
         trained = 0 if not role.trained else shape.parameters if adapter is None else adapter
         changes = role.moves or role.whole or not lora and (role.trained or role.name == SAMPLING)
-        held = FROZEN * shape.parameters if changes else shape.frozen_bytes(config.frozen_under_adapter if role.trained else frozen_dtype(config))
+        held = FROZEN * shape.parameters if changes else shape.frozen_bytes(frozen_dtype(config))
         extra = 0 if role.whole or not role.trained else trained * 4 * (bool(getattr(config, "ema_decay", 0)) + bool(getattr(config, "select_by", None)))
         size = (trained_bytes(config, shape, role, adapter) + (held if not role.trained or adapter is not None else 0) + extra) // share
         weights = held // share
@@ -243,7 +243,7 @@ def caches_of(config, shape: Shape | None, device: str = "cpu") -> dict[str, int
     text = shape.config if shape is not None else {}
     logits = min(logits_bytes(together(config)[0], text["vocab_size"]), 4 * HEAD_KEEP_ELEMENTS) if "vocab_size" in text else 0
     head = max(((rows * columns) for name, (rows, columns) in shape.matrices.items() if rows == text.get("vocab_size")), default=0) if shape is not None else 0
-    if logits and config.compute_dtype == "float32" and getattr(config, "lora_rank", 0) and shape.frozen_bytes(config.frozen_under_adapter) < FROZEN * shape.parameters:
+    if logits and config.compute_dtype == "float32" and getattr(config, "lora_rank", 0) and shape.frozen_bytes(config.frozen_dtype) < FROZEN * shape.parameters:
         logits += 4 * head  # kept in bfloat16, and widened while logits are computed
     if logits and device != "cpu":
         logits += HEAD_CHUNK_BYTES * min(together(config)[0] * text["vocab_size"], HEAD_CHUNK_ON_GPU)
@@ -323,7 +323,8 @@ def refusal(name: str, roles: Sequence[Role], shapes: Mapping[str, Shape | None]
     if not config.lora_rank and any(r.trained and not r.whole for r in roles):
         advice.append(f"lora_rank=16 ({says(fits(lora_rank=16))})")
     for how in ("bfloat16", "nf4"):
-        if config.forward != "compiled" and (how != "nf4" or config.sharding == "none" and not config.lora_dora) and (smaller := fits(frozen_dtype=how)) < found.states:
+        possible = how != "nf4" or config.sharding == "none" and not config.lora_dora and config.forward != "compiled"
+        if possible and frozen_dtype(config) != how and (smaller := fits(frozen_dtype=how)) < found.states:
             advice.append(f"frozen_dtype={how} ({says(smaller)})")
     if not config.lora_rank and config.optimizer == "adamw" and config.sharding == "none" and any(r.trained and not r.whole for r in roles):
         advice.append(f"optimizer=adafactor ({says(fits(optimizer='adafactor'))})")

@@ -98,7 +98,7 @@ def settled(model, path: str, device: str, how: str, in_shards: bool):
 def waits(config, path: str) -> bool:
     """Whether the weights of a model that is to be trained stay in their files at first: where it will be sharded, or an adapter leaves them frozen that may be kept in
     bfloat16. Not those of DoRA, whose magnitudes are read off them."""
-    return not (config.lora_rank and config.lora_dora) and (sharding.asked(config) or bool(config.lora_rank) and frozen.may_keep(path, config.frozen_under_adapter))
+    return not (config.lora_rank and config.lora_dora) and (sharding.asked(config) or bool(config.lora_rank) and frozen.may_keep(path, config.frozen_dtype))
 
 
 def adapted(model, stage, path: str, add: Callable):
@@ -108,7 +108,7 @@ def adapted(model, stage, path: str, add: Callable):
         return add(model)
     if config.lora_dora and config.frozen_dtype == "bfloat16":  # magnitudes of the weights as they will be
         frozen.widen(frozen.keep(freeze(model), "bfloat16"))
-    return settled(add(model), path, stage.device, config.frozen_under_adapter, sharding.asked(config))
+    return settled(add(model), path, stage.device, config.frozen_dtype, sharding.asked(config))
 
 
 def policy_to_train(stage, name: str = "model"):

@@ -170,6 +170,8 @@ def product(x, weight, bias, turned: bool = False):
         return Widened.apply(x, weight, None if bias is None else bias.to(x.dtype), turned)
     if weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight.t() if turned else weight, bias)
+    if torch.compiler.is_compiling():  # which makes cheap things again in backward by itself
+        return F.linear(x, _wide(weight, x, turned), bias)
     return Widened.apply(x, weight, bias, turned)
 
 

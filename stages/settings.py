@@ -150,15 +150,10 @@ class OptimizerConfig(StageConfig):
                 self.__dict__["learning_rate"] = scale * type(self).model_fields["learning_rate"].default
         return self
 
-    @property
-    def frozen_under_adapter(self) -> str:
-        """``frozen_dtype`` of the model that is trained: torch.compile takes no product that widens its weight."""
-        return "float32" if self.forward == "compiled" else self.frozen_dtype
-
     @model_validator(mode="after")
     def _optimizer(self):
-        if self.forward == "compiled" and self.lora_rank and self.frozen_dtype not in ("auto", "float32"):
-            raise ValueError(f"forward=compiled keeps the weights under an adapter in float32; write forward=auto for frozen_dtype={self.frozen_dtype}, or leave frozen_dtype out")
+        if self.frozen_dtype.startswith("nf4") and self.forward == "compiled":
+            raise ValueError(f"forward=compiled takes no weights in 4 bits; write forward=auto for frozen_dtype={self.frozen_dtype}, or frozen_dtype=bfloat16")
         if self.frozen_dtype.startswith("nf4") and self.sharding == "full":
             raise ValueError(f"frozen_dtype={self.frozen_dtype} packs whole matrices, and sharding=full splits them over the devices; write sharding=none (each device then holds the model in 4 bits), "
                              "or frozen_dtype=bfloat16")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from stages import frozen
 from stages.adapters import AdapterOff, add_lora
 from stages.batching import collate, make_item
 from stages.chat import load_tokenizer
@@ -282,6 +283,22 @@ def test_compiled_forward_trains_alike(tiny, monkeypatch):
         trainer.step(items)
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.allclose(*weights, atol=2e-5)
+
+
+def test_compiled_forward_trains_alike_over_a_base_kept_in_bfloat16(tiny, monkeypatch):
+    """Loss and gradients of an adapter are those of the model's own code over the same matrices."""
+    import torch._inductor.config
+
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
+    items, found = text_items(np.random.default_rng(0), 3), []
+    for forward in ("compiled", "model"):
+        config = OptimizerConfig(learning_rate=1e-3, forward=forward, lora_rank=4, frozen_dtype="bfloat16", max_grad_norm=1e9)
+        model = frozen.keep(add_lora(load_policy(tiny["policy"]), config, 3), "bfloat16")
+        assert model.get_base_model().model.layers[0].mlp.up_proj.base_layer.weight.dtype == torch.bfloat16
+        loss = Trainer(model, NextToken("token-mean"), config, 1).step(items)["loss"]
+        found.append((loss, torch.cat([p.grad.flatten() for n, p in model.named_parameters() if ".lora_B." in n])))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5) and float(found[1][1].abs().max()) > 0
+    assert torch.allclose(found[0][1], found[1][1], rtol=0, atol=1e-4 * float(found[1][1].abs().max()))
 
 
 def test_learning_rate_schedules():
