@@ -142,7 +142,7 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
     # Critic.
     critic_mode: Literal["separate", "shared"] = Field("separate", description="Own network and optimizer, or a head on the policy's trunk.")
     critic_init: Literal["auto", "reward_model", "policy"] = Field(
-        "auto", description="Separate critic starts from the reward model where one is given, else from the policy.")
+        "auto", description="Separate critic starts from the reward model where one is given, else from the policy with values of 0.")
     critic_learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate of the separate critic (InstructGPT 9e-6).")
     critic_target: Literal["lambda_return", "mc_return", "td0", "n_step", "terminal", "bandit", "kl_adjusted_outcome"] | None = Field(
         None, title="Critic target", description="What the critic regresses on (CRITIC-LOSS); bandit: one value per prompt.")

@@ -37,7 +37,7 @@ def outputs(workdir: Path) -> dict:
 _RL = {"learning_rate": 1e-3, "max_steps": 10, "prompts_per_step": 4, "num_generations": 2, "max_completion_length": 8, "reward_override": "random",
        "rewards": [{"name": "length", "kind": "length"}]}
 STATEFUL = {  # what each carries over a kill, beside weights and rollouts in hand
-    "adaptive KL, critic, early stop, warm-up": {"preset": "ppo", "num_iterations": 2, "kl_controller": "adaptive_ziegler", "target_kl": 1e-3,
+    "adaptive KL, critic, early stop, warm-up": {"preset": "ppo", "truncation_policy": "score", "num_iterations": 2, "kl_controller": "adaptive_ziegler", "target_kl": 1e-3,
                                                  "early_stop_kl": 1e-3, "critic_warmup_steps": 2, "critic_learning_rate": 1e-2},
     "refill, iterative reference, context": {"preset": "grpo", "dynamic_sampling": True, "filter_groups_metric": "reward_std", "gen_batch_size": 2,
                                              "ref_mode": "refresh", "ref_sync_steps": 2, "ref_sync_alpha": 1.0, "context_schedule": [[0, 5], [4, 8]]},
