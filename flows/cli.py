@@ -404,7 +404,7 @@ def run_one(name: str, inputs: dict[str, str], settings: Any, seed: int, name_as
     from tasks.run import run_stage
 
     with display.Display() as screen:
-        result = run_stage(name, inputs, settings, seed=seed, name_as=name_as, force=force, nodes=nodes, on_event=lambda event: screen(name, event))
+        result = run_stage(name, inputs, settings, seed=seed, name_as=name_as, force=force, nodes=nodes, on_event=lambda event: screen(name.rpartition(".")[2], event))
     value = small(result)
     if connected and not result.cached and any(ref.startswith("dataset:") for ref in result.outputs.values()):
         from tasks.stages import announce

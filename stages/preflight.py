@@ -260,6 +260,10 @@ def check_completions_end(stage, samples, renderer) -> None:
                    "rewards will judge cut answers. Raise max_completion_length, or start from a model that was fine-tuned to end its turns.")
 
 
+#: Share of the completions tried that rewards may leave without a score before a run warns of it.
+UNSCORED = 0.1
+
+
 def check_rewards(stage, source, samples) -> None:
     """Score the completions tried: a reward that fails on all of them would train nothing, for hours."""
     from stages.generation import score
@@ -280,6 +284,9 @@ def check_rewards(stage, source, samples) -> None:
     if len(lost) == len(samples):
         raise TrainingError(f"None of the {len(samples)} completions tried before training could be scored, so nothing could be learned. Most often: {commonest_failure(lost)}. "
                             "Mend the reward component, or give it more time.")
+    if len(lost) > UNSCORED * len(samples):
+        stage.warn("completions_unscored", f"{len(lost)} of the {len(samples)} completions tried before training could not be scored, so they would teach nothing. Most often: "
+                   f"{commonest_failure(lost)}. Mend the reward component, or have it return a number for these too.")
 
 
 def plan_facts(items: Sequence[Item], batch_size: int, trainer) -> dict[str, int | str]:

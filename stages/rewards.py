@@ -753,7 +753,7 @@ def _value(value) -> Verdict | Unscorable:
         return Verdict(float(value), value)
     if finite(value):
         return Verdict(float(value))
-    return Unscorable("no value" if value is None else f"{value!r:.60} is no finite number")
+    return Unscorable("no value (None)" if value is None else f"{value!r:.60} is no finite number")
 
 
 def _verify(rewards: Rewards, component: RewardComponent, rows) -> list:

@@ -265,7 +265,7 @@ READ_OF_INPUTS: ReadWhen = (
 
 
 def run(stage):
-    from stages.chat import stage_renderer
+    from stages.chat import PLAIN_TEMPLATE, stage_renderer
     from stages.modeling import policy_to_train, publish
     from stages.curves import training_report
     from stages.preflight import preflight
@@ -277,6 +277,9 @@ def run(stage):
     if full_text and config.chat_template_given:
         raise ConfigError(f"sft: the rows of {dataset.name} are plain text, which no chat template shows; leave chat_template and chat_template_kwargs out")
     renderer = stage_renderer(stage)
+    if not full_text and renderer.tokenizer.chat_template == PLAIN_TEMPLATE:
+        stage.warn("no_chat_template", "The model has no chat template of its own, so conversations are shown as lines that begin with Human: and Assistant:, and the trained model is saved "
+                   "with that template. Set chat_template to a Jinja file or a model directory for another one.")
     model = policy_to_train(stage)
     encode = encode_text if full_text else encode_demonstrations
     train, dropped = encode(dataset, "train", renderer, config)

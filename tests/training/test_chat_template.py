@@ -197,3 +197,22 @@ def test_rows_that_max_length_cuts_are_warned_of(tiny, data, spec, stage, config
     told = warnings(max_length)
     assert len(told) == 1 and f"rows are longer than max_length={max_length} tokens and were cut" in told[0] and "Raise max_length" in told[0]
     assert not warnings(200)
+
+
+def test_a_base_model_without_a_chat_template_is_told_of(tiny, data, spec, tmp_path, template):
+    import shutil
+
+    shutil.copytree(tiny["policy"], tmp_path / "base")
+    (tmp_path / "base" / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((tmp_path / "base" / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (tmp_path / "base" / "tokenizer_config.json").write_text(json.dumps(config))
+
+    def warnings(name, **more):
+        heard = []
+        execute(spec("sft", {"max_steps": 1, "batch_size": 4, **more}, {"model": str(tmp_path / "base"), "data": data["demonstrations"]}, name), heard.append)
+        return [event["code"] for event in heard if event["event"] == "warning"]
+
+    told = warnings("plain")
+    assert "no_chat_template" in told and "stop_token_not_trained" not in told
+    assert "no_chat_template" not in warnings("given", chat_template=template)

@@ -1,6 +1,7 @@
 """Rules of the RL stage that formulas do not show: which coefficient a controller moves, what an empty step leaves alone, what settings refuse each other."""
 
 import json
+import re
 from types import SimpleNamespace
 from typing import get_args
 
@@ -402,6 +403,8 @@ def test_the_reasons_of_unscorable_completions_are_stored_and_counted(rl):
     """extra_json says why; nothing that could not be scored has a 0 of its own where the column may be empty."""
     result, metrics = rl("some", {"preset": "dr_grpo", "reward_override": "none", "max_steps": 3, "prompts_per_step": 6, "rewards": [
         {"name": "mine", "kind": "python", "source": SOME}, {"name": "length", "kind": "length"}]})
+    (told,) = [w["text"] for w in result["warnings"] if w["code"] == "completions_unscored"]
+    assert re.match(r"\d+ of the \d+ completions tried before training could not be scored.*mine: KeyError: 'no ones'", told), "before the first step, and not by an alarm after some"
     rows = rows_of(result)
     lost = [r for r in rows if r["reward_tier"] == "unscorable"]
     assert 0 < len(lost) < len(rows)

@@ -99,7 +99,7 @@ def test_a_group_is_scored_at_once_and_a_hang_costs_its_own():
             row("hang", prompt="c"), row("x", prompt="c"), row("few", prompt="d"), row("y", prompt="d")]
     found = scored(GROUP, *rows, scope="group", timeout_s=2.0)
     assert [one.total for one in found] == [1.0, 1.0, 0.0, None, None, None, None, None]
-    assert found[0].parts == {"mine": 1.0, "mine/size": 2.0, "mine/level": 1.0} and found[3].reasons["mine"] == "no value"
+    assert found[0].parts == {"mine": 1.0, "mine/size": 2.0, "mine/level": 1.0} and found[3].reasons["mine"] == "no value (None)"
     assert "asks for 'level'" in found[4].reasons["mine"], "rows without the column"
     found = scored(GROUP, *(dict(one, prompt_row={**one["prompt_row"], "level": 1}) for one in rows), scope="group", timeout_s=2.0)
     assert [one.total for one in found] == [1.0, 1.0, 0.0, None, None, None, None, None]
