@@ -34,7 +34,7 @@ def examine(state: Path, *, fix: bool, clean_after: float | None = None) -> list
 
         count, size = work.clean(clean_after)
         findings.append({"check": "clean", "ok": True, "text": f"removed {count} unfinished stage(s), {mib(size)}, untouched for {clean_after:g} days"})
-    for check in (python, pins, disk, sizes, work_directories, torch_device, sandbox, server_app, services, outbox, stale_runs, leases):
+    for check in (python, pins, disk, sizes, contents, work_directories, torch_device, sandbox, server_app, services, outbox, stale_runs, leases):
         try:
             findings += [{"check": check.__name__.replace("_", " "), "ok": ok, "text": text} for ok, text in check(state, fix)]
         except Exception as error:  # a doctor that dies of the illness is no use
@@ -77,6 +77,39 @@ def sizes(state: Path, fix: bool) -> Finding:
 
 def mib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def contents(state: Path, fix: bool) -> Finding:
+    """Whether what has a name still has its files."""
+    from storage import registry, store
+
+    named = [(f"model:{name.name}/{version}", "model") for name in registry.models().values() for version in name.versions]
+    named += [(f"dataset:{name}@{digest}", "dataset") for name in store.dataset_names() for digest in store.dataset_versions(name)]
+    lost = []
+    for ref, kind in named:
+        try:
+            found = store.resolve(ref, kind)
+            for part in found.manifest.get("parts", ()):
+                if not whole(Path(found.path, part["file"]), part["rows"]):
+                    lost.append(f"{part['file']} of {ref} is damaged; rerun the stage that made it")
+        except (store.StoreError, OSError, ValueError) as error:
+            lost.append(str(error))
+    for text in lost[:10]:
+        yield False, text
+    if len(lost) > 10:
+        yield False, f"{len(lost) - 10} more models and datasets lack files"
+    if not lost:
+        yield True, f"the files of {len(named)} models and datasets are there"
+
+
+def whole(part: Path, rows: int) -> bool:
+    """Whether a Parquet file has the end it was written with, which holds its number of rows."""
+    from pyarrow import parquet
+
+    try:
+        return parquet.read_metadata(part).num_rows == rows
+    except (OSError, ValueError):
+        return False
 
 
 def work_directories(state: Path, fix: bool) -> Finding:

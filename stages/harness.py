@@ -42,6 +42,7 @@ from typing import Any, Callable, Iterator
 from stages import advise, allocator, memory, randomness, usage
 from stages.registry import get_stage
 from stages.spec import PROJECT_ROOT, ConfigError, StageConfig, StageSpec, parse_config
+from stages.stopping import Terminated, stopping
 from storage.checkpoints import Checkpoint, Checkpoints
 from storage.files import atomic_write_bytes, atomic_write_json, atomic_write_text, fsync_tree, read_json, refusal
 
@@ -50,10 +51,6 @@ PROGRESS_SECONDS = 0.5
 
 class StageFailure(RuntimeError):
     """A stage's own, deliberate failure: the text alone is what the user needs, no traceback."""
-
-
-class Terminated(BaseException):
-    """SIGTERM arrived: unwind, so that ``finally`` blocks end what the stage started."""
 
 
 @dataclass(frozen=True)
@@ -391,6 +388,9 @@ class Stage:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
         if checkpoint:
             self.log(f"resuming from the checkpoint of step {checkpoint.step}")
+        if self.checkpoints.damaged:
+            self.warn("checkpoint_damaged", f"The checkpoint of step {max(self.checkpoints.damaged)} is not as it was written and was left out; "
+                      + (f"work goes on from that of step {checkpoint.step}." if checkpoint else "work begins again from the start.") + " Check the disk where this happens again.")
 
     def _accepts(self, checkpoint: Checkpoint) -> bool:
         """Whether the files beside a checkpoint still hold what it refers to."""
@@ -471,9 +471,11 @@ class _ResumableCheckpoints(Checkpoints):
     def __init__(self, stage: Stage):
         super().__init__(stage.workdir / "checkpoints", keep=2)
         self._stage, self._agreed = stage, False
+        self.damaged: list[int] = []  # steps of checkpoints that were found and could not be used
 
     def _find(self) -> Checkpoint | None:
         found = super().latest(self._stage._accepts)
+        self.damaged = [step for path in self._all() if (step := int(path.name[5:])) > (found.step if found else -1)]
         self.discard_after(found.step if found else None)
         return found
 
@@ -558,7 +560,7 @@ def _kill_children() -> None:
 
 def main(spec_path: str) -> int:
     """``python -m stages SPEC.json``: run one stage, events on stdout, everything else on stderr. Returns the exit code."""
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    signal.signal(signal.SIGTERM, stopping.heed)
     spec = read_json(spec_path)
     spec.setdefault("workdir", str(Path(spec_path).with_suffix(".work")))
     devices, nodes = int(spec.get("devices") or 1), spec.get("nodes")
@@ -659,10 +661,6 @@ def _end_despite_collectives(seconds: float = 5.0) -> None:
         os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=watch, name="sigterm-watch", daemon=True).start()
-
-
-def _on_sigterm(signum: int, frame: Any) -> None:
-    raise Terminated()
 
 
 def _line_emitter() -> Callable[[dict[str, Any]], None]:

@@ -31,6 +31,7 @@ from stages.batching import Batch, Item, collate, cut, plan, size
 from stages.curves import logged_metrics
 from stages.modeling import head_of, hidden_states, tokens_together
 from stages.settings import OptimizerConfig
+from stages.stopping import Terminated, stopping
 from stages.tensor_files import TensorFiles, writer_of
 from storage.checkpoints import Files
 
@@ -447,6 +448,8 @@ def fit(stage, trainer: Trainer, source: Source, *, evaluate: Callable[[], dict[
     tokens = seconds = 0.0
     first = trainer.step_index
     stop = False
+    ending = False
+    stopping.begin_steps()
     while trainer.step_index < trainer.total_steps and not stop:
         started = time.monotonic()
         items = source.items(trainer.step_index)
@@ -470,11 +473,17 @@ def fit(stage, trainer: Trainer, source: Source, *, evaluate: Callable[[], dict[
             stage.perf(step, {"tokens_per_second": tokens / seconds, "steps_per_second": (step - first - 1) / seconds, "step_seconds": elapsed})
         # Ranks must agree on when to save, and their clocks do not.
         due = step < trainer.total_steps and checkpoint_due(time.monotonic() - last_save, save_took)
-        if ranks.gather(due)[0] and not stop:
-            began = time.monotonic()
+        due, ending = ranks.gather((due, stopping.asked))[0]
+        if (due or ending) and not stop:
+            began, stopping.saving = time.monotonic(), ending
             save(stage, trainer, source, label, initial)
             last_save = time.monotonic()
             save_took = last_save - began
+        if ending:
+            break
+    stopping.end_steps()
+    if ending:  # asked of another rank
+        raise Terminated()
     if not stop:
         final, _ = judge()
         if final:

@@ -22,8 +22,8 @@ from typing import IO, Any, Callable
 
 from stages import warm
 from stages.spec import PROJECT_ROOT, library_versions
+from stages.stopping import GRACE_SECONDS
 
-GRACE_SECONDS = 10.0
 PER_STAGE = ("POSTTRAIN_", "PREFECT", "MLFLOW_", "CUDA_VISIBLE_DEVICES", "PYTEST_")  # read when a stage runs, not when libraries are imported
 THREADS = "OMP_NUM_THREADS"  # can be changed behind the imports
 

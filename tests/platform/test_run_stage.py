@@ -1,5 +1,6 @@
 """The body of every stage task: cache, failure, cancellation, publishing."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -255,6 +256,35 @@ def test_the_doctor_fails_where_torch_cannot_use_the_gpus(state_dir, tmp_path, m
     cards(2)
     ((ok, text),) = torch_device(tmp_path, False)
     assert not ok and "0, 1" in text and torch.__version__ in text
+
+
+def test_the_doctor_names_models_and_datasets_that_lost_their_files(state_dir):
+    from flows.doctor import contents
+
+    result = run_stage("tests.toy_stage", {}, {"steps": 2}, name_as="kept")
+    assert [ok for ok, _ in contents(state_dir, False)] == [True]
+    part = next(Path(result.paths["data"]).glob("part-*.parquet"))
+    part.chmod(0o644)
+    os.truncate(part, 100)
+    ((ok, text),) = contents(state_dir, False)
+    assert not ok and "dataset:kept" in text and part.name in text
+    shutil.rmtree(result.paths["model"])
+    assert any(not ok and "model:kept" in text for ok, text in contents(state_dir, False))
+
+
+def test_a_damaged_checkpoint_is_told(state_dir, monkeypatch):
+    config = {"steps": 9, "save_every": 2, "fail_at": 7}
+    with pytest.raises(StageError):
+        run_stage("tests.toy_stage", {}, config)
+    newest = sorted(state_dir.glob("work/*/checkpoints/step-*"))[-1]
+    state = newest / "state.json"
+    state.chmod(0o644)
+    os.truncate(state, 10)
+    told = []
+    with contextlib.suppress(StageError):
+        run_stage("tests.toy_stage", {}, config, on_event=told.append)
+    (warning,) = [one["text"] for one in told if one.get("code") == "checkpoint_damaged"]
+    assert f"step {int(newest.name[5:])} " in warning and f"step {int(newest.name[5:]) - 2}." in warning
 
 
 def test_devices_have_the_numbers_of_nvidia_smi(monkeypatch):

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,30 @@ def test_kill9_equals_uninterrupted(tiny, data, labelled, spec, case, forks):
     assert outputs(Path(killed["workdir"])) == outputs(Path(killed["workdir"]).parent / "whole")
     weights = Path(killed["workdir"], "out", "model", "group_preference.safetensors" if stage == "group_preference" else "model.safetensors").read_bytes()
     assert weights != Path(tiny["policy"], "model.safetensors").read_bytes(), "nothing was learned, so nothing was compared"
+
+
+@pytest.mark.parametrize("case", ["sft with everything", "rl"])
+def test_sigterm_ends_after_the_step_with_a_checkpoint_and_the_same_command_goes_on(tiny, data, spec, case):
+    """As Kubernetes and Slurm take a node back: no step is done twice, however long ago the last checkpoint was."""
+    config, (_, rows) = STAGES[case]
+    stage, inputs = case.split()[0], {"model": tiny["policy"], "data": data[rows]}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "POSTTRAIN_CHECKPOINT_SECONDS": "1000"}
+    start = lambda name: subprocess.Popen([sys.executable, "-m", "stages", spec.path(name)], cwd=PROJECT_ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    for name in ("whole", "preempted"):
+        spec(stage, config, inputs, name)
+    assert start("whole").wait(timeout=300) == 0
+    work = Path(spec.path("preempted")).parent / "preempted"
+    process = start("preempted")
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and process.poll() is None and (not (work / "metrics.jsonl").exists() or (work / "metrics.jsonl").read_bytes().count(b"\n") < 4):
+        time.sleep(0.002)
+    process.terminate()
+    assert process.wait(timeout=60) == 143
+    steps = json.loads((work / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    assert steps >= 3
+    assert start("preempted").wait(timeout=300) == 0
+    assert json.loads((work / "result.json").read_text())["resumed_from"] == steps
+    assert outputs(work) == outputs(work.parent / "whole")
 
 
 def test_scores_survive_save_and_load(tiny, data, spec):
