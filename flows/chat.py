@@ -14,8 +14,8 @@ def converse(model: str, *, prompt: str | None, system: str | None, temperature:
     from transformers.utils.logging import disable_progress_bar
 
     from stages.chat import renderer_for
-    from stages.modeling import load_frozen
-    from stages.sampler import Sampler, SamplingParams
+    from stages.decoding.sampler import Sampler, SamplingParams
+    from stages.models.modeling import load_frozen
 
     disable_progress_bar()
     found = store.resolve(model, "model")

@@ -75,7 +75,7 @@ def scored_apart(one: dict[str, Any], two: dict[str, Any]) -> dict[str, list[str
 
 def evaluations(label: str, one: dict[str, Any], two: dict[str, Any], apart: dict[str, list[str]]) -> dict[str, list]:
     """Differences of two evaluations with paired intervals, and greedy answers to the same prompts; ``apart``: metrics that do not compare."""
-    from stages import run_comparison
+    from stages.evaluation import run_comparison
     from stages.compare import side_by_side
     from stages.evaluation.scores import originals, records_of
     from storage.datasets import DatasetError, open_dataset
@@ -91,8 +91,8 @@ def evaluations(label: str, one: dict[str, Any], two: dict[str, Any], apart: dic
 
 def training(label: str, one: dict[str, Any], two: dict[str, Any], out: Path) -> dict[str, list]:
     """Curves, held-out scores and answers of two training stages; empty for stages that log no curve."""
-    from stages import run_comparison
-    from stages.curves import metric_rows
+    from stages.evaluation import run_comparison
+    from stages.reporting.curves import metric_rows
     from storage.files import atomic_write_bytes
 
     found: dict[str, list] = {"held_out": [], "answers": [], "figures": [], "notes": []}
@@ -119,7 +119,7 @@ def samples_of(record: dict[str, Any]) -> tuple[list[dict], list[dict]]:
     """(answers to validation prompts, or else the last answers to training prompts) that a stage stored."""
     from stages.chat import renderer_for
     from stages.evaluation.scores import records_of
-    from stages.run_comparison import records_of_rollouts
+    from stages.evaluation.run_comparison import records_of_rollouts
     from storage.datasets import open_dataset
 
     outputs = record["outputs"]

@@ -20,8 +20,8 @@ from flows.steps import Source, ingest
 from stages.align import Config as AlignConfig
 from stages.preferences import Config as PreferencesConfig
 from stages.rejection import Config as RejectionConfig
+from stages.reward.rewards import RewardComponent
 from stages.reward_model import kept_head, reading
-from stages.rewards import RewardComponent
 
 
 class GoldConfig(IteratedConfig):

@@ -24,10 +24,10 @@ from flows.recipe import RecipeConfig, Run, recipe
 from flows.steps import HELD_OUT, evaluate_all, ingest
 from stages.evaluate import Config as EvaluateConfig
 from stages.ingest import Config as IngestConfig
-from stages.judge import BY_SPECIFICATION
 from stages.mix import Config as MixConfig
 from stages.rejection import Config as RejectionConfig
-from stages.rewards import RewardComponent
+from stages.reward.judge import BY_SPECIFICATION
+from stages.reward.rewards import RewardComponent
 from stages.rl import Config as RLConfig
 from stages.sft import Config as SFTConfig
 from stages.spec import StageConfig

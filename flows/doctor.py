@@ -133,7 +133,7 @@ def work_directories(state: Path, fix: bool) -> Finding:
 def torch_device(state: Path, fix: bool) -> Finding:
     import torch
 
-    from stages.cuda import unusable
+    from stages.running.cuda import unusable
     from tasks.run import cuda_devices
 
     if torch.cuda.is_available():
@@ -147,7 +147,7 @@ def torch_device(state: Path, fix: bool) -> Finding:
 
 def sandbox(state: Path, fix: bool) -> Finding:
     """What holds generated code and rewards of one's own beside Python's audit hook."""
-    from stages.sandbox import nets
+    from stages.running.sandbox import nets
 
     found = nets()
     missing = [name for name, there in found.items() if not there]

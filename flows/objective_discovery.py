@@ -5,7 +5,7 @@
 
 Every loss is one child step of each kind: `objective_N` (proposal and unit tests), `align_N`, `validate_N`. The proposer sees the scores on
 validation prompts only; the best loss, DPO and the starting policy then answer the held-out prompts. Losses are never executed as code
-(stages.objective_code). Without a language model at hand, propose.proposer=mutation recombines known shapes.
+(stages.direct.objective_code). Without a language model at hand, propose.proposer=mutation recombines known shapes.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from stages.evaluate import Config as EvaluateConfig
 from stages.promote import Config as GateConfig
 from stages.rejection import Config as RejectionConfig
 from stages.reward_model import Config as RewardModelConfig
-from stages.reward_objectives import COMPARING
+from stages.reward_models.reward_objectives import COMPARING
 from stages.rl import Config as RLConfig
 from stages.sft import Config as SFTConfig
 

@@ -204,7 +204,7 @@ class Plan(Run):
 
     def memory(self, label, spec, inputs, config) -> dict[str, str]:
         """{"memory": GiB that a training step needs of GiB of the device}; what cannot fit goes to ``refused``. {} where shapes are not known yet."""
-        from stages import memory
+        from stages.models import memory
         from stages.spec import parse_config
         from storage import store
         from tasks.run import cuda_devices, wanted_devices

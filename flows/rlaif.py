@@ -27,12 +27,12 @@ from flows.recipe import Run, recipe
 from flows.start import IteratedConfig, decided, evaluated, reward_inputs, starting_policy, trained_scorer
 from flows.steps import Source, compared, ingest, judge_of
 from stages.ai_labels import Config as LabelConfig
-from stages.http_json import SERVER_SETTINGS
 from stages.rejection import Config as RejectionConfig
+from stages.reward.rewards import RewardComponent
 from stages.reward_combine import Config as CombineConfig
 from stages.reward_model import Config as RewardModelConfig
-from stages.rewards import RewardComponent
 from stages.rl import Config as RLConfig
+from stages.running.http_json import SERVER_SETTINGS
 from stages.sft import Config as SFTConfig
 from stages.win_rate import Config as WinRateConfig
 

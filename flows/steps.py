@@ -7,7 +7,7 @@ from typing import Any
 from flows.config import ConfigError
 from flows.recipe import Outputs, Run
 from stages.compare import Config as CompareConfig
-from stages.http_json import SERVER_SETTINGS
+from stages.running.http_json import SERVER_SETTINGS
 
 
 #: Shares of files that have no splits; a prompt is in the same split of all of them. Datasets with held-out rows, the embedded world's too, keep theirs.

@@ -224,7 +224,7 @@ def report(config: Config, table: list[dict[str, Any]], failures: list[str]) -> 
     from prefect.artifacts import create_markdown_artifact
     from prefect.logging import get_run_logger
 
-    from stages.reports import document, markdown_table
+    from stages.reporting.reports import document, markdown_table
 
     sections = [("Trials, best first", markdown_table(table))] + ([("Failed", "\n".join(f"- {line}" for line in failures))] if failures else [])
     try:

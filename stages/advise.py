@@ -139,7 +139,7 @@ def tell(stage) -> None:
     """Say in the log of a training stage what the rules say; on a fresh start only."""
     if stage.spec.roles is None or stage.rank != 0 or "data" not in stage.inputs or stage.checkpoints.latest() is not None:
         return
-    from stages.memory import shape_of
+    from stages.models.memory import shape_of
 
     data, shape = stage.dataset("data"), shape_of(stage.path("model"))
     for text in of_stage(stage.name, stage.config, data.kind, data, shape.parameters if shape else 0):
@@ -149,8 +149,8 @@ def tell(stage) -> None:
 def run(stage):
     from dataclasses import asdict
 
-    from stages.memory import shape_of
-    from stages.reports import document, facts as listed
+    from stages.models.memory import shape_of
+    from stages.reporting.reports import document, facts as listed
     from stages.spec import ConfigError
     from storage.schema import complete_row
 

@@ -19,7 +19,7 @@ from typing import Literal, Optional
 
 from pydantic import Field, model_validator
 
-from stages.judging import JUDGE_INPUTS, Item, JudgeSettings, Opinion, PairJudge, judge_metrics, longer_wins, text_of, verdict_of, warn_about_judge
+from stages.reward.judging import JUDGE_INPUTS, Item, JudgeSettings, Opinion, PairJudge, judge_metrics, longer_wins, text_of, verdict_of, warn_about_judge
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 KINDS = ("pairs/1", "comparisons/1", "rankings/1", "candidates/1")
@@ -228,8 +228,8 @@ def write(stage, rows: list[dict], reasons: Counter, asked: int) -> None:
 
 def agreement(items: Sequence[Item], opinions: Sequence[Opinion]) -> tuple[dict[str, float], list[list[int]]]:
     """(agreement with the labels that the data came with, with and without ties, and Cohen's kappa; the table judge x given over A, B, tie)."""
-    from stages.evaluation.suites import judge_agreement
     from stages.ingestion.curation import cohen_kappa
+    from stages.measures.suites import judge_agreement
 
     both = [(found.verdict, given) for item, found in zip(items, opinions) if found.verdict != "error" and not item.identical and (given := given_verdict(item)) is not None]
     names = ("A", "B", "tie")
@@ -244,7 +244,7 @@ def report(stage, items, opinions, rows, reasons: Counter, judge: PairJudge) -> 
     import numpy as np
 
     from stages.evaluation.scores import cluster_of, share
-    from stages.reports import calibration_diagram, document, facts, histogram, markdown_table, sample_table
+    from stages.reporting.reports import calibration_diagram, document, facts, histogram, markdown_table, sample_table
 
     metrics = judge_metrics(items, opinions, judge)
     agreed, table = agreement(items, opinions)

@@ -115,7 +115,7 @@ class RLPreset:
         return "batch_mean" if self.baseline == "batch_mean" else "none"
 
 
-_REGRESSION = "stages.sequence_losses:"
+_REGRESSION = "stages.policy.sequence_losses:"
 _PPO = RLPreset("ppo", "gae", whiten=True, needs_critic=True, kl_reward_coef=0.02, kl_reward_mode="token_terminal", num_iterations=4,
                 truncation_policy="bootstrap", source="PPO (Schulman et al. 2017; Ouyang et al. 2022)")
 _RL_ROWS = (
@@ -517,7 +517,7 @@ class DirectMethod:
 
     data: `pairs` (loss of policy and reference values of both sides [B]), `unpaired` (of log-ratios and labels [B]), `rankings`
     (of the K responses of one prompt), `segments` (of paired spans), `conditions` (pairs, plus the chosen response behind a
-    corrupted prompt). See stages/direct_losses.py for the signatures.
+    corrupted prompt). See stages/direct/direct_losses.py for the signatures.
     """
     name: str
     loss: str                            # "module:function"
@@ -528,7 +528,7 @@ class DirectMethod:
     options: dict = field(default_factory=dict)  # extra keyword arguments with their defaults
     columns: tuple[str, ...] = ()        # per-row values the loss also wants (stages.align.COLUMNS or item extras)
     positive_gap: bool = False           # pairs whose chosen score is not above the rejected one are dropped
-    statistic: str = ""                  # of the whole step or run: z0 | delta | mean | sorted | sorted_pairs (stages.direct_alignment, prepare)
+    statistic: str = ""                  # of the whole step or run: z0 | delta | mean | sorted | sorted_pairs (stages.direct.direct_alignment, prepare)
     divergence: bool = False             # reads differences of implicit rewards only, so these may come from another f-divergence than the KL (f-DPO)
     settings: dict = field(default_factory=dict)  # options of the statistic or of the NLL term, not of the loss
     nll_coef: float = 0.0                # coefficient of an NLL term on the chosen response
@@ -541,60 +541,60 @@ _DIRECT_ROWS = (
     DirectMethod("cdpo", "stages.losses:dpo_loss", divergence=True, options={"label_smoothing": 0.1}, source="da.cdpo"),
     DirectMethod("robust_dpo", "stages.losses:dpo_loss", divergence=True, options={"label_smoothing": 0.1, "robust": True}, source="da.cdpo (Chowdhury et al. 2024)"),
     DirectMethod("soft_dpo", "stages.losses:dpo_loss", divergence=True, columns=("label_prob",), source="da.soft_dpo"),
-    DirectMethod("ipo", "stages.direct_losses:ipo_loss", divergence=True, source="da.ipo (Azar et al. 2023); beta is tau"),
-    DirectMethod("soft_ipo", "stages.direct_losses:ipo_loss", divergence=True, columns=("label_prob",), source="da.ipo with preference probabilities"),
-    DirectMethod("hinge_norm", "stages.direct_losses:hinge_norm_loss", divergence=True, default_beta=0.05, source="da.slic, RSO"),
+    DirectMethod("ipo", "stages.direct.direct_losses:ipo_loss", divergence=True, source="da.ipo (Azar et al. 2023); beta is tau"),
+    DirectMethod("soft_ipo", "stages.direct.direct_losses:ipo_loss", divergence=True, columns=("label_prob",), source="da.ipo with preference probabilities"),
+    DirectMethod("hinge_norm", "stages.direct.direct_losses:hinge_norm_loss", divergence=True, default_beta=0.05, source="da.slic, RSO"),
     DirectMethod("length_norm", "stages.losses:dpo_loss", divergence=True, logp_reduction="mean", default_beta=5.0, source="da.length_norm"),
-    DirectMethod("apo_zero", "stages.direct_losses:apo_zero_loss", source="da.apo_zero"),
-    DirectMethod("apo_down", "stages.direct_losses:apo_down_loss", source="da.apo_down"),
-    DirectMethod("discopop", "stages.direct_losses:discopop_loss", divergence=True, default_beta=0.05, options={"discopop_tau": 0.05}, source="da.discopop"),
-    DirectMethod("discovered", "stages.direct_losses:discovered_loss", divergence=True, default_beta=0.05, options={"member": "padll"}, source="da.discopop, the family"),
-    DirectMethod("pfl", "stages.direct_losses:policy_focused_loss", default_beta=0.05, source="da.discopop, policy-focused"),
-    DirectMethod("aql", "stages.direct_losses:adaptive_quantile_loss", default_beta=0.05, columns=("mean_h",), statistic="mean", source="da.discopop, adaptive quantile"),
-    DirectMethod("written", "stages.objective_code:written_loss", default_beta=0.05, options={"code": "softplus(-beta * ((pc - pr) - (rc - rr)))"},
+    DirectMethod("apo_zero", "stages.direct.direct_losses:apo_zero_loss", source="da.apo_zero"),
+    DirectMethod("apo_down", "stages.direct.direct_losses:apo_down_loss", source="da.apo_down"),
+    DirectMethod("discopop", "stages.direct.direct_losses:discopop_loss", divergence=True, default_beta=0.05, options={"discopop_tau": 0.05}, source="da.discopop"),
+    DirectMethod("discovered", "stages.direct.direct_losses:discovered_loss", divergence=True, default_beta=0.05, options={"member": "padll"}, source="da.discopop, the family"),
+    DirectMethod("pfl", "stages.direct.direct_losses:policy_focused_loss", default_beta=0.05, source="da.discopop, policy-focused"),
+    DirectMethod("aql", "stages.direct.direct_losses:adaptive_quantile_loss", default_beta=0.05, columns=("mean_h",), statistic="mean", source="da.discopop, adaptive quantile"),
+    DirectMethod("written", "stages.direct.objective_code:written_loss", default_beta=0.05, options={"code": "softplus(-beta * ((pc - pr) - (rc - rr)))"},
                  source="flow.objective_discovery: a loss given as text; the code here is an example"),
-    DirectMethod("cal_dpo", "stages.direct_losses:cal_dpo_loss", options={"cal_weight": 0.5, "beta_in_contrast": False}, source="da.cal_dpo"),
-    DirectMethod("nca_pair", "stages.direct_losses:nca_pair_loss", source="da.relatives"),
-    DirectMethod("exo_pair", "stages.direct_losses:exo_pair_loss", divergence=True, options={"label_smoothing": 1e-3}, source="da.relatives"),
-    DirectMethod("r_dpo", "stages.direct_losses:r_dpo_loss", divergence=True, columns=("length_chosen", "length_rejected"), options={"alpha": 0.05}, source="da.relatives"),
-    DirectMethod("wpo", "stages.direct_losses:wpo_loss", divergence=True, columns=("mean_chosen", "mean_rejected"), settings={"aligned": False},
+    DirectMethod("cal_dpo", "stages.direct.direct_losses:cal_dpo_loss", options={"cal_weight": 0.5, "beta_in_contrast": False}, source="da.cal_dpo"),
+    DirectMethod("nca_pair", "stages.direct.direct_losses:nca_pair_loss", source="da.relatives"),
+    DirectMethod("exo_pair", "stages.direct.direct_losses:exo_pair_loss", divergence=True, options={"label_smoothing": 1e-3}, source="da.relatives"),
+    DirectMethod("r_dpo", "stages.direct.direct_losses:r_dpo_loss", divergence=True, columns=("length_chosen", "length_rejected"), options={"alpha": 0.05}, source="da.relatives"),
+    DirectMethod("wpo", "stages.direct.direct_losses:wpo_loss", divergence=True, columns=("mean_chosen", "mean_rejected"), settings={"aligned": False},
                  source="da.relatives; aligned: Zhou et al. 2024, eq. 2 with sampled alignment"),
-    DirectMethod("aot_unpaired", "stages.direct_losses:aot_matched_loss", columns=("matched_rejected", "matched_chosen"), statistic="sorted",
+    DirectMethod("aot_unpaired", "stages.direct.direct_losses:aot_matched_loss", columns=("matched_rejected", "matched_chosen"), statistic="sorted",
                  options={"label_smoothing": 0.0}, source="da.relatives (Melnyk et al. 2024)"),
-    DirectMethod("aot_paired", "stages.direct_losses:aot_paired_loss", columns=("matched_margin",), statistic="sorted_pairs", options={"label_smoothing": 0.0},
+    DirectMethod("aot_paired", "stages.direct.direct_losses:aot_paired_loss", columns=("matched_margin",), statistic="sorted_pairs", options={"label_smoothing": 0.0},
                  source="AOT (Melnyk et al. 2024); TRL's aot"),
     DirectMethod("dpo_nll", "stages.losses:dpo_loss", divergence=True, nll_coef=1.0, source="da.dpo_nll"),
-    DirectMethod("mdpo", "stages.direct_losses:mdpo_loss", data="conditions", columns=("h_corrupted",),
+    DirectMethod("mdpo", "stages.direct.direct_losses:mdpo_loss", data="conditions", columns=("h_corrupted",),
                  options={"delta": 0.0, "conditional_weight": 1.0, "anchor_weight": 1.0}, source="da.mdpo, text analogue"),
-    DirectMethod("2d_dpo", "stages.direct_losses:two_d_dpo_loss", data="segments", source="da.2d_dpo"),
+    DirectMethod("2d_dpo", "stages.direct.direct_losses:two_d_dpo_loss", data="segments", source="da.2d_dpo"),
     # with scores of both responses
-    DirectMethod("odpo", "stages.direct_losses:odpo_loss", divergence=True, columns=("score_gap",), positive_gap=True, options={"alpha": 1.0, "offset_fn": "log"},
+    DirectMethod("odpo", "stages.direct.direct_losses:odpo_loss", divergence=True, columns=("score_gap",), positive_gap=True, options={"alpha": 1.0, "offset_fn": "log"},
                  source="da.odpo (Amini et al. 2024)"),
-    DirectMethod("rpo", "stages.direct_losses:rpo_loss", divergence=True, columns=("score_gap",), options={"eta": 1.0}, source="da.rpo (Nemotron-4)"),
-    DirectMethod("rebel", "stages.direct_losses:rebel_pair_loss", columns=("score_gap",), default_beta=1.0, source="da.rebel; beta is 1/eta"),
+    DirectMethod("rpo", "stages.direct.direct_losses:rpo_loss", divergence=True, columns=("score_gap",), options={"eta": 1.0}, source="da.rpo (Nemotron-4)"),
+    DirectMethod("rebel", "stages.direct.direct_losses:rebel_pair_loss", columns=("score_gap",), default_beta=1.0, source="da.rebel; beta is 1/eta"),
     # rankings
-    DirectMethod("pl_dpo", "stages.direct_losses:pl_dpo_loss", data="rankings", source="da.pl_dpo"),
-    DirectMethod("sppo", "stages.direct_losses:sppo_loss", data="rankings", columns=("win_prob",), default_beta=1e-3,
+    DirectMethod("pl_dpo", "stages.direct.direct_losses:pl_dpo_loss", data="rankings", source="da.pl_dpo"),
+    DirectMethod("sppo", "stages.direct.direct_losses:sppo_loss", data="rankings", columns=("win_prob",), default_beta=1e-3,
                  source="da.sppo; beta is 1/eta, the reference is the previous iterate"),
-    DirectMethod("sppo_hard", "stages.direct_losses:sppo_hard_loss", default_beta=1e-3, source="da.sppo"),
-    DirectMethod("rrhf", "stages.direct_losses:rrhf_loss", needs_reference=False, data="rankings", columns=("rewards",), default_beta=None,
+    DirectMethod("sppo_hard", "stages.direct.direct_losses:sppo_hard_loss", default_beta=1e-3, source="da.sppo"),
+    DirectMethod("rrhf", "stages.direct.direct_losses:rrhf_loss", needs_reference=False, data="rankings", columns=("rewards",), default_beta=None,
                  options={"average": False}, source="da.rrhf (Yuan et al. 2023)"),
     # single responses with a label
-    DirectMethod("kto", "stages.direct_losses:kto_loss", data="unpaired", statistic="z0",
+    DirectMethod("kto", "stages.direct.direct_losses:kto_loss", data="unpaired", statistic="z0",
                  options={"desirable_weight": 1.0, "undesirable_weight": 1.0}, source="da.kto (Ethayarajh et al. 2024)"),
-    DirectMethod("bco", "stages.direct_losses:bco_loss", data="unpaired", statistic="delta", settings={"momentum": 0.99}, source="da.bco"),
-    DirectMethod("bco_pair", "stages.direct_losses:bco_pair_loss", options={"delta": 0.0}, source="da.bco"),
-    DirectMethod("apo_zero_unpaired", "stages.direct_losses:apo_zero_unpaired_loss", data="unpaired", source="da.apo_zero"),
+    DirectMethod("bco", "stages.direct.direct_losses:bco_loss", data="unpaired", statistic="delta", settings={"momentum": 0.99}, source="da.bco"),
+    DirectMethod("bco_pair", "stages.direct.direct_losses:bco_pair_loss", options={"delta": 0.0}, source="da.bco"),
+    DirectMethod("apo_zero_unpaired", "stages.direct.direct_losses:apo_zero_unpaired_loss", data="unpaired", source="da.apo_zero"),
     # without a reference policy
-    DirectMethod("reference_free", "stages.direct_losses:reference_free_loss", needs_reference=False, source="da.reference_free"),
-    DirectMethod("simpo", "stages.direct_losses:simpo_loss", needs_reference=False, logp_reduction="mean", default_beta=2.0,
+    DirectMethod("reference_free", "stages.direct.direct_losses:reference_free_loss", needs_reference=False, source="da.reference_free"),
+    DirectMethod("simpo", "stages.direct.direct_losses:simpo_loss", needs_reference=False, logp_reduction="mean", default_beta=2.0,
                  options={"simpo_gamma": 0.5, "label_smoothing": 0.0}, source="da.simpo"),
-    DirectMethod("alphapo", "stages.direct_losses:alphapo_loss", needs_reference=False, logp_reduction="mean", default_beta=2.0,
+    DirectMethod("alphapo", "stages.direct.direct_losses:alphapo_loss", needs_reference=False, logp_reduction="mean", default_beta=2.0,
                  options={"simpo_gamma": 0.5, "alpha": 0.25}, source="da.alphapo"),
-    DirectMethod("cpo", "stages.direct_losses:reference_free_loss", needs_reference=False, nll_coef=1.0, nll_reduction="seq-sum", source="da.cpo"),
-    DirectMethod("orpo", "stages.direct_losses:orpo_loss", needs_reference=False, logp_reduction="mean", default_beta=0.1,
+    DirectMethod("cpo", "stages.direct.direct_losses:reference_free_loss", needs_reference=False, nll_coef=1.0, nll_reduction="seq-sum", source="da.cpo"),
+    DirectMethod("orpo", "stages.direct.direct_losses:orpo_loss", needs_reference=False, logp_reduction="mean", default_beta=0.1,
                  nll_coef=1.0, settings={"nll_on_prompt": False}, source="da.orpo; beta is lambda, the loss is lambda * odds-ratio term"),
-    DirectMethod("slic", "stages.direct_losses:slic_loss", needs_reference=False, columns=("target",), default_beta=None,
+    DirectMethod("slic", "stages.direct.direct_losses:slic_loss", needs_reference=False, columns=("target",), default_beta=None,
                  options={"delta": 1.0, "reg_coef": 0.1}, source="da.slic (SLiC-HF)"),
 )
 DIRECT_METHODS: dict[str, DirectMethod] = {row.name: row for row in _DIRECT_ROWS}

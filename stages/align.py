@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from stages.memory import Role
+from stages.models.memory import Role
 from stages.settings import ChatConfig, OptimizerConfig
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageConfig, StageSpec, left_out, warn_of_cut_rows
 
@@ -136,10 +136,10 @@ def run(stage):
     import math
 
     from stages.chat import renderer_for, stage_renderer
-    from stages.curves import training_report
-    from stages.direct_alignment import UNIT, AlignmentRows, DirectAlignment, MovingReference
-    from stages.modeling import policy_to_train, publish
-    from stages.preference_items import Encoder
+    from stages.reporting.curves import training_report
+    from stages.direct.direct_alignment import UNIT, AlignmentRows, DirectAlignment, MovingReference
+    from stages.models.modeling import policy_to_train, publish
+    from stages.direct.preference_items import Encoder
     from stages.preflight import check_ids, preflight
     from stages.training import Trainer, TrainingError, fit
 
@@ -202,7 +202,7 @@ def run(stage):
 def with_written_loss(stage):
     """The settings; for method=written with the loss of the input `objective` among the options, unit-tested again with the beta that is used."""
     from stages.algorithms import DIRECT_METHODS
-    from stages.objective_code import failures, program_of
+    from stages.direct.objective_code import failures, program_of
 
     config = stage.config
     if config.method != "written":
@@ -256,7 +256,7 @@ def target_answers(stage, method) -> dict[str, list[dict]] | None:
 
 def data_warnings(config: Config, objective, train, validation) -> list[str]:
     """What the rows say about the settings (``da.kto``: weights and mismatched pairs)."""
-    from stages.direct_losses import kto_weight_range
+    from stages.direct.direct_losses import kto_weight_range
 
     texts = []
     if ignored := sum(i.extra.get("unread_weight", 1.0) != 1.0 for i in train):
@@ -298,8 +298,8 @@ def add_reference(stage, renderer, objective, items, policy) -> None:
     ``policy`` has not been trained yet, so it is the reference itself where no other is given (its adapter switched off). Where it is sharded all
     ranks compute together, a given reference in shards too, else the first one does.
     """
-    from stages.ranks import connect, first_rank_only, gather
-    from stages.sharding import root_of
+    from stages.running.ranks import connect, first_rank_only, gather
+    from stages.models.sharding import root_of
     from storage.datasets import is_dataset, open_dataset
 
     connect(stage.device)
@@ -334,10 +334,10 @@ BLOCK = 512
 def write_reference(stage, role: str, objective, items, prints, cached, policy) -> None:
     """Compute what the cache lacks, block by block, and publish all of it: pairs as ``ref_logps/1``, else (and in two parts, for
     ``ld_alpha``) ``ref_values/1``."""
-    from stages.adapters import AdapterOff, is_adapted
-    from stages.blocks import in_blocks
-    from stages.modeling import load_frozen
-    from stages.sharding import asked, root_of, shard
+    from stages.models.adapters import AdapterOff, is_adapted
+    from stages.running.blocks import in_blocks
+    from stages.models.modeling import load_frozen
+    from stages.models.sharding import asked, root_of, shard
     from storage.schema import complete_row
 
     split = objective.method.data == "segments" or stage.config.ld_alpha is not None

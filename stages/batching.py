@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from stages import ranks, sharding
+from stages.models import sharding
+from stages.running import ranks
 from stages.selection import pack_best_fit
 
 
@@ -319,7 +320,7 @@ def per_response(items: Sequence[Item], max_tokens: int, device: str, compute: C
     Micro-batches as in training, without gradients. ``model`` is what compute reads: where it pads, padding counts; where it is sharded, every rank must call
     with the same items; each computes its share, and all get all values.
     """
-    from stages.modeling import tokens_together
+    from stages.models.modeling import tokens_together
 
     cost = together if model is None else tokens_together(model)
     parts = [parts_of(item, max_tokens, cost=cost) for item in items]

@@ -42,8 +42,8 @@ SPEC = StageSpec(
 def run(stage):
     from stages.batching import per_response
     from stages.chat import stage_renderer
-    from stages.modeling import head_of, hidden_states, load_frozen, top_logps
-    from stages.reports import document, facts
+    from stages.models.modeling import head_of, hidden_states, load_frozen, top_logps
+    from stages.reporting.reports import document, facts
     from storage.datasets import open_dataset
 
     config, renderer = stage.config, stage_renderer(stage)

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from stages.tools import BadCall, render_call, stored_calls, stored_tools, tells_tools
+from stages.acting.tools import BadCall, render_call, stored_calls, stored_tools, tells_tools
 
 MASK_POLICIES = ("all_assistant", "final_turn", "final_message", "completion", "full")
 

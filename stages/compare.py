@@ -8,7 +8,7 @@ Every model after the first is also set against the first: the *alignment tax*, 
 errors and a warning of what fell by more than two of them (``stages/evaluation/tax.py``).
 
 Models whose KL to one reference was measured are drawn as reward (or right answers) against KL: which no other beats at equal or lower KL, and the best reward
-within a KL (``stages/evaluation/frontier.py``); right answers are also drawn against the tokens that they may take.
+within a KL (``stages/measures/frontier.py``); right answers are also drawn against the tokens that they may take.
 
 With ``select_by`` the summary names the ``best`` model, chosen on half of the prompts only, so that the promotion gate can test that choice on
 the other half (``stages/evaluation/halves.py``).
@@ -143,7 +143,8 @@ class Part:
 
     def summary(self) -> dict[str, float]:
         """Its numbers, under the benchmark's name where there is one."""
-        from stages.evaluation import frontier, scores
+        from stages.evaluation import scores
+        from stages.measures import frontier
 
         found, before = {}, f"{self.benchmark}/" if self.benchmark else ""
         for name in self.names:
@@ -194,7 +195,7 @@ def h4(parts: list[Part]) -> dict:
     from dataclasses import replace
 
     from stages.evaluation.scores import weighted
-    from stages.evaluation.suites import h4_mean
+    from stages.measures.suites import h4_mean
 
     found, given = {}, suites_of_h4(parts)
     for suite, metric in H4.items():
@@ -243,8 +244,8 @@ def table(names: list[str], metrics: dict, columns: list[str], differences: dict
     """Rows of the report: one per model, intervals in brackets, the paired gain over the row above; where that may be chance, how many prompts a test of shares that
     large would need (two-sided 5%, power 80%, not paired, which needs the most; eval.statistics). ``items``: those that the model's own ``metric`` is over. Where several gains are
     tested, ``p of all`` is Holm's, which counts them all."""
-    from stages.reports import with_interval
-    from stages.statistics import holm, power_two_proportions
+    from stages.reporting.reports import with_interval
+    from stages.measures.statistics import holm, power_two_proportions
 
     tested = [name for name in names if (name, metric) in differences and differences[name, metric]["p_value"] is not None]
     together = dict(zip(tested, holm([differences[name, metric]["p_value"] for name in tested]))) if len(tested) > 1 else {}
@@ -281,7 +282,7 @@ def write(stage, parts: list[Part], taxes: dict[str, dict]) -> None:
 
 def publish_taxes(stage, first: str, taxes: dict[str, dict]) -> None:
     """The table of every model against the first, over all benchmarks."""
-    from stages import reports
+    from stages.reporting import reports
 
     table = [{"model": name, **row} for name, tax in taxes.items() for row in tax["rows"]]
     shown = [{"model": row["model"], "benchmark": row["benchmark"], "metric": row["metric"], "before": row["before"], "after": row["after"],
@@ -293,8 +294,9 @@ def publish_taxes(stage, first: str, taxes: dict[str, dict]) -> None:
 
 def publish(stage, part: Part, best: dict) -> None:
     """The table as a page, bars per metric, and answers of all models to the same prompts side by side."""
-    from stages import reports
-    from stages.evaluation import compute, frontier, signs
+    from stages.reporting import reports
+    from stages.evaluation import compute, signs
+    from stages.measures import frontier
     from stages.evaluation.scores import by_group
 
     names, metrics, columns, records = part.names, part.metrics, part.columns, part.records

@@ -1,6 +1,6 @@
 """constrain: prompts with constraints that a program can check, answers to them, and pairs that teach to follow them (``data.constraint_pairs``, ``synth.constraint``).
 
-    p             a prompt in English                     c   one to three constraints that go together (``stages/constraint_pool.py``)
+    p             a prompt in English                     c   one to three constraints that go together (``stages/verification/constraint_pool.py``)
     p + c         the prompt that asks for them           y_c answers to it            y_0   answers to p alone, of the same model or of ``plain_model``
 
 Out come p + c with its constraints for RL (reward component ``kind: constraints``); pairs (p + c, y_c over y_0) where y_c meets all of c and y_0 does not; demonstrations (p + c, y_c)
@@ -17,10 +17,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from stages.constraint_pool import FORBIDDEN_POOL, KEYWORD_POOL, LANGUAGE_NAMES
+from stages.decoding.writers import WriterConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec, did_you_mean
-from stages.verifiers import CHECKERS
-from stages.writers import WriterConfig
+from stages.verification.constraint_pool import FORBIDDEN_POOL, KEYWORD_POOL, LANGUAGE_NAMES
+from stages.verification.verifiers import CHECKERS
 
 
 class Config(WriterConfig):
@@ -61,7 +61,7 @@ class Config(WriterConfig):
 
     def choice(self):
         """What constraints are drawn from."""
-        from stages.constraint_pool import Choice
+        from stages.verification.constraint_pool import Choice
 
         kinds = tuple(name for name in CHECKERS if name in self.kinds or name.split(":")[0] in self.kinds)
         return Choice(kinds, tuple(self.keywords), tuple(self.forbidden_words), tuple(self.languages), self.max_words)
@@ -89,9 +89,9 @@ class Asked:
 
 
 def run(stage):
+    from stages.decoding.writers import ModelWriter, make_writer
     from stages.ingestion.curation import generated_splits
     from stages.spec import ConfigError
-    from stages.writers import ModelWriter, make_writer
 
     config = stage.config
     answered = stage.has("model") or bool(config.endpoint)
@@ -141,7 +141,7 @@ def constrained(stage) -> tuple[list[Asked], Counter]:
     """
     import numpy as np
 
-    from stages.constraint_pool import draw_constraints, unfit, with_constraints
+    from stages.verification.constraint_pool import draw_constraints, unfit, with_constraints
     from storage.schema import complete_row
 
     config, choice, found, left_out = stage.config, stage.config.choice(), [], Counter()
@@ -181,8 +181,8 @@ def answerable(stage, asked: list[Asked]) -> set[int]:
 
 def answer(stage, writer, asked: list[Asked], plain: bool) -> None:
     """Answers of the writer with their verdicts, in place: to the prompts with constraints, or to the plain ones."""
-    from stages.verifiers import check_constraint, view
-    from stages.writers import warn_of_failed
+    from stages.decoding.writers import warn_of_failed
+    from stages.verification.verifiers import check_constraint, view
 
     config, n = stage.config, stage.config.num_plain if plain else stage.config.num_generations
     requests = [one.plain if plain else one.row["prompt"] for one in asked for _ in range(n)]
@@ -258,7 +258,7 @@ def assistant(answer: tuple) -> list[dict]:
 
 def report(stage, asked: list[Asked], left_out: Counter, tally: Counter, answered: bool) -> None:
     """What was drawn and left out; with answers, how often each kind was met with and without being asked for, read from the candidates so that a resumed run says the same."""
-    from stages.reports import document, facts, markdown_table, sample_table
+    from stages.reporting.reports import document, facts, markdown_table, sample_table
     from storage.datasets import open_dataset
 
     per_kind = {name: Counter() for name in stage.config.choice().kinds}

@@ -85,8 +85,8 @@ def benchmark(stage) -> list[dict]:
 
 def indexed(rows: list[dict], config: Config):
     """(n-gram index of the items' user turns, entry -> position in ``rows``). A question with choices is looked for with and without its options."""
-    from stages.choices import is_choice, question_of, with_options
     from stages.ingestion.curation import DecontaminationIndex
+    from stages.verification.choices import is_choice, question_of, with_options
 
     index, owner = DecontaminationIndex(config.n, config.mode, config.threshold, config.unit), []
     for position, row in enumerate(rows):
@@ -221,7 +221,7 @@ def write(stage, rows: list[dict], state: dict, table: list[dict], scores: list[
 
 def publish(stage, rows: list[dict], state: dict, dirty: set[int], table: list[dict], scores: list[dict]) -> None:
     """The page that a person reads."""
-    from stages import reports
+    from stages.reporting import reports
 
     stage.report("rates", table=table)
     shown = [{"metric": row["metric"], **{f"{column} ({row[f'{column}_n']})": reports.with_interval(row[column], row[f"{column}_low"], row[f"{column}_high"]) if row[column] is not None else "-"

@@ -37,7 +37,7 @@ SPEC = StageSpec(
 
 
 def run(stage):
-    from stages.reports import document, facts
+    from stages.reporting.reports import document, facts
     from storage.schema import complete_row
 
     data, config = stage.dataset("data"), stage.config
@@ -66,7 +66,7 @@ def staged(data, config, dropped: Counter) -> Iterator[dict]:
     """Pairs in equal stages, the remainder to the first; pairs without score gap, margin or strength are dropped for order=margin. One stage is
     in memory at a time."""
     from stages import selection
-    from stages.preference_items import score_gap
+    from stages.direct.preference_items import score_gap
 
     def ease(row):
         gap = score_gap(row)

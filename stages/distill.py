@@ -21,7 +21,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from stages.memory import Role
+from stages.models.memory import Role
 from stages.settings import ReadWhen, refuse_unread, refuse_unread_in
 from stages.sft import RowsConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec, left_out, warn_of_cut_rows
@@ -100,7 +100,7 @@ class Distillation:
     def __call__(self, model, batch):
         import torch
 
-        from stages.modeling import head_of, hidden_states, token_logps
+        from stages.models.modeling import head_of, hidden_states, token_logps
         from stages.training import Sums
 
         states, head = hidden_states(model, batch, batch.src_N), head_of(model)
@@ -117,8 +117,8 @@ class Distillation:
         import torch
 
         from stages.batching import collate
-        from stages.divergence import divergence
-        from stages.modeling import head_of, hidden_states
+        from stages.models.divergence import divergence
+        from stages.models.modeling import head_of, hidden_states
 
         theirs = collate([i.extra.get("teacher_item") or i for i in batch.items], batch.ids_U.device)
         with torch.no_grad():
@@ -131,8 +131,8 @@ class Distillation:
         import numpy as np
         import torch
 
-        from stages.divergence import topk_divergence
-        from stages.modeling import column_logps
+        from stages.models.divergence import topk_divergence
+        from stages.models.modeling import column_logps
 
         ids, logps, rest = (torch.as_tensor(np.concatenate([i.extra["captured"][k] for i in batch.items])).to(states.device) for k in range(3))
         config = self.config
@@ -142,11 +142,11 @@ class Distillation:
 
 
 def run(stage):
-    from stages.adapters import AdapterOff
     from stages.chat import renderer_for, stage_renderer
-    from stages.curves import training_report
-    from stages.modeling import load_frozen, policy_to_train, publish
+    from stages.models.adapters import AdapterOff
+    from stages.models.modeling import load_frozen, policy_to_train, publish
     from stages.preflight import preflight
+    from stages.reporting.curves import training_report
     from stages.spec import ConfigError
     from stages.training import Trainer, fit
 
@@ -202,7 +202,7 @@ def encode(stage, renderer, split: str, limit: int | None = None):
 
 def behind_context(renderer, config):
     """``more`` of :func:`stages.sft.encode_demonstrations`: the teacher's item, which starts with ``config.context`` and ends in the same targets."""
-    from stages.members import with_system
+    from stages.policy.members import with_system
 
     def more(row, mine, turns):
         messages = with_system(row["messages"], config.context)
@@ -271,7 +271,7 @@ def answers(stage, items, objective, renderer, model):
     import math
 
     from stages.batching import make_item
-    from stages.sharding import Acting, asked
+    from stages.models.sharding import Acting, asked
     from stages.training import ShuffledRows
 
     config = stage.config
@@ -294,8 +294,8 @@ def answers(stage, items, objective, renderer, model):
             return rows
 
         def sample(self, rows, step):
-            from stages.sampler import Sampler
-            from stages.sampling import SamplingParams
+            from stages.decoding.sampler import Sampler
+            from stages.decoding.sampling import SamplingParams
 
             if self.sampler is None:
                 self.sampler = Sampler(acting.model, renderer.tokenizer, max_batch=64)

@@ -32,7 +32,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from stages.evaluation.asked import AskedJudge, MTBench
-from stages.rewards import ANOTHERS, NOT_ASKED, REWARD_INPUTS, FixedComponent, RewardComponent
+from stages.reward.rewards import ANOTHERS, NOT_ASKED, REWARD_INPUTS, FixedComponent, RewardComponent
 from stages.settings import PROMPT_TEMPLATE, AgentConfig, BenchmarkConfig, ChatConfig, PromptTemplate, SamplingConfig, refuse_unread
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
@@ -107,7 +107,7 @@ SPEC = StageSpec(
 def run(stage):
     from stages.evaluation.protocol import protocol_hash
     from stages.evaluation.scores import records_of
-    from stages.rubric_reward import score_rows, write_review
+    from stages.reward.rubric_reward import score_rows, write_review
     from storage.datasets import open_dataset
 
     plan = Plan(stage)
@@ -139,7 +139,7 @@ def run(stage):
 def violations(stage) -> dict:
     """How often answers violate each clause of the rubric: metrics, and the report ``violations`` (eval.conformance)."""
     from stages.evaluation import conformance
-    from stages.rubrics import from_rows
+    from stages.reward.rubrics import from_rows
     from storage.datasets import open_dataset
 
     out, component = stage.workdir / "out", next(c for c in stage.config.rewards if c.kind == "rubric")
@@ -225,7 +225,7 @@ class Plan:
     def _read_prompts(self) -> None:
         from transformers import AutoConfig
 
-        from stages.choices import is_choice
+        from stages.verification.choices import is_choice
         from stages.evaluation.few_shot import Shots
         from stages.evaluation import mt_bench, opinions, perturbed, refusals
         from stages.generation import prompt_rows
@@ -276,7 +276,7 @@ class Plan:
 
         config, data = self.config, self.stage.dataset("pairs")
         if config.target != "policy":
-            from stages.reward_eval import rows_of
+            from stages.reward_models.reward_eval import rows_of
 
             read, dropped = rows_of(data, config.split, config.limit), {}
         else:
@@ -294,7 +294,7 @@ class Plan:
 
     def _protocol(self) -> dict:
         """Everything that a score depends on besides the weights."""
-        from stages.engines import engine_label
+        from stages.decoding.engines import engine_label
 
         stage, config = self.stage, self.config
         plain = config.model_dump(mode="json")
@@ -305,7 +305,7 @@ class Plan:
             "few_shot": "none", "engine": engine_label(config), "dtype": config.sampling_dtype if config.engine == "builtin" else "the engine's",
         }
         if config.target == "judge":
-            from stages.judge import PROMPTS
+            from stages.reward.judge import PROMPTS
             from storage.files import sha256_text
 
             protocol |= {"judge_mode": config.judge_mode, "template": sha256_text(PROMPTS[config.judge_mode])[:12]}
@@ -335,7 +335,7 @@ class Plan:
 
             protocol |= ({"perturb_options": True} if config.perturb_options else {}) | ({"system": config.system} if config.system else {})
             protocol |= {"prompts": stage.dataset("prompts").digest, "prompt_template": config.prompt_template, "few_shot": self.shots.facts,
-                         "multiple_choice": {"readings": config.multiple_choice, "forms": source_of("stages.choices", "stages.evaluation.few_shot", "stages.evaluation.multiple_choice")}}
+                         "multiple_choice": {"readings": config.multiple_choice, "forms": source_of("stages.verification.choices", "stages.evaluation.few_shot", "stages.evaluation.multiple_choice")}}
         if self.plain:
             protocol |= {"texts": stage.dataset("texts").digest, "max_length": config.max_length}
             if not (self.prompts or self.choices or self.pairs):
@@ -359,14 +359,14 @@ class Plan:
         return self._loaded[name]
 
     def policy(self, role: str = "model"):
-        from stages.modeling import load_frozen
+        from stages.models.modeling import load_frozen
 
         return self._once(role, lambda: load_frozen(self.stage.path(role), self.stage.device))
 
     def scorer(self, role: str):
-        from stages.judge import Judge, LocalJudge
-        from stages.reward_heads import RewardCard
-        from stages.reward_scorers import load_scorer
+        from stages.reward.judge import Judge, LocalJudge
+        from stages.reward_models.reward_heads import RewardCard
+        from stages.reward_models.reward_scorers import load_scorer
 
         if role == "model" and self.config.target == "judge":
             return self._once("scorer:model", lambda: Judge(LocalJudge(self.stage.path("model"), RewardCard(), self.stage.device), self.config.judge_mode))
@@ -374,8 +374,8 @@ class Plan:
 
     def draw(self, sampler, rows, params, seeds) -> list[list]:
         """Answers, or in an environment trajectories, of each ``(row, prompt ids)``."""
-        from stages.agents import Agent
-        from stages.debate import Debaters
+        from stages.acting.agents import Agent
+        from stages.reward.debate import Debaters
         from stages.evaluation import forcing
         from stages.generation import sample_groups
 
@@ -397,10 +397,10 @@ class Plan:
         """Generate, grade and score the answers of one chunk of prompts: finished ``eval_samples/1`` rows, and what a rubric said of each."""
         import time
 
-        from stages.engines import make_engine
+        from stages.decoding.engines import make_engine
         from stages.evaluation import mt_bench, refusals
         from stages.generation import sampling_params, score, warn_of_failures
-        from stages.rewards import build_rewards
+        from stages.reward.rewards import build_rewards
 
         stage, config = self.stage, self.config
         if config.mt_bench:
@@ -433,7 +433,7 @@ class Plan:
         return made, [sample.items for _, sample in flat]
 
     def _reward(self, samples) -> list[float | None]:
-        from stages.reward_scorers import Response, same_prompt
+        from stages.reward_models.reward_scorers import Response, same_prompt
 
         scorer = self.scorer("reward_model")
         everyone, samples = samples, [s for s in samples if s.error is None]
@@ -445,7 +445,7 @@ class Plan:
 
     def _kl(self, samples) -> list[float]:
         from stages.batching import make_item
-        from stages.evaluation.likelihood import response_logps, sampled_kl
+        from stages.decoding.likelihood import response_logps, sampled_kl
 
         items = [make_item(s.prompt["row_id"], s.prompt_ids, [s.ids], [[1] * len(s.ids)]) for s in samples if s.error is None]
         sums = [response_logps(self.policy(role), items, self.config.max_tokens_per_micro_batch, self.stage.device) for role in ("model", "reference")]
@@ -455,7 +455,7 @@ class Plan:
     def _ranks(self, samples) -> list[dict]:
         """Fields of greedy answers' rows: their tokens, and the rank of each under the reference; {} of those without tokens."""
         from stages.batching import make_item
-        from stages.evaluation.likelihood import response_ranks
+        from stages.decoding.likelihood import response_ranks
 
         items = [make_item(s.prompt["row_id"], s.prompt_ids, [s.ids], [[1] * len(s.ids)]) for s in samples if s.ids]
         found = iter(response_ranks(self.policy("reference"), items, self.config.max_tokens_per_micro_batch, self.stage.device))
@@ -463,8 +463,8 @@ class Plan:
 
     def _answer_row(self, mode: str, sample, read: tuple, model_score, kl, more: dict) -> dict:
         from stages.evaluation import bbq, perturbed
-        from stages.rewards import program_of
-        from stages.verifiers import view
+        from stages.reward.rewards import program_of
+        from stages.verification.verifiers import view
 
         source = sample.prompt
         strict, flexible, extracted = read
@@ -480,11 +480,11 @@ class Plan:
         }
         index = sample.index + source.get("order", 0) * (self.config.num_samples if mode == "sample" else 1)
         if sample.turns is not None:
-            from stages.agents import transcript, turn_counts
+            from stages.acting.agents import transcript, turn_counts
 
             extra |= {**turn_counts(sample), "transcript": transcript(sample), "failure": sample.failure}
             if sample.debate is not None:
-                from stages.debate import outcome
+                from stages.reward.debate import outcome
 
                 extra, index, extracted = extra | outcome(sample, self.debate), 2 * index + sample.debate["seat"], None
             return self._row(source, mode, index, sample.text, sum(sample.action_mask), extra, extracted=extracted, correct=sample.correct)
@@ -505,14 +505,14 @@ class Plan:
     # -- choices and texts, by likelihood -------------------------------------------------------------------------------------
 
     def logps_of(self, items) -> list:
-        from stages.evaluation.likelihood import prompted_logps
+        from stages.decoding.likelihood import prompted_logps
 
         return prompted_logps(self.policy(), items, self.config.max_tokens_per_micro_batch, self.stage.device)
 
     def choice_scores(self, rows) -> list[dict]:
         """Read one chunk of prompts with choices by likelihood: a row per reading, its output the choice that it takes."""
-        from stages.choices import LETTERS
-        from stages.decoders import max_positions
+        from stages.verification.choices import LETTERS
+        from stages.decoding.decoders import max_positions
         from stages.evaluation import bbq, perturbed
         from stages.evaluation.multiple_choice import read
 
@@ -540,8 +540,8 @@ class Plan:
         if self.config.target == "policy":
             return [row for item, score in zip(items, self._likelihoods(items))
                     for row in self._pair_rows(self.texts[item.row_id], score, [len(r) for r in item.responses])]
-        from stages.reward_eval import margins_of
-        from stages.reward_scorers import Response
+        from stages.reward_models.reward_eval import margins_of
+        from stages.reward_models.reward_scorers import Response
 
         scorer = self.scorer("model")
         pairs = [(Response(row["prompt"], row["chosen"], row=row), Response(row["prompt"], row["rejected"], row=row)) for row in items]
@@ -555,7 +555,7 @@ class Plan:
 
     def _likelihoods(self, items) -> list[dict]:
         """Sequence log-probabilities of both sides; with a reference the implicit reward decides, else the log-prob sum."""
-        from stages.evaluation.likelihood import response_logps
+        from stages.decoding.likelihood import response_logps
 
         budget, device = self.config.max_tokens_per_micro_batch, self.stage.device
         mine = response_logps(self.policy(), items, budget, device)
@@ -586,8 +586,8 @@ class Plan:
         return rows
 
     def _probe_rows(self, items) -> list[dict]:
-        from stages.evaluation.reward_model import paraphrases_of, probes, transforms
-        from stages.reward_scorers import Response
+        from stages.measures.reward_model import paraphrases_of, probes, transforms
+        from stages.reward_models.reward_scorers import Response
 
         probed = {row["row_id"] for row in self.pairs[: self.config.probe_pairs]}
         asked = []
@@ -631,7 +631,7 @@ def parse(row: dict, text: str, component=None) -> tuple[bool | None, bool | Non
     """(right by strict extraction, right by flexible extraction, extracted answer) of a row with a checkable answer; all ``None``
     for other rows. Both readings are reported, because formatting alone can move a score (section D.0). ``component``: the
     configured verifier, whose choice of verifier, view and tolerance counts here too."""
-    from stages.verifiers import VERIFIERS, BadGold, verifier_of, view
+    from stages.verification.verifiers import VERIFIERS, BadGold, verifier_of, view
 
     if row.get("answer") is None:
         return None, None, None
@@ -646,8 +646,8 @@ def parse(row: dict, text: str, component=None) -> tuple[bool | None, bool | Non
 
 def parse_all(answers: list[tuple[dict, str] | None], component=None) -> list[tuple[bool | None, bool | None, str | None]]:
     """:func:`parse` of each (row, text), all ``None`` for no answer; where ``component`` says symbolic, an answer that both readings call wrong may yet be proved right."""
-    from stages.rewards import symbolically
-    from stages.verifiers import VERIFIERS, verifier_of, view
+    from stages.reward.rewards import symbolically
+    from stages.verification.verifiers import VERIFIERS, verifier_of, view
 
     found = [(None, None, None) if one is None else parse(*one, component) for one in answers]
     if component is None or not component.symbolic:
@@ -667,8 +667,8 @@ def constraint_verdicts(row: dict, text: str, component=None) -> dict | None:
     be checked, None for other rows. ``component``: the configured component of kind constraints, whose view counts here too; without one, a thought is no part of the answer."""
     import json
 
-    from stages.evaluation.suites import ifeval_loose_variants
-    from stages.verifiers import BadGold, check_constraint, view
+    from stages.measures.suites import ifeval_loose_variants
+    from stages.verification.verifiers import BadGold, check_constraint, view
 
     if not row.get("constraints"):
         return None
@@ -846,7 +846,7 @@ def meaning(name: str, target: str) -> str:
 
 def publish(stage, plan: Plan, meta: dict, metrics: dict, tables: dict, probe_table: list[dict], records: list[dict], changed: list[dict]) -> None:
     """Figures, tables and the page that a person reads."""
-    from stages import reports
+    from stages.reporting import reports
     from stages.evaluation import best_of, compute, mt_bench, refusals, rewardbench, shift, signs
     from stages.evaluation.scores import item_values
 

@@ -20,7 +20,7 @@ class Sample:
     ``weights``: the factor of each counted part in ``total``. ``mode``: ``fresh``, ``improve`` (of the response ``parent``) or ``sft`` (not sampled). ``context``: prompt id of the messages it was
     sampled from, where these are not ``prompt``; its log-probs are then not those of the text after ``prompt``. ``tier``: the router's.
 
-    Of a trajectory (``stages.agents``), ``tool_mask`` is 1 on tokens that the policy did not choose, ``turns`` are its turns (token span,
+    Of a trajectory (``stages.acting.agents``), ``tool_mask`` is 1 on tokens that the policy did not choose, ``turns`` are its turns (token span,
     text, environment's reward, events), ``text`` is the last one, ``failure`` says why the environment ended it, ``turn_rewards`` are what
     each turn earned of ``total`` and ``turn_parts`` the values that components give single turns. ``finish_reason`` is then goal, stop, turn_limit, length or failure.
     ``opened``: the prompt ends with a thought that the template has begun, so that text without its end is all thought (``seen``).
@@ -130,8 +130,8 @@ def prompt_rows(stage, dataset, split: str | None, renderer, max_prompt_length: 
 
 def sampling_params(config, renderer):
     """What a stage's settings ask of an engine. A stop string that is a special token is a stop token: texts are without special tokens."""
-    from stages.sampler import unseen_tokens
-    from stages.sampling import SamplingParams
+    from stages.decoding.sampler import unseen_tokens
+    from stages.decoding.sampling import SamplingParams
 
     special = unseen_tokens(renderer.tokenizer) if config.stop_strings else {}
     return SamplingParams(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, min_p=config.min_p, max_new_tokens=config.max_completion_length,
@@ -145,7 +145,7 @@ def sample_groups(sampler, rows, params, seeds) -> list[list[Sample]]:
 
     Several ranks share the prompts; a completion depends on its own seed alone, so all of them get what one would have drawn.
     """
-    from stages import ranks
+    from stages.running import ranks
 
     mine = range(ranks.rank(), len(rows), ranks.world_size())
     found = sampler.generate([rows[i][1] for i in mine], params, [seeds[i] for i in mine]) if len(mine) else []
@@ -157,21 +157,21 @@ def sample_groups(sampler, rows, params, seeds) -> list[list[Sample]]:
 
 def opens_thought(tokenizer):
     """ids -> whether a prompt ends with ``<think>``, which templates of models that always reason write themselves; never without a tokenizer."""
-    from stages.verifiers import TAGS
+    from stages.verification.verifiers import TAGS
 
     return lambda ids: tokenizer is not None and tokenizer.decode(list(ids[-16:]), skip_special_tokens=False).rstrip().endswith(TAGS[0])
 
 
 def seen(text: str, opened: bool) -> str:
     """A completion behind the mark of the thought that its prompt opened, where it does not close it: without that, a thought that was cut would be read as the answer."""
-    from stages.verifiers import TAGS
+    from stages.verification.verifiers import TAGS
 
     return TAGS[0] + text if opened and TAGS[1] not in text else text
 
 
 def room_after(sampler, prompt, tokens: int) -> int:
     """How many of so many tokens the sampler's model has positions for behind a prompt's ids."""
-    from stages.decoders import max_positions
+    from stages.decoding.decoders import max_positions
 
     model = getattr(sampler, "model", None)
     positions = max_positions(model) if model is not None else None
@@ -189,7 +189,7 @@ def sample_with_room(sampler, prompts, params, seeds, rooms, begun=None) -> list
 
     A completion is a function of (weights, prompt, seed), so one that is cut afterwards is the one that a lower limit gives.
     """
-    from stages.sampler import text_of
+    from stages.decoding.sampler import text_of
 
     widest = max(rooms, default=0)
     calls: dict[tuple[int, int], list[int]] = {}
@@ -212,8 +212,8 @@ def continuations(sampler, starts, params, seeds) -> list[list[Sample]]:
     Raises:
         SamplerError: a frequency or presence penalty, which engines count over new tokens only.
     """
-    from stages import ranks
-    from stages.sampler import DerivedText, SamplerError
+    from stages.decoding.sampler import DerivedText, SamplerError
+    from stages.running import ranks
 
     for name in (name for name in ("frequency_penalty", "presence_penalty") if getattr(params, name)):
         raise SamplerError(f"{name}={getattr(params, name)} counts the tokens of a completion, and here completions are continued, whose first tokens it would not see; "
@@ -242,7 +242,7 @@ def warn_of_failures(stage, engine, samples: list[Sample]) -> None:
 
 
 def _verdict_row(s: Sample, group=None) -> dict:
-    """A sample as ``stages.rewards.Rewards`` reads it."""
+    """A sample as ``stages.reward.rewards.Rewards`` reads it."""
     return {"prompt_row": s.prompt, "prompt_ids": s.prompt_ids, "completion_text": s.text, "completion_ids": s.ids,
             "finish_reason": s.finish_reason, "turns": s.turns, "failure": s.failure, "debate": s.debate, "group": group, "opened": s.opened}
 
@@ -250,7 +250,7 @@ def _verdict_row(s: Sample, group=None) -> dict:
 def preferences(rewards, name: str, pairs: list[tuple[Sample, Sample]]) -> list[float]:
     """P(the first sample is better) of each pair by the reward component ``name``, whose model compares; NaN where it cannot be read. Of several ranks the
     first one asks."""
-    from stages import ranks
+    from stages.running import ranks
 
     found = rewards.preferences(name, [(_verdict_row(a), _verdict_row(b)) for a, b in pairs]) if ranks.rank() == 0 else None
     return ranks.gather(found)[0]
@@ -259,7 +259,7 @@ def preferences(rewards, name: str, pairs: list[tuple[Sample, Sample]]) -> list[
 def score(rewards, samples: list[Sample], group_of: list | None = None) -> None:
     """Fill the reward fields of every sample, in place. Of several ranks the first one asks (a judge is asked once) and tells the others.
     ``group_of`` names what each sample is compared within by rewards that compare (majority, length_group); default: its prompt."""
-    from stages import ranks
+    from stages.running import ranks
 
     for sample in (s for s in samples if s.error is not None):
         sample.parts, sample.reasons = {}, {"engine": sample.error}
@@ -300,8 +300,8 @@ UNANSWERED = ("engine_error", "request_too_long")
 def stored_completion(renderer, row: dict) -> tuple[list[int], str, str | None]:
     """(token ids, finish reason, error) of a ``candidates/1`` row, for scoring it again. The stored ids are taken where they spell its text in the renderer's vocabulary; a row without ids
     (ingested, or of stages that keep texts), or of a model with another tokenizer, has the ids of its text, and its end of turn where it ended by itself."""
+    from stages.decoding.sampler import text_of
     from stages.pairs import trim
-    from stages.sampler import text_of
 
     extra, text = json.loads(row["extra_json"] or "{}"), row["completion"][-1]["content"] or ""
     lost = row["drop_reason"] if row["kept"] is False and row["drop_reason"] in UNANSWERED else None
@@ -342,8 +342,8 @@ class MixtureSampler:
     def _group(self, prompt, params, seeds):
         import torch
 
-        from stages.sampler import Completion, text_of
-        from stages.sampling import sample_step, uniforms
+        from stages.decoding.sampler import Completion, text_of
+        from stages.decoding.sampling import sample_step, uniforms
 
         device = next(self.policy.parameters()).device
         models, caches = (self.policy, self.reference), [None, None]

@@ -3,7 +3,7 @@
 Rows say which group gave which rating to which response: ratings or pairs with a column ``group`` (or an annotator), or rows with embeddings of
 their own. Pairs that several groups judged contradict each other by design: ingest them with ``deduplicate=off contradictions=off``. A frozen
 model embeds question and response; a small transformer learns, group by group, to predict ratings of some questions from those of others
-(:mod:`stages.preference_module`). Groups that it never saw say how well it does for a context of 1, 2, 5 ... questions.
+(:mod:`stages.reward_models.preference_module`). Groups that it never saw say how well it does for a context of 1, 2, 5 ... questions.
 
     posttrain stage group_preference --input model=LLM --input data=ratings.jsonl --name-as judge
     posttrain stage rejection --input model=POLICY --input prompts=FILE --input group_preference=model:judge@candidate --input context=ratings.jsonl \\
@@ -122,9 +122,9 @@ class Episodes:
 def run(stage):
     import torch
 
-    from stages.preference_module import ContextLikelihood, Embedder, PreferenceModule, points_of, save
-    from stages.reports import document, facts, line_chart, sample_table
-    from stages.reward_heads import RewardCard
+    from stages.reporting.reports import document, facts, line_chart, sample_table
+    from stages.reward_models.preference_module import ContextLikelihood, Embedder, PreferenceModule, points_of, save
+    from stages.reward_models.reward_heads import RewardCard
     from stages.training import Trainer, fit
 
     config = stage.config
@@ -167,7 +167,7 @@ def grouped(stage, points, embedder):
 
     import numpy as np
 
-    from stages.blocks import in_blocks
+    from stages.running.blocks import in_blocks
 
     def embedded(part):
         return [None if x is None else b64encode(x.tobytes()).decode() for x in embedder((p.prompt, p.completion) for p in part)]
@@ -209,7 +209,7 @@ def judge(stage, module, groups) -> list[dict]:
     import numpy as np
     import torch
 
-    from stages.preference_module import gaussian_nll, padded
+    from stages.reward_models.preference_module import gaussian_nll, padded
 
     found: dict[int, list] = {}
     for size, group, item in judged_episodes(stage, groups):

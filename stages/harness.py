@@ -39,10 +39,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Callable, Iterator
 
-from stages import advise, allocator, memory, randomness, usage
+from stages import advise
+from stages.models import memory
 from stages.registry import get_stage
+from stages.running import allocator, randomness, usage
+from stages.running.stopping import Terminated, stopping
 from stages.spec import PROJECT_ROOT, ConfigError, StageConfig, StageSpec, parse_config
-from stages.stopping import Terminated, stopping
 from storage.checkpoints import Checkpoint, Checkpoints
 from storage.files import atomic_write_bytes, atomic_write_json, atomic_write_text, fsync_tree, read_json, refusal
 
@@ -149,13 +151,13 @@ class Stage:
             local_rank = int(os.environ.get("LOCAL_RANK", "0"))
             self._device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
             if self._device == "cpu" and (cards := os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()) not in ("", "-1"):
-                from stages import cuda
+                from stages.running import cuda
 
                 if self.world_size > 1:
                     raise ConfigError(f"devices={self.world_size}: {cuda.unusable(cards)} CUDA_VISIBLE_DEVICES= (empty) trains on the CPU.")
                 self.warn("gpu_unusable", f"This stage runs on the CPU: {cuda.unusable(cards)}")
         if self._device.startswith("cuda") and not self._settled:
-            from stages import cuda
+            from stages.running import cuda
 
             cuda.settle()
             self._settled = True
@@ -250,7 +252,7 @@ class Stage:
     def total_usage(self) -> None:
         """Add up over the ranks what was used; every rank must call."""
         if self.world_size > 1:
-            from stages import ranks
+            from stages.running import ranks
 
             ranks.connect(self.device)
             for one in ranks.gather(usage.so_far()):
@@ -325,7 +327,7 @@ class Stage:
             if self.rank == 0:
                 self.checkpoints.save(step, state, files)
             return
-        from stages import ranks
+        from stages.running import ranks
 
         files = files or {}
         given = ranks.gather((str(self.checkpoints.begin(step)) if self.rank == 0 else None, sorted(files)))
@@ -484,7 +486,7 @@ class _ResumableCheckpoints(Checkpoints):
         ranks must ask together the first time."""
         stage = self._stage
         if stage.world_size > 1 and not self._agreed:
-            from stages import ranks
+            from stages.running import ranks
 
             ranks.connect(stage.device)
             step = ranks.gather(stage._restored.step if stage._restored else None)[0]
@@ -606,7 +608,7 @@ def refused_by_us(error: Exception) -> bool:
 
 def _launch_ranks(spec_path: str, stage: str, devices: int, workdir: Path, nodes: dict[str, Any] | None = None) -> int:
     """Run the stage's ranks, of several nodes (``tasks.nodes``) those of this one; when one fails the others are ended, and the error told is that of the first to fail."""
-    from stages.launch import launch
+    from stages.running.launch import launch
 
     first_rank, everyone = (devices * nodes["rank"], devices * nodes["count"]) if nodes else (0, devices)
     left = [workdir / f"error-rank{first_rank + i}.json" for i in range(devices)]

@@ -62,7 +62,7 @@ def comparisons(stage, rows: list[dict], kind: str) -> list[tuple[str, dict]]:
 
 
 def run(stage):
-    from stages.reports import document, sample_table
+    from stages.reporting.reports import document, sample_table
     from storage.files import canonical_json, sha256_text
     from storage.schema import complete_row
 

@@ -86,7 +86,7 @@ class InContextScorer:
 
     def _embed(self, texts: Sequence[list[dict]]) -> list[np.ndarray]:
         """Mean hidden state of each prompt as the model reads it, length 1."""
-        from stages.modeling import hidden_states
+        from stages.models.modeling import hidden_states
 
         def mean(batch):
             states = hidden_states(self.model, batch).float()
@@ -132,7 +132,7 @@ class InContextScorer:
 
     def _sums(self, groups) -> list[list[float]]:
         """Sum of the token log-probs of every completion of every (prompt ids, completions); a prompt is computed once."""
-        from stages.evaluation.likelihood import response_logps
+        from stages.decoding.likelihood import response_logps
 
         items = [make_item("scored", prompt, completions, [[1] * len(c) for c in completions], by_response=()) for prompt, completions in groups]
         return [[math.fsum(logps) for logps in row] for row in response_logps(self.model, items, self.batch_tokens, self.device)]

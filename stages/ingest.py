@@ -170,7 +170,7 @@ def behind(config: Config, paths: dict[str, Path]) -> str:
     """The rows of a rubric, which hold the functions and files that it only names; a rubric that is wrong is refused by the stage."""
     if config.kind != "rubric_items/1":
         return ""
-    from stages.rubrics import read_rubric
+    from stages.reward.rubrics import read_rubric
     from storage.files import canonical_json
 
     try:
@@ -237,11 +237,11 @@ def matching_kind(path: str, kinds: tuple[str, ...]) -> str | None:
 def run(stage) -> None:
     """Read, check, convert and write; fail only after everything is accounted for."""
     if stage.config.kind == "rubric_items/1":
-        from stages.rubrics import ingest
+        from stages.reward.rubrics import ingest
 
         return ingest(stage)
     if stage.config.kind == "principles/1":
-        from stages.principles import ingest
+        from stages.reward.principles import ingest
 
         return ingest(stage)
     from stages.ingestion.pipeline import Ingestion

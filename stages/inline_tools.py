@@ -45,7 +45,7 @@ def run(stage):
     from collections import Counter
 
     from stages.chat import stage_renderer
-    from stages.reports import document, facts
+    from stages.reporting.reports import document, facts
     from stages.spec import ConfigError
 
     config, data = stage.config, stage.dataset("data")
@@ -106,7 +106,7 @@ def with_calls_made(row: dict, kind: str, config: Config, counts, gains: Gains, 
 
 def with_results(text: str, row: dict, config: Config, counts, gains: Gains, gain=None) -> str:
     """The text with its calls made. gain(before, call, result, after) judges one; what it says is added to ``gains``."""
-    from stages.tools import API_CALL, substitute
+    from stages.acting.tools import API_CALL, substitute
 
     done, at = "", 0
     for match in API_CALL.finditer(text):
@@ -128,7 +128,7 @@ def answer(name: str, argument: str, row: dict, config: Config) -> str | None:
     """What a tool says to its one argument; None where it fails."""
     import json
 
-    from stages.tools import BadCall, calculate, search
+    from stages.acting.tools import BadCall, calculate, search
 
     try:
         if name == "calculator":
@@ -138,7 +138,7 @@ def answer(name: str, argument: str, row: dict, config: Config) -> str | None:
     except BadCall:
         return None
     if name == "python":
-        from stages.sandbox import Limits, run_jobs
+        from stages.running.sandbox import Limits, run_jobs
 
         (outcome,) = run_jobs([{"kind": "program", "source": argument, "stdin": "", "timeout_s": config.timeout_s}], Limits(), fresh=True)
         return None if outcome.error is not None or outcome.value["exit"] != 0 else outcome.value["stdout"].strip() or None
@@ -149,17 +149,17 @@ class Judge:
     """A model that says how much a call's result helps."""
 
     def __init__(self, stage, renderer):
-        from stages.modeling import load_frozen
+        from stages.models.modeling import load_frozen
 
         self.config, self.renderer, self.device = stage.config, renderer, stage.device
         self.model = load_frozen(stage.path("model"), stage.device)
 
     def gain(self, row: dict, conversation: list[dict] | None, before: str, call: str, result: str, after: str) -> float | None:
         """``toolformer_gain`` of one call; None where nothing follows it."""
+        from stages.acting.tools import toolformer_gain
         from stages.batching import make_item
         from stages.chat import rendering
         from stages.superfilter import target_nlls
-        from stages.tools import toolformer_gain
 
         tokenizer = self.renderer.tokenizer
         ids = lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []

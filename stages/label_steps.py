@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from stages.rewards import FixedComponent, RewardComponent
+from stages.reward.rewards import FixedComponent, RewardComponent
 from stages.settings import ChatConfig, SamplingConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
@@ -60,7 +60,7 @@ def checked(parts: list[str], verdicts: list[list[bool | None]], separator: str)
 
 def solutions(stage) -> list[tuple[dict, dict]]:
     """(candidate, prompt row) of the solutions to label, in order; complete answers to prompts with a checkable answer."""
-    from stages.reward_scorers import Response, load_scorer, score_in_blocks
+    from stages.reward_models.reward_scorers import Response, load_scorer, score_in_blocks
     from stages.selection import convincing_wrong, uncertain
     from stages.spec import ConfigError
 
@@ -87,10 +87,10 @@ def run(stage):
     import json
 
     from stages.chat import stage_renderer
-    from stages.engines import make_engine
+    from stages.decoding.engines import make_engine
     from stages.generation import sampling_params
-    from stages.reports import document, facts
-    from stages.rewards import build_rewards
+    from stages.reporting.reports import document, facts
+    from stages.reward.rewards import build_rewards
     from storage.datasets import open_dataset
 
     config = stage.config
@@ -132,8 +132,8 @@ def label_block(stage, work, sampler, rewards, params, renderer) -> list[dict]:
     """Finished ``stepwise/1`` rows of one block: prefix ids are the prompt's and the steps' own, so a rollout continues in mid-solution."""
     import json
 
-    from stages.engines import EngineError
-    from stages.reward_scorers import split_steps
+    from stages.decoding.engines import EngineError
+    from stages.reward_models.reward_scorers import split_steps
     from storage.schema import complete_row
 
     config = stage.config

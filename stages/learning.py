@@ -35,7 +35,7 @@ SIGNALS = ("reward", "length", "length_right", "length_wrong", "dead_groups", "t
 def run(stage):
     from stages.evaluation import scores
     from stages.evaluation.protocol import require_same, require_same_scorers
-    from stages.reports import document, markdown_table, with_interval
+    from stages.reporting.reports import document, markdown_table, with_interval
 
     config = stage.config
     runs = by_method(stage.many("rollouts"), "rollouts")
@@ -95,7 +95,7 @@ def summarise(values: dict[str, dict], start: dict | None) -> dict:
     import numpy as np
 
     from stages.evaluation.scores import BOOTSTRAP_SEED
-    from stages.statistics import bootstrap_ci
+    from stages.measures.statistics import bootstrap_ci
 
     items = sorted(set.intersection(*({*v} for v in values.values())))
     if not items:
@@ -161,7 +161,7 @@ def write(stage, table) -> None:
 
 def figures(stage, curves: dict, order: list[str]) -> None:
     """Each signal over the iterations, the best methods first, the band from the lowest to the highest seed."""
-    from stages.reports import line_chart
+    from stages.reporting.reports import line_chart
 
     shown = [method for method in order if method in curves]
     size = stage.config.curves_per_figure

@@ -128,7 +128,7 @@ def plackett_luce_loss(ordered_scores, top: int | None = None):
     return (tail[..., :stop] - ordered_scores[..., :stop]).sum(-1)
 
 
-# --- direct alignment: DPO (the rest of the family is in stages/direct_losses.py) ---------------------
+# --- direct alignment: DPO (the rest of the family is in stages/direct/direct_losses.py) ---------------------
 
 def implicit_rewards(policy_B, ref_B, beta: float):
     """beta (S_pi - S_ref) [B], the reward a tuned policy implies; sums of log-probs, not means (rm.implicit)."""

@@ -47,7 +47,7 @@ SPEC = StageSpec(
 
 
 def run(stage):
-    from stages.modeling import load_policy, note_types, save_policy
+    from stages.models.modeling import load_policy, note_types, save_policy
     from stages.chat import renderer_for
     from stages.spec import ConfigError
 

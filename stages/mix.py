@@ -64,7 +64,7 @@ def run(stage):
 
     import numpy as np
 
-    from stages.reports import document, facts, markdown_table
+    from stages.reporting.reports import document, facts, markdown_table
     from stages.selection import largest_remainder
     from stages.spec import ConfigError
 
@@ -157,7 +157,7 @@ def kind_of(config: Config, datasets: dict) -> str:
 def answer_formats(stage, sources: dict[str, list[dict]]) -> list[dict]:
     """How the answers of each source end, a row per source; a warning where they end in more than one style and nobody asked for one. A source with rows of several origins (column
     source) is told apart by them."""
-    from stages.answer_format import STYLES, ending_of, style_of
+    from stages.verification.answer_format import STYLES, ending_of, style_of
 
     found: dict[str, Counter] = {}
     for label, rows in sources.items():
@@ -179,7 +179,7 @@ def in_format(row: dict, config, counted: Counter) -> dict:
     """The row with its trained answers in the style asked for; an answer without a style stays as it is."""
     import json
 
-    from stages.answer_format import ending_of, rewritten
+    from stages.verification.answer_format import ending_of, rewritten
 
     if config.answer_format == "warn":
         return row

@@ -21,7 +21,7 @@ from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 class Config(StageConfig):
     proposer: Literal["mutation", "model", "server"] = Field(
         "mutation", description="Who writes the loss: recombination of known shapes, the language model of the input `model`, or a server with the OpenAI chat interface.")
-    code: str = Field("", description="A loss of your own instead of a proposal: an expression of pc, pr, rc, rr and beta, or a function (stages.objective_code).")
+    code: str = Field("", description="A loss of your own instead of a proposal: an expression of pc, pr, rc, rr and beta, or a function (stages.direct.objective_code).")
     beta: float = Field(0.05, gt=0, description="beta of the unit tests (the discovered losses' 0.05).")
     min_decreasing: float = Field(0.5, ge=0, lt=1, description="Share of pairs for which the loss must fall when the margin grows.")
     attempts: int = Field(4, ge=1, description="Proposals until one passes the unit tests; failures are fed back as text.")
@@ -61,7 +61,7 @@ Propose one loss that differs from all of these and that you expect to be better
 
 
 def run(stage):
-    from stages.objective_code import ObjectiveError, Program, failures
+    from stages.direct.objective_code import ObjectiveError, Program, failures
     from storage.schema import complete_row
 
     config = stage.config
@@ -123,13 +123,13 @@ def proposer(stage):
     if config.proposer == "mutation":
         return mutation
     if config.proposer == "server":
-        from stages.judge import ServerJudge
+        from stages.reward.judge import ServerJudge
 
         return ask(ServerJudge(config.endpoint, config.endpoint_model, config.key_variable, config.timeout_s))
     if not stage.has("model"):
         raise ConfigError("objective: proposer=model asks a language model; give it with --input model=REF_OR_PATH, or take proposer=server or mutation")
-    from stages.judge import LocalJudge
-    from stages.reward_heads import RewardCard
+    from stages.reward.judge import LocalJudge
+    from stages.reward_models.reward_heads import RewardCard
 
     return ask(LocalJudge(stage.path("model"), RewardCard(), stage.device))
 
@@ -137,7 +137,7 @@ def proposer(stage):
 def ask(asked):
     """A language model as proposer."""
     def write(stage, tried, problems, attempt):
-        from stages.objective_code import FUNCTIONS, START
+        from stages.direct.objective_code import FUNCTIONS, START
 
         config = stage.config
         lines = [f"# {t['name']}: " + (f"{config.metric} {t['score']:.4f}" if t["score"] is not None else f"refused: {t['failure']}" if not t["valid"] else "not trained yet")
@@ -153,7 +153,7 @@ def parse(answer: str) -> dict:
     import json
     import re
 
-    from stages.objective_code import ObjectiveError
+    from stages.direct.objective_code import ObjectiveError
 
     start, end = answer.find("{"), answer.rfind("}")
     if 0 <= start < end:
@@ -181,7 +181,7 @@ def mutation(stage, tried, problems, attempt) -> dict:
     """A loss without a language model: two shapes, or a shape and one of the better losses tried, mixed, gated or bent."""
     import ast
 
-    from stages.objective_code import START, Program
+    from stages.direct.objective_code import START, Program
 
     rng = stage.rng("mutation", attempt)
     shapes, names = dict(SHAPES), list(SHAPES)

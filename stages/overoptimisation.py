@@ -40,7 +40,7 @@ SPEC = StageSpec(
 
 
 def run(stage):
-    from stages.reports import document, facts
+    from stages.reporting.reports import document, facts
     from stages.spec import ConfigError
 
     if not (stage.has("candidates") or stage.has("rollouts")):
@@ -63,7 +63,7 @@ def score_all(stage, role: str, responses, stored, missing: str, renderer=None):
     """
     import numpy as np
 
-    from stages.reward_scorers import load_scorer, score_in_blocks
+    from stages.reward_models.reward_scorers import load_scorer, score_in_blocks
     from stages.spec import ConfigError
 
     if stage.has(role):
@@ -97,9 +97,9 @@ def best_of_n(stage, points) -> dict:
     import numpy as np
 
     from stages import selection
-    from stages.evaluation import overopt
-    from stages.reports import line_chart
-    from stages.reward_scorers import Response
+    from stages.measures import overopt
+    from stages.reporting.reports import line_chart
+    from stages.reward_models.reward_scorers import Response
 
     rows = [r for r in stage.dataset("candidates").iter_rows() if r["drop_reason"] != "truncated"]
     scores = scored(stage, [Response(r["prompt"], r["completion"], row=r) for r in rows], rows, "correct")
@@ -147,7 +147,7 @@ def spread(values) -> float:
 def _within(proxy, gold, groups) -> float:
     import numpy as np
 
-    from stages.statistics import within_group_correlation
+    from stages.measures.statistics import within_group_correlation
 
     index = np.concatenate(list(groups.values()))
     return within_group_correlation(proxy[index], gold[index], np.repeat(np.arange(len(groups)), [len(g) for g in groups.values()]))
@@ -158,10 +158,10 @@ def along_rl(stage, points) -> dict:
     import numpy as np
 
     from stages.chat import renderer_for
-    from stages.evaluation import overopt
-    from stages.reports import line_chart
-    from stages.reward_scorers import Response
-    from stages.statistics import clustered_se
+    from stages.measures import overopt
+    from stages.measures.statistics import clustered_se
+    from stages.reporting.reports import line_chart
+    from stages.reward_models.reward_scorers import Response
 
     config, renderer = stage.config, renderer_for(stage.path("model"))
     everyone = list(stage.dataset("rollouts").iter_rows())

@@ -31,7 +31,7 @@ SCORES = ("proxy", "gold", "verdict")
 def run(stage):
     from stages.evaluation.protocol import require_same
     from stages.evaluation.scores import originals, records_of
-    from stages.reports import document, markdown_table
+    from stages.reporting.reports import document, markdown_table
     from stages.spec import ConfigError
 
     given, judged = stage.many("curves"), stage.many("evaluations")
@@ -102,7 +102,7 @@ def squared(x: float | None) -> float | None:
 def on_prompts(records: dict[str, list[dict]], metrics: dict[str, str]) -> tuple[dict, list[dict]]:
     """({model: {metric: {value, low, high, n, gain}}}, table rows): each metric that every evaluation has; the gain over `start` paired by prompt."""
     from stages.evaluation.scores import average, item_values, paired
-    from stages.reports import with_interval
+    from stages.reporting.reports import with_interval
 
     found: dict[str, dict] = {name: {} for name in records}
     for metric, source in metrics.items():
@@ -121,7 +121,7 @@ def on_prompts(records: dict[str, list[dict]], metrics: dict[str, str]) -> tuple
 
 def figure(stage, curves: dict) -> None:
     """Proxy (dashed) and gold (solid) of every arm against sqrt(KL), as changes in standard deviations; a second one with the verdicts."""
-    from stages.reports import line_chart
+    from stages.reporting.reports import line_chart
 
     for name in ("gold", "verdict"):
         series, dashed = {}, {}

@@ -59,7 +59,7 @@ SPEC = StageSpec(
 
 def run(stage):
     from stages.ingestion import curation
-    from stages.reports import document, facts, histogram
+    from stages.reporting.reports import document, facts, histogram
     from storage.schema import complete_row
 
     config = stage.config

@@ -51,7 +51,7 @@ def preflight(stage, trainer, items: Sequence[Item], batch_size: int, renderer, 
 
 def check_precision(stage, trainer) -> None:
     """Warn where a GPU multiplies in float32 that is many times as fast in bfloat16."""
-    from stages import cuda
+    from stages.running import cuda
 
     if trainer.config.compute_dtype == "float32" and cuda.knows_bfloat16(trainer.device):
         stage.warn("slow_precision", "Matrix products run in float32, for which this GPU has no tensor cores (an H100 does 67 TFLOPS in float32 and 989 in bfloat16). Write "
@@ -60,8 +60,8 @@ def check_precision(stage, trainer) -> None:
 
 def tell_forward(stage, model) -> None:
     """Say in the log where a model's own code computes its layers, and why, and what a mixture of experts is trained on."""
-    from stages import balance, lean
-    from stages.modeling import is_lean
+    from stages.models import balance, lean
+    from stages.models.modeling import is_lean
 
     config = model.config.get_text_config()
     experts = next((n for name in ("num_experts", "num_local_experts", "n_routed_experts") if (n := getattr(config, name, None))), 0)
@@ -78,7 +78,7 @@ def tell_forward(stage, model) -> None:
 
 def tell_sampler(stage, source) -> None:
     """Warn where the built-in sampler can only compute whole rows for every token."""
-    from stages.decoders import WholeDecoder, make_decoder
+    from stages.decoding.decoders import WholeDecoder, make_decoder
 
     decoder = make_decoder(source.policy.model) if stage.config.engine == "builtin" and source.stored is None else None
     if isinstance(decoder, WholeDecoder):
@@ -155,7 +155,7 @@ def rl_preflight(stage, trainer, source) -> None:
 
 def longest_rollouts(source) -> list[Item]:
     """Items of one rollout batch as dear as any can be: the longest prompts, every completion as long as allowed, every term of the loss."""
-    from stages.decoders import max_positions
+    from stages.decoding.decoders import max_positions
     from stages.spec import ConfigError
 
     config, count = source.config, source.config.num_generations
@@ -201,9 +201,9 @@ def rl_plan_facts(source, made: list[Item], trainer) -> dict[str, int | str]:
 def held_bytes(models, trainers) -> tuple[int, int]:
     """(bytes of all parameters of these models on this rank, each storage once; bytes that training adds to them: gradients, the optimizer's
     state, averages)."""
-    from stages.optimizers import state_shapes
-    from stages.quantised import is_quantised
-    from stages.sharding import local
+    from stages.models.optimizers import state_shapes
+    from stages.models.quantised import is_quantised
+    from stages.models.sharding import local
 
     held = {}
     for model in models:
@@ -221,7 +221,7 @@ def held_bytes(models, trainers) -> tuple[int, int]:
 
 def kv_bytes(source, longest_prompt: int) -> int:
     """Keys and values of the sequences that are decoded together, all at their greatest length."""
-    from stages import memory
+    from stages.models import memory
 
     config, model = source.config, source.policy.model.config.get_text_config()
     rows = min(config.generation_batch, config.prompts_per_step * config.num_generations)
@@ -267,7 +267,7 @@ UNSCORED = 0.1
 def check_rewards(stage, source, samples) -> None:
     """Score the completions tried: a reward that fails on all of them would train nothing, for hours."""
     from stages.generation import score
-    from stages.rewards import commonest_failure, failures
+    from stages.reward.rewards import commonest_failure, failures
     from stages.training import TrainingError
 
     samples = [s for s in samples if not s.failure]  # those that the environment lost have its reason
@@ -383,9 +383,9 @@ def try_dearest(trainer, items: Sequence[Item], batch_size: int, prepare=None, s
     """
     import torch
 
-    from stages import cuda
     from stages.harness import peak_memory_mib
-    from stages.modeling import tokens_together
+    from stages.models.modeling import tokens_together
+    from stages.running import cuda
     from stages.training import TrainingError
 
     step = sorted(items, key=size, reverse=True)[:batch_size]
@@ -427,8 +427,8 @@ def optimizer_state(trainer) -> list:
     """As much as the optimizer will hold of every trained weight from the first step on, so that a trial before it needs the memory of one after it."""
     import torch
 
-    from stages.optimizers import state_shapes
-    from stages.sharding import local
+    from stages.models.optimizers import state_shapes
+    from stages.models.sharding import local
 
     if trainer.optimizer.state:  # of a run that goes on: it is there
         return []

@@ -307,7 +307,7 @@ def write_decision(stage, decision: dict, candidate: Evaluation) -> None:
 
 def publish(stage, decision: dict, candidate: Evaluation, other: Evaluation | None) -> None:
     """The evidence as a table, a page and a bar figure."""
-    from stages import reports
+    from stages.reporting import reports
 
     rows = [{"check": r["check"], "metric": r["metric"], "candidate": r["candidate"], "compared to": r.get("compared_to"), "difference": r.get("difference"),
              "low": r.get("low"), "high": r.get("high"), "p": r.get("p_value"), "n": r["n"], "required": r["required"], "passed": r["passed"]} for r in decision["evidence"]]

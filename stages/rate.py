@@ -23,7 +23,7 @@ from typing import Literal, Optional
 
 from pydantic import Field, model_validator
 
-from stages.judging import ERRORS, AskedSettings, Asker, text_of
+from stages.reward.judging import ERRORS, AskedSettings, Asker, text_of
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 ASPECTS = {
@@ -177,8 +177,8 @@ def calls_of(stage, group: Group, judge_preamble: str) -> list[Call]:
 
 def request(stage, group: Group, aspect: str, shown: Sequence[int], preamble: str) -> str:
     """What the judge is shown and asked: no model is named, and no mark in an answer can open or close a part."""
-    from stages.judge import quoted
-    from stages.verifiers import view
+    from stages.reward.judge import quoted
+    from stages.verification.verifiers import view
 
     config = stage.config
     answers = "\n\n".join(f"[Answer {n}]\n{quoted(view(text_of(group.answers[i]['completion']), config.view))}\n[End of answer {n}]" for n, i in enumerate(shown, 1))
@@ -221,8 +221,8 @@ def parse_ranking(text: str, n: int) -> tuple[list[int] | None, str]:
 
 
 def ask(stage, judge: Asker, groups: list[Group]) -> None:
-    """Ask about every prompt, as :meth:`stages.judging.Asker.each_block` does; every request and reply is a row of ``judgements``."""
-    from stages.judge import IMPARTIAL
+    """Ask about every prompt, as :meth:`stages.reward.judging.Asker.each_block` does; every request and reply is a row of ``judgements``."""
+    from stages.reward.judge import IMPARTIAL
 
     config, preamble = stage.config, stage.config.preamble or IMPARTIAL
 
@@ -265,7 +265,7 @@ def answer(stage, judge: Asker, calls: list[Call]) -> None:
 
 
 def read_reply(config: Config, call: Call, text: str):
-    from stages.judge import spoken
+    from stages.reward.judge import spoken
 
     return parse_ratings(spoken(text), len(call.shown), config.scale) if config.mode == "aspects" else parse_ranking(spoken(text), len(call.shown))
 
@@ -349,7 +349,7 @@ def report(stage, judge: Asker, groups: list[Group], rows: list[dict], found: di
     """Scores by model, what the place of an answer is worth to the judge, lengths, errors and cost."""
     import numpy as np
 
-    from stages.reports import document, facts, histogram, markdown_table, sample_table
+    from stages.reporting.reports import document, facts, histogram, markdown_table, sample_table
 
     config, everything = stage.config, list(judge.rows())
     errors = sum(bool(row["error"]) for row in found.values())

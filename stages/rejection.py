@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from stages.rewards import REWARD_INPUTS, FixedComponent, RewardComponent
+from stages.reward.rewards import REWARD_INPUTS, FixedComponent, RewardComponent
 from stages.settings import PROMPT_TEMPLATE, ChatConfig, PromptTemplate, ReadWhen, SamplingConfig, refuse_unread, refuse_unread_in
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
@@ -222,7 +222,7 @@ def rescore(stage) -> None:
 
     from stages.chat import stage_renderer
     from stages.generation import Sample, opens_thought, prompt_ids, score, stored_completion
-    from stages.rewards import build_rewards
+    from stages.reward.rewards import build_rewards
     from stages.selection import top_k_per_prompt
     from storage.schema import complete_row
 
@@ -299,11 +299,11 @@ def generate(stage) -> None:
     import torch
 
     from stages.chat import stage_renderer
-    from stages.engines import make_engine
+    from stages.decoding.engines import make_engine
     from stages.generation import MixtureSampler, gen_record, prompt_rows, sampling_params, score, warn_of_failures
-    from stages.modeling import freeze, load_policy
-    from stages.rewards import build_rewards
-    from stages.rubric_reward import score_rows, write_review
+    from stages.models.modeling import freeze, load_policy
+    from stages.reward.rewards import build_rewards
+    from stages.reward.rubric_reward import score_rows, write_review
     from stages.spec import ConfigError
     from storage.schema import complete_row
 
@@ -385,7 +385,7 @@ class Context:
         config, self.renderer, self.traits = stage.config, renderer, {}
         self.system = config.system
         if stage.has("traits"):
-            from stages.principles import draw, load
+            from stages.reward.principles import draw, load
             from stages.write_prompts import traits_of
 
             if config.prompt_template != "chat":
@@ -411,7 +411,7 @@ class Context:
         return self.drawn[row["row_id"]] if self.drawn else self.traits[row["category"]]
 
     def messages(self, row: dict) -> list[dict]:
-        from stages.members import with_system
+        from stages.policy.members import with_system
 
         return with_system(row["prompt"], self.system.replace("{trait}", self.trait(row)["text"]) if self.traits else self.system)
 
@@ -562,7 +562,7 @@ def write_selected(stage, rows, candidates=()) -> None:
     import json
 
     from stages.ingestion.curation import generated_splits
-    from stages.rewards import commonest_failure, failures
+    from stages.reward.rewards import commonest_failure, failures
     from storage.schema import complete_row
 
     splits = generated_splits(rows, stage.config.validation_fraction)
@@ -588,8 +588,8 @@ def report(stage, rows, matrix, correct, chosen, duplicates: int) -> None:
     import numpy as np
 
     from stages import selection
-    from stages.evaluation.text import distinct_n
-    from stages.reports import document, facts, histogram, line_chart, sample_table
+    from stages.measures.text import distinct_n
+    from stages.reporting.reports import document, facts, histogram, line_chart, sample_table
 
     valid = ~np.isnan(matrix)
     flat = matrix.ravel()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from stages.rewards import FixedComponent, RewardComponent
+from stages.reward.rewards import FixedComponent, RewardComponent
 from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
 
@@ -35,10 +35,10 @@ SPEC = StageSpec(
 
 
 def run(stage):
-    from stages.reports import document, facts
-    from stages.rewards import Rewards
-    from stages.rubric_reward import RubricScorer, rubric_metrics, score_rows, write_review
-    from stages.rubrics import load
+    from stages.reporting.reports import document, facts
+    from stages.reward.rewards import Rewards
+    from stages.reward.rubric_reward import RubricScorer, rubric_metrics, score_rows, write_review
+    from stages.reward.rubrics import load
     from stages.spec import ConfigError
     from storage.datasets import open_dataset
 
@@ -115,8 +115,8 @@ def _renderer(stage, kind: str):
 
 def _asked(stage, kind: str, rows, renderer) -> list[dict]:
     """The rows as scorers take them."""
+    from stages.decoding.sampler import text_of
     from stages.generation import opens_thought, stored_completion
-    from stages.sampler import text_of
     from stages.spec import ConfigError
 
     prompts = {row["prompt_id"]: row for row in stage.dataset("prompts").iter_rows()}

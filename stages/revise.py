@@ -22,9 +22,9 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from stages.decoding.writers import STOP, WriterConfig, Written, check_template
 from stages.settings import PROMPT_TEMPLATE, PromptTemplate
 from stages.spec import InputSpec, OutputSpec, StageSpec
-from stages.writers import STOP, WriterConfig, Written, check_template
 
 SHOWN = "[Question]\n{question}\n[End of question]\n\n[Answer]\n{answer}\n[End of answer]"
 CRITIQUE = SHOWN + "\n\n{request}\n\nCritique:"
@@ -225,19 +225,19 @@ def request_of(principle: dict, name: str) -> str:
 
 def quoted(text: str) -> str:
     """Text that is shown: a mark of the request in it, such as ``[Critique]``, gets round brackets, so that none can open or close a part."""
-    from stages.judge import quoted as without_marks
+    from stages.reward.judge import quoted as without_marks
 
     return without_marks(text).replace(STOP, STOP.replace("\n", "\n "))
 
 
 def critique_request(config: Config, chain: Chain, principle: dict) -> str:
-    from stages.reward_heads import transcript
+    from stages.reward_models.reward_heads import transcript
 
     return with_examples(config, "critique", critique_of(config, transcript(chain.prompt), chain.texts[-1], request_of(principle, "critique_request")))
 
 
 def revision_request(config: Config, chain: Chain, principle: dict, critique: str) -> str:
-    from stages.reward_heads import transcript
+    from stages.reward_models.reward_heads import transcript
 
     return with_examples(config, "revision", revision_of(config, transcript(chain.prompt), chain.texts[-1], critique, request_of(principle, "revision_request")))
 
@@ -263,11 +263,11 @@ def with_examples(config: Config, what: str, request: str) -> str:
 # -- the stage ---------------------------------------------------------------------------------------------------------------
 
 def run(stage):
-    from stages.engines import make_engine
+    from stages.decoding.engines import make_engine
+    from stages.decoding.writers import make_writer
     from stages.ingestion.curation import generated_splits
-    from stages.principles import draw, load
+    from stages.reward.principles import draw, load
     from stages.spec import ConfigError
-    from stages.writers import make_writer
 
     config = stage.config
     if stage.has("prompts") == stage.has("data"):
@@ -295,7 +295,7 @@ def run(stage):
 
         def ask(purpose: str, max_tokens: int):
             def write(alive, requests, number):
-                from stages.writers import warn_of_failed
+                from stages.decoding.writers import warn_of_failed
 
                 seeds = [stage.seed_for(purpose, c.row["row_id"], number) for c in alive]
                 made = writer.write(requests, seeds, max_tokens, config.revision_temperature) if requests else []
@@ -437,7 +437,7 @@ class Tally:
         return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
 
     def add(self, chain: Chain) -> None:
-        from stages.evaluation.text import contrastiveness
+        from stages.measures.text import contrastiveness
 
         self.principles.update(principle_ids(chain))
         whole = chain.dropped in (None, "unchanged", "refusal_added")
@@ -463,7 +463,7 @@ class Tally:
 
 def report(stage, tally: Tally, counts: dict) -> None:
     """Numbers, per-round table, principles and samples; ValueError where nothing is left."""
-    from stages.reports import document, facts, histogram, line_chart, markdown_table, sample_table
+    from stages.reporting.reports import document, facts, histogram, line_chart, markdown_table, sample_table
 
     both, rounds = tally.counts["both_ends"], tally.rounds
     summary = dict(counts) | {"critiques_cut": tally.counts["critiques_cut"]}
@@ -509,7 +509,7 @@ def contrast_summary(found: Sequence[Sequence[float]], suffix: str) -> dict[str,
 def other_pairs(stage, label: str) -> list[tuple[float, float]]:
     from itertools import islice
 
-    from stages.evaluation.text import contrastiveness
+    from stages.measures.text import contrastiveness
 
     rows = islice(stage.dataset(f"compare.{label}" if label else "compare").iter_rows(), CONTRAST_ROWS)
     made = [contrastiveness(row["chosen"][-1]["content"] or "", row["rejected"][-1]["content"] or "") for row in rows]

@@ -87,10 +87,10 @@ def run(stage):
     import shutil
     from pathlib import Path
 
-    from stages.reports import document, facts
-    from stages.reward_eval import held_out, warn_about
-    from stages.reward_heads import RewardCard, write_card
-    from stages.reward_scorers import load_scorer
+    from stages.reporting.reports import document, facts
+    from stages.reward_models.reward_eval import held_out, warn_about
+    from stages.reward_models.reward_heads import RewardCard, write_card
+    from stages.reward_models.reward_scorers import load_scorer
 
     config, members = stage.config, members_of(stage)
     implicit = config.combine == "implicit"

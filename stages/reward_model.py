@@ -18,8 +18,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from stages.memory import Role
-from stages.reward_objectives import COMPARING, KINDS, refuse_unread
+from stages.models.memory import Role
+from stages.reward_models.reward_objectives import COMPARING, KINDS, refuse_unread
 from stages.settings import ChatConfig, OptimizerConfig, ReadWhen, refuse_unread_in
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec, left_out, warn_of_cut_rows
 
@@ -101,7 +101,7 @@ class Config(OptimizerConfig, ChatConfig):
         if self.aggregation == "prod" and self.objective == "orm":
             raise ValueError("aggregation=prod multiplies the steps of a prm; the tokens of an orm are read by last, mean or min")
         if self.spoiled_by:
-            from stages.evaluation.reward_model import PROBES
+            from stages.measures.reward_model import PROBES
 
             if unknown := sorted(set(self.spoiled_by) - set(PROBES)):
                 raise ValueError(f"spoiled_by={unknown}: there is no such probe; write some of {', '.join(PROBES)}")
@@ -149,10 +149,10 @@ class Setup:
     """One reward model in training: its row, settings, network and reader."""
 
     def __init__(self, stage, dataset):
-        from stages.modeling import ModelError, adapted, load_policy, note_types, waits
-        from stages.reward_heads import add_gain_bias, keep_lm_head, load_reward_model, new_reward_model, reader_for, resolve_pooling
-        from stages.reward_losses import RewardLoss
-        from stages.reward_objectives import objective_for
+        from stages.models.modeling import ModelError, adapted, load_policy, note_types, waits
+        from stages.reward_models.reward_heads import add_gain_bias, keep_lm_head, load_reward_model, new_reward_model, reader_for, resolve_pooling
+        from stages.reward_models.reward_losses import RewardLoss
+        from stages.reward_models.reward_objectives import objective_for
 
         config, path = stage.config, stage.path("model")
         in_shards = waits(config, path)
@@ -190,7 +190,7 @@ class Setup:
 
     def items(self, dataset, split: str, dropped, limit=None, training: bool = False):
         """Items of one split; training rows also set the rating scale and are balanced."""
-        from stages.reward_data import annotator_shifts, balanced, check_attributes, encode, standardise
+        from stages.reward_models.reward_data import annotator_shifts, balanced, check_attributes, encode, standardise
 
         if self.row.name == "regression" and training:
             check_attributes(self.config.attributes, dataset, split)
@@ -206,7 +206,7 @@ class Setup:
 
     def card(self, bias: float = 0.0, anchor: str | None = None, offset: float = 0.0):
         """What the trained directory will say about itself."""
-        from stages.reward_heads import RewardCard
+        from stages.reward_models.reward_heads import RewardCard
 
         config, name = self.config, self.row.name
         options = {"facts": True} if config.facts else {}
@@ -230,8 +230,8 @@ class Setup:
         return resolve(self.row.score)(stage.path("model"), card, stage.device, self.config.max_tokens_per_micro_batch, model=self.model, reader=self.reader)
 
     def save(self, directory, card) -> None:
-        from stages.modeling import save_policy, save_type
-        from stages.reward_heads import save_reward_model, write_card
+        from stages.models.modeling import save_policy, save_type
+        from stages.reward_models.reward_heads import save_reward_model, write_card
 
         dtype = save_type(self.stage, self.model)
         if self.row.reads == "labels":
@@ -243,9 +243,9 @@ class Setup:
 
 def with_adapter(stage, model, config, reads: str):
     """The model with the LoRA adapter its config asks for; the reward head is trained in full beside it."""
-    from stages.adapters import add_lora
-    from stages.modeling import ModelError
-    from stages.reward_heads import score_head
+    from stages.models.adapters import add_lora
+    from stages.models.modeling import ModelError
+    from stages.reward_models.reward_heads import score_head
 
     if not config.lora_rank:
         return model
@@ -262,8 +262,8 @@ def freeze_layers(model, config, reads: str) -> None:
     """Leave the configured set trainable."""
     from torch import nn
 
-    from stages.modeling import ModelError
-    from stages.reward_heads import score_head
+    from stages.models.modeling import ModelError
+    from stages.reward_models.reward_heads import score_head
 
     if config.train_layers == "all":
         return
@@ -309,10 +309,10 @@ class WithSpread:
 def run(stage):
     from collections import Counter
 
-    from stages.curves import training_report
     from stages.preflight import preflight
-    from stages.reward_eval import FEW, count_of, held_out, held_out_of_all, warn_about
-    from stages.reward_heads import drop_lm_head
+    from stages.reporting.curves import training_report
+    from stages.reward_models.reward_eval import FEW, count_of, held_out, held_out_of_all, warn_about
+    from stages.reward_models.reward_heads import drop_lm_head
     from stages.training import Trainer, fit
 
     config, data = stage.config, stage.dataset("data")
@@ -381,9 +381,9 @@ def spoiled(stage, setup: Setup, data, fresh: int, dropped) -> list:
     import numpy as np
 
     from stages.algorithms import resolve
-    from stages.evaluation.reward_model import probes
+    from stages.measures.reward_model import probes
     from stages.pairs import is_tie
-    from stages.reward_data import Drop
+    from stages.reward_models.reward_data import Drop
 
     config, items = setup.config, []
     if not config.spoiled_fraction:
@@ -427,9 +427,9 @@ def earlier_rows(stage) -> list:
 
 def drift(stage, data, new: dict[str, float]) -> dict[str, float]:
     """How the previous reward model does on these rows, which come from the newer policy, against its own held-out rows (``rm.refresh``)."""
-    from stages.reward_eval import count_of, held_out
-    from stages.reward_scorers import load_scorer
-    from stages.statistics import chance_of_more
+    from stages.measures.statistics import chance_of_more
+    from stages.reward_models.reward_eval import count_of, held_out
+    from stages.reward_models.reward_scorers import load_scorer
 
     config = stage.config
     previous = load_scorer(stage.path("previous"), stage.device, config.max_tokens_per_micro_batch, config.frozen_dtype)
@@ -472,7 +472,7 @@ def check_anchor(stage, row, kind: str) -> None:
 def calibration_bias(stage, scorer, data, setup) -> tuple[float, str | None]:
     """``b = -mean`` of the anchor's raw scores, so that 0 is an average expert answer (``rm.calibrate``)."""
     from stages.estimators import calibration_bias as bias_of
-    from stages.reward_eval import anchor_responses
+    from stages.reward_models.reward_eval import anchor_responses
 
     config = stage.config
     given = {"demonstrations/1": "demonstrations", "candidates/1": "generations"}[stage.dataset("anchor").kind] if stage.has("anchor") else None

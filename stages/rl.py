@@ -5,12 +5,12 @@ ratio and surrogate, KL in reward or loss, aggregation, critic, epochs. Every fi
 the resolved row is printed at the start.
 
 One iteration: :mod:`stages.rollouts` chooses prompts, samples G completions each, scores, filters, credits
-and records them; :mod:`stages.credit` turns rewards into an advantage per token; :mod:`stages.policy_update` is the loss of the
-``num_iterations`` x ``num_minibatches`` optimizer steps, :mod:`stages.critics` the value function beside it. Rollouts are a
+and records them; :mod:`stages.policy.credit` turns rewards into an advantage per token; :mod:`stages.policy.policy_update` is the loss of the
+``num_iterations`` x ``num_minibatches`` optimizer steps, :mod:`stages.policy.critics` the value function beside it. Rollouts are a
 ``rollouts/1`` dataset with every token, mask, log-prob, reward component, value and advantage, so each update can be computed
 again. Groups without signal are counted but never forwarded. Killed at any instant, the next run computes the same bytes.
 
-With ``environment`` a completion is a trajectory of several turns (:mod:`stages.agents`): rewards by turn, loss on the policy's own tokens,
+With ``environment`` a completion is a trajectory of several turns (:mod:`stages.acting.agents`): rewards by turn, loss on the policy's own tokens,
 and every turn once more as a row of ``trajectories/1``.
 """
 
@@ -22,8 +22,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from stages.memory import SAMPLING, Role
-from stages.rewards import REWARD_INPUTS, RewardComponent, inputs_read
+from stages.models.memory import SAMPLING, Role
+from stages.reward.rewards import REWARD_INPUTS, RewardComponent, inputs_read
 from stages.settings import PROMPT_TEMPLATE, AgentConfig, ChatConfig, OptimizerConfig, PromptTemplate, SamplingConfig, Schedule, refuse_unread_in, refuse_unread_inputs, unread
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
@@ -288,7 +288,7 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
 
     def completion_limit(self, step: int) -> int:
         """max_completion_length of completions sampled at an optimizer step (context_schedule)."""
-        from stages.schedules import step_function
+        from stages.policy.schedules import step_function
 
         return step_function(self.context_schedule, step, self.max_completion_length)
 
@@ -637,20 +637,20 @@ def refuse_step_credit(component: RewardComponent, row, config: Config) -> None:
 
 
 def run(stage):
-    from stages import sharding
-    from stages.adapters import AdapterOff
     from stages.algorithms import RL_INPUTS_READ_WHEN, RL_READ_OF_INPUTS
     from stages.chat import stage_renderer
-    from stages.critics import Critic, why_no_start
     from stages.generation import prompt_rows
-    from stages.modeling import freeze, load_frozen, load_policy, policy_to_train, publish
-    from stages.policy_update import PolicyGradient
+    from stages.models import sharding
+    from stages.models.adapters import AdapterOff
+    from stages.models.modeling import freeze, load_frozen, load_policy, policy_to_train, publish
+    from stages.policy.critics import Critic, why_no_start
+    from stages.policy.policy_update import PolicyGradient
+    from stages.policy.rl_report import rl_report
+    from stages.policy.trust_region import TrustRegionTrainer
     from stages.preflight import rl_preflight
-    from stages.rewards import build_rewards
-    from stages.rl_report import rl_report
+    from stages.reward.rewards import build_rewards
     from stages.rollouts.source import Rollouts
     from stages.training import Trainer, fit
-    from stages.trust_region import TrustRegionTrainer
 
     config = stage.config
     try:

@@ -184,7 +184,7 @@ class OptimizerConfig(StageConfig):
 
 
 class SamplingConfig(StageConfig):
-    """How completions are drawn and by which engine (``stages/engines.py``)."""
+    """How completions are drawn and by which engine (``stages/decoding/engines.py``)."""
 
     temperature: float = Field(1.0, ge=0, description="Softmax temperature; 0 is greedy.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus mass; 1 keeps all.")
@@ -311,7 +311,7 @@ class AgentConfig(StageConfig):
     """An environment that the policy acts in over several turns (``AGENT-RL``); without one, a prompt is answered once. Rewards that are not
     given are then the environment's own."""
 
-    environment: str = Field("", description="What the policy acts in: a built-in environment (tools, verdicts), debate, or module:Class of your own (see stages/environments.py); "
+    environment: str = Field("", description="What the policy acts in: a built-in environment (tools, verdicts), debate, or module:Class of your own (see stages/acting/environments.py); "
                                              "empty: a prompt is answered once.")
     environment_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment's class, for example tools and call_syntax of `tools`.")
     environment_digest: str = Field("", description="Digest of the source of an environment of your own; filled in by itself, so that a change of that file is another run.")
@@ -330,7 +330,7 @@ class AgentConfig(StageConfig):
         if self.environment and getattr(self, "engine", "builtin") != "builtin":
             raise ValueError(f"environment={self.environment} needs the exact tokens of growing transcripts, which engine={self.engine} does not give; write engine=builtin")
         if self.environment not in ("", "debate"):
-            from stages.environments import path_of
+            from stages.acting.environments import path_of
 
             path_of(self.environment)
         if ":" in self.environment:
@@ -339,7 +339,7 @@ class AgentConfig(StageConfig):
                 raise ValueError(f"the source of environment {self.environment} is not the one that this run was started with; leave environment_digest out")
             self.__dict__["environment_digest"] = digest
         if self.environment and "rewards" in type(self).model_fields and "rewards" not in self.model_fields_set:
-            from stages.rewards import RewardComponent
+            from stages.reward.rewards import RewardComponent
 
             self.__dict__["rewards"] = [RewardComponent(kind="debate" if self.environment == "debate" else "environment")]
         return self

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from stages.memory import Role
+from stages.models.memory import Role
 from stages.settings import ChatConfig, OptimizerConfig, ReadWhen, refuse_unread_in
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec, left_out, warn_of_cut_rows
 
@@ -127,9 +127,9 @@ class NextToken:
     def __call__(self, model, batch):
         import torch
 
-        from stages.direct_losses import unlikelihood_loss
+        from stages.direct.direct_losses import unlikelihood_loss
         from stages.losses import aggregate, dynamic_nll, smoothed_nll, token_nll
-        from stages.modeling import column_logps, head_of, hidden_states, token_and_mean_logps, token_logps
+        from stages.models.modeling import column_logps, head_of, hidden_states, token_and_mean_logps, token_logps
         from stages.training import Sums
 
         negative, hits = {}, torch.zeros(len(batch.target_N), dtype=torch.bool, device=batch.target_N.device)
@@ -266,8 +266,8 @@ READ_OF_INPUTS: ReadWhen = (
 
 def run(stage):
     from stages.chat import PLAIN_TEMPLATE, stage_renderer
-    from stages.modeling import policy_to_train, publish
-    from stages.curves import training_report
+    from stages.models.modeling import policy_to_train, publish
+    from stages.reporting.curves import training_report
     from stages.preflight import preflight
     from stages.training import Trainer, fit
 
@@ -333,10 +333,10 @@ class Answers:
     """Greedy answers of the trained model to validation prompts, scored by a reward model (``sft.ckpt_select``)."""
 
     def __init__(self, stage, dataset, renderer, model):
-        from stages.reward_scorers import load_scorer
-        from stages.sampler import Sampler
-        from stages.sampling import SamplingParams
-        from stages.sharding import Acting, asked
+        from stages.reward_models.reward_scorers import load_scorer
+        from stages.decoding.sampler import Sampler
+        from stages.decoding.sampling import SamplingParams
+        from stages.models.sharding import Acting, asked
 
         config = stage.config
         if dataset.kind != "demonstrations/1":
@@ -358,7 +358,7 @@ class Answers:
 
     def judge(self) -> dict[str, float]:
         """{"reward": mean score, "answer_length": mean tokens, "stop_rate": share that ends by itself}; answers that cannot be scored do not count."""
-        from stages.reward_scorers import Response
+        from stages.reward_models.reward_scorers import Response
 
         self.acting.refresh()
         groups = self.sampler.generate([self.renderer.prompt_ids(p) for p in self.prompts], self.params, [[0] for _ in self.prompts])
@@ -378,7 +378,7 @@ def encode_demonstrations(dataset, split: str, renderer, config, limit: int | No
 
     from stages.batching import make_item, row_weight
     from stages.chat import rendering
-    from stages.parallel import items_of
+    from stages.running.parallel import items_of
 
     def of(rows):
         items, dropped = [], Counter()
@@ -410,7 +410,7 @@ def encode_text(dataset, split: str, renderer, config, limit: int | None = None)
     import numpy as np
 
     from stages.batching import make_item
-    from stages.parallel import items_of
+    from stages.running.parallel import items_of
 
     rows = dataset.iter_rows(columns=["text"], split=split)
     documents = (renderer.text_ids(row["text"]) for row in rows)

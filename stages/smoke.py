@@ -30,9 +30,9 @@ SPEC = StageSpec(
 
 def run(stage):
     from stages.chat import PLAIN_TEMPLATE, load_tokenizer, renderer_for
-    from stages.engines import make_engine
+    from stages.decoding.engines import make_engine
     from stages.generation import prompt_ids, sampling_params
-    from stages.reports import document, markdown_table, sample_table
+    from stages.reporting.reports import document, markdown_table, sample_table
     from storage.files import canonical_json
     from storage.schema import complete_row, prompt_id
 

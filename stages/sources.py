@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from stages import syntax
+from stages.running import syntax
 from storage.files import atomic_write_text, read_json, sha256_bytes, sha256_text
 
 MODULE_STRING = re.compile(r"^((?:stages|storage)(?:\.\w+)+)(?::\w+)?$")

@@ -26,7 +26,7 @@ from storage.files import canonical_json, sha256_file, sha256_text
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 PROJECT_PACKAGES = ("stages", "storage", "tasks", "flows", "tests")
-ALWAYS_IN_CLOSURE = ("stages.randomness",)
+ALWAYS_IN_CLOSURE = ("stages.running.randomness",)
 NEVER_IN_CLOSURE = ("stages.harness", "stages.registry", "stages.spec", "stages.sources", "stages.__main__")  # they start stages and decide no number
 NUMERIC_LIBRARIES = {
     "torch": "torch",
@@ -93,7 +93,7 @@ class StageSpec:
     ``judges``: name of the model input that the stage's summary metrics are about (evaluation stages). ``parallel``: the stage can
     run as several ranks, one per device (``POSTTRAIN_DEVICES``). ``behind``: (config, input name -> path) -> what these inputs name without
     holding it, as text, so that it is part of the run's identity too ("": nothing).
-    ``roles``: (config, names of the inputs given) -> the models that a training stage holds (``stages.memory.Role``), for its memory plan."""
+    ``roles``: (config, names of the inputs given) -> the models that a training stage holds (``stages.models.memory.Role``), for its memory plan."""
 
     name: str
     config: type["StageConfig"]

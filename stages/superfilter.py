@@ -33,11 +33,11 @@ SPEC = StageSpec(
 def run(stage):
     from functools import cache
 
-    from stages.blocks import in_blocks
     from stages.chat import stage_renderer
     from stages.ingestion.curation import superfilter
-    from stages.modeling import load_frozen
-    from stages.reports import document, facts
+    from stages.models.modeling import load_frozen
+    from stages.reporting.reports import document, facts
+    from stages.running.blocks import in_blocks
 
     config, renderer, data = stage.config, stage_renderer(stage), stage.dataset("data")
     rows = list(data.iter_rows())
@@ -93,7 +93,7 @@ def items_of(row: dict, renderer, max_length: int):
 def target_nlls(model, items, max_tokens: int, device: str) -> list[list[float]]:
     """-log p of every trained token of each item's one response, in nats."""
     from stages.batching import per_response
-    from stages.modeling import target_logps
+    from stages.models.modeling import target_logps
 
     def compute(batch):
         return [(-part.double()).tolist() for part in target_logps(model, batch)[0].split(batch.mask_SL.sum(1).tolist())]

@@ -34,7 +34,7 @@ SPEC = StageSpec(
 
 def solutions(stage) -> tuple[list[dict], int]:
     """(stepwise/1 rows as far as they are known: prompt, completions, labels or None, solution_correct; how many rows hold no answer to judge)."""
-    from stages.reward_scorers import split_steps
+    from stages.reward_models.reward_scorers import split_steps
 
     config, data = stage.config, stage.dataset("data")
     rows = list(data.iter_rows(split=config.split))
@@ -60,9 +60,10 @@ def solutions(stage) -> tuple[list[dict], int]:
 def run(stage):
     from dataclasses import replace
 
-    from stages import reports
-    from stages.evaluation import scores, suites
-    from stages.reward_scorers import Response, load_scorer
+    from stages.evaluation import scores
+    from stages.measures import suites
+    from stages.reporting import reports
+    from stages.reward_models.reward_scorers import Response, load_scorer
     from storage.datasets import open_dataset
     from storage.files import canonical_json
     from storage.schema import complete_row

@@ -7,7 +7,7 @@ Supervised tuning, reward models, direct alignment and RL differ in two plain ob
 
 The step divides once, by the counts of the whole optimizer step over all micro-batches and ranks. So micro-batch size,
 order, gradient accumulation and the number of ranks cannot change the result (row ``AGG`` of ``tests/methods.yaml``). On several devices
-every rank plans the same micro-batches and computes its share of them (:mod:`stages.ranks`).
+every rank plans the same micro-batches and computes its share of them (:mod:`stages.running.ranks`).
 
 Killed at any instant, the next run continues from the last checkpoint and computes the same bytes: the state is
 weights, optimizer, step and the source's own state; randomness is counter-based.
@@ -26,13 +26,14 @@ from typing import Any, Protocol
 
 import torch
 
-from stages import balance, cuda, dropout, lean, optimizers, ranks, sharding
 from stages.batching import Batch, Item, collate, cut, plan, size
-from stages.curves import logged_metrics
-from stages.modeling import head_of, hidden_states, tokens_together
+from stages.models import balance, dropout, lean, optimizers, sharding
+from stages.models.modeling import head_of, hidden_states, tokens_together
+from stages.models.tensor_files import TensorFiles, writer_of
+from stages.reporting.curves import logged_metrics
+from stages.running import cuda, ranks
+from stages.running.stopping import Terminated, stopping
 from stages.settings import OptimizerConfig
-from stages.stopping import Terminated, stopping
-from stages.tensor_files import TensorFiles, writer_of
 from storage.checkpoints import Files
 
 
@@ -131,7 +132,7 @@ class Trainer:
         self.best: dict[str, Any] = {}
         self.ranks = ranks.connect(device)
         # Responses of a tree share their prompt's last position, so its gradient is a sum over them; by default torch adds
-        # such terms in the order in which threads arrive, and a resumed run would differ in the last bits (on CUDA more is needed: stages.cuda).
+        # such terms in the order in which threads arrive, and a resumed run would differ in the last bits (on CUDA more is needed: stages.running.cuda).
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False
         model.train()
@@ -246,7 +247,7 @@ class Trainer:
 
     @torch.no_grad()
     def _count_loads(self, groups: Sequence[tuple[list[Item], bool]]) -> None:
-        """Tell the load-balancing loss, if there is one, how many tokens of the step each expert gets (:mod:`stages.balance`)."""
+        """Tell the load-balancing loss, if there is one, how many tokens of the step each expert gets (:mod:`stages.models.balance`)."""
         if not isinstance(self.objective, balance.Balanced):
             return
         if self.ranks == 1 and len(groups) == 1 and getattr(self.objective, "noise", None) is None and self.places is None:  # noise and dropout have no part in f, however a step is cut

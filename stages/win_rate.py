@@ -4,7 +4,7 @@
     posttrain stage win_rate --input recorded=alpaca_eval_annotations.json
 
 Answers come from ``evaluate`` (its samples), ``rejection`` (candidates), or a file of answers (``instruction`` and ``output``, as AlpacaEval's), and are
-matched by prompt. A judge sees both orders (stages/judging.py); a reward model's opinion is sigma(r_A - r_B). Against a ``baseline`` every other model has a
+matched by prompt. A judge sees both orders (stages/reward/judging.py); a reward model's opinion is sigma(r_A - r_B). Against a ``baseline`` every other model has a
 win rate, without one every model meets every other. Reported: wins with ties as half, and their error by cluster of prompts; the length-controlled rate
 (``eval.alpacaeval_lc``) and one controlled for style; rates by category and by tercile of the difference in length; how far the judge can be trusted (``eval.judge_bias``); with more
 than two models, or with five verdicts (``eval.arena_hard``), Bradley-Terry strengths with bootstrap intervals, and Elo. What could not be judged or
@@ -24,7 +24,7 @@ from pydantic import Field
 
 from stages.generation import UNANSWERED
 from stages.ingestion.plain import read_rows
-from stages.judging import IDENTICAL, JUDGE_INPUTS, Item, JudgeSettings, Opinion, PairJudge, judge_metrics, text_of, verdict_of, warn_about_judge
+from stages.reward.judging import IDENTICAL, JUDGE_INPUTS, Item, JudgeSettings, Opinion, PairJudge, judge_metrics, text_of, verdict_of, warn_about_judge
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 ANSWERS = ("demonstrations/1", "eval_samples/1", "candidates/1")
@@ -142,7 +142,7 @@ def _answers(stage, name: str, left_out: Counter) -> dict[str, dict]:
 def _shown(answer: list[dict], opened: bool, which: str) -> list[dict]:
     """An answer's messages as the judge is shown them, so that lengths and style are of that: under ``view=answer_only`` the last one without its thought."""
     from stages.generation import seen
-    from stages.verifiers import view
+    from stages.verification.verifiers import view
 
     text = answer[-1].get("content")
     return answer if which == "full" or not text else [*answer[:-1], {**answer[-1], "content": view(seen(text, opened), which)}]
@@ -219,8 +219,8 @@ class RewardReferee:
             raise ConfigError(f"stage win_rate: a reward model reads no {' and no '.join(unread)}; leave the input out, or give judge=MODEL")
 
     def run(self, items: Sequence[Item]) -> None:
-        from stages.reward_eval import margins_of
-        from stages.reward_scorers import Response, load_scorer
+        from stages.reward_models.reward_eval import margins_of
+        from stages.reward_models.reward_scorers import Response, load_scorer
         from storage.schema import complete_row
 
         stage, config = self.stage, self.stage.config
@@ -244,7 +244,7 @@ class RewardReferee:
         writer.close({"items": len(items)})
 
     def opinions(self, items: Sequence[Item]) -> list[Opinion]:
-        from stages.judge import soft_label
+        from stages.reward.judge import soft_label
         from storage.datasets import open_dataset
 
         ratings: dict[str, list[dict]] = {}
@@ -266,9 +266,9 @@ def rates(items: Sequence[Item], opinions: Sequence[Opinion], config: Config, ot
     ``tie_rate``, ``lc_win_rate`` (as if both answers were equally long), ``style_controlled_win_rate`` (as if they also had as many headers, lists and bold words). others: {model: {item: (opinion, length difference)}}, for the prompts' difficulty."""
     import numpy as np
 
-    from stages.evaluation import preference
     from stages.evaluation.scores import Metric, share
-    from stages.evaluation.text import style_counts
+    from stages.measures import preference
+    from stages.measures.text import style_counts
 
     soft, clusters = [found.p_a for found in opinions], [item.row["group_id"] for item in items]
     verdicts = [verdict_of(p) for p in soft]
@@ -307,8 +307,8 @@ def length_controlled_interval(len_a, len_b, preference, difficulty, clusters: S
     wins in more than a twentieth of the resamples, so that these have no rate."""
     import numpy as np
 
-    from stages.evaluation import preference as of
     from stages.evaluation.scores import BOOTSTRAP_SEED
+    from stages.measures import preference as of
 
     members: dict[str, list[int]] = {}
     for i, name in enumerate(clusters):
@@ -403,7 +403,7 @@ def ranked(stage, good, baseline: str) -> tuple[list[dict], dict[str, float]]:
     """(Bradley-Terry ranking, median Elo) of more than two models, or of verdicts that tell much better from better, which then count three wins (``eval.arena_hard``)."""
     import numpy as np
 
-    from stages.evaluation import preference
+    from stages.measures import preference
 
     names = sorted({name for item, _ in good for name in (item.row["model_a"], item.row["model_b"])})
     if len(names) < 3 and not any(found.words for _, found in good):
@@ -428,7 +428,7 @@ def ranked(stage, good, baseline: str) -> tuple[list[dict], dict[str, float]]:
 
 
 def write_battles(stage, good, judge_id: str, asked: int) -> None:
-    from stages.evaluation.preference import OUTCOME
+    from stages.measures.preference import OUTCOME
     from storage.schema import complete_row
 
     writer = stage.writer("battles", "battles/1")
@@ -454,8 +454,8 @@ def write_scores(stage, metrics: dict, groups: list[dict], ranking: list[dict], 
 
 
 def report(stage, items, opinions, table, groups, ranking, elo, summary) -> None:
-    from stages.evaluation.text import style_counts
-    from stages.reports import bar_chart, document, facts, histogram, markdown_table, sample_table
+    from stages.measures.text import style_counts
+    from stages.reporting.reports import bar_chart, document, facts, histogram, markdown_table, sample_table
 
     bars = [{"model": f"{row['model']} vs {row['against']}" if len({r["against"] for r in table}) > 1 else row["model"], "value": row["win_rate"], "low": row.get("win_rate_low"), "high": row.get("win_rate_high")}
             for row in sorted(table, key=lambda row: -row["win_rate"])]

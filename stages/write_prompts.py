@@ -20,8 +20,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from stages.decoding.writers import STOP, WriterConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
-from stages.writers import STOP, WriterConfig
 
 TRAIT = ("This is a trait of an assistant's character:\n\n[Trait]\n{trait}\n[End of trait]\n\nWrite {n} messages that different people might send to the assistant, and to which an assistant of "
          "this character would answer otherwise than one without it. Vary subject, length and tone, and do not name the trait.{examples} Number them, one to a line, and write nothing else.")
@@ -97,7 +97,7 @@ class Pool:
 
     def nearest(self, text: str) -> str | None:
         """A prompt whose ROUGE-L F1 with ``text`` is the threshold or more, None if there is none."""
-        from stages.evaluation.text import rouge_l
+        from stages.measures.text import rouge_l
 
         words = words_of(text)
         counts = Counter(words)
@@ -140,9 +140,9 @@ class State:
 
 
 def run(stage):
-    from stages.principles import load
+    from stages.decoding.writers import make_writer
+    from stages.reward.principles import load
     from stages.spec import ConfigError
-    from stages.writers import make_writer
 
     config = stage.config
     if (config.method == "traits") != stage.has("principles"):
@@ -299,7 +299,7 @@ class Rewriting:
 
 def ask(task, requests: list[str], seeds: list[int]):
     """The writer's answers, and a warning of those it has not."""
-    from stages.writers import warn_of_failed
+    from stages.decoding.writers import warn_of_failed
 
     found = task.writer.write(requests, seeds, task.config.max_completion_length, task.config.temperature) if requests else []
     warn_of_failed(task.stage, found)
@@ -317,7 +317,7 @@ def numbered(texts: list[str]) -> str:
 
 def report(stage, task, state: State, rounds: int) -> None:
     """Counts by reason, prompts per trait, samples; ValueError where nothing was written."""
-    from stages.reports import document, facts, markdown_table, sample_table
+    from stages.reporting.reports import document, facts, markdown_table, sample_table
 
     kept = sum(map(len, state.taken.values()))
     dropped = {name: n for name, n in sorted(state.counts.items()) if n and not name.startswith("requests")}

@@ -1,6 +1,6 @@
 """Stage processes: how one is started, and how it is ended with everything below it.
 
-A stage that trains or samples is forked from a parent that has imported torch and transformers already (``stages/warm.py``): the first of a run
+A stage that trains or samples is forked from a parent that has imported torch and transformers already (``stages/running/warm.py``): the first of a run
 waits for these imports, the others start at once. One parent serves all stages of this process and ends with it. A stage that needs
 none of that, one whose environment differs from the parent's, and any stage on a system without fork is started as
 ``python -m stages SPEC.json``; what a stage computes does not depend on it. ``POSTTRAIN_FORK=0`` starts all of them so.
@@ -20,9 +20,9 @@ import threading
 import time
 from typing import IO, Any, Callable
 
-from stages import warm
+from stages.running import warm
+from stages.running.stopping import GRACE_SECONDS
 from stages.spec import PROJECT_ROOT, library_versions
-from stages.stopping import GRACE_SECONDS
 
 PER_STAGE = ("POSTTRAIN_", "PREFECT", "MLFLOW_", "CUDA_VISIBLE_DEVICES", "PYTEST_")  # read when a stage runs, not when libraries are imported
 THREADS = "OMP_NUM_THREADS"  # can be changed behind the imports
@@ -84,9 +84,9 @@ class Gone(RuntimeError):
 
 
 class Parent:
-    """The owner's side of one ``stages/warm.py`` (or of another module that calls its ``serve``). Threads may share it."""
+    """The owner's side of one ``stages/running/warm.py`` (or of another module that calls its ``serve``). Threads may share it."""
 
-    def __init__(self, given: dict[str, str], module: str = "stages.warm"):
+    def __init__(self, given: dict[str, str], module: str = "stages.running.warm"):
         self._socket, theirs = socket.socketpair()
         self._lock, self._unread, self._ready = threading.Lock(), b"", False
         self._environment, self._threads, self.owner, self.versions = _fixed(given), given.get(THREADS), os.getpid(), library_versions()

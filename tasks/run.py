@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Iterator, get_args
 
-from stages.memory import nvidia_smi
+from stages.models.memory import nvidia_smi
 from stages.registry import get_stage, stage_module_name
 from stages.spec import PROJECT_ROOT, ConfigError, StageConfig, StageSpec, closure_digest, library_versions, parse_config, stage_key
 from storage import home, leases, records, registry, store, tracking, work

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 import transformers
 
-from stages import products
 from stages.batching import collate, make_item
-from stages.modeling import disable_dropout, target_logps
+from stages.models import products
+from stages.models.modeling import disable_dropout, target_logps
 
 VOCABULARY = 97
 BASE = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

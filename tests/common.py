@@ -27,7 +27,7 @@ def random_value_head(hidden_size: int, seed: int = 1):
     """A value head that has learned something: with the zeros that critics start from, no gradient reaches the trunk."""
     import torch
 
-    from stages.critics import new_value_head
+    from stages.policy.critics import new_value_head
 
     head = new_value_head(hidden_size)
     with torch.no_grad():

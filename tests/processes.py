@@ -1,6 +1,6 @@
 """Stage processes forked from parents that have imported everything: what takes a new interpreter seconds takes these milliseconds.
 
-For tests of what a stage writes when it is killed, continued, or shared among ranks. The parents are the product's (``stages/warm.py``), but they
+For tests of what a stage writes when it is killed, continued, or shared among ranks. The parents are the product's (``stages/running/warm.py``), but they
 have imported the stages, too, and fork ranks and other functions. Two of them serve in turn, with hash seeds of their own, since processes that must
 agree (ranks, a run and its continuation) must do so whatever the order of their sets is.
 """
@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from stages import warm
+from stages.running import warm
 from tasks.processes import Forked, Parent
 
 STAGES = "stages.harness:main"

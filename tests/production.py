@@ -4,12 +4,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stages import direct_alignment, divergence, policy_update, reward_heads
 from stages.algorithms import rl_preset
 from stages.batching import collate, make_item
 from stages.chat import Renderer
-from stages.modeling import Head, token_logps
-from stages.policy_update import PolicyGradient
+from stages.direct import direct_alignment
+from stages.models import divergence
+from stages.models.modeling import Head, token_logps
+from stages.policy import policy_update
+from stages.policy.policy_update import PolicyGradient
+from stages.reward_models import reward_heads
 from stages.rl import Config
 from stages.training import Sums
 

@@ -101,7 +101,7 @@ class Module:
 @contextmanager
 def second_device(monkeypatch):
     """Within it the second device is there, in threads that are started within it too."""
-    import stages.lean
+    import stages.models.lean
 
     started = threading.Thread.run
 
@@ -117,8 +117,8 @@ def second_device(monkeypatch):
     monkeypatch.setattr(threading.Thread, "run", run)
     monkeypatch.setattr(torch.inference_mode, "__enter__", lambda mode: setattr(mode, "graph", torch.no_grad()) or mode.graph.__enter__())  # its tensors take no out=
     monkeypatch.setattr(torch.inference_mode, "__exit__", lambda mode, *error: mode.graph.__exit__(*error))
-    monkeypatch.setitem(stages.lean.BLOCK, "lazy", stages.lean.BLOCK["cuda"])
+    monkeypatch.setitem(stages.models.lean.BLOCK, "lazy", stages.models.lean.BLOCK["cuda"])
     # torch makes no object of this class within a dispatch mode; on a device without kernels of its own it becomes this mask
-    monkeypatch.setattr(stages.lean, "causal_lower_right", lambda queries, keys: torch.ones(queries, keys, dtype=torch.bool, device=DEVICE).tril(keys - queries))
+    monkeypatch.setattr(stages.models.lean, "causal_lower_right", lambda queries, keys: torch.ones(queries, keys, dtype=torch.bool, device=DEVICE).tril(keys - queries))
     with Makers(), Places():
         yield

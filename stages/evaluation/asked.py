@@ -36,9 +36,9 @@ class AskedJudge(StageConfig):
             raise ConfigError(f"{name} has nobody to ask: give --input {self.input}=MODEL_REF, a language model, or write {name}.endpoint=URL and {name}.endpoint_model=NAME")
 
     def load(self, name: str, inputs: dict, device: str):
-        """The judge (:class:`~stages.judge.LocalJudge` or :class:`~stages.judge.ServerJudge`). ``name`` is what an error calls it."""
-        from stages.http_json import SERVER_SETTINGS
-        from stages.rewards import RewardComponent, load_asked
+        """The judge (:class:`~stages.reward.judge.LocalJudge` or :class:`~stages.reward.judge.ServerJudge`). ``name`` is what an error calls it."""
+        from stages.reward.rewards import RewardComponent, load_asked
+        from stages.running.http_json import SERVER_SETTINGS
 
         shared = {field: getattr(self, field) for field in ("input", *SERVER_SETTINGS)}
         return load_asked(RewardComponent(name=name, kind="judge", **shared), inputs, device)
@@ -48,7 +48,7 @@ class AskedJudge(StageConfig):
 
         Equal requests are asked once, at temperature 0; what cannot be read is asked for again with ``again`` behind the request.
         """
-        from stages.judge import until_read
+        from stages.reward.judge import until_read
 
         found = until_read(judge, texts, read, again, self.judge_retries, self.judge_tokens)
         return [found[text] for text in texts]

@@ -36,7 +36,7 @@ def sides_of(row: Mapping) -> dict | None:
 
 def asked_of(row: Mapping) -> dict:
     """{"bbq": {"condition", "unknown", "biased"}} of a prompt row, with the letters that its answers have there; else {}."""
-    from stages.choices import LETTERS
+    from stages.verification.choices import LETTERS
 
     extra = json.loads(row["extra_json"]) if row.get("extra_json") and '"bbq"' in row["extra_json"] else {}
     sides, choices = extra.get("bbq"), row.get("choices")

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stages import statistics
 from stages.evaluation.scores import BOOTSTRAP_SEED, Metric, cluster_of, share, weighted
+from stages.measures import statistics
 
 SUBSETS = ("Factuality", "Precise IF", "Math", "Safety", "Focus", "Ties")
 DOMAINS = {"chat": "chat", "math": "math", "code": "code", "safety-refuse": "safety", "safety-response": "safety"}

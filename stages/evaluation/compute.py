@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stages import statistics
-from stages.evaluation import suites
 from stages.evaluation.scores import Metric, by_votes, cluster_of, powers, share
+from stages.measures import statistics, suites
 
 BUDGETS = 8  # token budgets shown at most, halving from the longest answer
 
@@ -72,7 +71,7 @@ def by_samples(records: Sequence[dict], metrics: dict[str, Metric]) -> list[dict
 
 def publish(stage, records: Sequence[dict], metrics: dict[str, Metric]) -> list[tuple[str, str]]:
     """Tables and curves of both; blocks for the page."""
-    from stages import reports
+    from stages.reporting import reports
 
     tokens, samples, blocks = by_tokens(records), by_samples(records, metrics), []
     if len(tokens) > 1:

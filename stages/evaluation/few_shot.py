@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 
-from stages.choices import asked, is_choice, question_of, stated
+from stages.verification.choices import asked, is_choice, question_of, stated
 
 
 class Shots:
@@ -121,7 +121,7 @@ def as_prompt(row: dict) -> dict:
 def answer_of(row: dict, reading: str, solutions: bool) -> str | None:
     """How an example is answered: under ``generation`` by its worked solution where it has one and ``solutions`` asks for it, else by its answer in the form that
     its verifier reads. None where it has no answer, or no choices for a reading of choices."""
-    from stages.verifiers import BadGold
+    from stages.verification.verifiers import BadGold
 
     extra = json.loads(row["extra_json"]) if row.get("extra_json") else {}
     solution = extra.get("solution") if solutions or row.get("answer") is None else None

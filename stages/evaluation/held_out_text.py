@@ -92,8 +92,8 @@ def paired(candidate: Sequence[dict], champion: Sequence[dict], metric: str, con
     """
     from statistics import NormalDist
 
-    from stages import statistics
     from stages.evaluation.scores import cluster_of
+    from stages.measures import statistics
 
     sides = [{r["item_id"]: r for r in records if r["mode"] == "text_loss" and r["tokens"]} for records in (candidate, champion)]
     shared = [item for item in sides[0] if item in sides[1]]
@@ -115,3 +115,9 @@ def paired(candidate: Sequence[dict], champion: Sequence[dict], metric: str, con
             "candidate_missing": sum(item not in sides[0] for item in sides[1]) / len(sides[1]) or None,
             "champion_missing": sum(item not in sides[1] for item in sides[0]) / len(sides[0]) or None,
             "note": f"{apart} items are scored in only one of the two evaluations and are left out" if apart else None}
+
+
+def perplexity(token_nll: Sequence[float], n_bytes: int) -> dict:
+    """exp(mean nll in nats) and bits per UTF-8 byte = sum nll / (ln 2 * bytes) (eval.perplexity)."""
+    nll = math.fsum(token_nll)
+    return {"token_perplexity": ratio("perplexity", nll, len(token_nll)), "bits_per_byte": ratio("bits_per_byte", nll, n_bytes)}

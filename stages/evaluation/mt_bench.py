@@ -10,9 +10,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from stages.evaluation import suites
 from stages.evaluation.asked import MTBench
 from stages.evaluation.scores import Metric, average, cluster_of
+from stages.measures import suites
 
 #: Temperatures of the categories; 0 for all others.
 TEMPERATURES = {"writing": 0.7, "roleplay": 0.7, "stem": 0.1, "humanities": 0.1}
@@ -62,8 +62,8 @@ def temperature_of(row: dict, settings: MTBench) -> float:
 
 def request(talk: Talk, turn: int, answer: str) -> str:
     """What the judge reads of one answer."""
-    from stages.judge import ONE, QUESTION, quoted
-    from stages.reward_heads import transcript
+    from stages.reward.judge import ONE, QUESTION, quoted
+    from stages.reward_models.reward_heads import transcript
 
     context = QUESTION.format(context=quoted(transcript(talk.messages[: len(talk.row["prompt"]) + 2 * turn])))
     reference = ""
@@ -75,10 +75,10 @@ def request(talk: Talk, turn: int, answer: str) -> str:
 
 def answers(plan, part: Sequence[tuple[dict, list[int]]]) -> list[dict]:
     """``eval_samples/1`` rows of one chunk of questions: mode ``turn``, a row per turn, with ``rating`` and what the judge wrote."""
-    from stages.engines import make_engine
+    from stages.decoding.engines import make_engine
     from stages.generation import Sample, sample_groups, sampling_params, warn_of_failures
-    from stages.judge import parse_rating
-    from stages.verifiers import view
+    from stages.reward.judge import parse_rating
+    from stages.verification.verifiers import view
 
     stage, config, settings = plan.stage, plan.config, plan.config.mt_bench
     sampler = plan._once("sampler", lambda: make_engine(stage, plan.renderer, plan.policy))
@@ -111,7 +111,7 @@ def answers(plan, part: Sequence[tuple[dict, list[int]]]) -> list[dict]:
 
 def _ask_next(plan, talk: Talk, turn: int) -> bool:
     """Put the last answer and the next question behind what was sampled; False, and why, where the model has no positions left."""
-    from stages.verifiers import view
+    from stages.verification.verifiers import view
 
     sample = talk.answers[-1]
     question = {"role": "user", "content": talk.turns[turn]}
@@ -125,7 +125,7 @@ def _ask_next(plan, talk: Talk, turn: int) -> bool:
 
 def protocol(plan) -> dict:
     """What the ratings depend on besides the judge's weights."""
-    from stages.judge import ONE, QUESTION
+    from stages.reward.judge import ONE, QUESTION
     from storage.files import sha256_text
 
     if plan.config.mt_bench is None:

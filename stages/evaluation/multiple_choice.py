@@ -7,7 +7,7 @@
             (TruthfulQA's mc2_targets), mc2 is the share of the true ones of the probability of all of them.
 
 Prompt and choice are tokenised together and split at the prompt's token count. Behind plain text a choice follows a space; in a chat it opens the assistant's
-turn. The third reading, by a generated answer, is the evaluation's usual one, with :data:`stages.choices.INSTRUCTION` behind the options.
+turn. The third reading, by a generated answer, is the evaluation's usual one, with :data:`stages.verification.choices.INSTRUCTION` behind the options.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stages.choices import LETTERS, NEUTRAL, gold_of
 from stages.evaluation import opinions
+from stages.verification.choices import LETTERS, NEUTRAL, gold_of
 
 NORMALISATIONS = {"acc": "acc", "acc_per_char": "acc_norm", "acc_bytes": "acc_bytes", "acc_per_token": "acc_per_token", "acc_mutual_info": "acc_mutual_info"}
 RATES = ("mc_letter_acc", *(f"mc_text_{name}" for name in NORMALISATIONS.values()))  # right answers by each reading; a value per item
@@ -103,7 +103,7 @@ def _sums(asked: Sequence[tuple[list[int], list[int]]], logps_of) -> list[float]
 
 
 def _gold(row: dict) -> tuple[int | None, str | None]:
-    from stages.verifiers import BadGold
+    from stages.verification.verifiers import BadGold
 
     try:
         return gold_of(row), None
@@ -112,7 +112,7 @@ def _gold(row: dict) -> tuple[int | None, str | None]:
 
 
 def _letter(row: dict, values: list[list[float]], said) -> dict:
-    from stages.evaluation.suites import mc_letter
+    from stages.measures.suites import mc_letter
 
     asked = opinions.of(row)
     gold, reason = (0, None) if asked else _gold(row)
@@ -130,7 +130,7 @@ def _letter(row: dict, values: list[list[float]], said) -> dict:
 
 
 def _text(row: dict, values: list[list[float]], said) -> dict:
-    from stages.evaluation.suites import mc_answer_text
+    from stages.measures.suites import mc_answer_text
 
     gold, reason = _gold(row)
     if gold is None:
@@ -176,8 +176,8 @@ def macro(records: Sequence[dict], metrics: Sequence[str]) -> dict:
 
     Its error is that of independent categories, sqrt(sum se^2) / categories; none where a category has a single item.
     """
-    from stages import statistics
     from stages.evaluation.scores import Metric, item_values, standard_error
+    from stages.measures import statistics
 
     groups = defaultdict(list)
     for record in records:

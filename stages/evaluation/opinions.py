@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from stages.evaluation import suites
+from stages.measures import suites
 
 
 def of(row: Mapping) -> dict:

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stages import statistics
-from stages.evaluation import suites
 from stages.evaluation.scores import Metric, average, item_values, share
+from stages.measures import statistics, suites
 
 #: What is compared where both forms have it.
 METRICS = ("accuracy", "greedy_accuracy", "mc_letter_acc", "mc_text_acc_norm")
@@ -47,8 +46,8 @@ def check(rows: Sequence[dict]) -> None:
 def with_reordered(row: dict, rng) -> tuple[dict, ...]:
     """A prompt with choices, and the same with its options in another order (the letter of the answer moves along), paired by the original's row id. The
     prompt alone where its answer cannot be read or it has one option."""
-    from stages.choices import LETTERS, gold_of, question_of, with_options
-    from stages.verifiers import BadGold
+    from stages.verification.choices import LETTERS, gold_of, question_of, with_options
+    from stages.verification.verifiers import BadGold
     from storage.schema import row_id
 
     n = len(row["choices"])

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from stages.spec import ConfigError, module_file
 from storage.files import canonical_json, sha256_text
 
-GRADERS = ("stages.rewards", "stages.verifiers", "stages.sandbox", "stages.tested", "stages.more_constraints", "stages.remote_rewards", "stages.symbolic")
+GRADERS = ("stages.reward.rewards", "stages.verification.verifiers", "stages.running.sandbox", "stages.running.tested", "stages.verification.more_constraints", "stages.reward.remote_rewards", "stages.verification.symbolic")
 
 
 class ProtocolError(ConfigError):
@@ -64,7 +64,7 @@ def scored_with(metric: str, meta: Mapping) -> set[str]:
 
 
 def _inputs_of(grader: Mapping, graders: Mapping[str, Mapping], given: Mapping) -> set[str]:
-    """Inputs that a reward component's value depends on (``stages.rewards.model_input``)."""
+    """Inputs that a reward component's value depends on (``stages.reward.rewards.model_input``)."""
     kind, named = grader.get("kind"), grader.get("input") or "reward_model"
     if grader.get("tier"):  # what an earlier tier settles, a later one never sees
         return set().union(*(_inputs_of({**other, "tier": ""}, graders, given) for other in graders.values() if other.get("tier")))

@@ -12,8 +12,8 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from stages.evaluation import suites
 from stages.evaluation.scores import Metric, average, item_values, refused, share, weighted
+from stages.measures import suites
 
 LABELS = {"safe": "safe", "benign": "safe", "harmless": "safe", "unsafe": "unsafe", "harmful": "unsafe"}
 CLASSES = ("full", "partial", "none")
@@ -91,8 +91,8 @@ def check(rows: Sequence[dict]) -> None:
 
 def answered(plan, samples) -> list[dict]:
     """Fields of the sample rows: what is asked of the prompt and the answer's class, for prompts with a label or a mirror image; else {}."""
-    from stages.judge import quoted
-    from stages.verifiers import view
+    from stages.reward.judge import quoted
+    from stages.verification.verifiers import view
 
     asked = [asked_of(s.prompt) if s.error is None else {} for s in samples]
     at = [i for i, found in enumerate(asked) if found]

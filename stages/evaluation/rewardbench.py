@@ -10,8 +10,8 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 
-from stages.evaluation import suites
 from stages.evaluation.scores import Metric, cluster_of, share, weighted
+from stages.measures import suites
 
 #: section -> {subset: pairs that it counts as}. Counts are those of the published file; math-prm's 447 pairs count as 984, to balance the code subsets.
 SECTIONS: dict[str, dict[str, int]] = {

@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stages import selection, statistics
-from stages.evaluation import bbq, held_out_text, multiple_choice, opinions, reward_model, sampling, suites, text
-from stages.rewards import failures
-from stages.verifiers import as_rational, normalise_math
+from stages import selection
+from stages.evaluation import bbq, held_out_text, multiple_choice, opinions
+from stages.measures import reward_model, sampling, statistics, suites, text
+from stages.reward.rewards import failures
+from stages.verification.verifiers import as_rational, normalise_math
 
 BOOTSTRAP_SEED = 0  # one for all stages, so that a number has the same interval wherever it is shown
 LOWER_IS_BETTER = (
@@ -178,14 +179,6 @@ def share(values: Sequence[float], clusters: Sequence[str] | None = None) -> Met
     effective = max(1.0, effective)
     low, high = statistics.wilson(mean * effective, effective)
     return Metric(mean, len(values), se, float(low), float(high))
-
-
-def certain(values: Sequence[float], clusters: Sequence[str]) -> tuple[float, float] | None:
-    """Wilson's interval at one count per cluster, of values that are all 0 or all 1: resampling them tells nothing, and would call the rate certain. None of other values."""
-    if len(set(values)) != 1 or values[0] not in (0.0, 1.0):
-        return None
-    n = len(set(clusters))
-    return statistics.wilson(n * values[0], n)
 
 
 def average(values: Sequence[float], clusters: Sequence[str], seed: int = BOOTSTRAP_SEED) -> Metric:
@@ -410,7 +403,7 @@ def pair_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED, prefix: st
     prompts, clusters = [r.get("prompt_id") or r["item_id"] for r in chosen], [cluster_of(r) for r in chosen]
     correct = [float(d > 0) for d in margins]
     found = {
-        "accuracy": average(correct, clusters, seed) if (bounds := certain(correct, clusters)) is None else Metric(correct[0], len(correct), 0.0 if len(set(clusters)) > 1 else None, *bounds),
+        "accuracy": average(correct, clusters, seed) if (bounds := statistics.certain(correct, clusters)) is None else Metric(correct[0], len(correct), 0.0 if len(set(clusters)) > 1 else None, *bounds),
         "tie_rate": Metric(float((margins == 0).mean()), len(chosen)),
         "accuracy_ties_half": Metric(float(((margins > 0) + 0.5 * (margins == 0)).mean()), len(chosen)),
         "mean_margin": average(margins.tolist(), clusters, seed),

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from stages.evaluation import suites
 from stages.evaluation.scores import Metric, cluster_of, share
+from stages.measures import suites
 
 CLASSES = {"unshifted": lambda rank: rank == 1, "marginal": lambda rank: 2 <= rank <= 3, "shifted": lambda rank: rank > 3, "top3": lambda rank: rank <= 3}
 MEANINGS = {"unshifted": "tokens of greedy answers that are the base model's first choice", "marginal": "its second or third", "shifted": "below its third", "top3": "among its first three"}
@@ -54,7 +54,7 @@ def most_shifted(records: Sequence[dict], text_of) -> list[dict]:
 
 def publish(stage, records: Sequence[dict], text_of) -> list[tuple[str, str]]:
     """Tables and the curve over positions; blocks for the page."""
-    from stages import reports
+    from stages.reporting import reports
 
     positions, tokens = by_position(records), most_shifted(records, text_of)
     if not positions:

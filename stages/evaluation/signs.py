@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from stages.evaluation import refusals, text
+from stages.evaluation import refusals
 from stages.evaluation.scores import Metric, average, cluster_of, share
-from stages.verifiers import view
+from stages.measures import text
+from stages.verification.verifiers import view
 
 #: Whole words and phrases, any case (the lists are ours).
 HEDGES = ("perhaps", "maybe", "possibly", "might", "may be", "could be", "it seems", "i think", "i believe", "it depends", "arguably", "not entirely sure")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from stages.evaluation import scores, suites
+from stages.evaluation import scores
 from stages.evaluation.multiple_choice import RATES
+from stages.measures import suites
 
 #: What is set side by side where both evaluations have it: right answers, then the loss of held-out text. The first share of a benchmark stands for it in the mean.
 SHARES = ("accuracy", "greedy_accuracy", "prompt_level_strict_acc", "mc_letter_acc", "mc_text_acc", "mc_text_acc_norm", "pair_accuracy", "judge_accuracy")

@@ -22,8 +22,8 @@ import math
 import re
 from typing import Any
 
-from stages.choices import INSTRUCTION, LETTERS, with_options
 from stages.ingestion.rules import Bad
+from stages.verification.choices import INSTRUCTION, LETTERS, with_options
 
 QUESTIONS = ("question", "question_stem", "ctx", "goal", "sentence", "query", "prompt")
 ANSWERS = ("answerKey", "answer_key", "answer", "label", "gold", "answer_index", "answer_idx", "correct_answer", "target", "correct")

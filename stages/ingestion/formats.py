@@ -171,7 +171,7 @@ def give_tools(row: dict, tools: str) -> None:
 
 def calls_to_text(row: dict) -> None:
     """Write the tools and calls of all messages of a row into their texts, in place, for chat templates that show neither (`tools.in_text`)."""
-    from stages.tools import BadCall, in_text
+    from stages.acting.tools import BadCall, in_text
 
     try:
         for column, value in row.items():
@@ -755,7 +755,7 @@ def _is_qa(row: dict) -> bool:
 
 def _math(row: dict, options) -> tuple[str, dict, set]:
     """MATH, MATH-500, AIME: the answer is that of the column, else the last box of the solution; level and subject are kept."""
-    from stages.verifiers import extract_boxed
+    from stages.verification.verifiers import extract_boxed
 
     problem, solution, answer = row.get("problem"), row.get("solution"), row.get("answer")
     if options.kind in ("demonstrations/1", "text/1"):
@@ -818,7 +818,7 @@ def _literal(text: str, code: str = "verifier_spec_invalid") -> Any:
     """What a JSON text, or Python's way of writing it, holds; Bad(code) else."""
     import ast
 
-    from stages.syntax import parse
+    from stages.running.syntax import parse
 
     try:
         return orjson.loads(text)

@@ -14,7 +14,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Iterator
 
-from stages.choices import question_of
 from stages.harness import StageFailure
 from stages.ingestion import agreement, conversions, curation, rules, votes
 from stages.ingestion.formats import _ASKED, Adapter, fold_system, known_columns, rename, weighted
@@ -23,6 +22,7 @@ from stages.ingestion.rules import Bad
 from stages.ingestion.seen import SeenRows
 from stages.ingestion.sources import Reading, Record, SourceError, SourceFile, canonical_bytes, find_files, head_rows, parse_json, split_named
 from stages.spec import ConfigError
+from stages.verification.choices import question_of
 from storage.datasets import Dataset, DatasetError, open_dataset
 from storage.schema import complete_row, normalise_text, prompt_id, prompt_of, row_id
 

@@ -555,7 +555,7 @@ _TRUTHS = ("ground_truth", "solution", "final_answer")
 
 def _short_answer(value: Any) -> Any:
     """The answer in a column that may hold a whole solution: its last box, what stands between dollars, or the text itself where it is one short line; None else."""
-    from stages.verifiers import extract_boxed
+    from stages.verification.verifiers import extract_boxed
 
     if _number(value):
         return value

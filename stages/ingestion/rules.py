@@ -183,7 +183,7 @@ def verifiable_codes(row: dict) -> set[str]:
         _answer_holds(answer, row.get("answer_type"), named)
     good = good and all(_constraint_runs(item["id"], item["kwargs_json"]) for item in row.get("constraints") or ())
     if good and row.get("reward_route"):
-        from stages.rewards import RULES
+        from stages.reward.rewards import RULES
 
         good = all(name in RULES for name in row["reward_route"])
     return set() if good else {"verifier_spec_invalid"}
@@ -191,7 +191,7 @@ def verifiable_codes(row: dict) -> set[str]:
 
 @lru_cache(maxsize=4096)
 def _answer_holds(answer: str, answer_type: str | None, extra_json: str | None) -> bool:
-    from stages.verifiers import VERIFIERS, BadGold, extract, verifier_of
+    from stages.verification.verifiers import VERIFIERS, BadGold, extract, verifier_of
 
     row = {"answer": answer, "answer_type": answer_type, "extra_json": extra_json}
     letter = answer.strip().strip("().").upper()
@@ -207,7 +207,7 @@ def _answer_holds(answer: str, answer_type: str | None, extra_json: str | None) 
 
 @lru_cache(maxsize=4096)
 def _constraint_runs(constraint_id: str, kwargs_json: str) -> bool:
-    from stages.verifiers import BadGold, check_constraint
+    from stages.verification.verifiers import BadGold, check_constraint
 
     try:
         kwargs = json.loads(kwargs_json)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from stages import cuda, ranks
+from stages.running import cuda, ranks
 
 
 class Ahead:

@@ -8,9 +8,9 @@ import torch
 from stages.algorithms import RLPreset
 from stages.batching import make_item
 from stages.generation import MixtureSampler, Sample, preferences, score
+from stages.models.sharding import root_of
 from stages.rollouts.crediting import Crediting
 from stages.rollouts.policy import PolicySampler
-from stages.sharding import root_of
 
 
 class Beside:
@@ -54,7 +54,7 @@ class Beside:
         return {"preference/win_rate_reference": float(np.nanmean(won))} if np.isfinite(won).any() else {}
 
     def _sampler(self):
-        from stages.sampler import Sampler
+        from stages.decoding.sampler import Sampler
 
         if isinstance(self.reference, torch.nn.Module):
             return Sampler(self.reference, self.policy.renderer.tokenizer, max_batch=self.stage.config.generation_batch)

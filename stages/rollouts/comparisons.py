@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stages.algorithms import RLPreset
-from stages.rewards import RewardComponent, Rewards
+from stages.reward.rewards import RewardComponent, Rewards
 from stages.spec import ConfigError
 
 #: What a component may be told about the size of a score, which P(y > y') is not: setting -> what leaves it alone.

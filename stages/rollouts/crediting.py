@@ -1,6 +1,6 @@
 """From scored groups to training items: log-probs, values, shaped rewards, advantages, filters.
 
-The models around the formulas of :mod:`stages.credit`. What moves from iteration to iteration lives here too: the moving baseline, the baseline
+The models around the formulas of :mod:`stages.policy.credit`. What moves from iteration to iteration lives here too: the moving baseline, the baseline
 table, the KL coefficient and its controller.
 
 Legend: B completions, group after group; T token columns.
@@ -13,23 +13,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stages import ranks, sharding
-from stages.agents import agent_metrics
+from stages.models import sharding
+from stages.running import ranks
+from stages.acting.agents import agent_metrics
 from stages.algorithms import BASELINE_ADVANTAGES, RLPreset
 from stages.batching import Item, make_item, per_response
-from stages.credit import Batch, Credit, assign
-from stages.debate import debate_metrics
+from stages.policy.credit import Batch, Credit, assign
+from stages.reward.debate import debate_metrics
 from stages.estimators import (KLController, MovingAverageBaseline, RunningScale, apply_truncation, covariance_in_band, normalise_rewards, normalized_sum, overlong_penalty, table_baseline,
                                token_covariances, top_covariances, top_entropy_tokens, v_star)
 from stages.generation import Sample, preferences
-from stages.members import Members
-from stages.process_rewards import merged
+from stages.policy.members import Members
+from stages.reward.process_rewards import merged
 from stages.rollouts.comparisons import inside, preferences_by
 from stages.rollouts.groups import Group
 from stages.rollouts.metrics import credit_metrics, cut_gain, mismatch_metrics, off_policy_metrics, return_metrics, rollout_metrics, scorer_accuracy, step_metrics, weight_metrics
 from stages.rollouts.policy import PolicySampler
 from stages.rollouts.steps import StepRewards, monte_carlo
-from stages.rubric_reward import rubric_metrics
+from stages.reward.rubric_reward import rubric_metrics
 from stages.training import TrainingError
 
 
@@ -208,27 +209,27 @@ class Crediting:
     # -- log-probs ----------------------------------------------------------------------------------------------------
     def logps(self, model, items: list[Item]) -> list[list[float]]:
         """Log-probs of every response token under ``model`` at the sampling temperature, in sample order, in the precision of the training forward."""
-        from stages.modeling import target_logps
+        from stages.models.modeling import target_logps
 
         return self._by_token(model, items, lambda batch: target_logps(model, batch, self.config.temperature)[0])
 
     def entropies(self, model, items: list[Item]) -> list[list[float]]:
         """Entropy of the distribution of every response token, nats, as :meth:`logps`."""
-        from stages.modeling import target_logps
+        from stages.models.modeling import target_logps
 
         return self._by_token(model, items, lambda batch: target_logps(model, batch, self.config.temperature, entropy=True)[1])
 
     def collisions(self, items: list[Item]) -> list[list[float]]:
         """Sum of squared probabilities over the vocabulary at every response token under the policy, as :meth:`logps`."""
-        from stages.modeling import head_of, hidden_states, log_collision
+        from stages.models.modeling import head_of, hidden_states, log_collision
 
         model = self.policy.model
         return self._by_token(model, items, lambda batch: log_collision(head_of(model), hidden_states(model, batch, batch.src_N), self.config.temperature).exp())
 
     def exact_kl(self, items: list[Item]) -> list[list[float]]:
         """KL(policy || reference) over the vocabulary at every response token, nats at the sampling temperature, in sample order (KL-FULL)."""
-        from stages.divergence import exact_kl
-        from stages.modeling import head_of, hidden_states
+        from stages.models.divergence import exact_kl
+        from stages.models.modeling import head_of, hidden_states
 
         def compute(batch):
             own, other = (hidden_states(m, batch, batch.src_N) for m in (self.policy.model, self.reference))
@@ -410,7 +411,7 @@ class Crediting:
 
     def _paired(self, samples, group_at, trained_B) -> np.ndarray:
         """P(a completion beats the other of its pair) ``[B]``; NaN in no pair, or where the model's answer could not be read. Pairs are those of the loss
-        (:func:`stages.policy_update.pairs_of`): neighbours among a group's trained completions."""
+        (:func:`stages.policy.policy_update.pairs_of`): neighbours among a group's trained completions."""
         out, pairs = np.full(len(samples), np.nan), []
         for _, members in itertools.groupby(range(len(samples)), lambda i: id(group_at[i])):
             live = [i for i in members if trained_B[i] and any(samples[i].action_mask)]

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from stages import cuda
 from stages.algorithms import RLPreset
 from stages.estimators import fill_informative, informative_groups, is_constant
 from stages.generation import Sample, regrade, sample_groups, score, warn_of_failures
-from stages.members import Members
-from stages.rewards import LENGTH_KINDS
+from stages.policy.members import Members
+from stages.reward.rewards import LENGTH_KINDS
 from stages.rollouts.policy import PolicySampler
+from stages.running import cuda
 
 
 @dataclass

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stages.credit import Batch, Credit, explained_variance
 from stages.estimators import is_constant, reward_to_go, td_errors
-from stages.evaluation.text import reflection_counts, repetition_n, scripts, special_character_rate
 from stages.generation import Sample
-from stages.rewards import failures
-from stages.statistics import pairwise_accuracy
+from stages.measures.statistics import pairwise_accuracy
+from stages.measures.text import reflection_counts, repetition_n, scripts, special_character_rate
+from stages.policy.credit import Batch, Credit, explained_variance
+from stages.reward.rewards import failures
 
 
 def rollout_metrics(samples: Sequence[Sample], rewards, group_of) -> dict[str, float]:

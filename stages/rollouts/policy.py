@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import shutil
 
-from stages import cuda, ranks
-from stages.agent_rewards import STEP_WEIGHTS, check_step_weights
-from stages.agents import Agent, prefix_of
+from stages.acting.agent_rewards import STEP_WEIGHTS, check_step_weights
+from stages.acting.agents import Agent, prefix_of
 from stages.algorithms import RLPreset
-from stages.debate import Debaters
+from stages.decoding.sampling import SamplingParams
 from stages.generation import Sample, continuations, sample_groups, sampling_params
-from stages.modeling import weights_digest
-from stages.rewards import ON_TURNS
-from stages.sampling import SamplingParams
-from stages.schedules import ADMITTING
-from stages.sharding import Acting
+from stages.models.modeling import weights_digest
+from stages.models.sharding import Acting
+from stages.policy.schedules import ADMITTING
+from stages.reward.debate import Debaters
+from stages.reward.rewards import ON_TURNS
+from stages.running import cuda, ranks
 from stages.training import TrainingError
 from storage.files import sha256_text
 
@@ -31,7 +31,7 @@ class PolicySampler:
     """
 
     def __init__(self, stage, renderer, acting: Acting, agent: Agent | Debaters | None = None):
-        from stages.engines import make_engine
+        from stages.decoding.engines import make_engine
 
         config = stage.config
         self.renderer, self.model, self.acting, self.agent = renderer, acting.source, acting, agent  # model: what is trained, in shards if it is
@@ -58,7 +58,7 @@ class PolicySampler:
             return
         wanted = sha256_text("".join(ranks.gather(weights_digest(self.model))))[:16]  # of sharded weights each rank has its own
         if self.engine.weights != wanted:
-            from stages.engines import memory_disk, write_weights
+            from stages.decoding.engines import memory_disk, write_weights
 
             held, copied = getattr(self.engine, "holds", None), getattr(self.engine, "copies", False)
             size = sum(p.numel() * (held or p.dtype).itemsize for p in self.model.parameters())
@@ -130,8 +130,8 @@ def opponent_for(stage, row: RLPreset, policy: PolicySampler, reference):
         return None
     import torch
 
-    from stages.modeling import freeze, load_policy
-    from stages.sampler import Sampler
+    from stages.decoding.sampler import Sampler
+    from stages.models.modeling import freeze, load_policy
 
     if row.opponent == "mixture":
         from stages.generation import MixtureSampler

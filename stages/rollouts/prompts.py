@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from stages.evaluation.sampling import pass_at_k
-from stages.schedules import ADMITTING, admitted_prompts, e2h_probabilities, learning_scores, rerank
+from stages.measures.sampling import pass_at_k
+from stages.policy.schedules import ADMITTING, admitted_prompts, e2h_probabilities, learning_scores, rerank
 from stages.selection import difficulty_band, order_by_difficulty
 from stages.spec import ConfigError
 

@@ -9,16 +9,16 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from stages.agents import trajectory_rows
+from stages.acting.agents import trajectory_rows
 from stages.evaluation.scores import records_of
 from stages.generation import Sample, gen_record
-from stages.members import Members
-from stages.rewards import failures
-from stages.rl_report import best_and_worst, rollout_samples, validation_rows
+from stages.policy.members import Members
+from stages.policy.rl_report import best_and_worst, rollout_samples, validation_rows
+from stages.reward.rewards import failures
+from stages.reward.rubric_reward import score_rows, write_review
 from stages.rollouts.crediting import Scored
 from stages.rollouts.groups import Group
 from stages.rollouts.policy import PolicySampler
-from stages.rubric_reward import score_rows, write_review
 from storage.schema import complete_row
 
 SHOW_SECONDS = 30.0  # between the samples that are shown while a run goes on
@@ -142,7 +142,7 @@ class Records:
 
 
 def sampling_record(policy: PolicySampler) -> dict:
-    """The settings that completions are sampled with, all of them (``stages.sampling.SamplingParams``), and by what engine; what a row adds is in its column ``gen``: seed, policy version, longest
+    """The settings that completions are sampled with, all of them (``stages.decoding.sampling.SamplingParams``), and by what engine; what a row adds is in its column ``gen``: seed, policy version, longest
     completion at that time."""
     plain = {name: sorted(v) if isinstance(v, frozenset) else list(v) if isinstance(v, tuple) else v for name, v in vars(policy.params).items() if name != "logit_processors"}
     return {**plain, "engine": policy.engine.name, "logp_old": "sampler" if policy.exact_logps else "trainer"}

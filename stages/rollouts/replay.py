@@ -6,9 +6,9 @@ import json
 from collections.abc import Collection, Iterable
 
 from stages.generation import Sample
+from stages.policy.schedules import freshness_guard, replay_plan
 from stages.rollouts.groups import Group, control
 from stages.rollouts.prompts import Passes
-from stages.schedules import freshness_guard, replay_plan
 
 
 class ReplayWindow:

@@ -9,15 +9,16 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from stages.alarms import WATCHED, alarms, watched
 from stages.algorithms import RLPreset
 from stages.batching import Item, make_item
-from stages.blocks import in_blocks
 from stages.estimators import Multipliers
 from stages.generation import score, warn_of_failures
-from stages.members import Members
-from stages.modeling import load_weights, move_towards, weights_digest, weights_file
-from stages.rewards import commonest_failure, failures
+from stages.models.modeling import load_weights, move_towards, weights_digest, weights_file
+from stages.models.sharding import Acting
+from stages.policy.alarms import WATCHED, alarms, watched
+from stages.policy.members import Members
+from stages.policy.schedules import changed_roles, freshness_guard, reference_due
+from stages.reward.rewards import commonest_failure, failures
 from stages.rollouts.ahead import Ahead
 from stages.rollouts.beside import Beside
 from stages.rollouts.comparisons import NOTHING_COUNTED, check_company, check_constraints, counted, held_out, preferences_by
@@ -30,8 +31,7 @@ from stages.rollouts.prompts import PromptOrder, counts_of, verdict_counts, verd
 from stages.rollouts.records import Records
 from stages.rollouts.replay import ReplayWindow, StoredGroups, full_group, plain_group
 from stages.rollouts.steps import StepRewards
-from stages.schedules import changed_roles, freshness_guard, reference_due
-from stages.sharding import Acting
+from stages.running.blocks import in_blocks
 from stages.spec import ConfigError
 from stages.training import TrainingError
 from storage.checkpoints import Files
@@ -341,7 +341,7 @@ class Rollouts:
             self._warm_up_critic()
 
     def _of_every_prompt(self, prompts, purpose: str, n: int, told, engine=None) -> list:
-        """``told(group)``, plain numbers, of n scored completions of every prompt, block by block (:mod:`stages.blocks`); rubric rewards, whose confidence is a mean over what is
+        """``told(group)``, plain numbers, of n scored completions of every prompt, block by block (:mod:`stages.running.blocks`); rubric rewards, whose confidence is a mean over what is
         scored at once, all at once."""
         whole = any(c.kind == "rubric" for c in self.config.rewards)
         block = len(prompts) if whole else max(1, 8 * self.config.generation_batch // n)
@@ -398,8 +398,8 @@ class Rollouts:
         """What samples from the reference, where it is another model than the policy; None where it is the policy as it starts."""
         if self.reference is None or not self.stage.has("reference") or self.stage.inputs["reference"].digest == self.stage.inputs["model"].digest:
             return None
-        from stages.sampler import Sampler
-        from stages.sharding import root_of
+        from stages.decoding.sampler import Sampler
+        from stages.models.sharding import root_of
 
         if root_of(self.reference) is not None:
             raise ConfigError("baseline=v_star is an expectation under the input reference, which cannot be sampled from in shards; write sharding=none, or give the input baselines of a run "

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from stages.generation import Sample, score, warn_of_failures
-from stages.process_rewards import step_ends, token_pieces
+from stages.reward.process_rewards import step_ends, token_pieces
 from stages.rollouts.groups import Group, control
 from stages.rollouts.policy import PolicySampler
 
@@ -22,7 +22,7 @@ class StepRewards:
     """
 
     def __init__(self, stage, renderer):
-        from stages.reward_scorers import load_scorer
+        from stages.reward_models.reward_scorers import load_scorer
 
         self.scorer, self.renderer, self.separator = load_scorer(stage.path("reward_model"), stage.device, frozen=stage.config.frozen_dtype), renderer, stage.config.step_separator
         if not self.reads_text and not hasattr(self.scorer, "score_ids"):
@@ -52,7 +52,7 @@ class StepRewards:
     def _of(self, sample: Sample) -> tuple[list[int], list[float]]:
         ends = step_ends(token_pieces(self.renderer, sample.ids), self.separator)
         if self.reads_text:
-            from stages.reward_scorers import Response
+            from stages.reward_models.reward_scorers import Response
 
             found = self.scorer.step_probabilities([Response(sample.prompt["prompt"], [{"role": "assistant", "content": sample.text}], row=sample.prompt)])[0]
         else:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stages.tools import BadCall, calculate, render_call, search, system_message
+from stages.acting.tools import BadCall, calculate, render_call, search, system_message
 from stages.worldgen.generate import HELD_OUT_SHARE
 from stages.worldgen.lexicon import THINGS
 from stages.worldgen.skills import _pick, _sample

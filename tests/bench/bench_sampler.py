@@ -14,7 +14,7 @@ other work shares, only the CPU ratio with --threads 1 means anything.
 
 The last line sets the tokens per second against the memory-bandwidth roofline of decoding: a step of `--batch` rows reads the weights of layers and head
 once and the rows' keys and values as they are long on average, at the rate at which this device copies a GiB. On a GPU the steps are CUDA graphs
-(``stages.replay``).
+(``stages.decoding.replay``).
 
 Notes (what was measured):
     3.9M-parameter Llama (4 layers, hidden 256, 8 heads, 4 KV heads, vocabulary 4096), 128 prompts of 8-63 tokens, batch 32, max_new 256, stop rate
@@ -25,7 +25,7 @@ Notes (what was measured):
     static generate       939         869        5.4x
     generate_batch        987        1121        4.7x
 
-    On an AMD EPYC, whose products go through oneDNN (``stages.products``); on a machine of a slower product before that 3705, 865 and 946 (4.2x, 3.8x).
+    On an AMD EPYC, whose products go through oneDNN (``stages.models.products``); on a machine of a slower product before that 3705, 865 and 946 (4.2x, 3.8x).
 
     The same with `--shared 1100 --prompts 64 --repeats 1`: 2112 beside 203 (10.4x) and 172 (12.3x).
 
@@ -56,7 +56,7 @@ def build_model(hidden: int, layers: int, heads: int, kv_heads: int, vocabulary:
 
 
 def built_in(model, prompts, stops, batch, max_new, repeat):
-    from stages.sampler import Sampler, SamplingParams
+    from stages.decoding.sampler import Sampler, SamplingParams
 
     out = Sampler(model, None, max_batch=batch).generate(
         prompts, SamplingParams(max_new_tokens=max_new, stop_ids=stops), [[1000 * repeat + i] for i in range(len(prompts))])
@@ -67,7 +67,7 @@ def in_turns(model, prompts, stops, batch, max_new, turns, repeat, keeps):
     """Rows that are continued for so many turns; the sampled tokens of all."""
     from contextlib import nullcontext
 
-    from stages.sampler import Sampler, SamplingParams
+    from stages.decoding.sampler import Sampler, SamplingParams
 
     rng, rows, useful = np.random.default_rng(repeat), [list(p) for p in prompts], 0
     sampler, params = Sampler(model, None, max_batch=batch), SamplingParams(max_new_tokens=max_new, stop_ids=stops)

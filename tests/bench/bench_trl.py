@@ -28,7 +28,7 @@ The rows of sft, rl and rl_trained at 28M are of an AMD EPYC (a product of 203 G
 the first three runs of rl_trained beside other work. The last two are of the sampler whose products go through oneDNN there; before it rl_trained was at 0.517 prompts/s next to 0.155 (3.34) on that machine. rl at 6M is of
 a machine with 191 GFLOP/s and MKL. rl_trained at 6M is of before the sampler attended to a group's prompt once: two pairs of runs, an hour or two apart: 84% of the completions matched, they had 95 tokens in the
 mean (3 to 256); the steps of sft before it took 32 rows each, twice what is written below. At 28M an earlier pair had 89 tokens in the mean, and a quarter of the groups agreed.
-The rows of reward_model and align and of sft at 6M are from before chunks of 1024 tokens and kept memory (``stages.allocator``), on a machine with 288 GFLOP/s, where sft at 28M ran at 1009
+The rows of reward_model and align and of sft at 6M are from before chunks of 1024 tokens and kept memory (``stages.running.allocator``), on a machine with 288 GFLOP/s, where sft at 28M ran at 1009
 tokens/s next to 483 with them (2.19, three repeats). The same step of the new and of the old code, interleaved: 1.00 to 1.12 times as fast, which is within what this machine
 varies by. Matrix products take seven tenths of forward and backward, at 215 to 232 GFLOP/s, where a 2048 x 2048 product reaches 240 in the mean and 277 to 288 at best.
 

@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
-from stages.answer_format import STYLES, ending_of, rewritten, style_of
 from stages.harness import execute
-from stages.verifiers import FLEXIBLE_ORDER, extract, verify_math
+from stages.verification.answer_format import STYLES, ending_of, rewritten, style_of
+from stages.verification.verifiers import FLEXIBLE_ORDER, extract, verify_math
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
 from tests.common import assistant, silent, user

@@ -8,12 +8,12 @@ import zlib
 
 import pytest
 
-from stages.choices import gold_of, question_of
 from stages.evaluation.refusals import asked_of
 from stages.ingest import Config
 from stages.ingestion.formats import Adapter, detect
 from stages.ingestion.rules import Bad
-from stages.rewards import RewardComponent, build_rewards
+from stages.reward.rewards import RewardComponent, build_rewards
+from stages.verification.choices import gold_of, question_of
 
 MBPP = {"task_id": 2, "text": "Write a function to add two numbers.", "code": "def add(a, b):\n    return a + b", "test_list": ["assert add(1, 2) == 3", "assert add(1.5, 2) == 3.5", "assert math.isclose(add(.1, .2), .3)"],
         "test_setup_code": "import math", "challenge_test_list": []}
@@ -91,7 +91,7 @@ def test_a_result_does_not_decide_what_it_equals():
 @pytest.mark.parametrize("printed, wanted, same", [("1.50", "1.5", True), ("3.0 2", "3 2.00", True), ("1e3", "1000", True), ("3", "3\n\n", True), ("0.333", "0.3333", False), ("1 2", "12", False), ("yes 1.0", "yes 1", False), ("1\n2", "2\n1", False),
                                                    ("nan", "nan", True), ("inf", "1", False), ("", "0", False), ("-0", "0", True), ("1_0", "10", False)])
 def test_numbers_are_compared_as_numbers(printed, wanted, same):
-    from stages.rewards import _same_output
+    from stages.reward.rewards import _same_output
 
     assert _same_output(printed, wanted) is same and _same_output(wanted, printed) is same
 
@@ -133,7 +133,7 @@ def test_what_a_question_is_about_is_asked_with_it(row, asked, right):
                                         ({"question": "Who?", "possible_answers": json.dumps(["Ann Lee", "Lee, Ann"])}, "Who?")])
 def test_any_of_several_ways_to_say_it_is_right(row, asked):
     """TriviaQA, Natural Questions, SQuAD, PopQA; read strictly, flexibly behind "the answer is", and by F1 as the best over all."""
-    from stages.verifiers import SHARES, VERIFIERS
+    from stages.verification.verifiers import SHARES, VERIFIERS
 
     name = detect([row])
     _, out, _ = Adapter(name, Config(kind="prompts/1"))(row)

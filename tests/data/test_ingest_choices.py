@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from stages.choices import asked, gold_of, question_of, stated
 from stages.ingestion.choices import chosen
 from stages.ingestion.rules import Bad
+from stages.verification.choices import asked, gold_of, question_of, stated
 from storage.schema import row_id
 
 from .driver import ingest, user, write_lines
@@ -56,8 +56,8 @@ def test_forms_of_a_question(tmp_path):
 
 def test_the_instruction_can_stand_in_the_prompt(tmp_path):
     """For RL: the verifier reads what the prompt asks for, and the readings of the evaluation are those of the prompt without it."""
-    from stages.choices import INSTRUCTION
-    from stages.verifiers import verify_choice
+    from stages.verification.choices import INSTRUCTION
+    from stages.verification.verifiers import verify_choice
 
     source = write_lines(tmp_path / "x.jsonl", [{"question": "What do bees make?", "choices": BEES, "answer": 1}])
     (plain,), (told,) = (ingest(source, tmp_path / name, choice_instruction=name == "told").rows for name in ("plain", "told"))

@@ -6,7 +6,7 @@ import pytest
 
 from stages.harness import StageFailure
 from stages.ingest import matching_kind, native_kind
-from stages.reward_data import Drop, step_items
+from stages.reward_models.reward_data import Drop, step_items
 from stages.spec import ConfigError
 
 from .driver import assistant, ingest, user, write_lines

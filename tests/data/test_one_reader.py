@@ -119,7 +119,7 @@ def test_a_conversation_may_be_the_list_of_its_messages(tmp_path):
 
 
 def test_functions_of_synthetic_are_called_with_their_arguments(tmp_path):
-    from stages.rewards import RewardComponent, build_rewards
+    from stages.reward.rewards import RewardComponent, build_rewards
 
     (row,) = ingest(write_lines(tmp_path / "x.jsonl", [CALLED]), tmp_path / "w", kind="prompts/1").rows
     answers = [f"```python\ndef f(a, b): return a {sign} b\n```" for sign in "+-"]

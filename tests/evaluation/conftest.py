@@ -10,7 +10,7 @@ def tiny_policy(path: str, seed: int):
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     from stages.base_model import CHAT_TEMPLATE
-    from stages.modeling import save_policy
+    from stages.models.modeling import save_policy
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -31,7 +31,7 @@ def tiny_policy(path: str, seed: int):
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """{"policy", "other", "reward", "prompts", "pairs"}: paths. The models have hidden size 32 and know nothing."""
-    from stages.reward_heads import RewardCard, new_reward_model, save_reward_model
+    from stages.reward_models.reward_heads import RewardCard, new_reward_model, save_reward_model
     from storage.datasets import write_dataset
     from storage.schema import complete_row
 

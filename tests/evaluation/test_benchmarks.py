@@ -265,7 +265,7 @@ class Stage:
         return open_dataset(self.given[name])
 
     def rng(self, *counters):
-        from stages.randomness import rng
+        from stages.running.randomness import rng
 
         return rng(self.seed, "evaluate", *counters)
 
@@ -335,7 +335,7 @@ def test_an_item_among_the_examples_of_other_data_is_left_out(quiz, tmp_path):
 
 def test_examples_show_their_solution_or_their_answer_as_it_is_verified(tmp_path):
     from stages.evaluation.few_shot import answer_of, as_prompt
-    from stages.verifiers import VERIFIERS, verifier_of
+    from stages.verification.verifiers import VERIFIERS, verifier_of
 
     gsm8k = {"question": "one and one?", "answer": "1+1 = 2\n#### 2"}
     (row,) = ingest(write_lines(tmp_path / "g.jsonl", [gsm8k]), tmp_path / "w").rows

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from stages.evaluation import compute, frontier, perturbed, scores, shift
+from stages.evaluation import compute, perturbed, scores, shift
 from stages.harness import execute
+from stages.measures import frontier
 from stages.spec import ConfigError
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
@@ -225,10 +226,10 @@ def test_a_thought_that_ends_early_waits(tiny):
     from transformers import AutoTokenizer
 
     from stages.chat import renderer_for
+    from stages.decoding.sampler import Completion
+    from stages.decoding.sampling import SamplingParams
     from stages.evaluation import forcing
     from stages.generation import Sample
-    from stages.sampler import Completion
-    from stages.sampling import SamplingParams
 
     renderer, tokenizer = renderer_for(tiny["policy"]), AutoTokenizer.from_pretrained(tiny["policy"])
     code = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]

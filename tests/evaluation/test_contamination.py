@@ -93,7 +93,7 @@ def test_rates_and_clean_scores_are_those_of_a_count_by_hand(tmp_path):
 
 
 def test_a_question_with_choices_is_known_by_itself_and_by_its_options(tmp_path):
-    from stages.choices import with_options
+    from stages.verification.choices import with_options
 
     questions = [QUESTIONS[0], QUESTIONS[1], "Which is it?", "Which is it not?"]
     choices = [[" ".join(f"{letter}{i}{k}" for k in range(6)) for letter in "xyz"] for i in range(4)]

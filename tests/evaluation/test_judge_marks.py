@@ -3,8 +3,9 @@ from __future__ import annotations
 
 import pytest
 
-from stages import judge, revise
-from stages.judge import parse_rating, parse_verdict, quoted
+from stages import revise
+from stages.reward import judge
+from stages.reward.judge import parse_rating, parse_verdict, quoted
 
 SLY = ["[End of answer A]", "[end of answer]", "[ End of answer A ]", "[End  of  answer\tA]", "[End of\nanswer]", "[End\u200b of\u2060 answer B]", "[ANSWER B]", "[Answer 2]", "[End of answer 12]", "[Reasoning]", "[End of reasoning]",
        "[Reference answer]", "[End of critique]", "[Question]", "[Specification]"]

@@ -6,8 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from stages.evaluation import overopt, preference, reward_model, sampling, scores, text
+from stages.evaluation import scores
 from stages.evaluation.protocol import ProtocolError, protocol_hash, require_same
+from stages.measures import overopt, preference, reward_model, sampling, text
 
 
 def record(item, index=0, correct=None, mode="sample", **fields):
@@ -40,7 +41,7 @@ def test_pass_at_k_by_enumeration():
 
 @pytest.mark.parametrize("right, n", [(30, 100), (9, 10), (3, 5), (0, 7)])
 def test_one_sample_per_prompt_gives_the_wilson_interval(right, n):
-    from stages.statistics import wilson
+    from stages.measures.statistics import wilson
 
     metric = scores.share([1.0] * right + [0.0] * (n - right))
     assert (metric.low, metric.high) == pytest.approx(wilson(right, n))
@@ -61,7 +62,7 @@ def test_samples_of_one_prompt_are_not_independent():
 
 def test_several_items_of_one_prompt_are_clustered():
     rows = [record(i, 0, correct, prompt_id=f"p{i // 2}") for i, correct in enumerate([1, 1, 0, 0, 1, 1])]
-    from stages.statistics import clustered_se
+    from stages.measures.statistics import clustered_se
 
     assert scores.policy_metrics(rows, 0)["accuracy"].se == pytest.approx(clustered_se([1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 2, 2]))
 
@@ -71,7 +72,7 @@ def test_questions_of_one_passage_are_clustered():
     def passages(right):
         return [record(f"{g}-{q}", 0, g < right, group_id=f"g{g}") for g in range(8) for q in range(25)]
 
-    from stages.statistics import clustered_se
+    from stages.measures.statistics import clustered_se
 
     metric = scores.policy_metrics(passages(4))["accuracy"]
     assert metric.se == pytest.approx(clustered_se([1.0] * 100 + [0.0] * 100, [i // 25 for i in range(200)])) and metric.high - metric.low > 0.5
@@ -287,7 +288,8 @@ def test_diversity():
 
 def test_a_rate_of_all_or_none_is_not_certain():
     """Resampling pairs that are all ordered right gives [1, 1] whatever their number; the interval is Wilson's at one count per prompt, against its formula."""
-    from stages.evaluation.scores import all_metrics, certain
+    from stages.evaluation.scores import all_metrics
+    from stages.measures.statistics import certain
 
     def pairs(n, margin, prompts):
         rows = [{"item_id": str(i), "prompt_id": str(i % prompts), "group_id": str(i % prompts), "sample_idx": 0, "output": "", "tokens": 1 + i, "finish": None, "reward": margin, "margin": margin, "mode": "chosen", "correct": margin > 0} for i in range(n)]
@@ -325,7 +327,7 @@ def test_less_is_better_whoever_scored():
 
 def test_holm_keeps_the_chance_of_any_false_alarm():
     """Against its definition: each ordered p times how many are left, never below an earlier one; under equal models a false alarm among five tests comes as often as promised."""
-    from stages.statistics import holm
+    from stages.measures.statistics import holm
 
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06]) and holm([]) == [] and holm([0.2]) == [0.2] and holm([0.6, 0.9]) == [1.0, 1.0]
     rng = np.random.default_rng(2)

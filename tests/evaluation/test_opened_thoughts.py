@@ -10,7 +10,7 @@ from stages.evaluate import constraint_verdicts, parse_all, read_of
 from stages.evaluation import signs
 from stages.generation import Sample, opens_thought, seen
 from stages.harness import execute
-from stages.rewards import RewardComponent, build_rewards
+from stages.reward.rewards import RewardComponent, build_rewards
 from tests.evaluation.test_stages import spec
 from tests.evaluation.test_suites import answers_of, record
 

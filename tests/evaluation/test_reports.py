@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from stages import reports
+from stages.reporting import reports
 
 FIGURES = {
     "line": lambda: reports.line_chart({"a": ([1, 2, 3], [0.1, None, float("nan")]), "b": ([1], [2.0])}, title="t", bands={"a": ([0, 0, 0], [1, 1, 1])}),
@@ -85,7 +85,7 @@ def test_markdown_survives_hostile_text():
 def test_importing_reports_loads_no_plot_library():
     import subprocess
 
-    code = "import sys, stages.reports, stages.promote, stages.compare; print([m for m in ('matplotlib', 'torch', 'transformers') if m in sys.modules])"
+    code = "import sys, stages.reporting.reports, stages.promote, stages.compare; print([m for m in ('matplotlib', 'torch', 'transformers') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
@@ -104,7 +104,7 @@ def test_of_two_evaluations_the_prompts_whose_verdicts_differ_come_first():
 
 
 def test_an_interval_of_no_or_all_successes_ends_at_its_bound():
-    from stages.statistics import wilson
+    from stages.measures.statistics import wilson
 
     for n in range(1, 300):
         assert wilson(0, n)[0] == 0.0 and wilson(n, n)[1] == 1.0

@@ -156,7 +156,7 @@ def test_ties_are_left_out_and_counted(tiny, tmp_path, target):
 
 def test_answers_that_a_reward_model_cannot_score_do_not_end_the_evaluation(tiny, tmp_path, monkeypatch):
     """Flattery and the first pair have no score: the rest is evaluated, what is missing is null in the samples and counted."""
-    from stages.reward_scorers import ScalarScorer
+    from stages.reward_models.reward_scorers import ScalarScorer
 
     plain = ScalarScorer.score
     monkeypatch.setattr(ScalarScorer, "score", lambda self, responses: [
@@ -170,8 +170,8 @@ def test_answers_that_a_reward_model_cannot_score_do_not_end_the_evaluation(tiny
 
 def test_instruction_following_is_reported_for_prompts_with_constraints(tiny, tmp_path, monkeypatch):
     """The four IFEval numbers of eval.ifeval, from answers that are known, against the catalogue's rule; a constraint that no checker knows is counted."""
-    from stages.evaluation.suites import ifeval_accuracies
     from stages.generation import Sample
+    from stages.measures.suites import ifeval_accuracies
     from storage.datasets import write_dataset
     from storage.schema import complete_row
 

@@ -125,9 +125,9 @@ def test_a_reward_model_on_a_file_with_subsets(tiny, tmp_path):
 
 def test_a_language_model_judges_pairs_in_both_orders(tiny, tmp_path):
     """target=judge: the margin is the logit of the mean of both orders, as the judge itself says; an untrained one is near a coin."""
-    from stages.judge import Judge, LocalJudge
-    from stages.reward_heads import RewardCard
-    from stages.reward_scorers import Response
+    from stages.reward.judge import Judge, LocalJudge
+    from stages.reward_models.reward_heads import RewardCard
+    from stages.reward_models.reward_scorers import Response
 
     path = shutil.copytree(tiny["policy"], tmp_path / "judge")
     (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | {"max_position_embeddings": 4096}))  # requests are long
@@ -396,7 +396,7 @@ def test_signs_are_in_every_evaluation_and_beside_each_other_in_compare(tiny, tm
     import torch
 
     from stages.chat import renderer_for
-    from stages.modeling import load_policy
+    from stages.models.modeling import load_policy
 
     config = {"num_samples": 8, "greedy": False, "max_completion_length": 8, "limit": 6}
     results = {name: execute(spec("evaluate", tmp_path / name, {"model": tiny[name], "prompts": tiny["prompts"]}, config)) for name in ("policy", "other")}

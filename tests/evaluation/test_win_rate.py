@@ -9,7 +9,7 @@ import pytest
 
 from stages import win_rate
 from stages.harness import execute
-from stages.judging import Item
+from stages.reward.judging import Item
 from stages.spec import ConfigError
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row, prompt_id
@@ -120,7 +120,7 @@ def test_an_answer_that_an_engine_failed_to_give_is_no_loss(rate, tmp_path):
 
 
 def test_a_reward_model_judges_by_the_difference_of_its_scores(rate, file, tiny):
-    from stages.reward_scorers import Response, load_scorer
+    from stages.reward_models.reward_scorers import Response, load_scorer
 
     ours, theirs = ({f"what is {i}?": f"{word} {i}" for i in range(9)} for word in ("it is", "maybe"))
     config = {"baseline": "theirs", "block": 4}

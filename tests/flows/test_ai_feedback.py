@@ -40,7 +40,7 @@ def test_constitutional_ai_goes_from_revisions_to_rl(monkeypatch):
 
 
 def test_our_constitution_is_sixteen_principles():
-    from stages.principles import read_principles
+    from stages.reward.principles import read_principles
 
     rows = read_principles(str(CONSTITUTION))
     assert len(rows) == 16 and {r["kind"] for r in rows} == {"principle"} and all(r["active"] and r["axis"] and r["text"] for r in rows)

@@ -7,11 +7,11 @@ import pytest
 
 from flows.recipe import get_recipe, load_config
 from flows.report import print_result
-from stages import judge as judging
-from stages.debate import verdicts
-from stages.judge import BY_SPECIFICATION, JudgeError
-from stages.reward_scorers import Response
-from stages.rewards import RewardComponent, build_rewards
+from stages.reward import judge as judging
+from stages.reward.debate import verdicts
+from stages.reward.judge import BY_SPECIFICATION, JudgeError
+from stages.reward.rewards import RewardComponent, build_rewards
+from stages.reward_models.reward_scorers import Response
 from storage.datasets import open_dataset
 from tests.chat_server import chat_server
 from tests.evaluation.conftest import tiny  # noqa: F401

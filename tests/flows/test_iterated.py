@@ -146,8 +146,8 @@ def test_the_rl_benchmark_gives_every_arm_the_same_number_of_completions(monkeyp
         assert config.max_steps == 6 * passes and config.prompts_per_step * config.num_generations == 32
     assert runs["rl_ppo_ptx_0"][0]["ptx"] == "(given.text)" and runs["rl_grpo_process_1"][0]["reward_model"] == "(train_reward_model.model)" and "reward_model" not in runs["rl_grpo_0"][0]
     assert steps["learning"][1]["rollouts.grpo.1"] == "(rl_grpo_1.rollouts)" and steps["learning"][1]["evaluations.grpo.1"] == "(evaluate_grpo_1.samples)"
-    from stages.credit import length_adaptive_lambda
-    from stages.sequence_losses import Responses, on_policy_ipo
+    from stages.policy.credit import length_adaptive_lambda
+    from stages.policy.sequence_losses import Responses, on_policy_ipo
 
     # settings for answers of some twenty tokens and rewards of 0 and 1 (NEEDS): a lambda that is not 0, and a preference that asks for a difference one can see
     vapo, ipo = (runs[f"rl_{name}_0"][1] for name in ("vapo", "online_ipo"))

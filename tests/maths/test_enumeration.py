@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from stages import algorithms, direct_losses, estimators, losses
+from stages import algorithms, estimators, losses
+from stages.direct import direct_losses
 from tests import oracles
 from tests.maths import toy
 from tests.production import full_kl

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from stages import credit, estimators, losses
+from stages import estimators, losses
+from stages.policy import credit
 from stages.algorithms import DIRECT_METHODS, RL_PRESETS, resolve, rl_preset, validate_direct, validate_rl
 from tests.production import step_mean
 

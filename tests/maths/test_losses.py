@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 import torch
 
-from stages import direct_losses, losses
+from stages import losses
+from stages.direct import direct_losses
 from stages.align import Config
 from stages.algorithms import DIRECT_METHODS, RL_PRESETS, resolve
-from stages.direct_alignment import DirectAlignment
+from stages.direct.direct_alignment import DirectAlignment
 from tests.production import response_logps, step_mean
 
 F64 = torch.float64

@@ -11,8 +11,8 @@ import torch
 
 from stages import estimators, losses
 from stages.algorithms import ADVANTAGES, RL_PRESETS, SURROGATE_OPTIONS, resolve
-from stages.credit import Batch, assign
-from stages.sequence_losses import Responses
+from stages.policy.credit import Batch, assign
+from stages.policy.sequence_losses import Responses
 from tests import oracles
 from tests.maths import toy
 
@@ -347,7 +347,7 @@ def test_astar_po_is_the_regularised_policy_gradient_for_any_value_and_zero_at_t
 
 def test_oreo_is_zero_at_the_soft_values_and_the_optimum():
     """Soft Bellman: V*(s) = beta log sum ref exp(r/beta) of what follows s. At every token of every completion both losses are 0, whoever sampled; with another V the policy's is not."""
-    from stages.sequence_losses import oreo_losses
+    from stages.policy.sequence_losses import oreo_losses
 
     beta, ref = 0.7, toy.probabilities(REF)
     star = table_of(oracles.kl_optimum(ref, REWARD, beta)["pi"])

@@ -5,9 +5,10 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from stages import rejection, selection, statistics
+from stages import rejection, selection
 from stages.chat import RenderError
 from stages.ingestion import pairing
+from stages.measures import statistics
 from tests.production import CHATML, rendered_mask, renderer
 
 NAN = math.nan

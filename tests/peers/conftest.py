@@ -34,7 +34,7 @@ def models(tiny, tmp_path_factory):  # noqa: F811
     import torch
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-    from stages.modeling import save_policy
+    from stages.models.modeling import save_policy
 
     tokenizer = AutoTokenizer.from_pretrained(found["policy"])
     torch.manual_seed(7)

@@ -54,7 +54,7 @@ def bare(packages: dict[str, Path], stubs: dict[str, dict]):
 def log_probs(model, prompts, completions, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(log-probs, entropies, sums of squared probabilities) of every completion token, each ``[B, L]``, 0 behind the end."""
     from stages.batching import collate, make_item
-    from stages.modeling import head_of, hidden_states
+    from stages.models.modeling import head_of, hidden_states
 
     width = max(map(len, completions))
     rows = []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from stages import randomness
+from stages.running import randomness
 from storage.datasets import open_dataset
 from tests.peers.trl_side import ROWS, STEPS, Run, flat
 
@@ -45,7 +45,7 @@ def steps_of(model, objective, config, items, prepare=lambda items: None, after=
 
 
 def policy_of(path: str):
-    from stages.modeling import load_policy
+    from stages.models.modeling import load_policy
 
     return load_policy(path).double()
 
@@ -69,8 +69,8 @@ def align(path, reference, rows, folder, ingest=None, rotate: bool = False, **se
     """``rotate``: KTO's mismatched responses are those of TRL, each step's own ones moved on by one row."""
     from stages.align import Config
     from stages.chat import renderer_for
-    from stages.direct_alignment import DirectAlignment, MovingReference
-    from stages.preference_items import Encoder
+    from stages.direct.direct_alignment import DirectAlignment, MovingReference
+    from stages.direct.preference_items import Encoder
 
     config, data = Config(**{**COMMON, "max_length": 256, **settings}), ingested(rows, folder, **(ingest or {}))
     objective = DirectAlignment(config)
@@ -119,7 +119,7 @@ def reward(path, rows, folder, ingest=None, **settings) -> Run:
 def distill(path, teacher, rows, folder, **settings) -> Run:
     from stages.chat import renderer_for
     from stages.distill import Config, Distillation
-    from stages.modeling import freeze
+    from stages.models.modeling import freeze
     from stages.sft import encode_demonstrations
 
     config, data = Config(**{**COMMON, "max_length": 256, **settings}), ingested(rows, folder)
@@ -147,12 +147,12 @@ def on_policy(path, reference, prompts, folder, change=None, **settings) -> tupl
     """
     from stages.chat import renderer_for
     from stages.generation import prompt_rows
-    from stages.modeling import freeze
-    from stages.policy_update import PolicyGradient
-    from stages.rewards import build_rewards
+    from stages.models.modeling import freeze
+    from stages.models.sharding import Acting
+    from stages.policy.policy_update import PolicyGradient
+    from stages.reward.rewards import build_rewards
     from stages.rl import resolve_preset
     from stages.rollouts.source import Rollouts
-    from stages.sharding import Acting
     from stages.training import Trainer
 
     config = {**COMMON, "max_steps": STEPS, "prompts_per_step": 2, "num_generations": 4, "max_completion_length": 8, "reward_override": "random",

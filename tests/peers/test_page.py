@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from stages.algorithms import RL_AXES, RL_PRESETS
-from stages.direct_alignment import DirectAlignment
+from stages.direct.direct_alignment import DirectAlignment
 from stages.registry import get_stage
 from stages.rl import resolve_preset
 from tests.peers.page import DEFAULTS, OPENRLHF, PAGE, ROWS, VERL, names_of, rows_of

@@ -40,7 +40,7 @@ def both(row: Row, models, prompts, folder):
         return our_side.sft(policy, data, folder / "ours", **ours), trl_side.sft(policy, data, folder / "trl", **theirs), start()
     if section.startswith("RewardTrainer"):
         data = MARGINS if "margin" in row.theirs else PAIRS
-        from stages.reward_heads import load_reward_model
+        from stages.reward_models.reward_heads import load_reward_model
 
         return our_side.reward(reward, data, folder / "ours", **ours), trl_side.reward(reward, data, folder / "trl", **theirs), trl_side.flat(load_reward_model(reward).double())
     if section.startswith("DPOTrainer"):

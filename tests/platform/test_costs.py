@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
-from stages import usage
+from stages.running import usage
 from stages.harness import execute
 from storage import costs, records
 from tests.evaluation.conftest import tiny  # noqa: F401
@@ -72,7 +72,7 @@ def test_generated_tokens_are_those_of_the_samples_also_after_a_kill(tiny, tmp_p
 
 
 def test_a_served_judge_is_counted_by_what_the_server_says():
-    from stages.judge import ServerJudge
+    from stages.reward.judge import ServerJudge
     from tests.chat_server import chat_server
 
     usage.begin()

@@ -10,7 +10,7 @@ import pytest
 from pydantic import Field
 
 from stages import spec as spec_module
-from stages.randomness import rng, seed_for
+from stages.running.randomness import rng, seed_for
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageConfig, StageSpec, UnhashableError, canonical_key, closure_digest, parse_config, stage_key
 from storage.files import canonical_json
 
@@ -80,7 +80,7 @@ def test_canonical_json_refuses():
 @pytest.fixture
 def project(tmp_path, monkeypatch):
     for name, text in {
-        "stages/__init__.py": "", "stages/randomness.py": "", "stages/main.py": "def run(stage):\n    from stages import helper\n    return helper.f()\n",
+        "stages/__init__.py": "", "stages/running/randomness.py": "", "stages/main.py": "def run(stage):\n    from stages import helper\n    return helper.f()\n",
         "stages/helper.py": "from . import deep as d\n\ndef f():\n    return d.g()\n", "stages/deep.py": "def g():\n    '''says one'''\n    return 1\n", "stages/other.py": "x = 1\n",
     }.items():  # fmt: skip
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -174,7 +174,7 @@ def test_names_of_other_tools_lead_to_ours(typed, meant):
 def test_a_refusal_is_told_without_its_traceback_and_a_defect_with_it():
     from stages.chat import RenderError
     from stages.harness import refused_by_us
-    from stages.rewards import RewardComponent
+    from stages.reward.rewards import RewardComponent
 
     def caught(call):
         try:
@@ -190,7 +190,7 @@ def test_a_refusal_is_told_without_its_traceback_and_a_defect_with_it():
 
 
 def test_a_reward_function_may_be_a_file_and_its_text_is_the_setting(tmp_path):
-    from stages.rewards import RewardComponent
+    from stages.reward.rewards import RewardComponent
 
     (tmp_path / "mine.py").write_text("def score(prompt, completion, answer):\n    return len(completion)\n")
     assert RewardComponent(kind="python", source=str(tmp_path / "mine.py")).source == (tmp_path / "mine.py").read_text()
@@ -200,7 +200,7 @@ def test_a_reward_function_may_be_a_file_and_its_text_is_the_setting(tmp_path):
 
 def test_a_default_is_one_short_line():
     from flows.display import setting
-    from stages.rewards import RewardComponent
+    from stages.reward.rewards import RewardComponent
 
     assert setting("\n\n") == r"'\n\n'" and setting(0.5) == "0.5" and len(setting([RewardComponent(kind="verifier")])) <= 40
 
@@ -212,7 +212,7 @@ def test_parsing_sources_survives_other_threads():
     import threading
     import time
 
-    from stages import syntax
+    from stages.running import syntax
 
     source, before, problems = Path(closure_digest.__code__.co_filename).read_text(), gc.get_threshold(), []
     wanted = ast.dump(ast.parse(source))

@@ -10,6 +10,8 @@ from stages.spec import PROJECT_ROOT, imports_of
 
 LAYERS = ("storage", "stages", "tasks", "flows")  # each may import itself and those before it
 FOR_STAGES = {"storage.files", "storage.schema", "storage.datasets", "storage.checkpoints"}
+PACKAGES = ("running", "reporting", "measures", "verification", "models", "decoding", "acting", "reward_models", "reward", "evaluation", "ingestion", "direct", "policy",
+            "rollouts")  # of stages; each may import itself, those before it, and what all of them share (stages/*.py)
 FILES = sorted(p for layer in LAYERS for p in (PROJECT_ROOT / layer).rglob("*.py"))
 
 
@@ -52,6 +54,19 @@ def test_arrows(path):
             assert layer in ("flows", "tasks") or name == "storage.tracking", f"{name} imports mlflow"
         if layer == "stages" and top == "storage" and target != "storage":
             assert ".".join(target.split(".")[:2]) in FOR_STAGES, f"{name} imports {target}; stages may use {sorted(FOR_STAGES)}"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name in PACKAGES], ids=lambda p: str(p.relative_to(PROJECT_ROOT)))
+def test_arrows_between_the_packages_of_stages(path):
+    for target in wanted(path):
+        package = (*target.split("."), "")[1]
+        if target.startswith("stages.") and package in PACKAGES:
+            assert PACKAGES.index(package) <= PACKAGES.index(path.parent.name), f"{name_of(path)} imports {target}: stages/{path.parent.name} may not know stages/{package}"
+
+
+def test_every_package_of_stages_has_its_place():
+    found = {p.parent.name for p in FILES if p.parent.parent.name == "stages"}
+    assert found - {"worldgen"} == set(PACKAGES)
 
 
 @pytest.mark.parametrize("module", ["flows", "tasks", "tasks.run", "storage.store", "storage.records", "storage.tracking", "stages.registry", "stages.harness"])

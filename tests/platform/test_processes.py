@@ -51,7 +51,7 @@ def started(config, on_start=lambda process: None, seed=0):
 @FORKS
 def test_a_forked_stage_does_what_a_started_one_does(state_dir, tmp_path, trains, fresh, monkeypatch):
     forked, (command, parent, leads) = started({"steps": 9})
-    assert "stages.warm" in command and parent == processes._running.process.pid and leads
+    assert "stages.running.warm" in command and parent == processes._running.process.pid and leads
     again, (_, same, _) = started({"steps": 9}, seed=1)
     assert same == parent and again.outputs != forked.outputs
     monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "other"))
@@ -72,7 +72,7 @@ def test_who_does_not_need_the_libraries_does_not_wait_for_them(state_dir, train
     for threads in ("1", "2"):  # the number of threads can be changed behind the imports
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
         found, (command, _, _) = started({"steps": 2 + int(threads)})
-        assert "stages.warm" in command and found.perf["threads"] == int(threads)
+        assert "stages.running.warm" in command and found.perf["threads"] == int(threads)
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")  # read when torch is imported
     assert "SPEC.json" in started({"steps": 5})[1][0]
 
@@ -92,7 +92,7 @@ def test_a_killed_stage_and_a_killed_parent_cost_that_stage(state_dir, trains, f
         started({"steps": 501, "sleep": 0.02}, kill_parent)
     assert psutil.wait_procs(stages, timeout=10)[1] == []
     found, (command, new, _) = started({"steps": 5})
-    assert "stages.warm" in command and new != parent and found.outputs
+    assert "stages.running.warm" in command and new != parent and found.outputs
 
 
 @FORKS
@@ -135,18 +135,18 @@ def test_they_end_with_their_owner(tmp_path):
 
 def test_the_parent_holds_libraries_only_and_no_thread_that_a_fork_would_lose():
     """None of the project's modules, so that a stage edited between two runs runs as edited."""
-    code = ("import importlib, os, sys\nfrom pathlib import Path\nfrom stages import warm\nfor name in warm.LIBRARIES:\n    importlib.import_module(name)\n"
+    code = ("import importlib, os, sys\nfrom pathlib import Path\nfrom stages.running import warm\nfor name in warm.LIBRARIES:\n    importlib.import_module(name)\n"
             "print(sorted(m for m in sys.modules if m.split('.')[0] in ('stages', 'storage', 'tasks', 'flows')),\n"
             "      {p.read_text().strip() for p in Path('/proc/self/task').glob('*/comm') if p.parent.name != str(os.getpid())} - {'jemalloc_bg_thd'})")
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # its threads, and those of Arrow's allocator, are started again after a fork
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT_ROOT, env=environment, check=True)
-    assert done.stdout.strip() == "['stages', 'stages.warm'] set()"
+    assert done.stdout.strip() == "['stages', 'stages.running', 'stages.running.warm'] set()"
 
 
 def test_a_fork_that_cannot_use_its_gpu_becomes_a_new_interpreter(monkeypatch):
     import torch
 
-    from stages import warm
+    from stages.running import warm
 
     called = []
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)

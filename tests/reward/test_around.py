@@ -18,7 +18,7 @@ class Orders:
     """Stands for a stage: its seeded randomness."""
 
     def rng(self, *purpose):
-        from stages.randomness import rng
+        from stages.running.randomness import rng
 
         return rng(1, "test", *purpose)
 
@@ -61,8 +61,8 @@ def test_a_curriculum_and_a_pretrained_head_run_through_the_stage(tiny, rows, tr
 
 
 def test_facts_are_part_of_what_the_model_reads(tiny, rows, train):
-    from stages.reward_data import with_facts
-    from stages.reward_scorers import Response, load_scorer
+    from stages.reward_models.reward_data import with_facts
+    from stages.reward_models.reward_scorers import Response, load_scorer
 
     result = train("reward_model", {"learning_rate": 3e-3, "max_steps": 2, "batch_size": 4, "max_length": 96, "facts": True, "probe_pairs": 0},
                    {"model": tiny["policy"], "data": rows["pairs"]})
@@ -282,8 +282,8 @@ def test_earlier_rows_are_replayed_in_their_share(tiny, rows, train, tmp_path):
 
 def test_a_model_of_trajectories_reads_action_and_outcome(tiny, train, tmp_path):
     """rm.agentic: ratings of single steps (observation, action, next observation), and ranked trajectories as pairs of several turns."""
-    from stages.reward_data import transition
-    from stages.reward_scorers import Response, load_scorer
+    from stages.reward_models.reward_data import transition
+    from stages.reward_models.reward_scorers import Response, load_scorer
     from storage.datasets import write_dataset
     from storage.schema import complete_row
 

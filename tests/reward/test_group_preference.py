@@ -8,8 +8,8 @@ import torch
 
 from stages.batching import collate, make_item
 from stages.harness import execute
-from stages.preference_module import ContextLikelihood, GroupPreferenceScorer, PreferenceModule, attention_mask, gaussian_nll, points_of
-from stages.reward_scorers import Response, load_scorer
+from stages.reward_models.preference_module import ContextLikelihood, GroupPreferenceScorer, PreferenceModule, attention_mask, gaussian_nll, points_of
+from stages.reward_models.reward_scorers import Response, load_scorer
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
 from tests.common import silent
@@ -206,6 +206,6 @@ def test_pairs_become_points_and_what_is_missing_is_said(spec, tiny, rated):  # 
         with pytest.raises(Exception, match=text):
             execute(made, silent)
     with pytest.raises(ValueError, match="group=NAME"):
-        from stages.rewards import RewardComponent
+        from stages.reward.rewards import RewardComponent
 
         RewardComponent(kind="group_preference")

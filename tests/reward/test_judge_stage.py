@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stages import judging, principles
 from stages.harness import StageFailure, execute
+from stages.reward import judging, principles
 from stages.spec import ConfigError
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
@@ -293,7 +293,7 @@ def test_candidates_rankings_and_comparisons_give_pairs(judge, given):
 
 def test_a_server_that_dies_midway_is_not_asked_again_for_what_it_answered(judge, given, tmp_path, monkeypatch):
     """The first run ends with an error that says so; the next goes on behind the last answer, and ends with the bytes of one without interruption."""
-    from stages import http_json
+    from stages.running import http_json
     from storage.files import tree_digest
 
     monkeypatch.setattr(http_json, "WAITS", (0.01,))
@@ -348,7 +348,7 @@ def test_kill9_ends_with_the_same_bytes(given, tmp_path, tiny, forks):
 
 
 def test_a_judge_that_cannot_be_read_or_asked_is_said_at_once(judge, given, tiny, monkeypatch):
-    from stages import http_json
+    from stages.running import http_json
 
     monkeypatch.setattr(http_json, "WAITS", ())
     data = {"data": given("pairs/1", pairs(30))}

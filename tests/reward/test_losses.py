@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from stages.batching import collate, plan
-from stages.reward_data import Drop, annotator_shifts, balanced, encode, pair_difficulty, ranking_items, standardise
-from stages.reward_heads import (ChatReader, add_gain_bias, drop_lm_head, keep_lm_head, new_reward_model, reader_for, resolve_pooling, response_outputs,
+from stages.reward_models.reward_data import Drop, annotator_shifts, balanced, encode, pair_difficulty, ranking_items, standardise
+from stages.reward_models.reward_heads import (ChatReader, add_gain_bias, drop_lm_head, keep_lm_head, new_reward_model, reader_for, resolve_pooling, response_outputs,
                                  score_head)
-from stages.reward_losses import RewardLoss
+from stages.reward_models.reward_losses import RewardLoss
 from stages.reward_model import Config
-from stages.reward_objectives import READ_BY, REWARD_OBJECTIVES, objective_for
+from stages.reward_models.reward_objectives import READ_BY, REWARD_OBJECTIVES, objective_for
 from stages.spec import ConfigError
 from storage.datasets import open_dataset
 
@@ -25,7 +25,7 @@ def setup(path, data, objective, n=4, outputs=1, **settings):
     row = REWARD_OBJECTIVES[objective]
     config = Config(objective=objective, max_length=96, **{**dict(row.settings), **settings})
     if row.reads == "labels":
-        from stages.modeling import load_policy
+        from stages.models.modeling import load_policy
         model, pooling = load_policy(path).double(), "last"
     else:
         model = new_reward_model(path, seed=1, outputs=outputs).double()
@@ -184,7 +184,7 @@ def test_a_step_equals_an_independent_computation(tiny, rows, name):
 
 
 def test_every_objective_is_among_the_cases():
-    from stages.reward_objectives import REWARD_OBJECTIVES
+    from stages.reward_models.reward_objectives import REWARD_OBJECTIVES
 
     assert {objective for _, objective, _, _ in CASES.values()} == set(REWARD_OBJECTIVES)
 
@@ -342,7 +342,7 @@ def test_comparisons_that_the_cut_makes_the_same_are_dropped_and_cuts_are_counte
 
 
 def test_two_responses_make_all_ranking_losses_equal():
-    from stages.reward_losses import kwise_pairs, plackett_luce
+    from stages.reward_models.reward_losses import kwise_pairs, plackett_luce
 
     (item,) = ranking([1, 2], objective="plackett_luce")
     batch = SimpleNamespace(items=[item])
@@ -373,7 +373,7 @@ def test_outcomes_are_balanced_per_prompt():
 def test_steps_keep_their_borders(tiny):
     """A label sits on the last separator token of its step, and nothing of two steps is one token."""
     from stages.chat import renderer_for
-    from stages.reward_data import step_ids
+    from stages.reward_models.reward_data import step_ids
 
     reader = ChatReader(renderer_for(tiny["policy"]), 96)
     ids, ends = step_ids(reader, ["two plus", "two"], "\n\n")
@@ -382,7 +382,7 @@ def test_steps_keep_their_borders(tiny):
 
 
 def test_labels_behind_the_first_error_are_not_used(tiny, rows):
-    from stages.reward_data import step_items
+    from stages.reward_models.reward_data import step_items
 
     data = [r for r in open_dataset(rows["steps"]).iter_rows(split="train") if -1 in r["labels"]][0]
     reader = reader_for(tiny["policy"], new_reward_model(tiny["policy"], outputs=2), 96)
@@ -392,7 +392,7 @@ def test_labels_behind_the_first_error_are_not_used(tiny, rows):
 
 def test_steps_that_do_not_fit_divide_nothing(tiny, rows):
     """rm.prm: the mean over the labelled steps that the model reads; a cut solution is counted, and weights do not enter shares."""
-    from stages.reward_data import step_items
+    from stages.reward_models.reward_data import step_items
 
     data = {**next(r for r in open_dataset(rows["steps"]).iter_rows(split="train") if -1 not in r["labels"]), "weight": 3.0}
     reader, dropped = reader_for(tiny["policy"], new_reward_model(tiny["policy"], outputs=2), 96), Counter()
@@ -505,7 +505,7 @@ def test_any_architecture_carries_a_head(name, tmp_path):
     import transformers
 
     from stages.batching import make_item
-    from stages.reward_heads import load_reward_model
+    from stages.reward_models.reward_heads import load_reward_model
 
     both, sizes = ARCHITECTURES[name]
     torch.manual_seed(0)

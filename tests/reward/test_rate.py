@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from stages import judge
 from stages.harness import execute
 from stages.rate import ASPECTS, parse_ranking, parse_ratings
+from stages.reward import judge
 from storage.datasets import open_dataset, write_dataset
 from storage.files import tree_digest
 from storage.schema import complete_row

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from stages import http_json
 from stages.chat import renderer_for
-from stages.rewards import RewardComponent, Rewards, build_rewards
+from stages.reward.rewards import RewardComponent, Rewards, build_rewards
+from stages.running import http_json
 from tests.chat_server import chat_server
 from tests.common import assistant, user
 

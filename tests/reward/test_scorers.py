@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from stages import judge as judging
+from stages.reward import judge as judging
 from stages.chat import renderer_for
-from stages.reward_eval import auc, judge_pairs, length_residual, stronger_model_share, warn_about
-from stages.reward_heads import RewardCard, load_reward_model, new_reward_model, save_reward_model
-from stages.reward_scorers import (ComparingScorer, Response, aggregate_steps, combine_members, label_probability, load_scorer, positive, safety_gate,
+from stages.reward_models.reward_eval import auc, judge_pairs, length_residual, stronger_model_share, warn_about
+from stages.reward_models.reward_heads import RewardCard, load_reward_model, new_reward_model, save_reward_model
+from stages.reward_models.reward_scorers import (ComparingScorer, Response, aggregate_steps, combine_members, label_probability, load_scorer, positive, safety_gate,
                                    split_steps)
-from stages.rewards import RewardComponent, build_rewards
+from stages.reward.rewards import RewardComponent, build_rewards
 from stages.selection import convincing_wrong, uncertain
 from stages.spec import ConfigError
 from tests.chat_server import chat_server
@@ -123,7 +123,7 @@ def test_an_ensemble_combines_calibrated_members_and_logs_their_spread(tiny, row
 
 
 def test_an_implicit_reward_is_beta_times_the_log_ratio(tiny, train):
-    from stages.evaluation.likelihood import response_logps
+    from stages.decoding.likelihood import response_logps
 
     result = train("reward_combine", {"combine": "implicit", "beta": 0.2}, {"policy": tiny["other"], "reference": tiny["policy"]})
     scorer = load_scorer(result["outputs"]["model"]["path"])
@@ -330,7 +330,7 @@ def test_an_answer_cannot_pose_as_another_part_of_the_request(mode):
 
 def test_a_judge_forgets_what_was_unused_for_the_longest(monkeypatch):
     """The numbers are those of a judge that keeps everything; a call may ask for more than is kept."""
-    from stages import judge as module
+    from stages.reward import judge as module
 
     def rated(text, words):
         return [float((len(text) * k) % 7) for k in range(len(words))]
@@ -409,7 +409,7 @@ SIZED = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(WHOLE)
     (b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 500\r\n\r\ncut", "HTTP 502: cut")])
 def test_an_answer_that_is_broken_on_its_way_is_asked_for_again(broken, said, monkeypatch):
     """Whatever is wrong with an answer is a ServerError, of which the next answer tells whether it passes; no other exception ends a run."""
-    from stages import http_json
+    from stages.running import http_json
 
     monkeypatch.setattr(http_json, "WAITS", (0.01, 0.01))
     with broken_server(lambda connection, number: connection.sendall(broken if number < 3 else SIZED + WHOLE)) as (url, asked):
@@ -421,7 +421,7 @@ def test_an_answer_that_is_broken_on_its_way_is_asked_for_again(broken, said, mo
 
 def test_an_answer_has_one_deadline_however_its_bytes_come(monkeypatch):
     """Servers send blank lines to keep a waiting request alive: a socket's own time-out would begin anew with each."""
-    from stages import http_json
+    from stages.running import http_json
 
     monkeypatch.setattr(http_json, "WAITS", ())
 
@@ -440,7 +440,7 @@ def test_an_answer_has_one_deadline_however_its_bytes_come(monkeypatch):
 
 def test_half_a_character_of_a_server_can_be_written(tmp_path):
     """JSON can say half of a surrogate pair, which no dataset can hold: a run would end at it, and with a journal of answers end there again."""
-    from stages import http_json
+    from stages.running import http_json
 
     with chat_server(lambda body: {"message": {"content": "so \ud83d or \U0001f600"}, "finish_reason": "stop"}) as server:
         text = http_json.said(http_json.ChatServer(server.url, "judge").ask(user("q")))
@@ -460,7 +460,7 @@ def test_an_answer_that_a_filter_withholds_is_that_requests(monkeypatch):
 
 def test_a_served_judge_is_asked_for_many_answers_at_once_and_again_where_it_is_overloaded(monkeypatch):
     """Eight requests are under way at a time; 429 is asked again after what the server says; a refused request is that answer's, which has no score and says why."""
-    from stages import http_json
+    from stages.running import http_json
 
     monkeypatch.setattr(http_json, "WAITS", (0.01, 0.01))
     overloaded, slept = set(), []
@@ -502,8 +502,8 @@ def test_a_served_judge_is_asked_for_many_answers_at_once_and_again_where_it_is_
 def test_a_rule_reads_tags_that_are_special_tokens(tiny):
     """The text of an answer keeps the tags of its parts, wherever it is decoded, and loses the other special tokens; a tokenizer without them reads as before."""
     from stages.chat import load_tokenizer
-    from stages.sampler import DerivedText, text_of
-    from stages.sampling import SamplingParams
+    from stages.decoding.sampler import DerivedText, text_of
+    from stages.decoding.sampling import SamplingParams
 
     tokenizer = load_tokenizer(tiny["policy"])
     plain = tokenizer("a <b> c", add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
@@ -600,9 +600,9 @@ def test_advice_names_settings_that_the_objective_reads(objective, advised):
 
 def test_ratings_are_judged_by_what_was_learned_of_them(monkeypatch):
     """rm.regression: the weighted sum of the attributes, of rows that have them; intervals are over prompts, not over their pairs."""
-    from stages.reward_eval import judge_ratings
+    from stages.reward_models.reward_eval import judge_ratings
 
-    monkeypatch.setattr("stages.reports.scatter", lambda *a, **k: b"")
+    monkeypatch.setattr("stages.reporting.reports.scatter", lambda *a, **k: b"")
     rng = np.random.default_rng(0)
     rows = [{"row_id": str(i), "prompt_id": str(i % 6), "prompt": user("q"), "completion": assistant(str(i)), "score": float(rng.normal()),
              "aspects": [{"aspect": "help", "score": float(i % 7)}, *([{"aspect": "truth", "score": float(i % 5)}] if i % 4 else [])]} for i in range(60)]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from stages.reward_scorers import Response, load_scorer
+from stages.reward_models.reward_scorers import Response, load_scorer
 from stages.spec import PROJECT_ROOT, ConfigError
 from tests.common import assistant, user
 from tests.reward.conftest import better, worse
@@ -20,7 +20,7 @@ CASES = {
 }
 SCORE = """
 import json, sys
-from stages.reward_scorers import Response, load_scorer
+from stages.reward_models.reward_scorers import Response, load_scorer
 rows = [Response(p, c) for p, c in json.load(open(sys.argv[1]))]
 print(json.dumps([load_scorer(path).score(rows) for path in sys.argv[2:]]))
 """
@@ -55,7 +55,7 @@ def test_a_guard_classifier_is_a_reward_beside_accuracy(tiny, rows, train):
     """reward.safety: a classifier of labelled answers, read as a probability of the whole answer, weighted beside the verifier."""
     import math
 
-    from stages.rewards import RewardComponent, build_rewards
+    from stages.reward.rewards import RewardComponent, build_rewards
 
     path = train("reward_model", {**COMMON, "objective": "pointwise_bce"}, {"model": tiny["policy"], "data": rows["labels"]})["outputs"]["model"]["path"]
     scorer = load_scorer(path)
@@ -192,7 +192,7 @@ def test_spoiled_copies_of_answers_are_learned_to_be_worse(tiny, rows, train):
     """spoiled_fraction: so many of the rows trained on are an answer over a spoiled copy of it, by the probes named; these fool the model no more."""
     import numpy as np
 
-    from stages.evaluation.reward_model import PROBES, probes
+    from stages.measures.reward_model import PROBES, probes
 
     assert set(PROBES) == set(probes("Three words and 7.", np.random.default_rng(0), "What?"))
     inputs = {"model": tiny["policy"], "data": rows["pairs"]}

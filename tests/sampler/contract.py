@@ -1,4 +1,4 @@
-"""What every sampling engine promises (``stages.engines.Engine``), as checks that take an engine and know nothing of its kind.
+"""What every sampling engine promises (``stages.decoding.engines.Engine``), as checks that take an engine and know nothing of its kind.
 
 ``tests/sampler/test_engines.py`` runs all of them over the built-in engine, vLLM's adapter (against a stand-in of the package), a
 server with vLLM's interface and a real `transformers serve`. A new engine is one more fixture there.
@@ -7,8 +7,8 @@ server with vLLM's interface and a real `transformers serve`. A new engine is on
 import pytest
 import torch
 
-from stages.sampler import SamplerError, SamplingParams
-from stages.sampling import keep_threshold, processed_logits, scaled_logits
+from stages.decoding.sampler import SamplerError, SamplingParams
+from stages.decoding.sampling import keep_threshold, processed_logits, scaled_logits
 
 STOPS = frozenset({2, 7, 9, 40, 41})  # 2 is the tiny tokenizer's <|im_end|>
 PROMPTS = [[1, 40, 50, 60], [1, 70, 71, 72, 73, 74], [1, 90]]

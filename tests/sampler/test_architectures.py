@@ -6,8 +6,8 @@ import torch
 import transformers
 
 from stages.batching import make_item
-from stages.decoders import DecoderError, GenericDecoder, LeanDecoder, WholeDecoder, make_decoder, why_not_lean
-from stages.sampler import Sampler, SamplingParams
+from stages.decoding.decoders import DecoderError, GenericDecoder, LeanDecoder, WholeDecoder, make_decoder, why_not_lean
+from stages.decoding.sampler import Sampler, SamplingParams
 from tests.architectures import FAST, MODELS, OTHER, VOCABULARY, build, own_logps
 
 STATEFUL = {"qwen3.5", "lfm2"}  # decoded whole

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from stages.engines import EngineError, write_weights
-from stages.sampler import Sampler, SamplerError, SamplingParams
+from stages.decoding.engines import EngineError, write_weights
+from stages.decoding.sampler import Sampler, SamplerError, SamplingParams
 from tests.evaluation.conftest import tiny  # noqa: F401
 from tests.sampler import contract, fake_vllm
 from tests.sampler.servers import transformers_serve, vllm_server
@@ -18,7 +18,7 @@ ENGINES = ("builtin", "vllm", "vllm-server", "transformers-serve")
 def made(tiny):  # noqa: F811
     """{"policy", "other": (path, model)}, "tokenizer"."""
     from stages.chat import load_tokenizer
-    from stages.modeling import freeze, load_policy
+    from stages.models.modeling import freeze, load_policy
 
     found = {name: (tiny[name], freeze(load_policy(tiny[name], "cpu"))) for name in ("policy", "other")}
     return found | {"tokenizer": load_tokenizer(tiny["policy"])}
@@ -35,8 +35,8 @@ def engines(made, request, monkeypatch):
     """``engines(kind)`` -> a fresh engine over the policy."""
     with contextlib.ExitStack() as stack:
         def build(kind):
-            from stages.server_engine import ServerEngine
-            from stages.vllm_engine import VLLMEngine
+            from stages.decoding.server_engine import ServerEngine
+            from stages.decoding.vllm_engine import VLLMEngine
 
             path, model = made["policy"]
             if kind == "builtin":
@@ -141,7 +141,8 @@ def test_a_vllm_that_cannot_reload_from_a_directory_is_named(engines, monkeypatc
 
 
 def test_a_server_row_is_asked_for_twice_and_then_named(made, monkeypatch):
-    from stages import http_json, server_engine
+    from stages.decoding import server_engine
+    from stages.running import http_json
 
     monkeypatch.setattr(http_json, "WAITS", (0.0,))
     path = made["policy"][0]
@@ -157,7 +158,7 @@ def test_a_server_row_is_asked_for_twice_and_then_named(made, monkeypatch):
 
 
 def test_servers_refuse_what_they_cannot_do(made, engines):
-    from stages.server_engine import ServerEngine
+    from stages.decoding.server_engine import ServerEngine
 
     path = made["policy"][0]
     with pytest.raises(EngineError, match="write engine_url with its /v1"):
@@ -175,7 +176,7 @@ def test_servers_refuse_what_they_cannot_do(made, engines):
 
 
 def test_a_missing_vllm_says_what_to_do(made, monkeypatch):
-    from stages.vllm_engine import VLLMEngine
+    from stages.decoding.vllm_engine import VLLMEngine
 
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(EngineError, match="pip install vllm"):
@@ -196,7 +197,7 @@ def test_pushed_weights_are_the_policys_with_lora_merged_and_the_policy_unchange
     before = {name: p.clone() for name, p in model.named_parameters()}
     write_weights(model, made["tokenizer"], tmp_path / "new")
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
-    from stages.modeling import load_policy
+    from stages.models.modeling import load_policy
 
     read, ids = load_policy(str(tmp_path / "new"), "cpu").eval(), torch.tensor([[1, 40, 50, 60, 70]])
     with torch.inference_mode():

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from stages.decoding.sampler import Completion, DerivedText, Sampler, SamplerError, SamplingParams, text_of
+from stages.decoding.sampling import processed_logits
 from stages.generation import Sample, continuations, sample_with_room, sampling_params
-from stages.sampler import Completion, DerivedText, Sampler, SamplerError, SamplingParams, text_of
-from stages.sampling import processed_logits
 from tests.sampler.conftest import SHAPE
 from tests.sampler.contract import filtered_log_softmax
 
@@ -190,7 +190,7 @@ def test_a_stop_string_across_tokens_and_characters_of_several_bytes():
 @pytest.mark.parametrize("finish", ["content_filter", None, "abort"])
 def test_a_text_that_a_server_broke_off_is_no_completion(tokenizer, finish):
     """It was taken for one that the model had ended, an end token behind it."""
-    from stages.server_engine import ServerEngine
+    from stages.decoding.server_engine import ServerEngine
 
     engine = ServerEngine.__new__(ServerEngine)
     engine.api, engine.tokenizer, engine.model, engine.url = "openai", tokenizer, "m", "http://127.0.0.1:9/v1"

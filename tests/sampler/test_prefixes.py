@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from stages import prefixes
-from stages import sampler as sampler_module
-from stages.decoders import GenericDecoder, LeanDecoder, make_decoder, SlotKV, Trunks
-from stages.prefixes import shared_beginnings
-from stages.sampler import Sampler, SamplingParams
+from stages.decoding import prefixes
+from stages.decoding import sampler as sampler_module
+from stages.decoding.decoders import GenericDecoder, LeanDecoder, make_decoder, SlotKV, Trunks
+from stages.decoding.prefixes import shared_beginnings
+from stages.decoding.sampler import Sampler, SamplingParams
 from tests.sampler.test_sampler import ENGINES, ids_of, trainer_logps
 
 
@@ -232,7 +232,7 @@ def test_short_prompts_keep_columns_of_their_own(models, made):
 def test_letters_behind_shared_examples_have_the_same_log_probs(models, monkeypatch, name):
     """multiple_choice=letter with few_shot: one pass over the examples, and over each question without them."""
     from stages.batching import make_item
-    from stages.evaluation import likelihood
+    from stages.decoding import likelihood
 
     model, rng = models(name), random.Random(4)
     draw = lambda n: [rng.randrange(96) for _ in range(n)]

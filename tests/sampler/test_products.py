@@ -1,10 +1,11 @@
-"""Float32 products on the CPU by oneDNN or MKL (stages/products.py): the same numbers to rounding, chosen by the processor's vendor."""
+"""Float32 products on the CPU by oneDNN or MKL (stages/models/products.py): the same numbers to rounding, chosen by the processor's vendor."""
 
 import pytest
 import torch
 
-from stages import decoders, products
-from stages.sampler import Sampler, SamplingParams
+from stages.decoding import decoders
+from stages.decoding.sampler import Sampler, SamplingParams
+from stages.models import products
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="a torch without oneDNN")
 

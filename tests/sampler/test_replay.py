@@ -1,13 +1,13 @@
-"""Steps of fixed shapes that are captured and replayed (stages/replay.py), with a capture that stands for a CUDA graph: it always computes from the same
+"""Steps of fixed shapes that are captured and replayed (stages/decoding/replay.py), with a capture that stands for a CUDA graph: it always computes from the same
 buffers and always writes the same one."""
 
 import numpy as np
 import pytest
 import torch
 
-from stages import replay
-from stages.decoders import LeanDecoder, copied_as
-from stages.sampler import Sampler, SamplingParams
+from stages.decoding import replay
+from stages.decoding.decoders import LeanDecoder, copied_as
+from stages.decoding.sampler import Sampler, SamplingParams
 
 PARAMS = {
     "plain": SamplingParams(max_new_tokens=40, stop_ids=frozenset(range(12))),
@@ -39,7 +39,7 @@ def as_on_cuda(monkeypatch):
     monkeypatch.setattr(LeanDecoder, "wants_blocks", property(lambda self: False))
     monkeypatch.setattr(replay, "cuda_graphs", lambda: graph_like(log))
     monkeypatch.setattr(replay, "COLUMNS", 16)  # rows of these models have 96 tokens at most
-    monkeypatch.setattr("stages.sampler.COLUMN_STEP", 16)
+    monkeypatch.setattr("stages.decoding.sampler.COLUMN_STEP", 16)
     return log
 
 

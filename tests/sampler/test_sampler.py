@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from stages.decoders import GenericDecoder, LeanDecoder, make_decoder, why_not_lean
-from stages.sampler import Sampler, SamplerError, SamplingParams
+from stages.decoding.decoders import GenericDecoder, LeanDecoder, make_decoder, why_not_lean
+from stages.decoding.sampler import Sampler, SamplerError, SamplingParams
 from tests.sampler.contract import filtered_log_softmax
 
 ENGINES = [("llama", True), ("llama", False), ("llama3-rope", True), ("qwen2", True), ("qwen2", False), ("qwen3", True),
@@ -206,7 +206,7 @@ PROCESSORS = dict(repetition_penalty=1.5, frequency_penalty=0.4, presence_penalt
 
 @pytest.mark.parametrize("name, lean", [("llama", True), ("gpt2", False)])
 def test_penalties_are_in_the_log_probs_and_rows_do_not_see_each_other(models, prompts, tokenizer, name, lean):
-    from stages.sampling import bad_word_ids, processed_logits
+    from stages.decoding.sampling import bad_word_ids, processed_logits
 
     model = models(name)
     params = SamplingParams(max_new_tokens=14, stop_ids=set(range(20, 40)), temperature=0.9, top_p=0.95, **PROCESSORS)

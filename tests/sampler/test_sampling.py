@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.sampling import SamplingParams, bad_word_ids, keep_threshold, processed_logits, sample_step, uniforms
+from stages.decoding.sampling import SamplingParams, bad_word_ids, keep_threshold, processed_logits, sample_step, uniforms
 from tests.sampler.contract import filtered_log_softmax
 
 LOGITS = torch.log(torch.tensor([[0.05, 0.40, 0.15, 0.30, 0.10]]))

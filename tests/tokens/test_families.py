@@ -223,9 +223,9 @@ def test_the_row_that_a_template_refuses_is_named():
     from stages.distill import behind_context
     from stages.generation import prompt_rows
     from stages.pairs import encode_pairs
-    from stages.preference_items import Encoder
-    from stages.reward_data import build
-    from stages.reward_heads import ChatReader
+    from stages.direct.preference_items import Encoder
+    from stages.reward_models.reward_data import build
+    from stages.reward_models.reward_heads import ChatReader
     from stages.sft import encode_demonstrations
 
     gemma = renderer_of("gemma")

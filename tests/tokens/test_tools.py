@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stages.chat import RenderError, Renderer
-from stages.tools import BadCall, in_text, stored_calls, stored_tools, system_message
+from stages.acting.tools import BadCall, in_text, stored_calls, stored_tools, system_message
 from tests.tokens.test_families import QWEN3, SPECIALS, spans, tokenizer_of
 
 HERMES = ("{% if tools %}{{ '<|im_start|>system\n' }}{% if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}{{ '<tools>' }}{% for tool in tools %}{{ '\n' }}{{ tool | tojson }}"

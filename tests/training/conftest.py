@@ -62,7 +62,7 @@ def half(tiny, tmp_path_factory):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from stages.reward_heads import load_reward_model, read_card, save_reward_model
+    from stages.reward_models.reward_heads import load_reward_model, read_card, save_reward_model
 
     root, paths = tmp_path_factory.mktemp("half"), {}
     for name in ("policy", "other"):

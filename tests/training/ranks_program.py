@@ -5,10 +5,10 @@ import sys
 import numpy as np
 import torch
 
-from stages import ranks
-from stages.reward_heads import new_reward_model
-from stages.sharding import whole
-from stages.modeling import load_policy
+from stages.running import ranks
+from stages.reward_models.reward_heads import new_reward_model
+from stages.models.sharding import whole
+from stages.models.modeling import load_policy
 from stages.training import Trainer
 from tests.training.test_invariance import objectives
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from stages import pending, ranks, sharding
-from stages.adapters import add_lora
 from stages.chat import load_tokenizer
-from stages.modeling import load_policy, save_policy
-from stages.reward_heads import RewardCard, load_reward_model, new_reward_model, save_reward_model, score_head
+from stages.models import pending, sharding
+from stages.models.adapters import add_lora
+from stages.models.modeling import load_policy, save_policy
+from stages.reward_models.reward_heads import RewardCard, load_reward_model, new_reward_model, save_reward_model, score_head
+from stages.running import ranks
 from stages.settings import OptimizerConfig
 from stages.training import Trainer
 

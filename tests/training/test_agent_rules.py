@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stages import randomness
 from stages.generation import Sample
-from stages.rewards import RewardComponent, build_rewards
+from stages.reward.rewards import RewardComponent, build_rewards
 from stages.rl import Config
 from stages.rollouts.groups import Group
 from stages.rollouts.prompts import PromptOrder
+from stages.running import randomness
 from storage.datasets import open_dataset
 from tests.training.test_agents import COUNTDOWN, SMALL, rows_of, train
 
@@ -65,7 +65,7 @@ def test_one_unreadable_score_does_not_make_a_batch_unscorable(monkeypatch):
         reads_ids_of = staticmethod(lambda renderer: False)
         score = staticmethod(lambda responses: [1.0, math.nan, 3.0])
 
-    from stages.rewards import Rewards
+    from stages.reward.rewards import Rewards
 
     found = Rewards([component], {"model": Scorer}, None).score([row("x", prompt=[]) for _ in range(3)])
     assert [s.total for s in found] == [pytest.approx(-1.0), None, pytest.approx(1.0)] and "no readable" in found[1].reasons["model"]
@@ -80,7 +80,7 @@ def test_a_milestone_that_is_no_regular_expression_is_refused_with_what_to_write
 
 def test_no_tool_call_costs_a_trajectory():
     """Whatever the policy writes is answered: an episode that it could crash would be one that it is not judged by."""
-    from stages.tools import ToolEnvironment
+    from stages.acting.tools import ToolEnvironment
 
     for syntax, action in (("json", '<tool_call>{"name": "calculator", "arguments": [[1, 2], ["a", 3]]}</tool_call>'), ("json", '<tool_call>{"name": "calculator", "arguments": "ab"}</tool_call>'),
                            ("python", f"calculator(expression=0x{'f' * 5000})"), ("python", f"calculator(expression={'-' * 5000}1)")):
@@ -105,7 +105,7 @@ def test_a_length_reward_may_come_late_and_every_token_may_cost():
 # --- debates ---------------------------------------------------------------------------------------------------------------
 
 def test_judge_accuracy_is_over_what_the_judge_answered():
-    from stages.debate import debate_metrics
+    from stages.reward.debate import debate_metrics
 
     def debater(seat, **parts):
         debate = {"answers": ["yes", "no"], "seat": seat, "said": [[], []]}
@@ -125,7 +125,7 @@ def test_judge_accuracy_is_over_what_the_judge_answered():
 def test_an_average_member_of_a_group_with_a_signal_is_one_of_its_members(preset):
     """zero_advantage=mask drops groups: a completion as good as the mean stays in the denominators of an informative one."""
     from stages.algorithms import rl_preset
-    from stages.credit import Batch, assign
+    from stages.policy.credit import Batch, assign
 
     totals, group = np.array([0.0, 0.5, 1.0, 0.3, 0.3]), np.array([0, 0, 0, 1, 1])
     steps = [([1], [float(r)]) for r in totals]
@@ -200,7 +200,7 @@ def test_completions_that_could_not_be_scored_change_no_pass_rate():
 
 
 def test_reranking_drops_equal_rewards_and_keeps_what_it_knows_nothing_about():
-    from stages.schedules import learning_scores, rerank
+    from stages.policy.schedules import learning_scores, rerank
 
     assert np.mean([0.1] * 3) != 0.1, "the mean of equal rewards rounds"
     assert rerank(learning_scores({"a": [0.1] * 3, "b": [0.7] * 6, "c": [0.0, 0.5]})) == (["c"], ["a", "b"])
@@ -214,7 +214,7 @@ def test_reranking_drops_equal_rewards_and_keeps_what_it_knows_nothing_about():
 
 
 def test_prompts_are_ranked_by_what_one_asks_for():
-    from stages.schedules import learning_scores
+    from stages.policy.schedules import learning_scores
 
     rewards, logps = {"a": [0.0, 0.0, 0.0, 1.0], "b": [0.4, 0.6], "c": [0.2, 0.2]}, {"a": [-0.1, -0.3], "b": [-1.0], "c": [-9.0]}
     assert learning_scores(rewards) == pytest.approx({"a": 0.375, "b": 0.1, "c": 0.0})
@@ -280,11 +280,11 @@ def test_stored_trajectories_are_trained_on_their_own_tokens(tiny, data, spec):
 
 def test_the_models_positions_end_a_trajectory(tiny, data):
     """The context limit truncates like the completion limit; first messages that leave no room cost their own trajectories."""
-    from stages.agents import Agent
+    from stages.acting.agents import Agent
     from stages.chat import renderer_for
+    from stages.decoding.sampler import Sampler
     from stages.generation import sampling_params
-    from stages.modeling import load_policy
-    from stages.sampler import Sampler
+    from stages.models.modeling import load_policy
 
     config = Config(environment=COUNTDOWN, environment_options={"turns": 9}, max_turns=9, max_turn_length=8, max_completion_length=400)
     renderer, model = renderer_for(tiny["policy"]), load_policy(tiny["policy"])

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from stages.agents import Agent
+from stages.acting.agents import Agent
+from stages.acting.environments import EnvironmentFailure, EnvironmentLimits, EnvironmentPool
 from stages.chat import renderer_for
-from stages.environments import EnvironmentFailure, EnvironmentLimits, EnvironmentPool
+from stages.decoding.sampler import Sampler
 from stages.generation import sampling_params
 from stages.harness import execute
-from stages.modeling import load_policy
+from stages.models.modeling import load_policy
+from stages.models.sharding import Acting
 from stages.rl import Config
-from stages.sampler import Sampler
-from stages.sharding import Acting
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
 
@@ -267,7 +267,7 @@ def test_components_of_a_trajectory_are_paid_turn_by_turn(tiny, data, spec):
 
 
 def test_blends_and_length_rewards_of_groups():
-    from stages.rewards import RewardComponent, build_rewards
+    from stages.reward.rewards import RewardComponent, build_rewards
 
     def scored(components, rows):
         return build_rewards([RewardComponent(**c) for c in components], {}).score(rows)
@@ -294,7 +294,7 @@ def test_blends_and_length_rewards_of_groups():
 # --- tools -------------------------------------------------------------------------------------------------------------------
 
 def test_tools_answer_calls_and_failures_are_observations():
-    from stages.tools import ToolEnvironment, parse_calls, render_call
+    from stages.acting.tools import ToolEnvironment, parse_calls, render_call
 
     def task(**more):
         return {"prompt": [{"role": "user", "content": "q"}], "answer": "7", "answer_type": "integer", "extra_json": json.dumps({"verifier": "world", "table": {"red lamp": "7"}}), **more}
@@ -322,8 +322,8 @@ def test_tools_answer_calls_and_failures_are_observations():
 
 def test_the_worlds_tool_tasks_are_solved_by_their_own_calls(tmp_path):
     """The calls of a careful worker lead to the verified goal; a shop's answers are in one split; the rest of the world stays as it is."""
-    from stages import randomness
-    from stages.tools import ToolEnvironment
+    from stages.acting.tools import ToolEnvironment
+    from stages.running import randomness
     from stages.worldgen import tool_tasks
 
     def rng_of(*purpose):
@@ -392,7 +392,7 @@ def test_an_agent_is_evaluated_in_its_environment(tiny, spec):
 
 def test_continuations_start_where_a_trajectory_was(tiny, data):
     """Actions of a prefix are played again, its tokens and rewards are kept, and what follows is sampled anew (VINEPPO in an environment)."""
-    from stages.agents import prefix_of
+    from stages.acting.agents import prefix_of
 
     config = Config(environment=COUNTDOWN, environment_options={"turns": 3}, max_turns=4, max_turn_length=8, max_completion_length=120)
     renderer, rows = renderer_for(tiny["policy"]), [(r, []) for r in open_dataset(data["prompts"]).iter_rows()][:3]
@@ -434,14 +434,14 @@ def test_values_of_vineppo_are_what_continuations_earn(tiny, data, spec):
 
 def test_continuations_that_an_engine_lost_are_left_out(tiny, data, spec):
     """A value is the mean of the continuations there are; where there is none, the last known one, and the group's mean reward for a prompt."""
+    from stages.decoding.sampler import Completion
     from stages.generation import prompt_rows
     from stages.harness import Stage
     from stages.registry import get_stage
-    from stages.rewards import build_rewards
+    from stages.reward.rewards import build_rewards
     from stages.rl import resolve_preset
     from stages.rollouts.source import Rollouts
     from stages.rollouts.steps import monte_carlo
-    from stages.sampler import Completion
 
     config = {**ANSWERS, "preset": "vineppo", "vine_samples": 3, "step_separator": "e", "max_completion_length": 24,
               "rewards": [{"kind": "regex", "pattern": r"[ -~]\Z"}]}
@@ -482,7 +482,7 @@ def test_continuations_that_an_engine_lost_are_left_out(tiny, data, spec):
 
 
 def test_prompts_are_admitted_by_pass_at_k(tiny, data, spec, tmp_path):
-    from stages.schedules import pass_at_k_band
+    from stages.policy.schedules import pass_at_k_band
 
     counts = {"a": (4, 4), "b": (4, 2), "c": (4, 1), "d": (4, 0)}
     assert pass_at_k_band(counts, 1, [0.75, 0.5, 0.25, 0.0], 0.0) == ["a"] and pass_at_k_band(counts, 1, [0.75, 0.5, 0.25, 0.0], 0.3) == ["a", "b"]
@@ -509,7 +509,7 @@ def test_prompts_are_admitted_by_pass_at_k(tiny, data, spec, tmp_path):
 
 def test_self_paced_rl_lets_harder_prompts_in(tiny, data, spec, tmp_path):
     """SELF-PACED: v = 1 iff the share of wrong answers is below 1/K, strictly; 1/K grows by a constant factor; the easiest where it would admit none."""
-    from stages.schedules import self_paced_admitted
+    from stages.policy.schedules import self_paced_admitted
 
     counts = {"a": (4, 4), "b": (4, 2), "c": (4, 1), "d": (4, 0)}
     assert self_paced_admitted(counts, (0.5, 2.0), 0.0) == ["a"] and self_paced_admitted(counts, (0.5, 2.0), 0.5) == ["a", "b", "c"], "1/K is 1 half way: a loss of 1 waits"
@@ -550,10 +550,10 @@ def test_prompts_outside_the_difficulty_band_are_left_out(tiny, data, spec, tmp_
 
 
 def test_debaters_are_paid_by_the_judge_and_trained_on_their_own_words(tiny, spec, tmp_path):
-    from stages.debate import JUDGE, case
-    from stages.judge import Judge, LocalJudge
-    from stages.reward_heads import RewardCard
-    from stages.reward_scorers import Response
+    from stages.reward.debate import JUDGE, case
+    from stages.reward.judge import Judge, LocalJudge
+    from stages.reward_models.reward_heads import RewardCard
+    from stages.reward_models.reward_scorers import Response
 
     tasks = [complete_row("prompts/1", {"prompt": [{"role": "user", "content": f"is {i} even?"}], "answer": "yes" if i % 2 == 0 else "no",
                                         "extra_json": '{"answers": ["yes", "no"]}'}, dataset="d", source="s", origin="human") for i in range(2)]
@@ -595,11 +595,11 @@ def test_debaters_are_paid_by_the_judge_and_trained_on_their_own_words(tiny, spe
 
 def test_a_debate_is_evaluated_before_a_judge(tiny, spec, tmp_path):
     """eval.debate: every debater is a row; judge accuracy and win rate of the first side follow from the judge's own answers."""
-    from stages.debate import case, outcome, won
     from stages.generation import Sample
-    from stages.judge import Judge, LocalJudge
-    from stages.reward_heads import RewardCard
-    from stages.reward_scorers import Response
+    from stages.reward.debate import case, outcome, won
+    from stages.reward.judge import Judge, LocalJudge
+    from stages.reward_models.reward_heads import RewardCard
+    from stages.reward_models.reward_scorers import Response
 
     tasks = [complete_row("prompts/1", {"prompt": [{"role": "user", "content": f"is {i} even?"}], "answer": None if i == 3 else "yes" if i % 2 == 0 else "no",
                                         "extra_json": '{"answers": ["yes", "no"]}'}, dataset="d", source="s", origin="human", split="test") for i in range(4)]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from stages import randomness
 from stages.algorithms import DIRECT_METHODS
 from stages.align import Config
+from stages.running import randomness
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
 from tests.common import assistant, user
@@ -52,9 +52,9 @@ class World:
 
     def __init__(self, tiny, preferences, split="train", **config):
         from stages.chat import renderer_for
-        from stages.direct_alignment import DirectAlignment
-        from stages.modeling import freeze, load_policy
-        from stages.preference_items import Encoder
+        from stages.direct.direct_alignment import DirectAlignment
+        from stages.direct.preference_items import Encoder
+        from stages.models.modeling import freeze, load_policy
 
         self.config = Config(max_length=96, max_grad_norm=1e9, learning_rate=1e-9, **config)
         self.objective = DirectAlignment(self.config)
@@ -306,7 +306,7 @@ def test_a_step_is_the_same_however_it_is_cut(tiny, preferences, method):
 def test_pairs_that_truncation_makes_identical_are_dropped_and_counted(tiny, tmp_path):
     """Answers that differ behind the cut only teach nothing; those that differ before it stay, cut."""
     from stages.chat import renderer_for
-    from stages.preference_items import Encoder
+    from stages.direct.preference_items import Encoder
 
     same = "yes " * 40
     answers = [("yes " * 3, "no"), (same + "good", same + "bad"), ("no " + same, same)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stages.align import Config, displaced
-from stages.direct_alignment import DirectAlignment
+from stages.direct.direct_alignment import DirectAlignment
 from stages.harness import execute
 from stages.spec import ConfigError
 from storage.datasets import open_dataset, write_dataset
@@ -50,7 +50,7 @@ def test_formatting_tokens_are_left_out_of_both_sides(tiny, preferences):
     """mask_formatting (Llama 3): without the end of turn nothing but the text's own tokens is a target, of chosen and rejected alike; nothing else changes."""
     from stages.algorithms import DIRECT_METHODS
     from stages.chat import renderer_for
-    from stages.preference_items import Encoder
+    from stages.direct.preference_items import Encoder
 
     renderer, rows = renderer_for(tiny["policy"]), open_dataset(preferences["pairs"])
     plain, masked = (Encoder(renderer, DIRECT_METHODS["dpo"], Config(max_length=96, mask_formatting=on), None)(rows, "train") for on in (False, True))
@@ -137,7 +137,7 @@ def test_responses_that_a_tie_leaves_out_are_counted(tiny, tmp_path):
     write_dataset(str(tmp_path / "r"), "d", "rankings/1", rows)
     from stages.algorithms import DIRECT_METHODS
     from stages.chat import renderer_for
-    from stages.preference_items import Encoder
+    from stages.direct.preference_items import Encoder
 
     encode = Encoder(renderer_for(tiny["policy"]), DIRECT_METHODS["pl_dpo"], Config(method="pl_dpo", max_length=96), None)
     items = encode(open_dataset(str(tmp_path / "r")), "train")
@@ -206,10 +206,10 @@ def test_mismatched_rows_fit_into_max_length(tiny, length, tmp_path):
     rows = [complete_row("unpaired/1", {"prompt": user("why " * n), "completion": assistant("so " * n), "label": bool(i % 2), "label_kind": "thumbs"}, dataset="d", source="s", origin="human")
             for i, n in enumerate((1, 3, 8, 14, 20))]
     write_dataset(str(tmp_path / "d"), "d", "unpaired/1", rows)
-    from stages import randomness
     from stages.algorithms import DIRECT_METHODS
     from stages.chat import renderer_for
-    from stages.preference_items import Encoder
+    from stages.direct.preference_items import Encoder
+    from stages.running import randomness
 
     items = Encoder(renderer_for(tiny["policy"]), DIRECT_METHODS["kto"], Config(method="kto", max_length=length), lambda *p: randomness.rng(0, "align", *p))(open_dataset(str(tmp_path / "d")), "train")
     others = [item.extra["mismatched"] for item in items]
@@ -293,7 +293,7 @@ def test_bco_delta_is_a_running_mean_of_both_classes():
 def test_corruption_changes_only_the_last_message():
     import numpy as np
 
-    from stages.preference_items import corrupt
+    from stages.direct.preference_items import corrupt
 
     messages = [{"role": "system", "content": "be brief"}, *user("One. Two. Three. Four.")]
     for mode in ("drop", "shuffle", "truncate"):
@@ -312,8 +312,8 @@ def test_the_displacement_alarm_needs_three_falls_in_a_row():
 
 def test_reference_updates(tiny, tmp_path):
     """tr_soft mixes every interval, ema every step, per_interval copies; the rules of ``da.reference``."""
-    from stages.direct_alignment import MovingReference
-    from stages.modeling import load_policy, load_weights, weights_file
+    from stages.direct.direct_alignment import MovingReference
+    from stages.models.modeling import load_policy, load_weights, weights_file
 
     policy, start = load_policy(tiny["policy"]), load_policy(tiny["other"])
     pi, ref = (next(m.parameters()).detach().clone() for m in (policy, start))

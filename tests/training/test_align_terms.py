@@ -10,7 +10,7 @@ import torch
 
 from stages.algorithms import DIRECT_METHODS
 from stages.align import Config
-from stages.direct_alignment import DirectAlignment
+from stages.direct.direct_alignment import DirectAlignment
 from stages.harness import execute
 from stages.spec import ConfigError, parse_config
 from storage.datasets import open_dataset
@@ -285,8 +285,8 @@ def test_trl_computes_the_same_loss_from_the_same_log_probs(theirs, ours, monkey
 
     trl = pytest.importorskip("trl", minversion="1.16")
     module = pytest.importorskip("trl.trainer.dpo_trainer")
-    from stages import direct_alignment
     from stages.batching import collate, make_item
+    from stages.direct import direct_alignment
 
     rng, beta = np.random.default_rng(0), 0.2
     lengths = [(3, 5), (4, 4), (6, 1), (2, 7), (5, 3), (1, 2)]

@@ -4,11 +4,11 @@ import pytest
 import torch
 import transformers
 
-from stages import adapters, banded, lean
+from stages.models import adapters, banded, lean
 from stages.batching import collate, cut, make_item, pad, per_response, plan
-from stages.decoders import DecoderError
-from stages.modeling import (ModelError, form_for, head_of, hidden_states, is_lean, load_policy, save_weights, shared_up_to, target_logps, tokens_together)
-from stages.sampler import Sampler, SamplerError, SamplingParams
+from stages.decoding.decoders import DecoderError
+from stages.models.modeling import (ModelError, form_for, head_of, hidden_states, is_lean, load_policy, save_weights, shared_up_to, target_logps, tokens_together)
+from stages.decoding.sampler import Sampler, SamplerError, SamplingParams
 from stages.settings import OptimizerConfig
 from stages.training import Sums, Trainer
 from tests.architectures import BASE, FAST, MODELS, build, gradients, in_float64, items_of, own_logps, rope, trained_logps
@@ -245,7 +245,7 @@ def test_the_head_is_tried_in_full_precision():
 def test_published_models_stop_where_turns_end(tmp_path):
     """A base model's generation config names the end of a document; its chat template closes turns with another token."""
     from stages.base_model import TURN_END, train_tokenizer
-    from stages.modeling import save_policy
+    from stages.models.modeling import save_policy
 
     tokenizer = train_tokenizer(["hello there"] * 9, 300, 64)
     model, turn_end = build("llama"), tokenizer.convert_tokens_to_ids(TURN_END)

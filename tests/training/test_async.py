@@ -6,10 +6,10 @@ import time
 import numpy as np
 import pytest
 
-import stages.sampler
+import stages.decoding.sampler
 import stages.training
 from stages.harness import execute
-from stages.modeling import load_policy
+from stages.models.modeling import load_policy
 from stages.rl import Config, resolve_preset
 from storage.datasets import open_dataset
 from tests.training.test_resume import outputs
@@ -77,7 +77,7 @@ def test_the_result_does_not_depend_on_what_is_faster(rl, monkeypatch, slow):
     from pathlib import Path
 
     _, one = rl("one", eval_prompts=4, eval_every=2)
-    owner, name = (stages.sampler.Sampler, "generate") if slow == "sampling" else (stages.training.Trainer, "step")
+    owner, name = (stages.decoding.sampler.Sampler, "generate") if slow == "sampling" else (stages.training.Trainer, "step")
     real = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *a, **k: (time.sleep(0.3), real(*a, **k))[1])
     _, other = rl("other", eval_prompts=4, eval_every=2)
@@ -87,7 +87,7 @@ def test_the_result_does_not_depend_on_what_is_faster(rl, monkeypatch, slow):
 def test_sampling_and_training_run_at_the_same_time(rl, monkeypatch):
     """Each waits inside for the other: neither would end if they took turns."""
     sampling, training, met = threading.Event(), threading.Event(), []
-    sample, step = stages.sampler.Sampler.generate, stages.training.Trainer.step
+    sample, step = stages.decoding.sampler.Sampler.generate, stages.training.Trainer.step
 
     def generate(self, *args, **kwargs):
         if threading.current_thread() is not threading.main_thread():
@@ -101,21 +101,21 @@ def test_sampling_and_training_run_at_the_same_time(rl, monkeypatch):
             training.set()
         return step(self, items)
 
-    monkeypatch.setattr(stages.sampler.Sampler, "generate", generate)
+    monkeypatch.setattr(stages.decoding.sampler.Sampler, "generate", generate)
     monkeypatch.setattr(stages.training.Trainer, "step", train)
     rl("both", max_steps=2)
     assert met and all(met)
 
 
 def test_what_fails_beside_training_ends_the_stage(rl, monkeypatch):
-    sample = stages.sampler.Sampler.generate
+    sample = stages.decoding.sampler.Sampler.generate
 
     def broken(self, *args, **kwargs):
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("the engine is gone")
         return sample(self, *args, **kwargs)
 
-    monkeypatch.setattr(stages.sampler.Sampler, "generate", broken)
+    monkeypatch.setattr(stages.decoding.sampler.Sampler, "generate", broken)
     with pytest.raises(RuntimeError, match="the engine is gone"):
         rl("broken")
 

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from stages import balance, ranks
-from stages.balance import Balanced, load_balancing_loss, routers_of
 from stages.batching import collate, make_item
-from stages.experts import routed
-from stages.modeling import hidden_states
+from stages.models import balance
+from stages.models.balance import Balanced, load_balancing_loss, routers_of
+from stages.models.experts import routed
+from stages.models.modeling import hidden_states
+from stages.running import ranks
 from stages.settings import OptimizerConfig
 from stages.training import Sums, Trainer, TrainingError
 from tests.architectures import build, in_float64
@@ -162,7 +163,7 @@ def test_other_mixtures_go_through_their_own_code(name):
 
 def on_ranks(out, sharding):
     torch.set_num_threads(1)
-    from stages.sharding import whole
+    from stages.models.sharding import whole
 
     found = {}
     with in_float64():

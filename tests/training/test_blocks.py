@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from stages import usage
-from stages.blocks import in_blocks
+from stages.running import usage
+from stages.running.blocks import in_blocks
 from stages.harness import execute
 from storage.datasets import open_dataset, write_dataset
 from storage.files import tree_digest
@@ -135,7 +135,7 @@ def interrupted(monkeypatch, owner, name, after):
 
 def test_reference_log_probs_are_computed_once(spec, tiny, data, monkeypatch):
     from stages import align
-    from stages.direct_alignment import DirectAlignment
+    from stages.direct.direct_alignment import DirectAlignment
 
     monkeypatch.setattr(align, "BLOCK", 8)
     config, inputs = {"max_steps": 2, "batch_size": 24, "max_length": 64}, {"model": tiny["policy"], "data": data["pairs"]}
@@ -173,7 +173,7 @@ def test_completions_before_rl_are_sampled_once(spec, tiny, data, monkeypatch, c
 
 
 def test_scores_and_embeddings_are_computed_once(spec, tiny, tmp_path, monkeypatch):
-    from stages.preference_module import Embedder
+    from stages.reward_models.preference_module import Embedder
     from stages import group_preference
 
     monkeypatch.setattr(group_preference, "BLOCK", 16)
@@ -196,7 +196,7 @@ def test_scores_and_embeddings_are_computed_once(spec, tiny, tmp_path, monkeypat
 
 @pytest.mark.parametrize("relative", [False, True])
 def test_scores_are_computed_once_and_compared_ones_together(tmp_path, relative):
-    from stages.reward_scorers import Response, score_in_blocks
+    from stages.reward_models.reward_scorers import Response, score_in_blocks
 
     class Scorer:
         def __init__(self, stop=None):

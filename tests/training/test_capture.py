@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from stages import modeling
 from stages.chat import renderer_for
 from stages.distill import Distillation, encode, encode_captured
-from stages.divergence import divergence, topk_divergence
 from stages.harness import Stage, execute
-from stages.modeling import Head, column_logps, freeze, load_policy, top_logps
+from stages.models import modeling
+from stages.models.divergence import divergence, topk_divergence
+from stages.models.modeling import Head, column_logps, freeze, load_policy, top_logps
 from stages.registry import get_stage
 from stages.spec import PROJECT_ROOT, ConfigError
 from storage.datasets import open_dataset

@@ -126,7 +126,7 @@ def test_a_margin_tightens_or_the_run_says_that_there_is_none(tiny, spec, tmp_pa
 def test_pairs_that_a_template_writes_alike_are_dropped(tiny, spec, tmp_path):
     """Section 0: identical again after tokenisation, without any truncation."""
     from stages.chat import load_tokenizer
-    from stages.modeling import load_policy, save_policy
+    from stages.models.modeling import load_policy, save_policy
 
     tokenizer = load_tokenizer(tiny["policy"])
     tokenizer.chat_template = tokenizer.chat_template.replace("message['content']", "message['content'].strip()")
@@ -179,8 +179,8 @@ def test_defaults_of_the_catalogue():
 
 
 def test_rank_stabilised_lora_counts_by_the_root_of_the_rank(tiny):
-    from stages.adapters import add_lora
-    from stages.modeling import load_policy
+    from stages.models.adapters import add_lora
+    from stages.models.modeling import load_policy
     from stages.settings import OptimizerConfig
 
     for stabilised, expected in ((False, 8 / 4), (True, 8 / 2)):
@@ -212,7 +212,7 @@ def test_a_constant_divides_token_sums(tiny, data, spec):
 def test_sft_logs_accuracy_tokens_and_cut_rows(tiny, data, spec):
     """Section H: token accuracy, the unaggregated token count, the share of cut rows; accuracy against argmax over whole logits."""
     from stages.chat import renderer_for
-    from stages.modeling import load_policy
+    from stages.models.modeling import load_policy
 
     made = spec("sft", {**BASE, "batch_size": 64, "max_steps": 1, "max_length": 36}, {"model": tiny["policy"], "data": data["demonstrations"]}, "log")
     execute(made, silent)

@@ -76,7 +76,7 @@ def test_pairs_and_prompts_with_tools_train_and_save_the_template(stage, data, c
         shown = load_tokenizer(path).decode(rollout["prompt_ids"])
         assert shown.startswith("Tool add\nuser: sum of") and shown.endswith("assistant: (quick) ")
     if stage == "reward_model":  # those who load it show conversations as it was trained on them
-        from stages.reward_scorers import Response, load_scorer
+        from stages.reward_models.reward_scorers import Response, load_scorer
 
         scorer = load_scorer(path, "cpu")
         assert scorer.reader.renderer.template_kwargs == {"enable_thinking": False}
@@ -155,8 +155,8 @@ def test_a_prompt_with_tools_is_not_shown_as_plain_text(tiny, calls, spec):
 
 
 def test_encoders_read_calls_as_they_are_stored():
-    from stages.reward_heads import transcript
-    from stages.tools import system_message
+    from stages.acting.tools import system_message
+    from stages.reward_models.reward_heads import transcript
 
     call = {"role": "assistant", "content": "", "function_calls": "f(x=1)"}
     assert transcript([call]) == "f(x=1)" and transcript([{"role": "assistant", "content": "a"}]) == "a"

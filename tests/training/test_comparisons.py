@@ -10,10 +10,10 @@ import torch
 
 from stages.algorithms import rl_preset
 from stages.generation import Sample
-from stages.reward_heads import RewardCard, write_card
-from stages.reward_scorers import ComparingScorer, Response, load_scorer, same_prompt
+from stages.policy.sequence_losses import Responses, on_policy_ipo
+from stages.reward_models.reward_heads import RewardCard, write_card
+from stages.reward_models.reward_scorers import ComparingScorer, Response, load_scorer, same_prompt
 from stages.rollouts.groups import Group
-from stages.sequence_losses import Responses, on_policy_ipo
 from stages.spec import ConfigError
 from storage.datasets import open_dataset
 from tests.training.test_rl_parts import rl, rows_of  # noqa: F401
@@ -210,7 +210,7 @@ def test_validation_leaves_out_what_compares_answers(rl, tiny, pairwise):
 def test_an_answer_alone_is_unscorable_everywhere(rl, tiny, pairwise, data, spec):
     """One rule for RL, rejection and evaluation: no 1/2 and no majority of one. An answer beside cut ones is not alone; a watched component does not take the others' reward away."""
     from stages.harness import execute
-    from stages.rewards import ALONE, RewardComponent, build_rewards
+    from stages.reward.rewards import ALONE, RewardComponent, build_rewards
 
     def row(text, group, finish="eos"):
         return {"prompt_row": {"row_id": "p", "prompt": [{"role": "user", "content": "q"}], "answer": "2", "answer_type": "integer"}, "completion_text": text, "completion_ids": [1, 2],

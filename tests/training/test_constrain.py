@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stages.constraint_pool import KINDS, LANGUAGE_NAMES, Choice, apart, compatible, draw_constraints, rendered, with_constraints
 from stages.harness import execute
-from stages.verifiers import CHECKERS, LANGUAGES, check_constraint
+from stages.verification.constraint_pool import KINDS, LANGUAGE_NAMES, Choice, apart, compatible, draw_constraints, rendered, with_constraints
+from stages.verification.verifiers import CHECKERS, LANGUAGES, check_constraint
 from storage.datasets import open_dataset, write_dataset
 from storage.files import tree_digest
 from storage.schema import complete_row
@@ -149,7 +149,7 @@ def go(spec, config, inputs, name="constrain", **more):
 
 def test_pairs_follow_the_catalogues_rule(spec, prompts):
     """A server that heeds commas where it is asked to: chosen met, rejected did not, the stored prompt has the constraint; the reward scores the prompts alike."""
-    from stages.rewards import RewardComponent, build_rewards
+    from stages.reward.rewards import RewardComponent, build_rewards
 
     def choice(body):
         text, place = body["messages"][-1]["content"], re.search(r"the (\w+) of this town", body["messages"][-1]["content"])[1]

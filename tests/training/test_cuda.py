@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from stages import cuda, engines, memory
+from stages.decoding import engines
 from stages.harness import Stage, execute
+from stages.models import memory
 from stages.registry import get_stage
 from stages.rollouts.ahead import Ahead
+from stages.running import cuda
 from stages.spec import ConfigError
 from stages.training import Trainer, checkpoint_due
 from tests.sampler import fake_vllm
@@ -22,7 +24,7 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 
 @pytest.fixture()
 def pretended(monkeypatch):
-    """The CPU counts as a GPU for stages.cuda, and the process's modes are put back afterwards."""
+    """The CPU counts as a GPU for stages.running.cuda, and the process's modes are put back afterwards."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     monkeypatch.setattr(cuda, "is_cuda", lambda device: True)
     monkeypatch.setattr(cuda, "_shared", False)
@@ -56,11 +58,11 @@ class Watch(torch.autograd.Function):
 
 def watched_rl(tiny, data, spec, monkeypatch, name, **settings):
     """(metrics of every step, modes seen while sampling, modes seen by Watch) of an RL stage."""
-    import stages.policy_update
-    from stages.sampler import Sampler
+    import stages.policy.policy_update
+    from stages.decoding.sampler import Sampler
 
-    sampling, hidden, generate = [], stages.policy_update.hidden_states, Sampler.generate
-    monkeypatch.setattr(stages.policy_update, "hidden_states", lambda *given: Watch.apply(hidden(*given)))
+    sampling, hidden, generate = [], stages.policy.policy_update.hidden_states, Sampler.generate
+    monkeypatch.setattr(stages.policy.policy_update, "hidden_states", lambda *given: Watch.apply(hidden(*given)))
     monkeypatch.setattr(Sampler, "generate", lambda self, *given, **more: (sampling.append(mode()), generate(self, *given, **more))[1])
     Watch.seen = []
     made = spec("rl", {**_RL, "preset": "grpo", "max_steps": 2, **settings}, {"model": tiny["policy"], "data": data["prompts"]}, name)
@@ -189,7 +191,7 @@ def test_half_types_keep_torchs_grouped_heads(monkeypatch):
 def test_settling_puts_our_attention_in_the_place_of_sdpa(tiny, monkeypatch):
     from transformers import AttentionInterface
 
-    from stages.modeling import load_policy
+    from stages.models.modeling import load_policy
 
     before, ids = dict(AttentionInterface._global_mapping), torch.tensor([[1, 5, 9]])
     whole, called, attend = load_policy(tiny["policy"])(ids).logits, [], cuda.attend
@@ -272,7 +274,7 @@ def test_checkpoints_of_large_models_are_a_twentieth_of_the_time(monkeypatch):
 
 
 def test_a_file_hashed_while_it_is_written_is_the_file(tmp_path):
-    from stages.tensor_files import writer_of
+    from stages.models.tensor_files import writer_of
     from storage.checkpoints import Checkpoints, Sha256
     from storage.files import sha256_file
 

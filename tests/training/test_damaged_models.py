@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from stages.modeling import ModelError, head_of, load_policy
-from stages.reward_heads import load_reward_model
+from stages.models.modeling import ModelError, head_of, load_policy
+from stages.reward_models.reward_heads import load_reward_model
 
 SHAPE = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32)
 

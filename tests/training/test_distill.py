@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from stages import modeling
-from stages.divergence import divergence
 from stages.harness import execute
-from stages.modeling import Head
+from stages.models import modeling
+from stages.models.divergence import divergence
+from stages.models.modeling import Head
 from tests.common import silent
 
 BASE = {"learning_rate": 1e-2, "batch_size": 8, "num_train_epochs": 2, "max_length": 64}
@@ -100,7 +100,7 @@ def test_the_student_answers_its_share_of_the_rows(spec, tiny, data, teacher):
     from stages.chat import renderer_for
     from stages.distill import Config, Distillation, answers, encode
     from stages.harness import Stage
-    from stages.modeling import load_policy
+    from stages.models.modeling import load_policy
     from stages.registry import get_stage
 
     made = spec("distill", {**BASE, "method": "on_policy", "lmbda": 0.5, "max_completion_length": 6, "direction": "jsd"},

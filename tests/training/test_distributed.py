@@ -149,7 +149,7 @@ def test_saving_a_state_takes_no_memory(tmp_path):
     program = f"""
 import resource, torch
 from pathlib import Path
-from stages.tensor_files import TensorFiles, writer_of
+from stages.models.tensor_files import TensorFiles, writer_of
 tensors = {{f"t{{i}}": torch.full((1 << 20,), float(i)) for i in range(32)}} | {{"step": torch.tensor(7.0), "half": torch.ones(3, 5, dtype=torch.bfloat16)}}
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 writer_of(tensors)(Path({str(tmp_path / 'state')!r}))
@@ -174,7 +174,7 @@ def test_what_was_loaded_into_shards_is_published_as_a_whole_model_is(tiny, enco
     from transformers import GPT2Config, GPT2LMHeadModel
 
     from stages.chat import load_tokenizer
-    from stages.modeling import load_policy, save_policy
+    from stages.models.modeling import load_policy, save_policy
 
     root, tokenizer = tmp_path / "models", load_tokenizer(tiny["policy"])
     for name, path in (("policy", tiny["policy"]), ("reward", tiny["reward"]), ("encoder", encoder)):
@@ -201,7 +201,7 @@ def test_a_rank_holds_its_shard_and_little_more_than_a_layer(tiny, tmp_path, for
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from stages.chat import load_tokenizer
-    from stages.modeling import save_policy
+    from stages.models.modeling import save_policy
 
     tokenizer = load_tokenizer(tiny["policy"])
     model = LlamaForCausalLM(LlamaConfig(vocab_size=4096, hidden_size=512, intermediate_size=1536, num_hidden_layers=20, num_attention_heads=8,

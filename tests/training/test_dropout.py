@@ -8,11 +8,12 @@ import pytest
 import safetensors.torch  # noqa: F401
 import torch
 
-from stages import dropout, ranks
-from stages.adapters import add_lora
 from stages.batching import collate, make_item
-from stages.dropout import Dropped, Places, mixed_, mixed_numpy
-from stages.modeling import ModelError, hidden_states, target_logps
+from stages.models import dropout
+from stages.models.adapters import add_lora
+from stages.models.dropout import Dropped, Places, mixed_, mixed_numpy
+from stages.models.modeling import ModelError, hidden_states, target_logps
+from stages.running import ranks
 from stages.settings import OptimizerConfig
 from stages.training import Sums, Trainer
 from tests.architectures import build, in_float64
@@ -151,7 +152,7 @@ def test_what_has_no_place_for_it_is_refused():
 
 def on_ranks(out, sharding):
     torch.set_num_threads(1)
-    from stages.sharding import whole
+    from stages.models.sharding import whole
 
     with in_float64():
         model = adapted("llama")

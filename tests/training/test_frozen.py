@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from stages import frozen, memory
-from stages.adapters import AdapterOff, add_lora
+from stages.models import frozen, memory
+from stages.models.adapters import AdapterOff, add_lora
 from stages.batching import collate
-from stages.divergence import divergence
+from stages.models.divergence import divergence
 from stages.harness import execute
-from stages.modeling import Head, head_of, hidden_states, load_frozen, load_policy, policy_to_train, save_policy, target_logps, top_logps
+from stages.models.modeling import Head, head_of, hidden_states, load_frozen, load_policy, policy_to_train, save_policy, target_logps, top_logps
 from stages.chat import load_tokenizer
 from stages.registry import get_spec
-from stages.sampler import Sampler
-from stages.sampling import SamplingParams
+from stages.decoding.sampler import Sampler
+from stages.decoding.sampling import SamplingParams
 from stages.settings import OptimizerConfig
 from stages.sft import NextToken
 from stages.training import Trainer, products
@@ -164,7 +164,7 @@ def test_a_stage_on_a_bfloat16_checkpoint_publishes_the_bytes_of_float32(case, h
         out = Path(made["workdir"], "out")
         found[how] = {p.name: tree_digest(p) for p in out.iterdir()}, Path(made["workdir"], "metrics.jsonl").read_bytes(), result["summary"]
     assert found["auto"] == found["float32"]
-    published = load_policy if stage != "reward_model" else __import__("stages.reward_heads", fromlist=["x"]).load_reward_model
+    published = load_policy if stage != "reward_model" else __import__("stages.reward_models.reward_heads", fromlist=["x"]).load_reward_model
     assert not low(published(str(out / "model"))) and json.loads((out / "model/config.json").read_text())["dtype"] == "float32"
     assert not memory.shape_of(out / "model").low
 
@@ -186,7 +186,7 @@ def test_scores_come_back_to_the_bit_in_a_fresh_process(half, tmp_path):
 import json, numpy as np, torch
 from peft import PeftModel
 from stages.batching import collate
-from stages.modeling import load_frozen, load_policy, target_logps
+from stages.models.modeling import load_frozen, load_policy, target_logps
 from tests.training.test_invariance import text_items
 batch = collate(text_items(np.random.default_rng(0)))
 with torch.inference_mode():
@@ -269,7 +269,7 @@ def test_any_architecture_computes_the_same_bits(name, adapter, tmp_path):
         logps, narrow = target_logps(model.train(), collate(items))[0], low(model)
         gradients = torch.autograd.grad(logps.sum(), [p for p in model.parameters() if p.requires_grad]) if adapter else ()
         if adapter:
-            from stages.modeling import save_weights
+            from stages.models.modeling import save_weights
 
             save_weights(model, tmp_path / how)
         found.append((narrow, logps.detach(), gradients))
@@ -289,8 +289,8 @@ def test_the_plan_knows_what_stays_float32(name, tmp_path):
 def test_an_encoder_scores_the_same_bits(encoder, tmp_path):
     from transformers import AutoTokenizer
 
-    from stages.reward_heads import RewardCard, new_reward_model, save_reward_model
-    from stages.reward_scorers import Response, load_scorer
+    from stages.reward_models.reward_heads import RewardCard, new_reward_model, save_reward_model
+    from stages.reward_models.reward_scorers import Response, load_scorer
 
     save_reward_model(new_reward_model(encoder), AutoTokenizer.from_pretrained(encoder), tmp_path, RewardCard(pooling="mean", max_length=128), torch.bfloat16)
     asked = [Response([{"role": "user", "content": "which one?"}], [{"role": "assistant", "content": text}]) for text in ("yes", "no no")]

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stages import grape, rubrics
 from stages.harness import execute
-from stages.rewards import RewardComponent, build_rewards
+from stages.reward import grape, rubrics
+from stages.reward.rewards import RewardComponent, build_rewards
 from stages.spec import PROJECT_ROOT, ConfigError
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
@@ -215,7 +215,7 @@ def test_an_items_view_decides_what_its_judge_sees(tmp_path, judge):
 
 def test_a_reward_model_is_no_judge(tiny, tmp_path):
     """transformers would give it a random head; its opinions would be noise."""
-    from stages.modeling import ModelError
+    from stages.models.modeling import ModelError
 
     item = {"id": "deep", "kind": "verifiable", "criterion": "Deep.", "weight": 1.0, "scorer": "judge"}
     with pytest.raises(ModelError, match="ForSequenceClassification, which writes nothing, so it cannot judge; give a language model .judge=MODEL_REF."):
@@ -225,8 +225,8 @@ def test_a_reward_model_is_no_judge(tiny, tmp_path):
 
 
 def test_a_local_judge_writes_as_much_as_it_has_positions_for(tiny, monkeypatch):
-    from stages import judge as module
-    from stages.reward_heads import RewardCard
+    from stages.reward import judge as module
+    from stages.reward_models.reward_heads import RewardCard
 
     local = module.LocalJudge(tiny["policy"], RewardCard())
     room = local.reader.room - len(local.reader.instruction("Rate it."))
@@ -242,7 +242,7 @@ def test_kept_scores_of_a_reward_model_are_squashed_anew():
     """An only item is raw; beside others, and by minmax over other answers, the same raw value is another score."""
     from types import SimpleNamespace
 
-    from stages.rubric_reward import RubricScorer
+    from stages.reward.rubric_reward import RubricScorer
 
     item = rubrics.Item("c", "liked", "v-1", "rm", "Liked.", 0.5, {"kind": "model"})
     kept = {("r0", "c", "liked", "1", "model"): {"score": 3.0, "confidence": 1.0, "raw": json.dumps({"value": 3.0})},
@@ -285,7 +285,7 @@ def test_confidences_of_several_calls_are_averaged_over_all_their_samples(tmp_pa
 
 
 def test_the_monitors_count_what_is_invalid_unsure_and_flagged():
-    from stages.rubric_reward import rubric_metrics
+    from stages.reward.rubric_reward import rubric_metrics
 
     def scored(name, score, confidence):
         return {"category": "c", "item_id": name, "score": score, "confidence": confidence}
@@ -301,7 +301,7 @@ def test_the_share_of_improved_answers_is_one_of_the_whole_group():
     """An SFT answer in a sample's place does not make it smaller; at most what is sampled is improved."""
     from types import SimpleNamespace
 
-    from stages.members import Members
+    from stages.policy.members import Members
 
     members = Members.__new__(Members)
     members.rubric, members.component, members.prior = rubrics.Rubric({"c": []}), SimpleNamespace(category="c"), {"r": {"text": "a", "feedback": "f"}}
@@ -327,7 +327,7 @@ def test_rewards_of_different_rubrics_are_not_compared(monkeypatch):
     """By the stage compare, by `posttrain compare`, and among held-out scores of two runs; what does not come from the rubric is."""
     from flows import compare as command
     from stages.evaluation.protocol import require_same_scorers
-    from stages.run_comparison import HELD_OUT_SETTINGS, held_out
+    from stages.evaluation.run_comparison import HELD_OUT_SETTINGS, held_out
 
     graders = [{"name": "rubric", "kind": "rubric"}, {"name": "rule", "kind": "verifier"}]
     metas = {name: {"protocol": {"graders": graders}, "scorers": {"rubric": name}} for name in "ab"}
@@ -414,7 +414,7 @@ def test_improved_and_sft_answers_join_the_groups(tiny, prompts, rubric, spec, t
     """Their old log-probs are those of the plain question under the policy that sampled; parents exist; without sft_in_loss they only count."""
     import torch
 
-    from stages.modeling import load_policy
+    from stages.models.modeling import load_policy
 
     answers = str(tmp_path / "answers")
     write_dataset(answers, "answers", "demonstrations/1", [complete_row("demonstrations/1", {"messages": user(f"{i}+{i}?") + [{"role": "assistant", "content": f"{2 * i}"}],
@@ -458,7 +458,7 @@ def test_answers_can_be_trained_behind_what_they_were_sampled_from(tiny, prompts
     """conditioning=sampling: old log-probs are those behind the context, those behind the plain question are kept; the first ratios are 1 (the stage checks)."""
     import torch
 
-    from stages.modeling import load_policy
+    from stages.models.modeling import load_policy
 
     document = json.loads(json.dumps(RUBRIC))
     document["categories"]["double"]["generation_prompt"] = "Be brief."

@@ -2,10 +2,10 @@
 
 import pytest
 
-from stages import grape
 from stages.harness import execute
-from stages.reward_heads import RewardCard, load_reward_model, save_reward_model
-from stages.rewards import ALONE
+from stages.reward import grape
+from stages.reward.rewards import ALONE
+from stages.reward_models.reward_heads import RewardCard, load_reward_model, save_reward_model
 from tests.training.test_agents import SMALL
 from tests.training.test_comparisons import Cycle, pairwise  # noqa: F401
 from tests.training.test_grape import asked, judge, scorer_of  # noqa: F401

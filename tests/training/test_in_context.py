@@ -10,7 +10,7 @@ import torch
 from stages.chat import renderer_for
 from stages.harness import execute
 from stages.in_context import InContextScorer, TfIdf, nearest, with_demonstrations
-from stages.modeling import freeze, load_policy
+from stages.models.modeling import freeze, load_policy
 from stages.spec import ConfigError
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
@@ -112,8 +112,8 @@ def test_candidates_are_sampled_behind_the_demonstrations(spec, tiny, data, show
     rewards = [{"name": "icdpo", "kind": "icdpo", "num_demonstrations": 2}]
     plain, _ = sampled(spec, tiny, data, {"rewards": rewards}, "plain", demonstrations=shown)
     behind, made = sampled(spec, tiny, data, {"rewards": rewards, "in_context": True}, "behind", demonstrations=shown)
-    from stages.sampler import Sampler
-    from stages.sampling import SamplingParams
+    from stages.decoding.sampler import Sampler
+    from stages.decoding.sampling import SamplingParams
     from stages.harness import Stage
     from stages.registry import get_stage
 
@@ -192,7 +192,7 @@ def verdict_rows(texts, prompt="p"):
 
 def test_votes_need_no_gold_answer_and_can_be_weighted():
     """rs.majority: one vote each with ties to the first, or weighted by another component's values; equal numbers are one answer."""
-    from stages.rewards import RewardComponent, build_rewards
+    from stages.reward.rewards import RewardComponent, build_rewards
 
     texts = [r"so \boxed{a}", r"\boxed{b}", r"\boxed{b}", r"\boxed{a}", r"\boxed{c}", "no answer"]
     plain = build_rewards([RewardComponent(kind="majority")], {})
@@ -215,7 +215,7 @@ def test_self_consistent_answers_are_selected(spec, tiny, data):
     result, _ = sampled(spec, tiny, data, {"num_generations": 6, "rewards": [{"kind": "majority", "extraction": "flexible"}], "select": "threshold",
                                            "threshold": 0.5, "allow_empty": True,
                                            "max_prompts": 30, "max_completion_length": 6}, "votes")
-    from stages.verifiers import FLEXIBLE_ORDER, extract
+    from stages.verification.verifiers import FLEXIBLE_ORDER, extract
 
     by_prompt = {}
     for row in rows_of(result):
@@ -409,7 +409,7 @@ def test_candidates_without_token_ids_are_scored_by_their_text(spec, tiny, data)
     """Ingested candidates, those of stages that keep texts, and those of a model with another tokenizer: a reward model that reads token ids reads the text's, a length is that of the text;
     what was cut or never answered is not taken for a complete answer."""
     from stages.pairs import trim
-    from stages.reward_scorers import Response, load_scorer
+    from stages.reward_models.reward_scorers import Response, load_scorer
 
     renderer = renderer_for(tiny["policy"])
     prompts = [row for row in open_dataset(data["prompts"]).iter_rows() if row["split"] == "train"][:2]

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from stages.batching import collate, make_item, pad, plan
-from stages.modeling import head_of, load_policy, token_logps
-from stages.reward_heads import new_reward_model
+from stages.models.modeling import head_of, load_policy, token_logps
+from stages.reward_models.reward_heads import new_reward_model
 
 
 def pair_items(rng, n=7):
@@ -45,14 +45,14 @@ def text_items(rng, n=7):
 
 def objectives():
     from stages.align import Config as AlignConfig
-    from stages.direct_alignment import DirectAlignment
-    from stages.reward_losses import RewardLoss
+    from stages.direct.direct_alignment import DirectAlignment
+    from stages.reward_models.reward_losses import RewardLoss
     from stages.reward_model import Config as RewardConfig
-    from stages.reward_objectives import REWARD_OBJECTIVES
-    from stages.policy_update import PolicyGradient
+    from stages.reward_models.reward_objectives import REWARD_OBJECTIVES
+    from stages.policy.policy_update import PolicyGradient
     from stages.algorithms import RL_PRESETS
     from stages.rl import Config as RLConfig
-    from stages import randomness
+    from stages.running import randomness
     from stages.sft import NextToken, Noise
 
     out = {f"sft/{mode}": (NextToken(mode), text_items, False) for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
@@ -115,7 +115,7 @@ def test_padding_content_changes_nothing(tiny):
 
 
 def test_head_equals_plain_softmax_with_gradients(monkeypatch):
-    from stages import modeling
+    from stages.models import modeling
 
     torch.manual_seed(0)
     for softcap, scale, temperature, chunk, keep in ((None, 1.0, 1.0, 1 << 23, 1 << 25), (None, 0.5, 0.7, 40, 80), (None, 0.5, 0.7, 40, 0), (5.0, 2.0, 1.3, 40, 80)):
@@ -140,7 +140,7 @@ def test_head_equals_plain_softmax_with_gradients(monkeypatch):
 
 
 def test_a_group_without_signal_counts_but_is_not_forwarded(tiny):
-    from stages.policy_update import PolicyGradient
+    from stages.policy.policy_update import PolicyGradient
     from stages.rl import Config, resolve_preset
     from stages.training import Trainer
 
@@ -174,7 +174,7 @@ def test_a_non_finite_step_is_skipped_then_fails_with_the_row(tiny):
 
 def test_a_step_is_the_same_to_the_last_bit_however_threads_are_scheduled(tiny):
     """Many responses behind one prompt: the shared position's gradient is summed in a fixed order."""
-    from stages.policy_update import PolicyGradient
+    from stages.policy.policy_update import PolicyGradient
     from stages.rl import Config, resolve_preset
     from stages.training import Trainer
 

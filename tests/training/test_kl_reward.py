@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stages.estimators import KLController
-from stages.modeling import load_policy
+from stages.models.modeling import load_policy
 from stages.rl import Config, resolve_preset
 from storage.datasets import open_dataset
 from tests.training.test_rl_parts import rl, rows_of  # noqa: F401
@@ -84,7 +84,7 @@ def test_the_controllers_target_has_a_unit(rl, unit):  # noqa: F811
         assert m[f"kl/{unit}"] == pytest.approx(measure(by_iteration[k]), abs=1e-5)
     coefs = [m["kl/coef"] for m in metrics]
     assert [b / a for a, b in zip(coefs, coefs[1:])] == pytest.approx([1 + 0.1 * np.clip(m[f"kl/{unit}"] / 1e-3 - 1, -0.2, 0.2) for m in metrics[:3]])
-    from stages.alarms import alarms
+    from stages.policy.alarms import alarms
 
     rows = [{"step": k, f"kl/{unit}": 4.0} for k in range(4)]
     assert "kl_over_target" in alarms(rows, 2.0, unit) and "kl_over_target" not in alarms(rows, 3.0, unit)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from stages import lean
 from stages.batching import choose_form, collate, make_item, pad
-from stages.modeling import hidden_states
+from stages.models import lean
+from stages.models.modeling import hidden_states
 
 FAMILIES = ("llama", "llama-bias", "mistral", "qwen2", "qwen3")
 

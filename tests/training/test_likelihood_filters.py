@@ -8,7 +8,7 @@ import torch
 
 from stages.chat import renderer_for
 from stages.harness import execute
-from stages.modeling import load_policy
+from stages.models.modeling import load_policy
 from stages.spec import ConfigError
 from stages.superfilter import items_of, mean_nlls
 from storage.datasets import open_dataset, write_dataset

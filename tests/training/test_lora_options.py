@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stages import frozen, memory
-from stages.adapters import AdapterOff, add_lora
 from stages.batching import collate
 from stages.chat import load_tokenizer
+from stages.decoding.sampler import Sampler
+from stages.decoding.sampling import SamplingParams
 from stages.harness import execute
-from stages.modeling import ModelError, head_of, load_policy, save_policy, target_logps
-from stages.sampler import Sampler
-from stages.sampling import SamplingParams
+from stages.models import frozen, memory
+from stages.models.adapters import AdapterOff, add_lora
+from stages.models.modeling import ModelError, head_of, load_policy, save_policy, target_logps
 from stages.settings import OptimizerConfig
 from stages.sft import NextToken
 from stages.training import Trainer
@@ -80,7 +80,7 @@ def test_the_first_step_of_dora_is_the_base_whatever_its_weights_are_kept_in(tin
 @pytest.mark.parametrize("turned", (False, True))
 def test_doras_merged_weight_is_the_papers(turned, tiny):
     """m V / ||V|| with V = W + (alpha / r) B A row by row, and its gradient with ||V|| held: autograd in float64."""
-    from stages.adapters import merged
+    from stages.models.adapters import merged
 
     class Layer:
         scaling, active_adapters, fan_in_fan_out = {"default": 0.5}, ["default"], turned

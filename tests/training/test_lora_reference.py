@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from stages.adapters import AdapterOff, add_lora
 from stages.batching import collate
 from stages.harness import execute
-from stages.modeling import head_of, hidden_states, load_policy, move_towards, target_logps, weights_digest
+from stages.models.adapters import AdapterOff, add_lora
+from stages.models.modeling import head_of, hidden_states, load_policy, move_towards, target_logps, weights_digest
 from stages.settings import OptimizerConfig
 from stages.sft import NextToken
 from stages.training import Trainer
@@ -100,7 +100,7 @@ def test_rl_with_an_adapter_holds_the_base_once_and_gives_the_separate_reference
 
 def test_align_computes_its_reference_with_the_policy_itself(tiny, data, spec, monkeypatch):
     """One model is loaded, with an adapter or without, and the cached log-probs are those of the model given as a reference."""
-    from stages import modeling
+    from stages.models import modeling
 
     loaded, load = [], modeling.load_policy
     monkeypatch.setattr(modeling, "load_policy", lambda *a, **k: loaded.append(a) or load(*a, **k))

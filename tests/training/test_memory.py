@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from stages import memory
 from stages.harness import execute
-from stages.modeling import load_policy, policy_to_train
+from stages.models import memory
+from stages.models.modeling import load_policy, policy_to_train
 from stages.preflight import held_bytes
 from stages.registry import get_spec
 from stages.spec import ConfigError
@@ -122,7 +122,7 @@ def test_a_plan_that_cannot_fit_is_refused_before_anything_is_loaded(tiny, data,
     states = 16 * memory.shape_of(tiny["policy"]).parameters
     config, inputs = {**SFT, "max_steps": 1}, {"model": tiny["policy"], "data": data["demonstrations"]}
     small = {"device_memory_gib": 0.6 * states / memory.GIB}
-    monkeypatch.setattr("stages.modeling.load_policy", lambda *a, **k: pytest.fail("loaded"))
+    monkeypatch.setattr("stages.models.modeling.load_policy", lambda *a, **k: pytest.fail("loaded"))
     with pytest.raises(ConfigError, match=r"sft cannot fit on this device: it needs 0.\d+ MiB for weights, .*lora_rank=16 \(needs 0.\d+ MiB.*sharding=full with --devices 2.*memory_check=warn"):
         execute(spec("sft", {**config, **small}, inputs, "small"), silent)
     with pytest.raises(ConfigError, match="a plan without a resident reference: beta=0 kl_coef=0.*; or critic_mode=shared"):

@@ -14,7 +14,7 @@ import torch
 
 from stages.harness import execute
 from stages.merge import Config, coefficients_of, combine, slerp, ties
-from stages.modeling import load_policy
+from stages.models.modeling import load_policy
 from stages.spec import PROJECT_ROOT, ConfigError
 from storage.files import tree_digest
 from tests.common import silent
@@ -46,7 +46,7 @@ def test_ties_drops_small_and_outvoted_changes():
 
 def test_the_stage_averages_models_and_names_what_does_not_fit(tiny, spec, tmp_path):
     from stages.chat import load_tokenizer
-    from stages.modeling import save_policy
+    from stages.models.modeling import save_policy
 
     other = load_policy(tiny["policy"])
     with torch.no_grad():

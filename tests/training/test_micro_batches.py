@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from stages import critics, training
+from stages import training
 from stages.algorithms import RL_PRESETS
 from stages.batching import collate, cut, make_item, parts_of, per_response, plan, size
 from stages.harness import execute
-from stages.modeling import load_policy, target_logps
-from stages.policy_update import PolicyGradient
-from stages.reward_heads import new_reward_model
+from stages.models.modeling import load_policy, target_logps
+from stages.policy import critics
+from stages.policy.policy_update import PolicyGradient
+from stages.reward_models.reward_heads import new_reward_model
 from stages.rl import Config, resolve_preset
 from stages.sft import Config as Sft
 from stages.sft import NextToken
@@ -104,7 +105,7 @@ def test_a_critics_items_are_parted_too(tiny, preset, changes):
 
 
 def test_a_trust_region_step_is_that_of_whole_groups(tiny):
-    from stages.trust_region import TrustRegionTrainer
+    from stages.policy.trust_region import TrustRegionTrainer
 
     found = []
     for budget in (10**6, 40):

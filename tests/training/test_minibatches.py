@@ -53,7 +53,7 @@ def test_steps_of_completions_and_of_tokens_add_up_to_the_batch(tiny, rl, unit, 
     import torch
 
     from stages.batching import collate
-    from stages.policy_update import PolicyGradient
+    from stages.policy.policy_update import PolicyGradient
 
     config = {"preset": preset, "num_minibatches": 3, "max_steps": 6, "minibatch_unit": unit, **({"num_iterations": 1, "kl_coef": 0.0} if preset == "ppo" else {}),
               **({"filter_groups_metric": "reward_std", "truncation_policy": "score", "soft_punish_cache": 0} if preset == "dapo" else {})}

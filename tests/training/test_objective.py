@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from stages.algorithms import DIRECT_METHODS, resolve
+from stages.direct.objective_code import ObjectiveError, Program, failures
 from stages.harness import execute
-from stages.objective_code import ObjectiveError, Program, failures
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
 from tests.chat_server import chat_server

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from stages import memory, optimizers, preflight
-from stages.adapters import add_lora
+from stages import preflight
 from stages.harness import execute
-from stages.modeling import load_policy
+from stages.models import memory, optimizers
+from stages.models.adapters import add_lora
+from stages.models.modeling import load_policy
 from stages.registry import get_spec
 from stages.settings import OptimizerConfig
 from stages.sft import NextToken

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from stages import frozen
-from stages.adapters import AdapterOff, add_lora
 from stages.batching import collate, make_item
 from stages.chat import load_tokenizer
 from stages.harness import execute
-from stages.modeling import ModelError, head_of, load_policy, save_policy, target_logps
+from stages.models import frozen
+from stages.models.adapters import AdapterOff, add_lora
+from stages.models.modeling import ModelError, head_of, load_policy, save_policy, target_logps
 from stages.settings import OptimizerConfig
 from stages.sft import NextToken
 from stages.spec import ConfigError
@@ -53,7 +53,7 @@ def test_lora_trains_only_the_adapter_and_comes_back_to_the_last_bit(tiny, tmp_p
     program = f"""
 import json, numpy as np
 from peft import PeftModel
-from stages.modeling import load_policy
+from stages.models.modeling import load_policy
 from tests.training.test_invariance import text_items
 from tests.training.test_options import scores
 items = text_items(np.random.default_rng(0))
@@ -197,7 +197,7 @@ def test_where_no_pass_was_finite_the_last_weights_are_published_and_it_is_said(
 
 def test_a_model_that_compares_answers_cannot_choose_the_best_pass(tiny, data, spec, tmp_path):
     """Every pass would get 0.5 and the first, untrained, would be published; inside a combination too."""
-    from stages.reward_heads import RewardCard, new_reward_model, save_reward_model, write_card
+    from stages.reward_models.reward_heads import RewardCard, new_reward_model, save_reward_model, write_card
 
     save_reward_model(new_reward_model(tiny["policy"]), load_tokenizer(tiny["policy"]), tmp_path / "both/members/a", RewardCard("pairwise", max_length=96))
     write_card(tmp_path / "both", RewardCard("combined", options={"members": ["a"], "combine": "mean"}))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from stages import parallel
+from stages.running import parallel
 from stages.chat import RenderError, renderer_for, rendering
 from storage.datasets import open_dataset
 
@@ -61,11 +61,11 @@ def items(tiny, data, what):
     """Items of each kind of row as their stage reads them."""
     from stages.align import Config as AlignConfig
     from stages.algorithms import DIRECT_METHODS, resolve
-    from stages.preference_items import Encoder
-    from stages.reward_data import encode
-    from stages.reward_heads import new_reward_model, reader_for
+    from stages.direct.preference_items import Encoder
+    from stages.reward_models.reward_data import encode
+    from stages.reward_models.reward_heads import new_reward_model, reader_for
     from stages.reward_model import Config as RewardConfig
-    from stages.reward_objectives import REWARD_OBJECTIVES
+    from stages.reward_models.reward_objectives import REWARD_OBJECTIVES
     from stages.sft import encode_demonstrations
 
     renderer = renderer_for(tiny["policy"])

@@ -171,7 +171,7 @@ def test_a_mixture_trains_on_nothing_that_a_source_holds_out(tmp_path, build):
 
 
 def test_what_no_conversion_can_use_is_counted(tmp_path):
-    from stages.preference_items import rows_as
+    from stages.direct.preference_items import rows_as
 
     def dropped(kind, want, rows):
         write_dataset(str(tmp_path / kind[:-2]), "d", kind, [complete_row(kind, row, dataset="d", source="s", origin="human") for row in rows])
@@ -190,7 +190,7 @@ def test_what_no_conversion_can_use_is_counted(tmp_path):
 def test_a_token_belongs_to_the_segment_of_its_first_character():
     from types import SimpleNamespace
 
-    from stages.preference_items import token_spans
+    from stages.direct.preference_items import token_spans
 
     renderer = SimpleNamespace(decode=lambda ids: "".join(["one", ". t", "wo", "."][i] for i in ids))
     assert token_spans(renderer, [0, 1, 2, 3], [{"start": 0, "end": 4}, {"start": 4, "end": 9}]) == [(0, 2), (2, 4)]

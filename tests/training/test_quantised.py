@@ -13,15 +13,15 @@ import torch
 
 pytest.importorskip("bitsandbytes", reason="the extra `qlora` is not installed")
 
-from stages import frozen, memory, pending, quantised  # noqa: E402
-from stages.adapters import AdapterOff  # noqa: E402
+from stages.models import frozen, memory, pending, quantised  # noqa: E402
+from stages.models.adapters import AdapterOff  # noqa: E402
 from stages.batching import collate  # noqa: E402
 from stages.chat import load_tokenizer  # noqa: E402
 from stages.harness import execute  # noqa: E402
-from stages.modeling import load_frozen, load_policy, save_policy, save_weights, target_logps  # noqa: E402
+from stages.models.modeling import load_frozen, load_policy, save_policy, save_weights, target_logps  # noqa: E402
 from stages.registry import get_spec  # noqa: E402
-from stages.sampler import Sampler  # noqa: E402
-from stages.sampling import SamplingParams  # noqa: E402
+from stages.decoding.sampler import Sampler  # noqa: E402
+from stages.decoding.sampling import SamplingParams  # noqa: E402
 from stages.settings import OptimizerConfig  # noqa: E402
 from storage.files import tree_digest  # noqa: E402
 from tests.architectures import build, items_of  # noqa: E402
@@ -196,7 +196,7 @@ def test_scores_come_back_to_the_bit_in_a_fresh_process(tiny, tmp_path):
 import json, numpy as np, torch
 from peft import PeftModel
 from stages.batching import collate
-from stages.modeling import load_frozen, load_policy, target_logps
+from stages.models.modeling import load_frozen, load_policy, target_logps
 from tests.training.test_invariance import text_items
 batch = collate(text_items(np.random.default_rng(0)))
 with torch.inference_mode():
@@ -274,9 +274,9 @@ def test_the_plan_of_memory_is_what_is_held(stage, rows, tiny, data, spec, monke
 
 LARGE = """
 import sys, threading, time
-from stages.allocator import return_freed_memory
+from stages.running.allocator import return_freed_memory
 from stages.batching import collate, make_item
-from stages.modeling import policy_to_train, target_logps
+from stages.models.modeling import policy_to_train, target_logps
 from stages.settings import OptimizerConfig
 
 return_freed_memory()  # so that what was freed does not count

@@ -118,7 +118,7 @@ def test_a_stage_that_is_asked_to_stop_ends_its_ranks(tiny, data, spec, forks):
 def test_how_a_rank_ended_is_told(failed, text, tmp_path, monkeypatch):
     """An aborted rank is named only where no other one was killed: a broken connection may have aborted it."""
     said = []
-    monkeypatch.setattr("stages.launch.launch", lambda *args, **more: failed)
+    monkeypatch.setattr("stages.running.launch.launch", lambda *args, **more: failed)
     monkeypatch.setattr(harness, "_line_emitter", lambda: said.append)
     assert harness._launch_ranks("SPEC.json", "sft", 2, tmp_path) == 1
     assert [e["type"] for e in said] == ["RankDied"] and text in said[0]["message"]

@@ -162,8 +162,8 @@ def test_sigterm_ends_after_the_step_with_a_checkpoint_and_the_same_command_goes
 def test_scores_survive_save_and_load(tiny, data, spec):
     """The stage's model, loaded anew, gives the scores bit for bit, calibration included."""
     from stages.chat import load_tokenizer
-    from stages.reward_heads import load_reward_model, read_card, save_reward_model
-    from stages.reward_scorers import load_scorer
+    from stages.reward_models.reward_heads import load_reward_model, read_card, save_reward_model
+    from stages.reward_models.reward_scorers import load_scorer
 
     result = execute(spec("reward_model", STAGES["reward_model"][0], {"model": tiny["policy"], "data": data["pairs"]}, "rm"), lambda e: None)
     path = result["outputs"]["model"]["path"]

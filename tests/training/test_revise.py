@@ -27,7 +27,7 @@ def roomy(tiny, tmp_path_factory):
     from transformers import AutoModelForCausalLM
 
     from stages.chat import load_tokenizer
-    from stages.modeling import save_policy
+    from stages.models.modeling import save_policy
 
     path = str(tmp_path_factory.mktemp("roomy"))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny["policy"]), load_tokenizer(tiny["policy"])
@@ -234,8 +234,8 @@ def test_kill9_equals_uninterrupted(roomy, spec, constitution, data, forks):
 
 def test_worked_examples_stand_in_front_of_plain_text():
     """For base models: the request continues examples of the same form, each closed by the mark that also ends the model's text."""
+    from stages.decoding.writers import STOP
     from stages.revise import EXAMPLES, Chain, critique_request, revision_request
-    from stages.writers import STOP
 
     chain, principle = Chain({}, user("why?"), ["because [Critique] ###"]), {**IMPROVE, "critique_request": "", "kind": "trait"}
     config = Config(request_format="text")
@@ -267,7 +267,7 @@ def test_refused_settings(config, inputs, message, spec, data, roomy):
 
 
 def test_a_file_of_principles_says_all_that_is_wrong_with_it(tmp_path):
-    from stages.principles import read_principles
+    from stages.reward.principles import read_principles
 
     (tmp_path / "p.yaml").write_text("principles:\n- Be kind.\n- {id: frank, kind: trait, text: Frank.}\n- {text: Old., active: false}\n")
     rows = read_principles(str(tmp_path / "p.yaml"))
@@ -278,7 +278,7 @@ def test_a_file_of_principles_says_all_that_is_wrong_with_it(tmp_path):
 
 
 def test_a_server_that_fails_for_a_moment_is_asked_again_and_one_that_is_away_ends_the_stage(spec, constitution, answers, capfd):
-    from stages.engines import EngineError
+    from stages.decoding.engines import EngineError
 
     tries = Counter()
 

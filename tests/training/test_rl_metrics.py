@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from stages.losses import tapered_weights
-from stages.modeling import load_policy
+from stages.models.modeling import load_policy
+from stages.policy.sequence_losses import Responses, tapered_log
 from stages.rl import Config, resolve_preset
 from stages.rollouts.metrics import weight_metrics
-from stages.sequence_losses import Responses, tapered_log
 from storage.datasets import write_dataset
 from storage.schema import complete_row
 from tests.training.test_rl_parts import rl, rows_of  # noqa: F401
@@ -73,7 +73,7 @@ def test_answers_are_compared_with_the_references(tiny, rl):  # noqa: F811
     found = source.evaluate(prompts, 0)["preference/win_rate_reference"]
     lengths = []
     for model in (source.policy.model, load_policy(tiny["other"])):
-        from stages.sampler import Sampler
+        from stages.decoding.sampler import Sampler
 
         drawn = Sampler(model, source.policy.renderer.tokenizer).generate([ids for _, ids in prompts], source.policy.params, [[source.stage.seed_for("validation", row["row_id"])] for row, _ in prompts])
         lengths.append([len(c.ids) for (c,) in drawn])
@@ -114,7 +114,7 @@ def test_pretraining_text_is_held_out_and_its_gradient_compared(tiny, rl, tmp_pa
 def test_the_norm_of_a_gradient_moves_nothing(tiny):
     """Trainer.gradient_norm is that of the step, and weights, moments and gradients are as before."""
     from stages.batching import make_item
-    from stages.policy_update import PolicyGradient
+    from stages.policy.policy_update import PolicyGradient
     from stages.training import Trainer
 
     config = Config(preset="dr_grpo", log_entropy=False, max_grad_norm=1e9)

@@ -8,22 +8,23 @@ import numpy as np
 import pytest
 import torch
 
-from stages import critics, randomness
+from stages.policy import critics
+from stages.running import randomness
 from stages.algorithms import rl_preset
 from stages.batching import collate, make_item
-from stages.credit import Batch, assign, critic_targets, shaped
+from stages.policy.credit import Batch, assign, critic_targets, shaped
 from stages.generation import Sample
 from stages.harness import Stage, execute
-from stages.modeling import head_of, hidden_states, load_policy
-from stages.divergence import exact_kl
-from stages.policy_update import PolicyGradient
+from stages.models.modeling import head_of, hidden_states, load_policy
+from stages.models.divergence import exact_kl
+from stages.policy.policy_update import PolicyGradient
 from stages.registry import get_stage
 from stages.rl import Config, resolve_preset
 from stages.rollouts.groups import Group
 from stages.rollouts.prompts import PromptOrder
 from stages.rollouts.source import Rollouts
 from stages.rollouts.steps import step_ends
-from stages.sharding import Acting
+from stages.models.sharding import Acting
 from storage.datasets import open_dataset
 from tests.common import random_value_head
 
@@ -51,7 +52,7 @@ def rl(tiny, data, spec):
     def source(name, config, **inputs):
         from stages.chat import renderer_for
         from stages.generation import prompt_rows
-        from stages.rewards import build_rewards
+        from stages.reward.rewards import build_rewards
 
         stage = Stage(get_stage("rl"), made(name, config, inputs), lambda event: None)
         renderer = renderer_for(tiny["policy"])
@@ -72,8 +73,8 @@ def rows_of(result, name="rollouts"):
 
 def test_the_critic_starts_as_the_reward_model_and_learns_its_targets(tiny, rl):
     """Values of the first rollout = the reward model's score of each prefix, calibration included; then its loss falls."""
-    from stages.reward_heads import load_reward_model
-    from stages.reward_scorers import load_scorer
+    from stages.reward_models.reward_heads import load_reward_model
+    from stages.reward_models.reward_scorers import load_scorer
 
     result, metrics = rl("ppo", {"preset": "ppo", "max_steps": 8, "num_iterations": 8, "kl_coef": 0.0, "learning_rate": 1e-7}, reward_model=tiny["reward"])
     scorer = load_scorer(tiny["reward"])
@@ -95,8 +96,8 @@ def test_a_critic_says_why_it_cannot_start_from_a_reward_model(tiny, tmp_path):
     import shutil
 
     from stages.chat import renderer_for
-    from stages.critics import why_no_start
-    from stages.reward_heads import RewardCard, write_card
+    from stages.policy.critics import why_no_start
+    from stages.reward_models.reward_heads import RewardCard, write_card
 
     renderer = renderer_for(tiny["policy"])
     assert why_no_start(tiny["reward"], renderer) is None
@@ -172,7 +173,7 @@ def test_critic_targets_by_hand():
 
 def test_constant_returns_leave_nothing_to_explain():
     """ops.monitor: null, not 0, which would pass for a critic that is as good as none."""
-    from stages.credit import explained_variance
+    from stages.policy.credit import explained_variance
 
     on = np.ones((2, 2), bool)
     assert explained_variance(np.arange(4.0).reshape(2, 2), np.ones((2, 2)), on) is None and explained_variance(np.zeros((2, 2)), np.zeros((2, 2)), ~on) is None
@@ -200,7 +201,7 @@ def items_of(rng, n=3, g=2, **extra):
 
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
 def test_exact_kl_in_chunks_equals_the_whole(tiny, direction, monkeypatch):
-    from stages import modeling
+    from stages.models import modeling
 
     model, other = load_policy(tiny["policy"]).double(), load_policy(tiny["other"]).double()
     batch = collate(items_of(np.random.default_rng(0)))
@@ -381,15 +382,15 @@ def test_a_frozen_reference_that_moved_is_an_error(rl):
 @pytest.mark.parametrize("level, off, refused", (("token", 3e-4, True), ("token", 1e-5, False), ("sequence", 3e-3, True)))
 def test_a_sampler_that_disagrees_with_the_trainer_is_an_error(rl, monkeypatch, level, off, refused):
     """The ratio of the first minibatch is 1 to 1e-4 (ops.invariants); a product over a sequence's tokens adds their rounding up."""
-    import stages.sampler
+    import stages.decoding.sampler
 
-    drawn = stages.sampler.sample_step
+    drawn = stages.decoding.sampler.sample_step
 
     def shifted(*arguments):
         token, logp = drawn(*arguments)
         return token, logp - off
 
-    monkeypatch.setattr(stages.sampler, "sample_step", shifted)
+    monkeypatch.setattr(stages.decoding.sampler, "sample_step", shifted)
     settings = {"preset": "dr_grpo", "ratio_level": level, "max_steps": 1}
     if refused:
         with pytest.raises(RuntimeError, match="sampler and trainer disagree"):
@@ -401,15 +402,15 @@ def test_a_sampler_that_disagrees_with_the_trainer_is_an_error(rl, monkeypatch, 
 @pytest.mark.parametrize("preset", ["rloo", "reinforce", "dr_grpo", "topr"])
 def test_errors_of_both_signs_do_not_cancel_in_the_ratio_check(rl, monkeypatch, preset):
     """Zero-mean noise on the sampler's log-probs leaves the mean ratio at 1, and surrogates without a ratio have none to look at: |ratio - 1| is what counts."""
-    import stages.sampler
+    import stages.decoding.sampler
 
-    drawn, sign = stages.sampler.sample_step, iter(range(10**9))
+    drawn, sign = stages.decoding.sampler.sample_step, iter(range(10**9))
 
     def noisy(*arguments):
         token, logp = drawn(*arguments)
         return token, logp + 0.02 * (-1) ** next(sign)
 
-    monkeypatch.setattr(stages.sampler, "sample_step", noisy)
+    monkeypatch.setattr(stages.decoding.sampler, "sample_step", noisy)
     with pytest.raises(RuntimeError, match="sampler and trainer disagree"):
         rl(f"noisy {preset}", {"preset": preset, "max_steps": 1})
 
@@ -452,7 +453,7 @@ def test_replayed_groups_keep_the_log_probs_they_were_sampled_with(rl):
 def test_the_mixture_sampler_draws_from_the_geometric_mixture(tiny):
     from stages.generation import MixtureSampler
     from tests.oracles import geometric_mixture
-    from stages.sampling import SamplingParams
+    from stages.decoding.sampling import SamplingParams
 
     policy, other = load_policy(tiny["policy"]), load_policy(tiny["other"])
     found = MixtureSampler(policy, other, _Plain(), 0.3).generate([[20, 30, 40]], SamplingParams(max_new_tokens=4), [list(range(5))])[0]
@@ -619,8 +620,8 @@ def test_an_update_is_recomputed_from_the_rollouts_alone(tiny, rl, preset, refer
             terms.append(token[mask])
             lengths.append(int(mask.sum()))
     from stages.chat import renderer_for
-    from stages.sampler import Sampler
-    from stages.sampling import SamplingParams
+    from stages.decoding.sampler import Sampler
+    from stages.decoding.sampling import SamplingParams
 
     how = open_dataset(result["outputs"]["rollouts"]["path"]).manifest["meta"]["sampling"]
     assert how["temperature"] == 0.8 and how["min_p"] == 0.0 and how["logp_old"] == "sampler"

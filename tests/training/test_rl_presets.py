@@ -58,7 +58,7 @@ def test_every_preset_trains(tiny, data, spec, text, name):
     made, result, metrics = run(spec, name, inputs_of(name, tiny, data), config, text if name == "ppo_ptx" else None)
     row = resolve_preset(Config(**config))[0]
     assert len(metrics) == 3 and all(np.isfinite(v) for m in metrics for v in m["metrics"].values() if v is not None)
-    from stages.modeling import load_policy
+    from stages.models.modeling import load_policy
 
     before, after = (torch.cat([p.flatten() for p in load_policy(p).parameters()]) for p in (tiny["policy"], result["outputs"]["model"]["path"]))
     assert before.shape == after.shape and not torch.equal(before, after)
@@ -297,7 +297,7 @@ def test_the_update_follows_from_the_rollouts(tiny, data, spec, text, name):
     start = tiny["policy"]
     if steps == 2:
         start = run(spec, name, given, {**config, "max_steps": 1}, label=f"{name}-one")[1]["outputs"]["model"]["path"]
-    from stages.modeling import load_policy
+    from stages.models.modeling import load_policy
 
     rows = list(open_dataset(result["outputs"]["rollouts"]["path"]).iter_rows())
     model, sampler, other = (load_policy(p).double() for p in (start, tiny["policy"], tiny["other"]))

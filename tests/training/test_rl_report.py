@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from stages.alarms import ALARMS, alarms, watched
+from stages.evaluation.run_comparison import HELD_OUT_SETTINGS, answers, curves, held_out
 from stages.harness import execute
-from stages.rl_report import along, best_and_worst
-from stages.run_comparison import HELD_OUT_SETTINGS, answers, curves, held_out
+from stages.policy.alarms import ALARMS, alarms, watched
+from stages.policy.rl_report import along, best_and_worst
 from storage.datasets import open_dataset
 
 SMALL = {"max_steps": 4, "prompts_per_step": 3, "num_generations": 4, "max_completion_length": 8, "learning_rate": 1e-3, "eval_every": 2, "eval_prompts": 4,
@@ -65,7 +65,7 @@ def test_a_critic_or_a_reward_model_that_only_seems_worse_is_no_alarm():
 
 def test_accuracy_of_reward_models_on_the_policys_answers():
     from stages.generation import Sample
-    from stages.rewards import RewardComponent
+    from stages.reward.rewards import RewardComponent
     from stages.rollouts.metrics import scorer_accuracy
 
     model, gold = RewardComponent(name="proxy", kind="model"), RewardComponent(name="gold", kind="model", input="gold", weight=0.0)

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from stages import randomness
+from stages.running import randomness
 from stages.algorithms import RL_ALARMS_WATCH, RL_AXES, RL_INPUTS_READ_WHEN, RL_READ_OF_INPUTS, RL_READ_WHEN, rl_preset
 from stages.batching import make_item
-from stages.credit import Batch, assign
+from stages.policy.credit import Batch, assign
 from stages.estimators import RunningScale, normalise_rewards
 from stages.generation import Sample
 from stages.losses import policy_loss
-from stages.modeling import load_policy
-from stages.policy_update import PolicyGradient
+from stages.models.modeling import load_policy
+from stages.policy.policy_update import PolicyGradient
 from stages.rl import SPEC, AlarmName, Config, Preset, not_read, reads_input, resolve_preset, roles, row_of
 from stages.rollouts.groups import Group, control
 from stages.rollouts.metrics import credit_metrics, cut_gain, rollout_metrics
@@ -441,7 +441,7 @@ def test_a_pass_rate_that_is_unknown_is_not_zero():
 def test_an_evaluation_names_components_that_could_not_score():
     from stages.evaluate import warnings
     from stages.evaluation.scores import lower_is_better, policy_metrics
-    from stages.rewards import NOT_ASKED, RewardComponent
+    from stages.reward.rewards import NOT_ASKED, RewardComponent
 
     records = [{"mode": "sample", "item_id": str(i), "prompt_id": str(i), "correct": True, "extracted": None, "output": "a b", "tokens": 2, "finish": "eos", "format_error": False,
                 "reward": None, "kl": None, "parts": {"verifier": 1.0, "mine": None, "later": None}, "unscorable": {"mine": "NameError: lenght", "later": NOT_ASKED}} for i in range(3)]
@@ -600,7 +600,7 @@ def test_the_largest_ratio_is_that_of_the_step_however_it_is_cut(tiny):
 
 
 def test_signs_of_a_policy_that_comes_apart():
-    from stages.evaluation.text import scripts, special_character_rate
+    from stages.measures.text import scripts, special_character_rate
 
     assert scripts("Die Lösung: π = 3 und ∑") == {"LATIN"} and scripts("ответ 答案 ok") == {"CYRILLIC", "CJK", "LATIN"}
     assert special_character_rate("") == 0 and special_character_rate("x² ≤ 3\n") == 0 and special_character_rate("ab\ufffd\U0001F600") == 0.5
@@ -743,7 +743,7 @@ def test_the_rewards_of_stored_rollouts_can_be_overridden_and_two_draws_of_a_pro
 
 def test_rewards_that_compare_see_one_group_at_a_time(rl, monkeypatch):
     """LENGTH-CTRL, rs.majority: another draw of the prompt, the greedy completion and the opponents are not members of a group."""
-    from stages.rewards import RewardComponent, build_rewards
+    from stages.reward.rewards import RewardComponent, build_rewards
     from stages.rollouts import groups as module
 
     row = {"prompt_row": {"row_id": "p", "prompt_id": "p", "answer": "1", "answer_type": "integer"}, "finish_reason": "eos"}

@@ -132,7 +132,7 @@ def test_a_surrogate_brings_its_constants_to_any_preset():
 
 def test_the_stage_trains_on_high_entropy_tokens_and_drops_far_responses(rl):  # noqa: F811
     """The logged loss follows from the rollouts: with one token in three of the highest entropy, and without the bad responses the policy has left."""
-    from stages.modeling import load_policy
+    from stages.models.modeling import load_policy
     from tests.training.test_rl_presets import logps_of
 
     settings = {"preset": "dr_grpo", "max_steps": 2, "num_iterations": 2, "learning_rate": 3e-3, "beta": 0.0}
@@ -348,7 +348,7 @@ def test_tokens_are_chosen_by_their_covariance():
 
 def test_the_stage_leaves_tokens_out_or_keeps_them_close_by_their_covariance(rl):  # noqa: F811
     """The logged loss of a first step without the tokens of the band, and of a second step with the penalty of the top ones, follows from the rollouts."""
-    from stages.modeling import load_policy
+    from stages.models.modeling import load_policy
     from tests.training.test_rl_presets import logps_of
 
     def covariances(rows):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from stages.generation import Sample, sample_groups, score
-from stages.modeling import load_policy
-from stages.reward_heads import RewardCard, write_card
+from stages.models.modeling import load_policy
+from stages.reward_models.reward_heads import RewardCard, write_card
 from stages.rl import Config, resolve_preset
 from stages.rollouts.groups import control
 from stages.rollouts.replay import full_group, plain_group
@@ -126,7 +126,7 @@ def test_a_prompt_without_a_scored_completion_has_no_baseline(rl):
 def test_v_star_is_an_expectation_under_the_reference(rl, tiny):
     """ASTAR-PO stage 1 samples from ref, also where that is another model than the policy."""
     from stages.chat import renderer_for
-    from stages.sampler import Sampler
+    from stages.decoding.sampler import Sampler
 
     config = {**PAID, "preset": "astar_po", "baseline_samples": 3}
     own, other = rl.source("own", config), rl.source("other", config, reference=tiny["other"])
@@ -264,7 +264,7 @@ def test_a_format_that_is_not_asked_of_a_prompt_pays_nothing(rl):
 
 
 def test_sft_members_may_be_as_long_as_the_run_allows(rl, tmp_path):
-    from stages.members import Members
+    from stages.policy.members import Members
 
     source = rl.source("members", {"preset": "dr_grpo"})
     prompt, path = source.order.prompts[0][0], str(tmp_path / "sft")

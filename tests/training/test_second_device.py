@@ -59,7 +59,7 @@ def test_a_stage_computes_on_another_device(tiny, data, labelled, spec, case, mo
 @pytest.mark.parametrize("more", ({}, {"activation_checkpointing": True}), ids=("plain", "recomputed"))
 def test_long_groups_attend_in_packs_there(tiny, data, spec, more, monkeypatch):
     """Short blocks make every group a long one: it is attended in packs on the other device, as a tree or behind a mask on the CPU."""
-    from stages import lean
+    from stages.models import lean
 
     config, packed, found = {**_RL, "preset": "grpo", "num_generations": 5, "prompts_per_step": 2, "max_steps": 1, **more}, [], []
     for name, device in (("here", "cpu"), ("there", DEVICE)):

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from stages import modeling, randomness
 from stages.batching import collate, make_item
 from stages.harness import execute
-from stages.modeling import Head, hidden_states, load_policy, token_and_mean_logps, token_logps
+from stages.models import modeling
+from stages.models.modeling import Head, hidden_states, load_policy, token_and_mean_logps, token_logps
+from stages.running import randomness
 from stages.sft import Config, NextToken, Noise
 from tests.common import silent
 from tests.training.test_invariance import gradient, text_items

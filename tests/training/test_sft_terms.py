@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from stages import modeling
 from stages.batching import collate, make_item
-from stages.direct_losses import unlikelihood_loss
+from stages.direct.direct_losses import unlikelihood_loss
 from stages.harness import execute
-from stages.modeling import Head, column_logps, load_policy
+from stages.models import modeling
+from stages.models.modeling import Head, column_logps, load_policy
 from stages.sft import Config, NextToken, recent_tokens
 from tests.common import silent
 from tests.training.test_invariance import gradient, text_items

@@ -5,13 +5,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stages.adapters import add_lora
 from stages.algorithms import rl_preset
 from stages.batching import collate, make_item
-from stages.modeling import load_policy
-from stages.policy_update import PolicyGradient
+from stages.models.adapters import add_lora
+from stages.models.modeling import load_policy
+from stages.policy.policy_update import PolicyGradient
+from stages.policy.trust_region import TrustRegionTrainer, assign, backtrack, conjugate_gradient, flat
 from stages.rl import Config
-from stages.trust_region import TrustRegionTrainer, assign, backtrack, conjugate_gradient, flat
 from tests.training.test_rl_presets import SMALL, inputs_of, run
 
 
@@ -123,7 +123,7 @@ def test_a_fresh_adapter_is_moved_through_b_alone(tiny):
 
 def test_a_part_of_the_batch_gives_the_fisher_matrix(monkeypatch, tiny):
     """fisher_fraction: evenly spaced items, at least one; products are of these and their tokens, the KL and the gain of the step are those of all."""
-    from stages.trust_region import thinned
+    from stages.policy.trust_region import thinned
 
     assert thinned(list(range(10)), 0.3) == [0, 3, 6] and thinned([1, 2], 0.1) == [1] and thinned(list(range(7)), 1.0) == list(range(7))
     config = Config(preset="trpo", num_generations=2, truncation_policy="score", fisher_fraction=0.5)

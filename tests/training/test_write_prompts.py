@@ -64,7 +64,7 @@ def test_similarity_is_that_of_the_whole_search():
     """The bound that spares the longest common subsequence loses nothing."""
     import numpy as np
 
-    from stages.evaluation.text import rouge_l
+    from stages.measures.text import rouge_l
 
     rng = np.random.default_rng(0)
     texts = [" ".join(f"t{w}" for w in rng.integers(0, 6, size=rng.integers(1, 9))) for _ in range(150)]
@@ -178,11 +178,11 @@ def test_answers_are_sampled_behind_the_trait_and_kept_without_it(roomy, traits,
     """Character training, step 3: the prompts' own trait in the system message of the sampler, the plain prompt in the rows."""
     from stages.chat import renderer_for
     from stages.generation import sampling_params
-    from stages.members import with_system
+    from stages.policy.members import with_system
     from stages.rejection import CHARACTER
     from stages.rejection import Config as Rejection
-    from stages.sampler import Sampler
-    from stages.modeling import freeze, load_policy
+    from stages.decoding.sampler import Sampler
+    from stages.models.modeling import freeze, load_policy
 
     rows = [complete_row("prompts/1", {"prompt": user(f"What about {i}?"), "category": list(TRAITS)[i % 2]}, dataset="p", source="s", origin="ai") for i in range(4)]
     write_dataset(str(tmp_path / "prompts"), "p", "prompts/1", rows)
@@ -218,12 +218,12 @@ def test_answers_are_sampled_behind_the_trait_and_kept_without_it(roomy, traits,
 def test_a_principle_can_be_drawn_for_each_prompt(roomy, traits, spec, tmp_path):  # noqa: F811
     """UltraFeedback: prompts need no category; the candidate names the principle that it was sampled behind, the same one for all answers to a prompt, another with another seed."""
     from stages.chat import renderer_for
-    from stages.members import with_system
-    from stages.modeling import freeze, load_policy
+    from stages.policy.members import with_system
+    from stages.models.modeling import freeze, load_policy
     from stages.generation import sampling_params
     from stages.rejection import CHARACTER
     from stages.rejection import Config as Rejection
-    from stages.sampler import Sampler
+    from stages.decoding.sampler import Sampler
 
     rows = [complete_row("prompts/1", {"prompt": user(f"What about {i}?")}, dataset="p", source="s", origin="ai") for i in range(8)]
     write_dataset(str(tmp_path / "prompts"), "p", "prompts/1", rows)

@@ -4,9 +4,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stages import agent_rewards, debate, estimators, tools
-from stages.rewards import RewardComponent, Rewards
-from stages.verifiers import kimi_length, target_length
+from stages import estimators
+from stages.acting import agent_rewards, tools
+from stages.reward import debate
+from stages.reward.rewards import RewardComponent, Rewards
+from stages.verification.verifiers import kimi_length, target_length
 from tests.production import rendered_mask
 
 STEPS = {"nav": "url_changed", "ui": "ui_match", "form": "fields", "file": "file_created", "goal": "goal_verified"}

@@ -9,14 +9,16 @@ from types import SimpleNamespace
 
 import torch
 
-from stages import estimators, losses, reward_data, reward_losses, schedules, selection
+from stages import estimators, losses, selection
 from stages.batching import collate, make_item
 from stages.ingest import Config
 from stages.ingestion import curation, formats, pairing, rules
 from stages.label_steps import estimates
-from stages.reward_data import step_items
+from stages.policy import schedules
 from stages.reward_model import Config as RewardConfig
-from stages.reward_scorers import aggregate_steps
+from stages.reward_models import reward_data, reward_losses
+from stages.reward_models.reward_data import step_items
+from stages.reward_models.reward_scorers import aggregate_steps
 from stages.rollouts.groups import GroupSampler
 from stages.rollouts.records import Records
 from storage import schema

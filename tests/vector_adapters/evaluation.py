@@ -8,10 +8,15 @@ from collections import Counter
 import pytest
 import torch
 
-from stages import debate, losses, modeling, selection, statistics, verifiers
+from stages import losses, selection
 from stages.align import displaced
 from stages.batching import make_item
-from stages.evaluation import likelihood, overopt, preference, reward_model, sampling, scores, suites, text
+from stages.decoding import likelihood
+from stages.evaluation import held_out_text, scores
+from stages.measures import overopt, preference, reward_model, sampling, statistics, suites, text
+from stages.models import modeling
+from stages.reward import debate
+from stages.verification import verifiers
 from tests.evaluation.test_metrics import answers
 from tests.production import head
 from tests.vector_adapters.maths_supervised import log_loss
@@ -266,5 +271,5 @@ ADAPTERS = {
     "power_two_proportions": lambda i, p: {"n_per_arm": statistics.power_two_proportions(i["p1"], i["p2"], p["alpha"], p["power"])},
     "mcnemar_exact": lambda i, p: {"p_value": [statistics.mcnemar_exact(*row) for row in i["discordant"]]},
     "group_alignment_wd": lambda i, p: suites.group_alignment(i["p"], i["q"]),
-    "perplexity": lambda i, p: suites.perplexity(i["token_nll"], i["n_bytes"]),
+    "perplexity": lambda i, p: held_out_text.perplexity(i["token_nll"], i["n_bytes"]),
 }

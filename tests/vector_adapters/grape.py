@@ -1,9 +1,9 @@
-"""Rubric vectors (reward.rubric) against stages/grape.py."""
+"""Rubric vectors (reward.rubric) against stages/reward/grape.py."""
 from __future__ import annotations
 
 import numpy as np
 
-from stages import grape
+from stages.reward import grape
 
 
 def scored(i, p):

@@ -6,10 +6,10 @@ import math
 import numpy as np
 import torch
 
-from stages import direct_losses as direct
 from stages import losses, selection
 from stages.align import Config
-from stages.direct_alignment import DirectAlignment
+from stages.direct import direct_losses as direct
+from stages.direct.direct_alignment import DirectAlignment
 from tests import oracles
 from tests.production import response_logps
 from tests.vector_adapters.maths_supervised import T, grads

@@ -1,4 +1,4 @@
-"""Vectors of rl.json -> stages/policy_update.py, losses.py, divergence.py, estimators.py, selection.py; optima of small games by tests/oracles.py."""
+"""Vectors of rl.json -> stages/policy/policy_update.py, losses.py, divergence.py, estimators.py, selection.py; optima of small games by tests/oracles.py."""
 from __future__ import annotations
 
 import math
@@ -8,11 +8,12 @@ from itertools import product
 import numpy as np
 import torch
 
-from stages import credit, estimators, losses, schedules, selection, sequence_losses
+from stages import estimators, losses, selection
 from stages.algorithms import RL_PRESETS, rl_preset
 from stages.batching import make_item
-from stages.evaluation import sampling
 from stages.generation import Sample
+from stages.measures import sampling
+from stages.policy import credit, schedules, sequence_losses
 from tests import oracles, production
 from tests.production import rl_update, rows_of, step_mean
 from tests.vector_adapters.maths_supervised import T, grads, ragged
@@ -987,7 +988,7 @@ def iterative_grpo(i, p):
     import pytest
 
     from stages.harness import execute
-    from stages.modeling import weights_digest
+    from stages.models.modeling import weights_digest
     from stages.rollouts.groups import GroupSampler
     from stages.rollouts.source import Rollouts
     from stages.training import Trainer

@@ -8,15 +8,16 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from stages import direct_losses as direct
-from stages import estimators, in_context, losses, merge, preference_module, rejection, reward_losses, selection, statistics
+from stages import estimators, in_context, losses, merge, rejection, selection
 from stages.batching import collate, make_item
 from stages.chat import RenderError
-from stages.divergence import topk_divergence
-from stages.evaluation import overopt, preference
+from stages.direct import direct_losses as direct
 from stages.ingestion import curation, pairing
-from stages.modeling import Head, token_logps
-from stages.reward_heads import own_positions
+from stages.measures import overopt, preference, statistics
+from stages.models.divergence import topk_divergence
+from stages.models.modeling import Head, token_logps
+from stages.reward_models import preference_module, reward_losses
+from stages.reward_models.reward_heads import own_positions
 from stages.training import Sums, Trainer
 from tests import production
 from tests.production import distillation, logps_at, step_mean

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from stages import grape, memory, merge, preflight
-from stages.credit import explained_variance
+from stages import merge, preflight
+from stages.models import memory
+from stages.policy.credit import explained_variance
 from stages.registry import get_spec
+from stages.reward import grape
 from stages.spec import canonical_key
 from storage import costs
 

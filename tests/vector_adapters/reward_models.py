@@ -1,12 +1,13 @@
-"""Vectors of reward models at work: judges, label words, process rewards, combinations -> stages/judge.py, reward_scorers.py, reward_data.py."""
+"""Vectors of reward models at work: judges, label words, process rewards, combinations -> stages/reward/judge.py, reward_scorers.py, reward_data.py."""
 from __future__ import annotations
 
 import numpy as np
 
-from stages import ai_labels, estimators, judge, judging, selection
+from stages import ai_labels, estimators, selection
 from stages.label_steps import estimates
-from stages.reward_eval import length_residual
-from stages.reward_scorers import aggregate_steps, label_probability, positive, safety_gate
+from stages.reward import judge, judging
+from stages.reward_models.reward_eval import length_residual
+from stages.reward_models.reward_scorers import aggregate_steps, label_probability, positive, safety_gate
 from tests.vector_adapters.data import packaged
 
 

@@ -1,4 +1,4 @@
-"""Reward vectors of the catalogue against stages/verifiers.py and stages/rewards.py."""
+"""Reward vectors of the catalogue against stages/verification/verifiers.py and stages/reward/rewards.py."""
 from __future__ import annotations
 
 import json
@@ -6,8 +6,8 @@ import json
 import numpy as np
 
 from stages.estimators import apply_truncation, group_advantage, moved_multiplier, normalized_sum
-from stages.rewards import RewardComponent, build_rewards, vote
-from stages.verifiers import (SCRIPTS, STRICT_ORDER, as_rational, check_constraint, code_reward, constraint_reward, extract, extract_boxed,
+from stages.reward.rewards import RewardComponent, build_rewards, vote
+from stages.verification.verifiers import (SCRIPTS, STRICT_ORDER, as_rational, check_constraint, code_reward, constraint_reward, extract, extract_boxed,
                               extract_hash, extract_last_number, extract_mc_letter, format_reward, language_share, math_equal, soft_overlong, view)
 from tests.vectors import Skip
 
@@ -112,7 +112,7 @@ def score_rules(inputs, params):
             return [float(r.ids[0]) for r in responses]
 
     component = RewardComponent(kind="model", no_eos_reward=params["no_eos_reward"], empty_reward=params["empty_reward"])
-    from stages.rewards import Rewards
+    from stages.reward.rewards import Rewards
 
     rows = [{"prompt_row": {}, "prompt_ids": [raw], "completion_text": "" if empty else "x", "completion_ids": [],
              "finish_reason": "eos" if eos else "length"} for raw, eos, empty in zip(inputs["raw"], inputs["has_eos"], inputs["empty"])]

@@ -1,8 +1,8 @@
 """Vectors of written AI feedback: chains of revisions, and the filter of new instructions."""
 
-from stages.evaluation.text import rouge_l
+from stages.decoding.writers import Written
+from stages.measures.text import rouge_l
 from stages.revise import Chain, Config, revise, targets
-from stages.writers import Written
 
 
 def _chain(inputs, params):

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from stages.answer_format import ending_of, rewritten
-from stages.verifiers import extract_boxed, extract_mc_anywhere, last_box, math_equal, verify_choice, verify_math, verify_text
+from stages.verification.answer_format import ending_of, rewritten
+from stages.verification.verifiers import extract_boxed, extract_mc_anywhere, last_box, math_equal, verify_choice, verify_math, verify_text
 
 RIGHT = [  # (gold, answer)
     ("-5", "#### −5"), ("-5", r"\boxed{–5}"), ("-5", "#### −5 dollars"), ("18", r"\boxed 18"), ("18", r"so \boxed {18}."), ("18", r"\boxed 18."), ("1.5", "#### 1 1/2"), ("5/2", r"\boxed{2\frac{1}{2}}"),

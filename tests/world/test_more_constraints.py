@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from stages.more_constraints import CHECKERS, IFBENCH, IFTRAIN, UNDECIDED
-from stages.verifiers import CHECKERS as IFEVAL
-from stages.verifiers import BadGold, check_constraint, sentences_of
+from stages.verification.more_constraints import CHECKERS, IFBENCH, IFTRAIN, UNDECIDED
+from stages.verification.verifiers import CHECKERS as IFEVAL
+from stages.verification.verifiers import BadGold, check_constraint, sentences_of
 
 from ..data.driver import ingest, write_lines
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stages.generation import Sample
-from stages.rewards import RewardComponent, Rewards
+from stages.reward.rewards import RewardComponent, Rewards
 from stages.rollouts.metrics import rollout_metrics
 
 PROMPT = [{"role": "user", "content": "2 + 2?"}]
@@ -142,7 +142,7 @@ def test_imports_take_no_time_from_the_first_answer(tmp_path):
     """A library that takes longer to import than one call may take (torch, in its time) is imported once, and not begun again after every time-out."""
     (tmp_path / "slow_library.py").write_text("import time\ntime.sleep(2)\nVALUE = 0.5\n")
     source = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport slow_library\ndef score(prompt, completion, answer):\n    return slow_library.VALUE\n"
-    from stages.sandbox import Limits, run_jobs, scoring
+    from stages.running.sandbox import Limits, run_jobs, scoring
 
     given = {"prompt": "p", "completion": "c", "answer": "a"}
     found = run_jobs([scoring(source, given, {})] * 3, Limits(timeout_s=1.0, workers=1, files=(str(tmp_path),)))
@@ -154,7 +154,7 @@ def test_imports_take_no_time_from_the_first_answer(tmp_path):
 def test_a_function_that_is_none_is_told_before_anything_runs(tmp_path):
     from pydantic import ValidationError
 
-    from stages.rewards import RewardComponent
+    from stages.reward.rewards import RewardComponent
 
     (tmp_path / "trl.py").write_text("def reward_len(completions, **kwargs):\n    return [1.0 for _ in completions]\n")
     with pytest.raises(ValidationError, match="this one defines reward_len. Call the function score; one of TRL's.*scope: group"):
@@ -164,7 +164,7 @@ def test_a_function_that_is_none_is_told_before_anything_runs(tmp_path):
 
 
 def test_a_function_for_groups_is_told_how_it_is_called():
-    from stages.sandbox import run_jobs, scoring
+    from stages.running.sandbox import run_jobs, scoring
 
     (found,) = run_jobs([scoring("def score(completions, **kwargs):\n    return [1.0]\n", {"prompt": "p", "completion": "c", "answer": "a"}, {})])
     assert "scope: group" in found.error

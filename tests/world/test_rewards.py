@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from stages.rewards import RewardComponent, Rewards, build_rewards, extract_program, failures, program_of
-from stages.sandbox import Limits, run_jobs
-from stages.verifiers import CHECKERS, BadGold, check_constraint, extract_world, guess_language, math_equal, verifier_of, verify_math, verify_text
+from stages.reward.rewards import RewardComponent, Rewards, build_rewards, extract_program, failures, program_of
+from stages.running.sandbox import Limits, run_jobs
+from stages.verification.verifiers import CHECKERS, BadGold, check_constraint, extract_world, guess_language, math_equal, verifier_of, verify_math, verify_text
 
 
 def row(text, *, answer="red", finish="eos", n=4, **extra):
@@ -157,7 +157,7 @@ def has_kernel_rules() -> bool:
 
 def test_the_doctor_says_what_holds_generated_code(tmp_path, monkeypatch):
     from flows.doctor import sandbox as look
-    from stages import sandbox
+    from stages.running import sandbox
 
     assert sandbox.nets()["file rules"] == has_kernel_rules()
     for calls, files, ok, text in ((True, True, True, "system-call filter, file rules, Python's audit hook"), (True, False, True, "no file rules: .* in a container"),
@@ -170,7 +170,7 @@ def test_the_doctor_says_what_holds_generated_code(tmp_path, monkeypatch):
 @pytest.mark.parametrize("layer", ["all", "kernel", "interpreter"])
 def test_generated_code_reaches_nothing_outside(layer, tmp_path, monkeypatch):
     """No files, processes, sockets or signals, and nothing of the parent: with every net, and with the kernel's or the interpreter's alone."""
-    from stages import sandbox
+    from stages.running import sandbox
 
     if layer != "interpreter" and not has_kernel_rules():
         pytest.skip("this kernel has no Landlock")
@@ -227,7 +227,7 @@ def test_a_program_cannot_pass_by_writing_to_its_descriptors():
 
 def test_the_python_tool_is_locked_down_too(tmp_path):
     """A policy's program in an episode: no files, no processes, no writing to the episode's pipes."""
-    from stages.tools import BadCall, run_python
+    from stages.acting.tools import BadCall, run_python
 
     read, write = os.pipe()
     os.set_blocking(read, False)
@@ -439,7 +439,7 @@ def test_the_same_value(answer, gold):
 
 def test_no_answer_takes_long_to_read():
     """Policies find texts on which a pattern takes forever; reading is near linear."""
-    from stages.verifiers import normalise_math
+    from stages.verification.verifiers import normalise_math
 
     for piece in (" ", "*", "`", "~", "\\text{", r"\text{a}", "^", "Mr. ", "1. ", "```\n", "``` ", "1,", "{"):
         text, started = piece * (40_000 // len(piece)) + "x", time.monotonic()
@@ -560,7 +560,7 @@ def test_a_setting_that_a_kind_does_not_read_is_refused():
     """Every setting of a component is read by every kind or names those that read it; elsewhere it is an error that says which."""
     from typing import get_args
 
-    from stages.rewards import OF_KINDS, RewardComponent
+    from stages.reward.rewards import OF_KINDS, RewardComponent
 
     everyone = {"name", "kind", "weight", "domains", "at_least", "multiplier_step", "from_step", "on_missing", "tier", "min_confidence", "blend"}
     assert set(RewardComponent.model_fields) == everyone | set(OF_KINDS) and not everyone & set(OF_KINDS)

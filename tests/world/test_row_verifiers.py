@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from stages.rewards import RewardComponent, build_rewards
-from stages.verifiers import BadGold, check_constraint, string_f1, verifier_of
+from stages.reward.rewards import RewardComponent, build_rewards
+from stages.verification.verifiers import BadGold, check_constraint, string_f1, verifier_of
 from tests.data.driver import assistant, ingest, user, write_lines
 
 NEW = "[{'instruction_id': ['punctuation:no_comma', 'keywords:existence'], 'kwargs': [None, {'keywords': ['cat'], 'N': None}]}]"

@@ -6,10 +6,10 @@ import random
 import numpy as np
 import pytest
 
-from stages.rewards import RewardComponent, build_rewards
-from stages.sandbox import Limits
-from stages.symbolic import Unread, equal, read
-from stages.verifiers import equal_symbolically, math_equal
+from stages.reward.rewards import RewardComponent, build_rewards
+from stages.running.sandbox import Limits
+from stages.verification.symbolic import Unread, equal, read
+from stages.verification.verifiers import equal_symbolically, math_equal
 
 SAME = [
     (r"\sqrt{8}", r"2\sqrt{2}"), (r"\sqrt8", r"2\sqrt2"), ("x+1", "1+x"), (r"\frac{\pi}{2}", r"\pi/2"), (r"\frac{\pi}{2}", "pi/2"), (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"),
@@ -123,7 +123,7 @@ def test_a_hang_is_undecided_and_wrong(monkeypatch):
     """A comparison that does not end costs its own time limit; the answer stays wrong, and the share of such answers is measured."""
     import inspect
 
-    from stages import symbolic
+    from stages.verification import symbolic
 
     source = inspect.getsource(symbolic)
     monkeypatch.setattr(inspect, "getsource", lambda of: source.replace('    try:\n        (x, unit)', '    while "hang" in a: pass\n    try:\n        (x, unit)') if of is symbolic else source)

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from stages.verifiers import verify_world
+from stages.verification.verifiers import verify_world
 from stages.worldgen import generate
 from stages.worldgen.annotator import Annotator
 from stages.worldgen.lexicon import draw_facts

@@ -1,0 +1,1 @@
+"""A policy over several turns: trajectories, environments, tools."""

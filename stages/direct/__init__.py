@@ -1,0 +1,1 @@
+"""Direct alignment: items, objectives, losses."""

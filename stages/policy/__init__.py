@@ -1,0 +1,1 @@
+"""Reinforcement learning beside rollouts: advantages, the policy loss, critics, alarms."""

@@ -1,0 +1,177 @@
+"""What one optimizer step of RL minimises, as sums over a micro-batch.
+
+surrogate or loss on whole responses + KL in the loss - entropy bonus + value loss of a shared trunk + pretraining mix,
+each aggregated over the whole step. Which terms there are is a preset's row; nothing here asks for its name.
+
+Shapes: S responses, L longest response, N trained positions, P pairs, H hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from stages.algorithms import resolve
+from stages.losses import aggregate, denominator_of, kl_estimate, masked, off_policy_keep, policy_loss, value_loss
+from stages.models.divergence import exact_kl
+from stages.models.modeling import head_of, hidden_states, precise, token_logps
+from stages.training import Sums
+
+
+def pairs_of(items, trained_S) -> list[tuple[int, int]]:
+    """Disjoint pairs of consecutive trained responses of each prompt, as positions among all responses; an odd one is left out."""
+    pairs, start = [], 0
+    for item in items:
+        live = [start + k for k in range(len(item.responses)) if trained_S[start + k]]
+        pairs += list(zip(live[0::2], live[1::2]))
+        start += len(item.responses)
+    return pairs
+
+
+def counted_sequences(items, seq_denominator: str) -> float:
+    """Responses that means over sequences divide by: those with a trained token, or ``all`` (AGG)."""
+    return float(sum(seq_denominator == "all" or bool(m.any()) for i in items for m in i.masks))
+
+
+class PolicyGradient:
+    """The policy's objective over prompt groups (and pretraining rows, which carry ``extra["ptx"]``).
+
+    Args:
+        row: preset (``stages.algorithms.RLPreset``).
+        config: the RL stage's config.
+        kl_coef: a function giving the current coefficient of the KL in the loss; default the row's.
+        anchor: model of the exact KL in the loss (reference, or the policy that sampled), for ``kl_loss_estimator=full``.
+        value_head: scalar head on the policy's trunk, where policy and critic share it.
+    """
+
+    def __init__(self, row, config, kl_coef=None, anchor=None, value_head=None):
+        self.row, self.config, self.anchor, self.value_head = row, config, anchor, value_head
+        self.kl_coef = kl_coef or (lambda: row.kl_loss_coef)
+        self.scale = config.loss_scale_factor or config.longest_completion
+        self.objective = resolve(row.objective) if row.objective else None
+        self.by_group = row.aggregation == "token-mean" and config.token_norm_scope == "group"
+        self.count = "groups" if self.by_group else denominator_of(row.aggregation)
+
+    def counts(self, items):
+        rl = [i for i in items if not i.extra.get("ptx")]
+        ptx = [i for i in items if i.extra.get("ptx")]
+        return {"tokens": float(sum(i.n_targets for i in rl)), "trained": counted_sequences(rl, "nonempty"), "sequences": counted_sequences(rl, self.config.seq_denominator),
+                "groups": float(sum(i.n_targets > 0 for i in rl)), "pairs": float(len(pairs_of(rl, [bool(m.any()) for i in rl for m in i.masks]))),
+                "forwarded": float(sum(i.n_targets for i in rl if not i.extra.get("skip_forward"))),
+                "correct_tokens": float(sum(m.sum() for i in rl for m, c in zip(i.masks, i.extra.get("correct", [])) if c)),
+                "ptx_tokens": float(sum(i.n_targets for i in ptx)), "ptx_documents": float(sum(i.extra.get("documents", 1.0) for i in ptx))}
+
+    def units(self, item):
+        """Responses that the loss compares: pairs where it is a loss on pairs, else each by itself."""
+        pairs = pairs_of([item], [bool(m.any()) for m in item.masks]) if self.row.unit == "pairs" else []
+        return [*pairs, *((k,) for k in range(len(item.responses)) if not any(k in pair for pair in pairs))]
+
+    def aggregate(self, values_SL, mask_SL, items):
+        """Sum of a token loss under the row's aggregation; ``self.count`` divides it."""
+        if not self.by_group:
+            return aggregate(values_SL, mask_SL, self.row.aggregation, self.scale, counted=False)[0]
+        weights = torch.tensor([1.0 / max((i.whole or i).n_targets, 1) for i in items for _ in i.responses], dtype=values_SL.dtype, device=values_SL.device)
+        return (masked(values_SL, mask_SL).sum(-1) * weights).sum()
+
+    def __call__(self, model, batch):
+        row, config = self.row, self.config
+        want_entropy = config.log_entropy or config.entropy_coef > 0
+        hidden = hidden_states(model, batch, batch.src_N)
+        head = head_of(model)
+        logps, entropy = token_logps(head, hidden, batch.target_N, config.temperature, want_entropy)
+        logps_SL = batch.padded(logps)
+        is_ptx = torch.tensor([bool(i.extra.get("ptx")) for i in batch.items for _ in i.responses], device=logps.device)
+        mask = batch.mask_SL & ~is_ptx[:, None]
+        dtype = torch.promote_types(logps.dtype, torch.float32)
+
+        def column(name):
+            return batch.pad_lists([v for i in batch.items for v in i.extra.get(name, [[]] * len(i.responses))], dtype)
+
+        def per_response(name):
+            return torch.tensor([v for i in batch.items for v in i.extra.get(name, [0.0] * len(i.responses))], dtype=dtype, device=logps.device)
+
+        flat = [a for i in batch.items for a in i.extra.get("advantages", [0.0] * len(i.responses))]
+        by_token = any(isinstance(a, list) for a in flat)
+        advantages = torch.tensor(flat, dtype=dtype, device=logps.device) if not by_token else batch.pad_lists([a if isinstance(a, list) else [] for a in flat], dtype)
+        old_SL = column("old_logps")
+        ref_SL = column("ref_logps") if row.needs_reference else None
+        surrogate = "clip" if self.objective else row.surrogate
+        losses, sums = policy_loss(logps_SL, old_SL, advantages, mask, epsilon=row.epsilon, epsilon_high=row.epsilon_high, ratio_level=row.ratio_level,
+                                   surrogate=surrogate, clip_ratio_c=row.clip_ratio_c,
+                                   weights_BT=column("weights") if any("weights" in i.extra for i in batch.items) else None,
+                                   options={} if self.objective else row.options)
+        if any("learned" in i.extra for i in batch.items):  # top_entropy_quantile, covariance_clip
+            losses = losses * column("learned")
+        if any("kept_close" in i.extra for i in batch.items):  # covariance_kl
+            losses = losses + config.covariance_kl_coef * column("kept_close") * masked(logps_SL - old_SL, mask).abs()
+        if config.off_policy_mask_threshold is not None:
+            sampler_SL = column("sampler_logps") if any("sampler_logps" in i.extra for i in batch.items) else old_SL
+            keep = off_policy_keep(logps_SL, sampler_SL, advantages if by_token else advantages[:, None], mask, config.off_policy_mask_threshold)
+            losses, sums["off_policy_masked"] = torch.where(keep, losses, 0.0), (mask & ~keep).sum()
+        if self.objective:
+            terms, own = self._responses(batch, mask, logps_SL, old_SL, ref_SL, advantages, per_response, column)
+            metrics = {f"policy/{k}": (sums[k].float(), "forwarded") for k in ("ratio", "ratio_max", "k1", "k2", "k3")} | {f"policy/{k}": (v, "trained") for k, v in own.items()}
+        else:
+            terms = {"policy": (self.aggregate(losses, mask, batch.items), self.count)}
+            metrics = {f"policy/{k}": (v.float(), "forwarded") for k, v in sums.items() if k != "tokens"}
+        off = torch.expm1(masked(logps_SL.detach() - old_SL, mask).clamp(-20, 20)).abs()  # whatever the surrogate makes of the ratio
+        metrics["policy/ratio_deviation"] = (off.sum().float(), "forwarded")
+        if row.kl_loss_coef:
+            kl_SL = self._kl(model, batch, head, hidden, logps_SL, old_SL, ref_SL, mask)
+            terms["kl"] = (self.kl_coef() * self.aggregate(kl_SL, mask, batch.items), self.count)
+            if row.kl_loss_estimator == "full":
+                metrics[f"kl/full_{row.kl_target}"] = (masked(kl_SL.detach(), mask).sum(), "forwarded")
+        if ref_SL is not None:
+            metrics["kl/reference"] = (kl_estimate(logps_SL.detach(), ref_SL, "k3", mask).sum(), "forwarded")
+        if want_entropy:
+            entropy_SL = batch.padded(entropy)
+            metrics["entropy"] = (masked(entropy_SL.detach(), mask).sum(), "forwarded")
+            if config.entropy_coef:
+                terms["entropy_bonus"] = (-config.entropy_coef * self.aggregate(entropy_SL, mask, batch.items), self.count)
+        if row.positive_nll_coef:
+            right = mask & (per_response("correct") > 0)[:, None]
+            terms["positive_nll"] = (row.positive_nll_coef * masked(-logps_SL, right).sum(), "correct_tokens")
+        if self.value_head is not None:
+            with torch.autocast(logps.device.type, enabled=False):
+                values_SL = batch.padded(self.value_head(precise(hidden))[:, 0])
+            first = row.critic_target == "bandit"  # one value per prompt, at the first token
+            error = value_loss(values_SL, column("returns"), mask & (mask.cumsum(-1) == 1) if first else mask, column("values"), config.cliprange_value, config.value_loss_half)
+            total, by = (error.sum(), "sequences") if first else (self.aggregate(error, mask, batch.items), self.count)
+            terms["value"] = (config.vf_coef * total, by)
+            metrics |= {"critic/value_mean": (masked(values_SL.detach(), mask).sum(), "forwarded"), "critic/return_mean": (masked(column("returns"), mask).sum(), "forwarded")}
+            if config.cliprange_value is not None:
+                metrics["critic/clip_fraction"] = (((values_SL.detach() - column("values")).abs() > config.cliprange_value) & mask).float().sum(), "forwarded"
+        if row.ptx_coef:
+            nll = masked(-logps_SL, batch.mask_SL & is_ptx[:, None]).sum()
+            by = "ptx_tokens" if config.ptx_agg == "token-mean" else "ptx_documents"
+            terms["ptx"] = (row.ptx_coef * nll, by)
+            metrics["ptx/nll"] = (nll.detach(), "ptx_tokens")
+        return Sums(terms, metrics)
+
+    def _kl(self, model, batch, head, hidden, logps_SL, old_SL, ref_SL, mask):
+        """The KL of the loss per token: exact over the vocabulary, or an estimator on the sampled token."""
+        row = self.row
+        if row.kl_loss_estimator == "full":
+            with torch.no_grad():
+                other = hidden_states(self.anchor, batch, batch.src_N)
+            return batch.padded(exact_kl(head, hidden, head_of(self.anchor), other, self.config.temperature, row.kl_direction))
+        target = old_SL if row.kl_target == "old" else ref_SL
+        return kl_estimate(logps_SL, target, row.kl_loss_estimator, mask, old_SL if self.config.kl_is_weighted else None)
+
+    def _responses(self, batch, mask, logps_SL, old_SL, ref_SL, advantages, per_response, column):
+        """The preset's own loss on whole responses (``stages.policy.sequence_losses``), and sums over them for the log."""
+        from stages.policy.sequence_losses import Responses
+
+        advantages_SL = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(logps_SL)
+        pairs = pairs_of(batch.items, mask.any(-1).tolist())
+        if self.row.unit == "pairs" and not pairs:
+            return {"policy": (0.0 * logps_SL.sum(), "pairs")}, {}
+        seen = Responses(masked(logps_SL, mask), masked(old_SL, mask), None if ref_SL is None else masked(ref_SL, mask), mask,
+                         per_response("rewards"), masked(advantages_SL, mask), column("values") if self.row.needs_critic else None,
+                         torch.tensor(pairs, dtype=torch.long, device=logps_SL.device).reshape(-1, 2),
+                         per_response("preferences") if any("preferences" in i.extra for i in batch.items) else None)
+        values = self.objective(seen, **self.row.options)
+        logged = resolve(self.row.objective_log)(seen, **self.row.options) if self.row.objective_log else {}
+        if self.row.unit == "tokens":
+            return {"policy": (self.aggregate(values, mask, batch.items), self.count)}, logged
+        values = masked(values, mask.any(-1)) if self.row.unit == "sequences" else values
+        return {"policy": (values.sum(), self.row.unit)}, logged

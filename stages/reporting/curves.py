@@ -1,0 +1,61 @@
+"""The report every trained stage ends with: its curves, its numbers, its warnings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+#: Metric groups drawn as figures, in this order, where the stage logged them.
+FIGURES = {
+    "loss": ("train/loss", "validation/loss"),
+    "accuracy": ("train/accuracy", "validation/accuracy", "rewards/accuracies", "validation/rewards/accuracies"),
+    "rewards": ("rewards/chosen", "rewards/rejected", "rewards/margins"),
+    "logps": ("logps/chosen", "logps/rejected"),
+    "reward": ("reward/mean", "reward/shaped", "validation/reward/mean", "train/correct"),
+    "kl": ("kl/reference", "kl/sequence_sum", "policy/k3"),
+    "kl_coef": ("kl/coef",),
+    "clip": ("policy/clip_low", "policy/clip_high", "policy/outside_range"),
+    "ratio": ("policy/ratio", "policy/ess_fraction", "sampling/importance_sampling_ratio/mean", "sampling/importance_sampling_ratio/max"),
+    "engine_mismatch": ("sampling/logp_difference/mean", "sampling/mismatch_kl"),
+    "advantage": ("advantage/std", "advantage/mean"),
+    "critic": ("critic/explained_variance",),
+    "critic_loss": ("critic/loss",),
+    "length": ("completions/mean_length", "completions/mean_terminated_length", "completions/mean_correct_length", "completions/mean_incorrect_length"),
+    "truncation": ("completions/clipped_ratio", "completions/repetition", "completions/empty_fraction", "reward/unscorable_fraction"),
+    "groups": ("reward/frac_zero_std", "groups/informative_fraction", "groups/filter_rate"),
+    "entropy": ("train/entropy",),
+    "learning_rate": ("train/learning_rate",),
+    "grad_norm": ("train/grad_norm",),
+}
+
+
+def logged_metrics(stage) -> list[dict]:
+    """Rows of the stage's metrics file: ``{"step": s, name: value, ...}``."""
+    return metric_rows(stage.workdir / "metrics.jsonl")
+
+
+def metric_rows(file: Path) -> list[dict]:
+    """As :func:`logged_metrics`, of a file; none where it is missing."""
+    rows = []
+    if file.exists():
+        for line in file.read_text().splitlines():
+            record = json.loads(line)
+            rows.append({"step": record["step"], **record["metrics"]})
+    return rows
+
+
+def training_report(stage, title: str, summary: dict, *blocks) -> None:
+    """Figures of the logged curves and one markdown page with the final numbers and the warnings; ``blocks`` are further parts of the page.
+    One rank draws them."""
+    if stage.rank != 0:
+        return
+    from stages.reporting.reports import document, facts, metric_curves
+
+    rows = logged_metrics(stage)
+    names = {name for row in rows for name in row}
+    for figure, wanted in FIGURES.items():
+        present = [n for n in wanted if n in names]
+        if present:
+            stage.report(f"curve-{figure}", png=metric_curves(rows, present, title=f"{title}: {figure}"))
+    warned = facts({w["code"]: w["text"] for w in stage.warnings})
+    stage.report("summary", markdown=document(title, facts(summary), ("Warnings", warned), *blocks))

@@ -1,0 +1,1 @@
+"""Reward models: data, heads, objectives, scoring, evaluation."""

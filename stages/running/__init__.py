@@ -1,0 +1,1 @@
+"""The process around a stage: ranks, forks, sandboxes, devices, randomness."""
