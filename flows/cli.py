@@ -543,10 +543,10 @@ def doctor(
 
 @app.command(rich_help_panel="Results", epilog=EXIT_CODES)
 def ls(
-    what: Annotated[str, typer.Argument(help="runs, datasets, models, stages or recipes")] = "runs",
+    what: Annotated[str, typer.Argument(help="runs, results (of every stage, newest first), datasets, models, stages or recipes")] = "runs",
     json_: Json = False,
 ) -> None:
-    """List runs, datasets, models, stages or recipes."""
+    """List runs, results of stages, datasets, models, stages or recipes."""
     from flows import display, env, report
 
     env.prepare(quiet=True)

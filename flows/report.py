@@ -17,7 +17,7 @@ from stages.spec import ConfigError
 from storage import home, leases, records, registry, store
 from storage.files import atomic_write_text
 
-KINDS = ("runs", "datasets", "models", "stages", "recipes")
+KINDS = ("runs", "results", "datasets", "models", "stages", "recipes")
 
 
 # ---------------------------------------------------------------- ls
@@ -28,7 +28,7 @@ def listing(what: str) -> list[dict[str, Any]]:
     if what not in KINDS:
         near = nearest(what, list(KINDS))
         raise ConfigError(f"there is no list of {what!r}; " + (f"did you mean {near!r}? " if near else "") + f"write one of: {', '.join(KINDS)}")
-    return {"runs": runs, "datasets": datasets, "models": models, "stages": stages, "recipes": recipes}[what]()
+    return {"runs": runs, "results": results, "datasets": datasets, "models": models, "stages": stages, "recipes": recipes}[what]()
 
 
 def runs() -> list[dict[str, Any]]:
@@ -41,6 +41,12 @@ def runs() -> list[dict[str, Any]]:
                      "steps": len(data["stages"]), "cached": sum(1 for entry in data["stages"] if entry["cached"]),
                      "seed": data["config"].get("seed", "")})
     return rows
+
+
+def results() -> list[dict[str, Any]]:
+    """What every finished stage gave, of runs and by itself; `show` takes the key."""
+    return [{"key": one["key"][:12], "stage": one["stage"], "label": one.get("label") or "", "finished": when(one.get("finished")), "seconds": round(one["perf"].get("seconds", 0.0), 1),
+             "outputs": " ".join(short(output["ref"]) for output in one["outputs"].values()), "numbers": headline(one["metrics"], 3)} for one in reversed(list(records.all_records()))]
 
 
 def datasets() -> list[dict[str, Any]]:

@@ -56,6 +56,16 @@ def test_second_run_is_cached_and_outputs_are_checked(state_dir):
     assert not run_stage(TOY, {}, {"steps": 6}, seed=1).cached
 
 
+def test_results_of_stages_that_ran_by_themselves_are_listed(state_dir):
+    from flows import report
+
+    first, second = (run_stage(TOY, {}, {"steps": 6}, seed=seed) for seed in (0, 1))
+    listed = report.listing("results")
+    assert [row["key"] for row in listed] == [second.key[:12], first.key[:12]] and {row["stage"] for row in listed} == {"toy"}
+    assert "model:" in listed[0]["outputs"] and "dataset:" in listed[0]["outputs"] and "position" in listed[0]["numbers"]
+    assert report.describe(listed[0]["key"])["key"] == second.key
+
+
 def test_failure_carries_the_stage_own_words(state_dir):
     with pytest.raises(StageError) as caught:
         run_stage(TOY, {}, {"steps": 9, "fail_at": 7})
