@@ -52,7 +52,7 @@ def test_a_run_ends_as_waiting_and_goes_on_with_the_filled_file(servers, given, 
 
 def test_a_run_of_a_deployment_is_suspended_and_resumed_with_the_path(servers, given, tmp_path, request):
     """First with a path that is none, upon which it waits again; then in the browser, where there is one. Another task about the answers of the run above, which are sampled once."""
-    run = servers.start("human_feedback/form", {"config": {**given, "seed": 1, "task": {"instructions": "Which one? Write 1, 2, tie or skip into the column choice."}}})
+    run = servers.start("human_feedback/human_feedback", {"config": {**given, "seed": 1, "task": {"instructions": "Which one? Write 1, 2, tie or skip into the column choice."}}})
     assert servers.wait(lambda: servers.state(run) in ("Suspended", "Failed", "Crashed") and servers.state(run), limit=300) == "Suspended"
     (task,) = [row for row in servers.json("answer")["tasks"] if not row["answered"]]
     first = servers.api(f"/flow_runs/{run}")["state"]["id"]

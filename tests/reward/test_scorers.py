@@ -543,7 +543,7 @@ class Told:
     """Stands for a stage: keeps reports and warnings."""
 
     def __init__(self):
-        self.warned, self.reports = [], []
+        self.warned, self.reports, self.rank = [], [], 0
 
     def seed_for(self, *a):
         return 1

@@ -44,7 +44,7 @@ def test_oreo_regresses_on_log_ratios_whatever_estimates_the_kl_of_the_reward(rl
     """The critic's target is the reward to come less beta times the log-ratios to come (OREO), also where a KL in the reward is estimated by k3."""
     made = {}
     for kind in ("k1", "k3"):
-        result, _ = rl(f"oreo-{kind}", {"preset": "oreo", "kl_coef": 0.1, "kl_reward_mode": "sequence_sum", "kl_reward_estimator": kind, "max_steps": 2, "learning_rate": 1e-2, "reward_override": "none"})
+        result, _ = rl(f"oreo-{kind}", {"preset": "oreo", "kl_coef": 0.1, "kl_reward_mode": "sequence_sum", "kl_reward_estimator": kind, "max_steps": 2, "learning_rate": 1e-2, "truncation_policy": "score"})
         for r in (r for r in rows_of(result) if r["iteration"] == 1):
             ratio = np.subtract(r["logp_old"], r["logp_ref"])
             ahead = np.cumsum(np.array(r["token_rewards"])[::-1])[::-1] - 0.1 * np.cumsum(ratio[::-1])[::-1]

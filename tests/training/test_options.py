@@ -270,11 +270,17 @@ def test_a_pad_token_that_a_text_holds_is_learned_by_every_forward(tiny):
     assert torch.allclose(*found, atol=1e-6) and float(found[0][3].norm()) > 1e-2
 
 
-@pytest.mark.slow
-def test_compiled_forward_trains_alike(tiny, monkeypatch):
+@pytest.fixture
+def compiled_here():
+    """No pool of processes for a handful of kernels."""
     import torch._inductor.config
 
-    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)  # no pool of processes for a handful of kernels
+    with torch._inductor.config.patch(compile_threads=1):
+        yield
+
+
+@pytest.mark.slow
+def test_compiled_forward_trains_alike(tiny, compiled_here):
     items = text_items(np.random.default_rng(0), 3)
     weights = []
     for forward in ("compiled", "model"):
@@ -285,11 +291,8 @@ def test_compiled_forward_trains_alike(tiny, monkeypatch):
     assert torch.allclose(*weights, atol=2e-5)
 
 
-def test_compiled_forward_trains_alike_over_a_base_kept_in_bfloat16(tiny, monkeypatch):
+def test_compiled_forward_trains_alike_over_a_base_kept_in_bfloat16(tiny, compiled_here):
     """Loss and gradients of an adapter are those of the model's own code over the same matrices."""
-    import torch._inductor.config
-
-    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
     items, found = text_items(np.random.default_rng(0), 3), []
     for forward in ("compiled", "model"):
         config = OptimizerConfig(learning_rate=1e-3, forward=forward, lora_rank=4, frozen_dtype="bfloat16", max_grad_norm=1e9)
