@@ -15,6 +15,7 @@ CASES = {**{name: (name.split("/")[0].split()[0], config, rows[1], {}) for name,
          **{name: ("rl", {**_RL, **config}, "prompts", {}) for name, config in STATEFUL.items() if config["preset"] != "trpo"},  # no forward-mode gradients there
          **{name: (name.split()[0], config, rows, more) for name, (config, rows, more) in KINDS.items()}}
 
+CASES = {name: case for name, case in CASES.items() if "4 bits" not in name}  # bitsandbytes has kernels for real devices only
 
 #: How many lines to compare where rounding decides what follows: advantages that are zero but for it.
 LINES = {"old policy, averaged opponent": 1, "adapter on a base kept in bfloat16": 1}
