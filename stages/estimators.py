@@ -52,6 +52,8 @@ def group_advantage(rewards, group_ids, mode: str = "mean_std", std_ddof: int = 
     r, ids = _f64(rewards), list(group_ids)
     if r.ndim != 1 or len(ids) != len(r):
         raise ValueError(f"rewards must be one number per completion with one group id each; got shape {r.shape} and {len(ids)} ids")
+    if mode == "length_weighted" and (lengths is None or len(lengths) != len(r)):
+        raise ValueError("length_weighted needs the completions' lengths; give lengths=, tokens per completion")
     ok = np.isfinite(r) if valid is None else np.isfinite(r) & _bool(valid)
     out, informative = np.zeros(len(r)), np.zeros(len(r), dtype=bool)
     if mode in ("none", "batch_mean"):

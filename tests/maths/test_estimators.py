@@ -56,12 +56,17 @@ def test_groups_without_signal_get_exactly_zero(mode):
 
 def test_grouping_is_by_id_and_ignores_order():
     rng = np.random.default_rng(2)
-    rewards, ids = rng.normal(size=12), [f"p{k % 3}" for k in range(12)]
+    rewards, ids, lengths = rng.normal(size=12), [f"p{k % 3}" for k in range(12)], rng.integers(1, 9, size=12)
     for mode in estimators.GROUP_MODES:
-        adv, info = estimators.group_advantage(rewards, ids, mode)
+        adv, info = estimators.group_advantage(rewards, ids, mode, lengths=lengths)
         order = rng.permutation(12)
-        again, info2 = estimators.group_advantage(rewards[order], [ids[k] for k in order], mode)
+        again, info2 = estimators.group_advantage(rewards[order], [ids[k] for k in order], mode, lengths=lengths[order])
         assert np.allclose(again, adv[order], atol=1e-12) and (info2 == info[order]).all()
+
+
+def test_lengths_are_asked_for_where_they_weigh():
+    with pytest.raises(ValueError, match="give lengths="):
+        estimators.group_advantage([1.0, 0.0], ["a", "a"], "length_weighted")
 
 
 def test_failed_scores_leave_the_statistics():

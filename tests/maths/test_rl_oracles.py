@@ -225,8 +225,55 @@ def test_win_rates_over_an_opponent_less_the_kl():
     assert row.kl_reward_coef == tau and close(ascent(credit, of, P[of] * MU[against], 1), truth)
 
 
+def test_credit_by_what_the_maximum_would_lose_is_the_gradient_of_the_maximum():
+    """pass@k: max r - max over the others is an unbiased baseline of E[max of the group]."""
+    best = torch.maximum(REWARD[:, None], REWARD[None, :])
+
+    def mean_of_the_best(theta):
+        chance = toy.probabilities(theta)
+        return chance @ best @ chance
+
+    assert close(2 * ascent(assign(RL_PRESETS["grpo_passk"], batch(REWARD), 0.0)), gradient_of(mean_of_the_best))
+
+
+def test_means_weighted_by_lengths():
+    """OPO: a completion is compared with the other by the other's share of the tokens, so that where both are of one length the gradient is (G - 1)/G of the policy's."""
+    lengths = toy.MASK.sum(1)
+    weighed = lengths[None, :] / (lengths[:, None] + lengths[None, :]) * (REWARD[:, None] - REWARD[None, :])
+    found = ascent(assign(RL_PRESETS["opo"], batch(REWARD), 0.0))
+    assert close(found, gradient_of(lambda theta: toy.probabilities(theta) @ (weighed @ P)))
+    assert not close(found, 0.5 * gradient_of(mean_reward))
+
+
+def test_the_baseline_of_least_variance():
+    """OTB: pair by pair, token by token, less the mean weighted by the squared norms of the log-prob's gradient up to there; nothing where one completion goes on alone."""
+    energy = squared_norms()
+    so_far = energy.cumsum(1)
+
+    def expected(theta):
+        logps, total = torch.where(ON, toy.token_logps(theta), 0.0), 0.0
+        for i, j in PAIRS:
+            for t in range(int(toy.MASK[i].sum())):
+                baseline = (so_far[i, t] * REWARD[i] + so_far[j, t] * REWARD[j]) / (so_far[i, t] + so_far[j, t]) if ON[j, t] else 0.0
+                total = total + P[i].detach() * P[j].detach() * (REWARD[i] - baseline) * logps[i, t]
+        return total
+
+    credit = assign(RL_PRESETS["otb"], batch(REWARD, energy_BT=energy.numpy()[FLAT]), 0.0)
+    assert close(ascent(credit), gradient_of(expected))
+
+
+def squared_norms():
+    """[N, T]: of d log pi(y_t) / d logits, by autograd."""
+    leaf, norms = POLICY.clone().requires_grad_(), torch.zeros(N, T, dtype=torch.float64)
+    for i in range(N):
+        for t in range(int(toy.MASK[i].sum())):
+            norms[i, t] = torch.autograd.grad(toy.token_logps(leaf)[i, t], leaf)[0].square().sum()
+    return norms
+
+
 def test_every_advantage_has_an_oracle():
-    assert set(ADVANTAGES) == {"reward_minus_baseline", "reward_to_go", "group_mean", "leave_one_out", "gae", "reward_minus_value", "turn_returns", "process", "vine", "win_rate"}
+    assert set(ADVANTAGES) == {"reward_minus_baseline", "reward_to_go", "group_mean", "leave_one_out", "leave_one_out_max", "length_weighted", "token_baseline", "gae", "reward_minus_value",
+                               "turn_returns", "process", "vine", "win_rate"}
 
 
 # --- surrogates ------------------------------------------------------------------------------------------------------
