@@ -1,6 +1,6 @@
 """A stage on several machines that share ``POSTTRAIN_HOME``: the same command is given on each, with its number.
 
-Node 0 runs and publishes the stage as always. The others compute the same key, start their ranks in the same work directory under one torchrun rendezvous, and
+Node 0 runs and publishes the stage as always. The others compute the same key, start their ranks in the same work directory in one process group, and
 take the record that node 0 writes. Each keeps ``nodes/<number>.json`` there: who it is and how it ended, so that when one dies the others end and say which.
 """
 
