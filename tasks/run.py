@@ -583,9 +583,20 @@ def _take_part(p: Prepared, nodes: Nodes, label: str, force: bool, tell: Callabl
             time.sleep(0.2)
     record = published()
     refs, paths = ({name: output[what] for name, output in record["outputs"].items()} for what in ("ref", "path"))
-    tell({"event": "finished", "stage": p.spec.name, "label": label, "key": p.key, "outputs": refs, "metrics": record["metrics"], "seconds": record["perf"].get("seconds", 0.0), "mlflow_run_id": None})
-    return StageResult(stage=p.spec.name, key=p.key, cached=False, outputs=refs, paths=paths, metrics=record["metrics"], seconds=record["perf"].get("seconds", 0.0), warnings=record["warnings"],
+    return _told(_result(p, record, refs, paths, label, cached=False), tell)
+
+
+def _result(p: Prepared, record: dict[str, Any], refs: dict[str, str], paths: dict[str, str], label: str, cached: bool) -> StageResult:
+    """What a record says, its outputs at these references and paths."""
+    return StageResult(stage=p.spec.name, key=p.key, cached=cached, outputs=refs, paths=paths, metrics=record["metrics"], seconds=record["perf"].get("seconds", 0.0), warnings=record["warnings"],
                        record_path=str(records.record_path(p.key)), perf=record["perf"], label=label, reports=record["reports"], versions=record["versions"])
+
+
+def _told(result: StageResult, tell: Callable[[Event], None]) -> StageResult:
+    """The result, once its end is told."""
+    tell({"event": "cached" if result.cached else "finished", "stage": result.stage, "label": result.label, "key": result.key, "outputs": result.outputs, "metrics": result.metrics,
+          "seconds": result.seconds, "mlflow_run_id": result.mlflow_run_id})
+    return result
 
 
 def _how_it_ended(code: int) -> str:
@@ -730,18 +741,14 @@ def _conclude(p: Prepared, record: dict[str, Any], cached: bool, unit: str, labe
             **_projected(record),
         }  # fmt: skip
         tracking.put(entry)
-    result = StageResult(
-        stage=p.spec.name, key=p.key, cached=cached, outputs=refs, paths=paths, metrics=record["metrics"], seconds=record["perf"].get("seconds", 0.0),
-        warnings=record["warnings"], record_path=str(records.record_path(p.key)), perf=record["perf"], label=label, reports=record["reports"], versions=record["versions"],
-    )  # fmt: skip
+    result = _result(p, record, refs, paths, label, cached)
     if flow_run and flow_run.get("run_id"):
         records.append_stage(flow_run["run_id"], {
             "label": label, "stage": p.spec.name, "module": p.module, "key": p.key, "cached": cached, "outputs": refs, "inputs": p.given,
             "config": p.resolved, "seed": p.seed, "name_as": name_as, "record": result.record_path, "metrics": record["metrics"], "seconds": result.seconds, "finished": time.time(),
         })  # fmt: skip
     result.mlflow_run_id = tracking.flush(unit, timeout=_tracking_wait())
-    tell({"event": "cached" if cached else "finished", "stage": p.spec.name, "label": label, "key": p.key, "outputs": refs, "metrics": result.metrics, "seconds": result.seconds, "mlflow_run_id": result.mlflow_run_id})  # fmt: skip
-    return result
+    return _told(result, tell)
 
 
 # ------------------------------------------------------------------------------------------------------------------ small

@@ -4,7 +4,7 @@ Over the T tokens of an optimizer step and the L layers that have experts, f_e i
 the mean probability that the routers give it; the loss is ``router_aux_loss_coef * E * sum_e f_e P_e``, at least k times the coefficient, which even loads reach.
 
 f and P are those of the whole optimizer step, over all micro-batches and ranks, so how a step is cut changes nothing. f has no gradient, and with f known the loss is linear in the
-tokens: where a step has more than one micro-batch, f is counted by a forward without gradients before the first of them (about a quarter more time). transformers and TRL
+tokens: where a step has more than one micro-batch, f is counted by one more forward, without gradients, before the first of them. transformers and TRL
 take f of every micro-batch alone; with one micro-batch a step the numbers are the same.
 
 A token counts once for every trained response that it belongs to: a prompt that several responses share as often as there are, padding never.
