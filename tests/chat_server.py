@@ -5,6 +5,8 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from tests.serving import serving
+
 
 @contextlib.contextmanager
 def chat_server(choice=None):
@@ -43,9 +45,5 @@ def chat_server(choice=None):
     server = Server(("127.0.0.1", 0), Handler)
     server.under_way, server.most, server.usage = 0, 0, None
     server.seen, server.calls, server.choice, server.url = [], [], choice, f"http://127.0.0.1:{server.server_port}/v1"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with serving(server):
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()

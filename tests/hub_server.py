@@ -4,9 +4,10 @@ import base64
 import contextlib
 import hashlib
 import json
-import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
+
+from tests.serving import serving
 
 USER, TOKEN, READS_ONLY = "me", "hf_writes", "hf_reads"
 
@@ -96,9 +97,5 @@ def hub_server():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     server.repos, server.calls, server.blobs, server.url = {}, [], {}, f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with serving(server):
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()

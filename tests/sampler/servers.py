@@ -14,6 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from tests.serving import serving
+
 
 @contextlib.contextmanager
 def transformers_serve(log):
@@ -96,8 +98,5 @@ def vllm_server(llm, broken=lambda number: False):
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with serving(server):
         yield f"http://127.0.0.1:{server.server_port}/v1", seen
-    finally:
-        server.shutdown()

@@ -2,8 +2,6 @@
 
 import gc
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +9,7 @@ import pytest
 import torch
 
 from stages.models import frozen, memory
-from stages.models.adapters import AdapterOff, add_lora
+from stages.models.adapters import AdapterOff
 from stages.batching import collate
 from stages.models.divergence import divergence
 from stages.harness import execute
@@ -23,11 +21,11 @@ from stages.decoding.sampling import SamplingParams
 from stages.settings import OptimizerConfig
 from stages.sft import NextToken
 from stages.training import Trainer, products
-from storage.datasets import open_dataset
 from storage.files import tree_digest
 from tests.architectures import build, items_of
 from tests.common import silent
 from tests.reward.conftest import encoder  # noqa: F401
+from tests.training.fresh import scores, scores_elsewhere
 from tests.training.test_invariance import text_items
 
 SFT = {"learning_rate": 1e-2, "batch_size": 8, "num_train_epochs": 1, "max_length": 64, "lora_rank": 4}
@@ -172,29 +170,12 @@ def test_a_stage_on_a_bfloat16_checkpoint_publishes_the_bytes_of_float32(case, h
 def test_scores_come_back_to_the_bit_in_a_fresh_process(half, tmp_path):
     """Base and adapter give the trained scores; the published directory those of its own weights."""
     model, _ = trained(half["policy"])
-    items = text_items(np.random.default_rng(0))
-
-    def scores(m):
-        with torch.inference_mode():
-            return target_logps(m.eval(), collate(items))[0].tolist()
-
     mine = scores(model)
     save_policy(model, load_tokenizer(half["policy"]), tmp_path / "out", base="model:base")
     merged = scores(load_policy(str(tmp_path / "out")))
     assert merged == pytest.approx(mine, abs=1e-4)
-    program = f"""
-import json, numpy as np, torch
-from peft import PeftModel
-from stages.batching import collate
-from stages.models.modeling import load_frozen, load_policy, target_logps
-from tests.training.test_invariance import text_items
-batch = collate(text_items(np.random.default_rng(0)))
-with torch.inference_mode():
-    print(json.dumps([target_logps(m.eval(), batch)[0].tolist() for m in (
-        PeftModel.from_pretrained(load_policy({half['policy']!r}), {str(tmp_path / 'out' / 'adapter')!r}), load_policy({str(tmp_path / 'out')!r}), load_frozen({str(tmp_path / 'out')!r}))]))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout.splitlines()[-1]) == [mine, merged, merged]
+    policy, out = half["policy"], str(tmp_path / "out")
+    assert scores_elsewhere(f"PeftModel.from_pretrained(load_policy({policy!r}), {out + '/adapter'!r})", f"load_policy({out!r})", f"load_frozen({out!r})") == [mine, merged, merged]
 
 
 @pytest.mark.parametrize("stage,rows", (("sft", "demonstrations"), ("reward_model", "pairs")))

@@ -26,6 +26,7 @@ from stages.settings import OptimizerConfig  # noqa: E402
 from storage.files import tree_digest  # noqa: E402
 from tests.architectures import build, items_of  # noqa: E402
 from tests.common import silent  # noqa: E402
+from tests.training.fresh import scores, scores_elsewhere
 from tests.training.test_frozen import RL, SFT, STAGES, to_train, trained  # noqa: E402
 from tests.training.test_invariance import text_items  # noqa: E402
 
@@ -182,29 +183,12 @@ def test_a_stage_publishes_the_bytes_of_the_dequantised_model(case, tiny, dequan
 def test_scores_come_back_to_the_bit_in_a_fresh_process(tiny, tmp_path):
     """The base in 4 bits with the adapter gives the trained scores; the published directory those of its own weights, which are the dequantised ones with the adapter."""
     model, _ = trained(tiny["policy"], frozen_dtype="nf4")
-    items = text_items(np.random.default_rng(0))
-
-    def scores(m):
-        with torch.inference_mode():
-            return target_logps(m.eval(), collate(items))[0].tolist()
-
     mine = scores(model)
     save_policy(model, load_tokenizer(tiny["policy"]), tmp_path / "out", base="model:base")
     merged = scores(load_policy(str(tmp_path / "out")))
     assert merged == pytest.approx(mine, abs=1e-4)
-    program = f"""
-import json, numpy as np, torch
-from peft import PeftModel
-from stages.batching import collate
-from stages.models.modeling import load_frozen, load_policy, target_logps
-from tests.training.test_invariance import text_items
-batch = collate(text_items(np.random.default_rng(0)))
-with torch.inference_mode():
-    print(json.dumps([target_logps(m.eval(), batch)[0].tolist() for m in (
-        PeftModel.from_pretrained(load_frozen({tiny['policy']!r}, how="nf4"), {str(tmp_path / 'out' / 'adapter')!r}), load_policy({str(tmp_path / 'out')!r}))]))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout.splitlines()[-1]) == [mine, merged]
+    policy, out = tiny["policy"], str(tmp_path / "out")
+    assert scores_elsewhere(f"PeftModel.from_pretrained(load_frozen({policy!r}, how='nf4'), {out + '/adapter'!r})", f"load_policy({out!r})") == [mine, merged]
     assert json.loads(Path(tmp_path, "out/config.json").read_text())["dtype"] == "float32" and "quantization_config" not in json.loads(Path(tmp_path, "out/config.json").read_text())
 
 
