@@ -83,7 +83,7 @@ def test_what_ends_the_run_ends_every_part(prefect, tmp_path):
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()[1]
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)  # a busy machine's Prefect server takes its time over the last state
     assert process.returncode != 0
     assert not [one for one in ours if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] and not stage_processes(tmp_path), err
     assert not list((tmp_path / "leases").rglob("slot-*.json")), "slots are free again"
