@@ -31,15 +31,19 @@ def tree(ref: str, *, depth: int | None = None) -> dict[str, Any]:
     return _of(found.ref, found.kind, found.digest, found.path, seen, depth)
 
 
-def _of(ref: str, kind: str, digest: str, path: str, seen: set[str], depth: int | None, below: str = "") -> dict[str, Any]:
-    """``below`` is the stage key this is an input of: a stage that passes its input on unchanged is not its own origin."""
-    makers = [maker for maker in records.makers_of(digest) if maker["key"] != below]
+def _of(ref: str, kind: str, digest: str, path: str, seen: set[str], depth: int | None, below: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
+    """``below`` are the records on the way to this input, the one that takes it last: a stage that passes its input on unchanged is not its own origin, and what was made
+    after it was taken is not where it came from (where clocks say so of all that made it, the newest counts)."""
+    above = {record["key"] for record in below}
+    makers = [maker for maker in records.makers_of(digest) if maker["key"] not in above]
+    if below:
+        makers = [maker for maker in makers if maker["finished"] <= below[-1]["finished"]] or makers
     if not makers:
         return {"ref": ref, "kind": kind, "digest": digest, "path": path, "names": _names(kind, digest), "inputs": {}}
-    return _of_record(makers[0], digest, seen, depth)
+    return _of_record(makers[0], digest, seen, depth, below)
 
 
-def _of_record(record: dict[str, Any], digest: str | None, seen: set[str], depth: int | None) -> dict[str, Any]:
+def _of_record(record: dict[str, Any], digest: str | None, seen: set[str], depth: int | None, below: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
     output = next((o for o in record["outputs"].values() if o["digest"] == digest), None) or next(iter(record["outputs"].values()), {})
     node = {
         "ref": output.get("ref", record["key"][:16]), "kind": output.get("kind", "stage"), "digest": output.get("digest", ""),
@@ -53,7 +57,7 @@ def _of_record(record: dict[str, Any], digest: str | None, seen: set[str], depth
     seen.add(record["key"])
     if depth is None or depth > 0:
         for name, given in record["inputs"].items():
-            node["inputs"][name] = _of(given["ref"], given["kind"], given["digest"], given["path"], seen, None if depth is None else depth - 1, record["key"])
+            node["inputs"][name] = _of(given["ref"], given["kind"], given["digest"], given["path"], seen, None if depth is None else depth - 1, (*below, record))
     return node
 
 

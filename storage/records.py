@@ -35,8 +35,24 @@ def write(record: dict[str, Any]) -> Path:
 
 
 def read(key: str) -> dict[str, Any] | None:
-    """A stage record as it was written, unverified; None when there is none."""
-    return read_json(record_path(key), None)
+    """A stage record, unverified, with its paths where this state directory has them; None when there is none."""
+    return _here(read_json(record_path(key), None))
+
+
+def _here(record: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The record with the paths of its outputs and of its working directory in this state directory, which may have been moved or copied since it was written: references lead
+    there, and nowhere else."""
+    if not record:
+        return record
+    for output in record["outputs"].values():
+        output["path"] = str(store.model_path(output["digest"])) if output["kind"] == "model" else store.dataset_path(output["name"], output["digest"])
+    was = record.get("workdir")
+    now = was and str(home.home() / "work" / Path(was).name)
+    if was != now and not Path(was).exists() or was != now and Path(now).is_dir():
+        moved = lambda value: now + value[len(was):] if isinstance(value, str) and value.startswith(was + "/") else value
+        record |= {"workdir": now} | {name: moved(record[name]) for name in ("metrics_file", "perf_file") if name in record}
+        record["reports"] = [{name: moved(value) for name, value in report.items()} for report in record.get("reports") or []]
+    return record
 
 
 def find(key: str) -> dict[str, Any] | None:
@@ -49,25 +65,22 @@ def find(key: str) -> dict[str, Any] | None:
 
 def problems(record: dict[str, Any], *, full: bool = False) -> list[str]:
     """What is wrong with a record's outputs (empty: nothing). ``full`` reads every byte."""
-    found = []
-    moved = False
+    found, changed = [], False
     for name, output in record["outputs"].items():
         path = output["path"]
-        if not store.is_url(path) and not Path(path).exists():  # the state directory may have been moved as a whole
-            path = str(store.model_path(output["digest"])) if output["kind"] == "model" else store.dataset_path(output["name"], output["digest"])
         good, stat = store.check_output(output["kind"], path, output["digest"], output.get("stat"), full=full)
         if not good:
             found.append(f"output {name} ({output['ref']}) is missing or was changed at {path}; rerun stage {record['stage']} to make it again")
-        elif stat != output.get("stat") or path != output["path"]:
-            output["stat"], output["path"], moved = stat, path, True
-    if moved and not found:
+        elif stat != output.get("stat"):
+            output["stat"], changed = stat, True
+    if changed and not found:
         write(record)
     return found
 
 
 def all_records() -> Iterator[dict[str, Any]]:
     """Every stage record, oldest first."""
-    found = [read_json(p, None) for p in home.records_dir().glob("*.json")]
+    found = [_here(read_json(p, None)) for p in home.records_dir().glob("*.json")]
     return iter(sorted((r for r in found if r), key=lambda r: r.get("finished", 0)))
 
 
@@ -76,7 +89,7 @@ def match(prefix: str) -> dict[str, Any] | None:
     paths = list(home.records_dir().glob(f"{prefix}*.json"))
     if len(paths) > 1:
         raise ValueError(f"stage key {prefix} is ambiguous; write more digits: {', '.join(p.stem[:16] for p in paths[:5])}")
-    return read_json(paths[0], None) if paths else None
+    return _here(read_json(paths[0], None)) if paths else None
 
 
 def makers_of(digest: str) -> list[dict[str, Any]]:

@@ -61,19 +61,21 @@ def log() -> list[dict[str, Any]]:
 
 
 def _append(make: Any) -> dict[str, Any]:
+    """Write the entry, or list of entries, that ``make()`` returns while nobody else writes; the first one."""
     path = _path()
     with open(path, "a+", encoding="utf-8") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        entry = make()
-        if entry.pop("_existing", False):
-            return entry
+        made = make()
+        entries = made if isinstance(made, list) else [made]
+        if entries[0].pop("_existing", False):
+            return entries[0]
         handle.seek(0, os.SEEK_END)
         torn = handle.tell() > 0 and path.read_bytes()[-1:] != b"\n"
-        handle.write(("\n" if torn else "") + json.dumps({**entry, "time": time.time()}, sort_keys=True, ensure_ascii=False) + "\n")
+        handle.write(("\n" if torn else "") + "".join(json.dumps({**entry, "time": time.time()}, sort_keys=True, ensure_ascii=False) + "\n" for entry in entries))
         handle.flush()
         os.fsync(handle.fileno())
     fsync_dir(path.parent)
-    return entry
+    return entries[0]
 
 
 def models() -> dict[str, ModelName]:
@@ -129,12 +131,25 @@ def set_alias(name: str, alias: str, version: int | None, *, reason: str = "", e
     _append(make)
 
 
-def record_decision(name: str, version: int, *, promoted: bool, evidence: dict[str, Any], alias: str = "champion") -> None:
-    """Keep a promotion decision, whichever way it went; a positive one moves the alias."""
-    lookup(name, version)
-    _append(lambda: {"event": "decision", "name": name, "version": version, "alias": alias, "promoted": bool(promoted), "evidence": evidence})
-    if promoted:
-        set_alias(name, alias, version, reason="promoted by its gate", evidence=evidence)
+def record_decision(name: str, version: int, *, promoted: bool, evidence: dict[str, Any], alias: str = "champion", over: str | None = None) -> str | None:
+    """Keep a promotion decision, whichever way it went; a positive one moves the alias.
+
+    over: digest, or its beginning, of the model that the evidence compares with ("": with none in office; None: not checked). Where another one holds the alias by
+    now, the decision says nothing about it: it is kept as ``promoted: false``, the alias stays, and the digest of who holds it is returned.
+    """
+    def make() -> list[dict[str, Any]]:
+        model = lookup(name, version)
+        before = model.aliases.get(alias)
+        office = model.versions[before]["digest"] if before in model.versions else None
+        unknown = promoted and over is not None and before != version and office is not None and not (over and office.startswith(over))
+        moved = promoted and not unknown
+        entries = [{"event": "decision", "name": name, "version": version, "alias": alias, "promoted": moved, "evidence": evidence, **({"office": office} if unknown else {})}]
+        if moved:
+            entries.append({"event": "alias", "name": name, "alias": alias, "version": version, "before": before, "reason": "promoted by its gate", "evidence": evidence})
+        return entries
+
+    check_name(alias)
+    return _append(make).get("office")
 
 
 def lookup(name: str, version: int | None = None) -> ModelName:

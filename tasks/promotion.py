@@ -25,6 +25,8 @@ def champion(name: str, alias: str = "champion") -> str | None:
 def conclude(candidate: str, decision_path: str, *, name: str, alias: str = "champion") -> dict[str, Any]:
     """Register the candidate, keep the decision with its evidence, move the alias on a positive one. Repeatable.
 
+    A decision that does not know who is in office by now, because another run promoted a model in between, moves nothing and says so.
+
     Returns {promoted, model, name, alias, version, reasons}.
     """
     from stages.promote import read_decision
@@ -33,13 +35,16 @@ def conclude(candidate: str, decision_path: str, *, name: str, alias: str = "cha
     found = store.resolve(candidate, "model")
     version = registry.register(name, found.digest, role="policy", stage="promote")
     model = registry.models()[name]
-    promoted = bool(decision["promote"])
+    promoted, reasons = bool(decision["promote"]), decision["reasons"]
     kept = [entry for entry in model.history if entry["event"] == "decision" and entry["version"] == version]
     in_office = model.aliases.get(alias) == version
     if not kept or kept[-1]["evidence"] != decision or promoted != in_office:
-        registry.record_decision(name, version, promoted=promoted, evidence=decision, alias=alias)
+        office = registry.record_decision(name, version, promoted=promoted, evidence=decision, alias=alias, over=(decision.get("champion") or "").removeprefix("model:m-"))
+        if office is not None:
+            promoted, reasons = False, [f"model:m-{office[:12]} holds model:{name}@{alias} by now, and this decision compared with {decision.get('champion') or 'no champion'}: promote again, so "
+                                        "that it is compared with the one in office.", *reasons]
     tracking.flush_registry(timeout=10)
-    return {"promoted": promoted, "model": found.ref, "name": name, "alias": alias, "version": version, "reasons": decision["reasons"]}
+    return {"promoted": promoted, "model": found.ref, "name": name, "alias": alias, "version": version, "reasons": reasons}
 
 
 def evaluations_of(digest: str) -> list[dict[str, Any]]:

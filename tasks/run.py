@@ -195,13 +195,22 @@ def prepare(
         resolved_inputs[input_name] = found
     module_name = stage_module_name(name)
     code = closure_digest(module_name, spec.resources)
-    digests = {n: i.digest for n, i in resolved_inputs.items()}
+    digests = {n: i.digest + _ending(i) for n, i in resolved_inputs.items()}
     if spec.behind is not None and (named := spec.behind(parsed, {n: i.path for n, i in resolved_inputs.items()})):
         digests["behind"] = sha256_text(named)
     if getattr(parsed, "engine", "") == "vllm":  # no import of every stage's, so not part of its code
         digests["engine"] = sha256_text(f"vllm {library_versions(['vllm'])['vllm']}")
     key = stage_key(spec.name, code, parsed, digests, seed)
     return Prepared(spec, module_name, key, parsed, parsed.resolved(), resolved_inputs, given, code, int(seed))
+
+
+def _ending(found: store.ResolvedInput) -> str:
+    """The ending of a file's name, that of its compression aside: it says how the bytes are read, as lines of text or as CSV, and so is part of what was given. Names in a directory are
+    in its digest."""
+    if found.kind != "file" or not os.path.isfile(found.path):
+        return ""
+    name = os.path.basename(found.path).lower()
+    return os.path.splitext(name.removesuffix(next((end for end in (".gz", ".zst", ".bz2", ".xz") if name.endswith(end)), "")))[1]
 
 
 def _from_lineage(spec: StageSpec, given: dict[str, str], config: StageConfig) -> tuple[dict[str, str], StageConfig]:

@@ -12,7 +12,7 @@ from functools import lru_cache
 ROLES = frozenset(("system", "user", "assistant", "tool"))
 
 CODES = {
-    "parse_error": "the row cannot be read (broken JSON or CSV, truncated file)",
+    "parse_error": "the row cannot be read (broken JSON or CSV, a key twice in one object, truncated file)",
     "missing_column": "a required column is absent or null",
     "wrong_type": "a column has a value of another type, such as a text where messages or a list are expected, or bytes (offset_unit is char or token)",
     "bad_label": "a label outside its scale (label_prob is P(chosen preferred), 0.5 to 1: swap the answers below that; orientation is low_is_a or high_is_a; train_turns and "

@@ -32,8 +32,8 @@ _MARKS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (cod
 _NOT_DATA = {"dataset_info.json", "state.json", "dataset_dict.json", "manifest.json", "dataset_infos.json"}
 _SPLIT = re.compile(r"(?:^|[/_.-])(train|validation|valid|val|dev|test|rm_a|rm_b)(?=[-_./]|$)")
 _SPLIT_NAMES = {"valid": "validation", "val": "validation", "dev": "validation"}
-_DIGITS = bytes.maketrans(b"123456789", b"000000000")
-_LONG_INTEGER, _LONG_FRACTION = b"0" * 20, b"." + b"0" * 18      # more digits than a 64-bit integer or a float holds
+_DIGITS = bytes.maketrans(b"123456789.", b"0000000000")
+_LONG_NUMBER = b"0" * 20            # more digits than a 64-bit integer or a float holds, with or without a point
 
 
 class Record(NamedTuple):
@@ -266,13 +266,14 @@ def _lines(blocks: _Blocks) -> Iterator[tuple[int, bytes, bool]]:
 # -- formats ----------------------------------------------------------------------------------------
 def parse_json(raw: bytes) -> tuple[dict | None, str | None]:
     """(row, code) of one JSON line. Python's parser has the second word: it knows NaN and lone
-    surrogates, which orjson refuses, so that they get the right code; and it reads numbers exactly of which orjson makes floats."""
-    digits = raw.translate(_DIGITS)
-    value, again = None, _LONG_INTEGER in digits or _LONG_FRACTION in digits
+    surrogates, which orjson refuses, so that they get the right code; it reads numbers exactly of which orjson makes floats; and it sees a key that comes twice in an object,
+    of whose values every parser keeps one and says nothing: such a row is no row."""
+    value, again = None, _LONG_NUMBER in raw.translate(_DIGITS)
     if not again:
         try:
             value = orjson.loads(raw)
-        except orjson.JSONDecodeError:
+            again = raw.count(b'":') - raw.count(b'\\":') != _keys(value)
+        except (orjson.JSONDecodeError, RecursionError):
             again = True
     if again:
         try:
@@ -280,7 +281,7 @@ def parse_json(raw: bytes) -> tuple[dict | None, str | None]:
         except UnicodeDecodeError:
             return None, "invalid_utf8"
         try:
-            value = json.loads(text, parse_float=_exact)
+            value = json.loads(text, parse_float=_exact, object_pairs_hook=_once)
         except (ValueError, RecursionError):
             return None, "parse_error"
         try:
@@ -288,6 +289,21 @@ def parse_json(raw: bytes) -> tuple[dict | None, str | None]:
         except (UnicodeEncodeError, RecursionError, ValueError):
             return None, "invalid_utf8" if "\\u" in text else "parse_error"
     return _object(value)
+
+
+def _keys(value: Any) -> int:
+    """How many keys all objects in a parsed value have together."""
+    if type(value) is dict:
+        return len(value) + sum(_keys(item) for item in value.values() if type(item) in (dict, list))
+    return sum(map(_keys, value)) if type(value) is list else 0
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict:
+    """An object as a dict. Raises ValueError for a key that comes twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key comes twice in one object")
+    return found
 
 
 def _object(value: Any) -> tuple[dict | None, str | None]:
@@ -330,7 +346,14 @@ def _read_txt(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
 
 def _read_json(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
     """A JSON array of objects (or one object), element by element; numbers count elements."""
-    decoder, buffer, number, opened = json.JSONDecoder(parse_float=_exact), "", 0, False
+    twice: list[int] = []           # an error in the middle of an element would look like one that may go on
+
+    def counted(pairs: list[tuple[str, Any]]) -> dict:
+        found = dict(pairs)
+        twice.extend([1] * (len(found) != len(pairs)))
+        return found
+
+    decoder, buffer, number, opened = json.JSONDecoder(parse_float=_exact, object_pairs_hook=counted), "", 0, False
     utf8 = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape")
     stream, exhausted, tried = iter(blocks), False, 0
     while True:
@@ -344,6 +367,7 @@ def _read_json(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
             return
         if buffer and (exhausted or len(buffer) >= 2 * tried):
             try:
+                twice.clear()
                 value, end = decoder.raw_decode(buffer)
                 if not exhausted and end == len(buffer):
                     raise ValueError("may go on")
@@ -353,9 +377,10 @@ def _read_json(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
                     yield Record(number + 1, buffer[:4096].encode("utf-8", "backslashreplace"), None, "parse_error")
                     return
             else:
+                row, code = (None, "parse_error") if twice else _checked(value)
+                raw = None if row else buffer[:end].encode("utf-8", "backslashreplace") if twice else canonical_bytes(value)
                 number, buffer, tried = number + 1, buffer[end:], 0
-                row, code = _checked(value)
-                yield Record(number, None if row else canonical_bytes(value), row, code)
+                yield Record(number, raw, row, code)
                 continue
         if exhausted:
             if blocks.damage:
@@ -440,8 +465,8 @@ def _read_csv(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
             yield Record(item[0], raw, None, fields)
         elif header is None:
             header = [name.strip() for name in fields]
-            if twice := sorted({name for name in header if name and header.count(name) > 1}):
-                blocks.damage = f"several columns are called {', '.join(twice)}; give each its own name in the first line"
+            if twice := _named_twice(header):
+                blocks.damage = f"several columns are called {twice}; give each its own name in the first line"
                 yield Record(item[0], raw, None, "parse_error")
                 return
         elif len(fields) > len(header):
@@ -462,6 +487,11 @@ def _cell(value: str) -> Any:
     return value
 
 
+def _named_twice(names: list[str]) -> str:
+    """Names of columns that another column has, too: a row would hold the last one only."""
+    return ", ".join(sorted({name for name in names if name and names.count(name) > 1}))
+
+
 def _rows_of_batches(batches, start: int) -> Iterator[Record]:
     number = start
     for batch in batches:
@@ -479,6 +509,10 @@ def _read_parquet(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
         sizes = [reader.metadata.row_group(i).num_rows for i in range(reader.num_row_groups)]
     except (pa.ArrowException, OSError) as error:
         blocks.damage = f"not a readable Parquet file ({str(error).splitlines()[0][:200]})"
+        yield Record(1, b"", None, "parse_error")
+        return
+    if twice := _named_twice(reader.schema_arrow.names):
+        blocks.damage = f"several columns are called {twice}; give each its own name"
         yield Record(1, b"", None, "parse_error")
         return
     start = 0
@@ -509,6 +543,10 @@ def _read_arrow(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
                 file = pa.ipc.open_file(memory)
                 reader = (file.get_batch(index) for index in range(file.num_record_batches))
             for batch in reader:
+                if twice := _named_twice(batch.schema.names):
+                    blocks.damage = f"several columns are called {twice}; give each its own name"
+                    yield Record(1, b"", None, "parse_error")
+                    return
                 for offset in range(0, batch.num_rows, 500):
                     piece = batch.slice(offset, 500)
                     yield from _rows_of_batches([piece], number)

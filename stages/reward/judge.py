@@ -115,7 +115,10 @@ def without_longer(logps, words: Sequence[Sequence]) -> np.ndarray:
 
 
 def soft_label(logp_a: float, logp_b: float, clamp: tuple[float, float] | None = None) -> float:
-    """P(A) from the log-probs of the two letters, nothing else; ``clamp`` is Constitutional AI's with chain of thought (``rm.soft_label``)."""
+    """P(A) from the log-probs of the two letters, nothing else; ``clamp`` is Constitutional AI's with chain of thought (``rm.soft_label``). Raises ValueError where they say nothing:
+    one is NaN, or both are -inf."""
+    if math.isnan(logp_b - logp_a):
+        raise ValueError(f"log-probabilities {logp_a} and {logp_b} give no probability of A; leave the request out as unscorable")
     p = 1.0 / (1.0 + math.exp(min(700.0, logp_b - logp_a)))
     return p if clamp is None else min(max(p, clamp[0]), clamp[1])
 
@@ -163,7 +166,7 @@ class LocalJudge(LabelScorer):
 
     def chosen(self, texts: Sequence[str], words: Sequence[str]) -> list[Reply]:
         """As :meth:`word_table`, with what it cost."""
-        return [Reply(logps=tuple(row), tokens_in=len(self.reader.instruction(text))) if np.isfinite(row).any() else Reply(error=TOO_LONG)
+        return [Reply(logps=tuple(row), tokens_in=len(self.reader.instruction(text))) if np.isfinite(row).any() and not np.isnan(row).any() else Reply(error=TOO_LONG)
                 for text, row in zip(texts, self.word_table(texts, words).tolist())]
 
     def answers(self, texts: Sequence[str], max_tokens: int, attempt: int) -> list[str]:

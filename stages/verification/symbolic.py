@@ -35,7 +35,8 @@ _UNITS = ("cm mm km kg mg ml mph inch inches ft feet foot yard yards meter meter
           "litres second seconds sec minute minutes min hour hours day days week weeks month months year years degree degrees radian radians dollar dollars cent cents percent unit units square "
           "cubic point points").split()
 _WORDS = r"\\(?:text|textrm|textit|textbf|mbox|mathrm|operatorname)\s*\{([^{}]*)\}"
-_NO_UNIT = re.compile(r"\d|,|\b(?:or|and|nor|not|but|either|maybe|perhaps|alternatively|wrong|incorrect|minus|plus|times|divided|over|squared|cubed|half|hundred|thousand|million|billion|trillion)\b",
+_NO_UNIT = re.compile(r"\d|,|\b(?:or|and|nor|not|but|either|maybe|perhaps|alternatively|wrong|incorrect|minus|plus|times|divided|over|squared|cubed|half|if|unless|otherwise|versus|vs|factorial|zero|two|three|four|five|six|"
+                      r"seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|(?:hundred|thousand|million|billion|trillion|lakh|crore)s?)\b",
                       re.IGNORECASE)  # words behind a number that change it, or say another one
 _MATRICES = "pmatrix|bmatrix|Bmatrix|matrix|smallmatrix|array"
 _NO_PRODUCTS = ("or", "and", "is", "no", "not", "if", "of", "to", "for", "the", "all", "yes")
@@ -237,7 +238,10 @@ class Parser:
         self.expect(r"\matrix")
         rows = [[]]
         while self.peek() != r"\end":
+            signs = self.signs
             rows[-1].append(("number", self.sum()))
+            if self.signs != signs:         # two matrices
+                raise Unread(r"\pm")
             if self.take("&"):
                 continue
             if not self.take(r"\row"):
@@ -279,8 +283,7 @@ class Parser:
                 self.next()
                 value = _known(value / self.signed())
             elif self._begins(token):
-                if token[0].isdigit() or token[0] == ".":
-                    raise Unread("two numbers beside each other")
+                self._no_digits()
                 value = _known(value * self.power())
             else:
                 return value
@@ -289,6 +292,13 @@ class Parser:
         """Whether a token begins a factor of a product without a sign."""
         return bool(token) and (token[0].isalnum() or token[0] == "." or token in ("(", "[", "{") or token == "|" and not self.bars or token in (r"\lfloor", r"\lceil", r"\lvert", r"\frac", r"\binom", r"\sqrt", r"\root")
                                 or token[0] == "\\" and (token[1:] in _NAMES or token[1:] in _FUNCTIONS or token[1:] in _GREEK))
+
+    def _no_digits(self) -> None:
+        """Raise Unread where a number follows a factor without a sign, also one in braces, which print as nothing: ``{5}{2}`` reads 52."""
+        rest = [token for token in self.tokens[self.at:self.at + 6] if token != " "]
+        first = next((token for token in rest if token != "{"), "")
+        if first[:1].isdigit() or first[:1] == ".":
+            raise Unread("two numbers beside each other")
 
     def signed(self):
         if self.peek() in ("+", "-", r"\pm", r"\mp"):
@@ -442,6 +452,7 @@ class Parser:
         else:  # \sin 2x is sin(2x); the next function, sign or bracket ends it
             value = self.power()
             while self._begins(self.peek()) and self.peek() not in ("(", "[", "|") and self.peek().lstrip("\\") not in _FUNCTIONS:
+                self._no_digits()
                 value = value * self.power()
         if name in _TRIGONOMETRIC:
             value = value.subs(_DEGREE, sympy.pi / 180)

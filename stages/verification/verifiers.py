@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 
+from stages.verification.units import contradicts
+
 STRICT_ORDER = ("answer_tag", "boxed", "hash")
 FLEXIBLE_ORDER = STRICT_ORDER + ("phrase", "last_number")
 #: Tags of a response's parts. Where they are special tokens, a completion's text keeps them (stages/decoding/sampler.py).
@@ -171,7 +173,8 @@ def extract(text: str, order: Sequence[str] = STRICT_ORDER) -> str | None:
 #: A number with mark-up around it and at most words behind it: "**18**", "$18 dollars"; not "3. Last step", "3, 4" or "18 or 20".
 _MEASURED = re.compile(r"[*_ ]{0,9}((?:[+-] ?)?(?:\\?\$[+-]? ?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+| \d+/\d+)?)(?:\\?[%$*_]|°){0,9}(?:\.?[*_ ]{0,9}| {1,9}([^\W\d_][^\d,;]*))")
 _SCALES = {"hundred": 100, "thousand": 10 ** 3, "million": 10 ** 6, "billion": 10 ** 9, "trillion": 10 ** 12}  # words that say how large a number is, and are no unit of it
-_NO_UNIT = re.compile(rf"\b(?:or|and(?= (?:an?|half|another|maybe|perhaps|zero|one|two|three|four|five|six|seven|eight|nine|ten|\w*teen|\w+ty)\b)|nor|not|but|either|maybe|perhaps|alternatively|wrong|incorrect|minus|plus|times|divided|over|squared|cubed|half|{'|'.join(_SCALES)})\b", re.IGNORECASE)
+_NO_UNIT = re.compile(rf"\b(?:or|and(?= (?:an?|half|another|maybe|perhaps|zero|one|two|three|four|five|six|seven|eight|nine|ten|\w*teen|\w+ty)\b)|nor|not|but|either|maybe|perhaps|alternatively|wrong|incorrect|minus|plus|times|divided|over|squared|cubed|half|if|unless|otherwise|versus|vs|factorial|zero|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|(?:{'|'.join(_SCALES)}|lakh|crore)s?)\b",
+                      re.IGNORECASE)
 #: What may stand behind a number in a box or an answer tag: a word, which is no variable and no function; of the short units those that are no variables.
 _A_UNIT = re.compile(r"(?!(?:sqrt|log|exp|sin|cos|tan|cot|sec|csc|mod)\b)(?:[^\W\d_]{3,}|(?:cm|mm|km|kg|mg|ml|ft|in|oz|lb|hr|am|pm)\b)[^\W\d_]*[^\d,;=+^\\<>()\[\]{}]*")
 
@@ -183,14 +186,16 @@ def measured(text: str, strictly: bool = False) -> str | None:
     return None if not found or _NO_UNIT.search(words) or strictly and words and not _A_UNIT.fullmatch(words) else found[1]
 
 
-def extract_number(text: str, flexible: bool = False) -> str | None:
+def extract_number(text: str, flexible: bool = False, gold: str = "") -> str | None:
     """As `extract`, where the gold answer is a number: of what is marked as the answer the number, without mark-up and unit (:func:`measured`); `flexible` passes over what is no
-    number for the next extractor that finds one."""
+    number for the next extractor that finds one. A unit that contradicts the one of ``gold`` stays."""
     first = None
     for name in FLEXIBLE_ORDER if flexible else STRICT_ORDER:
         value = extract(text, (name,))
         if value is None:
             continue
+        if contradicts(value, gold):
+            return value
         number = as_rational(normalise_math(value)) is not None
         if not number and name in STRICT_ORDER and (said := measured(re.sub(_WORDS, r"\1", value), strictly=name != "hash")) is not None:
             value, number = said, True
@@ -259,8 +264,8 @@ _UNIT = re.compile(rf"(?: ?(?:/|\\cdot)? ?{_WORDS}(?: ?\^ ?\{{?-?\d+\}}?)?){{1,6
 
 def normalise_math(text: str) -> str:
     r"""String form in which equal answers are mostly equal: `$`, units in `\text{}`, `\left`, degrees, percent, "x=" removed (reward.math)."""
-    s = " ".join(plain_minus(text).replace("\\\\", _ROW).split())
-    for gone in ("\\left", "\\right", "\\displaystyle", "\\textstyle", "\\qquad", "\\quad", "\\degree", "\\!", "\\,", "\\;", "\\:", "\\ ", "\\(", "\\)", "\\%", "%", "\\$", "$", "°"):
+    s = " ".join(re.sub(r"\\[,;: ]", " ", re.sub(r",\s*\\!\s*", ",", plain_minus(text).replace("\\\\", _ROW))).split())
+    for gone in ("\\left", "\\right", "\\displaystyle", "\\textstyle", "\\qquad", "\\quad", "\\degree", "\\!", "\\(", "\\)", "\\%", "%", "\\$", "$", "°"):
         s = s.replace(gone, "")
     s = re.sub(r" ?\^ ?(?:\\circ|\{ ?\\circ ?\})", "", re.sub(r"(?<=\S)~", " ", s).replace("{,}", ",")).strip().rstrip(".").strip()
     s = " ".join(s.split())
@@ -284,7 +289,7 @@ def normalise_math(text: str) -> str:
 
 def as_rational(text: str) -> Fraction | None:
     r"""Exact value of an integer, decimal, `a/b`, `\frac{a}{b}` or mixed number (`2\frac{1}{3}`, `2+1/3`), or of one with its size in a word (`2.5million`); None for anything else."""
-    if sized := re.fullmatch(rf"(.*\d)({'|'.join(_SCALES)})(?:dollars)?", text, re.IGNORECASE):
+    if sized := re.fullmatch(rf"(.*\d)({'|'.join(_SCALES)})s?(?:dollars)?", text, re.IGNORECASE):
         value = as_rational(sized[1])
         return None if value is None else value * _SCALES[sized[2].lower()]
     if (mixed := re.fullmatch(r"(-?)(\d{1,400})(?:\\frac\{(\d{1,400})\}\{(\d{1,400})\}|\+(\d{1,400})/(\d{1,400}))", text)) and not (mixed[1] and mixed[5]):
@@ -330,9 +335,10 @@ def _matrix(text: str) -> list[list[str]] | None:
 
 def math_equal(answer: str, gold: str, *, rel_tol: float = 0.0) -> bool:
     r"""Whether two answers are the same value: equal strings after `normalise_math`, equal exact rationals, tuples and matrices equal element by element, sets in
-    braces with equal elements in any order, or words in `\text{}` that are equal but for case. No float tolerance unless `rel_tol` is given (reward.math)."""
+    braces with equal elements in any order, or words in `\text{}` that are equal but for case. Units are stripped, but two that contradict each other (`units.contradicts`: km for cm, pm for am)
+    make the answers unequal. No float tolerance unless `rel_tol` is given (reward.math)."""
     a, b = normalise_math(answer), normalise_math(gold)
-    if not a or not b:
+    if not a or not b or contradicts(answer, gold):
         return False
     if a == b:
         return True
@@ -369,9 +375,10 @@ def equal_symbolically(pairs: Sequence[tuple[str, str]], limits=None) -> list[bo
     from stages.verification import symbolic
 
     distinct = list(dict.fromkeys(pairs))
+    distinct = [pair for pair in distinct if not contradicts(*pair)]
     jobs = [{"kind": "call", "function": "equal", "args": list(pair)} for pair in distinct]
     found = dict(zip(distinct, run_jobs(jobs, limits or Limits(), setup=inspect.getsource(symbolic) if jobs else "")))
-    return [found[pair].value if found[pair].error is None else None for pair in pairs]
+    return [False if pair not in found else found[pair].value if found[pair].error is None else None for pair in pairs]
 
 
 def same_text(answer: str, gold: str, *, ignore_case: bool = True) -> bool:
@@ -413,7 +420,7 @@ def verify_math(row: dict, text: str, flexible: bool = False, rel_tol: float = 0
     number = as_rational(normalise_math(gold)) is not None
     if row.get("answer_type") in ("integer", "number") and not number:
         raise BadGold(f"answer {gold[:60]!r} is no number although answer_type says {row['answer_type']!r}; write text or latex")
-    answer = extract_number(text, flexible) if number else extract(text, FLEXIBLE_ORDER if flexible else STRICT_ORDER)
+    answer = extract_number(text, flexible, gold) if number else extract(text, FLEXIBLE_ORDER if flexible else STRICT_ORDER)
     return answer is not None and math_equal(answer, gold, rel_tol=rel_tol), answer
 
 

@@ -190,3 +190,30 @@ def test_a_file_in_another_encoding_is_refused_with_how_to_rewrite_it(tmp_path, 
         ingest(tmp_path / "x.csv", tmp_path / "w")
     (tmp_path / "x.csv").write_bytes((tmp_path / "x.csv").read_bytes().decode(encoding).encode("utf-8-sig"))  # and with a byte order mark
     assert [row["prompt"][0]["content"] for row in ingest(tmp_path / "x.csv", tmp_path / "w2").rows][:2] == ["où 0", "où 1"]
+
+
+TWICE = ['{"prompt": "p", "chosen": "a", "rejected": "b", "chosen": "c"}', '{"prompt": [{"role": "user", "content": "p", "content": "q"}], "chosen": "a", "rejected": "b"}', '{"prompt" : "p", "chosen" : "a", "rejected" : "b", "prompt" : "q"}']
+ONCE = ['{"prompt": "say \\":\\" and \\\\\\":", "chosen": "{\\"chosen\\": 1, \\"chosen\\": 2}", "rejected": "b\\\\"}', '{"prompt":"q","chosen":"a","rejected":"b","k\\\\":1,"meta":[{"a":1},{"a":2}]}', '{"prompt" : "r", "chosen" : "a", "rejected" : "b"}']
+
+
+def test_a_key_that_comes_twice_is_no_row(tmp_path):
+    """Of two values of one key every parser keeps one and says nothing; columns of a table likewise."""
+    for index, path in enumerate((write_lines(tmp_path / "x.jsonl", TWICE + ONCE), tmp_path / "x.json")):
+        if index:
+            path.write_text("[" + ",\n".join(TWICE + ONCE) + "]")
+        result = ingest(path, tmp_path / f"w{index}", max_quarantine_fraction=1)
+        assert result.codes() == {1: ["parse_error"], 2: ["parse_error"], 3: ["parse_error"]}
+        assert [row["prompt"][0]["content"] for row in result.rows] == ['say ":" and \\":', "q", "r"]
+        assert '"c"' in result.refused[0]["raw_json"], "what was refused is kept as it was"
+    table = pa.Table.from_arrays([pa.array([x]) for x in ("p", "good", "bad", "worse")], names=["prompt", "chosen", "rejected", "chosen"])
+    pq.write_table(table, tmp_path / "x.parquet")
+    with pa.ipc.new_stream(str(tmp_path / "x.arrow"), table.schema) as out:
+        out.write_table(table)
+    for ending in ("parquet", "arrow"):
+        with pytest.raises(StageFailure, match="several columns are called chosen; give each its own name"):
+            ingest(tmp_path / f"x.{ending}", tmp_path / ending)
+
+
+def test_numbers_with_more_digits_than_a_float_holds_keep_them(tmp_path):
+    rows = ['{"prompt": "p", "answer": 123456789012.3456789}', '{"prompt": "q", "answer": 12345678901234567890123}']
+    assert [row["answer"] for row in ingest(write_lines(tmp_path / "x.jsonl", rows), tmp_path / "w").rows] == ["123456789012.3456789", "12345678901234567890123"]

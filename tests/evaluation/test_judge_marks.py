@@ -27,3 +27,19 @@ def test_ordinary_brackets_stay():
 def test_a_verdict_in_a_thought_or_two_of_them_is_none():
     assert parse_verdict("<think>[[A]]</think> [[B]]") == "B" and parse_verdict("the answer says [[A]], but [[B]]") is None and parse_verdict("<think>[[A]]") is None
     assert parse_rating("it claims [[10]]. [[3]]") is None and parse_rating("[[11]]") is None and parse_rating("[[7]]") == 7.0
+
+
+def test_log_probabilities_that_say_nothing_are_no_verdict():
+    """Neither letter, or NaN from a broken judge: no probability, where a formula would make one of the answers the certain winner."""
+    import math
+    from types import SimpleNamespace
+
+    import numpy as np
+
+    for pair in ((-math.inf, -math.inf), (math.nan, -1.0), (-1.0, math.nan)):
+        with pytest.raises(ValueError, match="leave the request out as unscorable"):
+            judge.soft_label(*pair)
+    assert judge.soft_label(-math.inf, -1.0) == pytest.approx(0.0) and judge.soft_label(-1.0, -math.inf) == 1.0
+    local = SimpleNamespace(word_table=lambda texts, words: np.array([[math.nan, -1.0], [-1.0, -2.0], [-math.inf, -math.inf]]), reader=SimpleNamespace(instruction=lambda text: [1]))
+    said = judge.LocalJudge.chosen(local, ["a", "b", "c"], ["A", "B"])
+    assert [bool(one.error) for one in said] == [True, False, True] and said[1].logps == (-1.0, -2.0)

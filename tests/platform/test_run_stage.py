@@ -342,6 +342,19 @@ def test_lineage_reads_from_a_name_to_the_outside(state_dir, tmp_path):
         lineage.tree("model:unknown")
 
 
+def test_the_ending_of_a_file_is_part_of_what_was_given(state_dir, tmp_path):
+    """The same bytes as lines of text and as CSV are two datasets, and a file that moved is the one it was."""
+    found = {}
+    for name in ("x.txt", "x.csv", "y.CSV", "moved/x.csv"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text('prompt,completion\n"1, 2",three\nplain,words\n')
+        found[name] = run_stage("ingest", {"data": str(path)}, {})
+    kinds = {name: store.resolve(one.outputs["data"]).manifest["kind"] for name, one in found.items()}
+    assert kinds == {"x.txt": "text/1", **dict.fromkeys(("x.csv", "y.CSV", "moved/x.csv"), "demonstrations/1")}
+    assert [one.cached for one in found.values()] == [False, False, True, True]
+
+
 def test_stage_runs_by_hand(state_dir, tmp_path):
     import json
 

@@ -176,3 +176,47 @@ def test_a_part_that_is_no_parquet_any_more_is_told_with_what_to_do(tmp_path):
     part.write_bytes(part.read_bytes()[:-20])
     with pytest.raises(DatasetError, match=f"{part.name} is damaged .* run the stage that made this dataset again"):
         list(open_dataset(tmp_path / "d").iter_rows())
+
+
+def decided(where, candidate, champion, promote=True):
+    """A finished `decision` dataset: what stage promote found against ``champion`` (None: nobody in office)."""
+    from storage.datasets import write_dataset
+
+    ref = lambda model: f"model:m-{model.digest[:12]}" if model else None
+    decision = {"promote": promote, "candidate": ref(candidate), "champion": ref(champion), "reasons": ["it is better"], "evidence": []}
+    write_dataset(where, "decision", "eval_scores/1", [], meta={"decision": decision})
+    return str(where)
+
+
+def test_a_decision_against_somebody_else_moves_nothing(tmp_path):
+    """Two runs beat the same champion: the second one was never compared with the first, so it waits for another comparison. Says who is in office, and is kept."""
+    from tasks.promotion import conclude
+
+    old, a, b = (store.publish_model(make_model(tmp_path / name, name)) for name in "oab")
+    first = conclude(old.ref, decided(tmp_path / "0", old, None), name="policy")
+    assert first["promoted"] and store.resolve("model:policy@champion").digest == old.digest
+    one, two = decided(tmp_path / "1", a, old), decided(tmp_path / "2", b, old)
+    assert conclude(a.ref, one, name="policy")["promoted"] and conclude(a.ref, one, name="policy")["promoted"]
+    late = conclude(b.ref, two, name="policy")
+    assert not late["promoted"] and late["reasons"][0].startswith(f"model:m-{a.digest[:12]} holds model:policy@champion by now") and "promote again" in late["reasons"][0]
+    assert store.resolve("model:policy@champion").digest == a.digest
+    kept = [e for e in registry.lookup("policy").history if e["event"] == "decision"]
+    assert [e["promoted"] for e in kept] == [True, True, False] and kept[-1]["office"] == a.digest
+    assert not conclude(b.ref, decided(tmp_path / "3", b, None), name="policy")["promoted"], "nobody in office when it was decided"
+    assert conclude(b.ref, decided(tmp_path / "4", b, a), name="policy")["promoted"] and store.resolve("model:policy@champion").digest == b.digest
+    registry.set_alias("policy", "champion", None)
+    assert conclude(a.ref, one, name="policy")["promoted"], "nobody is displaced"
+
+
+def test_of_many_that_promote_at_once_one_wins(tmp_path):
+    from concurrent.futures import ThreadPoolExecutor
+
+    from tasks.promotion import conclude
+
+    models = [store.publish_model(make_model(tmp_path / f"m{i}", str(i))) for i in range(8)]
+    paths = [decided(tmp_path / f"d{i}", model, None) for i, model in enumerate(models)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda i: conclude(models[i].ref, paths[i], name="policy"), range(8)))
+    assert sum(one["promoted"] for one in found) == 1
+    assert sum(e["event"] == "alias" and e["alias"] == "champion" for e in registry.lookup("policy").history) == 1
+    assert sorted(registry.lookup("policy").versions) == list(range(1, 9))

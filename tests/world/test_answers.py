@@ -16,14 +16,21 @@ RIGHT = [  # (gold, answer)
     (r"\begin{pmatrix} -1/3 \\ 2/3 \\ 5/3 \end{pmatrix}", r"\boxed{\begin{pmatrix} -\frac13 \\ \frac23 \\[1ex] \frac53 \end{pmatrix}}".replace("[1ex]", "")),
     (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\boxed{\begin{bmatrix}1&2\\3&4\\\end{bmatrix}}"),
     (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\boxed{\left(\begin{array}{cc}1&2\\3&4\end{array}\right)}"), ("18", "<answer>18 apples</answer>"), ("18", "<answer>**$18 per day**</answer>"), ("18", r"\boxed{18 km}"),
-    ("18", r"\boxed{\text{18 apples}}"), ("1.5 million", r"\boxed{1{,}500{,}000}"), ("18000", r"\boxed{18\text{ thousand}}"), ("18000", "#### 18 thousand dollars"), ("18", "#### 18 boys and girls"), ("18", "<answer>18 boys and girls</answer>"), (r"18\text{ thousand}", r"\boxed{18\text{ thousand}}")]
+    ("18", r"\boxed{\text{18 apples}}"), ("1.5 million", r"\boxed{1{,}500{,}000}"), ("18000", r"\boxed{18\text{ thousand}}"), ("18000", "#### 18 thousand dollars"), ("18", "#### 18 boys and girls"), ("18", "<answer>18 boys and girls</answer>"), (r"18\text{ thousand}", r"\boxed{18\text{ thousand}}"),
+    (r"11\text{ cm}", r"\boxed{11}"), (r"11\text{ cm}", r"\boxed{11\text{ centimeters}}"), (r"11\text{ cm}", "<answer>11 cm</answer>"), (r"11\text{ cm}^2", r"\boxed{11\text{ cm}}"), (r"11\text{ cm}", r"\boxed{11\text{ apples}}"),
+    (r"60\text{ mph}", r"\boxed{60\text{ miles per hour}}"), (r"3\text{ pm}", r"\boxed{3\text{ p.m.}}"), (r"\$18", "#### 18 dollars"), (r"90^\circ", r"\boxed{90\text{ degrees}}"), (r"5\text{ feet}", r"\boxed{5\text{ in total}}"),
+    ("10000", r"\boxed{10\,000}"), ("12345", r"\boxed{12,\! 345}"), ("18", r"\boxed{18\,\text{cm}}")]
 WRONG = [
     ("5", "#### −5"), ("-5", "#### 5"), ("18", r"\boxed{18\text{ or 19}}"), ("18", r"\boxed{18\text{ and more, 19}}"), ("18", "#### 18 or 19"), ("34", r"\boxed{3 4}"), ("34", r"\boxed{3\quad 4}"), ("11/2", r"\boxed{1 1/2}"),
     ("-1/2", r"\boxed{-1 1/2}"), ("8", r"\boxed{2\frac{8}{2}}"), (r"\text{even}", r"\boxed{\text{Eve}}"), ("AB", r"\boxed{ab}"), (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\boxed{\begin{pmatrix}1&2\\34\end{pmatrix}}"),
     (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\boxed{\begin{pmatrix}1 & 2\end{pmatrix}}"), (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\boxed{\begin{vmatrix}1&2\\3&4\end{vmatrix}}"), ("x^{12}", r"\boxed{x^12}"),
     ("18", r"Use \boxed notation: 18"), ("18", r"\boxed{18"), ("18", r"\boxed{17=18}"), ("5", r"\boxed{2x=5}"), ("5", r"\boxed{-x=5}"), ("25", r"\boxed{x²=25}"), ("18", r"\boxed{18\text{ thousand}}"), ("18", "#### 18 million"),
     ("18", "#### 18 or nineteen"), ("18", "#### 18 and nineteen"), ("18", "#### 18 and a half"), ("18", "#### 18 is not the answer"), ("18", "<answer>18 or nineteen</answer>"), ("18", "<answer>18 apples and a half</answer>"), ("18", r"\boxed{18 x}"), ("18", r"\boxed{18 pi}"), ("18", r"\boxed{18 sqrt}"),
-    ("18", r"\boxed{18 hours 30}"), ("18", "<answer>18 hundred</answer>"), ("2", r"\boxed{2\mathrm{e}}"), ("3", r"\boxed{3\mathrm{i}}"), (r"\begin{pmatrix} 1 & 2 \end{pmatrix}", r"\boxed{|\begin{array}{cc}1&2\end{array}|}")]
+    ("18", r"\boxed{18 hours 30}"), ("18", "<answer>18 hundred</answer>"), ("2", r"\boxed{2\mathrm{e}}"), ("3", r"\boxed{3\mathrm{i}}"), (r"\begin{pmatrix} 1 & 2 \end{pmatrix}", r"\boxed{|\begin{array}{cc}1&2\end{array}|}"),
+    (r"11\text{ cm}", r"\boxed{11\text{ km}}"), (r"11\text{ cm}", r"\boxed{11 km}"), (r"11\text{ cm}", "<answer>11 inches</answer>"), (r"11\text{ cm}^2", r"\boxed{11\text{ square meters}}"), (r"3\text{ pm}", r"\boxed{3\text{ a.m.}}"),
+    (r"10:30\text{ am}", r"\boxed{10:30\text{ pm}}"), (r"\$18", "#### 18 cents"), (r"18\text{ dollars}", r"\boxed{18\text{ cents}}"), (r"60\text{ mph}", r"\boxed{60\text{ km/h}}"), (r"90^\circ", r"\boxed{90\text{ radians}}"),
+    (r"2\sqrt{3}\text{ cm}", r"\boxed{2\sqrt{3}\text{ m}}"), ("18", r"\boxed{1\;8}"), ("18", r"\boxed{1\,8}"), ("1000", r"\boxed{10\ 00}"), ("12", r"\boxed{12 thirteen}"), ("12", r"\boxed{12\text{ point five}}"), ("12", r"\boxed{12 thousands}"),
+    ("12", r"\boxed{12\text{ base eight}}"), ("12", r"\boxed{12\text{ unless thirteen}}"), ("12", r"\boxed{12\text{ lakh}}"), ("12", "<answer>12 versus fourteen</answer>")]
 
 
 @pytest.mark.parametrize("gold, answer", RIGHT)

@@ -30,7 +30,8 @@ DIFFERENT = [
     ("no", "on"), ("cat", "act"), ("even", r"\text{even}"), ("1011_2", "11"), ("3%", "0.03"), ("5m", "5"), ("1/0", "2/0"), (r"\infty", r"-\infty"), (r"\pm 2", "2"), ("0=0", "1=1"),
     (r"1+10^{-200}", "1"), (r"\sqrt{1+10^{-200}}", "1"), (r"\sqrt{10^{40}+1}", "10^{20}"), ("", "1"), ("2 3", "6"), (r"\frac{1}{2", "0.5"), (")(", "1"), ("x = 1 or x = 2", "1"), ("[1,2", "[1,2]"), ("__import__('os')", "1"),
     (r"18\text{ or 19}", "18"), (r"18\text{ or nineteen}", "18"), (r"18\text{, 19}", "18"), (r"18\text{ (not 19)}", "18"), (r"18\text{ thousand}", "18"), (r"2+3\mathrm{i}", "5"), (r"2\mathrm{e}", "2"), ("17=18", "18"), ("17=18", "17"), ("(x,y)=(1,2)", "(2,1)"),
-    ("9+9=19", "19"), ("(1,2)=(3,4)", "(3,4)"), (r"|\begin{array}{cc}1&2\end{array}|", r"\begin{pmatrix}1&2\end{pmatrix}")]
+    ("9+9=19", "19"), (r"\binom{5}{2}", "{5}{2}"), ("10", "2{5}"), (r"\log 6", r"\log 2 3"), (r"\log 6", r"\log 2{3}"), (r"\begin{pmatrix}1\\ 2\end{pmatrix}", r"\begin{pmatrix}1\\ \pm 2\end{pmatrix}"),
+    ("12", r"12\text{ thirteen}"), ("(1,2)=(3,4)", "(3,4)"), (r"|\begin{array}{cc}1&2\end{array}|", r"\begin{pmatrix}1&2\end{pmatrix}")]
 MONSTERS = ["9^{9^9}", "9^{9^{9^9}}", "(2^{1/2})^{10^{12}}", "10^{10^{10}}!", "((x+1)^{40})^{40}", "((((9^9)^9)^9)^9)^9", "999999999!", r"\binom{10^9}{10^8}", "(" * 300 + "1" + ")" * 300, "[" * 390, "-" * 390 + "1", "|" * 390,
             r"\frac" * 78, r"\sqrt" * 78 + "2", "1" * 400, r"\{" * 150 + r"\}" * 150, r"e^{e^{e^{99}}}", r"(0.5)^{-10^9}", "x^{10^{30}}", r"\pm" * 100 + "1"]
 
@@ -43,6 +44,12 @@ def test_the_same_value_written_otherwise(a, b):
 @pytest.mark.parametrize("a, b", DIFFERENT)
 def test_another_value(a, b):
     assert not equal(a, b) and not equal(b, a)
+
+
+def test_a_unit_that_contradicts_is_another_value():
+    """Both units stated, of one dimension, and not the same: never equal, however the numbers are written. Any unit, or none, is fine where the other states none."""
+    pairs = [(r"\sqrt{4}\text{ km}", r"2\text{ cm}"), (r"\sqrt{4}\text{ cm}", r"2\text{ cm}"), (r"\sqrt{4}", r"2\text{ cm}"), (r"\sqrt{4}\text{ km}", "2")]
+    assert equal_symbolically(pairs) == [False, True, True, True]
 
 
 def test_what_would_grow_is_refused_before_it_does():
