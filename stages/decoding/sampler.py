@@ -496,6 +496,15 @@ class DerivedText:
                     return ids[:n], "stop"
         return ids, reason
 
+    def trimmed(self, ids: list[int], reason: str) -> tuple[list[int], str]:
+        """A completion of an engine that looks for stop strings in a text of its own, and how it ended: cut behind the first token after which this text holds one."""
+        found, stopped = self.ended([], ids[:-1] if reason in ("eos", "stop") else ids, "")
+        return (found, "stop") if stopped else (ids, reason)
+
+    def shows_tags(self) -> bool:
+        """Whether a stop string holds a tag that is a special token: text without special tokens never has it."""
+        return any(tag in stop for tag in (self.tokenizer.convert_ids_to_tokens(i) for i in self.tags) for stop in self.stops)
+
     def _cuts(self, text: str, ids: list[int], begun: int = 0) -> list[int]:
         """Where stop strings begin that count: those that end after the first min_tokens tokens, and after those that the completion began with."""
         first = max(self.min_tokens, begun)

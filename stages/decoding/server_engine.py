@@ -3,7 +3,8 @@
 Three dialects (``engine_api``):
 
 ``vllm``          ``vllm serve``: prompts as ids, sampled ids and log-probs back, all sampling settings; new weights over its
-                  development endpoints (start it with ``VLLM_SERVER_DEV_MODE=1``)
+                  development endpoints (start it with ``VLLM_SERVER_DEV_MODE=1``, and with ``--logprobs-mode processed_logprobs``
+                  where temperature or filters change what is sampled: else its log-probs are kept only where nothing does)
 ``transformers``  ``transformers serve``: text in, text out; all settings but frequency and presence penalty through a generation
                   config; serves any model directory it can read, so new weights are a new directory. Its seed is global to the
                   process: rows are asked for one at a time.
@@ -21,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from stages.decoding.engines import EngineError, refuse_all_failed, vocabulary_of
 from stages.decoding.sampler import Completion, DerivedText, SamplerError, check_request
 from stages.decoding.sampling import bad_word_ids
+from stages.decoding.vllm_engine import completion_of, model_ends, vllm_settings
 from stages.running import usage
 from stages.running.http_json import ServerError, patiently, request_json
 
@@ -46,6 +48,8 @@ class ServerEngine:
         self.api = self._dialect() if api == "auto" else api
         self.model = model or (path if self.api == "transformers" else self._only())
         self.reencodes = self.api != "vllm"
+        self.ends = model_ends(path, tokenizer)
+        self.processed_logps = self.api == "vllm" and self._gives_processed()
         self.name = f"server {self.api}: {self.model if self.api != 'transformers' or model else 'the model input'}"
 
     # -- what the server is ----------------------------------------------------------------------------------------------
@@ -76,6 +80,14 @@ class ServerEngine:
             raise EngineError(f"the server at {self.url} lists {len(served)} models; write engine_model with one of: {', '.join(served[:20]) or 'none listed'}")
         return served[0]
 
+    def _gives_processed(self) -> bool:
+        """Whether a vLLM server's log-probs are those of the sampled distribution; only one in development mode says so."""
+        try:
+            said = self._call(self.root + "/server_info?config_format=json", timeout_s=min(60.0, self.timeout_s))
+            return said["vllm_config"]["model_config"]["logprobs_mode"] == "processed_logprobs"
+        except (ServerError, KeyError, TypeError):
+            return False
+
     def _silent(self, error) -> EngineError:
         return EngineError(f"no OpenAI server answers at {self.url} ({error}). Start it, and write engine_url with its /v1, for example "
                            "engine_url=http://localhost:8000/v1.")
@@ -88,10 +100,11 @@ class ServerEngine:
         check_request(prompts, params, seeds, vocabulary=self.vocabulary, positions=self.positions, tokenizer=self.tokenizer)
         self._refuse(params)
         text = DerivedText(self.tokenizer, params)
+        settings = self._settings(params, text)
         rows = [(list(prompts[i]), seed) for i, of_prompt in enumerate(seeds) for seed in of_prompt]
         found: list[Completion] = []
         with ThreadPoolExecutor(1 if self.api == "transformers" else self.concurrency) as pool:
-            for completion in pool.map(lambda row: self._row(*row, params, text), rows):
+            for completion in pool.map(lambda row: self._row(*row, params, settings, text), rows):
                 found.append(completion)
                 if progress is not None:
                     progress(len(found), len(rows))
@@ -106,12 +119,14 @@ class ServerEngine:
                  "presence_penalty": params.presence_penalty, "logit_processors": params.logit_processors}
         for name in (name for name in (*MISSING[self.api], "logit_processors") if asked[name]):
             raise SamplerError(f"a server of kind {self.api} has no {name}: leave it out, or use engine=builtin or a vLLM server")
+        if self.api == "vllm" and (far := [token for token, bias in params.logit_bias if abs(bias) > 100]):
+            raise SamplerError(f"logit_bias of {far[0]}: a vLLM server takes no more than 100 either way; write -100 to ban a token, 100 to force it, or use engine=vllm or builtin")
 
-    def _row(self, prompt, seed, params, text) -> Completion:
+    def _row(self, prompt, seed, params, settings, text) -> Completion:
         """One completion; asked for again where that may help."""
         try:
             sent = prompt if self.api == "vllm" else self._as_text(prompt)
-            body = {"model": self.model, "prompt": sent, **self._settings(params, int(seed))}
+            body = {"model": self.model, "prompt": sent, "seed": int(seed) % 2**31, **settings}
             return self._completion(patiently(lambda: self._call(self.url + "/completions", body)), prompt, params, text)
         except ServerError as error:
             why = str(error)
@@ -128,8 +143,13 @@ class ServerEngine:
                 return text
         raise ValueError("the prompt's ids do not survive being sent as text; use a server that takes ids (vLLM), or engine=builtin")
 
-    def _settings(self, p, seed: int) -> dict:
-        common = {"max_tokens": p.max_new_tokens, "temperature": p.temperature, "seed": seed % 2**31}
+    def _settings(self, p, text) -> dict:
+        """What a request says beside model, prompt and seed."""
+        if self.api == "vllm":
+            settings = vllm_settings(p, text, self.tokenizer, self.ends) | {"return_token_ids": True, "add_special_tokens": False}
+            bias = {str(token): value for token, value in (settings["logit_bias"] or {}).items()}
+            return {name: value for name, value in {**settings, "logit_bias": bias or None}.items() if value is not None}
+        common = {"max_tokens": p.max_new_tokens, "temperature": p.temperature}
         common |= {"stop": list(p.stop_strings)} if p.stop_strings else {}
         if self.api == "transformers":
             # its temperature alone leaves a greedy generation config greedy, so the whole config is sent
@@ -144,12 +164,7 @@ class ServerEngine:
             return common | {"generation_config": json.dumps({k: v for k, v in config.items() if v is not None})}
         common |= {"top_p": 1.0 if p.greedy else p.top_p, "frequency_penalty": p.frequency_penalty, "presence_penalty": p.presence_penalty}
         common |= {"logit_bias": {str(token): bias for token, bias in p.logit_bias}} if p.logit_bias else {}
-        if self.api == "openai":
-            return common
-        return common | {"top_k": 0 if p.greedy else p.top_k, "min_p": 0.0 if p.greedy else p.min_p, "repetition_penalty": p.repetition_penalty,
-                         "min_tokens": p.min_tokens,
-                         "bad_words": list(p.bad_words), "stop_token_ids": sorted(p.stop_ids), "ignore_eos": True, "logprobs": 0, "return_token_ids": True,
-                         "add_special_tokens": False}
+        return common
 
     def _completion(self, answer: dict, prompt, params, text) -> Completion:
         choice = answer["choices"][0]
@@ -165,14 +180,13 @@ class ServerEngine:
     def _from_ids(self, ids, choice, params, text) -> Completion:
         if choice["finish_reason"] not in ("stop", "length") or not ids:
             raise ValueError(f"finish_reason is {choice['finish_reason']!r}")
-        reason = "length" if choice["finish_reason"] == "length" else "stop" if isinstance(choice.get("stop_reason"), str) else "eos"
-        # a server gives raw log-probs unless started otherwise, and does not say which: they are those of the sampled distribution for sure
-        # only where nothing changes it
-        given = (choice.get("logprobs") or {}).get("token_logprobs") if params.temperature in (0, 1) and not params.filtered and not params.processed else None
+        # a server gives raw log-probs unless started otherwise: they are those of the sampled distribution for sure only where nothing changes it
+        sure = self.processed_logps or params.temperature in (0, 1) and not params.filtered and not params.processed
+        given = (choice.get("logprobs") or {}).get("token_logprobs") if sure else None
         logps = [float(v) for v in given] if given is not None and len(given) == len(ids) else None
         if logps is not None and not all(map(math.isfinite, logps)):
             raise ValueError("its log-probs are not finite")
-        return Completion(ids, logps, reason, text.of(ids[:-1] if reason == "eos" else ids))
+        return completion_of(ids, logps, choice["finish_reason"], choice.get("stop_reason"), text)
 
     def _from_text(self, said: str, finish: str, params, text) -> Completion:
         if finish not in ("stop", "length"):  # content_filter, or none where the request was given up: not an end of the model's
@@ -206,7 +220,9 @@ class ServerEngine:
         try:
             if self.api == "vllm":
                 self._call(self.root + "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
-                self._call(self.root + "/reset_prefix_cache", {})
+                if (self._call(self.root + "/reset_prefix_cache", {}) or {}).get("success") is False:
+                    raise EngineError(f"the server at {self.url} did not empty its prefix cache, which holds what the old weights computed: somebody else's requests are under "
+                                      "way there. Give this stage a server of its own, or start it with --no-enable-prefix-caching")
             elif self.api == "transformers":
                 self._call(self.root + "/reset", {})  # forget the last version; the new directory is loaded by the next request
             else:

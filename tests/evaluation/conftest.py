@@ -3,8 +3,8 @@
 import pytest
 
 
-def tiny_policy(path: str, seed: int):
-    """Saves a Llama of hidden size 32 with a tokenizer of its own, which is returned."""
+def tiny_policy(path: str, seed: int, **shape):
+    """Saves a Llama of hidden size 32 (``shape``: further arguments of its configuration) with a tokenizer of its own, which is returned."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -23,7 +23,7 @@ def tiny_policy(path: str, seed: int):
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=len(fast), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        max_position_embeddings=256, initializer_range=0.2, bos_token_id=0, eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id))
+        max_position_embeddings=256, initializer_range=0.2, bos_token_id=0, eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id, **shape))
     save_policy(model, fast, path)
     return fast
 
