@@ -139,6 +139,8 @@ class Trainer:
         choose_forward(model, config.forward)
         if config.activation_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            if hasattr(model, "_require_grads_hook"):  # it serves the reentrant form only, and keeps our forward from a model whose layers it takes for changed
+                model.disable_input_require_grads()
         if share := balance.coefficient(model, config):
             self.objective = balance.Balanced(objective, balance.routers_of(model), share)
         self.places = dropout.places_of(model)

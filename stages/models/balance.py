@@ -12,8 +12,9 @@ A token counts once for every trained response that it belongs to: a prompt that
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -69,6 +70,18 @@ class Watch:
 def watched(model) -> Watch | None:
     """The watch that waits for this model's routers."""
     return lean.core_of(model).__dict__.get("_posttrain_watch")
+
+
+@contextlib.contextmanager
+def unwatched(model) -> Iterator[None]:
+    """Nobody is told what the routers choose inside the block: for what is tried out in the middle of a step."""
+    core = lean.core_of(model).__dict__
+    watch = core.pop("_posttrain_watch", None)
+    try:
+        yield
+    finally:
+        if watch is not None:
+            core["_posttrain_watch"] = watch
 
 
 def routers_of(model) -> Watch | None:

@@ -364,7 +364,7 @@ def head_of(model) -> Head:
     head = Head(weight, getattr(output, "bias", None), scale, softcap, torch.float32 if frozen.is_kept(model) and weight.dtype == frozen.LOW else None)
     if cached is None:
         ids = torch.arange(4, device=head.weight.device).remainder(head.weight.shape[0])[None]
-        with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):  # in bfloat16 the two round differently
+        with torch.no_grad(), balance.unwatched(model), torch.autocast(ids.device.type, enabled=False):  # in bfloat16 the two round differently
             positions = torch.arange(4, device=ids.device)[None]
             ours = head.widened().logits(hidden_states(model, collate([make_item("probe", [], [ids[0].tolist()], [[0] * 4])], ids.device))).float()
             theirs = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()

@@ -189,6 +189,35 @@ def test_two_ranks_have_the_loss_of_one(tmp_path, forks, sharding):
             assert float(abs(two[name][1][n] - g).max()) < 1e-11 * scale, (name, n)
 
 
+def test_a_resumed_run_has_the_loss_of_its_tokens(tmp_path, data, tiny, spec, monkeypatch):
+    """A head is tried out once, on four tokens, the first time it is asked for: in a resumed run inside a step, whose routers are watched."""
+    from transformers import AutoTokenizer
+
+    from stages.harness import Stage, execute
+
+    monkeypatch.setenv("POSTTRAIN_CHECKPOINT_SECONDS", "0")
+    tokenizer = AutoTokenizer.from_pretrained(tiny["policy"])
+    build("olmoe", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, bos_token_id=None, pad_token_id=tokenizer.pad_token_id).save_pretrained(tmp_path / "olmoe")
+    tokenizer.save_pretrained(tmp_path / "olmoe")
+    config, save = {"max_steps": 3, "batch_size": 6, "learning_rate": 1e-3, "router_aux_loss_coef": 0.1, "eval_rows": 0}, Stage.save_checkpoint
+
+    def run(name):
+        execute(spec("sft", config, {"model": str(tmp_path / "olmoe"), "data": data["demonstrations"]}, name), lambda event: None)
+
+    def then_killed(stage, *args, **more):
+        save(stage, *args, **more)
+        raise KeyboardInterrupt
+
+    run("whole")
+    monkeypatch.setattr(Stage, "save_checkpoint", then_killed)
+    with pytest.raises(KeyboardInterrupt):
+        run("killed")
+    monkeypatch.setattr(Stage, "save_checkpoint", save)
+    run("killed")
+    assert (tmp_path / "killed/metrics.jsonl").read_text() == (tmp_path / "whole/metrics.jsonl").read_text()
+    assert (tmp_path / "killed/out/model/model.safetensors").read_bytes() == (tmp_path / "whole/out/model/model.safetensors").read_bytes()
+
+
 def test_what_has_no_place_for_it_is_refused():
     from stages.sft import Config as SFT
 

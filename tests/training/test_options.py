@@ -15,7 +15,7 @@ from stages.chat import load_tokenizer
 from stages.harness import execute
 from stages.models import frozen
 from stages.models.adapters import AdapterOff, add_lora
-from stages.models.modeling import ModelError, head_of, load_policy, save_policy, target_logps
+from stages.models.modeling import ModelError, head_of, is_lean, load_policy, save_policy, target_logps
 from stages.settings import OptimizerConfig
 from stages.sft import NextToken
 from stages.spec import ConfigError
@@ -257,6 +257,20 @@ def test_a_layers_own_forward_and_ours_train_alike(tiny):
             trainer.step(items)
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.allclose(*weights, atol=2e-5)
+
+
+@pytest.mark.parametrize("rank", (0, 2))
+def test_activation_checkpointing_leaves_the_layers_to_our_forward(tiny, rank):
+    """transformers hooks the embedding where it turns checkpointing on, and what is hooked is not for our forward."""
+    model = add_lora(load_policy(tiny["policy"]), config := OptimizerConfig(learning_rate=1e-3, activation_checkpointing=True, lora_rank=rank), 0)
+    trainer = Trainer(model, NextToken("token-mean"), config, 1)
+    assert is_lean(model) and trainer.step(text_items(np.random.default_rng(0)))["grad_norm"] > 0
+    own = add_lora(load_policy(tiny["policy"]), other := config.model_copy(update={"forward": "model"}), 0)
+    Trainer(own, NextToken("token-mean"), other, 1).step(text_items(np.random.default_rng(0)))
+    assert not is_lean(own)
+    for (name, a), b in zip(model.named_parameters(), own.parameters()):
+        assert not a.requires_grad or a.grad.abs().max() > 0 or "lora_A" in name, name
+        assert a.grad is None and b.grad is None or torch.allclose(a.grad, b.grad, atol=1e-5), name
 
 
 def test_a_pad_token_that_a_text_holds_is_learned_by_every_forward(tiny):
