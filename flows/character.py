@@ -27,7 +27,7 @@ from stages.align import Config as AlignConfig
 from stages.evaluate import Config as EvaluateConfig
 from stages.ingest import Config as IngestConfig
 from stages.rejection import Config as RejectionConfig
-from stages.reward.rewards import RewardComponent
+from stages.reward.components import RewardComponent
 from stages.spec import StageConfig
 from stages.win_rate import Config as WinRateConfig
 from stages.write_prompts import Config as WritePromptsConfig

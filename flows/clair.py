@@ -24,7 +24,7 @@ from stages.evaluate import Config as EvaluateConfig
 from stages.ingest import Config as IngestConfig
 from stages.rejection import Config as RejectionConfig
 from stages.revise import Config as ReviseConfig
-from stages.reward.rewards import RewardComponent
+from stages.reward.components import RewardComponent
 from stages.spec import StageConfig
 from stages.win_rate import Config as WinRateConfig
 

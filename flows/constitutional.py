@@ -26,7 +26,7 @@ from stages.ingest import Config as IngestConfig
 from stages.mix import Config as MixConfig
 from stages.rejection import Config as RejectionConfig
 from stages.reward_model import Config as RewardModelConfig, reading
-from stages.reward.rewards import RewardComponent
+from stages.reward.components import RewardComponent
 from stages.revise import Config as ReviseConfig
 from stages.rl import Config as RLConfig
 from stages.sft import Config as SFTConfig

@@ -20,7 +20,7 @@ from flows.steps import Source, ingest
 from stages.align import Config as AlignConfig
 from stages.preferences import Config as PreferencesConfig
 from stages.rejection import Config as RejectionConfig
-from stages.reward.rewards import RewardComponent
+from stages.reward.components import RewardComponent
 from stages.reward_model import kept_head, reading
 
 

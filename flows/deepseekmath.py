@@ -28,7 +28,7 @@ from stages.label_steps import Config as LabelStepsConfig
 from stages.preferences import Config as PreferencesConfig
 from stages.rejection import Config as RejectionConfig
 from stages.reward_model import Config as RewardModelConfig, kept_head, reading
-from stages.reward.rewards import RewardComponent
+from stages.reward.components import RewardComponent
 from stages.rl import Config as RLConfig
 from stages.sft import Config as SFTConfig
 

@@ -27,7 +27,7 @@ from stages.ingest import Config as IngestConfig
 from stages.mix import Config as MixConfig
 from stages.rejection import Config as RejectionConfig
 from stages.reward.judge import BY_SPECIFICATION
-from stages.reward.rewards import RewardComponent
+from stages.reward.components import RewardComponent
 from stages.rl import Config as RLConfig
 from stages.sft import Config as SFTConfig
 from stages.spec import StageConfig

@@ -202,9 +202,9 @@ def schedules() -> Finding:
 
 
 def outbox(state: Path, fix: bool) -> Finding:
-    from storage import tracking
+    from storage import outbox, tracking
 
-    left = tracking.sync() if fix else {"pending": len(tracking.pending()), "error": None}
+    left = tracking.sync() if fix else {"pending": len(outbox.pending()), "error": None}
     yield not left["error"], "MLflow has everything" if not left["pending"] else (
         f"{left['pending']} run(s) are not complete in MLflow" + (f": {left['error']}; start it with `posttrain up`" if left["error"] else " (still running)"))
 

@@ -33,7 +33,7 @@ from stages.ingest import Config as IngestConfig
 from stages.preferences import Config as PreferencesConfig
 from stages.rejection import Config as RejectionConfig, selecting
 from stages.reward_model import Config as RewardModelConfig, kept_head, reading
-from stages.reward.rewards import RewardComponent
+from stages.reward.components import RewardComponent
 from stages.rl import Config as RLConfig
 from stages.win_rate import Config as WinRateConfig
 

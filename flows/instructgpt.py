@@ -28,7 +28,7 @@ from stages.ingest import Config as IngestConfig
 from stages.preferences import Config as PreferencesConfig
 from stages.rejection import Config as RejectionConfig
 from stages.reward_model import Config as RewardModelConfig, reading
-from stages.reward.rewards import RewardComponent
+from stages.reward.components import RewardComponent
 from stages.rl import Config as RLConfig
 from stages.rl import row_of
 from stages.sft import Config as SFTConfig

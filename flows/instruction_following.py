@@ -21,7 +21,7 @@ from stages.contamination import Config as ContaminationConfig
 from stages.evaluate import Config as EvaluateConfig
 from stages.ingest import Config as IngestConfig
 from stages.promote import Config as GateConfig
-from stages.reward.rewards import RewardComponent
+from stages.reward.components import RewardComponent
 from stages.rl import Config as RLConfig
 from stages.sft import Config as SFTConfig
 from stages.spec import StageConfig

@@ -21,7 +21,7 @@ from flows.start import conclusion, rl_inputs, starting_policy, trained_scorer
 from flows.steps import Source, ingest
 from stages.align import Config as AlignConfig
 from stages.preferences import Config as PreferencesConfig
-from stages.reward.rewards import RewardComponent
+from stages.reward.components import RewardComponent
 from stages.reward_model import reading
 from stages.rl import Config as RLConfig
 

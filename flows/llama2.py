@@ -31,7 +31,7 @@ from stages.preferences import Config as PreferencesConfig
 from stages.rejection import Config as RejectionConfig, selecting
 from stages.reward_combine import Config as CombineConfig
 from stages.reward_model import Config as RewardModelConfig, reading
-from stages.reward.rewards import RewardComponent
+from stages.reward.components import RewardComponent
 from stages.rl import Config as RLConfig
 from stages.sft import Config as SFTConfig
 

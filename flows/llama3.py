@@ -32,7 +32,7 @@ from stages.merge import Config as MergeConfig
 from stages.mix import Config as MixConfig
 from stages.preferences import Config as PreferencesConfig
 from stages.rejection import Config as RejectionConfig
-from stages.reward.rewards import RewardComponent
+from stages.reward.components import RewardComponent
 from stages.reward_model import Config as RewardModelConfig
 from stages.sft import Config as SFTConfig
 

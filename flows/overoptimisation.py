@@ -24,7 +24,7 @@ from stages.evaluate import Config as EvaluateConfig
 from stages.ingest import Config as IngestConfig
 from stages.overoptimisation import Config as CurveConfig
 from stages.rejection import Config as RejectionConfig
-from stages.reward.rewards import RewardComponent
+from stages.reward.components import RewardComponent
 from stages.reward_model import Config as RewardModelConfig
 from stages.rl import Config as RLConfig
 from stages.rl import arm_of

@@ -38,7 +38,7 @@ from stages.mix import Config as MixConfig
 from stages.promote import Config as GateConfig
 from stages.rejection import Config as RejectionConfig, selecting
 from stages.reward_model import Config as RewardModelConfig
-from stages.reward.rewards import RewardComponent
+from stages.reward.components import RewardComponent
 from stages.rl import Config as RLConfig
 from stages.sft import Config as SFTConfig
 

@@ -20,7 +20,7 @@ from flows.start import IteratedConfig, reward_inputs, scorer, starting_policy
 from flows.steps import Source, evaluate, ingest
 from stages.algorithms import RL_PRESETS
 from stages.learning import Config as LearningConfig
-from stages.reward.rewards import RewardComponent
+from stages.reward.components import RewardComponent
 from stages.rl import Config as RLConfig
 from stages.rl import arm_of
 

@@ -28,7 +28,7 @@ from flows.start import IteratedConfig, decided, evaluated, reward_inputs, start
 from flows.steps import Source, compared, ingest, judge_of
 from stages.ai_labels import Config as LabelConfig
 from stages.rejection import Config as RejectionConfig
-from stages.reward.rewards import RewardComponent
+from stages.reward.components import RewardComponent
 from stages.reward_combine import Config as CombineConfig
 from stages.reward_model import Config as RewardModelConfig
 from stages.rl import Config as RLConfig

@@ -24,7 +24,7 @@ from pathlib import Path
 from flows import env, prefect_ui
 from flows.keep import dies_with_parent
 from storage.files import atomic_write_json, read_json, refusal
-from storage.tracking import follow_home, make_database
+from storage.mlflow_database import follow_home, make_database
 
 POOL = "posttrain"
 PORTS = {"prefect": 4200, "mlflow": 5000}

@@ -36,7 +36,7 @@ from stages.ingest import Config as IngestConfig
 from stages.preferences import Config as PreferencesConfig
 from stages.promote import Config as GateConfig
 from stages.rejection import Config as RejectionConfig
-from stages.reward.rewards import RewardComponent
+from stages.reward.components import RewardComponent
 from stages.reward_model import Config as RewardModelConfig
 from stages.rl import Config as RLConfig
 from stages.sft import Config as SFTConfig

@@ -137,7 +137,8 @@ class Config(StageConfig):
 
     @model_validator(mode="after")
     def _possible(self):
-        from stages.ingestion.formats import FORMATS, SYNONYMS, _COMMON
+        from stages.ingestion.adapters import FORMATS
+        from stages.ingestion.formats import SYNONYMS, _COMMON
 
         if self.validation_fraction + self.test_fraction >= 1:
             raise ValueError("validation_fraction + test_fraction must leave rows for training; write for example 0.05 and 0.05")

@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from stages.reward.rewards import FixedComponent, RewardComponent
+from stages.reward.components import FixedComponent, RewardComponent
 from stages.settings import ChatConfig, SamplingConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
 

@@ -267,7 +267,7 @@ UNSCORED = 0.1
 def check_rewards(stage, source, samples) -> None:
     """Score the completions tried: a reward that fails on all of them would train nothing, for hours."""
     from stages.generation import score
-    from stages.reward.rewards import commonest_failure, failures
+    from stages.reward.verdicts import commonest_failure, failures
     from stages.training import TrainingError
 
     samples = [s for s in samples if not s.failure]  # those that the environment lost have its reason

@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from stages.reward.rewards import REWARD_INPUTS, FixedComponent, RewardComponent
+from stages.reward.components import REWARD_INPUTS, FixedComponent, RewardComponent
 from stages.settings import PROMPT_TEMPLATE, ChatConfig, PromptTemplate, ReadWhen, SamplingConfig, refuse_unread, refuse_unread_in
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
@@ -562,7 +562,7 @@ def write_selected(stage, rows, candidates=()) -> None:
     import json
 
     from stages.ingestion.curation import generated_splits
-    from stages.reward.rewards import commonest_failure, failures
+    from stages.reward.verdicts import commonest_failure, failures
     from storage.schema import complete_row
 
     splits = generated_splits(rows, stage.config.validation_fraction)

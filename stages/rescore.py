@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from stages.reward.rewards import FixedComponent, RewardComponent
+from stages.reward.components import FixedComponent, RewardComponent
 from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
 

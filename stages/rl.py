@@ -23,7 +23,8 @@ from typing import Literal
 from pydantic import Field
 
 from stages.models.memory import SAMPLING, Role
-from stages.reward.rewards import REWARD_INPUTS, RewardComponent, inputs_read
+from stages.reward.components import REWARD_INPUTS, RewardComponent
+from stages.reward.rewards import inputs_read
 from stages.settings import PROMPT_TEMPLATE, AgentConfig, ChatConfig, OptimizerConfig, PromptTemplate, SamplingConfig, Schedule, refuse_unread_in, refuse_unread_inputs, unread
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 

@@ -339,7 +339,7 @@ class AgentConfig(StageConfig):
                 raise ValueError(f"the source of environment {self.environment} is not the one that this run was started with; leave environment_digest out")
             self.__dict__["environment_digest"] = digest
         if self.environment and "rewards" in type(self).model_fields and "rewards" not in self.model_fields_set:
-            from stages.reward.rewards import RewardComponent
+            from stages.reward.components import RewardComponent
 
             self.__dict__["rewards"] = [RewardComponent(kind="debate" if self.environment == "debate" else "environment")]
         return self

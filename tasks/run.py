@@ -33,7 +33,7 @@ from typing import Any, Callable, Iterator, get_args
 from stages.models.memory import nvidia_smi
 from stages.registry import get_stage, stage_module_name
 from stages.spec import PROJECT_ROOT, ConfigError, StageConfig, StageSpec, closure_digest, library_versions, parse_config, stage_key
-from storage import home, leases, records, registry, store, tracking, work
+from storage import home, leases, outbox, records, registry, store, tracking, work
 from storage.files import atomic_write_json, read_json, refusal, sha256_text
 from tasks import mirror, processes
 from tasks.nodes import RANK_VARIABLES, Nodes
@@ -154,7 +154,7 @@ def run_stage(
         if nodes is not None and nodes.rank > 0:
             return _take_part(prepared, nodes, label, force, tell, devices, wait)
         record = None if force else records.find(prepared.key)
-        cached, unit = record is not None, tracking.unit_of(flow_run, label, prepared.key)
+        cached, unit = record is not None, outbox.unit_of(flow_run, label, prepared.key)
         if record is None:
             with leases.acquire(f"stage-{prepared.key}", wait=wait, on_wait=lambda text: tell({"event": "waiting", "text": text}), on_poll=_raise_if_stopped) as lock:
                 record = None if force else records.find(prepared.key)  # another process may just have finished it
@@ -241,9 +241,9 @@ def start_flow(recipe: str, config: dict[str, Any], *, run_id: str | None = None
     """Begin a flow run (a known ``run_id``, or the ``identity`` of one that did not finish, continues it): its record on disk and its
     parent run in MLflow. What earlier runs left unsent is sent now, and MLflow runs of processes that died are closed."""
     run = records.start_run(recipe, config, run_id=run_id, parent=parent, prefect=prefect, identity=identity)
-    for unit in tracking.pending():
+    for unit in outbox.pending():
         tracking.poke(unit)
-    tracking.put({"unit": tracking.flow_unit(run.run_id), "type": "flow", "run_id": run.run_id, "recipe": recipe})
+    tracking.put({"unit": outbox.flow_unit(run.run_id), "type": "flow", "run_id": run.run_id, "recipe": recipe})
     return run
 
 
@@ -252,9 +252,9 @@ def finish_flow(run_id: str, status: str, error: str | None = None, *, timeout: 
     records.finish_run(run_id, status, error)
     run = records.get_run(run_id)
     deadline = time.monotonic() + timeout
-    unit = tracking.flow_unit(run_id)
+    unit = outbox.flow_unit(run_id)
     tracking.put({"unit": unit, "type": "flow", "run_id": run_id, "recipe": run.data["recipe"]})
-    for waiting in tracking.pending():
+    for waiting in outbox.pending():
         if waiting.startswith(run_id) and waiting != unit:
             tracking.flush(waiting, timeout=max(0.1, deadline - time.monotonic()))
     return tracking.flush(unit, timeout=max(0.1, deadline - time.monotonic()))
@@ -312,12 +312,12 @@ def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_
         atomic_write_json(workdir / "forced.json", {"unit": uuid.uuid4().hex[:8]} | read_json(workdir / "forced.json", {}))
     attempt = _attempt(workdir)
     started = time.time()
-    unit = tracking.unit_of(flow_run, label, p.key, read_json(workdir / "forced.json", {}).get("unit"))
+    unit = outbox.unit_of(flow_run, label, p.key, read_json(workdir / "forced.json", {}).get("unit"))
     document = {
         "unit": unit, "type": "stage", "label": label, "stage": p.spec.name, "key": p.key, "seed": p.seed, "config": {**p.resolved, **p.config.effective()},
         "code": p.code, "git": records.git_commit(PROJECT_ROOT), "judges": p.spec.judges, "inputs": {n: _input_entry(i) for n, i in p.inputs.items()},
         "workdir": str(workdir), "status": "RUNNING", "started": started, "cached": False, "owner": leases.owner(),
-        "flow": tracking.flow_part(flow_run), "forced": force,
+        "flow": outbox.flow_part(flow_run), "forced": force,
     }  # fmt: skip
     tracking.put(document)
     slots: list[leases.Lease] = []
@@ -741,12 +741,12 @@ def _conclude(p: Prepared, record: dict[str, Any], cached: bool, unit: str, labe
             refs[name], paths[name] = again.ref, again.path
         elif cached:
             store.set_latest(names[name], output["digest"])
-    told = tracking.status(unit)
+    told = outbox.status(unit)
     if cached and (flow_run or told != "FINISHED"):
         entry = {
             "unit": unit, "type": "stage", "label": label, "stage": p.spec.name, "key": p.key, "seed": p.seed, "config": {**p.resolved, **p.config.effective()}, "code": p.code,
             "git": record.get("git", ""), "judges": p.spec.judges, "inputs": {n: _input_entry(i) for n, i in p.inputs.items()}, "workdir": record["workdir"],
-            "status": "FINISHED", "started": time.time(), "ended": time.time(), "cached": told in (None, "FINISHED"), "owner": leases.owner(), "flow": tracking.flow_part(flow_run),
+            "status": "FINISHED", "started": time.time(), "ended": time.time(), "cached": told in (None, "FINISHED"), "owner": leases.owner(), "flow": outbox.flow_part(flow_run),
             **_projected(record),
         }  # fmt: skip
         tracking.put(entry)

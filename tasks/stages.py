@@ -24,7 +24,7 @@ from prefect.logging import get_run_logger
 from prefect.states import Completed
 
 from stages.registry import get_stage
-from storage import records, tracking
+from storage import outbox, records
 from tasks.results import small
 from tasks.run import prepare, run_stage
 
@@ -178,7 +178,7 @@ class Relay:
         self.logger.info("%s %s: %s", self.label, how, "  ".join(value["outputs"].values()))
         if self.artifact is not None and not value["cached"]:
             self._progress_artifact(100.0, None)
-        url = tracking.link(value["mlflow_run_id"]).get("url") if value["mlflow_run_id"] else None
+        url = outbox.link(value["mlflow_run_id"]).get("url") if value["mlflow_run_id"] else None
         if str(url).startswith("http"):
             self.logger.info("MLflow: %s", url)
             self._try("link artifact", lambda: create_link_artifact(

@@ -37,7 +37,8 @@ class AskedJudge(StageConfig):
 
     def load(self, name: str, inputs: dict, device: str):
         """The judge (:class:`~stages.reward.judge.LocalJudge` or :class:`~stages.reward.judge.ServerJudge`). ``name`` is what an error calls it."""
-        from stages.reward.rewards import RewardComponent, load_asked
+        from stages.reward.components import RewardComponent
+        from stages.reward.rewards import load_asked
         from stages.running.http_json import SERVER_SETTINGS
 
         shared = {field: getattr(self, field) for field in ("input", *SERVER_SETTINGS)}

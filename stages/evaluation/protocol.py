@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from stages.spec import ConfigError, module_file
 from storage.files import canonical_json, sha256_text
 
-GRADERS = ("stages.reward.rewards", "stages.verification.verifiers", "stages.running.sandbox", "stages.running.tested", "stages.verification.more_constraints", "stages.reward.remote_rewards", "stages.verification.symbolic", "stages.verification.units")
+GRADERS = ("stages.reward.rewards", "stages.reward.scorers", "stages.reward.programs", "stages.reward.components", "stages.reward.verdicts",
+           "stages.verification.verifiers", "stages.running.sandbox", "stages.running.tested", "stages.verification.more_constraints", "stages.reward.remote_rewards", "stages.verification.symbolic", "stages.verification.units")
 
 
 class ProtocolError(ConfigError):

@@ -19,7 +19,7 @@ import numpy as np
 from stages import selection
 from stages.evaluation import bbq, held_out_text, multiple_choice, opinions
 from stages.measures import reward_model, sampling, statistics, suites, text
-from stages.reward.rewards import failures
+from stages.reward.verdicts import failures
 from stages.verification.verifiers import as_rational, normalise_math
 
 BOOTSTRAP_SEED = 0  # one for all stages, so that a number has the same interval wherever it is shown

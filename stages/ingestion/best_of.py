@@ -19,7 +19,7 @@ def is_best_of(row: dict) -> bool:
 
 def best_of(row: dict, options) -> tuple[str, dict, set]:
     """A ``rankings/1`` row of one source row. Raises Bad."""
-    from stages.ingestion.formats import to_completion, to_prompt
+    from stages.ingestion.fields import to_completion, to_prompt
 
     if not is_best_of(row):
         raise Bad("wrong_type")

@@ -115,7 +115,7 @@ def is_multiple_choice(row: dict) -> bool:
 
 def multiple_choice(row: dict, options) -> tuple[str, dict, set]:
     """A ``prompts/1`` row of one source row. Raises Bad."""
-    from stages.ingestion.formats import to_prompt
+    from stages.ingestion.fields import to_prompt
 
     row = plainly(row)
     found, name, answered = choices_of(row), _question(row), _answer(row)
@@ -204,6 +204,6 @@ def _texts(found: Any) -> tuple[list[str], list[str] | None]:
         return [item["text"] for item in found], [str(label) for label in labels] if None not in labels else None
     if not all(isinstance(item, (str, int, float)) and not isinstance(item, bool) for item in found):
         raise Bad("wrong_type")
-    from stages.ingestion.formats import plain
+    from stages.ingestion.fields import plain
 
     return [plain(item).strip() for item in found], None

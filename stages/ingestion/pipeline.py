@@ -5,6 +5,7 @@ Everything that must survive a kill lives in the checkpoint (counts, position), 
 parts, or in one SQLite file that commits with the checkpoint. Checkpoints come at fixed input
 positions, so that a killed run closes the same parts as an undisturbed one.
 """
+
 from __future__ import annotations
 
 import difflib
@@ -16,7 +17,10 @@ from typing import Any, Iterator
 
 from stages.harness import StageFailure
 from stages.ingestion import agreement, conversions, curation, rules, votes
-from stages.ingestion.formats import _ASKED, Adapter, fold_system, known_columns, rename, weighted
+from stages.ingestion.adapters import weighted
+from stages.ingestion.fields import fold_system
+from stages.ingestion.formats import _ASKED, Adapter, known_columns, rename
+from stages.ingestion.near_duplicates import NearDuplicates, group_id
 from stages.ingestion.published import adapter_of
 from stages.ingestion.rules import Bad
 from stages.ingestion.seen import SeenRows
@@ -27,19 +31,27 @@ from storage.datasets import Dataset, DatasetError, open_dataset
 from storage.schema import complete_row, normalise_text, prompt_id, prompt_of, row_id
 
 SAMPLES_PER_CODE = 3
+
 RAW_LIMIT = 1 << 20                 # characters of a refused row that quarantine keeps
+
 LONG_PROMPT = 50_000                # characters; a warning only
+
 HELD_OUT = ("validation", "test")    # splits of a dataset of ours that halves leaves as they are
+
 _CONTENT = {"pairs/1": ("prompt", "chosen", "rejected"), "comparisons/1": ("prompt", "response_a", "response_b"),
             "demonstrations/1": ("messages",), "prompts/1": ("prompt", "answer"), "rankings/1": ("prompt", "completions"),
             "ratings/1": ("prompt", "completion"), "unpaired/1": ("prompt", "completion"), "stepwise/1": ("prompt", "completions"),
             "segments/1": ("prompt", "chosen", "rejected"), "text/1": ("text",)}
+
 # Columns beside demonstrations that say how good the answer is, and beside prompts that hold one.
 _JUDGED = ("label", "labels", "score", "scores", "rating", "reward", "rank", "preference", "is_safe", "safe", "is_correct", "correct", "correctness", "helpfulness", "quality", "overall_score",
            "thumbs", "feedback", "upvotes")
+
 _ANSWERS = ("answers", "correct_answer", "ground_truth", "solution", "final_answer", "expected_answer", "reference_answer", "reference", "target", "gold", "label", "output", "response", "completion")
+
 # Columns that a question is about.
 _ABOUT = ("context", "contexts", "passage", "passages", "document", "documents", "article", "story", "paragraph", "paragraphs", "table", "history")
+
 _PREFERRED = {"comparisons/1": "pairs/1"}       # what `kind: auto` makes of a kind
 
 
@@ -374,7 +386,7 @@ class Ingestion:
         if self.near is not None and self.near.group:
             row["group_id"] = self.near.cluster_of(self._group_text(kind, row)) or row.get("group_id")
         if row.get("group_id") is None and self.config.system_prompts == "merge" and kind != "text/1":
-            row["group_id"] = _group_id(self._group_text(kind, row))
+            row["group_id"] = group_id(self._group_text(kind, row))
         if kind == "stepwise/1":
             self.counts.steps[source] = sorted({*self.counts.steps.get(source, ()), *row["labels"]})
 
@@ -593,7 +605,7 @@ class Ingestion:
             else:
                 done = self._complete(row, source, identity)
                 if self._watch and (messages := prompt_of(self.kind, done)) is not None and \
-                        self.seen.split_of(bytes.fromhex(_group_id(_asked_text(messages, self.config.group_by)) or done["prompt_id"]), done["split"], seq) != done["split"]:
+                        self.seen.split_of(bytes.fromhex(group_id(_asked_text(messages, self.config.group_by)) or done["prompt_id"]), done["split"], seq) != done["split"]:
                     self.counts.cut_prompts += 1
             if identity is None and self.config.deduplicate != "off":
                 key = _tagged(done["row_id"], b"converted")
@@ -620,7 +632,7 @@ class Ingestion:
         if messages is not None:
             row["prompt_id"] = prompt_id(messages)
             if row.get("group_id") is None:
-                row["group_id"] = _group_id(_asked_text(messages, self.config.group_by))
+                row["group_id"] = group_id(_asked_text(messages, self.config.group_by))
         assigned = row.get("split")
         row = complete_row(self.kind, row, dataset=self.name, source=source, origin=origin, identity=identity)
         row["split"] = assigned if assigned is not None and self._settled(assigned) else self._split(row)
@@ -814,121 +826,6 @@ class Ingestion:
         return "\n".join(lines)
 
 
-class NearDuplicates:
-    """Near duplicates of prompts in flat memory: MinHash bands find candidates, exact Jaccard decides.
-
-    group=False: `first(seq, text)` is False for a near copy of an earlier text. group=True: `join`
-    every text, `finish`, then `cluster_of` gives the shared group id of a cluster.
-    """
-
-    def __init__(self, threshold: float, path: Path, *, group: bool, keep_below: int | None = None):
-        import sqlite3
-
-        self.threshold, self.group, self.path = threshold, group, path
-        self.minhash = curation.MinHash(threshold)
-        if keep_below is None and not group:
-            path.unlink(missing_ok=True)
-        self.db = sqlite3.connect(path, isolation_level=None)
-        self.db.execute("PRAGMA synchronous=FULL")
-        self.db.execute("PRAGMA cache_size=-32768")
-        self.db.execute("CREATE TABLE IF NOT EXISTS done (x INTEGER)")
-        self.complete = group and self.db.execute("SELECT count(*) FROM done").fetchone()[0] > 0
-        if group and not self.complete:
-            for table in ("bands", "texts"):
-                self.db.execute(f"DROP TABLE IF EXISTS {table}")
-        self.db.execute("CREATE TABLE IF NOT EXISTS bands (key BLOB, seq INTEGER, PRIMARY KEY (key, seq)) WITHOUT ROWID")
-        # count: how often the text came; name: the smallest group id of the cluster that it is the root of
-        self.db.execute("CREATE TABLE IF NOT EXISTS texts (seq INTEGER PRIMARY KEY, digest BLOB, text TEXT, parent INTEGER, count INTEGER, name TEXT)")
-        self.db.execute("CREATE INDEX IF NOT EXISTS by_digest ON texts (digest)")
-        if keep_below is not None and not group:
-            self.db.execute("DELETE FROM bands WHERE seq >= ?", (keep_below,))
-            self.db.execute("DELETE FROM texts WHERE seq >= ?", (keep_below,))
-        self.db.execute("BEGIN")
-
-    @staticmethod
-    def _digest(text: str) -> bytes:
-        return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-    def _matches(self, text: str, items: set, keys: list[bytes]) -> list[int]:
-        known = {}
-        for key in keys:
-            for (seq,) in self.db.execute("SELECT seq FROM bands WHERE key = ? LIMIT 50", (key,)):
-                known[seq] = None
-        out = []
-        for seq in sorted(known):
-            other = self.db.execute("SELECT text FROM texts WHERE seq = ?", (seq,)).fetchone()[0]
-            if curation.jaccard(items, curation.shingles(other)) >= self.threshold:
-                out.append(seq)
-        return out
-
-    def _add(self, seq: int, text: str, keys: list[bytes]) -> None:
-        self.db.execute("INSERT OR REPLACE INTO texts VALUES (?, ?, ?, ?, 1, ?)", (seq, self._digest(text), text, seq, _group_id(text)))
-        self.db.executemany("INSERT OR IGNORE INTO bands VALUES (?, ?)", [(key, seq) for key in keys])
-
-    def first(self, seq: int, text: str) -> bool:
-        """Remember a text; False if it is a near copy of one that was remembered before.
-
-        Texts that are equal after normalisation are the same prompt, not near copies of it.
-        """
-        text = normalise_text(text)
-        items = curation.shingles(text)
-        if not items or self.db.execute("SELECT 1 FROM texts WHERE digest = ?", (self._digest(text),)).fetchone():
-            return True
-        keys = self.minhash.keys(items)
-        if self._matches(text, items, keys):
-            return False
-        self._add(seq, text, keys)
-        return True
-
-    def _root(self, seq: int) -> int:
-        while (parent := self.db.execute("SELECT parent FROM texts WHERE seq = ?", (seq,)).fetchone()[0]) != seq:
-            seq = parent
-        return seq
-
-    def join(self, seq: int, text: str) -> None:
-        """Add a text to the clusters (connected components); texts that are equal after normalisation are one."""
-        text = normalise_text(text)
-        if not text or self.db.execute("UPDATE texts SET count = count + 1 WHERE digest = ?", (self._digest(text),)).rowcount:
-            return
-        items = curation.shingles(text)
-        keys = self.minhash.keys(items) if items else []
-        roots = sorted({self._root(match) for match in self._matches(text, items, keys)} | {seq}) if self._add(seq, text, keys) is None else []
-        for root in roots[1:]:
-            self.db.execute("UPDATE texts SET parent = ? WHERE seq = ?", (roots[0], root))
-        if len(roots) > 1:
-            name = min(self.db.execute("SELECT name FROM texts WHERE seq = ?", (root,)).fetchone()[0] for root in roots)
-            self.db.execute("UPDATE texts SET name = ? WHERE seq = ?", (name, roots[0]))
-
-    def finish(self) -> None:
-        """The clusters are complete."""
-        self.db.execute("INSERT INTO done VALUES (1)")
-        self.commit()
-
-    def cluster_of(self, text: str) -> str | None:
-        """Group id of a text's cluster, or None if it is alone."""
-        found = self.db.execute("SELECT seq FROM texts WHERE digest = ?", (self._digest(normalise_text(text)),)).fetchone()
-        if found is None:
-            return None
-        root = self._root(found[0])
-        count, name = self.db.execute("SELECT count, name FROM texts WHERE seq = ?", (root,)).fetchone()
-        alone = root == found[0] and count == 1 and self.db.execute("SELECT count(*) FROM texts WHERE parent = ?", (root,)).fetchone()[0] == 1
-        return None if alone else name
-
-    def clusters(self) -> int:
-        """Number of clusters of texts that differ."""
-        return self.db.execute("SELECT count(DISTINCT parent) FROM texts WHERE parent != seq").fetchone()[0]
-
-    def commit(self) -> None:
-        """Make everything permanent."""
-        self.db.execute("COMMIT")
-        self.db.execute("BEGIN")
-
-    def close(self) -> None:
-        """Close and delete the scratch file."""
-        self.db.close()
-        self.path.unlink(missing_ok=True)
-
-
 def _native(path: str, config) -> str | None:
     from stages.ingest import native_kind
 
@@ -987,11 +884,6 @@ def _asked_text(messages: list[dict], group_by: str) -> str:
     """The text that a split never cuts, normalised: the first user turn, or the whole prompt; the system message left out."""
     said = [normalise_text(message.get("content") or "") for message in messages if message["role"] == "user" or (group_by == "prompt" and message["role"] != "system")]
     return "\n".join(said if group_by == "prompt" else said[:1])
-
-
-def _group_id(text: str) -> str | None:
-    """Id of the rows with this normalised text: the prompt id of a prompt that says just this; None (the row's own prompt id) without text."""
-    return prompt_id([{"role": "user", "content": text}]) if text else None
 
 
 def _stripped(kind: str, row: dict) -> dict:

@@ -37,7 +37,7 @@ def is_program(row: dict) -> bool:
 
 def programs(row: dict, options) -> tuple[str, dict, set]:
     """A ``prompts/1`` row of one source row. Raises Bad."""
-    from stages.ingestion.formats import to_prompt
+    from stages.ingestion.fields import to_prompt
 
     if isinstance(row.get("test_list"), list):
         asked, tests = _mbpp(row)

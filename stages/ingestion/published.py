@@ -26,7 +26,9 @@ from typing import Any, Callable, Iterator, NamedTuple
 import orjson
 
 from stages.ingestion import programs
-from stages.ingestion.formats import ALIASES, Adapter, asked_about, detect, hh_transcript, rename
+from stages.ingestion.adapters import asked_about
+from stages.ingestion.fields import hh_transcript
+from stages.ingestion.formats import ALIASES, Adapter, detect, rename
 from stages.ingestion.pairing import EVENT_MAP
 from stages.ingestion.rules import Bad
 from stages.ingestion.sources import Record, SourceFile, canonical_bytes, head_rows, parse_json

@@ -183,7 +183,7 @@ def verifiable_codes(row: dict) -> set[str]:
         _answer_holds(answer, row.get("answer_type"), named)
     good = good and all(_constraint_runs(item["id"], item["kwargs_json"]) for item in row.get("constraints") or ())
     if good and row.get("reward_route"):
-        from stages.reward.rewards import RULES
+        from stages.reward.scorers import RULES
 
         good = all(name in RULES for name in row["reward_route"])
     return set() if good else {"verifier_spec_invalid"}

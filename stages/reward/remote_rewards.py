@@ -79,7 +79,7 @@ class RewardServer:
 
 def _number(value) -> float | str:
     """A finite number, or one alone in a list as models with one output give it; else what is wrong."""
-    from stages.reward.rewards import finite
+    from stages.reward.verdicts import finite
 
     value = value[0] if isinstance(value, list) and len(value) == 1 else value
     if finite(value):

@@ -40,7 +40,8 @@ class RubricScorer:
     """
 
     def __init__(self, component, rubric: Rubric, inputs: dict, renderer=None, device: str = "cpu", known: dict | None = None):
-        from stages.reward.rewards import OF_KINDS, RewardComponent, Rewards
+        from stages.reward.components import OF_KINDS, RewardComponent
+        from stages.reward.rewards import Rewards
 
         self.component, self.rubric, self.inputs, self.device, self.known = component, rubric, inputs, device, known or {}
         self.answers: dict[tuple[str, str], str] = {}
@@ -119,7 +120,8 @@ class RubricScorer:
 
     def _ruled(self, item: Item, rows) -> list[dict]:
         """Items that a rule or a reward model scores: sure of what it says. Scores of a reward model are raw."""
-        from stages.reward.rewards import ALONE, RULES, Unscorable, alone
+        from stages.reward.scorers import RULES, alone
+        from stages.reward.verdicts import ALONE, Unscorable
 
         if not rows:
             return []
@@ -190,7 +192,7 @@ class RubricScorer:
     # -- rewards -----------------------------------------------------------------------------------------------------------
     def score(self, rows: Sequence[dict]) -> list:
         """A reward per row, with its items; confidences are averaged over all rows of a category in this call."""
-        from stages.reward.rewards import Unscorable, Verdict
+        from stages.reward.verdicts import Unscorable, Verdict
 
         found = self.items(rows)
         values = self.aggregate(found)

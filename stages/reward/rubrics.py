@@ -10,7 +10,7 @@ A rubric file is YAML or JSON::
           - {id: right, kind: verifiable, criterion: The final answer is right., weight: 0.6, scorer: verifier}
           - {id: clear, kind: non_verifiable, criterion: The steps can be followed., weight: 0.4, scorer: {kind: judge, endpoint: ...}}
 
-or JSON Lines with one item (and its category) per line. A scorer is a reward component (``stages.reward.rewards``) that scores one answer by itself: a
+or JSON Lines with one item (and its category) per line. A scorer is a reward component (``stages.reward.components``) that scores one answer by itself: a
 rule or verifier, a reward model, or a judge. ``sub_items`` split an item (atomisation): they and the rest of the item share its weight, equally
 or by weights of their own. An item's version ends in a digest of all that its scores depend on, so an edited item never passes for the old one.
 """
@@ -254,7 +254,7 @@ def _component(given, where: str, problems: list[str]) -> dict:
     """Checked settings of a reward component, as they were given (what is not given stays open for the component `rubric`)."""
     from pydantic import ValidationError
 
-    from stages.reward.rewards import RewardComponent
+    from stages.reward.components import RewardComponent
 
     given = {"kind": given} if isinstance(given, str) else given
     if not isinstance(given, dict):

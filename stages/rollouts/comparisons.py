@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from stages.algorithms import RLPreset
-from stages.reward.rewards import RewardComponent, Rewards
+from stages.reward.components import RewardComponent
+from stages.reward.rewards import Rewards
 from stages.spec import ConfigError
 
 #: What a component may be told about the size of a score, which P(y > y') is not: setting -> what leaves it alone.

@@ -11,7 +11,7 @@ from stages.algorithms import RLPreset
 from stages.estimators import fill_informative, informative_groups, is_constant
 from stages.generation import Sample, regrade, sample_groups, score, warn_of_failures
 from stages.policy.members import Members
-from stages.reward.rewards import LENGTH_KINDS
+from stages.reward.components import LENGTH_KINDS
 from stages.rollouts.policy import PolicySampler
 from stages.running import cuda
 

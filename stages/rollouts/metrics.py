@@ -11,7 +11,7 @@ from stages.generation import Sample
 from stages.measures.statistics import pairwise_accuracy
 from stages.measures.text import reflection_counts, repetition_n, scripts, special_character_rate
 from stages.policy.credit import Batch, Credit, explained_variance
-from stages.reward.rewards import failures
+from stages.reward.verdicts import failures
 
 
 def rollout_metrics(samples: Sequence[Sample], rewards, group_of) -> dict[str, float]:

@@ -13,7 +13,7 @@ from stages.models.modeling import weights_digest
 from stages.models.sharding import Acting
 from stages.policy.schedules import ADMITTING
 from stages.reward.debate import Debaters
-from stages.reward.rewards import ON_TURNS
+from stages.reward.components import ON_TURNS
 from stages.running import cuda, ranks
 from stages.training import TrainingError
 from storage.files import sha256_text

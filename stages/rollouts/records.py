@@ -14,7 +14,7 @@ from stages.evaluation.scores import records_of
 from stages.generation import Sample, gen_record
 from stages.policy.members import Members
 from stages.policy.rl_report import best_and_worst, rollout_samples, validation_rows
-from stages.reward.rewards import failures
+from stages.reward.verdicts import failures
 from stages.reward.rubric_reward import score_rows, write_review
 from stages.rollouts.crediting import Scored
 from stages.rollouts.groups import Group

@@ -18,7 +18,7 @@ from stages.models.sharding import Acting
 from stages.policy.alarms import WATCHED, alarms, watched
 from stages.policy.members import Members
 from stages.policy.schedules import changed_roles, freshness_guard, reference_due
-from stages.reward.rewards import commonest_failure, failures
+from stages.reward.verdicts import commonest_failure, failures
 from stages.rollouts.ahead import Ahead
 from stages.rollouts.beside import Beside
 from stages.rollouts.comparisons import NOTHING_COUNTED, check_company, check_constraints, counted, held_out, preferences_by

@@ -9,7 +9,7 @@ import pytest
 from flows.config import keys, presets
 from flows.recipe import RECIPES, get_recipe
 from stages.registry import STAGES, get_stage
-from stages.reward.rewards import RewardComponent
+from stages.reward.components import RewardComponent
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "flows/README.md", "stages/README.md")}

@@ -12,7 +12,8 @@ from stages.evaluation.refusals import asked_of
 from stages.ingest import Config
 from stages.ingestion.formats import Adapter, detect
 from stages.ingestion.rules import Bad
-from stages.reward.rewards import RewardComponent, build_rewards
+from stages.reward.components import RewardComponent
+from stages.reward.rewards import build_rewards
 from stages.verification.choices import gold_of, question_of
 
 MBPP = {"task_id": 2, "text": "Write a function to add two numbers.", "code": "def add(a, b):\n    return a + b", "test_list": ["assert add(1, 2) == 3", "assert add(1.5, 2) == 3.5", "assert math.isclose(add(.1, .2), .3)"],
@@ -91,7 +92,7 @@ def test_a_result_does_not_decide_what_it_equals():
 @pytest.mark.parametrize("printed, wanted, same", [("1.50", "1.5", True), ("3.0 2", "3 2.00", True), ("1e3", "1000", True), ("3", "3\n\n", True), ("0.333", "0.3333", False), ("1 2", "12", False), ("yes 1.0", "yes 1", False), ("1\n2", "2\n1", False),
                                                    ("nan", "nan", True), ("inf", "1", False), ("", "0", False), ("-0", "0", True), ("1_0", "10", False)])
 def test_numbers_are_compared_as_numbers(printed, wanted, same):
-    from stages.reward.rewards import _same_output
+    from stages.reward.programs import _same_output
 
     assert _same_output(printed, wanted) is same and _same_output(wanted, printed) is same
 

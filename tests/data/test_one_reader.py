@@ -6,7 +6,7 @@ import json
 import pytest
 
 from stages.ingest import Config
-from stages.ingestion import choices, formats, programs, published
+from stages.ingestion import adapters, choices, formats, programs, published
 
 from .driver import assistant, ingest, user, write_lines
 
@@ -78,7 +78,7 @@ SHAPES = {
 def readers_of(row: dict, kind: str) -> list[str]:
     """The published forms that accept a row; where none does, the formats of our own columns and special shapes."""
     found = [(form.read or form.stream).__name__ for form in published.FORMS if form.of(row, Config(kind=kind))]
-    special = [name for name, fits in (("programs", programs.is_program), ("multiple_choice", choices.is_multiple_choice), ("harmful", formats._harmful_list), ("qa", formats._is_qa)) if fits(row)]
+    special = [name for name, fits in (("programs", programs.is_program), ("multiple_choice", choices.is_multiple_choice), ("harmful", adapters.harmful_list), ("qa", adapters.is_qa)) if fits(row)]
     return found or special or [formats.detect([row])]
 
 
@@ -119,7 +119,8 @@ def test_a_conversation_may_be_the_list_of_its_messages(tmp_path):
 
 
 def test_functions_of_synthetic_are_called_with_their_arguments(tmp_path):
-    from stages.reward.rewards import RewardComponent, build_rewards
+    from stages.reward.components import RewardComponent
+    from stages.reward.rewards import build_rewards
 
     (row,) = ingest(write_lines(tmp_path / "x.jsonl", [CALLED]), tmp_path / "w", kind="prompts/1").rows
     answers = [f"```python\ndef f(a, b): return a {sign} b\n```" for sign in "+-"]

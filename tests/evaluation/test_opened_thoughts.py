@@ -6,11 +6,12 @@ import shutil
 
 import pytest
 
-from stages.evaluate import constraint_verdicts, parse_all, read_of
+from stages.evaluation.grading import constraint_verdicts, parse_all, read_of
 from stages.evaluation import signs
 from stages.generation import Sample, opens_thought, seen
 from stages.harness import execute
-from stages.reward.rewards import RewardComponent, build_rewards
+from stages.reward.components import RewardComponent
+from stages.reward.rewards import build_rewards
 from tests.evaluation.test_stages import spec
 from tests.evaluation.test_suites import answers_of, record
 

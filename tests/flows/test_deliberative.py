@@ -10,7 +10,8 @@ from flows.report import print_result
 from stages.reward import judge as judging
 from stages.reward.debate import verdicts
 from stages.reward.judge import BY_SPECIFICATION, JudgeError
-from stages.reward.rewards import RewardComponent, build_rewards
+from stages.reward.components import RewardComponent
+from stages.reward.rewards import build_rewards
 from stages.reward_models.reward_scorers import Response
 from storage.datasets import open_dataset
 from tests.chat_server import chat_server

@@ -174,7 +174,7 @@ def test_names_of_other_tools_lead_to_ours(typed, meant):
 def test_a_refusal_is_told_without_its_traceback_and_a_defect_with_it():
     from stages.chat import RenderError
     from stages.harness import refused_by_us
-    from stages.reward.rewards import RewardComponent
+    from stages.reward.components import RewardComponent
 
     def caught(call):
         try:
@@ -190,7 +190,7 @@ def test_a_refusal_is_told_without_its_traceback_and_a_defect_with_it():
 
 
 def test_a_reward_function_may_be_a_file_and_its_text_is_the_setting(tmp_path):
-    from stages.reward.rewards import RewardComponent
+    from stages.reward.components import RewardComponent
 
     (tmp_path / "mine.py").write_text("def score(prompt, completion, answer):\n    return len(completion)\n")
     assert RewardComponent(kind="python", source=str(tmp_path / "mine.py")).source == (tmp_path / "mine.py").read_text()
@@ -200,7 +200,7 @@ def test_a_reward_function_may_be_a_file_and_its_text_is_the_setting(tmp_path):
 
 def test_a_default_is_one_short_line():
     from flows.display import setting
-    from stages.reward.rewards import RewardComponent
+    from stages.reward.components import RewardComponent
 
     assert setting("\n\n") == r"'\n\n'" and setting(0.5) == "0.5" and len(setting([RewardComponent(kind="verifier")])) <= 40
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from stages.spec import PROJECT_ROOT
-from storage import records, registry, tracking
+from storage import mlflow_database, outbox, projector, records, registry, tracking
 from storage.files import atomic_write_json, read_json
 from tasks.run import StageError, finish_flow, run_stage, start_flow
 
@@ -41,7 +41,7 @@ def mlflow_template(tmp_path_factory):
 def client():
     from mlflow import MlflowClient
 
-    return MlflowClient(tracking_uri=tracking.tracking_uri(), registry_uri=tracking.tracking_uri())
+    return MlflowClient(tracking_uri=outbox.tracking_uri(), registry_uri=outbox.tracking_uri())
 
 
 def points(run_id, *keys):
@@ -90,7 +90,7 @@ def test_a_flow_as_mlflow_shows_it(state_dir, tmp_path):
     third = run_stage(TOY, {"text": str(raw)}, {"steps": 6}, flow_run=run.as_flow_run("three"))
     parent = finish_flow(run.run_id, "FINISHED", timeout=120)
     mlflow = client()
-    assert tracking.pending() == [] and third.cached
+    assert outbox.pending() == [] and third.cached
     runs = {r.info.run_name: r for r in mlflow.search_runs([mlflow.get_experiment_by_name("posttrain/demo").experiment_id])}
     assert len(runs) == 4 and {r.info.status for r in runs.values()} == {"FINISHED"}
     assert all(runs[n].data.tags["mlflow.parentRunId"] == parent for n in ("one", "two", "three"))
@@ -102,12 +102,12 @@ def test_a_flow_as_mlflow_shows_it(state_dir, tmp_path):
     data = two.inputs.dataset_inputs[0]
     full = {t.key: t.value for t in data.tags}
     assert full["posttrain.digest"].startswith(data.dataset.digest) and len(full["posttrain.digest"]) == 64 and data.dataset.name == "toy-data"
-    assert [m.model_id for m in two.inputs.model_inputs] == [tracking.model_id_of(registry.lookup("toy").versions[1]["digest"])]
+    assert [m.model_id for m in two.inputs.model_inputs] == [projector.model_id_of(registry.lookup("toy").versions[1]["digest"])]
     assert mlflow.get_model_version_by_alias("final", "candidate").tags["posttrain.digest"] == registry.lookup("final").versions[1]["digest"]
     model = mlflow.get_logged_model(two.outputs.model_outputs[0].model_id)
     assert str(model.status) in ("READY", "LoggedModelStatus.READY") and {m.key for m in model.metrics} == {"final/position"}
     stored = os.stat(os.path.join(second.paths["model"], "weights.bin"))
-    assert os.stat(os.path.join(tracking._local_path(model.artifact_location), "weights.bin")).st_ino == stored.st_ino
+    assert os.stat(os.path.join(mlflow_database.local_path(model.artifact_location), "weights.bin")).st_ino == stored.st_ino
     assert {a.path for a in mlflow.list_artifacts(one.info.run_id, "reports")} == {"reports/walk.md", "reports/walk.json"}
     assert records.read(first.key)["mlflow"]["run_id"] == first.mlflow_run_id
     registry.record_decision("final", 1, promoted=True, evidence={"win_rate": 0.7})
@@ -143,7 +143,7 @@ def test_kill_and_resume_is_one_run_with_each_point_once(state_dir):
     with pytest.raises(StageError):
         run_stage(TOY, {}, {"steps": 20, "sleep": 0.1}, on_event=kill)
     assert tracking.sync(timeout=60)["pending"] == 0
-    failed = tracking.run_id_of(f"stage.toy.{key[:16]}")
+    failed = outbox.run_id_of(f"stage.toy.{key[:16]}")
     assert client().get_run(failed).info.status == "FAILED" and "SIGKILL" in client().get_run(failed).data.tags["posttrain.error"]
     result = run_stage(TOY, {}, {"steps": 20})
     assert result.mlflow_run_id == failed and client().get_run(failed).info.status == "FINISHED"
@@ -167,12 +167,12 @@ def test_server_away_then_back(state_dir, monkeypatch, capsys):
     result = run_stage(TOY, {}, {"steps": 6}, flow_run=run.as_flow_run("walk"))
     finish_flow(run.run_id, "FINISHED", timeout=1)
     assert result.mlflow_run_id is None and records.find(result.key)
-    assert len(tracking.pending()) == 2
+    assert len(outbox.pending()) == 2
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     answer = tracking.sync()
-    assert answer["error"] is None and answer["pending"] == 0 == len(tracking.pending())
-    unit = tracking.unit_of(run.as_flow_run(), "walk", result.key)
-    run_id = tracking.run_id_of(unit)
+    assert answer["error"] is None and answer["pending"] == 0 == len(outbox.pending())
+    unit = outbox.unit_of(run.as_flow_run(), "walk", result.key)
+    run_id = outbox.run_id_of(unit)
     assert points(run_id, "position", "abs") == expected(result.key)
     assert client().get_run(run_id).info.status == "FINISHED"
     assert client().get_model_version_by_alias("toy", "candidate").version
@@ -183,8 +183,8 @@ def test_batch_sent_but_not_noted_is_not_doubled(state_dir, tmp_path, monkeypatc
     lines = [json.dumps({"step": s, "metrics": {"loss": 1.0 / (s + 1)}}) for s in range(5)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "perf.jsonl").write_text("\n".join(lines) + "\n")
-    projector = tracking.Projector()
-    experiment = projector.experiment("cut")
+    projecting = projector.Projector()
+    experiment = projecting.experiment("cut")
 
     class Cut(Exception):
         pass
@@ -201,14 +201,14 @@ def test_batch_sent_but_not_noted_is_not_doubled(state_dir, tmp_path, monkeypatc
             atomic_write_json(path, state)
 
         for _ in range(2):  # the second time nothing stops it
-            cursor = read_json(tracking._files(document["unit"])[1], {})
-            monkeypatch.setattr(tracking, "atomic_write_json", write)
+            cursor = read_json(outbox.files_of(document["unit"])[1], {})
+            monkeypatch.setattr(projector, "atomic_write_json", write)
             try:
-                projector._metrics(run_id, document, cursor)
-                projector._perf(run_id, document, cursor)
+                projecting._metrics(run_id, document, cursor)
+                projecting._perf(run_id, document, cursor)
             except Cut:
                 pass
-            monkeypatch.setattr(tracking, "atomic_write_json", atomic_write_json)
+            monkeypatch.setattr(projector, "atomic_write_json", atomic_write_json)
         found = points(run_id, "loss", "perf/loss")
         assert found["loss"] == found["perf/loss"] == [(s, 1.0 / (s + 1)) for s in range(5)]
 
@@ -231,11 +231,11 @@ def test_saying_how_things_stand_never_waits_for_mlflow(state_dir):
     import threading
 
     document = {"unit": "hangs", "type": "flow", "run_id": "r", "recipe": "demo"}
-    with tracking._unit_lock("hangs", wait=True):  # a projection that hangs
+    with outbox.unit_lock("hangs", wait=True):  # a projection that hangs
         caller = threading.Thread(target=tracking.put, args=(document,), daemon=True)
         caller.start()
         caller.join(30)
-        assert not caller.is_alive() and tracking.pending() == ["hangs"]
+        assert not caller.is_alive() and outbox.pending() == ["hangs"]
 
 
 def test_what_is_said_while_a_unit_is_completed_is_not_lost(state_dir, monkeypatch):
@@ -243,15 +243,15 @@ def test_what_is_said_while_a_unit_is_completed_is_not_lost(state_dir, monkeypat
     first = {"unit": "slow", "type": "flow", "run_id": "r", "recipe": "demo"}
     tracking.put(first)
 
-    class Slow(tracking.Projector):
+    class Slow(projector.Projector):
         def _flow(self, document, cursor):
             if "more" not in document:
                 tracking.put({**first, "more": 1})
             return True
 
-    projector = Slow()
-    assert projector.project("slow") == (False, None) and tracking.pending() == ["slow"]
-    assert projector.project("slow") == (True, None) and tracking.pending() == []
+    projecting = Slow()
+    assert projecting.project("slow") == (False, None) and outbox.pending() == ["slow"]
+    assert projecting.project("slow") == (True, None) and outbox.pending() == []
 
 
 def test_the_same_run_given_again_goes_on_in_its_mlflow_run(state_dir):
@@ -274,12 +274,12 @@ def test_a_server_in_front_of_the_same_database_continues_what_was_sent(state_di
     """Another address of one store is not another store: no point is sent twice."""
     result = run_stage(TOY, {}, {"steps": 6})
     unit = f"stage.{result.label}.{result.key[:16]}"
-    done, cursor_path = tracking._done_files(unit)
+    done, cursor_path = outbox.done_files_of(unit)
     document = read_json(done)
     before = client().get_metric_history(result.mlflow_run_id, "position")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:////{str(state_dir / 'mlflow.db')}")  # one slash more: the same file under another name
     tracking.put({**document, "more": 1})
-    assert tracking.flush(unit, timeout=120) == result.mlflow_run_id and tracking.pending() == []
+    assert tracking.flush(unit, timeout=120) == result.mlflow_run_id and outbox.pending() == []
     assert len(client().get_metric_history(result.mlflow_run_id, "position")) == len(before) == len(expected(result.key)["position"])
 
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from stages.spec import PROJECT_ROOT, ConfigError
-from storage import records, tracking
+from storage import outbox, records, tracking
 from storage.files import refusal
 from tasks.run import StageError, prepare, run_stage
 
@@ -119,12 +119,12 @@ def test_a_result_that_could_not_be_told_any_more_is_told_as_finished_by_the_nex
     monkeypatch.setenv("POSTTRAIN_TRACKING_WAIT_SECONDS", "0")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # the outbox is what this is about
     first = run_stage(TOY, {}, {"steps": 3})
-    unit = tracking.unit_of(None, "toy", first.key)
-    assert tracking.status(unit) == "FINISHED"
-    dead = {**json.loads(tracking._files(unit)[0].read_text()), "status": "RUNNING", "owner": {"pid": 2**22 - 1, "host": "h"}}
+    unit = outbox.unit_of(None, "toy", first.key)
+    assert outbox.status(unit) == "FINISHED"
+    dead = {**json.loads(outbox.files_of(unit)[0].read_text()), "status": "RUNNING", "owner": {"pid": 2**22 - 1, "host": "h"}}
     tracking.put(dead)
     again = run_stage(TOY, {}, {"steps": 3})
-    assert again.cached and tracking.status(unit) == "FINISHED"
+    assert again.cached and outbox.status(unit) == "FINISHED"
     assert prepare(TOY, {}, {"steps": 3}).key == first.key and records.find(first.key)
 
 

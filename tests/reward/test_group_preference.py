@@ -206,6 +206,6 @@ def test_pairs_become_points_and_what_is_missing_is_said(spec, tiny, rated):  # 
         with pytest.raises(Exception, match=text):
             execute(made, silent)
     with pytest.raises(ValueError, match="group=NAME"):
-        from stages.reward.rewards import RewardComponent
+        from stages.reward.components import RewardComponent
 
         RewardComponent(kind="group_preference")

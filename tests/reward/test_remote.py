@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from stages.chat import renderer_for
-from stages.reward.rewards import RewardComponent, Rewards, build_rewards
+from stages.reward.components import RewardComponent
+from stages.reward.rewards import Rewards, build_rewards
 from stages.running import http_json
 from tests.chat_server import chat_server
 from tests.common import assistant, user

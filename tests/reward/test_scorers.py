@@ -17,7 +17,8 @@ from stages.reward_models.reward_eval import auc, judge_pairs, length_residual, 
 from stages.reward_models.reward_heads import RewardCard, load_reward_model, new_reward_model, save_reward_model
 from stages.reward_models.reward_scorers import (ComparingScorer, Response, aggregate_steps, combine_members, label_probability, load_scorer, positive, safety_gate,
                                    split_steps)
-from stages.reward.rewards import RewardComponent, build_rewards
+from stages.reward.components import RewardComponent
+from stages.reward.rewards import build_rewards
 from stages.selection import convincing_wrong, uncertain
 from stages.spec import ConfigError
 from tests.chat_server import chat_server

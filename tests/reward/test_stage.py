@@ -55,7 +55,8 @@ def test_a_guard_classifier_is_a_reward_beside_accuracy(tiny, rows, train):
     """reward.safety: a classifier of labelled answers, read as a probability of the whole answer, weighted beside the verifier."""
     import math
 
-    from stages.reward.rewards import RewardComponent, build_rewards
+    from stages.reward.components import RewardComponent
+    from stages.reward.rewards import build_rewards
 
     path = train("reward_model", {**COMMON, "objective": "pointwise_bce"}, {"model": tiny["policy"], "data": rows["labels"]})["outputs"]["model"]["path"]
     scorer = load_scorer(path)

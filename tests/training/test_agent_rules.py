@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from stages.generation import Sample
-from stages.reward.rewards import RewardComponent, build_rewards
+from stages.reward.components import RewardComponent
+from stages.reward.rewards import build_rewards
 from stages.rl import Config
 from stages.rollouts.groups import Group
 from stages.rollouts.prompts import PromptOrder

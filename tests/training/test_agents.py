@@ -267,7 +267,8 @@ def test_components_of_a_trajectory_are_paid_turn_by_turn(tiny, data, spec):
 
 
 def test_blends_and_length_rewards_of_groups():
-    from stages.reward.rewards import RewardComponent, build_rewards
+    from stages.reward.components import RewardComponent
+    from stages.reward.rewards import build_rewards
 
     def scored(components, rows):
         return build_rewards([RewardComponent(**c) for c in components], {}).score(rows)

@@ -210,7 +210,9 @@ def test_validation_leaves_out_what_compares_answers(rl, tiny, pairwise):
 def test_an_answer_alone_is_unscorable_everywhere(rl, tiny, pairwise, data, spec):
     """One rule for RL, rejection and evaluation: no 1/2 and no majority of one. An answer beside cut ones is not alone; a watched component does not take the others' reward away."""
     from stages.harness import execute
-    from stages.reward.rewards import ALONE, RewardComponent, build_rewards
+    from stages.reward.components import RewardComponent
+    from stages.reward.rewards import build_rewards
+    from stages.reward.verdicts import ALONE
 
     def row(text, group, finish="eos"):
         return {"prompt_row": {"row_id": "p", "prompt": [{"role": "user", "content": "q"}], "answer": "2", "answer_type": "integer"}, "completion_text": text, "completion_ids": [1, 2],

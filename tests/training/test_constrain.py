@@ -149,7 +149,8 @@ def go(spec, config, inputs, name="constrain", **more):
 
 def test_pairs_follow_the_catalogues_rule(spec, prompts):
     """A server that heeds commas where it is asked to: chosen met, rejected did not, the stored prompt has the constraint; the reward scores the prompts alike."""
-    from stages.reward.rewards import RewardComponent, build_rewards
+    from stages.reward.components import RewardComponent
+    from stages.reward.rewards import build_rewards
 
     def choice(body):
         text, place = body["messages"][-1]["content"], re.search(r"the (\w+) of this town", body["messages"][-1]["content"])[1]

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from stages.estimators import Multipliers
-from stages.reward.rewards import RewardComponent, build_rewards
+from stages.reward.components import RewardComponent
+from stages.reward.rewards import build_rewards
 from stages.rl import Config, resolve_preset
 from stages.spec import ConfigError
 from tests import oracles

@@ -11,7 +11,8 @@ import pytest
 
 from stages.harness import execute
 from stages.reward import grape, rubrics
-from stages.reward.rewards import RewardComponent, build_rewards
+from stages.reward.components import RewardComponent
+from stages.reward.rewards import build_rewards
 from stages.spec import PROJECT_ROOT, ConfigError
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row

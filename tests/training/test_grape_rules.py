@@ -4,7 +4,7 @@ import pytest
 
 from stages.harness import execute
 from stages.reward import grape
-from stages.reward.rewards import ALONE
+from stages.reward.verdicts import ALONE
 from stages.reward_models.reward_heads import RewardCard, load_reward_model, save_reward_model
 from tests.training.test_agents import SMALL
 from tests.training.test_comparisons import Cycle, pairwise  # noqa: F401

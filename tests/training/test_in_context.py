@@ -192,7 +192,8 @@ def verdict_rows(texts, prompt="p"):
 
 def test_votes_need_no_gold_answer_and_can_be_weighted():
     """rs.majority: one vote each with ties to the first, or weighted by another component's values; equal numbers are one answer."""
-    from stages.reward.rewards import RewardComponent, build_rewards
+    from stages.reward.components import RewardComponent
+    from stages.reward.rewards import build_rewards
 
     texts = [r"so \boxed{a}", r"\boxed{b}", r"\boxed{b}", r"\boxed{a}", r"\boxed{c}", "no answer"]
     plain = build_rewards([RewardComponent(kind="majority")], {})

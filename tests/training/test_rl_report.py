@@ -65,7 +65,7 @@ def test_a_critic_or_a_reward_model_that_only_seems_worse_is_no_alarm():
 
 def test_accuracy_of_reward_models_on_the_policys_answers():
     from stages.generation import Sample
-    from stages.reward.rewards import RewardComponent
+    from stages.reward.components import RewardComponent
     from stages.rollouts.metrics import scorer_accuracy
 
     model, gold = RewardComponent(name="proxy", kind="model"), RewardComponent(name="gold", kind="model", input="gold", weight=0.0)

@@ -439,9 +439,10 @@ def test_a_pass_rate_that_is_unknown_is_not_zero():
 
 
 def test_an_evaluation_names_components_that_could_not_score():
-    from stages.evaluate import warnings
+    from stages.evaluation.report import warnings
     from stages.evaluation.scores import lower_is_better, policy_metrics
-    from stages.reward.rewards import NOT_ASKED, RewardComponent
+    from stages.reward.components import RewardComponent
+    from stages.reward.verdicts import NOT_ASKED
 
     records = [{"mode": "sample", "item_id": str(i), "prompt_id": str(i), "correct": True, "extracted": None, "output": "a b", "tokens": 2, "finish": "eos", "format_error": False,
                 "reward": None, "kl": None, "parts": {"verifier": 1.0, "mine": None, "later": None}, "unscorable": {"mine": "NameError: lenght", "later": NOT_ASKED}} for i in range(3)]
@@ -743,7 +744,8 @@ def test_the_rewards_of_stored_rollouts_can_be_overridden_and_two_draws_of_a_pro
 
 def test_rewards_that_compare_see_one_group_at_a_time(rl, monkeypatch):
     """LENGTH-CTRL, rs.majority: another draw of the prompt, the greedy completion and the opponents are not members of a group."""
-    from stages.reward.rewards import RewardComponent, build_rewards
+    from stages.reward.components import RewardComponent
+    from stages.reward.rewards import build_rewards
     from stages.rollouts import groups as module
 
     row = {"prompt_row": {"row_id": "p", "prompt_id": "p", "answer": "1", "answer_type": "integer"}, "finish_reason": "eos"}

@@ -9,7 +9,8 @@ import pytest
 from stages.chat import renderer_for
 from stages.harness import execute
 from stages.reward.process_rewards import merged, step_credits, step_ends
-from stages.reward.rewards import RewardComponent, build_rewards
+from stages.reward.components import RewardComponent
+from stages.reward.rewards import build_rewards
 from stages.reward_models.reward_heads import RewardCard, new_reward_model, save_reward_model
 from stages.reward_models.reward_scorers import Response, load_scorer
 from stages.rl import Config, resolve_preset

@@ -7,7 +7,8 @@ import pytest
 from stages import estimators
 from stages.acting import agent_rewards, tools
 from stages.reward import debate
-from stages.reward.rewards import RewardComponent, Rewards
+from stages.reward.components import RewardComponent
+from stages.reward.rewards import Rewards
 from stages.verification.verifiers import kimi_length, target_length
 from tests.production import rendered_mask
 

@@ -12,7 +12,7 @@ import torch
 from stages import estimators, losses, selection
 from stages.batching import collate, make_item
 from stages.ingest import Config
-from stages.ingestion import curation, formats, pairing, rules
+from stages.ingestion import curation, fields, formats, pairing, rules
 from stages.label_steps import estimates
 from stages.policy import schedules
 from stages.reward_model import Config as RewardConfig
@@ -133,7 +133,7 @@ def _lambda_band(inputs, params):
 
 
 def _orm(inputs, params):
-    return {"rows": [(completion, formats.to_label(label)) for completion, label in zip(inputs["completions"], inputs["correct"])]}
+    return {"rows": [(completion, fields.to_label(label)) for completion, label in zip(inputs["completions"], inputs["correct"])]}
 
 
 def _correctness(inputs, params):
@@ -162,7 +162,7 @@ def _votes(inputs, params):
 
 # -- transcripts, prompts, turns ------------------------------------------------------------------------
 def _hh(inputs, params):
-    return formats.hh_pair(inputs["chosen"], inputs["rejected"])[0]
+    return fields.hh_pair(inputs["chosen"], inputs["rejected"])[0]
 
 
 def _row_codes(row: dict) -> tuple[dict | None, set]:
@@ -174,7 +174,7 @@ def _row_codes(row: dict) -> tuple[dict | None, set]:
 
 
 def _implicit(inputs, params):
-    split = [formats.implicit_strings(a, b) for a, b in inputs["pairs"]]
+    split = [fields.implicit_strings(a, b) for a, b in inputs["pairs"]]
     codes = [sorted(_row_codes({"chosen": a, "rejected": b})[1]) for a, b in inputs["pairs"]]
     return {"prompt": [s[0] for s in split], "chosen": [s[1] for s in split], "rejected": [s[2] for s in split], "codes": codes}
 

@@ -1,4 +1,4 @@
-"""Reward vectors of the catalogue against stages/verification/verifiers.py and stages/reward/rewards.py."""
+"""Reward vectors of the catalogue against stages/verification/verifiers.py and stages/reward."""
 from __future__ import annotations
 
 import json
@@ -6,7 +6,9 @@ import json
 import numpy as np
 
 from stages.estimators import apply_truncation, group_advantage, moved_multiplier, normalized_sum
-from stages.reward.rewards import RewardComponent, build_rewards, vote
+from stages.reward.components import RewardComponent
+from stages.reward.rewards import build_rewards
+from stages.reward.scorers import vote
 from stages.verification.verifiers import (SCRIPTS, STRICT_ORDER, as_rational, check_constraint, code_reward, constraint_reward, extract, extract_boxed,
                               extract_hash, extract_last_number, extract_mc_letter, format_reward, language_share, math_equal, soft_overlong, view)
 from tests.vectors import Skip

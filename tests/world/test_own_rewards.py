@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from stages.generation import Sample
-from stages.reward.rewards import RewardComponent, Rewards
+from stages.reward.components import RewardComponent
+from stages.reward.rewards import Rewards
 from stages.rollouts.metrics import rollout_metrics
 
 PROMPT = [{"role": "user", "content": "2 + 2?"}]
@@ -154,7 +155,7 @@ def test_imports_take_no_time_from_the_first_answer(tmp_path):
 def test_a_function_that_is_none_is_told_before_anything_runs(tmp_path):
     from pydantic import ValidationError
 
-    from stages.reward.rewards import RewardComponent
+    from stages.reward.components import RewardComponent
 
     (tmp_path / "trl.py").write_text("def reward_len(completions, **kwargs):\n    return [1.0 for _ in completions]\n")
     with pytest.raises(ValidationError, match="this one defines reward_len. Call the function score; one of TRL's.*scope: group"):

@@ -7,7 +7,10 @@ import time
 
 import pytest
 
-from stages.reward.rewards import RewardComponent, Rewards, build_rewards, extract_program, failures, program_of
+from stages.reward.components import RewardComponent
+from stages.reward.programs import extract_program, program_of
+from stages.reward.rewards import Rewards, build_rewards
+from stages.reward.verdicts import failures
 from stages.running.sandbox import Limits, run_jobs
 from stages.verification.verifiers import CHECKERS, BadGold, check_constraint, extract_world, guess_language, math_equal, verifier_of, verify_math, verify_text
 
@@ -464,7 +467,7 @@ def test_text_answers(text, gold):
 def test_ingested_answers_are_read_by_their_own_verifier(answer, kind, texts):
     from types import SimpleNamespace
 
-    from stages.ingestion.formats import _prompts
+    from stages.ingestion.adapters import _prompts
 
     _, made, _ = _prompts({"prompt": "q", "answer": answer}, SimpleNamespace(answer_type=None))
     assert made["answer_type"] == kind
@@ -560,7 +563,7 @@ def test_a_setting_that_a_kind_does_not_read_is_refused():
     """Every setting of a component is read by every kind or names those that read it; elsewhere it is an error that says which."""
     from typing import get_args
 
-    from stages.reward.rewards import OF_KINDS, RewardComponent
+    from stages.reward.components import OF_KINDS, RewardComponent
 
     everyone = {"name", "kind", "weight", "domains", "at_least", "multiplier_step", "from_step", "on_missing", "tier", "min_confidence", "blend"}
     assert set(RewardComponent.model_fields) == everyone | set(OF_KINDS) and not everyone & set(OF_KINDS)

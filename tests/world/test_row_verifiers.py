@@ -7,7 +7,8 @@ from collections import Counter
 
 import pytest
 
-from stages.reward.rewards import RewardComponent, build_rewards
+from stages.reward.components import RewardComponent
+from stages.reward.rewards import build_rewards
 from stages.verification.verifiers import BadGold, check_constraint, string_f1, verifier_of
 from tests.data.driver import assistant, ingest, user, write_lines
 
@@ -83,7 +84,7 @@ def test_what_a_verifier_cannot_read_is_unscorable():
 
 
 def test_evaluation_reads_them(tmp_path):
-    from stages.evaluate import parse
+    from stages.evaluation.grading import parse
 
     rows = ingest(write_lines(tmp_path / "x.jsonl", ROWS), tmp_path / "w").rows
     assert parse(rows[0], "it is 1004") == (True, True, "1004") and parse(rows[4], "cat of london")[:2] == (True, True) and parse(rows[4], "cat")[0] is False

@@ -6,7 +6,8 @@ import random
 import numpy as np
 import pytest
 
-from stages.reward.rewards import RewardComponent, build_rewards
+from stages.reward.components import RewardComponent
+from stages.reward.rewards import build_rewards
 from stages.running.sandbox import Limits
 from stages.verification.symbolic import Unread, equal, read
 from stages.verification.verifiers import equal_symbolically, math_equal
@@ -141,7 +142,7 @@ def test_a_hang_is_undecided_and_wrong(monkeypatch):
 
 def test_evaluation_reads_with_it_too():
     """Strict and flexible reading, and the graders of the protocol."""
-    from stages.evaluate import parse_all
+    from stages.evaluation.grading import parse_all
 
     answers = [(prompt(r"2\sqrt{2}"), r"\boxed{\sqrt{8}}"), (prompt(r"2\sqrt{2}"), r"the answer is $\sqrt{8}$."), (prompt(r"2\sqrt{2}"), r"\boxed{3}"), None, (prompt("x+1"), r"\boxed{x+1}")]
     off, on = (parse_all(answers, RewardComponent(kind="verifier", symbolic=symbolic)) for symbolic in (False, True))

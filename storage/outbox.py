@@ -1,0 +1,111 @@
+"""What is to be told to MLflow: a document per stage run and flow run, and a cursor of how far MLflow knows it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+from pathlib import Path
+from typing import Any, Iterator
+
+from storage import home
+from storage.files import read_json, sha256_text
+
+Doc = dict[str, Any]
+
+
+def enabled() -> bool:
+    """Whether there is a projection at all."""
+    return os.environ.get("POSTTRAIN_TRACKING", "on").lower() not in ("off", "0", "false", "no")
+
+
+def tracking_uri() -> str:
+    """Where MLflow keeps things: ``MLFLOW_TRACKING_URI`` or the local database."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home.home() / 'mlflow.db'}"
+
+
+def unit_of(flow_run: dict[str, Any] | None, label: str, key: str, fresh: str | None = None) -> str:
+    """Name of the MLflow run of a stage: per flow run, label and key; a stage run on its own has one per key. ``fresh``
+    sets a forced repetition apart."""
+    base = f"{flow_run['run_id']}.{label}.{key[:8]}" if flow_run and flow_run.get("run_id") else f"stage.{label}.{key[:16]}"
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", base + (f".{fresh}" if fresh and not flow_run else ""))
+
+
+def flow_unit(run_id: str) -> str:
+    """Name of the parent run of a flow run."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", f"{run_id}.flow")
+
+
+def flow_part(flow_run: dict[str, Any] | None) -> dict[str, Any]:
+    """What a stage's document says about the flow it belongs to."""
+    if not flow_run or not flow_run.get("run_id"):
+        return {}
+    return {"run_id": flow_run["run_id"], "recipe": flow_run.get("recipe") or "flow", "prefect": flow_run.get("prefect") or {}}
+
+
+def files_of(unit: str) -> tuple[Path, Path]:
+    return home.outbox_dir() / f"{unit}.json", home.outbox_dir() / f"{unit}.cursor.json"
+
+
+def done_files_of(unit: str) -> tuple[Path, Path]:
+    folder = home.subdir("outbox", "done")
+    return folder / f"{unit}.json", folder / f"{unit}.cursor.json"
+
+
+def status(unit: str) -> str | None:
+    """How the unit of a stage stood when it was put last; None if it never was."""
+    return next((found["status"] for path in (files_of(unit)[0], done_files_of(unit)[0]) if (found := read_json(path, None)) and "status" in found), None)
+
+
+def cursor_of(unit: str) -> dict[str, Any]:
+    """How far MLflow has been told about a unit: run_id, experiment_id, lines, ..."""
+    for path in (files_of(unit)[1], done_files_of(unit)[1]):
+        found = read_json(path, None)
+        if found:
+            return found
+    return {}
+
+
+def run_id_of(unit: str) -> str | None:
+    """MLflow run id of a unit, None while MLflow has not been told."""
+    return cursor_of(unit).get("run_id")
+
+
+def link(run_id: str, experiment_id: str | None = None) -> dict[str, str]:
+    """Where to look at a run: experiment id, tracking URI and, for a server, the page."""
+    experiment_id = experiment_id or next((c.get("experiment_id") for c in map(lambda p: read_json(p, {}), cursors()) if c.get("run_id") == run_id), None)
+    found = {"tracking_uri": tracking_uri()}
+    if experiment_id:
+        found["experiment_id"] = str(experiment_id)
+        base = os.environ.get("POSTTRAIN_MLFLOW_URL") or (tracking_uri() if tracking_uri().startswith("http") else "")
+        if base:
+            found["url"] = f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
+    return found
+
+
+def cursors() -> list[Path]:
+    return [*home.outbox_dir().glob("*.cursor.json"), *home.subdir("outbox", "done").glob("*.cursor.json")]
+
+
+@contextlib.contextmanager
+def unit_lock(unit: str, wait: bool) -> Iterator[bool]:
+    folder = home.subdir("outbox", "locks")
+    with open(folder / f"{sha256_text(unit)[:24]}.lock", "a") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def document_lock(unit: str) -> Any:
+    """Held for the moment in which a unit's files change; the lock of the unit itself is held for as long as MLflow takes."""
+    return unit_lock("document " + unit, wait=True)
+
+
+def pending() -> list[str]:
+    """Units that MLflow does not fully know, oldest first."""
+    paths = [p for p in home.outbox_dir().glob("*.json") if not p.name.endswith(".cursor.json") and p.name != "models.json"]
+    return [p.stem for p in sorted(paths, key=lambda p: p.stat().st_mtime)]
