@@ -22,7 +22,7 @@ CONSTITUTION = PRESETS / "constitution.yaml"  # principles for recipes that are 
 
 
 def parse_sets(pairs: Iterable[str]) -> dict[str, Any]:
-    """['rl.steps=40', 'sft.lora=null'] -> nested values. Values are YAML: numbers, true, null, [a, b], text."""
+    """['rl.max_steps=40', 'sft.lora=null'] -> nested values. Values are YAML: numbers, true, null, [a, b], text."""
     values: dict[str, Any] = {}
     for pair in pairs:
         key, sign, text = pair.partition("=")
