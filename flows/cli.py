@@ -227,9 +227,10 @@ def execute(recipe: str, values: dict[str, Any], force: list[str], as_json: bool
     from contextlib import ExitStack
 
     from flows import display, env, services
-    from flows.recipe import get_recipe, load_config
+    from flows.recipe import KILLED, get_recipe, load_config
 
     recipe_name(recipe)
+    KILLED.append(lambda error: insist(130 if isinstance(error, KeyboardInterrupt) else 143))
     state = env.state_dir()
     check_models(load_config(recipe, values))
     if dry_run:
@@ -740,19 +741,25 @@ class TerminationSignal(BaseException):
 def terminate(signum: int, frame: Any) -> None:
     """Unwind on SIGTERM; and since an exception raised by a signal can be lost where Python ignores exceptions (a
     finalizer, a callback), end everything from the outside when that has not happened in time."""
+    insist(143)
+    raise TerminationSignal("terminated; the same command continues where it stopped")
+
+
+def insist(code: int) -> None:
+    """End this process and all below it in time, whatever it waits for: Prefect's client asks a server that does not answer again for minutes."""
     import threading
     import time
 
-    def insist() -> None:
+    def end() -> None:
         import psutil
 
         time.sleep(float(os.environ.get("POSTTRAIN_GRACE_SECONDS", "10")) + 15)
         for child in psutil.Process().children(recursive=True):
             child.kill()
-        os._exit(143)
+        print("error: ended while waiting, probably for a Prefect server that does not answer; the same command goes on where this stopped", file=sys.stderr, flush=True)
+        os._exit(code)
 
-    threading.Thread(target=insist, name="terminate", daemon=True).start()
-    raise TerminationSignal("terminated; the same command continues where it stopped")
+    threading.Thread(target=end, name="terminate", daemon=True).start()
 
 
 def classify(error: BaseException) -> int | None:

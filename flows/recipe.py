@@ -378,6 +378,10 @@ def check_force(force: list[str], steps: list[str]) -> None:
         raise ConfigError(f"force names no step of this run: {', '.join(unmet)}; its steps are: {', '.join(steps)}")
 
 
+#: Called with the exception when a run is ended from outside, after its stages have ended and before Prefect's server is told.
+KILLED: list[Callable[[BaseException], None]] = []
+
+
 @contextlib.contextmanager
 def recorded(recipe: str, config: BaseModel, seed: int, force: list[str], inputs: Mapping[str, Any] | None = None):
     """A `Run` whose run record says what came of it, whatever that is. The same run, given again after it failed or was killed, goes on
@@ -403,6 +407,9 @@ def recorded(recipe: str, config: BaseModel, seed: int, force: list[str], inputs
         raise
     except BaseException as error:
         finish_flow(record.run_id, "FAILED" if isinstance(error, Exception) else "KILLED", f"{type(error).__name__}: {error}", timeout=10)
+        if not isinstance(error, Exception):
+            for tell in KILLED:
+                tell(error)
         raise
     finish_flow(record.run_id, "FINISHED")
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 from pathlib import Path
 
 import psutil
@@ -41,12 +44,12 @@ def prefect(tmp_path_factory):
             yield os.environ["PREFECT_API_URL"]
 
 
-def start(home: Path, url: str, fork: bool = False, **config) -> subprocess.Popen:
+def start(home: Path, url: str, fork: bool = False, program: str = PROGRAM, **config) -> subprocess.Popen:
     """fork: stages in processes forked from one that has loaded libraries, as usual."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_", "POSTTRAIN_"))}
     environment |= {"POSTTRAIN_HOME": str(home), "PYTHONPATH": str(ROOT), "POSTTRAIN_GPU_SLOTS": "2", "POSTTRAIN_GRACE_SECONDS": "2",
                     "PREFECT_API_URL": url, "DO_NOT_TRACK": "true", "POSTTRAIN_FORK": str(int(fork))}
-    return subprocess.Popen([sys.executable, "-c", PROGRAM, json.dumps(config)], env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    return subprocess.Popen([sys.executable, "-c", program, json.dumps(config)], env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # ignored in what a shell has put in the background
 
 
@@ -87,6 +90,59 @@ def test_what_ends_the_run_ends_every_part(prefect, tmp_path):
     assert process.returncode != 0
     assert not [one for one in ours if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] and not stage_processes(tmp_path), err
     assert not list((tmp_path / "leases").rglob("slot-*.json")), "slots are free again"
+
+
+def test_a_run_that_is_ended_does_not_wait_for_a_server_that_is_gone(prefect, tmp_path):
+    """Prefect's client asks again for minutes; what it would have said is said by the next run of the same command."""
+    gate = Gate(prefect)
+    program = ("import sys\nfrom flows import recipe\nrecipe.RECIPES['side_by_side'] = 'tests.flows.slow_recipe'\nfrom flows.cli import main\n"
+               "sys.argv = ['posttrain', 'run', 'side_by_side', '--set', 'seconds=[300]']\nmain()\n")
+    process = start(tmp_path, gate.url, program=program)
+    deadline = time.monotonic() + 120
+    while not (ours := stage_processes(tmp_path)):
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()[1]
+        time.sleep(0.2)
+    gate.close()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in ours)
+
+
+class Gate:
+    """A port in front of a server, which can be closed: nothing that is sent comes through or back then."""
+
+    def __init__(self, url: str):
+        self.to = urllib.parse.urlsplit(url)
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}{self.to.path}"
+        self.open: list[socket.socket] = []
+        threading.Thread(target=self._take, daemon=True).start()
+
+    def _take(self) -> None:
+        while True:
+            try:
+                near = self.socket.accept()[0]
+            except OSError:
+                return
+            far = socket.create_connection((self.to.hostname, self.to.port))
+            self.open += [near, far]
+            for one, other in ((near, far), (far, near)):
+                threading.Thread(target=self._carry, args=(one, other), daemon=True).start()
+
+    @staticmethod
+    def _carry(one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(65536):
+                other.sendall(data)
+        with contextlib.suppress(OSError):
+            other.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        for one in (self.socket, *self.open):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
 
 
 def test_a_part_that_fails_lets_the_others_end_and_starts_no_further_one(prefect, tmp_path):
