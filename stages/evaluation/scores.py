@@ -299,14 +299,14 @@ def by_votes(sampled: Sequence[dict], k: int, seed: int = BOOTSTRAP_SEED) -> lis
 
 
 def best_of_n_metrics(groups: Iterable[Sequence[dict]]) -> dict[str, Metric]:
-    """Verifier accuracy and reward of the sample that the reward model ranks first, n = 2, 4, ... (rm.overopt)."""
+    """Verifier accuracy of the sample that the reward model ranks first, n = 2, 4, ... (rm.overopt), one that was cut by no_eos_reward, as ``rejection`` chooses."""
     usable = [g for g in groups if len(g) > 1 and all(r["reward"] is not None and r["correct"] is not None for r in g)]
     if not usable:
         return {}
-    metrics = {}
+    metrics, rank = {}, _VALUES["reward_cut_penalised"][1]
     for n in powers(min(map(len, usable))):
         if n > 1:
-            gold = [selection.best_of_n_estimate([r["reward"] for r in g], n, [float(r["correct"]) for r in g]) for g in usable]
+            gold = [selection.best_of_n_estimate([rank(r) for r in g], n, [float(r["correct"]) for r in g]) for g in usable]
             metrics[f"best_of_{n}_accuracy"] = share(gold, [cluster_of(g[0]) for g in usable])
     return metrics
 
