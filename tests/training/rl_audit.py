@@ -173,7 +173,7 @@ class Iteration:
         self.scorable = np.array([r["reward_tier"] != "unscorable" for r in rows])
         self.ended = np.array([r["terminated"] for r in rows])
         self.unseen = False  # whether advantages read a number that no row holds
-        self.fresh = np.array([r["policy_version"] == run.version_of(number) for r in rows])
+        self.fresh = np.array([run.stored or r["policy_version"] == run.version_of(number) for r in rows])
 
     def say(self, what, found, expected, tolerance=2e-5):
         found, expected = np.asarray(found, float), np.asarray(expected, float)
@@ -192,11 +192,11 @@ class Iteration:
     def check_logps(self):
         run, c = self.run, self.c
         loose = 0.1 if c.compute_dtype != "float32" else 2e-4
-        for version in sorted({r["policy_version"] for r in self.rows}):
+        for version in sorted({r["policy_version"] for r in self.rows if r["policy_version"] >= 0 or self.row.on_policy_logps}):  # of stored rows of another run nobody knows the sampler's weights
             at = [i for i, r in enumerate(self.rows) if r["policy_version"] == version]
             rows = [self.rows[i] for i in at]
             with torch.no_grad():
-                w = run.weights_at(version)
+                w = run.weights_at(max(version, 0))
                 sampler = [logits_of(h, w) for h, _ in run.model.read(w, rows)]
                 w = run.weights_at(self.start)
                 trainer = [log_softmax(h, w, c.temperature) for h, _ in run.model.read(w, rows)]
@@ -212,7 +212,7 @@ class Iteration:
                 else:
                     old = picked(now, r)
                 self.say(f"logp_old of row {i}", np.array(r["logp_old"])[own], old.numpy()[own], loose)
-                if r["logp_rollout"] is not None:
+                if r["logp_rollout"] is not None and version >= 0:
                     if not (mixed and c.environment):  # whose turns each begin anew
                         self.say(f"logp_rollout of row {i}", np.array(r["logp_rollout"])[own], drawn.numpy()[own], max(loose, 1e-2 * bool(c.min_p or c.top_p < 1)))
                 if self.own[i].min(initial=1) == 0 and np.array(r["logp_old"])[~own].any():

@@ -161,7 +161,7 @@ class World:
         self.tiny, self.prompts, self.text, self.folder, self.count = tiny, prompts, text, Path(folder), 0
         self.tokenizer = AutoTokenizer.from_pretrained(tiny["policy"])
 
-    def inputs(self, config: dict) -> dict[str, str]:
+    def inputs(self, config: dict, **more: str) -> dict[str, str]:
         from stages.rl import Config, resolve_preset
 
         row, c = resolve_preset(Config(**config))[0], Config(**config)
@@ -172,12 +172,12 @@ class World:
             given["reference"] = self.tiny["other"]
         if row.ptx_coef:
             given["ptx"] = self.text
-        return given
+        return given | more
 
     def spec(self, config: dict, name: str, inputs: dict | None = None) -> dict:
         inputs = self.inputs(config) if inputs is None else inputs
         return {"stage": "rl", "key": f"test-{name}", "config": config, "seed": 5, "device": "cpu", "workdir": str(self.folder / name),
-                "inputs": {k: {"kind": "dataset" if k in ("data", "ptx") else "model", "path": v, "ref": k, "digest": f"digest-{k}"} for k, v in inputs.items()}}
+                "inputs": {k: {"kind": "dataset" if k in ("data", "ptx", "stored") else "model", "path": v, "ref": k, "digest": f"digest-{k}"} for k, v in inputs.items()}}
 
     def run(self, config: dict, name: str, inputs: dict, watch):
         """(rollouts, metrics by step) of one run in this process."""
@@ -190,14 +190,14 @@ class World:
         metrics = [json.loads(line)["metrics"] for line in Path(spec["workdir"], "metrics.jsonl").read_text().splitlines()]
         return list(open_dataset(result["outputs"]["rollouts"]["path"]).iter_rows()), metrics, spec
 
-    def audit(self, config: dict, more: bool = False) -> tuple[str, list[str]]:
-        """("refused", why) or ("ran", what is wrong): one run computed again; with ``more`` also in smaller micro-batches, and killed and gone on with."""
+    def audit(self, config: dict, more: bool = False, **given: str) -> tuple[str, list[str]]:
+        """("refused", why) or ("ran", what is wrong): one run computed again; with ``more`` also in smaller micro-batches, and killed and gone on with. ``given``: further inputs."""
         from stages.spec import ConfigError
         from tests.training.rl_audit import Watch, audit
 
         self.count += 1
         name = f"run-{self.count}"
-        inputs = self.inputs(config)
+        inputs = self.inputs(config, **given)
         watch = Watch()
         try:
             rows, metrics, spec = self.run(config, name, inputs, watch)
@@ -205,7 +205,7 @@ class World:
             if isinstance(error, (ConfigError,)) or says_what_to_write(error):
                 return "refused", [] if says_what_to_write(error) else [f"refused without a word on what to write: {error}"]
             return "failed", ["".join(traceback.format_exception(error))[-1500:]]
-        problems = audit(config, inputs, rows, metrics, watch, self.tokenizer)
+        problems = audit(config, inputs, rows, metrics, watch, self.tokenizer, "stored" in given)
         problems += self.published(config, inputs, spec, watch)
         problems += [f"metric {k} of step {i + 1} is {v}" for i, m in enumerate(metrics) for k, v in m.items() if v is not None and not np.isfinite(v)]
         if more:

@@ -56,6 +56,17 @@ def test_combinations_by_name(world, name):
     assert checked(world, CHOSEN[name], more=name in list(CHOSEN)[:3]) == "ran"
 
 
+def test_stored_rollouts_of_another_run(world):
+    """Sampled behind a filter, and trained on by a policy that ratios to whoever sampled, and by one whose iterate starts the iteration."""
+    from pathlib import Path
+
+    config = {**BASE, "preset": "topr", "top_p": 0.8, "num_generations": 2}
+    _, _, spec = world.run(config, "source", world.inputs(config), Watch())
+    for config in ({"preset": "offline_is", "beta": 0.3, "num_minibatches": 2, "truncation_policy": "mask"}, {"preset": "mdpo", "reward_norm": "whiten"}):
+        kind, problems = world.audit({**BASE, **config, "num_generations": 2}, stored=str(Path(spec["workdir"], "out", "rollouts")))
+        assert kind == "ran" and not problems, "\n".join(problems[:10])
+
+
 def test_every_setting_is_tried_or_left_out_for_a_reason_and_refusals_say_what_to_write(drawn):
     from stages.rl import Config
 
