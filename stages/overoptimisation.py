@@ -179,7 +179,7 @@ def along_rl(stage, points) -> dict:
         windows[min(k // config.every, count - 1)].append(iteration)
     found: dict = {"rl/iterations": sum(map(len, windows)), "rl/points": count}
     parts = [[r for r in everyone if r["iteration"] in w] for w in map(set, windows)]
-    kl = [mean_of([float(np.dot(np.subtract(r["logp_old"], r["logp_ref"]), r["loss_mask"])) for r in part if r.get("logp_ref") and any(r["loss_mask"])]) for part in parts]
+    kl = [mean_of([float(np.dot(np.subtract(r["logp_old"], r["logp_ref"]), 1 - np.array(r["tool_mask"] or [0] * r["length"]))) for r in part if r.get("logp_ref") and any(r["loss_mask"])]) for part in parts]
     length, cut = [mean_of([r["length"] for r in part]) for part in parts], [mean_of([r["truncated"] for r in part]) for part in parts]
     x = [max(k, 0.0) ** 0.5 for k in kl]  # NaN stays NaN: max(NaN, 0) is NaN
     series, sd, errors = {}, {}, {}

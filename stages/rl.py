@@ -98,7 +98,7 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
         "starts the iteration lies in covariance_band, so that the entropy falls more slowly (Clip-Cov, Cui et al. 2025: 2e-4); they stay in the denominators. 0 = none.")
     covariance_band: tuple[float, float] = Field((1.0, 5.0), description="Of covariance_clip: lower and upper bound (Cui et al. 1 and 5).")
     covariance_kl: float = Field(
-        0.0, ge=0, lt=1, description="This share of the trained tokens, those of the largest covariance, also pays covariance_kl_coef times |log pi/pi_old| (KL-Cov, Cui et al. 2025: 2e-4, with surrogate=none). 0 = none.")
+        0.0, ge=0, lt=1, description="This share of the trained tokens, those of the largest covariance, also pays covariance_kl_coef times |log pi/pi_old| (KL-Cov, Cui et al. 2025: 2e-4, with surrogate=none); what is below rounding (1e-4 nats, in bfloat16 1e-2) counts 0. 0 = none.")
     covariance_kl_coef: float = Field(1.0, gt=0, description="Of covariance_kl (Cui et al. 1; verl 0.1).")
     off_policy_mask_threshold: float | None = Field(
         None, ge=0, title="Off-policy mask threshold", description="Leave completions of negative advantage out of the policy loss whose mean log mu/pi, mu whoever sampled, is above this "

@@ -89,7 +89,7 @@ def warnings(stage, metrics: dict, records: list[dict], unscored_pairs: int = 0)
         stage.warn("answers_unscorable", f"{reasons.total()} answers have no value of {name!r} and are in none of its means; of {count} the reason is: {reason}")
     if truncated and truncated.value > 0.1:
         stage.warn("answers_truncated", f"{truncated.value:.0%} of the answers hit max_completion_length={stage.config.max_completion_length} and count as they "
-                   "stand. Raise max_completion_length, or train the stop token.")
+                   "stand (accuracy_cut_wrong and reward_cut_penalised are the figures in which they do not). Raise max_completion_length, or train the stop token.")
     if stage.config.target != "policy" and chance:
         if chance.value > 0.98:
             stage.warn("reward_model_too_good", f"Accuracy {chance.value:.3f} on held-out pairs suggests a leak (texts expect 0.65-0.80): look at length and "
@@ -105,8 +105,8 @@ def warnings(stage, metrics: dict, records: list[dict], unscored_pairs: int = 0)
 
 
 HEADLINES = {
-    "accuracy": "right answers, mean over samples (avg@k)", "greedy_accuracy": "right answers, greedy", "flexible_accuracy": "right answers, answer searched for anywhere in the text", "reward": "reward model score",
-    "greedy_reward": "reward model score, greedy", "kl_reference": "KL to the reference per answer, nats", "length_mean": "answer length, tokens",
+    "accuracy": "right answers, mean over samples (avg@k)", "accuracy_cut_wrong": "the same where answers cut at the length or turn limit are wrong", "greedy_accuracy": "right answers, greedy", "flexible_accuracy": "right answers, answer searched for anywhere in the text", "reward": "reward model score",
+    "reward_cut_penalised": "the same where answers that were cut score -1, as in rl and rejection (no_eos_reward)", "greedy_reward": "reward model score, greedy", "kl_reference": "KL to the reference per answer, nats", "length_mean": "answer length, tokens",
     "stop_rate": "answers that end by themselves", "truncation_rate": "answers cut at the length or turn limit", "turns": "turns per trajectory",
     "tool_calls": "calls that a tool answered, per trajectory", "tool_errors": "calls that failed, per trajectory",
     "judge_accuracy": "debates in which the judge prefers the right answer", "judge_accuracy_without": "the same where it reads no debate",

@@ -87,10 +87,19 @@ def refused(record: dict) -> float | None:
     return None if record.get("refusal") is None else float(record["refusal"] != "none")
 
 
+NO_EOS_REWARD = -1.0  # what rl and rejection give a cut answer in the place of a reward model's score unless told otherwise (reward.truncation)
+
+
+def cut(record: dict) -> bool:
+    """Whether an answer was cut at its length or turn limit."""
+    return record["finish"] in ("length", "turn_limit")
+
+
 _SAMPLED, _GREEDY, _PAIRS = ("sample", "greedy"), ("greedy",), ("chosen",)
 _VALUES: dict[str, tuple[tuple[str, ...], Callable[[dict], float | None]]] = {
     # metric: (modes, the first one present is used; value of a record)
     "accuracy": ((*_SAMPLED, "chosen"), lambda r: _flag(r["correct"])),
+    "accuracy_cut_wrong": (_SAMPLED, lambda r: None if r["correct"] is None else float(r["correct"] and not cut(r))),
     "flexible_accuracy": (_SAMPLED, lambda r: _flag(r.get("flexible_correct"))),
     "greedy_accuracy": (_GREEDY, lambda r: _flag(r["correct"])),
     "prompt_level_strict_acc": (_SAMPLED, lambda r: _all_met(r, "strict")),  # of prompts with constraints, as the next
@@ -98,9 +107,10 @@ _VALUES: dict[str, tuple[tuple[str, ...], Callable[[dict], float | None]]] = {
     "pair_accuracy": (_PAIRS, lambda r: _flag(r["correct"])),
     "mean_margin": (_PAIRS, lambda r: _flag(r.get("margin"))),
     "reward": (_SAMPLED, lambda r: _flag(r["reward"])),
+    "reward_cut_penalised": (_SAMPLED, lambda r: None if r["reward"] is None else NO_EOS_REWARD if cut(r) else float(r["reward"])),
     "greedy_reward": (_GREEDY, lambda r: _flag(r["reward"])),
     "length_mean": (_SAMPLED, lambda r: float(r["tokens"])),
-    "truncation_rate": (_SAMPLED, lambda r: float(r["finish"] in ("length", "turn_limit"))),
+    "truncation_rate": (_SAMPLED, lambda r: float(cut(r))),
     "stop_rate": (_SAMPLED, lambda r: float(r["finish"] in ("eos", "stop", "goal"))),
     "format_error_rate": (_SAMPLED, lambda r: float(bool(r["format_error"]))),
     "kl_reference": (_SAMPLED, lambda r: _flag(r["kl"])),
@@ -207,12 +217,13 @@ def _maybe(value) -> float | None:
 def policy_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED) -> dict[str, Metric]:
     """Every metric of a policy evaluation that its samples support (eval.avg_at_k, pass_at_k, best_of_n, diversity, ...)."""
     metrics: dict[str, Metric] = {}
-    for name in ("accuracy", "greedy_accuracy", "flexible_accuracy", "stop_rate", "truncation_rate", "format_error_rate",
+    any_cut = any(cut(r) for r in records if r["mode"] in _SAMPLED)  # where none is, the two figures about cut answers are those without them
+    for name in ("accuracy", *["accuracy_cut_wrong"] * any_cut, "greedy_accuracy", "flexible_accuracy", "stop_rate", "truncation_rate", "format_error_rate",
                  "judge_accuracy", "judge_accuracy_without", "first_side_win_rate", "environment_failure_rate"):
         found = item_values(records, name)
         if found:
             metrics[name] = share(*map(list, zip(*found.values())))
-    for name in ("reward", "greedy_reward", "length_mean", "kl_reference", "turns", "tool_calls", "tool_errors", *_components(records)):
+    for name in ("reward", *["reward_cut_penalised"] * any_cut, "greedy_reward", "length_mean", "kl_reference", "turns", "tool_calls", "tool_errors", *_components(records)):
         found = item_values(records, name)
         if found:
             metrics[name] = average(*map(list, zip(*found.values())), seed)
@@ -288,14 +299,14 @@ def by_votes(sampled: Sequence[dict], k: int, seed: int = BOOTSTRAP_SEED) -> lis
 
 
 def best_of_n_metrics(groups: Iterable[Sequence[dict]]) -> dict[str, Metric]:
-    """Verifier accuracy and reward of the sample that the reward model ranks first, n = 2, 4, ... (rm.overopt)."""
+    """Verifier accuracy of the sample that the reward model ranks first, n = 2, 4, ... (rm.overopt), one that was cut by no_eos_reward, as ``rejection`` chooses."""
     usable = [g for g in groups if len(g) > 1 and all(r["reward"] is not None and r["correct"] is not None for r in g)]
     if not usable:
         return {}
-    metrics = {}
+    metrics, rank = {}, _VALUES["reward_cut_penalised"][1]
     for n in powers(min(map(len, usable))):
         if n > 1:
-            gold = [selection.best_of_n_estimate([r["reward"] for r in g], n, [float(r["correct"]) for r in g]) for g in usable]
+            gold = [selection.best_of_n_estimate([rank(r) for r in g], n, [float(r["correct"]) for r in g]) for g in usable]
             metrics[f"best_of_{n}_accuracy"] = share(gold, [cluster_of(g[0]) for g in usable])
     return metrics
 

@@ -17,6 +17,10 @@ from stages.models.modeling import head_of, hidden_states, precise, token_logps
 from stages.training import Sums
 
 
+#: Nats by which a log-prob of the sampler or of another micro-batch differs from the trainer's although nothing has moved (1.4, run-time invariants).
+ROUNDING = {"float32": 1e-4, "bfloat16": 1e-2}
+
+
 def pairs_of(items, trained_S) -> list[tuple[int, int]]:
     """Disjoint pairs of consecutive trained responses of each prompt, as positions among all responses; an odd one is left out."""
     pairs, start = [], 0
@@ -102,7 +106,9 @@ class PolicyGradient:
         if any("learned" in i.extra for i in batch.items):  # top_entropy_quantile, covariance_clip
             losses = losses * column("learned")
         if any("kept_close" in i.extra for i in batch.items):  # covariance_kl
-            losses = losses + config.covariance_kl_coef * column("kept_close") * masked(logps_SL - old_SL, mask).abs()
+            moved = masked(logps_SL - old_SL, mask)
+            moved = torch.where(moved.detach().abs() > ROUNDING[config.compute_dtype], moved, 0.0)  # below it the sign is that of rounding, and so would the gradient be
+            losses = losses + config.covariance_kl_coef * column("kept_close") * moved.abs()
         if config.off_policy_mask_threshold is not None:
             sampler_SL = column("sampler_logps") if any("sampler_logps" in i.extra for i in batch.items) else old_SL
             keep = off_policy_keep(logps_SL, sampler_SL, advantages if by_token else advantages[:, None], mask, config.off_policy_mask_threshold)

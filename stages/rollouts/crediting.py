@@ -113,7 +113,7 @@ class Crediting:
         fresh = np.array([g.fresh for g in group_at])
         shown = fresh if fresh.any() else ~fresh  # replayed completions were counted when they were sampled
         drawn = [s for s, on in zip(samples, shown) if on]
-        metrics = rollout_metrics(drawn, rewards[shown], group_of[shown]) | scorer_accuracy(drawn, group_of[shown], config.rewards)
+        metrics = rollout_metrics(drawn, rewards[shown], group_of[shown], row.std_ddof) | scorer_accuracy(drawn, group_of[shown], config.rewards)
         if row.truncation_policy != "bootstrap":  # which pays a cut completion by the value of its end
             metrics |= cut_gain(drawn, rewards[shown], kept[shown])
         if self.members.component:

@@ -14,8 +14,9 @@ from stages.policy.credit import Batch, Credit, explained_variance
 from stages.reward.verdicts import failures
 
 
-def rollout_metrics(samples: Sequence[Sample], rewards, group_of) -> dict[str, float]:
-    """Rewards by component, lengths, truncation, groups without signal. ``rewards [B]``: NaN = unscorable; ``group_of [B]``: group number."""
+def rollout_metrics(samples: Sequence[Sample], rewards, group_of, std_ddof: int = 1) -> dict[str, float]:
+    """Rewards by component, lengths, truncation, groups without signal. ``rewards [B]``: NaN = unscorable; ``group_of [B]``: group number. ``std_ddof``: of the groups' stds in
+    ``reward/group_std``, that of the run's advantages (TRL's ``reward_std`` too is the sample std); 0 for a group of one."""
     lengths = np.array([len(s.ids) for s in samples], float)
     ended = np.array([s.terminated for s in samples])
     ok = np.isfinite(rewards)
@@ -30,7 +31,7 @@ def rollout_metrics(samples: Sequence[Sample], rewards, group_of) -> dict[str, f
     if ok.any():
         by_group = [r for g in np.unique(group_of) if len(r := rewards[(group_of == g) & ok])]
         compared = [is_constant(r) for r in by_group if len(r) > 1]  # one reward alone is compared with none
-        out |= {"reward/mean": float(rewards[ok].mean()), "reward/group_std": float(np.mean([np.std(r) for r in by_group])),
+        out |= {"reward/mean": float(rewards[ok].mean()), "reward/group_std": float(np.mean([np.std(r, ddof=min(std_ddof, len(r) - 1)) for r in by_group])),
                 **({"reward/frac_zero_std": float(np.mean(compared))} if compared else {})}
     totals = [s.total for s in samples if np.isfinite(s.total)]
     if totals:

@@ -77,7 +77,7 @@ class Records:
         ok = bool(np.isfinite(batch.rewards_B[i]))
         return {
             "iteration": iteration, "policy_version": group.version, "sample_idx": i, "prompt_ids": s.prompt_ids if s.context_ids is None else s.context_ids,
-            "completion_ids": s.ids, "loss_mask": batch.mask_BT[i, :n].astype(int).tolist() if scored.trained_B[i] else [0] * n,
+            "completion_ids": s.ids, "loss_mask": batch.trained(scored.trained_B)[i, :n].astype(int).tolist(),
             "logp_old": old, "logp_rollout": None if scored.old is scored.sampled or s.mode == "sft" or s.logps is None else [float(v) for v in s.logps],
             "logp_plain_prompt": [float(v) for v in scored.plain[i]] if s.mode != "fresh" or s.context is not None else None, "sampling_prompt_id": s.context, "extra_json": json.dumps(extra) if extra else None,
             "logp_ref": None if scored.ref is None else [float(v) for v in scored.ref[i]], "values": scored.values[i] if valued else None,

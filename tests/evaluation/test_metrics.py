@@ -21,6 +21,20 @@ def answers(matrix, **fields):
     return [record(i, k, bool(c), **fields) for i, row in enumerate(matrix) for k, c in enumerate(row)]
 
 
+def test_answers_that_were_cut_are_counted_both_ways():
+    """As they stand, and as training counts them: wrong, and with no_eos_reward in the place of a reward model's score. Where none is cut there is one figure."""
+    from stages.evaluate import meaning
+    from stages.reward.rewards import RewardComponent
+
+    made = [record(0, 0, True, reward=2.0), record(0, 1, True, reward=3.0, finish="turn_limit"), record(1, 0, False, reward=4.0, finish="length"), record(1, 1, True, reward=1.0)]
+    metrics = scores.policy_metrics(made, seed=0)
+    assert {n: metrics[n].value for n in ("accuracy", "accuracy_cut_wrong", "truncation_rate", "reward", "reward_cut_penalised")} == pytest.approx(
+        {"accuracy": 0.75, "accuracy_cut_wrong": 0.5, "truncation_rate": 0.5, "reward": 10.0 / 4, "reward_cut_penalised": (3.0 - 2.0) / 4})
+    assert metrics["best_of_2_accuracy"].value == 1.0, "of two answers the one that ends is chosen, as by rejection, whatever the model says of cut text"
+    assert scores.NO_EOS_REWARD == RewardComponent(kind="model").cut_reward and all(meaning(name, "policy") for name in ("accuracy_cut_wrong", "reward_cut_penalised"))
+    assert not {"accuracy_cut_wrong", "reward_cut_penalised"} & set(scores.policy_metrics(made[:1], seed=0))
+
+
 def test_accuracy_is_avg_at_k_with_the_error_over_problems():
     metrics = scores.policy_metrics(answers([[1, 0, 1, 1], [0, 0, 0, 1]]), seed=0)
     assert metrics["accuracy"].value == 0.5 and metrics["accuracy"].se == pytest.approx(0.25)

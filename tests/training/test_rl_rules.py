@@ -102,6 +102,17 @@ def test_groups_of_equal_rewards_are_counted_although_their_mean_rounds():
     assert found["reward/frac_zero_std"] == 1.0
 
 
+def test_the_std_of_a_group_that_is_logged_is_the_one_that_advantages_are_divided_by():
+    """GRPO divides by the sample std (std_ddof 1, as TRL, whose reward_std is it); a group of one has none to speak of."""
+    samples = [Sample({}, [1], g, [2], [0.0], "eos", "x", r, {}, {}) for g, r in enumerate((1.0, 0.0, 0.5))]
+    rewards, of = np.array([1.0, 0.0, 0.5]), np.array([0, 0, 1])
+    row, shown = rl_preset("grpo", std_eps=0.0), MASK[[0, 0, 0]]
+    advantages = assign(row, batch(rewards_B=rewards, group_of_B=of, mask_BT=shown, kept_B=np.ones(3, bool), counted_B=np.ones(3, bool)), 0.0).advantages_BT[:, 0]
+    assert rollout_metrics(samples[:2], rewards[:2], of[:2])["reward/group_std"] == pytest.approx(0.5 / advantages[0]) == pytest.approx(np.sqrt(0.5))
+    assert rollout_metrics(samples, rewards, of)["reward/group_std"] == pytest.approx(np.sqrt(0.5) / 2)
+    assert rollout_metrics(samples, rewards, of, 0)["reward/group_std"] == pytest.approx(0.25)
+
+
 def test_what_a_cut_completion_earns_beside_one_that_ends():
     """A no_eos_reward of 0 is more than what a reward model says of wrong answers; what is masked or cannot be scored counts on neither side."""
     samples = [Sample({}, [1], g, [2], [0.0], reason, "x", total, {}, {}) for g, (reason, total) in enumerate((("eos", -4.0), ("eos", -5.0), ("length", 0.0), ("length", 0.0)))]
@@ -116,7 +127,8 @@ def test_what_a_cut_completion_earns_beside_one_that_ends():
     ({"preset": "ppo", "kl_reward_mode": "token_broadcast"}, "token_broadcast"),
     ({"preset": "ppo_outcome", "kl_reward_mode": "token_broadcast", "critic_target": "lambda_return"}, "token_broadcast"),
     ({"preset": "ppo_outcome", "truncation_policy": "bootstrap"}, "truncation_policy=bootstrap"),
-    ({"preset": "oreo", "truncation_policy": "bootstrap"}, "truncation_policy=bootstrap"),
+    ({"preset": "oreo", "truncation_policy": "bootstrap"}, "truncation_policy=bootstrap"), ({"preset": "oreo", "advantage": "group_mean"}, "rewards-to-go"),
+    ({"preset": "oreo", "advantage": "reward_minus_value"}, "rewards-to-go"),
     ({"preset": "grpo_process", "beta": 0.0, "kl_coef": 0.02}, "kl_coef"),
     ({"preset": "dapo", "kl_controller": "adaptive_ziegler", "target_kl": 6.0}, "kl_controller"),
     ({"preset": "grpo", "ref_mode": "previous", "kl_estimator": "full"}, "kl_target=old"),

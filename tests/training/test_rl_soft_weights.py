@@ -9,6 +9,8 @@ import torch
 from stages.algorithms import SURROGATE_OPTIONS
 from stages.estimators import top_entropy_tokens
 from stages.losses import gamma_weights, off_policy_keep, policy_loss, soft_gate, truncated_importance_weights
+from stages.models.modeling import load_policy
+from stages.policy.policy_update import PolicyGradient
 from stages.rl import Config, resolve_preset
 from stages.spec import ConfigError
 from tests.training.test_rl_parts import rl, rows_of  # noqa: F401
@@ -379,6 +381,38 @@ def test_the_stage_leaves_tokens_out_or_keeps_them_close_by_their_covariance(rl)
         loss -= row["advantages"][0] * float(d.exp().sum())
         penalty += 2.0 * float(d.abs()[torch.tensor(c >= bound)].sum())
     assert metrics[1]["train/loss"] == pytest.approx((loss + penalty) / tokens, rel=1e-3, abs=1e-5) and penalty > 1e-2
+
+
+def test_rounding_alone_pays_no_covariance_penalty(tiny):
+    """|log pi/pi_old| is flat where nothing has moved: which way a log-prob was rounded (another micro-batch, the sampler's own order of sums) must not turn a gradient around."""
+    from stages.batching import collate, make_item
+    from stages.models.modeling import target_logps
+
+    config = Config(preset="grpo", beta=0.0, surrogate="none", covariance_kl=0.5, num_iterations=2, log_entropy=False)
+    objective, model, found = PolicyGradient(resolve_preset(config)[0], config), load_policy(tiny["policy"]), []
+    make = lambda old, close: make_item("a", [3, 4], [[5, 6, 7]], [[1, 1, 1]], by_response=("old_logps", "advantages", "kept_close"), old_logps=[old], advantages=[1.0], kept_close=[close])
+    with torch.no_grad():
+        now = target_logps(model, collate([make([0.0] * 3, [0.0] * 3)]))[0]
+    for old, close in ((now, 0.0), (now + 2e-6, 1.0), (now - 2e-6, 1.0), (now - 0.1, 1.0), (now - 0.1, 0.0)):
+        items = [make(old.tolist(), [close] * 3)]
+        model.zero_grad()
+        objective(model, collate(items)).divided(objective.counts(items)).backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    norm = found[0].norm()
+    assert (found[1] - found[0]).norm() < 1e-4 * norm and (found[2] - found[0]).norm() < 1e-4 * norm and (found[3] - found[4]).norm() > 0.1 * norm
+
+
+def test_what_is_thrown_out_is_not_in_the_stored_loss_mask(rl):  # noqa: F811
+    """rejection drops tokens from every denominator, so the rollouts must not say that they were trained on; those of weight 0 are, as ever."""
+    config = {"preset": "grpo", "beta": 0.0, "top_k": 100, "rejection": "token", "rejection_min": 0.75, "max_steps": 1}
+    for scope in ("drop", "zero"):
+        result, metrics = rl(f"reject-{scope}", {**config, "rejection_scope": scope})
+        d = [np.subtract(r["logp_old"], r["logp_rollout"]) for r in rows_of(result)]
+        out = [np.exp(x) < 0.75 for x in d]
+        masks = [np.array(r["loss_mask"]) for r in rows_of(result)]
+        assert any(o.any() for o in out) and any((~o).any() for o in out)
+        assert all(np.array_equal(m, ~o if scope == "drop" else np.ones_like(m)) for m, o in zip(masks, out))
+        assert metrics[0]["groups/trained_tokens"] == sum(m.sum() for m in masks)
 
 
 @pytest.mark.parametrize("config, text", [
