@@ -23,7 +23,7 @@ def answers(matrix, **fields):
 
 def test_answers_that_were_cut_are_counted_both_ways():
     """As they stand, and as training counts them: wrong, and with no_eos_reward in the place of a reward model's score. Where none is cut there is one figure."""
-    from stages.evaluate import meaning
+    from stages.evaluation.report import meaning
     from stages.reward.rewards import RewardComponent
 
     made = [record(0, 0, True, reward=2.0), record(0, 1, True, reward=3.0, finish="turn_limit"), record(1, 0, False, reward=4.0, finish="length"), record(1, 1, True, reward=1.0)]
