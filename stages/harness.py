@@ -140,7 +140,7 @@ class Stage:
 
     @property
     def device(self) -> str:
-        """``cpu`` or ``cuda[:i]``; ``auto`` in the spec means CUDA when torch can use a device.
+        """``cpu`` or ``cuda[:i]``; ``auto`` in the spec means CUDA when torch can use a device. On several devices, ``cuda`` with or without a number is each rank's own.
 
         Raises:
             ConfigError: several devices were given, and torch cannot use them (with one: a warning, and the CPU).
@@ -159,7 +159,9 @@ class Stage:
         if self._device.startswith("cuda") and not self._settled:
             from stages.running import cuda
 
-            cuda.settle()
+            if self.world_size > 1:  # two ranks on one GPU are an error of NCCL
+                self._device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+            cuda.settle(self._device)
             self._settled = True
         return self._device
 

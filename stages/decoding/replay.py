@@ -52,9 +52,8 @@ class Replayed:
 
     def __init__(self, decoder, params: SamplingParams, slots: int):
         self.decoder, self.params, self.slots = decoder, params, slots
-        self.capture = cuda_graphs()
         self.draws = draws_alone(params)
-        self.kv, self.columns = None, 0
+        self.kv, self.columns, self.capture = None, 0, None
         self.steps: dict[tuple[int, int], tuple[int, Step]] = {}  # bucket -> (runs so far, what runs it)
         self.sent = torch.zeros(3, slots, dtype=torch.int64, device=decoder.device)
         pinned = decoder.device.type == "cuda"
@@ -68,6 +67,7 @@ class Replayed:
         n = len(tokens)
         if kv is not self.kv or kv.columns != self.columns:  # another one, or it has grown: what was captured wrote elsewhere
             self.kv, self.columns, self.steps = kv, kv.columns, {}
+            self.capture = cuda_graphs()  # with a pool of its own: one whose graphs are all gone takes no other
         rows, width = bucket(n, self.slots), min(-(-(int(columns.max()) + 1) // COLUMNS) * COLUMNS, kv.columns)
         out = self.outgoing.numpy()
         out[:, n:rows] = 0  # a token in the first column of slots that nobody owns
@@ -107,5 +107,6 @@ def cuda_graphs() -> Callable[[Step], Step]:
         def replay() -> torch.Tensor:
             graph.replay()
             return found
+        replay.reads = step  # a graph knows addresses only: what the step reads (rotary tables, which the decoder may compute anew) must stay there
         return replay
     return capture

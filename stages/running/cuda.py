@@ -26,11 +26,14 @@ def is_cuda(device: str | torch.device) -> bool:
     return torch.device(device).type == "cuda"
 
 
-def settle() -> None:
-    """Once in a process that computes on CUDA: no cuDNN attention. It builds a plan for every exact shape (up to some tenths of a second), micro-batches have new shapes
-    all the time, and its backward is not deterministic. And :func:`attend` in the place of transformers' SDPA."""
+def settle(device: str | torch.device) -> None:
+    """Once in a process that computes on CUDA. The device is the current one from now on: on the current one's stream graphs are captured, and of its memory torch.cuda tells. No cuDNN
+    attention: it builds a plan for every exact shape (up to some tenths of a second), micro-batches have new shapes all the time, and its backward is not deterministic. And
+    :func:`attend` in the place of transformers' SDPA."""
     from transformers import AttentionInterface
 
+    if (device := torch.device(device)).index is not None:
+        torch.cuda.set_device(device)
     torch.backends.cuda.enable_cudnn_sdp(False)
     AttentionInterface.register("sdpa", attend)
 

@@ -198,12 +198,26 @@ def test_settling_puts_our_attention_in_the_place_of_sdpa(tiny, monkeypatch):
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     monkeypatch.setattr(cuda, "attend", lambda *given, **more: (called.append(1), attend(*given, **more))[1])
     try:
-        cuda.settle()
+        cuda.settle("cuda")
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         assert torch.allclose(load_policy(tiny["policy"])(ids).logits, whole, atol=1e-5) and called
     finally:
         AttentionInterface._global_mapping.update(before)
         torch.backends.cuda.enable_cudnn_sdp(enabled)
+
+
+@pytest.mark.parametrize("given, ranks, current", [("cuda:1", 1, "cuda:1"), ("cuda", 2, "cuda:1"), ("cuda:0", 2, "cuda:1"), ("cuda", 1, None)])
+def test_a_stages_device_is_the_current_one_and_each_rank_has_its_own(tiny, data, spec, monkeypatch, given, ranks, current):  # noqa: F811
+    from transformers import AttentionInterface
+
+    asked = []
+    monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    monkeypatch.setattr(AttentionInterface, "register", lambda *given: None)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda on: None)
+    monkeypatch.setenv("LOCAL_RANK", "1" if ranks > 1 else "0")
+    stage = stage_of(spec, tiny, data, "placed", given)
+    stage.world_size = ranks
+    assert stage.device == stage.device == (current or given) and asked == ([torch.device(current)] if current else [])
 
 
 # -- threads, processes, memory -------------------------------------------------------------------------------------------------

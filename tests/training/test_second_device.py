@@ -20,20 +20,20 @@ CASES = {name: case for name, case in CASES.items() if "4 bits" not in name}  # 
 #: How many lines to compare where rounding decides what follows: advantages that are zero but for it.
 LINES = {"old policy, averaged opponent": 1, "adapter on a base kept in bfloat16": 1}
 #: Shares of rows on one side of zero: of a policy that is its own reference, rounding decides.
-SIDES = ("accuracies", "positive_fraction", "zero_fraction", "displaced_fraction", "both_fell_fraction")
+SIDES = ("accuracies", "positive_fraction", "zero_fraction", "displaced_fraction", "both_fell_fraction", "importance_clipped")
 
 
 def test_tensors_of_two_devices_do_not_meet(monkeypatch):
     with second_device(monkeypatch):
         there, here = torch.ones(2, 3, device=DEVICE, requires_grad=True), torch.ones(3, 2)
-        with pytest.raises(RuntimeError, match="aten::mm: tensors on lazy:0 and on the CPU"):
+        with pytest.raises(RuntimeError, match="aten::mm: tensors on cuda:0 and on the CPU"):
             there @ here
         with pytest.raises((RuntimeError, TypeError)):
             there.detach().numpy()
         product = (there @ here.to(DEVICE) * torch.tensor(2.0)).sum()
         product.backward()
-        assert there.grad.device.type == "lazy" and there.grad.tolist() == [[4.0] * 3] * 2 and product.item() == 24.0
-        assert there[torch.tensor([0])].device.type == "lazy" and there.cpu().device.type == "cpu"
+        assert there.grad.device.type == "cuda" and there.grad.tolist() == [[4.0] * 3] * 2 and product.item() == 24.0
+        assert there[torch.tensor([0])].device.type == "cuda" and there.cpu().device.type == "cpu"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -67,7 +67,7 @@ def test_long_groups_attend_in_packs_there(tiny, data, spec, more, monkeypatch):
         made = {**spec("rl", config, {"model": tiny["policy"], "data": data["prompts"]}, name), "device": device}
         with second_device(monkeypatch) if device == DEVICE else nullcontext():
             if device == DEVICE:
-                monkeypatch.setitem(lean.BLOCK, "lazy", 30)
+                monkeypatch.setitem(lean.BLOCK, "cuda", 30)
                 plain = lean.packed
                 monkeypatch.setattr(lean, "packed", lambda *given: packed.append(plain(*given)) or packed[-1])
             found.append(execute(made, lambda event: None)["summary"])
