@@ -14,6 +14,7 @@ Legend: U tokens, S responses, L longest response, N trained positions; padded: 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -79,8 +80,15 @@ def make_item(row_id: str, prompt: Sequence[int], responses, masks, *, by_respon
 
 
 def row_weight(row: dict) -> float:
-    """``weight`` of a dataset row, 1 where it has none; a weight of 0 counts nothing."""
-    return 1.0 if row.get("weight") is None else float(row["weight"])
+    """``weight`` of a dataset row, 1 where it has none; a weight of 0 counts nothing.
+
+    Raises:
+        ValueError: it is below 0 or no number, and would train the row away from its labels.
+    """
+    weight = 1.0 if row.get("weight") is None else float(row["weight"])
+    if not 0.0 <= weight < math.inf:
+        raise ValueError(f"row {row.get('row_id')} has the weight {weight:g}, and a weight is how much a row counts: write 0 or more, or leave the column out")
+    return weight
 
 
 @dataclass

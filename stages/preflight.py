@@ -35,6 +35,7 @@ def preflight(stage, trainer, items: Sequence[Item], batch_size: int, renderer, 
     if stage.checkpoints.latest() is not None or not items:
         return
     check_ids(trainer.model, items, renderer)
+    check_weights(items)
     check_precision(stage, trainer)
     tell_forward(stage, trainer.model)
     facts = plan_facts(items, batch_size, trainer)
@@ -101,6 +102,18 @@ def check_ids(model, items: Sequence[Item], renderer) -> None:
                 raise TrainingError(f"Row {item.row_id} has the token {renderer.tokenizer.convert_ids_to_tokens(int(ids.max()))!r}, id {ids.max()}, and the model's embedding has {rows} rows: it was added "
                                     f"to the tokenizer only. Give the model as many rows with model.resize_token_embeddings({len(renderer.tokenizer)}) and save_pretrained, or take the token "
                                     "out of the tokenizer and the chat template.")
+
+
+def check_weights(items: Sequence[Item]) -> None:
+    """Refuse rows that all have weight 0: every step would do nothing.
+
+    Raises:
+        TrainingError: says so.
+    """
+    from stages.training import TrainingError
+
+    if not any(item.extra.get("weight", 1.0) for item in items):
+        raise TrainingError(f"All {len(items)} training rows have the weight 0, so nothing would be trained. Leave the column weight out, or give the rows that are to count a weight over 0.")
 
 
 #: Prompts sampled, and completions of each, before RL starts.

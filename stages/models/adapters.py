@@ -44,9 +44,15 @@ def add_lora(model, config, seed: int, task: str = "CAUSAL_LM"):
         try:
             adapted = get_peft_model(model, settings)
         except ValueError as error:
+            from transformers.pytorch_utils import Conv1D
+
             from stages.models.modeling import ModelError
 
-            linear = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
+            if "ParamWrapper" in str(error):  # peft's adapter on a parameter of several experts
+                less = "lora_dropout=0" if config.lora_dropout else "lora_dora=false"
+                raise ModelError(f"lora_targets={config.lora_targets!r} takes the experts of {type(model).__name__}, whose adapters have no {'dropout' if config.lora_dropout else 'DoRA'}; write "
+                                 f"lora_targets=q_proj,k_proj,v_proj,o_proj (or other layers outside of the experts), or {less}. peft says: {error}") from error
+            linear = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, (torch.nn.Linear, Conv1D))} - {"base_layer", "default"})
             raise ModelError(f"lora_targets={config.lora_targets!r} fits no layer of {type(model).__name__}; write all-linear or some of: {', '.join(linear)}. "
                              f"peft says: {error}") from error
     output, embedding = adapted.get_output_embeddings(), adapted.get_input_embeddings()

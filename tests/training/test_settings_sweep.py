@@ -1,0 +1,141 @@
+"""Settings in combination (tests/sweep.py): a seeded part of a covering array for each stage that trains, in float64.
+
+Whatever micro-batches, packing and recomputation a run has, and where it is killed, it says and publishes the same; and what it trains is what transformers and torch train by
+plain means (tests/replay.py). A new setting of a schema is in the sweep by itself, or has to say in ``LEFT_OUT`` why it is not.
+"""
+
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from stages.registry import get_stage
+from tests import replay, sweep
+
+STAGES = ("sft", "align", "reward_model")
+#: Sums of what rounding decides where policy and reference are equal.
+DECIDED_BY_ROUNDING = ("accuracies", "displaced_fraction", "both_fell_fraction")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return sweep.World(tmp_path_factory.mktemp("sweep"))
+
+
+def combinations(stage: str, seed: int, count: int, wanted=lambda combination: True) -> list[dict]:
+    return [c for c in sweep.covering(stage, np.random.default_rng(seed), 3 * count, busy=0.2)[0] if wanted(c)][:count]
+
+
+def told(stage: str, combination: dict) -> dict:
+    return {name: value for name, value in combination.items() if value != sweep.axes(stage)[name][0]}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_setting_is_swept_or_says_why_not(stage):
+    swept = sweep.axes(stage)
+    for name, field in get_stage(stage).SPEC.config.model_fields.items():
+        values = sweep.values_of(stage, name, field)
+        assert (name in swept) == (len(values) > 1) and (name in swept or name in sweep.LEFT_OUT), name
+    assert not [name for _, name in sweep.VALUES if name in sweep.LEFT_OUT]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_combination_is_covered_or_refused_with_what_to_write(stage):
+    found, impossible = sweep.covering(stage, np.random.default_rng(7), 15)
+    assert len(found) == 15
+    for pair, said in impossible.items():
+        assert any(word in said for word in ("write", "leave", "takes", "no such", "no class", "unknown to our forward", "no experts", "a decoder")), (pair, said)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_cannot_change_a_result_does_not(stage, world, tmp_path, monkeypatch):
+    """Micro-batches, packing, recomputed activations, and a kill behind a checkpoint."""
+    monkeypatch.setenv("POSTTRAIN_CHECKPOINT_SECONDS", "0")
+    ran = 0
+    for n, combination in enumerate(combinations(stage, 11, 3)):
+        settings, inputs = sweep.settings_of(stage, combination), world.inputs(stage, combination)
+        with sweep.float64():
+            try:
+                summary = sweep.run(stage, settings, inputs, tmp_path / "whole")["summary"]
+            except (ValueError, RuntimeError) as error:
+                assert "write" in str(error) or "leave" in str(error) or "give" in str(error) or "et " in str(error), (told(stage, combination), error)
+                shutil.rmtree(tmp_path / "whole")
+                continue
+            other = {"max_tokens_per_micro_batch": 4096 if combination["max_tokens_per_micro_batch"] == 90 else 90, "packing": "sorted" if combination["packing"] == "best_fit" else "best_fit",
+                     "activation_checkpointing": not combination["activation_checkpointing"]}
+            sweep.run(stage, {**settings, **other}, inputs, tmp_path / "cut")
+            tolerance = 2e-3 if combination["optimizer"] == "muon" else 1e-6  # which multiplies in bfloat16; some metrics are float32
+            for whole, cut in zip(sweep.metrics(tmp_path / "whole"), sweep.metrics(tmp_path / "cut"), strict=True):
+                assert whole.keys() == cut.keys()
+                for name, value in whole.items():
+                    assert math.isfinite(value)
+                    if not name.endswith(DECIDED_BY_ROUNDING):
+                        assert cut[name] == pytest.approx(value, rel=tolerance, abs=tolerance), (name, told(stage, combination))
+            published = sweep.weights(tmp_path / "whole")
+            for name, value in sweep.weights(tmp_path / "cut").items():
+                assert torch.allclose(value, published[name], rtol=0, atol=tolerance), (name, told(stage, combination))
+            if summary["steps"] > 1:
+                with pytest.raises(sweep.Killed):
+                    sweep.run(stage, settings, inputs, tmp_path / "killed", kill_after=1 + n % (summary["steps"] - 1))
+                assert sweep.run(stage, settings, inputs, tmp_path / "killed")["summary"] == summary
+                assert (tmp_path / "killed/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes(), told(stage, combination)
+                assert all(torch.equal(value, published[name]) for name, value in sweep.weights(tmp_path / "killed").items()), told(stage, combination)
+        ran += 1
+        for folder in tmp_path.iterdir():
+            shutil.rmtree(folder)
+    assert ran >= 1
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_run_is_that_of_plain_transformers(stage, world, tmp_path):
+    """Loss, gradient norm, rate and epoch of every step, every validation pass, the pass that is selected, and the published weights."""
+    compared = 0
+    for combination in combinations(stage, 3, 5, lambda c: replay.why_not(stage, c) is None):
+        try:
+            with sweep.float64():
+                sweep.run(stage, sweep.settings_of(stage, combination), world.inputs(stage, combination), tmp_path / "run")
+        except (ValueError, RuntimeError) as error:
+            assert "write" in str(error), (told(stage, combination), error)
+        else:
+            found = replay.differences(stage, combination, tmp_path / "run", replay.replayed(stage, combination, world))
+            assert not found, (told(stage, combination), found[:5])
+            compared += 1
+        shutil.rmtree(tmp_path / "run")
+    assert compared >= 2
+
+
+def test_the_plain_run_sees_a_difference(world, tmp_path):
+    """What it compares with is no copy: another rate, mask or weight of a row is another run."""
+    combination = {name: values[0] for name, values in sweep.axes("sft").items()}
+    with sweep.float64():
+        sweep.run("sft", sweep.settings_of("sft", combination), world.inputs("sft", combination), tmp_path / "run")
+    assert not replay.differences("sft", combination, tmp_path / "run", replay.replayed("sft", combination, world))
+    for other in ({"train_on": "final_message"}, {"loss_agg_mode": "seq-mean-token-mean"}, {"weight_decay": 0.1}, {"lr_schedule": "linear"}, {"max_length": 72}):
+        assert replay.differences("sft", combination, tmp_path / "run", replay.replayed("sft", combination | other, world)), other
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_rows_that_weigh_nothing_or_less_are_refused(stage, world, tmp_path):
+    """Weights of 0 train nothing at all, and a weight below 0 trains a row away from its labels."""
+    combination = {name: values[0] for name, values in sweep.axes(stage).items()}
+    inputs, kind = world.inputs(stage, combination), "demonstrations/1" if stage == "sft" else "pairs/1"
+    for name, weight, said in (("nothing", lambda i: 0.0, "weight 0.*give"), ("less", lambda i: -1.0 if i == 0 else 1.0, "weight -1.*write"), ("unknown", lambda i: math.nan if i == 0 else 1.0, "weight nan.*write")):
+        rows = [{**row, "weight": weight(i)} for i, row in enumerate(sweep.rows_of(kind))]
+        with pytest.raises((ValueError, RuntimeError), match=said):
+            sweep.run(stage, sweep.settings_of(stage, combination), {**inputs, "data": world.data(kind, rows, f"{name}-{stage}")}, tmp_path / name)
+
+
+def test_experts_say_what_adapters_on_them_do_not_have(world):
+    """peft adapts stacked experts without dropout and without DoRA; to write all-linear, which is what is written, would not help."""
+    from stages.models.adapters import add_lora
+    from stages.models.modeling import ModelError, load_policy
+    from stages.settings import OptimizerConfig
+
+    for changes, instead in (({"lora_dropout": 0.1}, "lora_dropout=0"), ({"lora_dora": True}, "lora_dora=false")):
+        with pytest.raises(ModelError, match=f"experts.*write lora_targets=q_proj,k_proj,v_proj,o_proj.*{instead}"):
+            add_lora(load_policy(world.model("olmoe")), OptimizerConfig(lora_rank=2, **changes), 0)
+        add_lora(load_policy(world.model("olmoe")), OptimizerConfig(lora_rank=2, lora_targets="q_proj,k_proj,v_proj,o_proj", **changes), 0)
+    with pytest.raises(ModelError, match="write all-linear or some of: c_attn, c_fc, c_proj, lm_head"):
+        add_lora(load_policy(world.model("gpt2")), OptimizerConfig(lora_rank=2, lora_targets="q_proj,v_proj"), 0)
