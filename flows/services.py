@@ -99,12 +99,17 @@ def up(state: Path, *, prefect_port: int | None = None, mlflow_port: int | None 
        gpu_slots: int | None = None, host: str = "127.0.0.1", say=lambda text: None) -> dict[str, dict]:
     """Start what is not running yet and return {service: {url, pid, started, log, kept}}.
 
-    Ports: the given one, else the usual one when free, else any free one.
+    Ports: the given one, else the usual one when free, else any free one. Of several at once on one state directory the first
+    starts what is missing and the others find it.
     Raises ServiceError when a server does not answer within five minutes.
     """
+    with _starting(state, say):
+        return _up(state, prefect_port, mlflow_port, worker, gpu_slots, host, say)
+
+
+def _up(state: Path, prefect_port: int | None, mlflow_port: int | None, worker: bool, gpu_slots: int | None, host: str, say) -> dict[str, dict]:
     alive = running(state)
     logs = state / "logs"
-    logs.mkdir(exist_ok=True)
     started: dict[str, tuple[subprocess.Popen, str]] = {}
     if "prefect" not in alive:
         port = _port(host, prefect_port, PORTS["prefect"])
@@ -154,6 +159,21 @@ def up(state: Path, *, prefect_port: int | None = None, mlflow_port: int | None 
 
 
 @contextlib.contextmanager
+def _starting(state: Path, say=lambda text: None) -> Iterator[None]:
+    """Held while servers of `state` are started or stopped: two that make the tables of one database at once fail, and of two that start at
+    once `services.json` would know only the later, and nothing could stop the other."""
+    logs = state / "logs"
+    logs.mkdir(exist_ok=True)
+    with (logs / ".starting").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for another posttrain process that starts or stops servers of {state}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
 def embedded(state: Path) -> Iterator[Callable[[], None]]:
     """A Prefect server for the life of this process only, on a free port; yields a function that waits until it answers
     (starting takes seconds in which the caller can import what it needs).
@@ -171,8 +191,8 @@ def embedded(state: Path) -> Iterator[Callable[[], None]]:
     environment = env.child(state, PREFECT_UI_ENABLED="0", PREFECT_API_URL=api, PREFECT__SERVER_FINAL="1",
                             PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED="false",
                             PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED="false")
-    starting = (logs / ".prefect-starting").open("a")
-    fcntl.flock(starting, fcntl.LOCK_EX)  # two servers that make the tables of one database at once fail; until this one answers, another waits
+    held = contextlib.ExitStack()
+    held.enter_context(_starting(state))  # until this one answers
     log = (logs / "prefect-embedded.log").open("ab")
     process = subprocess.Popen(
         [env.python(), "-m", "uvicorn", "--app-dir", str(site), "--factory",
@@ -187,12 +207,12 @@ def embedded(state: Path) -> Iterator[Callable[[], None]]:
 
     def wait() -> None:
         _wait("the embedded Prefect server", process, api + "/health", str(logs / "prefect-embedded.log"))
-        starting.close()
+        held.close()
 
     try:
         yield wait
     finally:
-        starting.close()
+        held.close()
         _drain()
         _stop([process.pid], grace=10)
         if previous is None:
@@ -240,7 +260,8 @@ def _wait(name: str, process: subprocess.Popen, health: str, log: str) -> None:
         if process.poll() is not None:
             if shutil.disk_usage(Path(log).parent).free < 2**20:
                 raise ServiceError(f"{name} did not start: {refusal(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), log))}")
-            raise ServiceError(f"{name} ended with status {process.returncode} while starting. Its log: {log}\n{_tail(log)}")
+            newer = "Its database was written by a newer version of it; install that one (`pip install -U prefect mlflow`), or set POSTTRAIN_HOME to another directory. " if "Can't locate revision" in _tail(log, 60) else ""
+            raise ServiceError(f"{name} ended with status {process.returncode} while starting. {newer}Its log: {log}\n{_tail(log)}")
         if answers(health):
             return
         time.sleep(0.1)
@@ -298,6 +319,11 @@ def _without(environment: dict[str, str], name: str) -> dict[str, str]:
 
 def down(state: Path, *, say=lambda text: None) -> list[str]:
     """Cancel the worker's runs, stop every service with everything it started; returns the names stopped."""
+    with _starting(state, say):
+        return _down(state, say)
+
+
+def _down(state: Path, say) -> list[str]:
     alive = running(state)
     if "prefect" in alive and "worker" in alive and answers(alive["prefect"]["url"] + "/api/health"):
         os.environ["PREFECT_API_URL"] = alive["prefect"]["url"] + "/api"

@@ -322,6 +322,10 @@ def test_a_server_that_does_not_answer_and_a_home_that_is_none_are_told(posttrai
     monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "file" / "home"))
     with pytest.raises(ConfigError, match="set POSTTRAIN_HOME to a directory"):
         env.state_dir()
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "what?now" / "home"))  # both servers would keep their tables in one file named `what`
+    with pytest.raises(ConfigError, match="question mark.*set POSTTRAIN_HOME to a directory without"):
+        env.state_dir()
+    assert not (tmp_path / "what?now").exists()
 
 
 def test_the_line_of_a_step_shows_results_and_no_bounds():

@@ -33,6 +33,15 @@ def test_interval_schedule_creates_runs(servers):
     assert len(runs) >= 2
 
 
+def test_two_ups_at_once_start_each_server_once(servers):
+    """The second waits and finds what the first started; a server that services.json does not know could not be stopped."""
+    assert servers.urls == servers.urls_beside
+    known = {row["pid"] for row in json.loads((servers.home / "services.json").read_text()).values()}
+    found = {process.pid for process in psutil.process_iter(["cmdline", "cwd"])
+             if process.info["cwd"] == str(servers.home.resolve()) and "flows.keep" in (process.info["cmdline"] or [])}
+    assert found == known and len(known) == 3
+
+
 def test_nightly_schedule_is_active(servers):
     schedules = servers.deployment("post_training/post_training-nightly")["schedules"]
     assert [(schedule["active"], schedule["schedule"]["cron"]) for schedule in schedules] == [(True, NIGHTLY)]
