@@ -146,7 +146,8 @@ def form(flow) -> dict[str, Any]:
 
     schema = parameter_schema(flow.fn).model_dump(mode="json", exclude_unset=True)
     properties, definitions = titled(schema["properties"], schema.get("definitions") or {})
-    return {**schema, "properties": properties, "definitions": definitions}
+    return {**schema, "properties": properties, "definitions": definitions,
+            "additionalProperties": False}  # else a parameter that the flow does not have is let in and ends the run's process, which crash recovery tries again
 
 
 ACRONYMS = {"sft": "SFT", "rl": "RL", "dpo": "DPO"}

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -99,7 +100,7 @@ def up(state: Path, *, prefect_port: int | None = None, mlflow_port: int | None 
        gpu_slots: int | None = None, host: str = "127.0.0.1", say=lambda text: None) -> dict[str, dict]:
     """Start what is not running yet and return {service: {url, pid, started, log, kept}}.
 
-    Ports: the given one, else the usual one when free, else any free one. Of several at once on one state directory the first
+    Ports: the given one, else that of a server that died here (runs that outlived it, and links, go on), else the usual one when free, else any free one. Of several at once on one state directory the first
     starts what is missing and the others find it.
     Raises ServiceError when a server does not answer within five minutes.
     """
@@ -110,9 +111,10 @@ def up(state: Path, *, prefect_port: int | None = None, mlflow_port: int | None 
 def _up(state: Path, prefect_port: int | None, mlflow_port: int | None, worker: bool, gpu_slots: int | None, host: str, say) -> dict[str, dict]:
     alive = running(state)
     logs = state / "logs"
+    last = {name: _last_port(state, name) for name in PORTS}
     started: dict[str, tuple[subprocess.Popen, str]] = {}
     if "prefect" not in alive:
-        port = _port(host, prefect_port, PORTS["prefect"])
+        port = _port(host, prefect_port, last["prefect"])
         base = f"http://{_reachable(host)}:{port}"
         say(f"starting Prefect on {base}")
         process = _detach(
@@ -120,9 +122,9 @@ def _up(state: Path, prefect_port: int | None, mlflow_port: int | None, worker: 
             logs / "prefect.log",
             env.child(state, PREFECT_API_URL=base + "/api", PREFECT_UI_API_URL=base + "/api", **prefect_ui.quiet(state / "prefect" / "ui")), state)
         started["prefect"] = process, base + "/api/health"
-        alive["prefect"] = _entry(process, base, logs / "prefect.log")
+        _note(state, alive, "prefect", process, base, logs / "prefect.log")
     if "mlflow" not in alive:
-        port = _port(host, mlflow_port, PORTS["mlflow"])
+        port = _port(host, mlflow_port, last["mlflow"])
         base = f"http://{_reachable(host)}:{port}"
         say(f"starting MLflow on {base}")
         store = f"sqlite:///{state / 'mlflow.db'}"
@@ -134,8 +136,7 @@ def _up(state: Path, prefect_port: int | None, mlflow_port: int | None, worker: 
                        "--serve-artifacts", "--artifacts-destination", (state / "mlartifacts").as_uri()],
             logs / "mlflow.log", _without(env.child(state), "MLFLOW_TRACKING_URI"), state)
         started["mlflow"] = process, base + "/health"
-        alive["mlflow"] = _entry(process, base, logs / "mlflow.log")
-    atomic_write_json(_file(state), alive)
+        _note(state, alive, "mlflow", process, base, logs / "mlflow.log")
     for name, (process, health) in started.items():
         _wait(name, process, health, alive[name]["log"])
     os.environ["PREFECT_API_URL"] = alive["prefect"]["url"] + "/api"
@@ -153,8 +154,7 @@ def _up(state: Path, prefect_port: int | None, mlflow_port: int | None, worker: 
             env.child(state, PREFECT_API_URL=os.environ["PREFECT_API_URL"], PREFECT_WORKER_QUERY_SECONDS="2", PYTHONSAFEPATH="1",
                       MLFLOW_TRACKING_URI=os.environ["MLFLOW_TRACKING_URI"], **({"POSTTRAIN_GPU_SLOTS": str(gpu_slots)} if gpu_slots else {})),
             state, whole=False)
-        alive["worker"] = _entry(process, None, logs / "worker.log")
-        atomic_write_json(_file(state), alive)
+        _note(state, alive, "worker", process, None, logs / "worker.log")
     return alive
 
 
@@ -254,6 +254,16 @@ def _entry(process: subprocess.Popen, base: str | None, log: Path) -> dict:
             "kept": True}
 
 
+def _note(state: Path, alive: dict[str, dict], name: str, process: subprocess.Popen, base: str | None, log: Path) -> None:
+    """Write down what was just started, before anything else can fail: what is in no file cannot be stopped later."""
+    alive[name] = _entry(process, base, log)
+    try:
+        atomic_write_json(_file(state), alive)
+    except BaseException:  # a full disk, an interrupt
+        _stop([process.pid], grace=5, kept=True)
+        raise
+
+
 def _wait(name: str, process: subprocess.Popen, health: str, log: str) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
@@ -288,6 +298,14 @@ def _port(host: str, wanted: int | None, usual: int) -> int:
             raise ServiceError(f"port {wanted} is taken; give another one or none (a free one is then chosen)")
         return wanted
     return usual if _is_free(host, usual) else _free(host)
+
+
+def _last_port(state: Path, name: str) -> int:
+    """The port at which a service of `state` was started last and not stopped since, else the usual one."""
+    try:
+        return urllib.parse.urlsplit(recorded(state)[name]["url"]).port or PORTS[name]
+    except (KeyError, TypeError, ValueError):
+        return PORTS[name]
 
 
 def _is_free(host: str, port: int) -> bool:

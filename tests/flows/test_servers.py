@@ -8,6 +8,7 @@ import sys
 
 import jsonschema
 import psutil
+import pytest
 
 from flows.services import answers
 from tests.common import stage_processes
@@ -95,6 +96,11 @@ def test_deploying_again_writes_what_differs_and_leaves_the_rest(servers):
     assert [schedule["active"] for schedule in now["post_training/post_training-nightly"]["schedules"]] == [True]
     assert now["stage-world/stage-world"]["description"] == world["description"] != "edited"
     assert now["stage-mix/stage-mix"]["updated"] == rows["stage-mix/stage-mix"]["updated"]
+
+
+def test_a_parameter_that_a_flow_does_not_have_is_refused_before_a_run_is_made(servers):
+    with pytest.raises(AssertionError, match="409.*Additional properties are not allowed.*sead"):
+        servers.start("stage-world/stage-world", {"sead": 1})
 
 
 def test_forms_are_valid_json_schemas(servers):
