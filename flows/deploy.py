@@ -147,7 +147,7 @@ def form(flow) -> dict[str, Any]:
     schema = parameter_schema(flow.fn).model_dump(mode="json", exclude_unset=True)
     properties, definitions = titled(schema["properties"], schema.get("definitions") or {})
     return {**schema, "properties": properties, "definitions": definitions,
-            "additionalProperties": False}  # else a parameter that the flow does not have is let in and ends the run's process, which crash recovery tries again
+            "additionalProperties": False}  # else a parameter that the flow does not have is let in and the run's process ends with a traceback in the worker's log alone
 
 
 ACRONYMS = {"sft": "SFT", "rl": "RL", "dpo": "DPO"}
