@@ -146,7 +146,8 @@ def form(flow) -> dict[str, Any]:
 
     schema = parameter_schema(flow.fn).model_dump(mode="json", exclude_unset=True)
     properties, definitions = titled(schema["properties"], schema.get("definitions") or {})
-    return {**schema, "properties": properties, "definitions": definitions}
+    return {**schema, "properties": properties, "definitions": definitions,
+            "additionalProperties": False}  # else a parameter that the flow does not have is let in and the run's process ends with a traceback in the worker's log alone
 
 
 ACRONYMS = {"sft": "SFT", "rl": "RL", "dpo": "DPO"}
@@ -257,14 +258,22 @@ def install_automations(trigger_model: str) -> list[str]:
 
     with get_client(sync_client=True) as client:
         target = client.read_deployment_by_name("preference/preference")
-    for name in AUTOMATIONS:
+    for automation in automations(target.id, trigger_model):
         try:
-            Automation.read(name=name).delete()
+            existing = Automation.read(name=automation.name)
         except ValueError:
             pass
-    for automation in automations(target.id, trigger_model):
+        else:
+            if installed_as(existing) == installed_as(automation):
+                continue  # a new one would not know the heartbeats so far: a run that is dead by now would be taken for running for ever
+            existing.delete()
         automation.create()
     return list(AUTOMATIONS)
+
+
+def installed_as(automation) -> dict[str, Any]:
+    """What an automation does, without what the server adds."""
+    return automation.model_dump(mode="json", include={"name", "description", "enabled", "trigger", "actions"}, exclude={"trigger": {"id"}})
 
 
 def automations(preference_id, trigger_model: str):

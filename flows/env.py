@@ -44,12 +44,17 @@ def defaults(state: Path) -> dict[str, str]:
 
 def state_dir() -> Path:
     """The absolute state directory (POSTTRAIN_HOME, default ./.posttrain); created when missing."""
+    wanted = os.environ.get("POSTTRAIN_HOME") or "./.posttrain"
+    if any(sign in str(Path(wanted).expanduser().resolve()) for sign in "?\n"):  # before anything is made there
+        from stages.spec import ConfigError
+
+        raise ConfigError(f"the state directory POSTTRAIN_HOME={wanted!r} has a question mark or a line break in its path, at which the addresses of databases end; set POSTTRAIN_HOME to a directory without")
     try:
         return home().resolve()
     except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:
         from stages.spec import ConfigError
 
-        raise ConfigError(f"the state directory POSTTRAIN_HOME={os.environ.get('POSTTRAIN_HOME') or './.posttrain'} cannot be made ({error.strerror}); set POSTTRAIN_HOME to a directory") from None
+        raise ConfigError(f"the state directory POSTTRAIN_HOME={wanted} cannot be made ({error.strerror}); set POSTTRAIN_HOME to a directory") from None
 
 
 def prepare(*, quiet: bool = False) -> Path:

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -99,15 +100,21 @@ def up(state: Path, *, prefect_port: int | None = None, mlflow_port: int | None 
        gpu_slots: int | None = None, host: str = "127.0.0.1", say=lambda text: None) -> dict[str, dict]:
     """Start what is not running yet and return {service: {url, pid, started, log, kept}}.
 
-    Ports: the given one, else the usual one when free, else any free one.
+    Ports: the given one, else that of a server that died here (runs that outlived it, and links, go on), else the usual one when free, else any free one. Of several at once on one state directory the first
+    starts what is missing and the others find it.
     Raises ServiceError when a server does not answer within five minutes.
     """
+    with _starting(state, say):
+        return _up(state, prefect_port, mlflow_port, worker, gpu_slots, host, say)
+
+
+def _up(state: Path, prefect_port: int | None, mlflow_port: int | None, worker: bool, gpu_slots: int | None, host: str, say) -> dict[str, dict]:
     alive = running(state)
     logs = state / "logs"
-    logs.mkdir(exist_ok=True)
+    last = {name: _last_port(state, name) for name in PORTS}
     started: dict[str, tuple[subprocess.Popen, str]] = {}
     if "prefect" not in alive:
-        port = _port(host, prefect_port, PORTS["prefect"])
+        port = _port(host, prefect_port, last["prefect"])
         base = f"http://{_reachable(host)}:{port}"
         say(f"starting Prefect on {base}")
         process = _detach(
@@ -115,9 +122,9 @@ def up(state: Path, *, prefect_port: int | None = None, mlflow_port: int | None 
             logs / "prefect.log",
             env.child(state, PREFECT_API_URL=base + "/api", PREFECT_UI_API_URL=base + "/api", **prefect_ui.quiet(state / "prefect" / "ui")), state)
         started["prefect"] = process, base + "/api/health"
-        alive["prefect"] = _entry(process, base, logs / "prefect.log")
+        _note(state, alive, "prefect", process, base, logs / "prefect.log")
     if "mlflow" not in alive:
-        port = _port(host, mlflow_port, PORTS["mlflow"])
+        port = _port(host, mlflow_port, last["mlflow"])
         base = f"http://{_reachable(host)}:{port}"
         say(f"starting MLflow on {base}")
         store = f"sqlite:///{state / 'mlflow.db'}"
@@ -129,8 +136,7 @@ def up(state: Path, *, prefect_port: int | None = None, mlflow_port: int | None 
                        "--serve-artifacts", "--artifacts-destination", (state / "mlartifacts").as_uri()],
             logs / "mlflow.log", _without(env.child(state), "MLFLOW_TRACKING_URI"), state)
         started["mlflow"] = process, base + "/health"
-        alive["mlflow"] = _entry(process, base, logs / "mlflow.log")
-    atomic_write_json(_file(state), alive)
+        _note(state, alive, "mlflow", process, base, logs / "mlflow.log")
     for name, (process, health) in started.items():
         _wait(name, process, health, alive[name]["log"])
     os.environ["PREFECT_API_URL"] = alive["prefect"]["url"] + "/api"
@@ -148,9 +154,23 @@ def up(state: Path, *, prefect_port: int | None = None, mlflow_port: int | None 
             env.child(state, PREFECT_API_URL=os.environ["PREFECT_API_URL"], PREFECT_WORKER_QUERY_SECONDS="2", PYTHONSAFEPATH="1",
                       MLFLOW_TRACKING_URI=os.environ["MLFLOW_TRACKING_URI"], **({"POSTTRAIN_GPU_SLOTS": str(gpu_slots)} if gpu_slots else {})),
             state, whole=False)
-        alive["worker"] = _entry(process, None, logs / "worker.log")
-        atomic_write_json(_file(state), alive)
+        _note(state, alive, "worker", process, None, logs / "worker.log")
     return alive
+
+
+@contextlib.contextmanager
+def _starting(state: Path, say=lambda text: None) -> Iterator[None]:
+    """Held while servers of `state` are started or stopped: two that make the tables of one database at once fail, and of two that start at
+    once `services.json` would know only the later, and nothing could stop the other."""
+    logs = state / "logs"
+    logs.mkdir(exist_ok=True)
+    with (logs / ".starting").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for another posttrain process that starts or stops servers of {state}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager
@@ -171,8 +191,8 @@ def embedded(state: Path) -> Iterator[Callable[[], None]]:
     environment = env.child(state, PREFECT_UI_ENABLED="0", PREFECT_API_URL=api, PREFECT__SERVER_FINAL="1",
                             PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED="false",
                             PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED="false")
-    starting = (logs / ".prefect-starting").open("a")
-    fcntl.flock(starting, fcntl.LOCK_EX)  # two servers that make the tables of one database at once fail; until this one answers, another waits
+    held = contextlib.ExitStack()
+    held.enter_context(_starting(state))  # until this one answers
     log = (logs / "prefect-embedded.log").open("ab")
     process = subprocess.Popen(
         [env.python(), "-m", "uvicorn", "--app-dir", str(site), "--factory",
@@ -187,12 +207,12 @@ def embedded(state: Path) -> Iterator[Callable[[], None]]:
 
     def wait() -> None:
         _wait("the embedded Prefect server", process, api + "/health", str(logs / "prefect-embedded.log"))
-        starting.close()
+        held.close()
 
     try:
         yield wait
     finally:
-        starting.close()
+        held.close()
         _drain()
         _stop([process.pid], grace=10)
         if previous is None:
@@ -234,13 +254,24 @@ def _entry(process: subprocess.Popen, base: str | None, log: Path) -> dict:
             "kept": True}
 
 
+def _note(state: Path, alive: dict[str, dict], name: str, process: subprocess.Popen, base: str | None, log: Path) -> None:
+    """Write down what was just started, before anything else can fail: what is in no file cannot be stopped later."""
+    alive[name] = _entry(process, base, log)
+    try:
+        atomic_write_json(_file(state), alive)
+    except BaseException:  # a full disk, an interrupt
+        _stop([process.pid], grace=5, kept=True)
+        raise
+
+
 def _wait(name: str, process: subprocess.Popen, health: str, log: str) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
             if shutil.disk_usage(Path(log).parent).free < 2**20:
                 raise ServiceError(f"{name} did not start: {refusal(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), log))}")
-            raise ServiceError(f"{name} ended with status {process.returncode} while starting. Its log: {log}\n{_tail(log)}")
+            newer = "Its database was written by a newer version of it; install that one (`pip install -U prefect mlflow`), or set POSTTRAIN_HOME to another directory. " if "Can't locate revision" in _tail(log, 60) else ""
+            raise ServiceError(f"{name} ended with status {process.returncode} while starting. {newer}Its log: {log}\n{_tail(log)}")
         if answers(health):
             return
         time.sleep(0.1)
@@ -267,6 +298,14 @@ def _port(host: str, wanted: int | None, usual: int) -> int:
             raise ServiceError(f"port {wanted} is taken; give another one or none (a free one is then chosen)")
         return wanted
     return usual if _is_free(host, usual) else _free(host)
+
+
+def _last_port(state: Path, name: str) -> int:
+    """The port at which a service of `state` was started last and not stopped since, else the usual one."""
+    try:
+        return urllib.parse.urlsplit(recorded(state)[name]["url"]).port or PORTS[name]
+    except (KeyError, TypeError, ValueError):
+        return PORTS[name]
 
 
 def _is_free(host: str, port: int) -> bool:
@@ -298,6 +337,11 @@ def _without(environment: dict[str, str], name: str) -> dict[str, str]:
 
 def down(state: Path, *, say=lambda text: None) -> list[str]:
     """Cancel the worker's runs, stop every service with everything it started; returns the names stopped."""
+    with _starting(state, say):
+        return _down(state, say)
+
+
+def _down(state: Path, say) -> list[str]:
     alive = running(state)
     if "prefect" in alive and "worker" in alive and answers(alive["prefect"]["url"] + "/api/health"):
         os.environ["PREFECT_API_URL"] = alive["prefect"]["url"] + "/api"

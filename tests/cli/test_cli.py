@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -322,6 +323,27 @@ def test_a_server_that_does_not_answer_and_a_home_that_is_none_are_told(posttrai
     monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "file" / "home"))
     with pytest.raises(ConfigError, match="set POSTTRAIN_HOME to a directory"):
         env.state_dir()
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "what?now" / "home"))  # both servers would keep their tables in one file named `what`
+    with pytest.raises(ConfigError, match="question mark.*set POSTTRAIN_HOME to a directory without"):
+        env.state_dir()
+    assert not (tmp_path / "what?now").exists()
+
+
+def test_a_server_that_started_is_written_down_though_the_next_one_fails(posttrain, tmp_path):
+    """Else nothing could stop it: `down` knows what services.json names."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "is taken" in posttrain("up", "--mlflow-port", taken.getsockname()[1], code=1).stderr
+    assert "prefect" in posttrain("down").stdout
+
+
+def test_a_server_that_died_comes_back_at_its_port(tmp_path):
+    """Runs that outlive it, and links, know no other."""
+    from flows import services
+
+    assert services._last_port(tmp_path, "mlflow") == services.PORTS["mlflow"]
+    (tmp_path / "services.json").write_text(json.dumps({"mlflow": {"url": "http://127.0.0.1:45321", "pid": 1, "started": 0.0}, "worker": {"url": None}}))
+    assert services.running(tmp_path) == {}
+    assert services._last_port(tmp_path, "mlflow") == 45321 and services._last_port(tmp_path, "prefect") == services.PORTS["prefect"]
 
 
 def test_the_line_of_a_step_shows_results_and_no_bounds():

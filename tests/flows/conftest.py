@@ -30,6 +30,7 @@ class Servers:
         self.env |= {"POSTTRAIN_HOME": str(home), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "offline")]),
                      "POSTTRAIN_GRACE_SECONDS": "2", "OFFLINE_LOG": str(self.calls_home)}
         self.urls: dict[str, str] = {}
+        self.urls_beside: dict[str, str] = {}  # of a second `up` at the same moment
 
     def cli(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
         done = subprocess.run([sys.executable, "-m", "flows.cli", *arguments], capture_output=True, text=True,
@@ -100,7 +101,9 @@ class Servers:
 def servers(tmp_path_factory):
     one = Servers(tmp_path_factory.mktemp("servers"))
     try:
-        one.urls = one.json("up")
+        with subprocess.Popen([sys.executable, "-m", "flows.cli", "up", "--json"], stdout=subprocess.PIPE, env=one.env, cwd=ROOT, text=True) as beside:
+            one.urls = one.json("up")
+            one.urls_beside = json.loads(beside.stdout.read().splitlines()[-1])
         one.deployed = one.json(*DEPLOY)
         yield one
     finally:

@@ -8,6 +8,7 @@ import sys
 
 import jsonschema
 import psutil
+import pytest
 
 from flows.services import answers
 from tests.common import stage_processes
@@ -33,6 +34,15 @@ def test_interval_schedule_creates_runs(servers):
     assert len(runs) >= 2
 
 
+def test_two_ups_at_once_start_each_server_once(servers):
+    """The second waits and finds what the first started; a server that services.json does not know could not be stopped."""
+    assert servers.urls == servers.urls_beside
+    known = {row["pid"] for row in json.loads((servers.home / "services.json").read_text()).values()}
+    found = {process.pid for process in psutil.process_iter(["cmdline", "cwd"])
+             if process.info["cwd"] == str(servers.home.resolve()) and "flows.keep" in (process.info["cmdline"] or [])}
+    assert found == known and len(known) == 3
+
+
 def test_nightly_schedule_is_active(servers):
     schedules = servers.deployment("post_training/post_training-nightly")["schedules"]
     assert [(schedule["active"], schedule["schedule"]["cron"]) for schedule in schedules] == [(True, NIGHTLY)]
@@ -41,7 +51,7 @@ def test_nightly_schedule_is_active(servers):
 def test_deploy_is_idempotent(servers):
     def registered():
         return (sorted((row["name"], row["id"], len(row["schedules"])) for row in servers.api("/deployments/filter", {"limit": 200})),
-                sorted(row["name"] for row in servers.api("/automations/filter", {"limit": 200})),
+                sorted((row["name"], row["id"]) for row in servers.api("/automations/filter", {"limit": 200})),  # a new one forgets the heartbeats of dead runs
                 sorted(row["name"] for row in servers.api("/work_pools/posttrain/queues/filter", {})))
 
     before = registered()
@@ -86,6 +96,11 @@ def test_deploying_again_writes_what_differs_and_leaves_the_rest(servers):
     assert [schedule["active"] for schedule in now["post_training/post_training-nightly"]["schedules"]] == [True]
     assert now["stage-world/stage-world"]["description"] == world["description"] != "edited"
     assert now["stage-mix/stage-mix"]["updated"] == rows["stage-mix/stage-mix"]["updated"]
+
+
+def test_a_parameter_that_a_flow_does_not_have_is_refused_before_a_run_is_made(servers):
+    with pytest.raises(AssertionError, match="409.*Additional properties are not allowed.*sead"):
+        servers.start("stage-world/stage-world", {"sead": 1})
 
 
 def test_forms_are_valid_json_schemas(servers):
