@@ -18,7 +18,8 @@ CODES = {
     "bad_label": "a label outside its scale (label_prob is P(chosen preferred), 0.5 to 1: swap the answers below that; orientation is low_is_a or high_is_a; train_turns and "
                  "weight must leave an assistant turn to train; signals of a product that are not known have a weight in event_map)",
     "scale_unknown": "a number as the label of A or B whose meaning is not said: write n_points=5 for a scale where 1 = A much better, or label_map='{\"1\": \"A\", \"2\": \"B\"}'",
-    "label_unsaid": "two labels that need not agree: write label_column=better_response_id (more helpful) or label_column=safer_response_id (safer)",
+    "label_unsaid": "two labels that need not agree: write label_column=NAME for the one that counts, for PKU-SafeRLHF label_column=better_response_id (more helpful) or "
+                    "label_column=safer_response_id (safer)",
     "no_final_answer": "a question without an answer to check: a proof is asked for, or no answer was found",
     "orphan_message": "a message whose parent is not in its tree (the messages of a tree must follow each other: sort the file by message_tree_id)",
     "left_out_message": "a message that was deleted or failed its review, or that follows such a one",

@@ -300,3 +300,16 @@ def test_a_file_of_which_every_row_is_refused_says_why(tmp_path):
                                         ([ab("A"), ab("A", a="bb", b="aa\n")], "contradicts_row")])
 def test_white_space_at_the_ends_is_no_difference(tmp_path, rows, code):
     assert made(tmp_path, rows, kind="pairs/1").codes() == {2: [code]}
+
+
+def test_two_labels_that_do_not_agree_are_asked_about(tmp_path):
+    """A comparison whose columns name different winners says nothing until one of them is chosen; where they agree nothing is asked."""
+    rows = [{"prompt": f"p{i}", "response_a": "a", "response_b": "b", "label": label, "winner": winner} for i, (label, winner) in enumerate(
+        (("A", "model_a"), ("A", "B"), ("tie", "model_b"), ("B", "B"), (1, "model_a"), (1, "model_b"), ("A", "human"), ("B", None)))]
+    source = write_lines(tmp_path / "x.jsonl", rows)
+    result = ingest(source, tmp_path / "w", kind="comparisons/1", n_points=2, max_quarantine_fraction=1)
+    assert result.codes() == {2: ["label_unsaid"], 3: ["label_unsaid"], 6: ["label_unsaid"]}
+    with pytest.raises(StageFailure, match="write label_column=NAME for the one that counts"):
+        ingest(source, tmp_path / "w2", kind="comparisons/1", n_points=2)
+    chosen = ingest(source, tmp_path / "w3", kind="comparisons/1", n_points=2, label_column="winner", max_quarantine_fraction=1)
+    assert [row["votes"] for row in chosen.rows] == [["A"], ["B"], ["B"], ["B"], ["A"], ["B"]] and chosen.codes() == {7: ["bad_label"], 8: ["missing_column"]}
