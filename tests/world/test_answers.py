@@ -65,7 +65,9 @@ LETTERS = [  # (what is said, the letter that is read, the letter by the sentenc
     ("The answer is (A) or (B)", None, None), ("Answer: A or C", None, None), ("Answer: A, B", None, None), ("The answer is I don't know", None, None), ("The answer is a bee", None, None), ("The answer is A bee", None, None),
     (r"\boxed{A, B}", None, None), (r"\boxed{A B}", None, None), (r"\boxed{B, honey}", "B", None), ("<answer>B; A</answer>", None, None), ("Answer: (A) (B)", None, None), ("Answer: B; A", None, None), ("Answer: B (or A)", None, None), ("(A)(B)", None, None),
     ("The answer is A. No: the answer is B.", "B", None), ("(A) or (B)", None, None), ("not (B)", None, None), ("The answer isn't (B)", None, None), ("Answer: B, but maybe A", None, None), ("The answer is B) A bee makes it", "B", None), ("Answer: B A is wrong", "B", None), ("(A) is wrong, so (B)", "B", None),
-    ("I think A is wrong", None, None), ("The answer is Banana", None, None), ("", None, None)]
+    ("Therefore, the answer is (A) or (B)", None, "A"), ("Therefore, the answer is (B)/(C).", None, "B"), ("Therefore, the answer is (B), and also (C)", None, "B"), ("Therefore, the answer is (B). (A) is wrong.", "B", "B"),
+    ("Therefore, the answer is (B) - I am sure", "B", "B"), ("The answer is A, or B", None, None), ("The answer is A - B", None, None), ("The answer is A+B", None, None), ("The answer is A as well as B", None, None),
+    ("Answer: A (or, alternatively, B)", None, None), ("The answer is B - a bee", "B", None), ("I think A is wrong", None, None), ("The answer is Banana", None, None), ("", None, None)]
 
 
 @pytest.mark.parametrize("said, letter, strict", LETTERS)
