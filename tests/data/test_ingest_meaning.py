@@ -313,3 +313,20 @@ def test_two_labels_that_do_not_agree_are_asked_about(tmp_path):
         ingest(source, tmp_path / "w2", kind="comparisons/1", n_points=2)
     chosen = ingest(source, tmp_path / "w3", kind="comparisons/1", n_points=2, label_column="winner", max_quarantine_fraction=1)
     assert [row["votes"] for row in chosen.rows] == [["A"], ["B"], ["B"], ["B"], ["A"], ["B"]] and chosen.codes() == {7: ["bad_label"], 8: ["missing_column"]}
+
+
+def test_stored_completions_of_a_prompt_with_two_answers_are_not_scored(tmp_path):
+    """They know their prompt by its text, so by which answer they were judged is not known: refused, where the last one counted. Prompts that nobody asked, and repeated ones, do no harm."""
+    from types import SimpleNamespace
+
+    from stages.generation import by_prompt_id
+
+    source = write_lines(tmp_path / "x.jsonl", [{"prompt": "p", "answer": "4"}, {"prompt": "q", "answer": "1"}, {"prompt": "p", "answer": "5"}])
+    rows = ingest(source, tmp_path / "w", deduplicate="exact").rows
+    assert len(rows) == 3 and rows[0]["prompt_id"] == rows[2]["prompt_id"]
+    stage = SimpleNamespace(name="rescore")
+    with pytest.raises(ConfigError, match="rescore: 1 prompts come twice with different answers, tests or constraints, for example 'p'.*deduplicate=auto"):
+        by_prompt_id(stage, rows, {row["prompt_id"] for row in rows})
+    found = by_prompt_id(stage, [rows[0], rows[1], rows[0], dict(rows[1])], {row["prompt_id"] for row in rows})
+    assert [row["answer"] for row in found.values()] == ["4", "1"]
+    assert by_prompt_id(stage, rows, {rows[1]["prompt_id"]})[rows[1]["prompt_id"]]["answer"] == "1"
