@@ -128,6 +128,23 @@ def prompt_rows(stage, dataset, split: str | None, renderer, max_prompt_length: 
     return rows
 
 
+def by_prompt_id(stage, rows, wanted) -> dict[str, dict]:
+    """{prompt_id: prompt row} for scoring stored completions, which know their prompt by its text. Raises ConfigError where one of the ``wanted`` ids has rows with different
+    answers, tests or constraints: by which of them a completion was to be judged is not stored."""
+    from stages.spec import ConfigError
+
+    found, apart = {}, {}
+    for row in rows:
+        first = found.setdefault(row["prompt_id"], row)
+        if first is not row and row["prompt_id"] in wanted and any((first.get(name) or None) != (row.get(name) or None) for name in ("answer", "tests", "constraints")):
+            apart[row["prompt_id"]] = row
+    if apart:
+        row = next(iter(apart.values()))
+        raise ConfigError(f"{stage.name}: {len(apart)} prompts come twice with different answers, tests or constraints, for example {(row['prompt'][-1].get('content') or '')[:80]!r}, and stored "
+                          "completions do not say which of them they answer; ingest the prompts with deduplicate=auto, which keeps the first, and sample again")
+    return found
+
+
 def sampling_params(config, renderer):
     """What a stage's settings ask of an engine. A stop string that is a special token is a stop token: texts are without special tokens."""
     from stages.decoding.sampler import unseen_tokens

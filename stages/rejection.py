@@ -221,7 +221,7 @@ def rescore(stage) -> None:
     from itertools import groupby
 
     from stages.chat import stage_renderer
-    from stages.generation import Sample, opens_thought, prompt_ids, score, stored_completion
+    from stages.generation import Sample, by_prompt_id, opens_thought, prompt_ids, score, stored_completion
     from stages.reward.rewards import build_rewards
     from stages.selection import top_k_per_prompt
     from storage.schema import complete_row
@@ -229,8 +229,8 @@ def rescore(stage) -> None:
     config = stage.config
     if any(component.kind == "rubric" for component in config.rewards):
         raise ConfigError("rejection: a rubric is scored anew by stage rescore; give its output as candidates, or leave kind=rubric out")
-    prompts = {row["prompt_id"]: row for row in stage.dataset("prompts").iter_rows()}
     groups = [list(rows) for _, rows in groupby(sorted(joined(stage), key=lambda row: (row["prompt_idx"], row["completion_idx"])), key=lambda row: row["prompt_idx"])]
+    prompts = by_prompt_id(stage, stage.dataset("prompts").iter_rows(), {rows[0]["prompt_id"] for rows in groups})
     lost = [rows[0]["prompt_id"] for rows in groups if rows[0]["prompt_id"] not in prompts]
     if lost:
         raise ConfigError(f"rejection: the input prompts lacks {len(lost)} prompts of the candidates (first {lost[0]}); give the prompts that they were sampled for")

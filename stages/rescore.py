@@ -116,10 +116,10 @@ def _renderer(stage, kind: str):
 def _asked(stage, kind: str, rows, renderer) -> list[dict]:
     """The rows as scorers take them."""
     from stages.decoding.sampler import text_of
-    from stages.generation import opens_thought, stored_completion
+    from stages.generation import by_prompt_id, opens_thought, stored_completion
     from stages.spec import ConfigError
 
-    prompts = {row["prompt_id"]: row for row in stage.dataset("prompts").iter_rows()}
+    prompts = by_prompt_id(stage, stage.dataset("prompts").iter_rows(), {row["prompt_id"] for row in rows})
     lost = sorted({row["prompt_id"] for row in rows} - set(prompts))
     if lost:
         raise ConfigError(f"rescore: the input prompts lacks {len(lost)} prompts of the data (first {lost[0]}); give the prompts dataset of the run that "

@@ -296,6 +296,8 @@ def row_id(kind: str, row: dict) -> str:
     for name in columns:
         if name == "annotator_id":
             content[name] = (row.get("ann") or {}).get("annotator_id")
+        elif name == "tests" and row.get(name):     # Parquet gives every test all of its fields, null where it has none
+            content[name] = [clean_message(test) for test in row[name]]
         else:
             content[name] = _clean(row.get(name))
     if full == "comparisons/1" and row.get("criteria"):         # one annotator, two criteria: two rows

@@ -158,7 +158,7 @@ def _values(records: Sequence[dict], metric: str) -> dict[str, tuple[list[float]
     mode = next((name for name in modes if name in present), None)
     grouped: dict[str, tuple[list[float], str]] = {}
     for record in records:
-        if record["mode"] == mode and (value := read(record)) is not None and math.isfinite(value):
+        if record["mode"] == mode and not record.get("error") and (value := read(record)) is not None and math.isfinite(value):  # of a request that failed there is no answer
             grouped.setdefault(record["item_id"], ([], cluster_of(record)))[0].append(value)
     return grouped
 
@@ -251,6 +251,9 @@ def policy_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED) -> dict[
     failed = [failures(r.get("parts") or {}, r.get("unscorable")) for r in sampled]
     for name in sorted({name for one in failed for name in one}):
         metrics[f"reward/{name}/unscorable_fraction"] = Metric(float(np.mean([name in one for one in failed])), len(failed))
+    sampled = [r for r in sampled if not r.get("error")]
+    if not sampled:
+        return metrics
     by_item: dict[str, list[dict]] = defaultdict(list)
     for record in sampled:
         by_item[record["item_id"]].append(record)

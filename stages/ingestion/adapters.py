@@ -313,6 +313,11 @@ def _comparison(row: dict, options) -> tuple[str, dict, set]:
                 raise Bad("bad_label")
             likert(number, points, orientation)
             out |= {"label_kind": "likert", "n_points": points, "label": int(number), "orientation": orientation}
+        won = votes(out["votes"])["winner"] if "votes" in out else likert(out["label"], out["n_points"], out["orientation"])[0]
+        for other in {row.get(name) for name in ("preference", "choice", "winner") if isinstance(row.get(name), str)} if "label" not in options.columns() else ():
+            other = options.label_map.get(_label_name(other), _WINNERS.get(other.strip().lower(), other.strip()))
+            if other.lower() in ("a", "b", "tie") and other.lower() != won.lower():
+                raise Bad("label_unsaid")
     if isinstance(row.get("criteria"), str) and row["criteria"]:
         out["criteria"] = row["criteria"]
     if (turn := whole_number(row.get("turn_index"))) is not None:

@@ -85,8 +85,9 @@ def choices_of(row: dict) -> tuple[list[str], list[str] | None, tuple[str, ...]]
             texts, _ = _texts(found["text"])
             labels = found.get("label")
             return texts, [str(label) for label in labels] if isinstance(labels, list) and len(labels) == len(texts) else None, (name,)
-        if isinstance(found, dict) and found and all(key in LETTERS for key in found):  # {"A": ..., "B": ...}
-            return (*_texts([found[key] for key in sorted(found)]), (name,))
+        if isinstance(found, dict) and found and all(key in LETTERS for key in found):  # {"A": ..., "B": ...}; in a table what a question lacks is null
+            letters = sorted(key for key in found if found[key] is not None)
+            return _texts([found[key] for key in letters])[0], letters, (name,)
         if isinstance(found, list) and found:
             return (*_texts(found), (name,))
     for letters in (LETTERS, LETTERS.lower()):
@@ -158,7 +159,8 @@ def multiple_choice(row: dict, options) -> tuple[str, dict, set]:
 def chosen(answer: Any, texts: list[str], labels: list[str] | None, base: int = 0) -> int:
     """Index of the choice that an answer names. Raises Bad(missing_column) without one, Bad(choice_unknown) where it names none, or two.
 
-    Labels of the source count first. Without them a number is an index from ``base``, a letter the choice at its place, anything else the text of a choice.
+    Labels of the source count first, and a number or letter that is none of its numbers or letters names nothing. Without labels of its form a number is an index from ``base``, a letter
+    the choice at its place, anything else the text of a choice.
     """
     if answer is None:
         raise Bad("missing_column")
@@ -167,12 +169,15 @@ def chosen(answer: Any, texts: list[str], labels: list[str] | None, base: int = 
     said = str(int(answer)) if isinstance(answer, float) and answer == int(answer) else str(answer).strip()
     meant = {index for index, text in enumerate(texts) if text.strip() == said} if isinstance(answer, str) else set()
     plain = said.strip("().").upper()
+    named = [label.strip("().").upper() for label in labels or ()]
     if labels is not None and said in labels:
         meant = {labels.index(said)}
-    elif re.fullmatch(r"\d+", said):
+    elif plain in named:
+        meant |= {index for index, label in enumerate(named) if label == plain}
+    elif re.fullmatch(r"\d+", said) and not any(label.isdigit() for label in named):      # a source that counts has no other numbers
         index = int(said) - base
         meant |= {index} if 0 <= index < len(texts) else set()
-    elif len(plain) == 1 and plain in LETTERS[:len(texts)]:
+    elif len(plain) == 1 and plain in LETTERS[:len(texts)] and not any(label in LETTERS for label in named):
         meant |= {LETTERS.index(plain)}
     if len(meant) != 1:
         raise Bad("choice_unknown")

@@ -331,7 +331,8 @@ def _ratings_to_demonstrations(have, rows, options, draw):
     best = max(first, key=lambda key: (wins[key], fmean(scores[key])))
     if options.threshold is not None and fmean(scores[best]) < options.threshold:
         return [], {"below_threshold": 1}, {}
-    return [_derived(have, first[best], _as_demonstration(first[best]["prompt"], first[best]["completion"]))], {}, {}
+    others = sum(_key(row["completion"]) != best for row in rows)
+    return [_derived(have, first[best], _as_demonstration(first[best]["prompt"], first[best]["completion"]))], {"not_best": others} if others else {}, {}
 
 
 def _unpaired_to_pairs(have, rows, options, draw):

@@ -23,7 +23,7 @@ from stages.ingestion.formats import _ASKED, Adapter, known_columns, rename
 from stages.ingestion.near_duplicates import NearDuplicates, group_id
 from stages.ingestion.published import adapter_of
 from stages.ingestion.rules import Bad
-from stages.ingestion.seen import SeenRows
+from stages.ingestion.seen import SeenRows, of_group
 from stages.ingestion.sources import Reading, Record, SourceError, SourceFile, canonical_bytes, find_files, head_rows, parse_json, split_named
 from stages.spec import ConfigError
 from stages.verification.choices import question_of
@@ -217,7 +217,7 @@ class Ingestion:
         database = stage.workdir / "ingest.sqlite"
         self.data = stage.writer("data", self.kind)
         self.quarantine = stage.writer("quarantine", "quarantine/1")
-        self.seen = SeenRows(database, state.get("position") if found else None)
+        self.seen = SeenRows(database, state.get("position") if found else None, state.get("group") if state.get("phase") == "group" else None)
         if not self.seen.valid:                 # the scratch file is behind: start again
             state = {}
             self.data.truncate(0)
@@ -534,9 +534,9 @@ class Ingestion:
         total = self.seen.count_groups()
         done = 0
         for gid, staged in self.seen.groups(after):
-            rows, have = [item["row"] for _, item in staged], staged[0][1]["kind"]
-            kept, gone = votes.settle_events(rows) if have == "unpaired/1" and self.dataset is None else (range(len(rows)), {})
-            rows_out, reasons, lost = self._settle(have, [rows[index] for index in kept], gid)
+            rows, kinds = [item["row"] for _, item in staged], [item["kind"] for _, item in staged]
+            kept, gone = votes.settle_events(rows) if kinds[0] == "unpaired/1" and self.dataset is None else (range(len(rows)), {})
+            rows_out, reasons, lost = self._settle([kinds[index] for index in kept], [rows[index] for index in kept], gid)
             lost = gone | {kept[index]: code for index, code in lost.items()}
             self.counts.drop({reason: count for reason, count in reasons.items() if count})
             refused = {staged[index][1]["seq"] for index in lost}
@@ -548,7 +548,7 @@ class Ingestion:
                 self._raw_name = (item["source"], Record(item["line"], None, item["row"], None))
                 self._refuse((code,))
             self.counts.rows_kept += len(seqs)
-            self._write(rows_out, staged[0][1]["source"], gid)
+            self._write(rows_out, staged[0][1]["source"], of_group(self.position, gid), once=self.kind not in kinds)
             done += 1
             if done % 1_000 == 0:
                 self.stage.progress(done, total, f"{done:,} of {total:,} groups")
@@ -556,25 +556,33 @@ class Ingestion:
                 self._checkpoint("group", group=gid)
         self.stage.progress(total, total, f"{total:,} groups")
 
-    def _settle(self, have: str, rows: list[dict], gid: int) -> tuple[list[dict], dict[str, int], dict[int, str]]:
-        """(rows out, dropped by reason, {index of an input row: why nothing came of it}) of the rows of one group."""
-        config = self.config
+    def _settle(self, kinds: list[str], rows: list[dict], gid: int) -> tuple[list[dict], dict[str, int], dict[int, str]]:
+        """(rows out, dropped by reason, {index of an input row: why nothing came of it}) of the rows of one group; beside comparisons there may be pairs that were made of others."""
+        config, have = self.config, "comparisons/1" if "comparisons/1" in kinds else kinds[0] if kinds else self.kind
         if have == "comparisons/1":
-            items: dict[bytes, list[int]] = {}
-            for index, row in enumerate(rows):
-                items.setdefault(votes.item_key(row), []).append(index)
-            pairs, lost = [], {}
+            items: dict[Any, list[int]] = {}
+            for index, (kind, row) in enumerate(zip(kinds, rows)):
+                items.setdefault(votes.item_key(row) if kind == have else index, []).append(index)
+            pairs, owners, lost, merged = [], [], {}, 0
             for indices in items.values():
-                made, gone = votes.settle_comparisons([rows[index] for index in indices], config)
+                made, gone = votes.settle_comparisons([rows[index] for index in indices], config) if kinds[indices[0]] == have else ([rows[indices[0]]], {})
                 pairs += made
+                owners += [indices] * len(made)
                 lost |= {indices[index]: code for index, code in gone.items()}
-            reasons = {"merged_votes": len(rows) - len(pairs) - len(lost)}
+                merged += len(indices) - len(made) - len(gone)
+            reasons = {"merged_votes": merged}
             if self.kind == "pairs/1" or not pairs:
                 return pairs, reasons, lost
             if ("pairs/1", self.kind) in conversions.ROWWISE:
-                return [new for pair in pairs for new in conversions.rowwise("pairs/1", self.kind, pair, config, self._draw(gid))], reasons, lost
+                out: list[dict] = []
+                for pair, indices in zip(pairs, owners):
+                    try:
+                        out += conversions.rowwise("pairs/1", self.kind, pair, config, self._draw(gid))
+                    except Bad as bad:
+                        lost |= dict.fromkeys(indices, bad.codes[0])
+                return out, reasons, lost
             out, more, none = conversions.grouped("pairs/1", self.kind, pairs, config, self._draw(gid))
-            return out, reasons | more, lost if out or not none else dict.fromkeys(range(len(rows)), next(iter(none.values()))) | lost
+            return out, reasons | more, lost | {index: code for at, code in none.items() for index in owners[at]}
         if have == self.kind == "unpaired/1":
             out, lost = votes.settle_labels(rows, config.on_conflict)
         elif have == self.kind == "pairs/1" and config.contradictions == "keep_as_votes":

@@ -95,6 +95,8 @@ def _records(form: Form, records: Iterator[Record], options, columns: dict | Non
         except Bad as bad:
             yield Record(record.line, raw, None, bad.codes[0])
             continue
+        if not rows:                    # nothing vanishes
+            yield Record(record.line, raw, None, "missing_column")
         for row in rows:
             yield Record(record.line, raw, row, None)
 
@@ -332,7 +334,8 @@ def _votes(row: dict, options) -> list[dict]:
 def _oasst(records: Iterator[Record], options) -> Iterator[Record]:
     """Messages of OpenAssistant, those of a tree one after the other, or whole trees: the replies to each path of messages.
 
-    Ranked replies become a ranking; where demonstrations are wanted, the best reply. Messages that are deleted or failed their review are left out with what follows them.
+    Ranked replies become a ranking, fewer than two of them `no_pair`; where demonstrations are wanted, the best reply. Messages that are deleted or failed their review are left out with what
+    follows them (`left_out_message`).
     """
     tree, nodes = None, []
     for record in records:
@@ -368,11 +371,13 @@ def _replies(nodes: list[tuple[int, dict]], options) -> Iterator[Record]:
         parent = row.get("parent_id")
         if parent is not None and parent not in known:
             yield Record(line, canonical_bytes(row), row, "orphan_message")
-        elif row.get("deleted") is not True and row.get("review_result") is not False:
+        elif not _left_out(row):
             children.setdefault(parent, []).append((line, row))
     waiting: list[tuple[int, dict, list[dict]]] = [(*node, []) for node in reversed(children.get(None, []))]
+    reached: set[int] = set()
     while waiting:
         line, row, path = waiting.pop()
+        reached.add(id(row))
         role = {"prompter": "user", "assistant": "assistant"}.get(row.get("role"))
         if role is None or not isinstance(row.get("text"), str):
             yield Record(line, canonical_bytes(row), None, "bad_role" if role is None else "wrong_type")
@@ -389,9 +394,20 @@ def _replies(nodes: list[tuple[int, dict]], options) -> Iterator[Record]:
         else:
             ranked = [reply for _, reply in answers if _number(reply.get("rank"))]
             if len(ranked) < 2:
+                yield Record(line, canonical_bytes(row), None, "no_pair")
                 continue
             made = {"prompt": path, "completions": [reply.get("text") for reply in ranked], "ranks": [reply["rank"] for reply in ranked], **about}
         yield Record(line, canonical_bytes(made), made, None)
+    for line, row in nodes:
+        if id(row) not in reached and (row.get("parent_id") is None or row["parent_id"] in known):
+            above, seen = row, {id(row)}
+            while not _left_out(above) and (above := known.get(above.get("parent_id"))) is not None and id(above) not in seen:
+                seen.add(id(above))
+            yield Record(line, canonical_bytes(row), None, "orphan_message" if above is None or not _left_out(above) else "left_out_message")
+
+
+def _left_out(row: dict) -> bool:
+    return row.get("deleted") is True or row.get("review_result") is False
 
 
 # -- steps -------------------------------------------------------------------------------------------------

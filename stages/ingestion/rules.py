@@ -18,9 +18,11 @@ CODES = {
     "bad_label": "a label outside its scale (label_prob is P(chosen preferred), 0.5 to 1: swap the answers below that; orientation is low_is_a or high_is_a; train_turns and "
                  "weight must leave an assistant turn to train; signals of a product that are not known have a weight in event_map)",
     "scale_unknown": "a number as the label of A or B whose meaning is not said: write n_points=5 for a scale where 1 = A much better, or label_map='{\"1\": \"A\", \"2\": \"B\"}'",
-    "label_unsaid": "two labels that need not agree: write label_column=better_response_id (more helpful) or label_column=safer_response_id (safer)",
+    "label_unsaid": "two labels that need not agree: write label_column=NAME for the one that counts, for PKU-SafeRLHF label_column=better_response_id (more helpful) or "
+                    "label_column=safer_response_id (safer)",
     "no_final_answer": "a question without an answer to check: a proof is asked for, or no answer was found",
     "orphan_message": "a message whose parent is not in its tree (the messages of a tree must follow each other: sort the file by message_tree_id)",
+    "left_out_message": "a message that was deleted or failed its review, or that follows such a one",
     "ignored_event": "a product signal that event_map gives the weight 0",
     "superseded_event": "another signal about the same answer counts: explicit ones (thumbs, edits) before behaviour, then the last one",
     "missing_aspect": "a rating without an aspect that aspect_weights weighs",
@@ -61,7 +63,7 @@ CODES = {
 }
 # Left out by a policy or a conversion rather than damaged: they do not count towards
 # max_quarantine_fraction.
-POLICY_CODES = frozenset(("all_tied", "no_pair", "contaminated", "near_duplicate", "quality_control", "no_final_answer", "ignored_event", "superseded_event"))
+POLICY_CODES = frozenset(("all_tied", "no_pair", "contaminated", "near_duplicate", "quality_control", "no_final_answer", "ignored_event", "superseded_event", "left_out_message"))
 # Answers that every verifier of their type reads as themselves, the usual ones: short texts without marks, and numbers.
 _PLAIN = {True: re.compile(r"[+-]?\d{1,300}(\.\d{1,50})?"), False: re.compile(r"\w[\w ]{0,200}")}
 # Of IFEval, but without a checker here: such prompts are kept, and their constraints cannot be scored.

@@ -16,14 +16,21 @@ import orjson
 ROWS_PER_SEQ = 4096            # room for the rows that one input row expands to
 
 
+def of_group(rows: int, gid: int) -> int:
+    """Position of a group's keys: behind all `rows` input rows, in the order of groups."""
+    return rows + 1 + gid
+
+
 class SeenRows:
     """First-seen keys (16 bytes each) and staged rows by group.
 
     path: the file, removed first unless `resume_at` (the input position of the checkpoint) is given
-    and the file covers it; `self.valid` is False where a wanted resume was impossible.
+    and the file covers it; `self.valid` is False where a wanted resume was impossible. after_group:
+    the last group that was done, where the checkpoint is one of the second pass over groups, whose
+    keys come at :func:`of_group`.
     """
 
-    def __init__(self, path: Path, resume_at: int | None = None):
+    def __init__(self, path: Path, resume_at: int | None = None, after_group: int | None = None):
         self.path, self.valid = Path(path), True
         if resume_at is None:
             self._remove()
@@ -35,7 +42,8 @@ class SeenRows:
                 self._remove()
                 self.valid, self.db = False, self._connect()
             else:
-                for table, first in (("seen", resume_at), ("splits", resume_at), ("labels", resume_at), ("groups", resume_at * ROWS_PER_SEQ), ("staged", resume_at * ROWS_PER_SEQ)):
+                keys = resume_at if after_group is None else of_group(resume_at, after_group + 1)
+                for table, first in (("seen", keys), ("splits", keys), ("labels", resume_at), ("groups", resume_at * ROWS_PER_SEQ), ("staged", resume_at * ROWS_PER_SEQ)):
                     self.db.execute(f"DELETE FROM {table} WHERE seq >= ?", (first,))
         self._insert = "INSERT OR IGNORE INTO seen VALUES (?, ?)"
 

@@ -23,6 +23,7 @@ UNITS: dict[str, dict[str, F]] = {
     "angle": {"degree deg": F(1), "radian rad": F(572_957_795, 10 ** 7)},
     "time of day": {"am": F(1), "pm": F(2)},
 }
+LONGEST = 80  # characters of a unit and what follows it
 _UNITS = {name: (dimension, size) for dimension, units in UNITS.items() for names, size in units.items() for name in names.split()}
 _WORDS = re.compile(r"\\(?:text|textrm|textit|textbf|mbox|mathrm|mathbf|operatorname) ?\{([^{}]*)\}")
 _NUMBER = re.compile(r"[-+]? ?(?:\\?\$)? ?(?:\d[\d,: ]*(?:\.\d+)?|\.\d+|\\[dtc]?frac ?\{[^{}]*\} ?\{[^{}]*\}|\\sqrt ?\{[^{}]*\}|\\pi|/| )+")
@@ -43,6 +44,8 @@ def unit_of(answer: str) -> tuple[tuple[tuple[str, int], ...], F] | None:
         return None
     if not (behind := text[number.end():].strip(" .*_$()")):
         return ((("money", 1),), F(1)) if money else None
+    if len(behind) > LONGEST:
+        return None
     powers: dict[str, int] = {}
     size, sign, power, last, tokens = F(1), 1, 1, None, _TOKEN.findall(behind)
     for at, token in enumerate(tokens):
@@ -56,7 +59,10 @@ def unit_of(answer: str) -> tuple[tuple[tuple[str, int], ...], F] | None:
             power = 2 if token in ("square", "sq") else 3
         elif last and (token[0] == "^" or token in "²³"):
             (dimension, one), before = last
-            now = (1 if before > 0 else -1) * {"²": 2, "³": 3}.get(token, int(re.sub(r"[^-\d]", "", token) or 1))
+            written = {"²": "2", "³": "3"}.get(token, re.sub(r"[^-\d]", "", token))
+            if len(written.lstrip("-")) > 1:  # no unit, and a size that grows without bound
+                return None
+            now = (1 if before > 0 else -1) * int(written)
             powers[dimension] += now - before
             size, last = size * one ** (now - before), (last[0], now)
         elif token in ("/", "per") and last:

@@ -217,7 +217,7 @@ _SAID = re.compile(r"(?i:answer(?:\s{1,3}is|\s{0,3}[:=])\s{0,3}(?:the\s)?(?:opti
 
 def _another(behind: str) -> bool:
     """Whether another letter is named right behind a first one: ", B", "; A", "(or A)", " (B)"; not the words I and A of a sentence."""
-    found = re.match(r"[\])*_$}\s]{0,9}(?:[,;/|&]|\(?\s{0,3}(?:or|and)\b)?\s{0,3}(?:but\s{1,3}|maybe\s{1,3}|perhaps\s{1,3}|possibly\s{1,3}){0,2}[\[(*_$]{0,9}([A-Z])(?![A-Za-z'’])(.?.?.?)", behind)
+    found = re.match(r"[\])*_$}\s]{0,9}[,;/|&+–-]?\s{0,3}(?:\(?\s{0,3}(?:or|and|as well as)\b,?)?\s{0,3}(?:(?:but|maybe|perhaps|possibly|also|alternatively),?\s{1,3}){0,2}[\[(*_$]{0,9}([A-Z])(?![A-Za-z'’])(.?.?.?)", behind)
     return found is not None and not (found[1] in "IA" and re.match(r" [a-z]", found[2]) and not re.match(r" (?:or|an)", found[2]))
 
 
@@ -226,7 +226,7 @@ def extract_mc_anywhere(text: str) -> str | None:
     named at once ("(A) or (B)"), and for the words I and A of a sentence."""
     strict = extract_mc_letter(text)
     if strict is not None:
-        return strict
+        return None if _another(text[text.rindex(f"Therefore, the answer is ({strict})") + len("Therefore, the answer is (X)"):][:200]) else strict
     for marked in (extract_answer_tag(text), extract_boxed(text)):
         if marked is not None and (found := re.fullmatch(rf"{_LETTER}((?:[.:,;/)\s].*)?)", marked.strip(), re.DOTALL)) and (found[2][:1] in (*".:,;/)", "") or _another(found[2])):
             return None if _another(found[2]) else found[1]

@@ -22,6 +22,11 @@ OPTIONS = "What do bees make?\nA. milk\nB. honey\nC. wax"
     ({"question_stem": "What do bees make?", "choices": {"text": BEES, "label": ["A", "B", "C"]}, "answerKey": "B"}, {}),                   # OpenBookQA
     ({"question": "What do bees make?", "choices": [{"label": label, "text": text} for label, text in zip("ABC", BEES)], "answerKey": "B"}, {}),
     ({"question": "What do bees make?", "options": {"A": "milk", "B": "honey", "C": "wax"}, "answer": "B"}, {}),
+    ({"question": "What do bees make?", "options": {"A": "milk", "B": "honey", "C": "wax", "D": None}, "answer": "B"}, {}),                    # a table with more options elsewhere
+    ({"question": "What do bees make?", "options": {"A": "milk", "C": "honey", "E": "wax"}, "answer": "C"}, {}),                             # letters as the source has them
+    ({"question": "What do bees make?", "options": {"B": "milk", "C": "honey", "D": "wax"}, "answer": "C"}, {}),
+    ({"question": "What do bees make?", "options": {"A": "milk", "B": "honey", "C": "wax"}, "answer": 1}, {}),
+    ({"question": "What do bees make?", "options": {"A": "milk", "B": "honey", "C": "wax"}, "answer": "honey"}, {}),
     ({"question": "What do bees make?", "A": "milk", "B": "honey", "C": "wax", "answer": "B"}, {}),
     ({"question": "What do bees make?", "choices": BEES, "answer": "honey"}, {}),
     ({"goal": "What do bees make?", "sol1": "milk", "sol2": "honey", "sol3": "wax", "label": 1}, {}),                                       # PIQA
@@ -131,3 +136,14 @@ def test_a_benchmark_of_choices_is_looked_for_by_its_questions(tmp_path):
     bench = write_lines(tmp_path / "bench.jsonl", [{"question": question, "choices": ["Saturn, as it turns out after a long count", "Jupiter, as most books still say today"], "answer": 0}])
     source = write_lines(tmp_path / "x.jsonl", [{"prompt": question, "completion": "Saturn"}, {"prompt": "Name a moon.", "completion": "Io"}])
     assert ingest(source, tmp_path / "w", inputs={"benchmarks.b": bench}, decontaminate="coverage").codes() == {1: ["contaminated"]}
+
+
+@pytest.mark.parametrize("answer, labels, index", [("C", ["B", "C", "D"], 1), ("c", ["B", "C", "D"], 1), ("(C)", ["B", "C", "D"], 1), ("A", ["B", "C", "D"], None), ("E", ["B", "C", "D"], None), ("0", ["1", "2", "3"], None),
+                                                   (0, ["1", "2", "3"], None), ("4", ["1", "2", "3"], None), (3, ["1", "2", "3"], 2), ("B", ["1", "2", "3"], 1), (1, ["A", "B", "C"], 1), ("two", ["1", "2", "3"], 1)])
+def test_an_answer_that_is_none_of_the_labels_names_nothing(answer, labels, index):
+    """The letter A where the choices are called B, C and D is an error of the data, not the first choice."""
+    if index is not None:
+        assert chosen(answer, ["one", "two", "three"], labels) == index
+        return
+    with pytest.raises(Bad, match="choice_unknown"):
+        chosen(answer, ["one", "two", "three"], labels)

@@ -300,3 +300,33 @@ def test_a_file_of_which_every_row_is_refused_says_why(tmp_path):
                                         ([ab("A"), ab("A", a="bb", b="aa\n")], "contradicts_row")])
 def test_white_space_at_the_ends_is_no_difference(tmp_path, rows, code):
     assert made(tmp_path, rows, kind="pairs/1").codes() == {2: [code]}
+
+
+def test_two_labels_that_do_not_agree_are_asked_about(tmp_path):
+    """A comparison whose columns name different winners says nothing until one of them is chosen; where they agree nothing is asked."""
+    rows = [{"prompt": f"p{i}", "response_a": "a", "response_b": "b", "label": label, "winner": winner} for i, (label, winner) in enumerate(
+        (("A", "model_a"), ("A", "B"), ("tie", "model_b"), ("B", "B"), (1, "model_a"), (1, "model_b"), ("A", "human"), ("B", None)))]
+    source = write_lines(tmp_path / "x.jsonl", rows)
+    result = ingest(source, tmp_path / "w", kind="comparisons/1", n_points=2, max_quarantine_fraction=1)
+    assert result.codes() == {2: ["label_unsaid"], 3: ["label_unsaid"], 6: ["label_unsaid"]}
+    with pytest.raises(StageFailure, match="write label_column=NAME for the one that counts"):
+        ingest(source, tmp_path / "w2", kind="comparisons/1", n_points=2)
+    chosen = ingest(source, tmp_path / "w3", kind="comparisons/1", n_points=2, label_column="winner", max_quarantine_fraction=1)
+    assert [row["votes"] for row in chosen.rows] == [["A"], ["B"], ["B"], ["B"], ["A"], ["B"]] and chosen.codes() == {7: ["bad_label"], 8: ["missing_column"]}
+
+
+def test_stored_completions_of_a_prompt_with_two_answers_are_not_scored(tmp_path):
+    """They know their prompt by its text, so by which answer they were judged is not known: refused, where the last one counted. Prompts that nobody asked, and repeated ones, do no harm."""
+    from types import SimpleNamespace
+
+    from stages.generation import by_prompt_id
+
+    source = write_lines(tmp_path / "x.jsonl", [{"prompt": "p", "answer": "4"}, {"prompt": "q", "answer": "1"}, {"prompt": "p", "answer": "5"}])
+    rows = ingest(source, tmp_path / "w", deduplicate="exact").rows
+    assert len(rows) == 3 and rows[0]["prompt_id"] == rows[2]["prompt_id"]
+    stage = SimpleNamespace(name="rescore")
+    with pytest.raises(ConfigError, match="rescore: 1 prompts come twice with different answers, tests or constraints, for example 'p'.*deduplicate=auto"):
+        by_prompt_id(stage, rows, {row["prompt_id"] for row in rows})
+    found = by_prompt_id(stage, [rows[0], rows[1], rows[0], dict(rows[1])], {row["prompt_id"] for row in rows})
+    assert [row["answer"] for row in found.values()] == ["4", "1"]
+    assert by_prompt_id(stage, rows, {rows[1]["prompt_id"]})[rows[1]["prompt_id"]]["answer"] == "1"

@@ -99,6 +99,13 @@ def test_every_answer_of_ultrafeedback_is_a_rating(tmp_path):
     assert result.counts["rows_in"] == 3 and [(row["line_no"], row["codes"]) for row in result.refused] == [(1, ["score_inconsistent"])]  # a 10 that meant 1
 
 
+def test_a_row_that_nothing_comes_of_is_refused(tmp_path):
+    """A question whose solutions are all missing gives no demonstration, and is counted."""
+    rows = [{"question": f"q{i}", "final_answer": "1", "r1_solution_1": text, "r1_solution_2": None, "r1_solution_3": ""} for i, text in enumerate(("so 1", None, "thus 1"))]
+    result = ingest(write_lines(tmp_path / "x.jsonl", rows), tmp_path / "w", kind="demonstrations/1", max_quarantine_fraction=1)
+    assert result.counts["rows_in"] == 3 and len(result.rows) == 2 and result.codes() == {2: ["missing_column"]}
+
+
 def test_rankings(tmp_path):
     nectar = {"prompt": "\n\nHuman: p\n\nAssistant: x\n\nHuman: q\n\nAssistant: ", "answers": [
         {"answer": "b", "model": "m", "rank": 2.0}, {"answer": "a", "model": "n", "rank": 1.0}], "turns": 2, "num_responses": 2}
@@ -128,7 +135,11 @@ def test_openassistant_messages_become_rankings_or_the_best_replies(tmp_path):
     assert [(said(row["messages"]), row["train_turns"]) for row in best.rows][:2] == [(["question t", "best"], [1]), (["question t", "best", "more", "only"], [3])]
     assert len({(said(row["messages"])[0], row["split"]) for row in best.rows}) == 2                    # a tree is in one split
     lost = ingest(write_lines(tmp_path / "y.jsonl", [*rows[1:], *rows[:1]]), tmp_path / "w3", max_quarantine_fraction=1)
-    assert {code for row in lost.refused for code in row["codes"]} == {"orphan_message"} and len(lost.rows) == 1
+    assert {code for row in lost.refused for code in row["codes"]} == {"orphan_message", "left_out_message", "no_pair"} and len(lost.rows) == 1
+    assert ranked.codes() == {5: ["no_pair"], 4: ["left_out_message"], 7: ["left_out_message"], 12: ["no_pair"], 11: ["left_out_message"], 14: ["left_out_message"]}, "nothing vanishes"
+    assert ranked.counts["rows_in"] == 8 and best.codes() == {4: ["left_out_message"], 7: ["left_out_message"], 11: ["left_out_message"], 14: ["left_out_message"]}
+    below = [{**row, "deleted": row["message_id"] == "t1"} for row in rows[:7]] + rows[7:]
+    assert ingest(write_lines(tmp_path / "d.jsonl", below), tmp_path / "w5", max_quarantine_fraction=1).counts["codes"] == {"left_out_message": 9, "no_pair": 1}
 
     def nested(row):
         return {**row, "replies": [nested(other) for other in rows if other["parent_id"] == row["message_id"]]}

@@ -118,3 +118,20 @@ def test_write_table_and_memory_url():
     data.verify()
     assert data.num_rows == 120 and len(manifest["parts"]) == 3
     assert json.loads(json.dumps(manifest)) == data.manifest
+
+
+@pytest.mark.parametrize("kind, row", [
+    ("auto", {"prompt": "p", "tests": [{"kind": "python", "code": "assert f(1) == 2"}, {"kind": "stdin", "input": "1", "expected": "2", "timeout_s": None}]}), ("auto", {"prompt": "p", "answer": "5"}),
+    ("auto", {"prompt": "p", "constraints": [{"id": "punctuation:no_comma", "kwargs": {}}]}), ("auto", {"prompt": "p", "completion": "c", "score": 3, "aspects": {"a": 1, "b": 2.5}}),
+    ("auto", {"prompt": "p", "completions": ["a", "b"], "ranks": [0, 1], "annotator_id": "x"}), ("comparisons/1", {"prompt": "p", "response_a": "a", "response_b": "b", "label": 2, "n_points": 5}),
+    ("comparisons/1", {"prompt": "p", "response_a": "a", "response_b": "b", "p_a": 0.1, "annotator_id": "x"}), ("auto", {"prompt": "p", "completions": ["a", "b"], "labels": [True, False]}),
+    ("auto", {"prompt": "p", "chosen": "abc", "rejected": "abd", **{f"{side}_segments": [{"start": 0, "end": 1, "scores": {"x": 1}}] for side in ("chosen", "rejected")}}),
+    ("auto", {"messages": [{"role": "user", "content": "p"}, {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]},
+                           {"role": "tool", "content": "1"}, {"role": "assistant", "content": "x"}]})])
+def test_a_row_keeps_its_identity_when_it_is_read_back(tmp_path, kind, row):
+    """Stages complete rows that they read and write them again: the same content is the same row."""
+    from .driver import ingest, write_lines
+
+    result = ingest(write_lines(tmp_path / "x.jsonl", [row]), tmp_path / "w", kind=kind)
+    (read,) = result.rows
+    assert row_id(result.data.kind, read) == read["row_id"]

@@ -73,10 +73,26 @@ def test_interrupted_runs_end_with_the_same_bytes(tmp_path, monkeypatch, kind, c
     lines[260:260] = [lines[1], "null", lines[200]]
     source = write_lines(tmp_path / "x.jsonl", lines)
     whole = ingest(source, tmp_path / "whole", kind=kind, **config)
+    result = killed_again_and_again(source, tmp_path / "killed", monkeypatch, kind=kind, **config)
+    assert files(tmp_path / "killed") == files(tmp_path / "whole") and result.counts == whole.counts
+
+
+def test_an_interrupted_second_pass_forgets_only_what_it_had_not_finished(tmp_path, monkeypatch):
+    """Labels of annotators meet in groups, and several groups of a prompt give the same demonstration: the first one counts, also after any death."""
+    monkeypatch.setattr(stages.ingest, "CHECKPOINT_ROWS", 100)
+    source = write_lines(tmp_path / "x.jsonl", [{"prompt": f"p{i // 6}", "response_a": "best", "response_b": f"worse {i}", "label": "A", "annotator_id": f"{j}"} for i in range(240) for j in range(2)])
+    config = {"kind": "demonstrations/1", "contradictions": "drop_both"}
+    whole = ingest(source, tmp_path / "whole", **config)
+    assert whole.counts["rows_out"] == 40 and whole.counts["conversion"]["dropped"] == {"duplicate_after_conversion": 200, "merged_votes": 240}
+    result = killed_again_and_again(source, tmp_path / "killed", monkeypatch, **config)
+    assert files(tmp_path / "killed") == files(tmp_path / "whole") and result.counts == whole.counts
+
+
+def killed_again_and_again(source, workdir, monkeypatch, **config):
+    """The result of a run that dies after each checkpoint, also between the scratch file's commit and the checkpoint."""
     original = pipeline.Ingestion._checkpoint
     commit = pipeline.SeenRows.commit
-    workdir = tmp_path / "killed"
-    for deaths in range(12):
+    for deaths in range(16):
         left = [1]
 
         def checkpoint(self, *args, **kwargs):
@@ -93,13 +109,14 @@ def test_interrupted_runs_end_with_the_same_bytes(tmp_path, monkeypatch, kind, c
         monkeypatch.setattr(pipeline.Ingestion, "_checkpoint", checkpoint)
         monkeypatch.setattr(pipeline.SeenRows, "commit", half)
         try:
-            result = ingest(source, workdir, kind=kind, **config)
+            result = ingest(source, workdir, **config)
             break
         except Killed:
             continue
     else:
         pytest.fail("the run never ended")
-    assert deaths > 1 and files(workdir) == files(tmp_path / "whole") and result.counts == whole.counts
+    assert deaths > 1
+    return result
 
 
 def test_lost_scratch_file_starts_again(tmp_path, monkeypatch):

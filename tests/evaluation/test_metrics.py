@@ -367,3 +367,15 @@ def test_the_interval_of_a_length_controlled_rate_covers():
     assert held >= 34 and 0.1 < np.mean(wide) < 0.25
     assert length_controlled_interval([1, 2], [1, 1], [1.0, 0.0], None, ["x", "x"], config) == (None, None)
     assert length_controlled_interval([9, 8, 1, 2], [1, 1, 9, 8], [1.0, 1.0, 0.0, 0.0], None, list("abcd"), config) == (None, None)
+
+
+def test_a_request_that_failed_is_no_answer():
+    """An engine's error says nothing of the model: not that its answers are short, end by themselves, keep the format or repeat nothing. It is counted as unscorable."""
+    good = [record(i, k, bool((i + k) % 2), output="one two three one two three", tokens=6, finish="length" if k else "eos") for i in range(6) for k in range(2)]
+    failed = [record(i, 2, None, output="", tokens=0, finish="error", error="the server is away") for i in range(6)]
+    whole, some = scores.all_metrics(good), scores.all_metrics(good + failed)
+    assert some.pop("unscorable_rate").value == pytest.approx(1 / 3) and some == whole
+    assert whole["length_mean"].value == 6 and whole["stop_rate"].value == whole["truncation_rate"].value == 0.5
+    assert not scores.all_metrics(failed), "of no answer there is no number"
+    missing = scores.paired(good + failed, good, "length_mean")
+    assert missing["candidate"] == missing["champion"] == 6 and missing["candidate_missing"] is None

@@ -65,7 +65,9 @@ LETTERS = [  # (what is said, the letter that is read, the letter by the sentenc
     ("The answer is (A) or (B)", None, None), ("Answer: A or C", None, None), ("Answer: A, B", None, None), ("The answer is I don't know", None, None), ("The answer is a bee", None, None), ("The answer is A bee", None, None),
     (r"\boxed{A, B}", None, None), (r"\boxed{A B}", None, None), (r"\boxed{B, honey}", "B", None), ("<answer>B; A</answer>", None, None), ("Answer: (A) (B)", None, None), ("Answer: B; A", None, None), ("Answer: B (or A)", None, None), ("(A)(B)", None, None),
     ("The answer is A. No: the answer is B.", "B", None), ("(A) or (B)", None, None), ("not (B)", None, None), ("The answer isn't (B)", None, None), ("Answer: B, but maybe A", None, None), ("The answer is B) A bee makes it", "B", None), ("Answer: B A is wrong", "B", None), ("(A) is wrong, so (B)", "B", None),
-    ("I think A is wrong", None, None), ("The answer is Banana", None, None), ("", None, None)]
+    ("Therefore, the answer is (A) or (B)", None, "A"), ("Therefore, the answer is (B)/(C).", None, "B"), ("Therefore, the answer is (B), and also (C)", None, "B"), ("Therefore, the answer is (B). (A) is wrong.", "B", "B"),
+    ("Therefore, the answer is (B) - I am sure", "B", "B"), ("The answer is A, or B", None, None), ("The answer is A - B", None, None), ("The answer is A+B", None, None), ("The answer is A as well as B", None, None),
+    ("Answer: A (or, alternatively, B)", None, None), ("The answer is B - a bee", "B", None), ("I think A is wrong", None, None), ("The answer is Banana", None, None), ("", None, None)]
 
 
 @pytest.mark.parametrize("said, letter, strict", LETTERS)
@@ -76,6 +78,7 @@ def test_letters(said, letter, strict):
 
 def test_no_reading_takes_long():
     started = time.monotonic()
-    for text in ("answer is" + " " * 100_000, "answer:" + "(" * 100_000, "answer is the " * 20_000, r"\boxed " * 20_000, r"\boxed{" * 20_000, "–" * 100_000, "1 " * 50_000, r"\begin{pmatrix}" * 5_000, "answer is " + "*(" * 50_000 + "B", "answer is B " * 20_000, "(B)" * 30_000):
-        extract_mc_anywhere(text), extract_boxed(text), math_equal(text[:20_000], "1"), verify_text({"answer": "B"}, text)
+    for text in ("answer is" + " " * 100_000, "answer:" + "(" * 100_000, "answer is the " * 20_000, r"\boxed " * 20_000, r"\boxed{" * 20_000, "–" * 100_000, "1 " * 50_000, r"\begin{pmatrix}" * 5_000, "answer is " + "*(" * 50_000 + "B", "answer is B " * 20_000, "(B)" * 30_000,
+                 "cm^9999999999", "km" + "/" * 50_000, "cm^2 " * 10_000, "square " * 10_000):
+        extract_mc_anywhere(text), extract_boxed(text), math_equal(text[:20_000], "1"), math_equal("1 " + text[:20_000], r"11\text{ cm}"), verify_text({"answer": "B"}, text)
     assert time.monotonic() - started < 20
