@@ -174,6 +174,19 @@ def test_the_version_of_vllm_is_known_where_it_samples(state_dir, monkeypatch):
     assert "engine" not in seen
 
 
+def test_the_version_of_a_module_is_found_under_its_packages_name(tmp_path, monkeypatch):
+    from stages import spec
+
+    info = tmp_path / "odd_cpu-3.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd-cpu\nVersion: 3.1\n")
+    (info / "top_level.txt").write_text("oddmodule\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spec._distributions.cache_clear()
+    assert spec.library_versions(["oddmodule", "nosuchmodule"]) == {"oddmodule": "3.1", "nosuchmodule": None}
+    spec._distributions.cache_clear()
+
+
 def prompts(folder):
     from storage.datasets import write_dataset
     from storage.schema import complete_row
