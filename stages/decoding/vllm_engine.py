@@ -32,7 +32,7 @@ class VLLMEngine:
 
     max_batch: sequences decoded together (``max_num_seqs``). options: further arguments of ``vllm.LLM``. sleeps: load it so that it can
     give its device memory back. Log-probs are asked for as processed ones: of the distribution after penalties, temperature and
-    filters. vLLM applies min_p before top_k and top_p, so combinations of them keep other tokens than the built-in engine does.
+    filters. vLLM applies min_p before top_k and top_p, so together with top_p it may keep fewer tokens than the built-in engine does (never others).
     """
 
     exact_logps, shares_weights, reencodes, copies = False, False, False, True
@@ -64,7 +64,7 @@ class VLLMEngine:
     def _not_started(self, error: Exception) -> str:
         said = " ".join(str(error).split())[:600]
         if self.sleeps and "sleep mode" in said.lower():
-            return f"{self.name} cannot give its memory back here ({said}); write engine_sleep=false"
+            return f"{self.name} has no sleep mode on this platform, so it cannot give its memory back; write engine_sleep=false"
         if isinstance(error, TypeError) and "argument" in said:
             return (f"{self.name} does not take an argument ({said}). If engine_options sets it, leave it out; else this version is too old: install the one that is tested, "
                     "vllm 0.32, or a later one")

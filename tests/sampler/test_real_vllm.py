@@ -147,7 +147,7 @@ def test_what_does_not_start_or_dies_says_what_to_write(made):
     with pytest.raises(EngineError, match="does not take an argument.*no_such_option"):
         in_process(made, no_such_option=1)
     with pytest.raises(EngineError, match="did not start.*engine_options="):
-        in_process(made, max_model_len=10**6)
+        in_process(made, kv_cache_memory_bytes=4096)
     if not sleeps():
         from stages.decoding.vllm_engine import VLLMEngine
 
