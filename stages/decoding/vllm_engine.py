@@ -19,6 +19,7 @@ from stages.decoding.engines import EngineError, refuse_all_failed, vocabulary_o
 from stages.decoding.sampler import Completion, DerivedText, SamplerError, check_request
 from stages.decoding.sampling import bad_word_ids
 from stages.running import usage
+from stages.running.stopping import Terminated, stopping
 
 #: Arguments of vllm.LLM that the adapter's promises rest on.
 FIXED = ("model", "logprobs_mode", "seed", "skip_tokenizer_init", "enable_sleep_mode")
@@ -92,6 +93,8 @@ class VLLMEngine:
         rows = [(i, seed) for i, of_prompt in enumerate(seeds) for seed in of_prompt]
         found = self._ask(prompts, params, rows, text)
         again = [k for k, c in enumerate(found) if c.finish_reason == "error"]
+        if again and stopping.asked:  # vLLM's processes heard SIGTERM too and gave their requests up
+            raise Terminated()
         for k, c in zip(again, self._ask(prompts, params, [rows[k] for k in again], text)):
             found[k] = c
         refuse_all_failed(found, self.name)
@@ -115,6 +118,8 @@ class VLLMEngine:
         except Exception as error:
             if isinstance(error, ValueError) or "VLLMClientError" in {kind.__name__ for kind in type(error).__mro__}:
                 raise SamplerError(f"{self.name} refuses this request ({error}); change it, or write engine=builtin") from error
+            if stopping.asked:
+                raise Terminated() from error
             raise EngineError(f"{self.name} stopped ({type(error).__name__}: {error}). What it wrote above says why; the same command continues where the stage was") from error
         if [list(o.prompt_token_ids) for o in outputs] != [list(prompts[i]) for i, _ in rows]:
             raise EngineError(f"{self.name} returned its requests in another order or with other prompts; this adapter cannot be used with that version")

@@ -141,6 +141,30 @@ def test_vllm_retries_a_failed_row_and_reports_it(engines, monkeypatch):
         engine.generate(contract.PROMPTS, params, contract.SEEDS)
 
 
+def test_what_vllm_gives_up_when_all_are_told_to_stop_is_no_lost_row(engines, monkeypatch):
+    """Rows that a stopping vLLM aborts are drawn again by the run that continues; were they left out, it would end at another model."""
+    from stages.running.stopping import Terminated, stopping
+
+    engine, params = engines("vllm"), SamplingParams(max_new_tokens=4)
+    engine.generate(contract.PROMPTS, params, contract.SEEDS)
+    monkeypatch.setattr(stopping, "since", 1.0)
+    engine.generate(contract.PROMPTS, params, contract.SEEDS)
+    n = fake_vllm.LLM.requests
+    monkeypatch.setattr(fake_vllm, "ABORT", {n + 2})
+    with pytest.raises(Terminated):
+        engine.generate(contract.PROMPTS, params, contract.SEEDS)
+
+    def dead(*arguments, **more):
+        raise RuntimeError("the engine core is dead")
+
+    monkeypatch.setattr(fake_vllm.LLM, "generate", dead)
+    with pytest.raises(Terminated):
+        engine.generate(contract.PROMPTS, params, contract.SEEDS)
+    monkeypatch.setattr(stopping, "since", None)
+    with pytest.raises(EngineError, match="stopped.*the same command continues"):
+        engine.generate(contract.PROMPTS, params, contract.SEEDS)
+
+
 def test_vllm_sleeps_and_reloads_in_the_order_that_works(engines, made, tmp_path):
     engine = engines("vllm")
     write_weights(made["other"][1], made["tokenizer"], tmp_path / "new")
