@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import math
 import os
+import threading
+from concurrent.futures import Future, wait
 
+import psutil
 import torch
 
 from stages.decoding.engines import EngineError, refuse_all_failed, vocabulary_of
@@ -61,6 +64,26 @@ class VLLMEngine:
                                                **({"enable_sleep_mode": True} if sleeps else {}), **options})
         except Exception as error:  # vLLM's own kinds, whose names change
             raise EngineError(self._not_started(error)) from error
+        self.processes = [process for process in psutil.Process().children() if process.name().startswith("VLLM::")]
+
+    def _watched(self, ask):
+        """What ``ask()`` returns; RuntimeError where vLLM's process dies meanwhile (killed, out of memory), for which vLLM itself may wait without end."""
+        if not self.processes:
+            return ask()
+        answer: Future = Future()
+
+        def run():
+            try:
+                answer.set_result(ask())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        while not wait([answer], timeout=1.0).done:
+            dead = [process.pid for process in self.processes if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE]
+            if dead and not wait([answer], timeout=5.0).done:  # it may say so by itself
+                raise RuntimeError(f"its process {dead[0]} ended; the kernel does that when memory runs out")
+        return answer.result()
 
     def _not_started(self, error: Exception) -> str:
         said = " ".join(str(error).split())[:600]
@@ -114,7 +137,7 @@ class VLLMEngine:
         except Exception as error:  # a ValueError in most versions
             raise SamplerError(f"{self.name} refuses these settings ({error}); change them, or write engine=builtin") from error
         try:
-            outputs = self.llm.generate([{"prompt_token_ids": list(prompts[i])} for i, _ in rows], asked, use_tqdm=False)
+            outputs = self._watched(lambda: self.llm.generate([{"prompt_token_ids": list(prompts[i])} for i, _ in rows], asked, use_tqdm=False))
         except Exception as error:
             if isinstance(error, ValueError) or "VLLMClientError" in {kind.__name__ for kind in type(error).__mro__}:
                 raise SamplerError(f"{self.name} refuses this request ({error}); change it, or write engine=builtin") from error
@@ -138,7 +161,7 @@ class VLLMEngine:
         if self.asleep:
             self._wake(["weights"])  # the cache stays away until the weights are in: both together may not fit
         try:
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
+            self._watched(lambda: self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)}))
         except Exception as error:  # a worker in another process hands over no more than the text of its own
             raise EngineError(f"{self.name} cannot read new weights from a directory ({error}). Use a version whose workers have reload_weights(weights_path=...), "
                               "such as vllm 0.32, or write engine=builtin.") from error
@@ -247,8 +270,6 @@ def on_cpu() -> bool:
 def room_on_cpu(path: str, max_batch: int, positions: int | None, options: dict) -> dict:
     """A KV cache for ``max_batch`` of the longest sequences and at most half of the memory that is free; vLLM's own is nine tenths of the machine's. {} where
     ``options`` or vLLM's VLLM_CPU_KVCACHE_SPACE say how large it is."""
-    import psutil
-
     from stages.models.memory import kv_bytes, shape_of
 
     config = getattr(shape_of(path), "config", {})

@@ -165,6 +165,24 @@ def test_what_vllm_gives_up_when_all_are_told_to_stop_is_no_lost_row(engines, mo
         engine.generate(contract.PROMPTS, params, contract.SEEDS)
 
 
+def test_a_vllm_whose_process_was_killed_is_an_error_and_no_endless_wait(engines, monkeypatch):
+    import subprocess
+    import threading
+
+    import psutil
+
+    engine, params, forever = engines("vllm"), SamplingParams(max_new_tokens=4), threading.Event()
+    process = subprocess.Popen(["sleep", "60"])
+    engine.processes = [psutil.Process(process.pid)]
+    whole = engine.generate(contract.PROMPTS, params, contract.SEEDS)
+    monkeypatch.setattr(fake_vllm.LLM, "generate", lambda *a, **k: forever.wait())
+    process.kill(), process.wait()
+    with pytest.raises(EngineError, match=rf"its process {process.pid} ended.*the same command continues"):
+        engine.generate(contract.PROMPTS, params, contract.SEEDS)
+    forever.set()
+    assert len(whole) == 3
+
+
 def test_vllm_sleeps_and_reloads_in_the_order_that_works(engines, made, tmp_path):
     engine = engines("vllm")
     write_weights(made["other"][1], made["tokenizer"], tmp_path / "new")
