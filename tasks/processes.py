@@ -203,7 +203,7 @@ def _fixed(given: dict[str, str]) -> dict[str, str]:
 
 def kill_tree(child: Child, grace: float | None = None) -> None:
     """End a stage process and everything below it: SIGTERM, a grace period to save, then SIGKILL. Processes that moved to
-    another parent are found by their session."""
+    another parent are found by their session. vLLM's get no SIGTERM: the step under way, which is to be finished, may still need them."""
     import psutil
 
     grace = float(os.environ.get("POSTTRAIN_GRACE_SECONDS", GRACE_SECONDS)) if grace is None else grace
@@ -211,7 +211,8 @@ def kill_tree(child: Child, grace: float | None = None) -> None:
     if child.poll() is None:
         for process in family:
             with contextlib.suppress(psutil.Error):
-                process.terminate()
+                if not process.name().startswith("VLLM::"):
+                    process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(timeout=grace)
     for process in {*family, *_family(child.pid)}:

@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import math
 import os
+import threading
+from concurrent.futures import Future, wait
 
+import psutil
 import torch
 
 from stages.decoding.engines import EngineError, refuse_all_failed, vocabulary_of
 from stages.decoding.sampler import Completion, DerivedText, SamplerError, check_request
 from stages.decoding.sampling import bad_word_ids
 from stages.running import usage
+from stages.running.stopping import Terminated, stopping
 
 #: Arguments of vllm.LLM that the adapter's promises rest on.
 FIXED = ("model", "logprobs_mode", "seed", "skip_tokenizer_init", "enable_sleep_mode")
@@ -32,7 +36,7 @@ class VLLMEngine:
 
     max_batch: sequences decoded together (``max_num_seqs``). options: further arguments of ``vllm.LLM``. sleeps: load it so that it can
     give its device memory back. Log-probs are asked for as processed ones: of the distribution after penalties, temperature and
-    filters. vLLM applies min_p before top_k and top_p, so combinations of them keep other tokens than the built-in engine does.
+    filters. vLLM applies min_p before top_k and top_p, so together with top_p it may keep fewer tokens than the built-in engine does (never others).
     """
 
     exact_logps, shares_weights, reencodes, copies = False, False, False, True
@@ -60,11 +64,31 @@ class VLLMEngine:
                                                **({"enable_sleep_mode": True} if sleeps else {}), **options})
         except Exception as error:  # vLLM's own kinds, whose names change
             raise EngineError(self._not_started(error)) from error
+        self.processes = [process for process in psutil.Process().children() if process.name().startswith("VLLM::")]
+
+    def _watched(self, ask):
+        """What ``ask()`` returns; RuntimeError where vLLM's process dies meanwhile (killed, out of memory), for which vLLM itself may wait without end."""
+        if not self.processes:
+            return ask()
+        answer: Future = Future()
+
+        def run():
+            try:
+                answer.set_result(ask())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        while not wait([answer], timeout=1.0).done:
+            dead = [process.pid for process in self.processes if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE]
+            if dead and not wait([answer], timeout=5.0).done:  # it may say so by itself
+                raise RuntimeError(f"its process {dead[0]} ended; the kernel does that when memory runs out")
+        return answer.result()
 
     def _not_started(self, error: Exception) -> str:
         said = " ".join(str(error).split())[:600]
         if self.sleeps and "sleep mode" in said.lower():
-            return f"{self.name} cannot give its memory back here ({said}); write engine_sleep=false"
+            return f"{self.name} has no sleep mode on this platform, so it cannot give its memory back; write engine_sleep=false"
         if isinstance(error, TypeError) and "argument" in said:
             return (f"{self.name} does not take an argument ({said}). If engine_options sets it, leave it out; else this version is too old: install the one that is tested, "
                     "vllm 0.32, or a later one")
@@ -92,6 +116,8 @@ class VLLMEngine:
         rows = [(i, seed) for i, of_prompt in enumerate(seeds) for seed in of_prompt]
         found = self._ask(prompts, params, rows, text)
         again = [k for k, c in enumerate(found) if c.finish_reason == "error"]
+        if again and stopping.asked:  # vLLM's processes heard SIGTERM too and gave their requests up
+            raise Terminated()
         for k, c in zip(again, self._ask(prompts, params, [rows[k] for k in again], text)):
             found[k] = c
         refuse_all_failed(found, self.name)
@@ -111,10 +137,12 @@ class VLLMEngine:
         except Exception as error:  # a ValueError in most versions
             raise SamplerError(f"{self.name} refuses these settings ({error}); change them, or write engine=builtin") from error
         try:
-            outputs = self.llm.generate([{"prompt_token_ids": list(prompts[i])} for i, _ in rows], asked, use_tqdm=False)
+            outputs = self._watched(lambda: self.llm.generate([{"prompt_token_ids": list(prompts[i])} for i, _ in rows], asked, use_tqdm=False))
         except Exception as error:
             if isinstance(error, ValueError) or "VLLMClientError" in {kind.__name__ for kind in type(error).__mro__}:
                 raise SamplerError(f"{self.name} refuses this request ({error}); change it, or write engine=builtin") from error
+            if stopping.asked:
+                raise Terminated() from error
             raise EngineError(f"{self.name} stopped ({type(error).__name__}: {error}). What it wrote above says why; the same command continues where the stage was") from error
         if [list(o.prompt_token_ids) for o in outputs] != [list(prompts[i]) for i, _ in rows]:
             raise EngineError(f"{self.name} returned its requests in another order or with other prompts; this adapter cannot be used with that version")
@@ -133,7 +161,7 @@ class VLLMEngine:
         if self.asleep:
             self._wake(["weights"])  # the cache stays away until the weights are in: both together may not fit
         try:
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
+            self._watched(lambda: self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)}))
         except Exception as error:  # a worker in another process hands over no more than the text of its own
             raise EngineError(f"{self.name} cannot read new weights from a directory ({error}). Use a version whose workers have reload_weights(weights_path=...), "
                               "such as vllm 0.32, or write engine=builtin.") from error
@@ -242,8 +270,6 @@ def on_cpu() -> bool:
 def room_on_cpu(path: str, max_batch: int, positions: int | None, options: dict) -> dict:
     """A KV cache for ``max_batch`` of the longest sequences and at most half of the memory that is free; vLLM's own is nine tenths of the machine's. {} where
     ``options`` or vLLM's VLLM_CPU_KVCACHE_SPACE say how large it is."""
-    import psutil
-
     from stages.models.memory import kv_bytes, shape_of
 
     config = getattr(shape_of(path), "config", {})

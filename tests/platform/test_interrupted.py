@@ -4,6 +4,8 @@ differ, a full disk, libraries that are upgraded."""
 import errno
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -172,6 +174,40 @@ def test_the_version_of_vllm_is_known_where_it_samples(state_dir, monkeypatch):
     seen.clear()
     run.prepare("rejection", inputs, {})
     assert "engine" not in seen
+
+
+def test_a_stage_that_is_told_to_stop_keeps_its_vllm_until_it_ends(tmp_path):
+    """The step under way, which is finished before the checkpoint, still samples from it; a helper of another kind is told to stop too."""
+    import psutil
+
+    for name in ("VLLM::Engine", "helper"):
+        shutil.copy(shutil.which("sleep"), tmp_path / name)
+    (tmp_path / "stage.py").write_text(
+        "import pathlib, signal, subprocess, sys, time\nhere = pathlib.Path(sys.argv[1])\n"
+        "def heed(*_):\n    time.sleep(1.0)\n    (here / 'seen').write_text(' '.join('gone' if p.poll() is not None else 'there' for p in made))\n    sys.exit(143)\n"
+        "signal.signal(signal.SIGTERM, heed)\nmade = [subprocess.Popen([str(here / n), '60']) for n in ('VLLM::Engine', 'helper')]\n"
+        "(here / 'ready').write_text('')\nwhile True:\n    time.sleep(0.1)\n")
+    child = subprocess.Popen([sys.executable, str(tmp_path / "stage.py"), str(tmp_path)], start_new_session=True)
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.05)
+    below = psutil.Process(child.pid).children(recursive=True)
+    processes.kill_tree(child, grace=30)
+    assert (tmp_path / "seen").read_text() == "there gone" and child.returncode == 143
+    psutil.wait_procs(below, timeout=10)
+    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in below)
+
+
+def test_the_version_of_a_module_is_found_under_its_packages_name(tmp_path, monkeypatch):
+    from stages import spec
+
+    info = tmp_path / "odd_cpu-3.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd-cpu\nVersion: 3.1\n")
+    (info / "top_level.txt").write_text("oddmodule\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spec._distributions.cache_clear()
+    assert spec.library_versions(["oddmodule", "nosuchmodule"]) == {"oddmodule": "3.1", "nosuchmodule": None}
+    spec._distributions.cache_clear()
 
 
 def prompts(folder):

@@ -1,7 +1,8 @@
 """What every sampling engine promises (``stages.decoding.engines.Engine``), as checks that take an engine and know nothing of its kind.
 
 ``tests/sampler/test_engines.py`` runs all of them over the built-in engine, vLLM's adapter (against a stand-in of the package), a
-server with vLLM's interface and a real `transformers serve`. A new engine is one more fixture there.
+server with vLLM's interface and a real `transformers serve`. A new engine is one more fixture there. ``tests/sampler/test_real_vllm.py``
+runs them over vLLM itself and `vllm serve` where the package is installed.
 """
 
 import pytest
@@ -132,6 +133,53 @@ def check_bans_and_penalties(engine, tokenizer):
     assert not any(letter in c.text for c in sample(bad_words=[letter]))
 
 
+def check_greedy_settings_do_what_the_built_in_engine_does(engine, sampler):
+    """Every setting that changes logits or ends rows, greedily: the same ids, ends, texts and log-probs as ``sampler`` of the same weights."""
+    said = [c.text for c in rows(sampler.generate(PROMPTS, SamplingParams(temperature=0, max_new_tokens=16), [[0]] * 3))]
+    stops = sorted({text[k: k + n] for text in said for n in (1, 2, 3) for k in range(1, 8) if text[k: k + n].isascii() and text[k: k + n].isprintable()})[:4]
+    words = {word: sampler.tokenizer.encode(word, add_special_tokens=False) for word in ("two", " two", "answer", " answer", "4", "is")}
+    settings = [dict(repetition_penalty=1.5), dict(repetition_penalty=0.5), dict(frequency_penalty=1.5, presence_penalty=-1.0), dict(min_tokens=6), dict(min_tokens=12),
+                dict(logit_bias={50: 5.0, 60: -100.0}), dict(stop_ids=frozenset({2, 50}), logit_bias={50: 4.0}, min_tokens=3)]
+    settings += [dict(stop_strings=(stop,), min_tokens=least) for stop in stops for least in (0, 4)]
+    settings += [dict(bad_words=(word,), logit_bias={token: 20.0 + k for k, token in enumerate(reversed(ids))}) for word, ids in words.items()]
+    assert len(stops) == 4 and {len(ids) for ids in words.values()} == {1, 2}
+    for setting in settings:
+        params = SamplingParams(**{"temperature": 0, "max_new_tokens": 12, "stop_ids": STOPS, **setting})
+        found, wanted = (one.generate(PROMPTS, params, [[0]] * 3) for one in (engine, sampler))
+        assert facts(found) == facts(wanted), setting
+        for a, b in zip(rows(found), rows(wanted)):
+            assert a.logps is None or a.logps == pytest.approx(b.logps, abs=2e-5), setting
+
+
+def check_min_p_and_filters_together(engine, model):
+    """Log-probs under filters, one at a time and together; the row's tokens decide, so a token that the model's filters drop fails too."""
+    for setting in (dict(min_p=0.05), dict(temperature=0.5, min_p=0.2), dict(top_k=5, top_p=0.9), dict(temperature=1.7, top_p=0.9, repetition_penalty=1.2)):
+        params = SamplingParams(max_new_tokens=8, stop_ids=STOPS, **setting)
+        for prompt, group in zip(PROMPTS, engine.generate(PROMPTS, params, SEEDS)):
+            for c in group:
+                found = model_logps(model, prompt, c.ids, params)
+                assert all(v > -float("inf") for v in found) and (c.logps is None or c.logps == pytest.approx(found, abs=2e-5)), setting
+
+
+def check_draws_follow_the_distribution(engine, model, n=400):
+    """First tokens of n rows against the model's own probabilities: a chi-square over the k best tokens and the rest."""
+    prompt, params = PROMPTS[0], SamplingParams(max_new_tokens=1, temperature=0.8, top_k=12)
+    (group,) = engine.generate([prompt], params, [list(range(1000, 1000 + n))])
+    with torch.inference_mode():
+        p = filtered_log_softmax(model(torch.tensor([prompt])).logits[:, -1], params)[0].exp()
+    counts = torch.bincount(torch.tensor([c.ids[0] for c in group]), minlength=len(p)).double()
+    kept = p > 0
+    assert int(kept.sum()) == 12 and counts[~kept].sum() == 0
+    assert float(((counts - n * p)[kept] ** 2 / (n * p[kept])).sum()) < 31.3  # 11 degrees of freedom, 0.1%
+
+
+def check_vllm_refusals(engine):
+    """Settings that vLLM refuses, or would change in silence."""
+    for setting, advice in ((dict(temperature=0.005), "write 0 for greedy"), (dict(min_tokens=2, stop_ids={7}), r"end tokens \[2\]"), (dict(bad_words=("what is", " is two")), "cannot ban ' is two'")):
+        with pytest.raises(SamplerError, match=advice):
+            engine.generate(PROMPTS, SamplingParams(**setting), [[0]] * 3)
+
+
 def check_refusals(engine):
     one = SamplingParams(max_new_tokens=1)
     for prompts, params, seeds, advice in (
@@ -144,7 +192,10 @@ def check_refusals(engine):
 def check_new_weights(engine, directory, other_model):
     """``directory`` holds the weights of ``other_model``; the engine has those of another model before."""
     params = SamplingParams(temperature=0, max_new_tokens=8, stop_ids=STOPS)
+    long = [5 + (7 * i) % 250 for i in range(200)]  # over a block of every engine's prefix cache
     before = engine.generate(PROMPTS, params, [[0]] * 3)
+    if not engine.reencodes:
+        engine.generate([long, long], SamplingParams(temperature=0, max_new_tokens=4), [[0], [1]])
     assert engine.weights == "input"
     engine.sleep(keep_weights=True)
     assert facts(engine.generate(PROMPTS, params, [[0]] * 3)) == facts(before)
@@ -153,5 +204,8 @@ def check_new_weights(engine, directory, other_model):
     assert engine.weights == "step-1"
     after = engine.generate(PROMPTS, params, [[0]] * 3)
     assert facts(after) != facts(before)
+    longer = SamplingParams(temperature=0, max_new_tokens=4)
+    for c in (rows(engine.generate([long], longer, [[0]])) if not engine.reencodes else ()):
+        assert c.logps == pytest.approx(model_logps(other_model, long, c.ids, longer), abs=2e-5)  # nothing of the old weights is left in a cache
     check_greedy_is_the_models(engine, other_model)
     check_logps_are_of_the_sampled_distribution(engine, other_model)

@@ -1,8 +1,10 @@
 """A stand-in for the package vllm with its public shapes: ``LLM``, ``SamplingParams``, request outputs, sleep mode, weight reload.
 
-It really samples (with transformers' forward and its own random numbers) and has the habits that an adapter must cope with: unknown
-arguments are errors, a stop id is in ``token_ids`` but not in ``text``, EOS stops unless ignored, text is wrong without detokenisation,
-log-probs are raw unless asked for processed, the prefix cache keeps what old weights computed, level-2 sleep loses the weights.
+It really samples (with transformers' forward and its own random numbers) and has the habits that an adapter must cope with, as seen in vLLM
+0.32.0 (``tests/sampler/test_real_vllm.py`` runs the same contract over vLLM itself): unknown arguments are errors, a stop id is in
+``token_ids`` but not in ``text``, EOS stops unless ignored and is banned below ``min_tokens`` all the same, temperatures below 0.01 become
+0.01, bad words are not banned in every spelling, text is wrong without detokenisation, log-probs are raw unless asked for processed, the
+prefix cache keeps what old weights computed, level-2 sleep loses the weights, a worker's error arrives as a plain Exception with its text.
 """
 
 from __future__ import annotations
@@ -15,6 +17,10 @@ import torch
 __version__ = "0.0-fake"
 #: Requests (by their number, counted over all instances) that end with finish_reason "abort" instead of a completion.
 ABORT: set[int] = set()
+
+
+class VLLMClientError(Exception):
+    """A request that is refused; no ValueError."""
 
 
 @dataclasses.dataclass
@@ -43,6 +49,13 @@ class SamplingParams:
     def __post_init__(self):
         if self.temperature < 1e-5:  # greedy requests ignore the filters
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+        elif self.temperature < 0.01:
+            self.temperature = 0.01
+        if self.temperature > 2:
+            raise VLLMClientError(f"temperature must be in [0, 2], got {self.temperature}.")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise VLLMClientError(f"{name} must be in [-2, 2], got {getattr(self, name)}.")
         if self.seed is not None and not -2**63 <= self.seed < 2**63:
             raise ValueError("seed must fit int64")
         if self.stop and not self.detokenize:
@@ -79,7 +92,8 @@ class LLM:
     requests = 0
 
     def __init__(self, model: str, *, max_num_seqs: int = 256, enable_prefix_caching: bool | None = None, logprobs_mode: str = "raw_logprobs",
-                 enable_sleep_mode: bool = False, seed: int = 0, gpu_memory_utilization: float = 0.9, max_model_len: int | None = None, dtype: str = "auto"):
+                 enable_sleep_mode: bool = False, seed: int = 0, gpu_memory_utilization: float = 0.9, max_model_len: int | None = None, dtype: str = "auto",
+                 kv_cache_memory_bytes: int | None = None):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.model = AutoModelForCausalLM.from_pretrained(model).eval()
@@ -110,7 +124,8 @@ class LLM:
                 finish = "stop"
                 break
             text = self.tokenizer.decode(ids, skip_special_tokens=p.skip_special_tokens)
-            hit = next((s for s in (p.stop or ()) if s in text), None) if len(ids) > p.min_tokens else None
+            before = len(self.tokenizer.decode(ids[: p.min_tokens], skip_special_tokens=p.skip_special_tokens))
+            hit = next((s for s in (p.stop or ()) if text.find(s, max(0, before - len(s) + 1)) >= 0), None) if len(ids) > p.min_tokens else None
             if hit is not None:
                 finish, why = "stop", hit
                 break
@@ -147,12 +162,12 @@ class LLM:
 
     def _processed(self, z, prompt, ids, p: SamplingParams):
         for word in p.bad_words or ():
-            for text in (word, " " + word.lstrip()):
-                *head, last = self.tokenizer.encode(text, add_special_tokens=False)
+            bare, spaced = (self.tokenizer.encode(start + word.lstrip(), add_special_tokens=False) for start in ("", " "))
+            for *head, last in [bare] + ([spaced] if spaced[0] != bare[0] and len(spaced) == len(bare) else []):
                 if not head or ids[-len(head):] == head:
                     z[last] = -math.inf
         if len(ids) < p.min_tokens:
-            z[list(p.stop_token_ids or ())] = -math.inf
+            z[[self.model.config.eos_token_id, *(p.stop_token_ids or ())]] = -math.inf
         for token, bias in (p.logit_bias or {}).items():
             z[token] += bias
         for token in {*prompt, *ids}:
@@ -184,7 +199,11 @@ class LLM:
         if method != "reload_weights" or "weights" not in self.awake:
             raise RuntimeError(f"cannot {method} now")
         self.calls.append("reload")
-        self.model.load_state_dict(load_file(f"{kwargs['weights_path']}/model.safetensors"), strict=False)
+        try:
+            weights = load_file(f"{kwargs['weights_path']}/model.safetensors")
+        except OSError as error:
+            raise Exception(f"Call to collective_rpc method failed: Worker failed with error '{error}'") from None
+        self.model.load_state_dict(weights, strict=False)
         return [None]
 
     def reset_prefix_cache(self):

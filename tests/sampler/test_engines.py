@@ -83,6 +83,27 @@ def test_bans_and_penalties(engine, made):
     contract.check_bans_and_penalties(engine, made["tokenizer"])
 
 
+@pytest.mark.parametrize("kind", ENGINES[:3])
+def test_greedy_settings(engines, made, kind):
+    contract.check_greedy_settings_do_what_the_built_in_engine_does(engines(kind), Sampler(made["policy"][1], made["tokenizer"]))
+
+
+@pytest.mark.parametrize("kind", ENGINES[:3])
+def test_filters_and_draws(engines, made, kind):
+    engine = engines(kind)
+    contract.check_min_p_and_filters_together(engine, made["policy"][1])
+    contract.check_draws_follow_the_distribution(engine, made["policy"][1])
+
+
+@pytest.mark.parametrize("kind", ENGINES[1:3])
+def test_what_vllm_cannot_honour_is_refused(engines, kind):
+    engine = engines(kind)
+    contract.check_vllm_refusals(engine)
+    for setting in (dict(temperature=2.5), dict(frequency_penalty=3.0)):
+        with pytest.raises((SamplerError, EngineError), match=r"must be in \["):
+            engine.generate([[1, 40]], SamplingParams(max_new_tokens=2, **setting), [[0]])
+
+
 def test_refusals(engine):
     contract.check_refusals(engine)
 
@@ -120,6 +141,48 @@ def test_vllm_retries_a_failed_row_and_reports_it(engines, monkeypatch):
         engine.generate(contract.PROMPTS, params, contract.SEEDS)
 
 
+def test_what_vllm_gives_up_when_all_are_told_to_stop_is_no_lost_row(engines, monkeypatch):
+    """Rows that a stopping vLLM aborts are drawn again by the run that continues; were they left out, it would end at another model."""
+    from stages.running.stopping import Terminated, stopping
+
+    engine, params = engines("vllm"), SamplingParams(max_new_tokens=4)
+    engine.generate(contract.PROMPTS, params, contract.SEEDS)
+    monkeypatch.setattr(stopping, "since", 1.0)
+    engine.generate(contract.PROMPTS, params, contract.SEEDS)
+    n = fake_vllm.LLM.requests
+    monkeypatch.setattr(fake_vllm, "ABORT", {n + 2})
+    with pytest.raises(Terminated):
+        engine.generate(contract.PROMPTS, params, contract.SEEDS)
+
+    def dead(*arguments, **more):
+        raise RuntimeError("the engine core is dead")
+
+    monkeypatch.setattr(fake_vllm.LLM, "generate", dead)
+    with pytest.raises(Terminated):
+        engine.generate(contract.PROMPTS, params, contract.SEEDS)
+    monkeypatch.setattr(stopping, "since", None)
+    with pytest.raises(EngineError, match="stopped.*the same command continues"):
+        engine.generate(contract.PROMPTS, params, contract.SEEDS)
+
+
+def test_a_vllm_whose_process_was_killed_is_an_error_and_no_endless_wait(engines, monkeypatch):
+    import subprocess
+    import threading
+
+    import psutil
+
+    engine, params, forever = engines("vllm"), SamplingParams(max_new_tokens=4), threading.Event()
+    process = subprocess.Popen(["sleep", "60"])
+    engine.processes = [psutil.Process(process.pid)]
+    whole = engine.generate(contract.PROMPTS, params, contract.SEEDS)
+    monkeypatch.setattr(fake_vllm.LLM, "generate", lambda *a, **k: forever.wait())
+    process.kill(), process.wait()
+    with pytest.raises(EngineError, match=rf"its process {process.pid} ended.*the same command continues"):
+        engine.generate(contract.PROMPTS, params, contract.SEEDS)
+    forever.set()
+    assert len(whole) == 3
+
+
 def test_vllm_sleeps_and_reloads_in_the_order_that_works(engines, made, tmp_path):
     engine = engines("vllm")
     write_weights(made["other"][1], made["tokenizer"], tmp_path / "new")
@@ -138,6 +201,92 @@ def test_a_vllm_that_cannot_reload_from_a_directory_is_named(engines, monkeypatc
     monkeypatch.setattr(fake_vllm.LLM, "collective_rpc", old)
     with pytest.raises(EngineError, match="vllm 0.0-fake cannot read new weights from a directory"):
         engines("vllm").update("somewhere", "v1")
+
+
+def test_vllm_on_a_cpu_takes_what_its_rows_need(made, monkeypatch):
+    """Two layers with two heads of 16: 512 bytes a token in float32; rows of 256 positions in blocks of 128, and one block more."""
+    from stages.decoding import vllm_engine
+
+    given = []
+    monkeypatch.setitem(sys.modules, "vllm", fake_vllm)
+    monkeypatch.setattr(vllm_engine, "on_cpu", lambda: True)
+    monkeypatch.setattr(fake_vllm, "LLM", lambda **arguments: given.append(arguments))
+    for options in ({}, {"max_model_len": 100}, {"gpu_memory_utilization": 0.1}, {"kv_cache_memory_bytes": 5}):
+        vllm_engine.VLLMEngine(made["policy"][0], made["tokenizer"], max_batch=3, options=options)
+    assert [g.get("kv_cache_memory_bytes") for g in given] == [3 * 384 * 512, 3 * 256 * 512, None, 5]
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    vllm_engine.VLLMEngine(made["policy"][0], made["tokenizer"])
+    assert "kv_cache_memory_bytes" not in given[-1]
+
+
+def test_a_vllm_that_does_not_start_says_what_to_write(made, monkeypatch):
+    from stages.decoding.vllm_engine import VLLMEngine
+
+    monkeypatch.setitem(sys.modules, "vllm", fake_vllm)
+
+    def broken(error):
+        def start(**arguments):
+            raise error
+        return start
+
+    for error, sleeps, advice in ((TypeError("got an unexpected keyword argument 'logprobs_mode'"), False, "this version is too old"),
+                                  (ValueError("Sleep mode is not supported on current platform."), True, "write engine_sleep=false"),
+                                  (RuntimeError("Engine core initialization failed."), False, "kv_cache_memory_bytes: BYTES")):
+        monkeypatch.setattr(fake_vllm, "LLM", broken(error))
+        with pytest.raises(EngineError, match=advice):
+            VLLMEngine(made["policy"][0], made["tokenizer"], sleeps=sleeps)
+
+
+def test_vllms_processes_end_with_the_engine(engines):
+    from types import SimpleNamespace
+
+    engine, ended = engines("vllm"), []
+    engine.llm.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: ended.append(1)))
+    engine.close()
+    assert ended == [1] and engine.llm is None
+
+
+def test_a_prefix_cache_that_stays_is_an_error(engines, made, monkeypatch, tmp_path):
+    write_weights(made["other"][1], made["tokenizer"], tmp_path / "new")
+    monkeypatch.setattr(fake_vllm.LLM, "reset_prefix_cache", lambda self: False)
+    for kind in ("vllm", "vllm-server"):
+        with pytest.raises(EngineError, match="did not empty its prefix cache"):
+            engines(kind).update(str(tmp_path / "new"), "v1")
+
+
+def test_a_vllm_server_that_says_so_gives_log_probs_of_what_is_sampled(made):
+    from stages.decoding.server_engine import ServerEngine
+
+    path, model = made["policy"]
+    with vllm_server(fake_vllm.LLM(path, logprobs_mode="processed_logprobs")) as (url, _):
+        contract.check_logps_are_of_the_sampled_distribution(engine := ServerEngine(url, made["tokenizer"], path), model)
+        assert len(engine.generate([[1, 40]], SamplingParams(max_new_tokens=3, temperature=0.7), [[5]])[0][0].logps) == 3
+        with pytest.raises(SamplerError, match="takes no more than 100"):
+            engine.generate([[1, 40]], SamplingParams(logit_bias={5: 300.0}), [[0]])
+
+
+def test_a_stop_string_that_is_a_special_token_stops_vllm(made, tmp_path, monkeypatch):
+    """Texts keep the tags of thought and answer where they are special tokens; vLLM's text leaves special tokens out unless told otherwise."""
+    from stages.decoding.sampler import tag_ids
+    from stages.decoding.vllm_engine import VLLMEngine
+    from stages.models.modeling import save_policy
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(made["policy"][0])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</answer>"]})
+    tag = tokenizer.convert_tokens_to_ids("</answer>")
+    import copy
+
+    model = copy.deepcopy(made["policy"][1])
+    model.resize_token_embeddings(len(tokenizer))
+    save_policy(model, tokenizer, str(tmp_path / "tagged"))
+    monkeypatch.setitem(sys.modules, "vllm", fake_vllm)
+    engine, params = VLLMEngine(str(tmp_path / "tagged"), tokenizer), SamplingParams(temperature=0, max_new_tokens=6, logit_bias={tag: 50.0}, stop_strings=("</answer>",))
+    assert tag in tag_ids(tokenizer)
+    ((c,),) = engine.generate([[1, 40]], params, [[0]])
+    assert (c.ids, c.finish_reason, c.text) == ([tag], "stop", "")
+    (wanted,) = Sampler(model.eval(), tokenizer).generate([[1, 40]], params, [[0]])
+    assert contract.facts([[c]]) == contract.facts([wanted])
 
 
 def test_a_server_row_is_asked_for_twice_and_then_named(made, monkeypatch):
