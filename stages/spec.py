@@ -15,6 +15,7 @@ import difflib
 import enum
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -244,6 +245,12 @@ def explain(what: str, model: type[BaseModel], error: ValidationError) -> str:
             lines.append(f"{dotted}: is required; add {dotted}=VALUE{_doc_at(model, loc)}")
             continue
         message = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        if item["type"] in ("literal_error", "enum") and loc:
+            expected = item["ctx"]["expected"]
+            values = re.findall(r"'([^']*)'", expected)
+            near = did_you_mean(item["input"], values) if isinstance(item.get("input"), str) else ""
+            lines.append(f"{dotted}: there is no {shown}; {near}write one of {expected}{_doc_at(model, loc)}")
+            continue
         given = "" if len(loc) == 0 else f" (given {shown})"
         lines.append(f"{dotted}: {message[:1].lower() + message[1:]}{given}{_hint(model, loc, item)}{_doc_at(model, loc)}")
     return f"{what}: " + "\n  ".join(lines)

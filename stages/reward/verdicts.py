@@ -100,4 +100,11 @@ def value_of(value) -> Verdict | Unscorable:
         return Verdict(float(value), value)
     if finite(value):
         return Verdict(float(value))
-    return Unscorable("no value (None)" if value is None else f"{value!r:.60} is no finite number")
+    return Unscorable("no value (None)" if value is None else f"{value!r:.60} is no finite number{_instead(value)}")
+
+
+def _instead(value) -> str:
+    """What to return instead of a value that is no number, where that is plain."""
+    if isinstance(value, str):
+        return "; return a number, for example float(...) of the text"
+    return "; return one number for one answer; a function of all answers to a prompt needs scope: group" if isinstance(value, list) else ""

@@ -273,7 +273,7 @@ def arguments(function, given: dict, columns: dict, places, other_names: dict, m
         return [given[name] for name in places], {}
     first = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:3]
     at = {name: places.index(other_names.get(single, single)) for single in (*places, *other_names) for name in ((single, single + "s") if many else (single,))}
-    by_place = len(first) == 3 and any(p.name not in known for p in first) and all(p.name not in known or at.get(p.name) == i for i, p in enumerate(first))
+    by_place = len(first) == 3 and any(p.name not in known and p.name not in columns for p in first) and all(p.name not in known or at.get(p.name) == i for i, p in enumerate(first))
     positional, named = ([given[name] for name in places], {}) if by_place else ([], {})
     rest = {**columns, **known}
     for p in parameters[3 * by_place:]:
@@ -289,6 +289,17 @@ def arguments(function, given: dict, columns: dict, places, other_names: dict, m
                 raise TypeError("the function asks for %r of all answers to a prompt, as TRL's reward functions do; write scope: group, and %r for one answer" % (p.name, p.name[:-1]))
             raise TypeError("the function asks for %r, which the row has no column of; write some of %s, or a column of the row" % (p.name, ", ".join(given)))
     return positional, named
+
+
+def advice(error: BaseException) -> str:
+    """What to write instead, for an import that failed in code of one's own; else the empty string."""
+    if not isinstance(error, ImportError):
+        return ""
+    if "relative import" in str(error):
+        return "; the source is read as one file without its package: write what it imports into the same file"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return "; install %s in the environment that runs the stage, or write what is used of it into the source" % error.name.split(".")[0]
+    return ""
 
 
 def finished(result):
@@ -334,7 +345,7 @@ def finished(result):
 
 #: The child side, an isolated interpreter that imports nothing of this package. It speaks JSON lines on two private descriptors; the standard
 #: streams belong to the untrusted code.
-_CHILD = "\n".join(map(inspect.getsource, (end_with_parent, no_network, limit_resources, forbid_calls, readable, forbid_files, forbid_events, lock_down, arguments, finished))) + "\n" + _CHILDREN + r"""
+_CHILD = "\n".join(map(inspect.getsource, (end_with_parent, no_network, limit_resources, forbid_calls, readable, forbid_files, forbid_events, lock_down, arguments, advice, finished))) + "\n" + _CHILDREN + r"""
 import json, os, sys
 read_fd, write_fd, memory = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 end_with_parent()
@@ -416,7 +427,7 @@ for line in jobs:
     except MemoryError as error:
         reply = {"error": "memory limit: %s" % (str(error) or "out of memory")}
     except BaseException as error:
-        reply = {"error": "%s: %s" % (type(error).__name__, str(error)[:300])}
+        reply = {"error": "%s: %s" % (type(error).__name__, str(error)[:300]) + advice(error)}
     os.write(write_fd, (json.dumps({"token": token, **reply}) + "\n").encode())
 """
 

@@ -122,6 +122,7 @@ def test_computed_import_is_refused(project):
         ({"learning_rate": "fast"}, ["learning_rate", "'fast'", "peak learning rate"]),
         ({"learning_rate": 0}, ["learning_rate", "> 0"]),
         ({"mode": "slow"}, ["mode", "'fast'"]),
+        ({"mode": "fastt"}, ["mode: there is no 'fastt'; did you mean 'fast'? write one of 'fast'"]),
     ],
 )
 def test_config_errors_say_what_to_write(given, parts):

@@ -228,6 +228,23 @@ def test_a_program_cannot_pass_by_writing_to_its_descriptors():
     assert run_jobs([{"kind": "tested", "source": forged, "test": "assert False"}], Limits(timeout_s=5.0), fresh=True)[0].value is None
 
 
+@pytest.mark.parametrize("source,says", [
+    ("import nopackage_x.part\ndef score(prompt, completion, answer):\n    return 1.0", "install nopackage_x in the environment"),
+    ("from .util import f\ndef score(prompt, completion, answer):\n    return f(1)", "write what it imports into the same file"),
+    ("def score(prompt, completion, answer):\n    return '0.5'", "return a number"),
+    ("def score(prompt, completion, answer):\n    return [1.0]", "scope: group")])
+def test_what_a_function_of_ones_own_does_wrong_is_answered_with_what_to_write(source, says):
+    (scored,) = score([row("x")], {"kind": "python", "source": source})
+    assert scored.total is None and says in scored.reasons["python"]
+
+
+def test_a_third_parameter_that_is_called_as_a_column_gets_that_column():
+    (scored,) = score([row("x", answer="5", difficulty=7)], {"kind": "python", "source": "def score(prompt, completion, difficulty):\n    return float(difficulty)"})
+    assert scored.total == 7.0
+    (scored,) = score([row("x", answer="5")], {"kind": "python", "source": "def score(p, c, a):\n    return float(a)"})  # by place, as before
+    assert scored.total == 5.0
+
+
 def test_the_python_tool_is_locked_down_too(tmp_path):
     """A policy's program in an episode: no files, no processes, no writing to the episode's pipes."""
     from stages.acting.tools import BadCall, run_python
