@@ -526,9 +526,7 @@ class Iteration:
             return out, np.array([o.any() for o in out]) & self.scorable
         if kind == "win_rate":
             if row.opponent != "self":  # other completions, that no row holds
-                learned = np.array([any(r["loss_mask"]) for r in self.rows])
-                self.silent = any(self.scorable[self.group == g].any() and not learned[self.group == g].any() for g in np.unique(self.group))  # all rejected: nothing says how the comparison went
-                return [np.array(r["advantages"], float) for r in self.rows], learned
+                return [np.array(r["advantages"], float) for r in self.rows], self.learned()
             for g in np.unique(self.group):
                 at = np.flatnonzero((self.group == g) & in_stats & self.scorable)
                 for i in np.flatnonzero((self.group == g) & self.scorable):
@@ -545,6 +543,12 @@ class Iteration:
         if kind == "reward_minus_value":
             return [o - v for o, v in zip(outcome, self.values)], self.scorable
         raise AssertionError(f"write the advantage {kind}")
+
+    def learned(self):
+        """Whether a row is learned from, which alone says of comparisons with completions that no row holds how they went; where that is so of no row of a group, nothing does."""
+        found = np.array([any(r["loss_mask"]) for r in self.rows])
+        self.silent = any(self.scorable[self.group == g].any() and not found[self.group == g].any() for g in np.unique(self.group))
+        return found
 
     def steps(self, i):
         r = self.rows[i]
@@ -1121,6 +1125,7 @@ class Run:
             return np.full(it.B, used)
         # greedy, table, v_star: completions that no row holds; one number per prompt
         b = np.full(it.B, np.nan)
+        it.learned()
         for i, r in enumerate(it.rows):
             on = np.flatnonzero(r["loss_mask"])
             if self.row.whiten or c.advantage_clip:

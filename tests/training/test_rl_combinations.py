@@ -27,6 +27,8 @@ CHOSEN = {
                                      "num_iterations": 3, "max_steps": 7, "lora_rank": 4},
     "running statistics, warmed critic": {"preset": "vapo", "critic_learning_rate": 1e-2, "critic_warmup_steps": 2, "reward_norm": "running", "dynamic_sampling": False},
     "nothing left after rejection": {"preset": "nash_md", "rejection": "sequence_mean", "rejection_min": 1.0, "rejection_max": 1.0000001, "top_p": 0.8},
+    "greedy baseline, all rejected": {"preset": "rloo", "advantage": "reward_minus_baseline", "baseline": "greedy", "rejection": "sequence_mean", "rejection_min": 1.0, "rejection_max": 1.0000001,
+                                      "top_p": 0.8},
     "replay, other sampler": {"preset": "topr", "replay_fraction": 0.34, "top_p": 0.8, "ref_mode": "refresh", "ref_sync_steps": 1, "beta": 0.2}}
 DRAWN = 12
 
