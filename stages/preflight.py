@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from stages.batching import Item, make_item, size, together
 
 SAMPLES = 5
@@ -148,6 +150,7 @@ def rl_preflight(stage, trainer, source) -> None:
     stage.log("plan: " + ", ".join(f"{v:,} {k}" if isinstance(v, int) else f"{k} {v}" for k, v in facts.items()))
     check_completions_end(stage, [s for group in samples for s in group], renderer)
     check_rewards(stage, source, [s for group in samples for s in group])
+    check_clip_range(stage, source, [s for group in samples for s in group])
     if config.engine_sleep:  # as in training: the first iteration's update wakes it
         source.policy.engine.sleep(keep_weights=False)
     per_step = max(1, -(-len(made) // config.num_minibatches))
@@ -300,6 +303,32 @@ def check_rewards(stage, source, samples) -> None:
     if len(lost) > UNSCORED * len(samples):
         stage.warn("completions_unscored", f"{len(lost)} of the {len(samples)} completions tried before training could not be scored, so they would teach nothing. Most often: "
                    f"{commonest_failure(lost)}. Mend the reward component, or have it return a number for these too.")
+
+
+def check_clip_range(stage, source, samples) -> None:
+    """Warn where bfloat16 rounds the ratios of a clip by more than its range, measured on the completions tried against float32: rounding, and no step, then decides what is clipped."""
+    config, row = source.config, source.row
+    stays = source.steps_per_batch == 1 and not row.behaviour_ratio and not config.async_rollouts  # ratios that are 1 in whatever precision
+    samples = [s for s in samples if any(s.action_mask)]
+    if config.compute_dtype == "float32" or row.objective or row.surrogate != "clip" or stays or not samples:
+        return
+    items = [make_item(s.prompt["row_id"], s.context_ids if s.context_ids is not None else s.prompt_ids, [s.ids], [s.action_mask]) for s in samples]
+    low, full = (source.crediting.logps(source.policy.model, items, compute_dtype) for compute_dtype in (config.compute_dtype, "float32"))
+    rounding, high = ratio_rounding(low, full, [s.action_mask for s in samples], row.ratio_level), row.epsilon if row.epsilon_high is None else row.epsilon_high
+    if rounding > min(row.epsilon, high):
+        of = {"token": "of a token", "sequence": "of a completion", "sequence_mean": "per token of a completion, in the mean over its tokens,"}[row.ratio_level]
+        wide = float(f"{3 * rounding:.1g}")
+        stage.warn("clip_below_rounding", f"compute_dtype={config.compute_dtype} rounds the log-ratio {of} by {rounding:.1g} (root mean square over the {len(samples)} completions tried), more than the clip range "
+                   f"of preset={config.preset} allows (epsilon={row.epsilon:g}, epsilon_high={high:g}), so that rounding decides what is clipped. Write compute_dtype=float32, or a clip range above it "
+                   f"(epsilon={wide:g} and epsilon_high={wide:g}), or take one step per batch from ratios of 1 (num_iterations=1 and num_minibatches=1).")
+
+
+def ratio_rounding(low, full, masks, level: str) -> float:
+    """Root mean square of the error of log-ratios at a ratio level (``losses.RATIO_LEVELS``), nats: log-probs of the completions' tokens ``low`` in the precision of training, ``full`` in
+    float32, over the tokens of ``masks``; lists of B completions' token lists. Rounding moves with the weights, so this is what a ratio is off by."""
+    errors = [(np.subtract(a, b))[np.array(m, bool)] for a, b, m in zip(low, full, masks) if any(m)]
+    of = {"token": np.concatenate(errors or [np.zeros(0)]), "sequence_mean": [e.mean() for e in errors], "sequence": [e.sum() for e in errors]}[level]
+    return float(np.sqrt(np.mean(np.square(of)))) if len(of) else 0.0
 
 
 def plan_facts(items: Sequence[Item], batch_size: int, trainer) -> dict[str, int | str]:

@@ -132,7 +132,8 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
                              "validation prompts also log the KL to the policy that training started from, kl/start_sequence_sum, which is held for it.")
     allow_double_kl: bool = Field(False, description="Allow a KL in the reward and in the loss at once.")
     ref_mode: Literal["frozen", "ema", "refresh", "previous"] = Field(
-        "frozen", description="Reference: frozen; moving average of the policy; mixed with it every ref_sync_steps; the policy that started the iteration.")
+        "frozen", description="Reference: frozen; moving average of the policy; mixed with it every ref_sync_steps; the policy that started the iteration. The KL inside an iteration is to the "
+        "reference of its start; where kl_estimator=full reads it at every step, its moves of the iteration are made together at the end, towards the policy as it is then.")
     ref_sync_steps: int = Field(512, ge=1, description="Optimizer steps between refreshes (TR-DPO 512).")
     ref_sync_alpha: float = Field(0.6, gt=0, le=1, description="Policy's share at a refresh (TR-DPO 0.6; 1 = copy, iterative GRPO).")
     ref_decay: float = Field(0.995, ge=0, lt=1, description="Share of the old reference kept at every step (ref_mode=ema).")

@@ -207,11 +207,11 @@ class Crediting:
         return scored
 
     # -- log-probs ----------------------------------------------------------------------------------------------------
-    def logps(self, model, items: list[Item]) -> list[list[float]]:
-        """Log-probs of every response token under ``model`` at the sampling temperature, in sample order, in the precision of the training forward."""
+    def logps(self, model, items: list[Item], compute_dtype: str | None = None) -> list[list[float]]:
+        """Log-probs of every response token under ``model`` at the sampling temperature, in sample order, in the precision of the training forward unless another one is asked for."""
         from stages.models.modeling import target_logps
 
-        return self._by_token(model, items, lambda batch: target_logps(model, batch, self.config.temperature)[0])
+        return self._by_token(model, items, lambda batch: target_logps(model, batch, self.config.temperature)[0], compute_dtype)
 
     def entropies(self, model, items: list[Item]) -> list[list[float]]:
         """Entropy of the distribution of every response token, nats, as :meth:`logps`."""
@@ -237,14 +237,15 @@ class Crediting:
 
         return self._by_token(self.policy.model, items, compute)
 
-    def _by_token(self, model, items: list[Item], values) -> list[list[float]]:
+    def _by_token(self, model, items: list[Item], values, compute_dtype: str | None = None) -> list[list[float]]:
         """``values(batch)`` of every response token, in sample order: a number per trained position of a micro-batch."""
         from stages.training import products
 
         config, device = self.config, self.stage.device
+        precision = config.model_copy(update={"compute_dtype": compute_dtype or config.compute_dtype})
 
         def compute(batch):
-            with products(config, device):
+            with products(precision, device):
                 padded = batch.padded(values(batch)).cpu().numpy()
             lengths = [len(response) for item in batch.items for response in item.responses]
             return [row[:length].tolist() for row, length in zip(padded, lengths)]

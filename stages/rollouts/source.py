@@ -91,6 +91,8 @@ class Rollouts:
         self.metrics: dict[str, float] = {}
         self.step_tokens = 0
         self.warmed = not row.critic_warmup_steps or critic is None or critic.trainer is None
+        self.holds_reference = holds_reference(row, config)
+        self.moves_due = 0                 # of the reference, where it is held through an iteration
         self.history: list[dict] = []      # what alarms read of the steps so far
         self.why_unscorable = ""           # the commonest reason among the newest completions that could not be scored
         fixed = {f"the scorer of {name}": scorer.model for name, scorer in rewards.scorers.items() if isinstance(getattr(scorer, "model", None), torch.nn.Module)}
@@ -133,22 +135,28 @@ class Rollouts:
         extra = dict(self.metrics) if first else {}
         if self.critic is not None:
             extra |= self.critic.train(self.current)
-        moves = self.reference is not None and reference_due(self.config.ref_mode, step, self.config.ref_sync_steps)
+        self.moves_due += self.reference is not None and reference_due(self.config.ref_mode, step, self.config.ref_sync_steps)
         averaged = self.opponent is not None and self.row.opponent == "ema"
-        if moves:
-            keep = self.config.ref_decay if self.config.ref_mode == "ema" else 1.0 - self.config.ref_sync_alpha
-            move_towards(self.reference, self.policy.model, keep)
+        if not self.holds_reference or self.inner >= self.steps_per_batch:
+            self._move_reference()
         if averaged:
             move_towards(self.opponent.model, self.policy.model, self.config.opponent_decay)
         if self.reference is not None or self.config.ref_mode == "previous":  # how often it moved (REF-POLICY)
             mode, every = self.config.ref_mode, self.config.ref_sync_steps
-            extra["kl/reference_version"] = float({"ema": step, "refresh": step // every, "previous": self.iteration}.get(mode, 0))
+            extra["kl/reference_version"] = float({"ema": step, "refresh": step // every, "previous": self.iteration}.get(mode, 0) - self.moves_due)
         if metrics.get("policy/ratio_sq"):  # effective sample size over the tokens, (sum w)^2 / (n sum w^2) (ops.monitor)
             extra["policy/ess_fraction"] = metrics["policy/ratio"] ** 2 / metrics["policy/ratio_sq"]
         elif metrics.get("policy/importance_weight_sq"):  # over the responses, whose weights these are (TOPR, OFFPOL-IS)
             extra["policy/importance_weight_ess"] = metrics["policy/importance_weight"] ** 2 / metrics["policy/importance_weight_sq"]
         self.watch({"step": step, **metrics, **extra})
         return extra
+
+    def _move_reference(self) -> None:
+        """Make the moves that are due, all towards the policy as it is now (REF-POLICY)."""
+        if self.moves_due:
+            keep = self.config.ref_decay if self.config.ref_mode == "ema" else 1.0 - self.config.ref_sync_alpha
+            move_towards(self.reference, self.policy.model, keep ** self.moves_due)
+            self.moves_due = 0
 
     def watch(self, values: dict[str, float]) -> None:
         """Take note of a step's metrics, and warn of the alarms that are on now (each once)."""
@@ -181,7 +189,7 @@ class Rollouts:
 
     def state(self) -> tuple[dict, dict[str, bytes]]:
         self._wait_for_ahead()
-        state = {name: getattr(self, name) for name in ("iteration", "inner", "version", "metrics", "warmed", "history", "why_unscorable")}
+        state = {name: getattr(self, name) for name in ("iteration", "inner", "version", "metrics", "warmed", "moves_due", "history", "why_unscorable")}
         state |= {name: part.state() for name, part in self._parts().items()}
         in_hand = [{"row_id": i.row_id, "prompt": i.prompt.tolist(), "responses": [r.tolist() for r in i.responses],
                     "masks": [m.tolist() for m in i.masks], "by_response": i.by_response, "extra": i.extra} for i in self.batch]
@@ -197,7 +205,7 @@ class Rollouts:
         return state, files
 
     def restore(self, state: dict, read: Files) -> None:
-        for name in ("iteration", "inner", "version", "metrics", "warmed", "history", "why_unscorable"):
+        for name in ("iteration", "inner", "version", "metrics", "warmed", "moves_due", "history", "why_unscorable"):
             setattr(self, name, state[name])
         for name, part in self._parts().items():
             part.restore(state[name])
@@ -238,6 +246,7 @@ class Rollouts:
         if self.iteration >= 0:
             self.crediting.finish(self.batch)
         self._wait_for_ahead()
+        self._move_reference()  # of an iteration that was stopped early
         if self.stored is None:
             self.policy.update()  # once for all that is sampled in this iteration, or ahead in it
         self.rewards.step, self.rewards.multipliers = step, dict(self.multipliers.values)
@@ -407,12 +416,13 @@ class Rollouts:
         return Sampler(self.reference, self.policy.renderer.tokenizer, max_batch=self.config.generation_batch)
 
     def _warm_up_critic(self) -> None:
-        """Critic steps on rollouts of the starting policy, which are not kept (VAPO value pretraining)."""
-        before, n = self.order.state(), self.config.prompts_per_step
+        """Critic steps on rollouts of the starting policy, which are not kept, nor counted in running statistics or the moving baseline (VAPO value pretraining)."""
+        order, credit, n = self.order.state(), self.crediting.state(), self.config.prompts_per_step
         for step in range(self.row.critic_warmup_steps):
             groups = self.groups.sample(self.order.take(n, self.version), self.iteration, self.version, step * n, "critic-warmup")
             self.critic.train(self.crediting(groups, self.iteration, self.version).items)
-        self.order.restore(before)
+        self.order.restore(order)
+        self.crediting.restore(credit)
         self.warmed = True
 
     # -- validation -------------------------------------------------------------------------------------------------
@@ -452,6 +462,11 @@ class Rollouts:
         """The pretraining rows that are mixed into the completions ``chosen`` for a step."""
         n = max(1, round(self.config.ptx_batch_ratio * sum(len(i.responses) for i in chosen)))
         return [self.ptx[k] for k in self.stage.rng("ptx", step).integers(0, len(self.ptx), n)]
+
+
+def holds_reference(row: RLPreset, config) -> bool:
+    """Whether a moving reference stays where it is inside an iteration: the exact KL reads its whole distribution at every step, and the estimators the log-probs of the iteration's start."""
+    return config.ref_mode in ("ema", "refresh") and row.kl_loss_coef > 0 and row.kl_loss_estimator == "full" and row.kl_target == "ref"
 
 
 def check_ahead(stage, row: RLPreset, exact_logps: bool, members: Members) -> None:

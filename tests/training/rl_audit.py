@@ -172,6 +172,7 @@ class Iteration:
         self.own = [1 - np.array(r["tool_mask"] if r["tool_mask"] is not None else [0] * r["length"]) for r in rows]
         self.scorable = np.array([r["reward_tier"] != "unscorable" for r in rows])
         self.ended = np.array([r["terminated"] for r in rows])
+        self.silent = False  # whether a group says nothing of what it was compared with
         self.unseen = False  # whether advantages read a number that no row holds
         self.fresh = np.array([run.stored or r["policy_version"] == run.version_of(number) for r in rows])
 
@@ -525,7 +526,7 @@ class Iteration:
             return out, np.array([o.any() for o in out]) & self.scorable
         if kind == "win_rate":
             if row.opponent != "self":  # other completions, that no row holds
-                return [np.array(r["advantages"], float) for r in self.rows], np.array([any(r["loss_mask"]) for r in self.rows])
+                return [np.array(r["advantages"], float) for r in self.rows], self.learned()
             for g in np.unique(self.group):
                 at = np.flatnonzero((self.group == g) & in_stats & self.scorable)
                 for i in np.flatnonzero((self.group == g) & self.scorable):
@@ -542,6 +543,12 @@ class Iteration:
         if kind == "reward_minus_value":
             return [o - v for o, v in zip(outcome, self.values)], self.scorable
         raise AssertionError(f"write the advantage {kind}")
+
+    def learned(self):
+        """Whether a row is learned from, which alone says of comparisons with completions that no row holds how they went; where that is so of no row of a group, nothing does."""
+        found = np.array([any(r["loss_mask"]) for r in self.rows])
+        self.silent = any(self.scorable[self.group == g].any() and not found[self.group == g].any() for g in np.unique(self.group))
+        return found
 
     def steps(self, i):
         r = self.rows[i]
@@ -644,7 +651,7 @@ class Iteration:
         flat, raw = (np.concatenate([a[m] for a, m in zip(which, self.mask)]) for which in (self.A, self.A_raw))
         self.log("groups/trained_sequences", self.trained.sum())
         self.log("groups/trained_tokens", sum(m.sum() for m in self.mask))
-        if not self.unseen:
+        if not self.unseen and not self.silent:
             self.log("groups/informative_fraction", np.mean([self.informative[self.group == g].any() for g in np.unique(self.group)]))
         if flat.size:
             for name, value in (("mean", flat.mean()), ("std", flat.std()), ("min", flat.min()), ("max", flat.max()), ("positive_fraction", (flat > 0).mean()), ("zero_fraction", (flat == 0).mean())):
@@ -1039,10 +1046,12 @@ class Run:
         if c.ref_mode == "previous":
             return None
         w = {n: v.clone() for n, v in self.other_model.own.items()}
+        held = self.row.kl_loss_coef and self.row.kl_target == "ref" and self.row.kl_loss_estimator == "full"  # through an iteration, and then all its moves at once
         for k in range(1, step + 1):
-            now = self.weights_at(k)
-            keep = c.ref_decay if c.ref_mode == "ema" else 1 - c.ref_sync_alpha if c.ref_mode == "refresh" and k % c.ref_sync_steps == 0 else 1.0
-            if keep < 1:
+            due = c.ref_mode == "ema" or (c.ref_mode == "refresh" and k % c.ref_sync_steps == 0)
+            keep = c.ref_decay if c.ref_mode == "ema" else 1 - c.ref_sync_alpha
+            if due:
+                now = self.weights_at(-(-k // self.updates) * self.updates if held else k)
                 w = {n: keep * v + (1 - keep) * now[n] for n, v in w.items()}
         return w
 
@@ -1116,6 +1125,7 @@ class Run:
             return np.full(it.B, used)
         # greedy, table, v_star: completions that no row holds; one number per prompt
         b = np.full(it.B, np.nan)
+        it.learned()
         for i, r in enumerate(it.rows):
             on = np.flatnonzero(r["loss_mask"])
             if self.row.whiten or c.advantage_clip:

@@ -22,6 +22,13 @@ CHOSEN = {
     "adapter, ahead, multipliers": {"preset": "dr_grpo", "lora_rank": 4, "async_rollouts": True, "beta": 0.2, "rewards": [SPREAD, {**EVEN, "at_least": 0.5, "multiplier_step": 0.3}]},
     "refill, from a step on": {"preset": "dapo", "soft_punish_cache": 4, "truncation_policy": "score", "filter_groups_metric": "reward_std", "rewards": [SPREAD, {**COST, "from_step": 1}],
                                "ref_mode": "ema", "ref_decay": 0.5, "beta": 0.2},
+    "exact KL, moving average": {"preset": "grpo", "kl_estimator": "full", "beta": 0.5, "ref_mode": "ema", "ref_decay": 0.5, "num_minibatches": 2, "max_steps": 5},
+    "exact KL, refreshed, adapter": {"preset": "grpo", "kl_estimator": "full", "kl_direction": "forward", "beta": 0.5, "ref_mode": "refresh", "ref_sync_steps": 1, "ref_sync_alpha": 0.5,
+                                     "num_iterations": 3, "max_steps": 7, "lora_rank": 4},
+    "running statistics, warmed critic": {"preset": "vapo", "critic_learning_rate": 1e-2, "critic_warmup_steps": 2, "reward_norm": "running", "dynamic_sampling": False},
+    "nothing left after rejection": {"preset": "nash_md", "rejection": "sequence_mean", "rejection_min": 1.0, "rejection_max": 1.0000001, "top_p": 0.8},
+    "greedy baseline, all rejected": {"preset": "rloo", "advantage": "reward_minus_baseline", "baseline": "greedy", "rejection": "sequence_mean", "rejection_min": 1.0, "rejection_max": 1.0000001,
+                                      "top_p": 0.8},
     "replay, other sampler": {"preset": "topr", "replay_fraction": 0.34, "top_p": 0.8, "ref_mode": "refresh", "ref_sync_steps": 1, "beta": 0.2}}
 DRAWN = 12
 

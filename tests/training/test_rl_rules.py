@@ -701,6 +701,27 @@ def test_in_bfloat16_ratios_start_from_log_probs_of_the_same_products(rl):
         rl("trust", {"preset": "trpo", "compute_dtype": "bfloat16"})
 
 
+@pytest.mark.parametrize("told, config", [
+    (True, {"preset": "gspo", "num_minibatches": 2}), (True, {"preset": "grape_alt", "num_iterations": 2, "epsilon": 1e-3}), (False, {"preset": "gspo"}),
+    (False, {"preset": "gspo", "num_minibatches": 2, "compute_dtype": "float32"}), (False, {"preset": "gspo", "num_minibatches": 2, "epsilon": 0.05, "epsilon_high": 0.05}),
+    (False, {"preset": "grpo", "num_iterations": 2, "beta": 0.0})])
+def test_a_clip_range_below_the_rounding_of_bfloat16_is_told_before_training(rl, told, config):
+    """GSPO clips at 3e-4: measured on the completions tried, and only where a ratio can be another than 1."""
+    result, _ = rl("narrow", {"compute_dtype": "bfloat16", "max_steps": 1, **config})
+    texts = [w["text"] for w in result["warnings"] if w["code"] == "clip_below_rounding"]
+    assert len(texts) == told and all("compute_dtype=float32" in text and re.search(r"epsilon=\S+ and epsilon_high=", text) for text in texts)
+
+
+def test_rounding_of_ratios_by_hand():
+    """Completions of 2 and 1 own tokens whose log-probs are off by (0.03, -0.01) and 0.02; a tool's token does not count."""
+    from stages.preflight import ratio_rounding
+
+    low, full, masks = [[-1.0, -7.0, -2.0], [-3.0]], [[-1.03, -5.0, -1.99], [-3.02]], [[1, 0, 1], [1]]
+    for level, expected in (("token", (9 + 1 + 4) / 3), ("sequence_mean", (1 + 4) / 2), ("sequence", (4 + 4) / 2)):
+        assert ratio_rounding(low, full, masks, level) == pytest.approx(0.01 * expected ** 0.5)
+    assert ratio_rounding([[]], [[]], [[]], "sequence_mean") == 0.0
+
+
 def test_sampling_in_bfloat16_leaves_old_logps_to_the_trainer(rl):
     """The sampler's log-probs are of rounded weights: they are kept beside the trainer's, which ratios start from."""
     result, metrics = rl("sampled_in_half", {"preset": "grpo", "sampling_dtype": "bfloat16", "max_steps": 2, "learning_rate": 1e-12})
