@@ -156,6 +156,18 @@ def test_kto_learns_from_a_batch_with_one_label_and_warns_about_weights(tiny, pr
     assert "options.desirable_weight between" in data_warnings(world.config, world.objective, world.items, [])[0]
 
 
+@pytest.mark.parametrize("method", ["kto", "bco", "apo_zero_unpaired"])
+@pytest.mark.parametrize("label", [True, False])
+def test_one_label_alone_is_warned_of(tiny, preferences, method, label):
+    """bco, whose shift is midway between two classes, and apo_zero_unpaired trained on one without a word."""
+    from stages.align import data_warnings
+
+    world = World(tiny, preferences, method=method)
+    assert not any("other label" in text for text in data_warnings(world.config, world.objective, world.items, []))
+    one = [i for i in world.items if i.extra["label"] == label]
+    assert f"all rows are {'desirable' if label else 'undesirable'}; {method} learns" in " ".join(data_warnings(world.config, world.objective, one, []))
+
+
 @pytest.mark.parametrize("config,warned", [({"batch_size": 3}, "write batch_size=4"), ({"batch_size": 3, "max_steps": 2}, None), ({"batch_size": 4}, None), ({"batch_size": 7}, None),
                                            ({"batch_size": 2, "z_ref_mode": "zero"}, None), ({"batch_size": 1}, "raise batch_size")])
 def test_kto_says_where_a_step_of_one_row_has_no_z0(tiny, preferences, config, warned):

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from stages.registry import get_stage
+from stages.spec import ConfigError
 from tests import replay, sweep
+from tests.common import assistant
 
 STAGES = ("sft", "align", "reward_model")
 #: Sums of what rounding decides where policy and reference are equal.
@@ -125,6 +127,19 @@ def test_rows_that_weigh_nothing_or_less_are_refused(stage, world, tmp_path):
         rows = [{**row, "weight": weight(i)} for i, row in enumerate(sweep.rows_of(kind))]
         with pytest.raises((ValueError, RuntimeError), match=said):
             sweep.run(stage, sweep.settings_of(stage, combination), {**inputs, "data": world.data(kind, rows, f"{name}-{stage}")}, tmp_path / name)
+
+
+@pytest.mark.parametrize("stage,kind,change,said", [
+    ("align", "pairs/1", {"label_prob": 0.5}, "12 tie.*method=soft_dpo"), ("reward_model", "pairs/1", {"label_prob": 0.5}, "12 tie.*objective=soft_label"),
+    ("align", "pairs/1", {"split": "test"}, "none for training.*train split"), ("sft", "demonstrations/1", {"split": "test"}, "none for training.*train split"),
+    ("align", "pairs/1", {"chosen": assistant("the same"), "rejected": assistant("the same")}, "11 of 12 are identical_after_tokenisation.*differ")])
+def test_no_row_is_left_says_which_rows_and_what_to_do(stage, kind, change, said, world, tmp_path):
+    """Data of ties alone was answered with `raise max_length`."""
+    combination = {name: values[0] for name, values in sweep.axes(stage).items()}
+    inputs = world.inputs(stage, combination) | {"data": world.data(kind, [{**row, **change} for row in sweep.rows_of(kind)], f"{stage}-{sorted(change)}{said[:7]}".replace(" ", ""))}
+    with pytest.raises(ConfigError, match=f"No row is left.*{said}") as refused:
+        sweep.run(stage, sweep.settings_of(stage, combination), inputs, tmp_path / "run")
+    assert "max_length" not in str(refused.value)
 
 
 def test_experts_say_what_adapters_on_them_do_not_have(world):
