@@ -4,6 +4,7 @@ Whatever micro-batches, packing and recomputation a run has, and where it is kil
 plain means (tests/replay.py). A new setting of a schema is in the sweep by itself, or has to say in ``LEFT_OUT`` why it is not.
 """
 
+import json
 import math
 import shutil
 
@@ -85,6 +86,32 @@ def test_what_cannot_change_a_result_does_not(stage, world, tmp_path, monkeypatc
         for folder in tmp_path.iterdir():
             shutil.rmtree(folder)
     assert ran >= 1
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks_say_and_publish_what_one_process_does(stage, world, tmp_path, forks):
+    """Whole rows on either rank; sums of float64, so that nothing but the order of additions differs."""
+    compared = 0
+    for combination in combinations(stage, 19, 2, lambda c: c["optimizer"] != "muon" and not c.get("lora_dropout")):
+        settings, inputs = sweep.settings_of(stage, combination), world.inputs(stage, combination)
+        try:
+            with sweep.float64():
+                sweep.run(stage, settings, inputs, tmp_path / "one")
+        except (ValueError, RuntimeError) as error:
+            assert "rite" in str(error) or "give" in str(error) or "et " in str(error), (told(stage, combination), error)
+        else:
+            forks.run(stage, json.dumps(settings), json.dumps(inputs), tmp_path / "two", target="tests.sweep:ranked", ranks=2)
+            for one, two in zip(sweep.metrics(tmp_path / "one"), sweep.metrics(tmp_path / "two"), strict=True):
+                assert one.keys() == two.keys()
+                for name, value in one.items():
+                    assert two[name] == pytest.approx(value, rel=1e-6, abs=1e-6), (name, told(stage, combination))
+            published = sweep.weights(tmp_path / "one")
+            for name, value in sweep.weights(tmp_path / "two").items():
+                assert torch.allclose(value, published[name], rtol=0, atol=1e-6), (name, told(stage, combination))
+            compared += 1
+        for folder in tmp_path.iterdir():
+            shutil.rmtree(folder)
+    assert compared >= 1
 
 
 @pytest.mark.parametrize("stage", STAGES)
