@@ -19,7 +19,7 @@ from pydantic import Field, field_validator, model_validator
 
 from stages.models.memory import Role
 from stages.settings import ChatConfig, OptimizerConfig
-from stages.spec import ConfigError, InputSpec, OutputSpec, StageConfig, StageSpec, left_out, warn_of_cut_rows
+from stages.spec import ConfigError, InputSpec, OutputSpec, StageConfig, StageSpec, left_out, refuse_no_rows, warn_of_cut_rows
 
 
 Method = Literal["dpo", "cdpo", "robust_dpo", "soft_dpo", "ipo", "soft_ipo", "hinge_norm", "length_norm", "apo_zero", "apo_down", "discopop",
@@ -159,6 +159,7 @@ def run(stage):
     validation = encode(data, "validation", config.eval_rows)
     stage.log(f"{len(train)} training {unit}, {len(validation)} validation{left_out(dropped)}")
     warn_of_cut_rows(stage, dropped, len(train))
+    refuse_no_rows(dropped, len(train))
     for text in [*objective.warnings, *data_warnings(config, objective, train, validation)]:
         stage.warn("align_settings", text)
     frozen = method.needs_reference and config.reference_update == "frozen"
@@ -262,18 +263,20 @@ def data_warnings(config: Config, objective, train, validation) -> list[str]:
     if ignored := sum(i.extra.get("unread_weight", 1.0) != 1.0 for i in train):
         texts.append(f"{ignored} rows have a weight other than 1, and {objective.method.name} matches the sorted responses of a step, in which all rows count alike; their weights change nothing. "
                      "Write method=dpo to weigh rows.")
-    if objective.method.name != "kto":
+    if objective.method.data != "unpaired":
         return texts
     good = sum(i.extra["label"] for i in train)
     bad = len(train) - good
+    if not (good and bad):
+        texts.append(f"all rows are {'desirable' if good else 'undesirable'}; {objective.method.name} learns from the contrast, so add rows of the other label.")
+    if objective.method.name != "kto":
+        return texts
     weights = {k: float(objective.arguments[k]) for k in ("desirable_weight", "undesirable_weight")}
     if good and bad:
         low, high = kto_weight_range(good, bad, weights["undesirable_weight"])
         if not low <= weights["desirable_weight"] <= high:
             texts.append(f"{good} desirable and {bad} undesirable rows with weights {weights['desirable_weight']:g} and {weights['undesirable_weight']:g}: "
                          f"desirable_weight times rows should be 1 to 1.5 times the other side's; write options.desirable_weight between {low:.4g} and {high:.4g}.")
-    else:
-        texts.append(f"all rows are {'desirable' if good else 'undesirable'}; KTO learns from the contrast, so add rows of the other label.")
     size = min(config.batch_size, len(train))
     steps = -(-len(train) // max(1, size))
     if config.z_ref_mode == "batch_mismatched" and (size < 2 or not any("mismatched" in i.extra for i in train)):

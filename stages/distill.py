@@ -24,7 +24,7 @@ from pydantic import Field, model_validator
 from stages.models.memory import Role
 from stages.settings import ReadWhen, refuse_unread, refuse_unread_in
 from stages.sft import RowsConfig
-from stages.spec import InputSpec, OutputSpec, StageSpec, left_out, warn_of_cut_rows
+from stages.spec import InputSpec, OutputSpec, StageSpec, left_out, refuse_no_rows, warn_of_cut_rows
 
 
 class Config(RowsConfig):
@@ -170,6 +170,7 @@ def run(stage):
     validation, _ = encoded(stage, renderer, "validation", config.eval_rows)
     stage.log(f"{len(train)} training rows, {len(validation)} validation rows{left_out(dropped)}")
     warn_of_cut_rows(stage, dropped, len(train))
+    refuse_no_rows(dropped, len(train))
     model = policy_to_train(stage)
     own = not captured and config.lora_rank and not stage.has("teacher")  # the starting model is the one under the adapter
     objective = Distillation(config, None if captured else AdapterOff(model) if own else load_frozen(teacher_path, stage.device, config.frozen_dtype))

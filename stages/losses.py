@@ -153,12 +153,29 @@ def dpo_loss(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta: flo
     return soft_bce(u, p * (1 - label_smoothing) + (1 - p) * label_smoothing)
 
 
+#: Roundings of a log-prob of a response within which a difference is none (ours): what micro-batches and kernels make of the same weights differs by so much.
+ROUNDINGS = 16
+
+
+def sign_beyond_rounding(difference, magnitude):
+    """-1, 0 or 1 [...]: 0 where ``difference`` is within ``ROUNDINGS`` machine epsilons of its type times ``magnitude``, the size of what was subtracted.
+
+    At policy = reference every log-ratio is rounding; shares of such signs would be those of a coin that falls otherwise with every micro-batch.
+    """
+    return torch.where(difference.abs() <= ROUNDINGS * torch.finfo(difference.dtype).eps * magnitude.abs(), torch.zeros_like(difference), difference.sign())
+
+
 def displacement_metrics(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta: float = 0.1) -> dict:
-    """Sums over pairs that show both likelihoods falling (da.displacement); divide by "pairs"."""
+    """Sums over pairs that show both likelihoods falling (da.displacement); divide by "pairs".
+
+    A fall is one beyond rounding, and of "accuracy" a tie within rounding counts one half (:func:`sign_beyond_rounding`).
+    """
     h_w, h_l = (policy_chosen - ref_chosen).detach(), (policy_rejected - ref_rejected).detach()
+    size_w, size_l = policy_chosen.detach(), policy_rejected.detach()
+    fell_w, fell_l = sign_beyond_rounding(h_w, size_w) < 0, sign_beyond_rounding(h_l, size_l) < 0
     return {"pairs": h_w.numel(), "chosen_shift": h_w.sum(), "rejected_shift": h_l.sum(),
-            "displaced": (h_w < 0).sum(), "both_fell": ((h_w < 0) & (h_l < 0)).sum(),
-            "margin": beta * (h_w - h_l).sum(), "accuracy": (h_w > h_l).sum()}
+            "displaced": fell_w.sum(), "both_fell": (fell_w & fell_l).sum(),
+            "margin": beta * (h_w - h_l).sum(), "accuracy": (0.5 + 0.5 * sign_beyond_rounding(h_w - h_l, size_w.abs() + size_l.abs())).sum()}
 
 
 # --- policy gradients -----------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 from stages.models.memory import Role
 from stages.reward_models.reward_objectives import COMPARING, KINDS, refuse_unread
 from stages.settings import ChatConfig, OptimizerConfig, ReadWhen, refuse_unread_in
-from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec, left_out, warn_of_cut_rows
+from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec, left_out, refuse_no_rows, warn_of_cut_rows
 
 
 class Config(OptimizerConfig, ChatConfig):
@@ -337,6 +337,7 @@ def run(stage):
     validation = setup.items(data, "validation", Counter(), config.eval_rows)
     stage.log(f"{setup.row.name} on {data.kind}: {len(train)} training rows, {len(validation)} validation{left_out(dropped)}")
     warn_of_cut_rows(stage, dropped, len(train))
+    refuse_no_rows(dropped, len(train))
     source = staged_rows(stage, train, setup.config)
     trainer = Trainer(setup.model, setup.objective, config, source.total_steps, stage.device)
     preflight(stage, trainer, train, config.batch_size, setup.reader, completions_end=False)

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from stages.models.memory import Role
 from stages.settings import ChatConfig, OptimizerConfig, ReadWhen, refuse_unread_in
-from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec, left_out, warn_of_cut_rows
+from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec, left_out, refuse_no_rows, warn_of_cut_rows
 
 
 class RowsConfig(OptimizerConfig, ChatConfig):
@@ -287,6 +287,7 @@ def run(stage):
     stage.log(f"{len(train)} training rows, {sum(i.n_tokens for i in train)} tokens, "
               f"{sum(i.n_targets for i in train)} of them trained; {len(validation)} validation rows{left_out(dropped)}")
     warn_of_cut_rows(stage, dropped, len(train))
+    refuse_no_rows(dropped, len(train))
     source = rows_in_order(stage, train, config)
     answers = Answers(stage, dataset, renderer, model) if stage.has("reward_model") else None
     noise = None if config.neftune_noise_alpha is None else Noise(config.neftune_noise_alpha, stage.rng)

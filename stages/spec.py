@@ -424,6 +424,39 @@ def left_out(counts) -> str:
     return f"; left out or cut: {told}" if told else ""
 
 
+#: What to do about rows that were left out, by reason; another reason: ``max_length``, or other data.
+REMEDIES = {
+    "tie": "pairs without a preference (label_prob 0.5) teach a loss of hard labels nothing: give pairs that were decided, or a loss that reads probabilities (align: method=soft_dpo; "
+           "reward_model: objective=soft_label)",
+    "all_tied": "rankings whose responses all have one rank teach nothing: give rankings that were decided",
+    "no_order": "rankings whose responses all have one rank teach nothing: give rankings that were decided",
+    "single_response": "rankings need two responses at least",
+    "identical": "both responses are the same text: give pairs that differ",
+    "identical_after_tokenisation": "both responses are the same tokens: give pairs that differ",
+    "identical_after_truncation": "responses are equal up to where they are cut: raise max_length",
+    "no_target": "no trained token is left in them: raise max_length, or give rows with assistant turns",
+    "no_score": "they have no score: ingest data with chosen_score and rejected_score (rankings: scores)",
+    "score_gap_not_positive": "the chosen response scores no higher than the rejected one: give pairs whose scores agree with the preference, or another method",
+}
+
+
+def refuse_no_rows(counts, kept: int) -> None:
+    """Raise ConfigError where no row is left to train on, with the reason that took most rows and what to do about it.
+
+    Args:
+        counts: rows by reason, as :func:`left_out` reads them.
+        kept: rows that are trained on.
+    """
+    if kept:
+        return
+    taken = {reason: n for reason, n in counts.items() if n and reason != "truncated"}
+    if not taken:
+        raise ConfigError("No row is left to train on: the data has none for training. Give a dataset with a train split, and look at the ingest report's quarantine counts.")
+    reason = max(taken, key=taken.get)
+    raise ConfigError(f"No row is left to train on{left_out(counts)}. {taken[reason]:,} of {sum(taken.values()):,} are {reason}: "
+                      + REMEDIES.get(reason, "look at the rows and at the ingest report's quarantine counts, or give other data") + ".")
+
+
 #: Share of rows that max_length cuts from which on a stage warns.
 CUT_ROWS = 0.1
 

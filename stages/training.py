@@ -523,8 +523,7 @@ class ShuffledRows:
 
     def __init__(self, stage, items: Sequence[Item], batch_size: int, epochs: float, max_steps: int | None):
         if not items:
-            raise TrainingError("No row is left to train on. Look at the dropped rows in this stage's log and at the ingest report's quarantine counts, raise max_length, "
-                                "or give a dataset with a train split.")
+            raise TrainingError("No row is left to train on. Look at the dropped rows in this stage's log and at the ingest report's quarantine counts, or give a dataset with a train split.")
         self._stage, self._items, self._batch_size = stage, items, min(batch_size, len(items))
         self.steps_per_epoch = math.ceil(len(items) / self._batch_size)
         self.total_steps = max_steps if max_steps is not None else max(1, round(epochs * self.steps_per_epoch))

@@ -109,14 +109,17 @@ def _end_of(file: Path, pid: int) -> None:
 
 
 def _fresh(file: Path, seconds: float = FOREIGN_STALE_SECONDS) -> bool:
-    """Whether a file was written within so many seconds by the clock of its file system, which stamps the files of all hosts."""
+    """Whether a file was written within so many seconds by the clock of its file system, which stamps the files of all hosts. One that is there and cannot be looked at counts as fresh."""
     try:
         written = file.stat().st_mtime
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:  # a failing disk or mount tells nobody's end, and a lock that is taken over too early breaks the run that holds it
+        return True
+    try:
         probe = home.subdir("leases") / ".clock"
         probe.touch()
         return probe.stat().st_mtime - written < seconds
-    except FileNotFoundError:
-        return False
     except OSError:  # a state directory that may only be read
         return time.time() - written < seconds
 

@@ -390,3 +390,10 @@ def metrics(workdir: Path) -> list[dict]:
     """Logged rows: {"step": number, **metrics}, texts ("nan") as numbers."""
     file = workdir / "metrics.jsonl"
     return [{"step": row["step"], **{k: float(v) for k, v in row["metrics"].items()}} for row in map(json.loads, file.read_text().splitlines())] if file.exists() else []
+
+
+def ranked(stage: str, settings: str, inputs: str, workdir: str) -> None:
+    """One process of a run on ranks (tests/processes.py); settings and inputs as JSON."""
+    torch.set_num_threads(1)
+    with float64():
+        run(stage, json.loads(settings), json.loads(inputs), Path(workdir))

@@ -15,7 +15,7 @@ import torch
 from stages.algorithms import DIRECT_METHODS, DIRECT_READ_WHEN, OPTION_RANGES, refuse_addend, resolve, validate_direct
 from stages.batching import per_response
 from stages.direct.direct_losses import aot_matches, equal_ranks, f_divergence_score, kto_reference_point, log_odds, segment_sums
-from stages.losses import displacement_metrics
+from stages.losses import displacement_metrics, sign_beyond_rounding
 from stages.models.modeling import freeze, head_of, hidden_states, load_policy, load_weights, log_collision, move_towards, target_logps, token_logps, weights_file
 from stages.settings import refuse_unread
 from stages.spec import ConfigError
@@ -164,6 +164,7 @@ class DirectAlignment:
         if self.config.ld_alpha is not None:  # all else is of whole responses
             policy, ref = policy.sum(-1), ref.sum(-1)
         lengths = target_lengths(batch, policy)
+        sizes = compared.detach()[:, :2]
         if self.config.f_divergence_type != "reverse_kl":
             compared = f_divergence_score(compared - compared_ref, self.config.f_divergence_type, self.config.f_alpha_divergence_coef)
             compared_ref = torch.zeros_like(compared)
@@ -190,7 +191,7 @@ class DirectAlignment:
             terms["nll"] = (self.nll_coef * (nll * weight).sum(), "chosen_tokens" if self.nll_reduction == "token-mean" else "weight")
         scaled, scaled_ref = scaled_by(self.reduction)
         metrics = pair_metrics(self.scale, policy[:, 0], policy[:, 1], None if ref is None else ref[:, 0], None if ref is None else ref[:, 1],
-                               scaled.detach() - (0.0 if scaled_ref is None else scaled_ref))
+                               scaled.detach() - (0.0 if scaled_ref is None else scaled_ref), sizes / lengths[:, :2] if self.reduction == "mean" else sizes)
         if not self.method.needs_reference and self.reduction == "mean":
             metrics["log_odds"] = ((log_odds(scaled[:, 0]) - log_odds(scaled[:, 1])).detach().sum(), "rows")
         return Sums(terms, {**metrics, "length/chosen": (lengths[:, 0].sum(), "rows"), "length/rejected": (lengths[:, 1].sum(), "rows")})
@@ -219,14 +220,15 @@ class DirectAlignment:
         terms = {"preference": ((losses * column(batch, "weight", policy)).sum(), "weight")}
         reward, metrics = self.scale * ratio.detach(), {"desirable_fraction": (label.float().sum(), "rows")}
         threshold = self.scale * self.z0 + (self.delta if self.method.statistic == "delta" else 0.0)
-        metrics["rewards/accuracies"] = (((reward > threshold) == label).float().sum(), "rows")
+        side = sign_beyond_rounding(reward - threshold, self.scale * policy.detach()).float()  # on the threshold: one half
+        metrics["rewards/accuracies"] = ((0.5 + 0.5 * torch.where(label, side, -side)).sum(), "rows")
         lengths = target_lengths(batch, policy)[:, 0]
         for name, count, of in (("chosen", "desirable", label), ("rejected", "undesirable", ~label)):
             if of.any():
                 metrics |= {f"rewards/{name}": (reward[of].sum(), count), f"logps/{name}": (policy.detach()[of].sum(), count),
                             f"displacement/{name}_shift": (ratio.detach()[of].sum(), count), f"length/{name}": (lengths[of].sum(), count)}
         if label.any():
-            metrics["displacement/displaced_fraction"] = ((ratio.detach()[label] < 0).float().sum(), "desirable")
+            metrics["displacement/displaced_fraction"] = ((sign_beyond_rounding(ratio.detach(), policy.detach())[label] < 0).float().sum(), "desirable")
         return Sums(terms, metrics)
 
     def _rankings(self, batch, groups):
@@ -306,14 +308,17 @@ def column(batch, name: str, like):
     return torch.tensor([i.extra[name] for i in batch.items], device=like.device, dtype=like.dtype)
 
 
-def pair_metrics(beta: float, chosen, rejected, ref_chosen, ref_rejected, values) -> dict:
+def pair_metrics(beta: float, chosen, rejected, ref_chosen, ref_rejected, values, compared=None) -> dict:
     """What people who debug direct alignment look at, as sums over rows (``da.dpo``, ``da.displacement``).
 
-    chosen, rejected [B] sums of log-probs; ref_* likewise or None; values [B, 2] what the loss compares, reference subtracted.
+    chosen, rejected [B] sums of log-probs; ref_* likewise or None; values [B, 2] what the loss compares, reference subtracted;
+    compared [B, 2] the policy's part of it, by default chosen and rejected. In ``rewards/accuracies`` a tie within rounding of these counts one half
+    (ours; TRL counts an exact tie as wrong).
     """
+    size = (torch.stack([chosen, rejected], 1) if compared is None else compared).detach().abs().sum(1)
     u = beta * (values[:, 0] - values[:, 1])
     metrics = {"rewards/chosen": beta * values[:, 0], "rewards/rejected": beta * values[:, 1], "rewards/margins": u,
-               "rewards/accuracies": (u > 0).float(), "logps/chosen": chosen.detach(), "logps/rejected": rejected.detach(),
+               "rewards/accuracies": 0.5 + 0.5 * sign_beyond_rounding(values[:, 0] - values[:, 1], size).float(), "logps/chosen": chosen.detach(), "logps/rejected": rejected.detach(),
                "gradient_weight": torch.sigmoid(-u)}
     if ref_chosen is not None:
         found = displacement_metrics(chosen, rejected, ref_chosen, ref_rejected, beta)

@@ -286,6 +286,9 @@ class EncoderReader:
         probe = tokenizer("a", "a", return_special_tokens_mask=True)
         special, ids = probe["special_tokens_mask"], probe["input_ids"]
         words = [i for i, s in enumerate(special) if not s]
+        if not words or not any(special[words[0]:words[-1]]):
+            raise ModelError("the encoder's tokenizer writes no special token between two texts, so the model could not tell the prompt from the response; give a model whose tokenizer does "
+                             "(tokenizer(\"a\", \"b\") of BERT: [CLS] a [SEP] b [SEP]), or set tokenizer.backend_tokenizer.post_processor and save it.")
         gap = next(i for i in range(words[0], len(ids)) if special[i])
         second = next(i for i in range(gap, len(ids)) if not special[i])
         self.lead, self.middle, self.tail = ids[: words[0]], ids[gap:second], ids[words[-1] + 1:]

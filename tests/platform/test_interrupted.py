@@ -313,3 +313,12 @@ def test_heartbeats_go_on_in_threads_that_end_with_the_state_directory(state_dir
     before = [t for t in threading.enumerate() if t.name == "owner-beat"]
     leases.owner()
     assert [t for t in threading.enumerate() if t.name == "owner-beat"] == before and before
+
+
+def test_a_heartbeat_that_cannot_be_looked_at_is_no_death(state_dir):
+    """A failing mount ended in UnboundLocalError; the owner keeps its lock until the file can be read, or is gone."""
+    there, loop = elsewhere(), home.leases_dir() / "loop"
+    loop.symlink_to(loop)  # stat: too many levels of symbolic links, an OSError other than not found
+    assert leases.alive(there, loop)
+    loop.unlink()
+    assert not leases.alive(there, loop)

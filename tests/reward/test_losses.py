@@ -207,6 +207,22 @@ def test_an_encoder_pools_what_transformers_pools(encoder, rows, pooling):
     assert text.startswith("[CLS]") and text.count("[SEP]") == 2 and "good" in text.split("[SEP]")[1]
 
 
+def test_an_encoder_without_special_tokens_says_what_to_give(encoder, tmp_path):
+    """It ended in a bare StopIteration."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    from stages.models.modeling import ModelError
+    from stages.reward_models.reward_heads import EncoderReader
+
+    tokenizer = AutoTokenizer.from_pretrained(encoder)
+    assert EncoderReader(tokenizer, 64).middle == [tokenizer.sep_token_id]
+    for template in ("$A", "[CLS] $A"):  # nothing at all, and nothing between the texts
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, pair=f"{template} $B:1", special_tokens=[("[CLS]", tokenizer.cls_token_id)])
+        with pytest.raises(ModelError, match="no special token between two texts.*post_processor"):
+            EncoderReader(tokenizer, 64)
+
+
 def loss_text(path, item):
     from transformers import AutoTokenizer
 

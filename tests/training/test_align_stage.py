@@ -156,6 +156,44 @@ def test_kto_learns_from_a_batch_with_one_label_and_warns_about_weights(tiny, pr
     assert "options.desirable_weight between" in data_warnings(world.config, world.objective, world.items, [])[0]
 
 
+@pytest.mark.parametrize("method,kind", [("dpo", "pairs"), ("length_norm", "pairs"), ("kto", "unpaired"), ("bco", "unpaired"), ("pl_dpo", "rankings"), ("2d_dpo", "segments"), ("mdpo", "pairs")])
+@pytest.mark.parametrize("room", [4096, 40])
+def test_at_the_reference_nothing_is_right_or_fell(tiny, preferences, spec, method, kind, room):
+    """Rounding decided: the shares of a first step and of validation before it were others with every max_tokens_per_micro_batch."""
+    made = spec("align", {"method": method, "max_steps": 1, "batch_size": 4, "max_length": 96, "max_tokens_per_micro_batch": room}, {"model": tiny["policy"], "data": preferences[kind]}, f"{method}-{room}")
+    execute(made, silent)
+    first = steps_of(made)[0]["metrics"]
+    shares = {name: value for name, value in {**first, **steps_of(made)[1]["metrics"]}.items() if name.endswith(("rewards/accuracies", "displaced_fraction", "both_fell_fraction"))}
+    assert len(shares) >= 2 and all(value == (0.5 if name.endswith("accuracies") else 0.0) for name, value in shares.items()), shares
+
+
+def test_a_difference_beyond_rounding_counts_and_one_within_does_not():
+    """In float32 and in float64, whose steps near -200 are 1.5e-5 and 2.8e-14."""
+    from stages.direct.direct_alignment import pair_metrics
+    from stages.losses import displacement_metrics
+
+    for dtype, within, beyond in ((torch.float32, 2e-4, 2e-3), (torch.float64, 4e-13, 4e-12)):
+        for difference, right, fell in ((0.0, 0.5, 0.0), (within, 0.5, 0.0), (-within, 0.5, 0.0), (beyond, 1.0, 0.0), (-beyond, 0.0, 1.0)):
+            policy, ref = torch.tensor([-200.0 + difference], dtype=dtype), torch.tensor([-200.0], dtype=dtype)
+            still = torch.tensor([-1.0], dtype=dtype)
+            found = pair_metrics(0.1, policy, still, ref, still, torch.stack([policy - ref, still - still], 1))
+            assert (float(found["rewards/accuracies"][0]), float(found["displacement/displaced_fraction"][0]), float(found["displacement/both_fell_fraction"][0])) == (right, fell, 0.0), (dtype, difference)
+            sums = displacement_metrics(policy, still, ref, still)
+            assert float(sums["accuracy"]) == right and float(found["displacement/chosen_shift"][0]) == pytest.approx(difference, rel=0.1, abs=1e-14)
+
+
+@pytest.mark.parametrize("method", ["kto", "bco", "apo_zero_unpaired"])
+@pytest.mark.parametrize("label", [True, False])
+def test_one_label_alone_is_warned_of(tiny, preferences, method, label):
+    """bco, whose shift is midway between two classes, and apo_zero_unpaired trained on one without a word."""
+    from stages.align import data_warnings
+
+    world = World(tiny, preferences, method=method)
+    assert not any("other label" in text for text in data_warnings(world.config, world.objective, world.items, []))
+    one = [i for i in world.items if i.extra["label"] == label]
+    assert f"all rows are {'desirable' if label else 'undesirable'}; {method} learns" in " ".join(data_warnings(world.config, world.objective, one, []))
+
+
 @pytest.mark.parametrize("config,warned", [({"batch_size": 3}, "write batch_size=4"), ({"batch_size": 3, "max_steps": 2}, None), ({"batch_size": 4}, None), ({"batch_size": 7}, None),
                                            ({"batch_size": 2, "z_ref_mode": "zero"}, None), ({"batch_size": 1}, "raise batch_size")])
 def test_kto_says_where_a_step_of_one_row_has_no_z0(tiny, preferences, config, warned):
