@@ -10,8 +10,8 @@ Its tensors say that they are on ``DEVICE`` and hold CPU tensors. As with CUDA
 * ``torch.autocast("cuda")`` casts what CUDA's lists name, which are not the CPU's;
 * in the strict mode of ``torch.use_deterministic_algorithms`` what has no deterministic form is refused;
 * a copy that does not block reads pinned memory later, and what it brings to the host is not there before something has waited (:class:`Stream`);
-* a graph replays the operations that were captured, at the addresses that they had (:class:`CUDAGraph`): what would wait for the device is refused while one is captured, memory
-  that was given back is not there any more, and a pool whose graphs are all gone takes no other.
+* a graph replays the operations that were captured, at the addresses that they had (:class:`CUDAGraph`): what would wait for the device is refused while one is captured, so are a second capture,
+  a wait for the whole device by any thread, and the end of another graph; memory that was given back is not there any more, and a pool whose graphs are all gone takes no other.
 
 For PyTorch's own dispatcher the tensors are of the device type ``lazy``, which it knows and has no kernels for, and whose gradients autograd computes in the calling thread.
 What is not tried: streams beside the current one, kernels and their rounding, how much memory there is, several devices.
@@ -126,6 +126,7 @@ class Stream:
     def __init__(self):
         self.graph: CUDAGraph | None = None
         self.capturing = None  # the thread that captures it
+        self.spoiled = ""  # what has ended the capture, which says so when it is done
         self.sent: list[tuple[torch.Tensor, torch.Tensor]] = []  # pinned memory that is read later, what it held when it was sent
         self.coming: list[tuple[torch.Tensor, torch.Tensor]] = []  # memory of the host that is written later, what it will hold
         self.pinned: dict[int, StorageWeakRef] = {}
@@ -201,6 +202,10 @@ class CUDAGraph:
             return  # views, which are addresses and no work
         self.steps.append((operation, *(pytree.tree_map(self._address, part) for part in (args, kwargs)), [self._address(one) for one in outputs]))
 
+    def __del__(self):
+        if _STREAM.graph is not None and _STREAM.graph is not self and _STREAM.capturing is threading.current_thread():
+            _STREAM.spoiled = "a graph was destroyed"
+
     def _address(self, one):
         if not isinstance(one, torch.Tensor):
             return one
@@ -237,11 +242,13 @@ def graph(made, pool=None, stream=None, capture_error_mode="global", **more):
     if pool is not None:
         pool.used = True
         pool.graphs.add(made)
-    _STREAM.graph, _STREAM.capturing = made, threading.current_thread()
+    _STREAM.graph, _STREAM.capturing, _STREAM.spoiled = made, threading.current_thread(), ""
     try:
         yield
     finally:
         _STREAM.graph = _STREAM.capturing = None
+    if _STREAM.spoiled:
+        raise RuntimeError(f"operation failed due to a previous error during capture: {_STREAM.spoiled}")
 
 
 # -- what is said in Python ---------------------------------------------------------------------------------------------------------------
@@ -341,7 +348,8 @@ def _set_device(device) -> None:
 
 def _waited(device=None) -> None:
     _index(device)
-    if _STREAM.graph is not None and _STREAM.capturing is threading.current_thread():
+    if _STREAM.graph is not None:  # of whatever thread: the device is waited for, and a part of it is capturing
+        _STREAM.spoiled = "the device was waited for"
         raise RuntimeError("operation not permitted when stream is capturing: synchronize")
     _STREAM.wait()
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from stages.decoding.sampling import SamplingParams, sample_step
+from stages.running import cuda
 
 ROWS, COLUMNS = 8, 128  # buckets are multiples of these, rows below the first powers of two
 WARM = 3  # runs of a bucket as it is before it is captured
@@ -86,12 +87,13 @@ class Replayed:
         return token.astype(np.int64), logp.astype(np.float32)
 
     def _step(self, kv, rows: int, width: int) -> Step:
+        decoder, params, draws = self.decoder, self.params, self.draws  # not through this object, which holds the steps: its graphs go when nobody has it any more
         tokens, columns, bits = self.sent[:, :rows]
-        table = self.decoder.rotations(kv.columns)  # this one, also if a longer prompt makes the decoder compute another
+        table = decoder.rotations(kv.columns)  # this one, also if a longer prompt makes the decoder compute another
 
         def step() -> torch.Tensor:
-            logits = self.decoder.decode(kv, tokens, columns, [(0, rows, width)], table=table)
-            return torch.stack([x.double() for x in sample_step(logits, bits.view(torch.float64), self.params)]) if self.draws else logits
+            logits = decoder.decode(kv, tokens, columns, [(0, rows, width)], table=table)
+            return torch.stack([x.double() for x in sample_step(logits, bits.view(torch.float64), params)]) if draws else logits
         return step
 
 
@@ -101,7 +103,7 @@ def cuda_graphs() -> Callable[[Step], Step]:
 
     def capture(step: Step) -> Step:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # another thread may be training meanwhile (async_rollouts)
+        with cuda.capturing(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # another thread may be training meanwhile (async_rollouts)
             found = step()
 
         def replay() -> torch.Tensor:

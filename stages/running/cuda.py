@@ -13,6 +13,8 @@ On the CPU nothing here does anything: the mode that the trainer sets is the one
 from __future__ import annotations
 
 import contextlib
+import gc
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from types import SimpleNamespace
 import torch
 
 _shared = _given_up = False
+_CAPTURES = threading.RLock()
 
 
 def is_cuda(device: str | torch.device) -> bool:
@@ -86,6 +89,20 @@ def _mode(on: bool, warn_only: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """Around the capture of a CUDA graph. Three things would end it with an error: another capture (torch knows one at a time), a thread that waits for the whole device
+    (:func:`finish`), and the garbage collector, where it destroys a graph that nobody has any more."""
+    with _CAPTURES:
+        collected = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collected:
+                gc.enable()
+
+
 def give_up(error: RuntimeError) -> bool:
     """Whether this is torch's refusal of an operation that has no deterministic form (in a model's own forward): then :func:`strictly` does nothing any more, and what
     was refused can be done again."""
@@ -113,7 +130,8 @@ def knows_bfloat16(device: str | torch.device) -> bool:
 def finish(device: str | torch.device) -> None:
     """Wait for what was started on this device: only then does a clock show what it took."""
     if is_cuda(device):
-        torch.cuda.synchronize(torch.device(device))
+        with _CAPTURES:
+            torch.cuda.synchronize(torch.device(device))
 
 
 def unusable(cards: str) -> str:

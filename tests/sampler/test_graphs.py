@@ -1,5 +1,10 @@
 """The sampler's CUDA graphs on the second device (tests/second_device.py), which replays what was captured at the addresses it had."""
 
+import gc
+import threading
+import time
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +13,7 @@ from stages.decoding import replay
 from stages.decoding.decoders import LeanDecoder
 from stages.decoding.sampler import Sampler, SamplingParams
 from stages.models.modeling import freeze
+from stages.running import cuda
 from tests import second_device as second
 from tests.sampler.test_replay import PARAMS, prompts_of
 
@@ -77,6 +83,62 @@ def second_kv(decoder, ids):
     for slot in range(len(ids)):
         kv.load(slot, prefilled, slot, ids.shape[1])
     return kv
+
+
+@pytest.mark.parametrize("other", ["capture", "wait"])
+def test_a_capture_is_not_met_by_another_thread(monkeypatch, other):
+    """With async_rollouts a thread samples while another one trains, is measured or samples."""
+    with second.second_device(monkeypatch):
+        x, begun, errors, order = torch.ones(3, device="cuda"), threading.Event(), [], []
+
+        def first():
+            begun.set()
+            time.sleep(0.2)  # the other one has come by now, and waits
+            order.append("captured")
+            return x + 1
+
+        def second_one():
+            begun.wait()
+            try:
+                replay.cuda_graphs()(lambda: x + 2) if other == "capture" else cuda.finish("cuda")
+            except RuntimeError as error:
+                errors.append(error)
+            order.append(other)
+
+        thread = threading.Thread(target=second_one)
+        thread.start()
+        step = replay.cuda_graphs()(first)
+        thread.join()
+        x.fill_(4)
+        assert step().tolist() == [5.0] * 3
+    assert not errors and order == ["captured", other]
+
+
+def test_the_garbage_collector_destroys_no_graph_during_a_capture(monkeypatch):
+    class Ring:
+        pass
+
+    before = gc.get_threshold()
+    with second.second_device(monkeypatch):
+        x = torch.ones(3, device="cuda")
+        ring = Ring()
+        ring.own, ring.step = ring, replay.cuda_graphs()(lambda: x + 1)
+        gone = weakref.ref(ring)
+        gc.set_threshold(0)  # from here to the capture nothing is collected by itself
+        del ring
+
+        def step():
+            gc.set_threshold(1, 1, 1)
+            [[] for _ in range(1000)]
+            assert gone() is not None
+            return x + 2
+
+        try:
+            again = replay.cuda_graphs()(step)
+            assert gc.isenabled()
+        finally:
+            gc.set_threshold(*before)
+        assert again().tolist() == [3.0] * 3
 
 
 def test_the_device_notices_what_a_gpu_would(monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from stages.harness import execute
+from tests.reward.conftest import encoder  # noqa: F401
 from tests.second_device import DEVICE, second_device
 from tests.training.test_resume import _RL, KINDS, STAGES, STATEFUL, labelled  # noqa: F401
 
@@ -93,15 +94,17 @@ READS = {  # stage, settings, inputs: which of the tiny models and datasets
     "reward_model that also speaks": ("reward_model", {**SHORT, "lm_loss_weight": 0.1}, {"model": "policy", "data": "pairs"}),
     "rl, exact KL, reference": ("rl", {**_RL, "preset": "grpo", "max_steps": 2, "beta": 0.1, "kl_estimator": "full", "kl_target": "ref", "eval_prompts": 3, "eval_every": 1,
                                        "monitor_kl": True}, {"model": "policy", "data": "prompts"}),
+    "distill, a teacher in bfloat16": ("distill", {**SHORT, "direction": "jsd", "compute_dtype": "bfloat16", "frozen_dtype": "bfloat16"}, {"model": "policy", "teacher": "other", "data": "demonstrations"}),
+    "reward_model of an encoder in bfloat16": ("reward_model", {**SHORT, "compute_dtype": "bfloat16"}, {"model": "encoder", "data": "pairs"}),
 }
 
 
 @pytest.mark.parametrize("case", READS)
-def test_other_stages_and_ways_compute_there_too(tiny, data, spec, case, monkeypatch):
+def test_other_stages_and_ways_compute_there_too(tiny, data, encoder, spec, case, monkeypatch):  # noqa: F811
     stage, config, given = READS[case]
     training = "max_steps" in config or stage == "capture"
     known = {**tiny, **data} if training else {**data, **tiny}
-    inputs = {name: known[which] for name, which in given.items()}
+    inputs = {name: {**known, "encoder": encoder}[which] for name, which in given.items()}
     found = []
     for name, device in (("here", "cpu"), ("there", DEVICE)):
         made = {**spec(stage, config, inputs, name), "device": device}
@@ -113,4 +116,38 @@ def test_other_stages_and_ways_compute_there_too(tiny, data, spec, case, monkeyp
     assert here.keys() == there.keys()
     near = {"rel": 5e-2, "abs": 2e-2 if "bfloat16" in case else 2e-3}
     far = {key: (value, there[key]) for key, value in here.items() if isinstance(value, float) and not key.endswith(SIDES) and value != pytest.approx(there[key], **near, nan_ok=True)}
+    assert not far
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("first", [DEVICE, "cpu"])
+@pytest.mark.parametrize("case", ["sft with everything", "align by muon", "adaptive KL, critic, early stop, warm-up", "sampled ahead"])
+def test_a_checkpoint_is_continued_on_the_other_device(tiny, data, labelled, spec, case, first, monkeypatch):  # noqa: F811
+    """Weights, moments, averages and what was sampled, all of them where the stage computes now."""
+    monkeypatch.setenv("POSTTRAIN_CHECKPOINT_SECONDS", "0")
+    stage, config, rows, _ = CASES[case]
+    config = {**config, "max_steps": 5}
+    config.pop("num_train_epochs", None)
+    inputs = {"model": tiny["policy"], "data": {**data, **labelled}[rows]}
+    whole = execute(spec(stage, config, inputs, "whole"), lambda event: None)
+    made, lines = spec(stage, config, inputs, "moved"), lambda name: Path(spec.path(name)).with_suffix("").joinpath("metrics.jsonl").read_text().splitlines()
+
+    def until(event):
+        path = Path(made["workdir"], "metrics.jsonl")
+        if path.exists() and path.read_bytes().count(b"\n") >= 4:  # of the first step, before which there may be a validation, there is no checkpoint yet
+            raise Killed
+
+    other = "cpu" if first == DEVICE else DEVICE
+    for device, listen in ((first, until), (other, lambda event: None)):
+        with second_device(monkeypatch) if device == DEVICE else nullcontext():
+            with pytest.raises(Killed) if listen is until else nullcontext():
+                result = execute({**made, "device": device}, listen)
+    assert result["resumed_from"]
+    assert result["summary"].keys() == whole["summary"].keys() and len(lines("moved")) == len(lines("whole"))
+    near = {"rel": 5e-2, "abs": 2e-3}
+    far = {key: (value, result["summary"][key]) for key, value in whole["summary"].items()
+           if isinstance(value, float) and not key.endswith(SIDES) and value != pytest.approx(result["summary"][key], **near, nan_ok=True)}
     assert not far
