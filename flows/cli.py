@@ -494,23 +494,41 @@ def status(json_: Json = False) -> None:
 
 @app.command(rich_help_panel="Servers", epilog=EXIT_CODES)
 def deploy(
+    recipe: Annotated[Optional[str], typer.Argument(help="With --cron: the recipe to run by the clock.")] = None,
+    given: Given = None,
+    cron: Annotated[Optional[str], typer.Option(help="When RECIPE runs: minute, hour, day, month and weekday, for example '0 2 * * *'.")] = None,
+    timezone: Annotated[str, typer.Option(help="Time zone of --cron and --nightly, for example Europe/Berlin.")] = "UTC",
+    preset: Annotated[Optional[str], typer.Option(help="With --cron: preset of the recipe to start from.")] = None,
+    set_: Sets = None,
+    config: Files = None,
     gpu_slots: Annotated[Optional[int], typer.Option(min=1, help="GPU stages at a time.")] = None,
     trigger_model: Annotated[str, typer.Option(help="Model that new preference data improves (the event-triggered recipe).")] = "model:policy@champion",
-    nightly: Annotated[str, typer.Option(metavar="CRON", help="When the nightly demo runs, in UTC.")] = "0 3 * * *",
+    nightly: Annotated[str, typer.Option(metavar="CRON", help="When the nightly demo runs.")] = "0 3 * * *",
     json_: Json = False,
 ) -> None:
     """Register every recipe and stage with the server, a nightly schedule, crash recovery and event-triggered runs.
 
     Uses the server of `posttrain up`, or the one PREFECT_API_URL names. Deploying again updates in place.
+    With a recipe and --cron, registers only a deployment RECIPE-scheduled that runs with the settings given here; the same command with another time moves it,
+    pausing or deleting it in Prefect's UI ends it.
+
+    Example: posttrain deploy preference --set data.path=pairs.jsonl --set model=DIR --cron "0 2 * * *" --timezone Europe/Berlin
     """
     from flows import env, services
-    from flows.config import ConfigError
+    from flows.config import ConfigError, load_preset
 
+    if (recipe is None) != (cron is None) or recipe is None and (given or preset or set_ or config):
+        raise ConfigError("a schedule of your own names a recipe and its time: posttrain deploy RECIPE --cron '0 2 * * *' --timezone Europe/Berlin; without them `posttrain deploy` registers everything")
     if not services.connect(env.prepare(quiet=True)):
         raise ConfigError("there is no Prefect server to deploy to; start one with `posttrain up`, or set PREFECT_API_URL")
     from flows.deploy import deploy as register
+    from flows.deploy import scheduled
 
-    result = register(gpu_slots=gpu_slots, trigger_model=trigger_model, nightly=nightly)
+    if recipe is not None:
+        values = with_settings(load_preset(recipe_name(recipe), preset) if preset else {}, config, set_, given)
+        name = scheduled(recipe_name(recipe), values, cron=cron, timezone=timezone, preset=preset)
+        return emit({"deployments": [name]}) if json_ else print(f"{name} runs at '{cron}' {timezone}")
+    result = register(gpu_slots=gpu_slots, trigger_model=trigger_model, nightly=nightly, timezone=timezone)
     if json_:
         return emit(result)
     for kind in ("deployments", "automations"):

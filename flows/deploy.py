@@ -11,6 +11,7 @@ import asyncio
 import functools
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from flows.config import ConfigError, load_preset, presets
@@ -22,20 +23,21 @@ NIGHTLY = "0 3 * * *"
 LOST_AFTER = timedelta(minutes=5)  # more than nine heartbeats: also a server restart must not look like a crash
 RESTART_AFTER = timedelta(seconds=30)  # a killed process is reported as crashed twice, by Prefect's runner and, seconds later, by its worker
 RECOVER = "auto-recover"
+ATTEMPTS = 3  # starts of a run, the first one included
 AUTOMATIONS = ("posttrain: heartbeat lost", "posttrain: recover crashed runs", "posttrain: new preference data")
 
 
-def deploy(*, gpu_slots: int | None = None, trigger_model: str = "model:policy@champion", nightly: str = NIGHTLY) -> dict[str, Any]:
+def deploy(*, gpu_slots: int | None = None, trigger_model: str = "model:policy@champion", nightly: str = NIGHTLY, timezone: str = "UTC") -> dict[str, Any]:
     """Register everything with the server of PREFECT_API_URL; returns the names by kind.
 
     trigger_model: the policy that the recipe started by new preference data improves.
-    nightly: when the nightly demo runs, a cron expression in UTC.
+    nightly: when the nightly demo runs, a cron expression in ``timezone``.
     """
     from prefect.client.orchestration import get_client
 
     install_pool(gpu_slots=gpu_slots)
     with get_client(sync_client=True) as client:
-        specs = [*recipe_deployments(nightly), *stage_deployments()]
+        specs = [*recipe_deployments(nightly, timezone), *stage_deployments()]
         names = [apply(*spec, client=client) for spec in specs]
         retire(specs, client)
     return {"pool": POOL, "deployments": names, "automations": install_automations(trigger_model)}
@@ -44,15 +46,10 @@ def deploy(*, gpu_slots: int | None = None, trigger_model: str = "model:policy@c
 # ---------------------------------------------------------------- deployments
 
 
-def recipe_deployments(nightly: str = NIGHTLY):
+def recipe_deployments(nightly: str = NIGHTLY, timezone: str = "UTC"):
     """(flow, name, options) for every recipe: `RECIPE` with the class defaults, `RECIPE-PRESET` (all but small tries of another preset, NAME_demo), and the nightly
     demo. The UI lists deployments by their own names, so each says what it is."""
-    from prefect.client.schemas.schedules import CronSchedule
-
-    try:
-        schedule = CronSchedule(cron=nightly)
-    except ValueError:
-        raise ConfigError(f"nightly={nightly!r} is no cron expression; write minute, hour, day, month and weekday, such as --nightly '{NIGHTLY}' for 3:00 UTC every day") from None
+    schedule = cron_schedule(nightly, timezone, "nightly")
     for name in RECIPES:
         flow = get_recipe(name)
         yield flow, name, {"queue": "cpu", "tag": "recipe"}
@@ -61,6 +58,43 @@ def recipe_deployments(nightly: str = NIGHTLY):
             yield flow, f"{name}-{preset}", {"queue": "cpu", "tag": "recipe", "parameters": parameters}
             if (name, preset) == ("post_training", "demo"):
                 yield flow, f"{name}-nightly", {"queue": "cpu", "tag": "recipe", "parameters": parameters, "schedule": schedule}
+
+
+def scheduled(recipe: str, values: dict[str, Any], *, cron: str, timezone: str = "UTC", preset: str | None = None) -> str:
+    """Register `RECIPE-scheduled` (of a preset `RECIPE-PRESET-scheduled`), which runs with these settings whenever cron says so; again, with other settings or another
+    time, replaces it, and :func:`deploy` leaves it alone. Returns its full name; ConfigError where settings, cron expression or time zone are wrong."""
+    from flows.recipe import load_config
+
+    flow, schedule = get_recipe(recipe), cron_schedule(cron, timezone, "cron")
+    parameters = {"config": load_config(recipe, found_anywhere(values)).model_dump(mode="json")}
+    install_pool()
+    return apply(flow, "-".join([recipe, *([preset] if preset else []), "scheduled"]), {"queue": "cpu", "tag": "recipe", "parameters": parameters, "schedule": schedule})
+
+
+def found_anywhere(values: Any, under: str = "") -> Any:
+    """Settings whose relative paths of files and of models here are absolute, since a worker runs elsewhere; below `data` those of all directories."""
+    if isinstance(values, dict):
+        return {key: found_anywhere(value, "data" if "data" in (key, under) else key) for key, value in values.items()}
+    if not isinstance(values, str) or not values:
+        return values
+    path = Path(values)
+    return str(path.absolute()) if path.is_file() or path.is_dir() and (under == "data" or (path / "config.json").is_file()) else values
+
+
+def cron_schedule(cron: str, timezone: str, option: str):
+    """Prefect's schedule of a cron expression (minute, hour, day, month, weekday) by the clocks of a time zone, summer time included."""
+    from zoneinfo import ZoneInfo
+
+    from prefect.client.schemas.schedules import CronSchedule
+
+    try:
+        ZoneInfo(timezone)
+    except (ValueError, OSError, LookupError):  # a path, a directory of zones, a name that there is not
+        raise ConfigError(f"timezone={timezone!r} is no time zone; write a name of the IANA database, such as --timezone Europe/Berlin or --timezone UTC") from None
+    try:
+        return CronSchedule(cron=cron, timezone=timezone)
+    except ValueError:
+        raise ConfigError(f"{option}={cron!r} is no cron expression; write minute, hour, day, month and weekday, such as --{option} '{NIGHTLY}' for 3:00 every day") from None
 
 
 def full(config_type, values: dict[str, Any]) -> dict[str, Any]:
@@ -273,7 +307,9 @@ def install_automations(trigger_model: str) -> list[str]:
 
 def installed_as(automation) -> dict[str, Any]:
     """What an automation does, without what the server adds."""
-    return automation.model_dump(mode="json", include={"name", "description", "enabled", "trigger", "actions"}, exclude={"trigger": {"id"}})
+    found = automation.model_dump(mode="json", include={"name", "description", "enabled", "trigger", "actions"}, exclude={"trigger": {"id"}})
+    sets = {name: sorted(found["trigger"][name]) for name in ("after", "expect", "for_each")}  # in another order in every process
+    return {**found, "trigger": {**found["trigger"], **sets}}
 
 
 def automations(preference_id, trigger_model: str):
@@ -303,7 +339,7 @@ def automations(preference_id, trigger_model: str):
         trigger=EventTrigger(
             posture=Posture.Proactive, after={"prefect.flow-run.Crashed"},
             expect={f"prefect.flow-run.{state}" for state in ("Scheduled", "AwaitingRetry", "Pending", "Running", "Completed", "Failed", "Cancelling", "Cancelled")},
-            match={"prefect.resource.id": "prefect.flow-run.*", "prefect.run-count": ["1", "2"]}, match_related=ours,
+            match={"prefect.resource.id": "prefect.flow-run.*", "prefect.run-count": [str(n) for n in range(1, ATTEMPTS)]}, match_related=ours,
             for_each={"prefect.resource.id"}, threshold=1, within=RESTART_AFTER),
         actions=[ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", message="continuing after a crash")])
     yield Automation(

@@ -147,7 +147,7 @@ def _up(state: Path, prefect_port: int | None, mlflow_port: int | None, worker: 
         deploy.install_pool(gpu_slots=gpu_slots)
         say("starting a worker")
         process = _detach(
-            "the worker", [env.python(), "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process",
+            "the worker", [env.python(), "-m", "flows.worker", env.python(), "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process",
                            "--name", f"{socket.gethostname()}-{os.getpid()}"],  # no --limit, see deploy.queues
             logs / "worker.log",
             # safe path: Prefect runs hooks as a script in its runner/, where its storage.py would hide our storage

@@ -86,7 +86,7 @@ def test_every_command_has_help_with_exit_codes(command):
     (["stage", "sft", "--input", "model=nowhere/there.jsonl", "--input", "data=x"], "does not exist"),
     (["ls", "run"], "did you mean 'runs'"),
     (["show", "dataset:nothing@latest"], "nothing"),
-    (["deploy"], "posttrain up"),
+    (["deploy"], "posttrain up"), (["deploy", "preference"], "--cron '0 2 * * *'"), (["deploy", "--cron", "0 2 * * *"], "names a recipe"),
     (["rerun", "abc", "--stage", "sft"], "there is no run"),
 ])
 def test_wrong_usage_exits_2_and_says_what_to_write(posttrain, arguments, said):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from datetime import datetime
+from zoneinfo import ZoneInfo
 
 import jsonschema
 import psutil
@@ -46,6 +48,23 @@ def test_two_ups_at_once_start_each_server_once(servers):
 def test_nightly_schedule_is_active(servers):
     schedules = servers.deployment("post_training/post_training-nightly")["schedules"]
     assert [(schedule["active"], schedule["schedule"]["cron"]) for schedule in schedules] == [(True, NIGHTLY)]
+
+
+def test_a_recipe_runs_by_the_clocks_of_a_time_zone(servers):
+    """Two in the morning in Berlin is one or midnight UTC; deploying everything again leaves the schedule as it is."""
+    command = ("deploy", "post_training", "--preset", "demo", "seed=5", "--timezone", "Europe/Berlin")
+    assert servers.json(*command, "--cron", "0 1 * * *") == {"deployments": ["post_training/post_training-demo-scheduled"]}
+    servers.json(*command, "--cron", "0 2 * * *")
+    servers.json(*DEPLOY)
+    row = servers.deployment("post_training/post_training-demo-scheduled")
+    assert [(one["active"], one["schedule"]["cron"], one["schedule"]["timezone"]) for one in row["schedules"]] == [(True, "0 2 * * *", "Europe/Berlin")]
+    assert row["parameters"]["config"]["seed"] == 5
+    scheduled = {"deployments": {"id": {"any_": [row["id"]]}}, "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}}}
+    runs = servers.wait(lambda: servers.api("/flow_runs/filter", scheduled), limit=60)
+    for run in runs:
+        local = datetime.fromisoformat(run["expected_start_time"]).astimezone(ZoneInfo("Europe/Berlin"))
+        assert (local.hour, local.minute) == (2, 0)
+    servers.api(f"/deployments/{row['id']}", method="DELETE")
 
 
 def test_deploy_is_idempotent(servers):
@@ -205,6 +224,26 @@ def test_servers_and_a_worker_that_are_killed_are_started_again_and_the_run_goes
     assert servers.cli("doctor").stdout.count("ended with status -9") == 3
     another = servers.start("stage-world/stage-world", {"config": WORLD, "seed": 3})
     assert servers.finished(another) == "Completed"
+
+
+def test_a_run_that_is_killed_with_all_servers_starts_again_once_when_they_are_up(servers):
+    """As when the machine loses power: no server sees the last heartbeats, and `posttrain up` is all that follows."""
+    servers.python("from flows.deploy import apply; from tests.flows.slow_recipe import slow_recipe\n"
+                   "apply(slow_recipe, 'test', {'queue': 'gpu'})")
+    run = servers.start("slow_recipe/test", {"config": {"seed": 11, "slow": {"seconds": 20}}})
+    servers.wait(lambda: stage_processes(servers.home))
+    assert servers.state(run) == "Running"
+    everything = [process for process in psutil.process_iter(["environ"]) if (process.info["environ"] or {}).get("POSTTRAIN_HOME") == str(servers.home)]
+    assert len(everything) >= 8  # three services and what keeps them, the run and its stage
+    for process in everything:
+        process.suspend()
+    for process in everything:
+        process.kill()
+    assert not psutil.wait_procs(everything, timeout=60)[1]
+    assert servers.json("up") == servers.urls
+    servers.wait(lambda: servers.state(run) == "Completed", limit=240)  # sooner than heartbeats could be missed
+    states = [row["name"] for row in servers.api(f"/flow_run_states/?flow_run_id={run}")]
+    assert [states.count(name) for name in ("Crashed", "AwaitingRetry", "Running")] == [1, 1, 2], states
 
 
 def service_processes(servers, *words):
