@@ -175,3 +175,20 @@ def test_typos_are_told_of_briefly(command, tmp_path):
         get_recipe("prefrence")
     said = command(tmp_path, "stage", "rl", "--set", "lerning_rate=1")
     assert said.returncode == 2 and said.stderr.strip() == "error: unknown key 'lerning_rate'; did you mean 'learning_rate'?"
+
+
+def test_a_refusal_of_any_kind_is_wrong_usage(tmp_path, monkeypatch, capfd):
+    """A rubric that does not fit the prompts is said by itself, without a log and the advice to give the same command again."""
+    from stages import harness
+    from stages.reward.grape import RubricError
+
+    def refuse(spec, emit):
+        raise RubricError("write the category")
+
+    monkeypatch.setattr(harness, "execute", refuse)
+    monkeypatch.setattr(harness, "_die_with_task", lambda: None)
+    monkeypatch.setattr(harness.signal, "signal", lambda *_: None)
+    (tmp_path / "spec.json").write_text(json.dumps({"stage": TOY}))
+    assert harness.main(str(tmp_path / "spec.json")) == 2
+    said = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
+    assert [(one["type"], one["message"]) for one in said if one["event"] == "error"] == [("ConfigError", "write the category")]
