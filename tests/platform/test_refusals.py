@@ -192,3 +192,12 @@ def test_a_refusal_of_any_kind_is_wrong_usage(tmp_path, monkeypatch, capfd):
     assert harness.main(str(tmp_path / "spec.json")) == 2
     said = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
     assert [(one["type"], one["message"]) for one in said if one["event"] == "error"] == [("ConfigError", "write the category")]
+
+
+def test_arguments_of_trl_without_a_setting_say_what_takes_their_place():
+    from flows.config import build
+    from stages.registry import get_stage
+
+    for name, place in {"save_total_limit": "checkpoints are kept", "push_to_hub": "posttrain export REF --push", "seed": "--seed N", "log_completions": "every rollout is kept"}.items():
+        with pytest.raises(ConfigError, match=f"unknown key '{name}'; .*{place}"):
+            build(get_stage("rl").SPEC.config, {name: 1})
