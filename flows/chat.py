@@ -10,6 +10,7 @@ from storage import store
 def converse(model: str, *, prompt: str | None, system: str | None, temperature: float, top_p: float, max_tokens: int,
              seed: int, as_json: bool) -> None:
     """Answer one prompt, or talk until the input ends. Answers go to stdout, everything else to stderr."""
+    found = store.resolve(model, "model")  # before the imports that take seconds: a mistyped name is told of at once
     import torch
     from transformers.utils.logging import disable_progress_bar
 
@@ -18,7 +19,6 @@ def converse(model: str, *, prompt: str | None, system: str | None, temperature:
     from stages.models.modeling import load_frozen
 
     disable_progress_bar()
-    found = store.resolve(model, "model")
     renderer = renderer_for(found.path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sampler = Sampler(load_frozen(found.path, device), renderer.tokenizer, max_batch=1)

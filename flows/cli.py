@@ -212,13 +212,9 @@ def steps_of(run: Any, config_type: Any, name: str) -> list[str]:
 
 
 def recipe_name(name: str) -> str:
-    from flows.config import ConfigError, nearest
-    from flows.recipe import RECIPES
+    from flows.recipe import get_recipe
 
-    if name not in RECIPES:
-        near = nearest(name, list(RECIPES))
-        raise ConfigError(f"there is no recipe {name!r}; " + (f"did you mean {near!r}? " if near else "")
-                          + f"the recipes are: {', '.join(RECIPES)}")
+    get_recipe(name)
     return name
 
 
@@ -384,8 +380,8 @@ def stage(
     if keys:
         return describe_stage(name)
     inputs = parse_inputs(input_, f"{name} are: {', '.join(spec.inputs) or 'none'}")
+    settings = build(spec.config, with_settings({}, config, set_, given))  # a mistyped setting is told of before an input that is still to come
     spec.check_inputs(inputs)
-    settings = build(spec.config, with_settings({}, config, set_, given))
     from tasks.nodes import nodes_of
 
     value = run_one(name, inputs, settings, seed or 0, name_as, force, nodes_of(nodes, node_rank, rendezvous))

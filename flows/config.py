@@ -230,6 +230,8 @@ ELSEWHERE = {
     "eval_steps": "eval_every", "metric_for_best_model": "select_by", "packing": ": nothing is padded here, so there is nothing to pack; leave it out", "padding_free": ": nothing is padded here; leave it out",
     "output_dir": ": outputs are kept below POSTTRAIN_HOME and copied out by `posttrain export`; leave it out", "report_to": ": MLflow always has the metrics; leave it out", "logging_steps": ": every step is logged; leave it out",
     "save_steps": ": checkpoints are kept by themselves; leave it out", "resume_from_checkpoint": ": a killed stage continues when the same command is given again; leave it out", "dataset_num_proc": ": leave it out",
+    "save_strategy": ": checkpoints are kept by themselves; leave it out", "save_total_limit": ": checkpoints are kept by themselves; leave it out", "remove_unused_columns": ": leave it out",
+    "push_to_hub": ": publish with `posttrain export REF --push OWNER/NAME`; leave it out", "seed": ": give it as --seed N", "log_completions": ": every rollout is kept (`posttrain show`); leave it out",
 }
 
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from flows.config import ConfigError, build, merge
 from stages.registry import get_stage
-from stages.spec import StageConfig
+from stages.spec import StageConfig, did_you_mean
 
 RECIPES = {
     "post_training": "flows.post_training",
@@ -424,12 +424,8 @@ def ui_url(flow_run_id: Any) -> str | None:
 
 def get_recipe(name: str):
     """The flow of a recipe; ConfigError for an unknown name."""
-    from flows.config import nearest
-
     if name not in RECIPES:
-        near = nearest(name, list(RECIPES))
-        raise ConfigError(f"there is no recipe {name!r}; " + (f"did you mean {near!r}? " if near else "")
-                          + f"the recipes are: {', '.join(RECIPES)}")
+        raise ConfigError(f"there is no recipe {name!r}; {did_you_mean(name, list(RECIPES), 3)}`posttrain ls recipes` lists them")
     return getattr(importlib.import_module(RECIPES[name]), name)
 
 

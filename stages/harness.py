@@ -582,9 +582,11 @@ def main(spec_path: str) -> int:
         execute(spec, emit)
         return 0
     except (ConfigError, StageFailure) as error:
-        failed({"event": "error", "type": type(error).__name__, "message": str(error), "traceback": ""})
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return 2 if isinstance(error, ConfigError) else 1
+        refused = isinstance(error, ConfigError)  # of whichever kind: a rubric, a protocol
+        kind = "ConfigError" if refused else type(error).__name__
+        failed({"event": "error", "type": kind, "message": str(error), "traceback": ""})
+        print(f"{kind}: {error}", file=sys.stderr, flush=True)
+        return 2 if refused else 1
     except (Terminated, KeyboardInterrupt):
         failed({"event": "error", "type": "Terminated", "message": "the stage was asked to stop", "traceback": ""})
         return 143

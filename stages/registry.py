@@ -56,7 +56,7 @@ def stage_module_name(name: str) -> str:
         return STAGES[name]
     if "." in name:
         return name
-    raise ConfigError(f"there is no stage {name!r}; {did_you_mean(name, list(STAGES))}the stages are: {', '.join(STAGES)}")
+    raise ConfigError(f"there is no stage {name!r}; {did_you_mean(name, list(STAGES), 3)}`posttrain ls stages` lists them")
 
 
 def get_stage(name: str) -> ModuleType:

@@ -256,10 +256,10 @@ def explain(what: str, model: type[BaseModel], error: ValidationError) -> str:
     return f"{what}: " + "\n  ".join(lines)
 
 
-def did_you_mean(name: str, known: list[str]) -> str:
-    """``did you mean 'x'? `` or the empty string."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}? " if near else ""
+def did_you_mean(name: str, known: list[str], most: int = 1) -> str:
+    """``did you mean 'x'? ``, with at most so many names, or the empty string."""
+    near = difflib.get_close_matches(name, known, n=most, cutoff=0.5)
+    return f"did you mean {' or '.join(map(repr, near))}? " if near else ""
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

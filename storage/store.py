@@ -14,6 +14,7 @@ pinned to a commit and fetched first. Digests may be shortened to 8 or more digi
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import os
 import re
@@ -278,10 +279,22 @@ def _dataset_dir(path: str) -> ResolvedInput:
     return ResolvedInput("dataset", path, path, data.digest, data.manifest)
 
 
+def _known_by(name: str, kind: str | None) -> str:
+    """``did you mean model:NAME@latest? `` for what is in this home under that name or one like it, else the empty string."""
+    there = [("model", found) for found in registry.models()] if kind in (None, "model") else []
+    there += [("dataset", found) for found in dataset_names()] if kind != "model" else []
+    near = difflib.get_close_matches(name, [found for _, found in there], n=3, cutoff=0.5)
+    refs = [f"{of}:{found}@latest" for found in dict.fromkeys(near) for of, other in there if other == found]
+    return f"did you mean {' or '.join(refs)}? " if refs else ""
+
+
 def _hub(text: str, kind: str | None) -> ResolvedInput:
     """Pin a hub id to a commit and fetch it. Raises StoreError when it cannot be pinned."""
     name, _, revision = text.partition("@")
     what = "model" if kind in (None, "model") else "dataset"
+    near = _known_by(name, kind)
+    if what == "model" and "/" not in text and not revision and registry.models():  # ids of the hub are OWNER/NAME
+        raise StoreError(f"there is no {what if kind else 'model, dataset or run'} {text!r}; {near}{_example('model')} (OWNER/NAME); `posttrain ls models` lists what there is")
     try:
         from huggingface_hub import HfApi, snapshot_download
 
@@ -296,8 +309,9 @@ def _hub(text: str, kind: str | None) -> ResolvedInput:
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise StoreError(
-            f"{text} is neither an existing path nor a {what} that can be fetched from the hub ({type(error).__name__}: {reason}). "
-            f"Without network, give a local {what} directory{' (with config.json)' if what == 'model' else ' or file'}; with it, check the id, and HF_TOKEN for gated ones"
+            f"{text} is neither an existing path nor a {what} that can be fetched from the hub; {near}"
+            f"without network, give a local {what} directory{' (with config.json)' if what == 'model' else ' or file'}; with it, check the id, and HF_TOKEN for gated ones "
+            f"(the hub's client: {type(error).__name__}: {reason})"
         ) from None
     if not re.fullmatch(r"[0-9a-f]{40}", commit):
         raise StoreError(f"{text} could not be pinned to a commit; write {name}@COMMIT (40 hexadecimal digits) or give a local directory")

@@ -257,12 +257,14 @@ def arguments(function, given: dict, columns: dict, places, other_names: dict, m
     """(positional, named) arguments that a function of one's own asks for by its signature.
 
     Parameters are filled by name: of ``given``, then of ``columns``; a ``**`` parameter gets all that are left. Where one of the first three has a name that is
-    neither, and none that is stands at another's place, these three are prompt, completion and answer whatever they are called, as for a function that hides its
-    parameters (``*args``). many: the values are lists, and plural names mean the same.
+    neither, and none that is stands at another's place, the first two are prompt and completion whatever they are called, and the third is the answer if its name says
+    so (``gold``, ``reference_solution``) or nothing (``a``, ``_unused``): a ``difficulty`` that no row has is asked for by name and not given the answer. A function that
+    hides its parameters (``*args``) gets the three. many: the values are lists, and plural names mean the same.
 
     Raises TypeError that names a parameter there is nothing for.
     """
     import inspect
+    import re
 
     known = {name: values for single, values in given.items() for name in ((single, single + "s") if many else (single,))}
     try:
@@ -274,9 +276,13 @@ def arguments(function, given: dict, columns: dict, places, other_names: dict, m
     first = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:3]
     at = {name: places.index(other_names.get(single, single)) for single in (*places, *other_names) for name in ((single, single + "s") if many else (single,))}
     by_place = len(first) == 3 and any(p.name not in known and p.name not in columns for p in first) and all(p.name not in known or at.get(p.name) == i for i, p in enumerate(first))
-    positional, named = ([given[name] for name in places], {}) if by_place else ([], {})
+    third = first[2].name if by_place else ""
+    is_answer = third in known or third not in columns and (len(third) < 3 or third[0] == "_" or re.search(
+        r"(?:^|_)(?:answer|ans|gold|golden|truth|gt|target|label|reference|ref|solution|sol|key|expected|correct)s?\d*(?:_(?:text|value|output|result|string|str|response|completion))?$", third.lower()))
+    taken = (3 if is_answer else 2) if by_place else 0
+    positional, named = [given[name] for name in places[:taken]], {}
     rest = {**columns, **known}
-    for p in parameters[3 * by_place:]:
+    for p in parameters[taken:]:
         if p.kind is p.VAR_KEYWORD:
             named.update({name: value for name, value in {**columns, **given}.items() if name not in named and not any(name == q.name for q in parameters)})
         elif p.name in rest:
@@ -287,7 +293,8 @@ def arguments(function, given: dict, columns: dict, places, other_names: dict, m
         elif p.default is p.empty:
             if not many and p.name[:-1] in given and p.name.endswith("s"):
                 raise TypeError("the function asks for %r of all answers to a prompt, as TRL's reward functions do; write scope: group, and %r for one answer" % (p.name, p.name[:-1]))
-            raise TypeError("the function asks for %r, which the row has no column of; write some of %s, or a column of the row" % (p.name, ", ".join(given)))
+            raise TypeError("the function asks for %r, which the row has no column of%s; write some of %s, or a column (%s)" % (
+                p.name, " (the answer to the prompt is called answer)" if p.name == third else "", ", ".join(given), ", ".join(name for name in columns if name not in given)))
     return positional, named
 
 

@@ -143,3 +143,61 @@ def test_a_home_that_may_only_be_read_can_be_looked_at(command, tmp_path):
         assert refused.returncode == 1 and "read-only file system" in refused.stderr and "POSTTRAIN_HOME" in refused.stderr and "Traceback" not in refused.stderr
     finally:
         subprocess.run(["umount", "-l", str(home)], check=True)
+
+
+def test_a_mistyped_model_is_told_at_once_and_not_asked_of_the_hub(monkeypatch):
+    """Names like it come first; the hub has only OWNER/NAME, so nobody waits for it."""
+    from storage import registry, store
+
+    asked = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: asked.append(name) or (_ for _ in ()).throw(OSError("away")))
+    registry.register("base", "ab" * 32)
+    for ask in (lambda: store.resolve("bsae", "model"), lambda: store.resolve("bsae")):
+        with pytest.raises(store.StoreError, match="^there is no .*'bsae'; did you mean model:base@latest"):
+            ask()
+    with pytest.raises(store.StoreError, match="^there is no model 'nothere'; write model:"):
+        store.resolve("nothere", "model")
+    assert asked == []
+    with pytest.raises(store.StoreError, match=r"fetched from the hub; without network, .*\(the hub's client: OSError: away\)$"):
+        store.resolve("owner/nothere", "model")
+    assert asked == ["owner/nothere"]
+
+
+def test_typos_are_told_of_briefly(command, tmp_path):
+    """A stage or recipe: the names nearest to it, not all; a setting before an input that is still to come."""
+    from flows.recipe import get_recipe
+    from stages.registry import get_stage
+    from stages.spec import ConfigError
+
+    with pytest.raises(ConfigError, match="did you mean 'rejection'.*`posttrain ls stages` lists them$"):
+        get_stage("rejektion")
+    with pytest.raises(ConfigError, match="did you mean 'preference'.*`posttrain ls recipes` lists them$"):
+        get_recipe("prefrence")
+    said = command(tmp_path, "stage", "rl", "--set", "lerning_rate=1")
+    assert said.returncode == 2 and said.stderr.strip() == "error: unknown key 'lerning_rate'; did you mean 'learning_rate'?"
+
+
+def test_a_refusal_of_any_kind_is_wrong_usage(tmp_path, monkeypatch, capfd):
+    """A rubric that does not fit the prompts is said by itself, without a log and the advice to give the same command again."""
+    from stages import harness
+    from stages.reward.grape import RubricError
+
+    def refuse(spec, emit):
+        raise RubricError("write the category")
+
+    monkeypatch.setattr(harness, "execute", refuse)
+    monkeypatch.setattr(harness, "_die_with_task", lambda: None)
+    monkeypatch.setattr(harness.signal, "signal", lambda *_: None)
+    (tmp_path / "spec.json").write_text(json.dumps({"stage": TOY}))
+    assert harness.main(str(tmp_path / "spec.json")) == 2
+    said = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
+    assert [(one["type"], one["message"]) for one in said if one["event"] == "error"] == [("ConfigError", "write the category")]
+
+
+def test_arguments_of_trl_without_a_setting_say_what_takes_their_place():
+    from flows.config import build
+    from stages.registry import get_stage
+
+    for name, place in {"save_total_limit": "checkpoints are kept", "push_to_hub": "posttrain export REF --push", "seed": "--seed N", "log_completions": "every rollout is kept"}.items():
+        with pytest.raises(ConfigError, match=f"unknown key '{name}'; .*{place}"):
+            build(get_stage("rl").SPEC.config, {name: 1})

@@ -169,3 +169,22 @@ def test_a_function_for_groups_is_told_how_it_is_called():
 
     (found,) = run_jobs([scoring("def score(completions, **kwargs):\n    return [1.0]\n", {"prompt": "p", "completion": "c", "answer": "a"}, {})])
     assert "scope: group" in found.error
+
+
+@pytest.mark.parametrize("head", ["score(prompt, completion, difficulty)", "score(question, reply, target_length)", "score(prompts, completions, difficulty)"])
+def test_a_column_that_the_data_lacks_is_not_given_the_answer(head):
+    """A third parameter is the answer where its name says so or says nothing; otherwise it is a column, and one that is missing is named."""
+    group = {"scope": "group"} if "prompts" in head else {}
+    (one,) = scored(f"def {head}: return [1.0]" if group else f"def {head}: return 1.0", row(), **group)
+    third = head.rstrip(")").rsplit(" ", 1)[1]
+    assert one.total is None and f"asks for {third!r}" in one.reasons["mine"] and "is called answer" in one.reasons["mine"]
+    (there,) = scored(f"def score(question, reply, {third}): return {third}", row(extra={third: 0.25}))
+    assert there.total == 0.25, "a column beside two names of one's own is taken by name"
+    (default,) = scored(f"def score(question, reply, {third}=0.5): return {third}", row())
+    assert default.total == 0.5
+
+
+@pytest.mark.parametrize("third", ["a", "gold", "gold_answer", "expected_output", "reference_solution", "_unused", "answer_key", "labels"])
+def test_names_that_say_answer_or_nothing_get_it_by_place(third):
+    (one,) = scored(f"def score(question, reply, {third}): return {third} == '4'", row())
+    assert one.total == 1.0
