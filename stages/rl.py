@@ -20,7 +20,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from stages.models.memory import SAMPLING, Role
 from stages.reward.components import REWARD_INPUTS, RewardComponent
@@ -49,6 +49,9 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
     num_generations: int = Field(8, ge=1, description="Completions per prompt, G (TRL 8; DeepSeekMath 64).")
     num_iterations: int | None = Field(None, ge=1, title="Num iterations", description="Passes over each rollout batch (mu).")
     num_minibatches: int = Field(1, ge=1, description="Optimizer steps per pass over a rollout batch.")
+    batch_size: int | None = Field(
+        None, ge=1, title="Batch size", description="Completions per optimizer step, as rows are in the other stages: says num_minibatches where prompts_per_step is given, else prompts_per_step.",
+        json_schema_extra={"identity": False})
     minibatch_unit: Literal["prompt", "sequence", "token"] = Field(
         "prompt", description="num_minibatches deals out whole groups, completions, or single tokens, each behind its own context (OFFPOL-LOOP; token needs a mean over tokens).")
     early_stop_kl: float | None = Field(
@@ -272,10 +275,40 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
                                                                                "times, a group each (RLVR on 1 to 8 examples).")
     prompt_template: PromptTemplate = Field("chat", description=PROMPT_TEMPLATE)
     max_prompt_length: int = Field(1024, ge=1, description="Prompt tokens at most; longer prompts are left out and counted.")
+    max_length: int | None = Field(None, ge=2, title="Max length", description="Tokens of prompt and completion together at most, as in the other stages: says max_prompt_length, beside max_completion_length.",
+                                   json_schema_extra={"identity": False})
     stop_on: list[AlarmName] = Field(default_factory=list, description="Alarms that end the stage, its last checkpoint kept, instead of warning only.",
                                       json_schema_extra={"identity": False})
     eval_every: int = Field(0, ge=0, description="Optimizer steps between passes over validation prompts; 0 = only at start and end.")
     eval_prompts: int = Field(0, ge=0, description="Validation prompts sampled once each; 0 = no validation in this stage.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_in_other_stages(cls, values):
+        """batch_size and max_length are said in the settings of rl: prompts_per_step * num_generations = batch_size * num_minibatches; max_prompt_length = max_length - max_completion_length."""
+        if not isinstance(values, dict):
+            return values
+        values = dict(values)
+        number = lambda name: values[name] if isinstance(values.get(name), int) else cls.model_fields[name].default
+        if isinstance(rows := values.get("batch_size"), int) and rows > 0:
+            group, steps, sampled = number("num_generations"), number("num_minibatches"), number("prompts_per_step") * number("num_generations")
+            if "prompts_per_step" not in values:
+                if rows * steps % group:
+                    raise ValueError(f"batch_size={rows}: prompts have num_generations={group} completions each, so write a multiple of {group}; or give prompts_per_step too")
+                values["prompts_per_step"] = rows * steps // group
+            elif sampled % rows or values.get("num_minibatches", sampled // rows) != sampled // rows:
+                raise ValueError(f"batch_size={rows}: a rollout batch has prompts_per_step * num_generations = {sampled} completions, in num_minibatches={steps} steps of {sampled / steps:g}; leave "
+                                 "batch_size out, or give it without num_minibatches as a divisor of the rollout batch")
+            else:
+                values["num_minibatches"] = sampled // rows
+                if rows % group:  # a step has less than whole groups
+                    values.setdefault("minibatch_unit", "sequence")
+        if isinstance(length := values.get("max_length"), int):
+            room = length - number("max_completion_length")
+            if room < 1:
+                raise ValueError(f"max_length={length} leaves no room for a prompt beside max_completion_length={number('max_completion_length')}; write a smaller max_completion_length, or leave max_length out")
+            values["max_prompt_length"] = min(number("max_prompt_length"), room)
+        return values
 
     def effective(self) -> dict:
         from stages.algorithms import RL_AXES

@@ -964,3 +964,20 @@ def test_every_components_spread_and_its_correlation_with_length_are_logged():
 def test_where_components_cannot_be_normalised(config, message):
     with pytest.raises(Exception, match=message):
         resolve_preset(Config(**{"preset": "grpo", **config, "multi_objective_aggregation": "normalize_then_sum"}))
+
+
+def test_batch_size_and_max_length_say_what_rl_calls_otherwise():
+    """The keys of the other stages: prompts_per_step * num_generations = batch_size * num_minibatches, and the same stage key however it is said."""
+    from stages.rl import Config
+
+    said = lambda **given: (lambda c: (c.prompts_per_step, c.num_minibatches, c.minibatch_unit, c.max_prompt_length))(Config(**given))
+    assert said(batch_size=16) == (2, 1, "prompt", 1024) and said(batch_size=16, num_minibatches=4, num_generations=4) == (16, 4, "prompt", 1024)
+    assert said(batch_size=16, prompts_per_step=16, num_generations=8) == (16, 8, "prompt", 1024) and said(batch_size=4, prompts_per_step=2) == (2, 4, "sequence", 1024)
+    assert said(max_length=512, max_completion_length=256)[3] == 256 and said(max_length=4096)[3] == 1024 and said(max_length=512, max_prompt_length=100)[3] == 100
+    assert Config(batch_size=64, num_minibatches=2).identity() == Config(prompts_per_step=16, num_minibatches=2).identity()
+    for given in ({"batch_size": 16}, {"batch_size": 4, "prompts_per_step": 2}, {"max_length": 300}):
+        assert Config(**Config(**given).model_dump()) == Config(**given)
+    for given, message in (({"batch_size": 12}, "multiple of 8"), ({"batch_size": 7, "prompts_per_step": 2}, "divisor"), ({"batch_size": 8, "prompts_per_step": 2, "num_minibatches": 1}, "divisor"),
+                           ({"max_length": 256}, "smaller max_completion_length")):
+        with pytest.raises(ValueError, match=message):
+            Config(**given)
