@@ -84,7 +84,7 @@ def main(command: list[str]) -> None:
             print(f"flow run {run}: its process is gone", flush=True)
     except Exception as error:  # the worker is wanted all the same
         print(f"runs that died with an earlier worker were not looked for ({type(error).__name__}: {error}); `posttrain down` and `posttrain up` look again", flush=True)
-    os.execv(command[0], command)
+    os.execvp(command[0], command)
 
 
 if __name__ == "__main__":
