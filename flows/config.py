@@ -146,6 +146,8 @@ def _unknown(model: type[BaseModel], values: dict[str, Any], prefix: str = "", t
     top = top or model
     for name, value in values.items():
         field = model.model_fields.get(name)
+        if field is None and name in getattr(model, "ALSO", ()):
+            continue
         if field is None:
             typed = isinstance(value, dict) and difflib.get_close_matches(str(name), [key for key, below in model.model_fields.items() if _sections(below.annotation)], n=1, cutoff=0.6)
             named = {} if typed else {path: _elsewhere(path, prefix, top) for path in _paths(str(name), value)}
@@ -231,7 +233,7 @@ ELSEWHERE = {
     "output_dir": ": outputs are kept below POSTTRAIN_HOME and copied out by `posttrain export`; leave it out", "report_to": ": MLflow always has the metrics; leave it out", "logging_steps": ": every step is logged; leave it out",
     "save_steps": ": checkpoints are kept by themselves; leave it out", "resume_from_checkpoint": ": a killed stage continues when the same command is given again; leave it out", "dataset_num_proc": ": leave it out",
     "save_strategy": ": checkpoints are kept by themselves; leave it out", "save_total_limit": ": checkpoints are kept by themselves; leave it out", "remove_unused_columns": ": leave it out",
-    "per_device_train_batch_size": "batch_size: the rows of one optimizer step, over all devices", "method": "preset", "peft_config": "lora_rank: with lora_alpha and lora_targets", "rpo_alpha": "nll_coef",
+    "per_device_train_batch_size": "batch_size: the rows of one optimizer step, over all devices", "batch_size": "prompts_per_step", "method": "preset", "peft_config": "lora_rank: with lora_alpha and lora_targets", "rpo_alpha": "nll_coef",
     "vllm_gpu_memory_utilization": "engine_options: {gpu_memory_utilization: 0.5}", "mask_truncated_completions": "truncation_policy: mask", "label_smoothing": "options: {label_smoothing: 0.1}, of the methods that have it",
     "precompute_ref_log_probs": ": the reference's log-probs are always computed once and kept; leave it out", "max_prompt_length": "max_length: of prompt and completion together",
     "push_to_hub": ": publish with `posttrain export REF --push OWNER/NAME`; leave it out", "seed": ": give it as --seed N", "log_completions": ": every rollout is kept (`posttrain show`); leave it out",

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -45,13 +45,10 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
     lr_schedule: Schedule = Field("constant", description="Decay after warm-up, as in the other stages.")
     warmup_ratio: float = Field(0.0, ge=0, le=1, description="Share of the steps spent in linear warm-up.")
     max_steps: int = Field(100, ge=1, description="Optimizer steps.")
-    prompts_per_step: int = Field(16, ge=1, description="Prompts per rollout batch.")
+    prompts_per_step: int = Field(16, ge=1, description="Prompts per rollout batch. batch_size=N, completions per optimizer step, says it (or, beside it, num_minibatches) as in the other stages.")
     num_generations: int = Field(8, ge=1, description="Completions per prompt, G (TRL 8; DeepSeekMath 64).")
     num_iterations: int | None = Field(None, ge=1, title="Num iterations", description="Passes over each rollout batch (mu).")
     num_minibatches: int = Field(1, ge=1, description="Optimizer steps per pass over a rollout batch.")
-    batch_size: int | None = Field(
-        None, ge=1, title="Batch size", description="Completions per optimizer step, as rows are in the other stages: says num_minibatches where prompts_per_step is given, else prompts_per_step.",
-        json_schema_extra={"identity": False})
     minibatch_unit: Literal["prompt", "sequence", "token"] = Field(
         "prompt", description="num_minibatches deals out whole groups, completions, or single tokens, each behind its own context (OFFPOL-LOOP; token needs a mean over tokens).")
     early_stop_kl: float | None = Field(
@@ -274,23 +271,23 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
     max_prompts: int | None = Field(None, ge=1, title="Max prompts", description="Training prompts used at most, the first ones of the split; with fewer than prompts_per_step a step draws one several "
                                                                                "times, a group each (RLVR on 1 to 8 examples).")
     prompt_template: PromptTemplate = Field("chat", description=PROMPT_TEMPLATE)
-    max_prompt_length: int = Field(1024, ge=1, description="Prompt tokens at most; longer prompts are left out and counted.")
-    max_length: int | None = Field(None, ge=2, title="Max length", description="Tokens of prompt and completion together at most, as in the other stages: says max_prompt_length, beside max_completion_length.",
-                                   json_schema_extra={"identity": False})
+    max_prompt_length: int = Field(1024, ge=1, description="Prompt tokens at most; longer prompts are left out and counted. max_length=N, of prompt and completion together, bounds it as in the other stages.")
     stop_on: list[AlarmName] = Field(default_factory=list, description="Alarms that end the stage, its last checkpoint kept, instead of warning only.",
                                       json_schema_extra={"identity": False})
     eval_every: int = Field(0, ge=0, description="Optimizer steps between passes over validation prompts; 0 = only at start and end.")
     eval_prompts: int = Field(0, ge=0, description="Validation prompts sampled once each; 0 = no validation in this stage.")
 
+    ALSO: ClassVar[tuple[str, ...]] = ("batch_size", "max_length")  # names of other stages that are understood, and are no settings of their own
+
     @model_validator(mode="before")
     @classmethod
     def _as_in_other_stages(cls, values):
-        """batch_size and max_length are said in the settings of rl: prompts_per_step * num_generations = batch_size * num_minibatches; max_prompt_length = max_length - max_completion_length."""
+        """batch_size and max_length (ALSO) are said in the settings of rl: prompts_per_step * num_generations = batch_size * num_minibatches; max_prompt_length = max_length - max_completion_length."""
         if not isinstance(values, dict):
             return values
         values = dict(values)
         number = lambda name: values[name] if isinstance(values.get(name), int) else cls.model_fields[name].default
-        if isinstance(rows := values.get("batch_size"), int) and rows > 0:
+        if isinstance(rows := values.pop("batch_size", None), int) and rows > 0:
             group, steps, sampled = number("num_generations"), number("num_minibatches"), number("prompts_per_step") * number("num_generations")
             if "prompts_per_step" not in values:
                 if rows * steps % group:
@@ -303,7 +300,7 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
                 values["num_minibatches"] = sampled // rows
                 if rows % group:  # a step has less than whole groups
                     values.setdefault("minibatch_unit", "sequence")
-        if isinstance(length := values.get("max_length"), int):
+        if isinstance(length := values.pop("max_length", None), int):
             room = length - number("max_completion_length")
             if room < 1:
                 raise ValueError(f"max_length={length} leaves no room for a prompt beside max_completion_length={number('max_completion_length')}; write a smaller max_completion_length, or leave max_length out")
