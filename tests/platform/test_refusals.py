@@ -177,20 +177,15 @@ def test_typos_are_told_of_briefly(command, tmp_path):
     assert said.returncode == 2 and said.stderr.strip() == "error: unknown key 'lerning_rate'; did you mean 'learning_rate'?"
 
 
-def test_a_refusal_of_any_kind_is_wrong_usage(tmp_path, monkeypatch, capfd):
+def test_a_refusal_of_any_kind_is_wrong_usage(tmp_path):
     """A rubric that does not fit the prompts is said by itself, without a log and the advice to give the same command again."""
-    from stages import harness
-    from stages.reward.grape import RubricError
-
-    def refuse(spec, emit):
-        raise RubricError("write the category")
-
-    monkeypatch.setattr(harness, "execute", refuse)
-    monkeypatch.setattr(harness, "_die_with_task", lambda: None)
-    monkeypatch.setattr(harness.signal, "signal", lambda *_: None)
+    program = ("import os, sys\nfrom stages import harness\nfrom stages.reward.grape import RubricError\n"
+               "def refuse(spec, emit):\n    raise RubricError('write the category')\n"
+               "harness.execute = refuse\nos.environ['POSTTRAIN_PARENT_PID'] = str(os.getppid())\nsys.exit(harness.main(sys.argv[1]))\n")
     (tmp_path / "spec.json").write_text(json.dumps({"stage": TOY}))
-    assert harness.main(str(tmp_path / "spec.json")) == 2
-    said = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "spec.json")], cwd=PROJECT_ROOT, capture_output=True, text=True, timeout=120)  # main changes its process for good
+    assert done.returncode == 2, done.stderr
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [(one["type"], one["message"]) for one in said if one["event"] == "error"] == [("ConfigError", "write the category")]
 
 
