@@ -380,7 +380,11 @@ def stage(
     if keys:
         return describe_stage(name)
     inputs = parse_inputs(input_, f"{name} are: {', '.join(spec.inputs) or 'none'}")
-    settings = build(spec.config, with_settings({}, config, set_, given))  # a mistyped setting is told of before an input that is still to come
+    values = with_settings({}, config, set_, given)
+    if isinstance(values.get("seed"), int) and values["seed"] >= 0 and "seed" not in spec.config.model_fields:  # as in recipes
+        said = values.pop("seed")
+        seed = said if seed is None else seed
+    settings = build(spec.config, values)  # a mistyped setting is told of before an input that is still to come
     spec.check_inputs(inputs)
     from tasks.nodes import nodes_of
 

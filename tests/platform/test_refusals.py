@@ -196,3 +196,9 @@ def test_arguments_of_trl_without_a_setting_say_what_takes_their_place():
     for name, place in {"save_total_limit": "checkpoints are kept", "push_to_hub": "posttrain export REF --push", "seed": "--seed N", "log_completions": "every rollout is kept"}.items():
         with pytest.raises(ConfigError, match=f"unknown key '{name}'; .*{place}"):
             build(get_stage("rl").SPEC.config, {name: 1})
+
+
+def test_a_stage_takes_its_seed_as_a_setting_too(command, tmp_path):
+    """As in recipes: `--set seed=N` is `--seed N`, and the same stage run."""
+    found = [json.loads(command(tmp_path, "stage", TOY, *given, "--json").stdout.splitlines()[-1]) for given in (("--set", "seed=3"), ("--seed", "3"))]
+    assert [one["cached"] for one in found] == [False, True] and found[0]["key"] == found[1]["key"]
