@@ -287,7 +287,11 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
             return values
         values = dict(values)
         number = lambda name: values[name] if isinstance(values.get(name), int) else cls.model_fields[name].default
-        if isinstance(rows := values.pop("batch_size", None), int) and rows > 0:
+        rows, length = (values.pop(name, None) for name in cls.ALSO)
+        for name, value in zip(cls.ALSO, (rows, length)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name}={value!r} is no number of {'completions' if name == 'batch_size' else 'tokens'}; write a whole number above 0")
+        if rows is not None:
             group, steps, sampled = number("num_generations"), number("num_minibatches"), number("prompts_per_step") * number("num_generations")
             if "prompts_per_step" not in values:
                 if rows * steps % group:
@@ -300,7 +304,7 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
                 values["num_minibatches"] = sampled // rows
                 if rows % group:  # a step has less than whole groups
                     values.setdefault("minibatch_unit", "sequence")
-        if isinstance(length := values.pop("max_length", None), int):
+        if length is not None:
             room = length - number("max_completion_length")
             if room < 1:
                 raise ValueError(f"max_length={length} leaves no room for a prompt beside max_completion_length={number('max_completion_length')}; write a smaller max_completion_length, or leave max_length out")

@@ -978,6 +978,7 @@ def test_batch_size_and_max_length_say_what_rl_calls_otherwise():
     for given in ({"batch_size": 16}, {"batch_size": 4, "prompts_per_step": 2}, {"max_length": 300}):
         assert Config(**Config(**given).model_dump()) == Config(**given)
     for given, message in (({"batch_size": 12}, "multiple of 8"), ({"batch_size": 7, "prompts_per_step": 2}, "divisor"), ({"batch_size": 8, "prompts_per_step": 2, "num_minibatches": 1}, "divisor"),
-                           ({"max_length": 256}, "smaller max_completion_length")):
+                           ({"max_length": 256}, "smaller max_completion_length"), ({"batch_size": 0}, "whole number above 0"), ({"batch_size": "many"}, "whole number above 0"),
+                           ({"batch_size": 2.5}, "whole number above 0"), ({"max_length": -1}, "whole number above 0")):
         with pytest.raises(ValueError, match=message):
             Config(**given)
