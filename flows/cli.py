@@ -226,12 +226,14 @@ def execute(recipe: str, values: dict[str, Any], force: list[str], as_json: bool
     from flows.recipe import KILLED, get_recipe, load_config
 
     recipe_name(recipe)
-    KILLED.append(lambda error: insist(130 if isinstance(error, KeyboardInterrupt) else 143))
     state = env.state_dir()
     check_models(load_config(recipe, values))
     if dry_run:
         return print_plan(recipe, load_config(recipe, values), force, as_json)
     with ExitStack() as stack:
+        in_time = lambda error: insist(130 if isinstance(error, KeyboardInterrupt) else 143)
+        KILLED.append(in_time)
+        stack.callback(KILLED.remove, in_time)
         wait = None
         if services.connect(state):
             services.reachable(os.environ["PREFECT_API_URL"])

@@ -145,11 +145,11 @@ class Stage:
         Raises:
             ConfigError: several devices were given, and torch cannot use them (with one: a warning, and the CPU).
         """
+        own = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         if self._device == "auto":
             import torch
 
-            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-            self._device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
+            self._device = own if torch.cuda.is_available() else "cpu"
             if self._device == "cpu" and (cards := os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()) not in ("", "-1"):
                 from stages.running import cuda
 
@@ -160,7 +160,7 @@ class Stage:
             from stages.running import cuda
 
             if self.world_size > 1:  # two ranks on one GPU are an error of NCCL
-                self._device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+                self._device = own
             cuda.settle(self._device)
             self._settled = True
         return self._device

@@ -209,8 +209,9 @@ def _ending(found: store.ResolvedInput) -> str:
     in its digest."""
     if found.kind != "file" or not os.path.isfile(found.path):
         return ""
-    name = os.path.basename(found.path).lower()
-    return os.path.splitext(name.removesuffix(next((end for end in (".gz", ".zst", ".bz2", ".xz") if name.endswith(end)), "")))[1]
+    from stages.ingestion.sources import plain_name
+
+    return os.path.splitext(plain_name(Path(found.path)))[1]
 
 
 def _from_lineage(spec: StageSpec, given: dict[str, str], config: StageConfig) -> tuple[dict[str, str], StageConfig]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from stages.reward.components import CUT_REWARD
 from stages.reward.verdicts import ANOTHERS, NOT_ASKED
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def warnings(stage, metrics: dict, records: list[dict], unscored_pairs: int = 0)
 
 HEADLINES = {
     "accuracy": "right answers, mean over samples (avg@k)", "accuracy_cut_wrong": "the same where answers cut at the length or turn limit are wrong", "greedy_accuracy": "right answers, greedy", "flexible_accuracy": "right answers, answer searched for anywhere in the text", "reward": "reward model score",
-    "reward_cut_penalised": "the same where answers that were cut score -1, as in rl and rejection (no_eos_reward)", "greedy_reward": "reward model score, greedy", "kl_reference": "KL to the reference per answer, nats", "length_mean": "answer length, tokens",
+    "reward_cut_penalised": f"the same where answers that were cut score {CUT_REWARD:g}, as in rl and rejection (no_eos_reward)", "greedy_reward": "reward model score, greedy", "kl_reference": "KL to the reference per answer, nats", "length_mean": "answer length, tokens",
     "stop_rate": "answers that end by themselves", "truncation_rate": "answers cut at the length or turn limit", "turns": "turns per trajectory",
     "tool_calls": "calls that a tool answered, per trajectory", "tool_errors": "calls that failed, per trajectory",
     "judge_accuracy": "debates in which the judge prefers the right answer", "judge_accuracy_without": "the same where it reads no debate",

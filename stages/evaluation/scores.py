@@ -19,6 +19,7 @@ import numpy as np
 from stages import selection
 from stages.evaluation import bbq, held_out_text, multiple_choice, opinions
 from stages.measures import reward_model, sampling, statistics, suites, text
+from stages.reward.components import CUT_REWARD
 from stages.reward.verdicts import failures
 from stages.verification.verifiers import as_rational, normalise_math
 
@@ -87,9 +88,6 @@ def refused(record: dict) -> float | None:
     return None if record.get("refusal") is None else float(record["refusal"] != "none")
 
 
-NO_EOS_REWARD = -1.0  # what rl and rejection give a cut answer in the place of a reward model's score unless told otherwise (reward.truncation)
-
-
 def cut(record: dict) -> bool:
     """Whether an answer was cut at its length or turn limit."""
     return record["finish"] in ("length", "turn_limit")
@@ -107,7 +105,7 @@ _VALUES: dict[str, tuple[tuple[str, ...], Callable[[dict], float | None]]] = {
     "pair_accuracy": (_PAIRS, lambda r: _flag(r["correct"])),
     "mean_margin": (_PAIRS, lambda r: _flag(r.get("margin"))),
     "reward": (_SAMPLED, lambda r: _flag(r["reward"])),
-    "reward_cut_penalised": (_SAMPLED, lambda r: None if r["reward"] is None else NO_EOS_REWARD if cut(r) else float(r["reward"])),
+    "reward_cut_penalised": (_SAMPLED, lambda r: None if r["reward"] is None else CUT_REWARD if cut(r) else float(r["reward"])),
     "greedy_reward": (_GREEDY, lambda r: _flag(r["reward"])),
     "length_mean": (_SAMPLED, lambda r: float(r["tokens"])),
     "truncation_rate": (_SAMPLED, lambda r: float(cut(r))),

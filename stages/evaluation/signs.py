@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from stages.evaluation import refusals
-from stages.evaluation.scores import Metric, average, cluster_of, share
+from stages.evaluation.scores import Metric, average, cluster_of, cut, share
 from stages.measures import text
 from stages.verification.verifiers import view
 
@@ -135,7 +135,7 @@ def odd_but_right(records: Sequence[dict], count: int) -> list[dict]:
         if r["mode"] not in ("sample", "greedy") or not r["correct"] or len(rows) >= count:
             continue
         why = [name for name, found in (
-            ("cut", r["finish"] in ("length", "turn_limit")), ("repeats itself", (text.repetition_n(r["output"].split(), 3) or 0.0) > 0.5),
+            ("cut", cut(r)), ("repeats itself", (text.repetition_n(r["output"].split(), 3) or 0.0) > 0.5),
             ("another script", bool(text.scripts(r["output"]) - text.scripts(r.get("prompt") or ""))), ("odd characters", text.special_character_rate(r["output"]) > 0.05),
             ("thought does not end", unclosed(r))) if found]
         if why:

@@ -18,7 +18,7 @@ from stages.ingestion import choices as mc
 from stages.ingestion import programs as code
 from stages.ingestion.fields import (
     HH_TURN, NUMBER, annotation_of, check_answer, gsm8k_answer, hh_pair, implicit_messages, implicit_strings, json_text, listed, literal_of, one_of,
-    optional_number, plain, plain_fields, strings_of, structs_of, text_of, to_completion, to_label, to_messages, to_number, to_prompt, whole_number,
+    optional_number, plain, plain_fields, required, strings_of, structs_of, text_of, to_completion, to_label, to_messages, to_number, to_prompt, whole_number,
 )
 from stages.ingestion.rules import Bad, segment_codes
 from stages.ingestion.sources import canonical_bytes
@@ -184,12 +184,7 @@ def _prompts(row: dict, options) -> tuple[str, dict, set]:
 
 
 def _text(row: dict, options) -> tuple[str, dict, set]:
-    text = row.get("text")
-    if text is None:
-        raise Bad("missing_column")
-    if not isinstance(text, str):
-        raise Bad("wrong_type")
-    return "text/1", {"text": text, **plain_fields(row, "domain")}, set()
+    return "text/1", {"text": required(row, "text", str), **plain_fields(row, "domain")}, set()
 
 
 def _unpaired(row: dict, options) -> tuple[str, dict, set]:
@@ -257,11 +252,7 @@ def weighted(aspects: list[dict] | None, weights: dict[str, float]) -> float:
 def _ranking(row: dict, options) -> tuple[str, dict, set]:
     from stages.ingestion.pairing import check_ranks, ranks_from_scores
 
-    completions = row.get("completions")
-    if completions is None:
-        raise Bad("missing_column")
-    if not isinstance(completions, list):
-        raise Bad("wrong_type")
+    completions = required(row, "completions", list)
     out = {"prompt": to_prompt(row.get("prompt"), row.get("system")),
            "completions": [to_completion(item) for item in completions]}
     if row.get("scores") is not None:

@@ -76,6 +76,14 @@ def to_messages(value: Any) -> list[dict]:
     return [to_message(item) for item in value]
 
 
+def required(row: dict, name: str, kind: type) -> Any:
+    """The column of that type; Bad(missing_column) where there is none, Bad(wrong_type) where it is of another."""
+    value = row.get(name)
+    if not isinstance(value, kind):
+        raise Bad("missing_column" if value is None else "wrong_type")
+    return value
+
+
 def to_prompt(value: Any, system: Any = None) -> list[dict]:
     """A prompt: a string becomes one user message; `system` becomes a leading system message."""
     if isinstance(value, str):

@@ -104,7 +104,7 @@ def _with_splits(files: list[SourceFile]) -> list[SourceFile]:
 
 
 def _is_data(path: Path) -> bool:
-    name = _plain_name(path)
+    name = plain_name(path)
     return name.endswith(_EXTENSIONS) and name not in _NOT_DATA
 
 
@@ -114,7 +114,7 @@ def _describe(path: Path, name: str) -> SourceFile:
     packed = next((kind for mark, kind in _PACKED if head.startswith(mark)), "")
     if head.startswith(b"PK\x03\x04"):
         raise SourceError(f"{name} is a zip archive or a spreadsheet; unpack it, or save the sheet as CSV")
-    suffix = Path(_plain_name(path)).suffix
+    suffix = Path(plain_name(path)).suffix
     kind = {".csv": "csv", ".tsv": "tsv", ".txt": "txt", ".arrow": "arrow", ".parquet": "parquet"}.get(suffix, "jsonl")
     if head[:4] == b"PAR1":
         kind = "parquet"
@@ -128,7 +128,7 @@ def _describe(path: Path, name: str) -> SourceFile:
     return SourceFile(path, name, kind, packed, path.stat().st_size)
 
 
-def _plain_name(path: Path) -> str:
+def plain_name(path: Path) -> str:
     """The name without the ending of its compression, in small letters."""
     name = path.name.lower()
     return name.removesuffix(next((ending for ending in _PACKED_ENDINGS if name.endswith(ending)), ""))

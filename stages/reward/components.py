@@ -20,6 +20,7 @@ VERIFYING = ("verifier", "code", "constraints", "majority", "length_group", "len
 
 READ_OTHERS = ("majority", "length_group", "length_target")  # scored last: they read what the other components said
 
+CUT_REWARD = -1.0  # of a response without its end token, in the place of a reward model's score, unless a component says otherwise (reward.truncation)
 TIERS = ("rule", "learned", "judge")
 
 _RIGHT = ("verifier", "length_group", "length_target")  # ask a verifier whether an answer is right
@@ -294,7 +295,7 @@ class RewardComponent(StageConfig):
     @property
     def cut_reward(self) -> float:
         """What a model says of a cut response, which it never sees (reward.truncation)."""
-        return self.no_eos_reward if self.no_eos_reward is not None else 0.0 if self.squash == "sigmoid" else -1.0
+        return self.no_eos_reward if self.no_eos_reward is not None else 0.0 if self.squash == "sigmoid" else CUT_REWARD
 
 
 def _fixed(component: RewardComponent) -> RewardComponent:

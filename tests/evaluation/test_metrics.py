@@ -31,7 +31,7 @@ def test_answers_that_were_cut_are_counted_both_ways():
     assert {n: metrics[n].value for n in ("accuracy", "accuracy_cut_wrong", "truncation_rate", "reward", "reward_cut_penalised")} == pytest.approx(
         {"accuracy": 0.75, "accuracy_cut_wrong": 0.5, "truncation_rate": 0.5, "reward": 10.0 / 4, "reward_cut_penalised": (3.0 - 2.0) / 4})
     assert metrics["best_of_2_accuracy"].value == 1.0, "of two answers the one that ends is chosen, as by rejection, whatever the model says of cut text"
-    assert scores.NO_EOS_REWARD == RewardComponent(kind="model").cut_reward and all(meaning(name, "policy") for name in ("accuracy_cut_wrong", "reward_cut_penalised"))
+    assert scores.CUT_REWARD == RewardComponent(kind="model").cut_reward and all(meaning(name, "policy") for name in ("accuracy_cut_wrong", "reward_cut_penalised"))
     assert not {"accuracy_cut_wrong", "reward_cut_penalised"} & set(scores.policy_metrics(made[:1], seed=0))
 
 

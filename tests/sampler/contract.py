@@ -2,7 +2,7 @@
 
 ``tests/sampler/test_engines.py`` runs all of them over the built-in engine, vLLM's adapter (against a stand-in of the package), a
 server with vLLM's interface and a real `transformers serve`. A new engine is one more fixture there. ``tests/sampler/test_real_vllm.py``
-runs them over vLLM itself and `vllm serve` where the package is installed.
+runs them over vLLM itself and `vllm serve` where the package is installed. What holds for all of them is tested by :class:`Promises` in both.
 """
 
 import pytest
@@ -209,3 +209,36 @@ def check_new_weights(engine, directory, other_model):
         assert c.logps == pytest.approx(model_logps(other_model, long, c.ids, longer), abs=2e-5)  # nothing of the old weights is left in a cache
     check_greedy_is_the_models(engine, other_model)
     check_logps_are_of_the_sampled_distribution(engine, other_model)
+
+
+def loaded(paths):
+    """{name: (path, frozen model)} of policies by their paths, and the "tokenizer" of "policy"."""
+    from stages.chat import load_tokenizer
+    from stages.models.modeling import freeze, load_policy
+
+    return {name: (path, freeze(load_policy(path, "cpu"))) for name, path in paths.items()} | {"tokenizer": load_tokenizer(paths["policy"])}
+
+
+class Promises:
+    """Tests of what holds for every engine, over the fixtures ``engine`` and ``made`` (:func:`loaded`) of a file that inherits them."""
+
+    def test_shape_and_reasons(self, engine, made):
+        check_shape_and_reasons(engine, made["tokenizer"])
+
+    def test_seeds_decide(self, engine):
+        check_seeds_decide(engine)
+
+    def test_greedy_is_the_models(self, engine, made):
+        check_greedy_is_the_models(engine, made["policy"][1])
+
+    def test_logps_are_of_the_sampled_distribution(self, engine, made):
+        check_logps_are_of_the_sampled_distribution(engine, made["policy"][1])
+
+    def test_stop_strings(self, engine, made):
+        check_stop_strings(engine, made["tokenizer"])
+
+    def test_bans_and_penalties(self, engine, made):
+        check_bans_and_penalties(engine, made["tokenizer"])
+
+    def test_refusals(self, engine):
+        check_refusals(engine)

@@ -17,11 +17,7 @@ ENGINES = ("builtin", "vllm", "vllm-server", "transformers-serve")
 @pytest.fixture(scope="module")
 def made(tiny):  # noqa: F811
     """{"policy", "other": (path, model)}, "tokenizer"."""
-    from stages.chat import load_tokenizer
-    from stages.models.modeling import freeze, load_policy
-
-    found = {name: (tiny[name], freeze(load_policy(tiny[name], "cpu"))) for name in ("policy", "other")}
-    return found | {"tokenizer": load_tokenizer(tiny["policy"])}
+    return contract.loaded({name: tiny[name] for name in ("policy", "other")})
 
 
 @pytest.fixture(scope="module")
@@ -59,28 +55,8 @@ def engine(engines, request):
     return engines(request.param)
 
 
-def test_shape_and_reasons(engine, made):
-    contract.check_shape_and_reasons(engine, made["tokenizer"])
-
-
-def test_seeds_decide(engine):
-    contract.check_seeds_decide(engine)
-
-
-def test_greedy_is_the_models(engine, made):
-    contract.check_greedy_is_the_models(engine, made["policy"][1])
-
-
-def test_logps_are_of_the_sampled_distribution(engine, made):
-    contract.check_logps_are_of_the_sampled_distribution(engine, made["policy"][1])
-
-
-def test_stop_strings(engine, made):
-    contract.check_stop_strings(engine, made["tokenizer"])
-
-
-def test_bans_and_penalties(engine, made):
-    contract.check_bans_and_penalties(engine, made["tokenizer"])
+class TestPromises(contract.Promises):
+    pass
 
 
 @pytest.mark.parametrize("kind", ENGINES[:3])
@@ -102,10 +78,6 @@ def test_what_vllm_cannot_honour_is_refused(engines, kind):
     for setting in (dict(temperature=2.5), dict(frequency_penalty=3.0)):
         with pytest.raises((SamplerError, EngineError), match=r"must be in \["):
             engine.generate([[1, 40]], SamplingParams(max_new_tokens=2, **setting), [[0]])
-
-
-def test_refusals(engine):
-    contract.check_refusals(engine)
 
 
 @pytest.mark.parametrize("kind", ENGINES[1:])
