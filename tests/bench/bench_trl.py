@@ -8,29 +8,24 @@ GRPO is counted in prompts per second: ``rl`` starts from an untrained model, wh
 on; ``rl_trained`` from one after 200 steps of sft on GSM8K, whose completions end by themselves before 256 tokens and whose reward is the answer's
 format, so that some groups agree. Needs the extra ``bench``.
 
-Notes, 2 CPU cores with nothing else running unless said, torch 2.13 float32, medians of two interleaved repeats or the runs themselves; memory is the
-process's peak resident set. A pair's prompt counts twice in tokens, as in TRL's rows, though it is computed once:
+Notes, 2 CPU cores of an AMD EPYC with nothing else running (a 2048 x 2048 product at 218 GFLOP/s at best), torch 2.13 float32, everything in one go: 6M with two
+interleaved repeats (medians), 28M with one. Memory is the process's peak resident set. A pair's prompt counts twice in tokens, as in TRL's rows, and in the useful FLOP of the last
+column, though it is computed once, which is how that column can pass 100%:
 
 | work | ours | TRL | ratio | ours MiB | TRL MiB | ratio | of the matrix product's rate |
 |---|---|---|---|---|---|---|---|
-| sft, 6M | 4123 tokens/s | 1398 | 2.95 | 872 | 2268 | 0.38 | 44% |
-| reward_model, 6M | 6244 tokens/s | 1701 | 3.68 | 824 | 2908 | 0.28 | 55% |
-| align, 6M | 5911 tokens/s | 640 | 9.30 | 914 | 3907 | 0.23 | |
-| sft, 28M | 1033, 984 tokens/s | 395, 384 | 2.61, 2.57 | 1614 | 4223 | 0.38 | 82%, 78% |
-| reward_model, 28M | 1677 tokens/s | 369 | 4.54 | 1594 | 7576 | 0.21 | 87% |
-| align, 28M | 1700 tokens/s | 186 | 9.19 | 1648 | 8519 | 0.19 | |
-| rl, 6M | 3.00 prompts/s | 0.975 | 3.06 | 826 | 2326 | 0.36 | |
-| rl, 28M | 1.03, 1.06 prompts/s | 0.411 | 2.51, 2.57 | 1679 | 4239 | 0.40 | |
-| rl_trained, 6M | 2.15, 3.16 prompts/s | 0.250, 0.322 | 8.6, 9.8 | 997 | 3240 | 0.31 | |
-| rl_trained, 28M | 0.677, 0.795, 0.620, 0.713 prompts/s | 0.167, 0.171 | 4.04, 4.75, 3.63, 4.17 | 2104 | 6100 | 0.35 | |
+| sft, 6M | 5400 tokens/s | 1355 | 3.99 | 852 | 2369 | 0.36 | 77% |
+| reward_model, 6M | 9830 tokens/s | 1891 | 5.20 | 772 | 2969 | 0.26 | 114% |
+| align, 6M | 7687 tokens/s | 600 | 12.8 | 871 | 3854 | 0.23 | |
+| rl, 6M | 4.89 prompts/s | 1.41 | 3.46 | 862 | 2394 | 0.36 | |
+| sft, 28M | 1119 tokens/s | 436 | 2.56 | 1593 | 4008 | 0.40 | 81% |
+| align, 28M | 1795 tokens/s | 204 | 8.80 | 1647 | 8757 | 0.19 | |
+| rl, 28M | 1.32 prompts/s | 0.391 | 3.39 | 1734 | 4243 | 0.41 | |
+| rl_trained, 28M | 1.03 prompts/s | 0.160 | 6.41 | 2586 | 6731 | 0.38 | |
 
-The rows of sft, rl and rl_trained at 28M are of an AMD EPYC (a product of 203 GFLOP/s): two pairs of sft, each the median of two; of rl and rl_trained TRL ran between two of ours, rl and
-the first three runs of rl_trained beside other work. The last two are of the sampler whose products go through oneDNN there; before it rl_trained was at 0.517 prompts/s next to 0.155 (3.34) on that machine. rl at 6M is of
-a machine with 191 GFLOP/s and MKL. rl_trained at 6M is of before the sampler attended to a group's prompt once: two pairs of runs, an hour or two apart: 84% of the completions matched, they had 95 tokens in the
-mean (3 to 256); the steps of sft before it took 32 rows each, twice what is written below. At 28M an earlier pair had 89 tokens in the mean, and a quarter of the groups agreed.
-The rows of reward_model and align and of sft at 6M are from before chunks of 1024 tokens and kept memory (``stages.running.allocator``), on a machine with 288 GFLOP/s, where sft at 28M ran at 1009
-tokens/s next to 483 with them (2.19, three repeats). The same step of the new and of the old code, interleaved: 1.00 to 1.12 times as fast, which is within what this machine
-varies by. Matrix products take seven tenths of forward and backward, at 215 to 232 GFLOP/s, where a 2048 x 2048 product reaches 240 in the mean and 277 to 288 at best.
+Measured earlier, on machines of 191 to 288 GFLOP/s and in part beside other work: reward_model at 28M 1677 tokens/s next to 369 (4.54, 0.21 of the memory, 87%); rl_trained at 6M 2.15
+and 3.16 prompts/s next to 0.250 and 0.322 (8.6 and 9.8), at 28M 3.6 to 4.75 times TRL's speed; rl at 28M 2.51 and 2.57. What a step of rl at 28M must compute (each prompt once, each
+token sampled once and trained on once) takes 2.7 s at the rate of the matrix product alone, where TRL takes 9.7 to 10.2: 3.6 to 3.8 times is the most that can be had there in float32.
 
 Tried for sft at 28M, two processes taking turns step by step (14 to 16 pairs, medians of the ratio), and left out: huge pages for tensors (0.998) and for
 all of malloc (1.02, quartiles 0.98 and 1.06), a head of twice as many rows at a time (0.98). Attention of one item through batched products instead of
