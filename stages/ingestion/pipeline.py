@@ -24,7 +24,7 @@ from stages.ingestion.near_duplicates import NearDuplicates, group_id
 from stages.ingestion.published import adapter_of
 from stages.ingestion.rules import Bad
 from stages.ingestion.seen import SeenRows, of_group
-from stages.ingestion.sources import Reading, Record, SourceError, SourceFile, canonical_bytes, find_files, head_rows, parse_json, split_named
+from stages.ingestion.sources import EXTENSIONS, PACKED_ENDINGS, Reading, Record, SourceError, SourceFile, canonical_bytes, find_files, head_rows, parse_json, split_named
 from stages.spec import ConfigError
 from stages.verification.choices import question_of
 from storage.datasets import Dataset, DatasetError, open_dataset
@@ -843,7 +843,7 @@ def _native(path: str, config) -> str | None:
 # -- small things -----------------------------------------------------------------------------------
 def _stem(path: str) -> str:
     name = Path(path.rstrip("/")).name
-    for suffix in (".gz", ".zst", ".bz2", ".xz", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt"):
+    for suffix in (*PACKED_ENDINGS, *EXTENSIONS):
         name = name.removesuffix(suffix)
     return name.strip("*?[]") or "data"
 

@@ -25,9 +25,9 @@ import orjson
 
 MAX_LINE_BYTES = 64 << 20          # a longer line is no row
 MAX_CSV_RECORD_LINES = 2_000       # an unclosed quote is given up after so many lines
-_EXTENSIONS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
+EXTENSIONS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 _PACKED = ((b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"), (b"BZh", "bzip2"), (b"\xfd7zXZ\x00", "xz"))
-_PACKED_ENDINGS = (".gz", ".zst", ".bz2", ".xz")
+PACKED_ENDINGS = (".gz", ".zst", ".bz2", ".xz")
 _MARKS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 _NOT_DATA = {"dataset_info.json", "state.json", "dataset_dict.json", "manifest.json", "dataset_infos.json"}
 _SPLIT = re.compile(r"(?:^|[/_.-])(train|validation|valid|val|dev|test|rm_a|rm_b)(?=[-_./]|$)")
@@ -80,7 +80,7 @@ def find_files(path: str, only: str | None = None) -> list[SourceFile]:
                  and (only is None or fnmatch.fnmatch(item.relative_to(root).as_posix(), only))]
         if not found:
             raise SourceError(f"the directory {path} holds no data file{f' that matches {only!r}' if only else ''}; put files ending in "
-                              f"{', '.join(_EXTENSIONS)} (also .gz, .zst, .bz2, .xz) there, or give a file")
+                              f"{', '.join(EXTENSIONS)} (also .gz, .zst, .bz2, .xz) there, or give a file")
         return _with_splits([_describe(item, item.relative_to(root).as_posix()) for item in found])
     if any(mark in path for mark in "*?["):
         found = [Path(item) for item in sorted(glob.glob(path, recursive=True)) if Path(item).is_file()]
@@ -105,7 +105,7 @@ def _with_splits(files: list[SourceFile]) -> list[SourceFile]:
 
 def _is_data(path: Path) -> bool:
     name = plain_name(path)
-    return name.endswith(_EXTENSIONS) and name not in _NOT_DATA
+    return name.endswith(EXTENSIONS) and name not in _NOT_DATA
 
 
 def _describe(path: Path, name: str) -> SourceFile:
@@ -131,7 +131,7 @@ def _describe(path: Path, name: str) -> SourceFile:
 def plain_name(path: Path) -> str:
     """The name without the ending of its compression, in small letters."""
     name = path.name.lower()
-    return name.removesuffix(next((ending for ending in _PACKED_ENDINGS if name.endswith(ending)), ""))
+    return name.removesuffix(next((ending for ending in PACKED_ENDINGS if name.endswith(ending)), ""))
 
 
 def _opened(handle, packed: str):
