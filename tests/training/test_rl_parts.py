@@ -171,6 +171,42 @@ def test_critic_targets_by_hand():
     assert np.allclose(critic_targets(row, batch_of(bootstrap_B=0.0), *shaped(row, batch, 0.0)), [[1 - 1.2, 1 - 1.0, 1 - .6], [-1.8, -1.0, 0]])
 
 
+def test_a_critics_outcome_has_its_kl_taken_off():
+    """kl_adjusted_outcome regresses on what the row is worth after its KL; ``terminal`` on the reward alone."""
+    batch = batch_of(bootstrap_B=0.0)
+    for target, values in (("kl_adjusted_outcome", [1 - 0.5 * 0.6, -0.5 * 0.9]), ("terminal", [1.0, 0.0])):
+        row = rl_preset("ppo", critic_target=target, kl_reward_mode="sequence_sum")
+        assert np.allclose(critic_targets(row, batch, *shaped(row, batch, 0.5)), np.where(batch.mask_BT, np.array(values)[:, None], 0.0)), target
+
+
+def test_advantages_are_clipped_on_both_sides():
+    batch = batch_of(rewards_B=np.array([3.0, -2.0, 0.25, 0.0]), group_of_B=np.zeros(4, int), mask_BT=np.array([[1, 1, 1], [1, 1, 0], [0, 1, 1], [1, 0, 0]], bool), kept_B=np.ones(4, bool),
+                     counted_B=np.ones(4, bool), kl_BT=None, values_BT=None, bootstrap_B=0.0)
+    credit = assign(rl_preset("reinforce"), batch, 0.0, advantage_clip=1.5)
+    assert credit.advantages_BT.tolist() == [[1.5, 1.5, 1.5], [-1.5, -1.5, 0], [0, 0.25, 0.25], [0, 0, 0]]
+    assert credit.raw_BT.tolist() == [[3, 3, 3], [-2, -2, 0], [0, 0.25, 0.25], [0, 0, 0]]
+
+
+def test_rejected_tokens_have_no_advantage_and_padding_neither():
+    rejected = np.array([[0, 1, 0], [0, 0, 0]], bool)
+    assert batch_of(rejected_BT=rejected).trained(np.array([True, False])).tolist() == [[True, False, True], [False, False, False]]
+    credit = assign(rl_preset("reinforce"), batch_of(rejected_BT=rejected, rewards_B=np.array([2.0, -1.0]), kl_BT=None), 0.0)
+    assert credit.advantages_BT.tolist() == [[2, 0, 2], [-1, -1, 0]]
+
+
+def test_an_unscorable_completion_is_credited_with_nothing():
+    credit = assign(rl_preset("reinforce"), batch_of(rewards_B=np.array([np.nan, -1.0]), kl_BT=None), 0.0)
+    assert credit.advantages_BT.tolist() == [[0, 0, 0], [-1, -1, 0]] and credit.informative_B.tolist() == [False, True]
+
+
+def test_a_win_rate_is_the_mean_over_comparable_opponents():
+    """NaN is no opponent; a completion without any is credited with nothing and teaches nothing."""
+    nan = np.nan
+    batch = batch_of(preference_BO=np.array([[0.9, nan, 0.6], [nan, nan, nan]]), kl_BT=None, rewards_B=np.zeros(2))
+    credit = assign(rl_preset("nash_md"), batch, 0.0)
+    assert np.allclose(credit.advantages_BT, [[0.25, 0.25, 0.25], [0, 0, 0]]) and credit.informative_B.tolist() == [True, False]
+
+
 def test_constant_returns_leave_nothing_to_explain():
     """ops.monitor: null, not 0, which would pass for a critic that is as good as none."""
     from stages.policy.credit import explained_variance
