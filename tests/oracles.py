@@ -51,11 +51,6 @@ def _log_softmax(x):
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
-def ema(reference, policy, decay: float):
-    """decay * reference + (1 - decay) * policy: the decay multiplies the OLD reference (REF-POLICY, da.reference)."""
-    return decay * reference + (1 - decay) * policy
-
-
 def dpo_gradient(h, beta: float):
     """d/dh of -log sigma(beta h) = -beta sigma(-beta h) (da.dpo)."""
     return -beta / (1 + np.exp(beta * h))

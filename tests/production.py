@@ -4,17 +4,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from stages import align
 from stages.algorithms import rl_preset
 from stages.batching import collate, make_item
 from stages.chat import Renderer
 from stages.direct import direct_alignment
 from stages.models import divergence
-from stages.models.modeling import Head, token_logps
+from stages.models.modeling import Head, move_towards, token_logps
 from stages.policy import policy_update
 from stages.policy.policy_update import PolicyGradient
 from stages.reward_models import reward_heads
 from stages.rl import Config
-from stages.training import Sums
+from stages.training import Sums, Trainer
 
 #: ChatML as it is published with models: contents stripped, roles that do not alternate refused.
 CHATML = ("{{ bos_token or '' }}{% set turns = messages[1:] if messages[0]['role'] == 'system' else messages %}"
@@ -54,6 +55,50 @@ def rendered_mask(roles, turns, policy: str) -> list[int]:
     row = renderer(template, "<s>", "</s>", "<h>").conversation(messages, policy, n_prompt=users[-1] + 1 if users else 0)
     assert len(row.ids) == len(roles)
     return row.mask
+
+
+# --- references and averages -----------------------------------------------------------------------------------
+
+class Weights(torch.nn.Module):
+    """A model that is one vector."""
+
+    def __init__(self, values):
+        super().__init__()
+        self.vector = torch.nn.Parameter(torch.as_tensor(values, dtype=torch.float64).detach().clone())
+
+    def numbers(self) -> torch.Tensor:
+        return self.vector.detach().clone()
+
+
+def followed(reference, policy, keep: float, times: int = 1) -> list[torch.Tensor]:
+    """The reference after each of ``times`` moves towards a policy that stands still (:func:`stages.models.modeling.move_towards`)."""
+    moving, still, after = Weights(reference), Weights(policy), []
+    for _ in range(times):
+        with torch.no_grad():
+            move_towards(moving, still, keep)
+        after.append(moving.numbers())
+    return after
+
+
+def reference_after_steps(reference, policy, steps: int, **settings) -> list[torch.Tensor]:
+    """align's moving reference after each optimizer step, the policy standing still (:class:`stages.direct.direct_alignment.MovingReference`)."""
+    moving = object.__new__(direct_alignment.MovingReference)  # it else reads its model from a directory
+    moving.config, moving.model = align.Config(**settings), Weights(reference)
+    still, after = Weights(policy), []
+    for step in range(1, steps + 1):
+        with torch.no_grad():
+            moving.after_step(step, still)
+        after.append(moving.model.numbers())
+    return after
+
+
+def averaged(average, policy, decay: float) -> torch.Tensor:
+    """The published average of the weights after one step (``ema_decay``, :class:`stages.training.Trainer`)."""
+    trainer = object.__new__(Trainer)
+    trainer.averages, trainer.parameters = {"vector": Weights(average).numbers()}, {"vector": Weights(policy).vector}
+    trainer.config = align.Config(ema_decay=decay)
+    trainer._average()
+    return trainer.averages["vector"]
 
 
 # --- distributions: a table of logits is the hidden states under a head that changes nothing -----------------------

@@ -26,6 +26,14 @@ def reference_due(mode: str, step: int, every: int) -> bool:
     return mode == "ema" or (mode == "refresh" and step % every == 0)
 
 
+EARLY_STOP_FACTOR = 1.5  # of early_stop_kl, by which the KL of the whole policy may exceed it
+
+
+def stops_early(approx_kl: float, early_stop_kl: float) -> bool:
+    """Whether the rest of an iteration's minibatches is left out: KL(start of the iteration || policy) in nats per token on the next one is above 1.5 times the target (PPO-CLIP)."""
+    return approx_kl > EARLY_STOP_FACTOR * early_stop_kl
+
+
 def staleness(current_version: int, versions: Sequence[int]) -> list[int]:
     """Trainer version minus (oldest) sample version (ASYNC, ops.async)."""
     return [current_version - v for v in versions]

@@ -17,7 +17,7 @@ from stages.models.modeling import load_weights, move_towards, weights_digest, w
 from stages.models.sharding import Acting
 from stages.policy.alarms import WATCHED, alarms, watched
 from stages.policy.members import Members
-from stages.policy.schedules import changed_roles, freshness_guard, reference_due
+from stages.policy.schedules import changed_roles, freshness_guard, reference_due, stops_early
 from stages.reward.verdicts import commonest_failure, failures
 from stages.rollouts.ahead import Ahead
 from stages.rollouts.beside import Beside
@@ -111,7 +111,7 @@ class Rollouts:
         if self.frozen is None:
             self.frozen = {name: weights_digest(part) for name, part in self.fixed.items()}
         used = self.iteration < 0 or self.inner >= self.steps_per_batch
-        early = bool(not used and self.config.early_stop_kl and self.inner and self.crediting.drift(self._minibatch(), since_start=True) > 1.5 * self.config.early_stop_kl)
+        early = bool(not used and self.config.early_stop_kl and self.inner and stops_early(self.crediting.drift(self._minibatch(), since_start=True), self.config.early_stop_kl))
         if used or early:
             self._next_iteration(step)
             if self.config.early_stop_kl:

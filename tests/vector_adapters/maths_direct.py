@@ -10,7 +10,7 @@ from stages import losses, selection
 from stages.align import Config
 from stages.direct import direct_losses as direct
 from stages.direct.direct_alignment import DirectAlignment
-from tests import oracles
+from tests import oracles, production
 from tests.production import response_logps
 from tests.vector_adapters.maths_supervised import T, grads
 
@@ -370,8 +370,9 @@ def ipo_md(i, p):
 
 
 def reference(i, p):
-    ref, pol = T(i["ref"]), T(i["policy"])
-    return {"ema": oracles.ema(ref, pol, p["ema_decay"]), "tr_dpo_soft": oracles.ema(ref, pol, 1 - p["ref_model_mixup_alpha"])}
+    follow = lambda **settings: production.reference_after_steps(i["ref"], i["policy"], 1, **settings)[0]  # noqa: E731
+    return {"ema": follow(reference_update="ema", reference_decay=p["ema_decay"]),
+            "tr_dpo_soft": follow(reference_update="tr_soft", reference_alpha=p["ref_model_mixup_alpha"], reference_interval=1)}
 
 
 def relatives(i, p):

@@ -14,6 +14,7 @@ from stages.batching import make_item
 from stages.generation import Sample
 from stages.measures import sampling
 from stages.policy import credit, schedules, sequence_losses
+from stages.rollouts.metrics import weight_metrics
 from tests import oracles, production
 from tests.production import rl_update, rows_of, step_mean
 from tests.vector_adapters.maths_supervised import T, grads, ragged
@@ -322,17 +323,18 @@ def rollout_loop(i, p):
 
 
 def early_stop(i, p):
-    limit = p["factor"] * p["early_stop_kl"]
-    stop = next((k for k, kl in enumerate(i["approx_kl_per_minibatch"]) if kl > limit), None)
+    assert schedules.EARLY_STOP_FACTOR == p["factor"]
+    stop = next((k for k, kl in enumerate(i["approx_kl_per_minibatch"]) if schedules.stops_early(kl, p["early_stop_kl"])), None)
     return {"stop_after_index": stop, "minibatches_applied": len(i["approx_kl_per_minibatch"]) if stop is None else stop}
 
 
 def offline_weights(i, p):
-    w = torch.exp(T(i["logp_seq"]) - T(i["logp_behaviour_seq"])).clamp(max=p["clip_max"])
-    logp = T(i["logp_seq"], True)
-    loss = -(w * T(i["reward"]) * logp).mean()
+    logp, mu = T(i["logp_seq"], True), T(i["logp_behaviour_seq"])[:, None]  # sequences of one token
+    mask = torch.ones_like(mu)
+    w = losses.truncated_importance_weights(logp[:, None], mu, mask, "sequence_truncate", p["clip_max"])
+    loss = losses.policy_loss(logp[:, None], mu, T(i["reward"]), mask, surrogate="logp", weights_BT=w)[0].mean()
     (g,) = grads(loss, logp)
-    return {"weights": w, "loss": loss, "grad_logp_seq": g}
+    return {"weights": w[:, 0], "loss": loss, "grad_logp_seq": g}
 
 
 def topr(i, p):
@@ -597,7 +599,9 @@ def ptx(i, p):
 
 def whiten(i, p):
     if "advantage_clip" in p:
-        return {"clipped": np.clip(i["advantages"], -p["advantage_clip"], p["advantage_clip"])}
+        every = np.ones(len(i["advantages"]), bool)  # completions of one token, their rewards the advantages: no group, no baseline
+        batch = credit.Batch(arr(i["advantages"]), np.zeros(len(every), int), every[:, None], every, every)
+        return {"clipped": credit.assign(rl_preset("reinforce"), batch, 0.0, advantage_clip=p["advantage_clip"]).advantages_BT[:, 0]}
     if "rewards" in i:
         r = i["rewards"]
         return {"whitened": estimators.whiten(r, ddof=p["ddof"], eps=p["eps"]), "minmax_0_1": estimators.minmax(r),
@@ -776,19 +780,11 @@ def group_mean_optimum(i, p):
 
 
 def ref_ema(i, p):
-    ref, out = arr(i["ref"]), {}
-    for n in range(1, p["updates"] + 1):
-        ref = oracles.ema(ref, arr(i["policy"]), p["decay"])
-        out[f"ref_after_{n}"] = ref
-    return out
+    return {f"ref_after_{n}": ref for n, ref in enumerate(production.followed(i["ref"], i["policy"], p["decay"], p["updates"]), 1)}
 
 
 def opponent(i, p):
-    x, out = arr(i["opponent"]), []
-    for _ in range(p["updates"]):
-        x = oracles.ema(x, arr(i["policy"]), p["decay"])
-        out.append(x)
-    return {"opponent_after": out}
+    return {"opponent_after": production.followed(i["opponent"], i["policy"], p["decay"], p["updates"])}
 
 
 def mask_composition(i, p):
@@ -809,9 +805,11 @@ def mask_composition(i, p):
 
 def ess(i, p):
     w = arr(i["weights"]) if "weights" in i else np.exp(arr(i["log_ratio"]))
-    out = {"ess": w.sum() ** 2 / (w ** 2).sum(), "max_ratio": w.max(), "ratio_max": w.max(), "ratio_mean": w.mean()}
+    logged = weight_metrics(w, np.ones(len(w), bool), "token_truncate", math.inf)
+    fraction, mean = logged["sampling/importance_weight/ess_fraction"], logged["sampling/importance_weight/mean"]
+    out = {"ess": fraction * len(w), "ess_fraction": fraction, "max_ratio": w.max(), "ratio_max": w.max(), "ratio_mean": mean}
     r = np.array([1.0, 0.0] * (len(w) // 2) + [1.0] * (len(w) % 2))
-    return {**out, "ess_fraction": out["ess"] / len(w), "self_normalised_mean_of_R_1_0_1_0": float(w @ r / w.sum())}
+    return {**out, "self_normalised_mean_of_R_1_0_1_0": float(w @ r / w.sum())}
 
 
 def clip_fractions(i, p):
@@ -920,13 +918,10 @@ def importance(i, p):
 
 
 def refresh(i, p):
-    ref, out, at = arr(i["ref"]), {}, []
-    for step in range(1, p["steps"] + 1):
-        if step % p["ref_model_sync_steps"] == 0:
-            ref = oracles.ema(ref, arr(i["policy"]), 1 - p["ref_model_mixup_alpha"])
-            at.append(step)
-        out[f"ref_after_step_{step}"] = ref
-    return {**out, "sync_at_steps": at}
+    after = production.reference_after_steps(i["ref"], i["policy"], p["steps"], reference_update="tr_soft", reference_alpha=p["ref_model_mixup_alpha"],
+                                             reference_interval=p["ref_model_sync_steps"])
+    moved = [step for step, (old, new) in enumerate(zip([T(i["ref"]), *after], after), 1) if not torch.equal(old, new)]
+    return {**{f"ref_after_step_{step}": ref for step, ref in enumerate(after, 1)}, "sync_at_steps": moved}
 
 
 # --- schedules, replay, freshness -----------------------------------------------------------------------
@@ -1049,7 +1044,7 @@ ADAPTERS = {
     "p3o_on_policy_gradient": p3o, "p3o_clipped": p3o, "copg_pair": copg, "mirror_descent_kimi": mirror_descent, "oreo_losses": oreo,
     "vapo_positive_lm_loss": positive_lm, "nash_md_tabular": nash, "nash_regularised_equilibrium": nash, "nash_md_pg_gradient": nash,
     "is_pro_players": importance, "is_offline_bandit": importance, "ref_mixup_refresh": refresh,
-    "weight_ema": lambda i, p: {"ema_new": oracles.ema(arr(i["ema"]), arr(i["theta"]), p["decay"])},
+    "weight_ema": lambda i, p: {"ema_new": production.averaged(i["ema"], i["theta"], p["decay"])},
     "sppo_win_rates": lambda i, p: {"win_rate": arr(i["pairwise"]).mean(1)},
     "pass_at_k_curriculum": lambda i, p: {"pass_at_k": [sampling.pass_at_k(*c) for c in i["cases_n_c_k"]]},
     **{f"return_rtg_{n}": returns for n in ("gamma09", "gamma05", "padded")}, "value_oracle_two_step": value_oracle,

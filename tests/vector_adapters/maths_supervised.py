@@ -16,6 +16,8 @@ from stages.ingestion import curation, pairing
 from stages.measures import overopt, preference, statistics
 from stages.models.divergence import topk_divergence
 from stages.models.modeling import Head, token_logps
+from stages.reward.judge import soft_label
+from stages.reward.judging import both_orders
 from stages.reward_models import preference_module, reward_losses
 from stages.reward_models.reward_heads import own_positions
 from stages.training import Sums, Trainer
@@ -258,9 +260,9 @@ def rm_soft(i, p):
 
 
 def position_debias(i, p):
-    first = torch.softmax(T([i["logp_first_token_A_when_y0_first"], i["logp_token_B_when_y0_first"]]), 0)[0]
-    second = torch.softmax(T([i["logp_token_A_when_y1_first"], i["logp_token_B_when_y1_first"]]), 0)[1]
-    return {"p_y0_order1": first, "p_y0_order2": second, "p_y0": (first + second) / 2}
+    first = soft_label(i["logp_first_token_A_when_y0_first"], i["logp_token_B_when_y0_first"])
+    swapped = soft_label(i["logp_token_A_when_y1_first"], i["logp_token_B_when_y1_first"])
+    return {"p_y0_order1": first, "p_y0_order2": 1 - swapped, "p_y0": both_orders(first, swapped)}
 
 
 def rm_pairwise(i, p):
