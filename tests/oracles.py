@@ -82,26 +82,6 @@ def natural_step(logits, action_values, max_kl: float, damping: float = 0.0) -> 
     return {"grad": g, "fisher": F, "x": x, "step": np.sqrt(2 * max_kl / curvature) * x if curvature > 0 else 0 * x}
 
 
-def categorical_kl(p, q) -> float:
-    """sum p (log p - log q), nats."""
-    p, q = _f64(p), _f64(q)
-    return float((p * (np.log(p) - np.log(q))).sum())
-
-
-def trust_region_search(logits, action_values, step, max_kl: float, coeff: float = 0.8, iters: int = 10) -> dict:
-    """Backtracking on a softmax policy: tried fractions with KL(old||new) and surrogate gain, the accepted index
-    (None: keep the old policy) and the new probabilities (TRPO)."""
-    logits, q = _f64(logits), _f64(action_values)
-    old = np.exp(_log_softmax(logits))
-    tried = []
-    for j in range(iters):
-        new = np.exp(_log_softmax(logits + coeff ** j * _f64(step)))
-        tried.append({"fraction": coeff ** j, "kl_old_new": categorical_kl(old, new), "surrogate_gain": float((new - old) @ q)})
-        if tried[-1]["kl_old_new"] <= max_kl and tried[-1]["surrogate_gain"] > 0:
-            return {"line_search": tried, "accepted_index": j, "pi": new}
-    return {"line_search": tried, "accepted_index": None, "pi": old}
-
-
 def nash_md_step(policy, ref, preference, tau: float, eta: float):
     """(mixture, next policy) of tabular Nash-MD: mixture ~ pi^(1 - eta tau) ref^(eta tau), next ~ mixture exp(eta P(y > mixture)) (NASH)."""
     mixture = geometric_mixture(np.log(_f64(policy)), np.log(_f64(ref)), eta * tau)

@@ -14,6 +14,7 @@ from stages.batching import make_item
 from stages.generation import Sample
 from stages.measures import sampling
 from stages.policy import credit, schedules, sequence_losses
+from stages.policy.trust_region import backtrack, conjugate_gradient, head_fisher
 from stages.rollouts.metrics import weight_metrics
 from tests import oracles, production
 from tests.production import rl_update, rows_of, step_mean
@@ -529,14 +530,31 @@ def trpo_penalty(i, p):
 
 
 def trust_region(i, p):
-    adv = i.get("advantages", i.get("advantages_centred"))
-    step = oracles.natural_step(i["logits"], adv, p["max_kl"], p["cg_damping"])
-    found = oracles.trust_region_search(i["logits"], adv, step["step"], p["max_kl"], p.get("backtrack_coeff", 0.8), p.get("backtrack_iters", 1))
-    old = np.exp(oracles._log_softmax(arr(i["logits"])))
-    new = np.exp(oracles._log_softmax(arr(i["logits"]) + step["step"])) if "backtrack_coeff" not in p else found["pi"]
-    return {"grad": step["grad"], "fisher": step["fisher"], "x": step["x"], "natural_step": step["step"], "full_step": step["step"],
-            "line_search": found["line_search"], "accepted_index": found["accepted_index"], "pi_new": new,
-            "kl_old_new": oracles.categorical_kl(old, new), "kl_new_old": oracles.categorical_kl(new, old)}
+    """A step on a table of logits, which is the hidden state under a head that changes nothing."""
+    logits, adv = T(i["logits"], True), T(i.get("advantages", i.get("advantages_centred")))
+    (g,) = torch.autograd.grad(torch.softmax(logits, -1) @ adv, logits)
+    logits = logits.detach()
+    head = production.head(logits)
+
+    def fisher(v):
+        return head_fisher(head, logits[None], v[None], None, None, 1.0, 1)[0][0]
+
+    def damped(v):
+        return fisher(v) + p["cg_damping"] * v
+
+    x, _ = conjugate_gradient(damped, g, 10, 1e-30)
+    step, tried = torch.sqrt(2 * p["max_kl"] / (x @ damped(x))) * x, []
+
+    def try_step(fraction):
+        new = logits + fraction * step
+        tried.append({"fraction": fraction, "kl_old_new": float(production.full_kl(logits, new)), "surrogate_gain": float((torch.softmax(new, -1) - torch.softmax(logits, -1)) @ adv)})
+        return tried[-1]["kl_old_new"], tried[-1]["surrogate_gain"]
+
+    accepted = backtrack(try_step, p["max_kl"], p["backtrack_coeff"], p["backtrack_iters"]) if "backtrack_coeff" in p else (1.0,)
+    new = logits + (accepted[0] if accepted else 0.0) * step
+    return {"grad": g, "fisher": torch.stack([fisher(v) for v in torch.eye(len(g), dtype=g.dtype)]), "x": x, "natural_step": step, "full_step": step,
+            "line_search": tried, "accepted_index": len(tried) - 1 if accepted else None, "pi_new": torch.softmax(new, -1),
+            "kl_old_new": production.full_kl(logits, new), "kl_new_old": production.full_kl(new, logits)}
 
 
 def entropy(i, p):
