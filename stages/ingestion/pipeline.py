@@ -844,7 +844,8 @@ def _native(path: str, config) -> str | None:
 def _stem(path: str) -> str:
     name = Path(path.rstrip("/")).name
     for suffix in (*PACKED_ENDINGS, *EXTENSIONS):
-        name = name.removesuffix(suffix)
+        if name.lower().endswith(suffix):
+            name = name[:-len(suffix)]
     return name.strip("*?[]") or "data"
 
 

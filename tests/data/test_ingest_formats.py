@@ -88,6 +88,13 @@ def test_same_rows_from_every_container(tmp_path):
     assert len(set(hashes.values())) == 1, hashes
 
 
+@pytest.mark.parametrize("name", ["Help.jsonl", "Help.JSONL", "Help.Jsonl.GZ"])
+def test_a_datasets_default_name_has_no_ending_in_small_letters_or_capitals(tmp_path, name):
+    lines = b"".join(json.dumps({"prompt": f"p{i}", "chosen": "a", "rejected": "b"}).encode() + b"\n" for i in range(5))
+    (tmp_path / name).write_bytes(gzip.compress(lines) if name.endswith("GZ") else lines)
+    assert [row["dataset"] for row in ingest(tmp_path / name, tmp_path / "w").rows] == ["Help"] * 5
+
+
 def test_save_to_disk_directory(tmp_path):
     datasets = pytest.importorskip("datasets")
     rows = [{"prompt": f"p{i}", "chosen": [assistant("a")], "rejected": [assistant("b")]} for i in range(4)]
