@@ -61,6 +61,11 @@ CODES = {
     "contaminated": "the prompt overlaps with an evaluation set",
     "near_duplicate": "a near copy of an earlier row (only if near_duplicates is keep_first)",
 }
+# Columns that are a row's content: what two rows have alike where they are the same.
+CONTENT = {"pairs/1": ("prompt", "chosen", "rejected"), "comparisons/1": ("prompt", "response_a", "response_b"),
+           "demonstrations/1": ("messages",), "prompts/1": ("prompt", "answer"), "rankings/1": ("prompt", "completions"),
+           "ratings/1": ("prompt", "completion"), "unpaired/1": ("prompt", "completion"), "stepwise/1": ("prompt", "completions"),
+           "segments/1": ("prompt", "chosen", "rejected"), "text/1": ("text",)}
 # Left out by a policy or a conversion rather than damaged: they do not count towards
 # max_quarantine_fraction.
 POLICY_CODES = frozenset(("all_tied", "no_pair", "contaminated", "near_duplicate", "quality_control", "no_final_answer", "ignored_event", "superseded_event", "left_out_message"))
@@ -271,3 +276,60 @@ def segment_codes(text: str, segments: list[dict]) -> list[str]:
             codes.add("segments_overlap")
         end = max(end, segment["end"])
     return sorted(codes)
+
+
+def row_codes(kind: str, row: dict, raw: bytes | None, *, min_chars: int, max_chars: int | None) -> set[str]:
+    """Codes of all rules for one row of our schema. raw: the line that it was read from, where there is one."""
+    codes: set[str] = set()
+    fields = [row[name] for name in CONTENT[kind] if row.get(name) is not None]
+    # In JSON a control character can only come as an escape; most lines have none to look for.
+    if raw is None or b"\\u00" in raw or b"\\b" in raw or b"\\f" in raw or b"\x7f" in raw:
+        if has_control_chars(fields):
+            codes.add("control_chars")
+    if max_chars is not None and (raw is None or len(raw) > max_chars) and sum(map(len, texts_of(fields))) > max_chars:
+        codes.add("too_long")
+    prompt, sides = row.get("prompt"), []
+    if kind in ("pairs/1", "segments/1"):
+        sides = [row["chosen"], row["rejected"]]
+        codes.update(pair_codes(prompt, *sides))
+    elif kind == "comparisons/1":
+        sides = [row["response_a"], row["response_b"]]
+        codes.update(pair_codes(prompt, *sides))
+    elif kind == "demonstrations/1":
+        codes.update(conversation_codes(row["messages"], row["train_turns"]))
+        sides = [[row["messages"][turn]] for turn in row["train_turns"]]
+    elif kind == "prompts/1":
+        codes |= prompt_codes(prompt) | verifiable_codes(row)
+        codes.update(role_codes([message["role"] for message in prompt] + ["assistant"]))
+    elif kind == "rankings/1":
+        sides = row["completions"]
+        codes |= prompt_codes(prompt)
+        for side in sides:
+            codes |= completion_codes(prompt, side)
+        if len(sides) < 2:
+            codes.add("no_pair")
+    elif kind in ("ratings/1", "unpaired/1"):
+        sides = [row["completion"]]
+        codes |= prompt_codes(prompt) | completion_codes(prompt, row["completion"])
+    elif kind == "stepwise/1":
+        codes |= prompt_codes(prompt)
+        if not all(step.strip() for step in row["completions"]):
+            codes.add("empty_completion")
+    elif kind == "text/1" and not row["text"].strip():
+        codes.add("empty_completion")
+    if min_chars:
+        if kind == "text/1":
+            sides = [[{"content": row["text"]}]]
+        if any(messages_chars(side) < min_chars for side in sides):
+            codes.add("too_short")
+    return codes
+
+
+def user_turns(messages: list[dict]) -> list[str]:
+    """The texts of the user's messages."""
+    return [message.get("content") or "" for message in messages if message.get("role") == "user"]
+
+
+def asked(kind: str, row: dict) -> list[str]:
+    """User turns of a row's prompt, or of its whole conversation (the text itself of text rows)."""
+    return [row["text"]] if kind == "text/1" else user_turns(row["messages"] if kind == "demonstrations/1" else row["prompt"])
