@@ -387,7 +387,7 @@ def stage(
         said = values.pop("seed")
         seed = said if seed is None else seed
     settings = build(spec.config, values)  # a mistyped setting is told of before an input that is still to come
-    spec.check_inputs(inputs)
+    spec.check_inputs(inputs, settings)
     from tasks.nodes import nodes_of
 
     value = run_one(name, inputs, settings, seed or 0, name_as, force, nodes_of(nodes, node_rank, rendezvous))

@@ -191,7 +191,7 @@ class Plan(Run):
         from tasks.run import prepare
 
         spec = get_stage(stage).SPEC
-        spec.check_inputs(inputs)
+        spec.check_inputs(inputs, config)
         found = None
         if label not in self.force and not any(ref.startswith("(") for ref in inputs.values()):
             found = records.find(prepare(stage, inputs, config, seed=seed).key)

@@ -161,8 +161,9 @@ def configured(kind: str, name: str, config: Config, values: dict[str, Any], see
     if config.preset:
         raise ConfigError(f"{name} is a stage and has no presets of the command line; write its settings with --set")
     spec = get_stage(name).SPEC
-    spec.check_inputs(inputs)
-    return build(spec.config, given), inputs
+    settings = build(spec.config, given)
+    spec.check_inputs(inputs, settings)
+    return settings, inputs
 
 
 def nested(values: dict[str, Any]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class Stage:
             declared = self.spec.input_spec(name)
             values = {"path": given} if isinstance(given, str) else given
             self.inputs[name] = Input(name, values.get("kind") or declared.kind, str(values["path"]), values.get("ref") or "", values.get("digest") or "")
-        self.spec.check_inputs(self.inputs)
+        self.spec.check_inputs(self.inputs, self.config)
         self.checkpoints = _ResumableCheckpoints(self)
         self._writers: dict[str, Any] = {}
         self._state = _State()

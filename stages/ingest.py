@@ -182,7 +182,7 @@ def behind(config: Config, paths: dict[str, Path]) -> str:
 
 SPEC = StageSpec(
     name="ingest", config=Config, behind=behind,
-    inputs={"data": InputSpec("file", doc="file, directory, pattern or hub id with raw rows; a dataset is converted to `kind`"),
+    inputs={"data": InputSpec("file", named=True, doc="file, directory, pattern or hub id with raw rows; a dataset is converted to `kind`"),
             "benchmarks": InputSpec("file", required=False, many=True, doc="evaluation sets for decontaminate")},
     outputs={"data": OutputSpec("dataset", doc="the rows kept"),
              "quarantine": OutputSpec("dataset", doc="the rows refused, with codes (quarantine/1)")},

@@ -13,11 +13,13 @@ ends with the same bytes.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from stages.reward.components import REWARD_INPUTS, FixedComponent, RewardComponent
+from stages.reward.rewards import check_inputs
 from stages.settings import PROMPT_TEMPLATE, ChatConfig, PromptTemplate, ReadWhen, SamplingConfig, refuse_unread, refuse_unread_in
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
@@ -119,8 +121,21 @@ def selecting(config: Config, **update) -> Config:
     return changed.model_copy(update={name: field.get_default(call_default_factory=True) for name in unread if (field := Config.model_fields[name])})
 
 
+def check(config: Config, given: Collection[str]) -> None:
+    """Refuse settings that need inputs which are not there, or have no use for those that are."""
+    stored = any(name.split(".")[0] == "candidates" for name in given)
+    if config.rescore and not stored:
+        raise ConfigError("rejection: rescore scores candidates of earlier runs; give them as candidates.LABEL=REF, or write rescore=false")
+    if config.rescore and any(component.kind == "rubric" for component in config.rewards):
+        raise ConfigError("rejection: a rubric is scored anew by stage rescore; give its output as candidates, or leave kind=rubric out")
+    if config.chat_template_given and stored and not config.rescore:
+        raise ConfigError("rejection: candidates are selected as they are, and no prompt is shown; leave chat_template and chat_template_kwargs out")
+    if config.rescore or not stored:
+        check_inputs(config.rewards, given)
+
+
 SPEC = StageSpec(
-    name="rejection", config=Config, gpu=True,
+    name="rejection", config=Config, gpu=True, check=check,
     inputs={"model": InputSpec("model", doc="Policy that samples."),
             "prompts": InputSpec("dataset", kinds=("prompts/1",), doc="Prompts, with answers for verifiers."),
             "reference": InputSpec("model", required=False, doc="The other part of the mixture (mixture_coef)."),
@@ -146,10 +161,6 @@ def run(stage):
 
     config = stage.config
     refuse_unread_in(stage, READ_OF_INPUTS)
-    if config.rescore and not stage.many("candidates"):
-        raise ConfigError("rejection: rescore scores candidates of earlier runs; give them as candidates.LABEL=REF, or write rescore=false")
-    if config.chat_template_given and stage.many("candidates") and not config.rescore:
-        raise ConfigError("rejection: candidates are selected as they are, and no prompt is shown; leave chat_template and chat_template_kwargs out")
     if config.rescore:
         rescore(stage)
     elif stage.many("candidates"):
@@ -227,8 +238,6 @@ def rescore(stage) -> None:
     from storage.schema import complete_row
 
     config = stage.config
-    if any(component.kind == "rubric" for component in config.rewards):
-        raise ConfigError("rejection: a rubric is scored anew by stage rescore; give its output as candidates, or leave kind=rubric out")
     groups = [list(rows) for _, rows in groupby(sorted(joined(stage), key=lambda row: (row["prompt_idx"], row["completion_idx"])), key=lambda row: row["prompt_idx"])]
     prompts = by_prompt_id(stage, stage.dataset("prompts").iter_rows(), {rows[0]["prompt_id"] for rows in groups})
     lost = [rows[0]["prompt_id"] for rows in groups if rows[0]["prompt_id"] not in prompts]

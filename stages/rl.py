@@ -24,7 +24,7 @@ from pydantic import Field, model_validator
 
 from stages.models.memory import SAMPLING, Role
 from stages.reward.components import REWARD_INPUTS, RewardComponent
-from stages.reward.rewards import inputs_read
+from stages.reward.rewards import check_inputs, inputs_read
 from stages.settings import PROMPT_TEMPLATE, AgentConfig, ChatConfig, OptimizerConfig, PromptTemplate, SamplingConfig, Schedule, refuse_unread_in, refuse_unread_inputs, unread
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
@@ -352,6 +352,12 @@ def roles(config, given) -> list[Role]:
     return found + [Role(name, name) for name in ("reward_model", "gold", "judge", "group_preference") if name in given and (name != "reward_model" or name in asked)]
 
 
+def check(config: Config, given: Collection[str]) -> None:
+    """Refuse settings that do not fit together, and rewards whose inputs are not there. Raises ValueError."""
+    resolve_preset(config)
+    check_inputs(config.rewards, given)
+
+
 def loads_start(config: Config) -> bool:
     """Whether validation passes log the KL to the policy that training started from, beside that to a reference that moves."""
     return config.monitor_kl and config.ref_mode != "frozen" and config.eval_prompts > 0
@@ -381,7 +387,7 @@ def reads_input(config: Config, name: str, given: Collection[str] = ()) -> bool:
 
 
 SPEC = StageSpec(
-    name="rl", config=Config, gpu=True, parallel=True, roles=roles,
+    name="rl", config=Config, gpu=True, parallel=True, roles=roles, check=check,
     inputs={"model": InputSpec("model", doc="Policy to start from."),
             "data": InputSpec("dataset", kinds=("prompts/1",), doc="Prompts, with answers for verifiers."),
             "reward_model": InputSpec("model", required=False, doc="Scorer of components with kind=model; the critic's start."),
@@ -689,10 +695,7 @@ def run(stage):
     from stages.training import Trainer, fit
 
     config = stage.config
-    try:
-        row, warnings = resolve_preset(config)
-    except ValueError as error:  # settings that do not fit together are the user's to change: no traceback, exit code 2
-        raise ConfigError(str(error)) from None
+    row, warnings = resolve_preset(config)
     if config.sharding == "full" and row.update == "trust_region":
         raise ConfigError("update=trust_region takes derivatives along a direction, for which weights must be whole; write sharding=none (several devices share the "
                           "micro-batches then too), lora_rank=16 where memory is short, or another preset.")

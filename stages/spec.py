@@ -59,7 +59,8 @@ class InputSpec:
 
     kind: ``dataset``, ``model`` or ``file``. kinds: row kinds accepted for a dataset (``pairs/1``, ...), the first is what
     raw data files are ingested as. many: several refs may be given, named ``NAME.label``. lineage_of: the name of a model input; where none is given, the
-    datasets that this model and its ancestors learned from are (``tasks/training_data.py``). held_out: a dataset that judges a model and is not learned from.
+    datasets that this model and its ancestors learned from are (``tasks/training_data.py``). held_out: a dataset that judges a model and is not learned from. named: the stage writes the name of a raw file into
+    what it makes, so that the same bytes under another name are another input.
     """
 
     kind: str
@@ -69,6 +70,7 @@ class InputSpec:
     doc: str = ""
     lineage_of: str = ""
     held_out: bool = False
+    named: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in ("dataset", "model", "file"):
@@ -95,6 +97,7 @@ class StageSpec:
     ``judges``: name of the model input that the stage's summary metrics are about (evaluation stages). ``parallel``: the stage can
     run as several ranks, one per device (``POSTTRAIN_DEVICES``). ``behind``: (config, input name -> path) -> what these inputs name without
     holding it, as text, so that it is part of the run's identity too ("": nothing).
+    ``check``: (config, names of the inputs given) raises ValueError for what cannot be run, before any input is read or ingested.
     ``roles``: (config, names of the inputs given) -> the models that a training stage holds (``stages.models.memory.Role``), for its memory plan."""
 
     name: str
@@ -107,6 +110,7 @@ class StageSpec:
     judges: str = ""
     parallel: bool = False
     behind: Callable[["StageConfig", dict[str, Path]], str] | None = None
+    check: Callable[["StageConfig", list[str]], None] | None = None
     roles: Callable[["StageConfig", set[str]], list] | None = None
 
     def input_spec(self, name: str) -> InputSpec:
@@ -121,8 +125,8 @@ class StageSpec:
             raise ConfigError(f"stage {self.name}: input {base!r} takes one reference, so write {base}=REF instead of {name}=REF")
         raise ConfigError(f"stage {self.name} has no input {name!r}; {did_you_mean(name, list(self.inputs))}its inputs are: {', '.join(known) or 'none'}")
 
-    def check_inputs(self, names: Any) -> None:
-        """Raise ConfigError for an unknown or a missing input."""
+    def check_inputs(self, names: Any, config: "StageConfig | None" = None) -> None:
+        """Raise ConfigError for an unknown or a missing input, and with ``config`` for settings that cannot be run with these inputs."""
         names = list(names)
         for name in names:
             self.input_spec(name)
@@ -132,6 +136,13 @@ class StageSpec:
                 what = f"a {spec.kind}" + (f" of kind {' or '.join(spec.kinds)}" if spec.kinds else "")
                 how = f"--input {name}.LABEL=REF_OR_PATH (one per {spec.kind})" if spec.many else f"--input {name}=REF_OR_PATH"
                 raise ConfigError(f"stage {self.name} needs input {name!r} ({what}{'; ' + spec.doc if spec.doc else ''}); give it as {how}")
+        if config is not None and self.check is not None:
+            try:
+                self.check(config, names)
+            except ConfigError:
+                raise
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
 
 
 class StageConfig(BaseModel):

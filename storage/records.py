@@ -102,6 +102,26 @@ def users_of(digest: str) -> list[dict[str, Any]]:
     return [r for r in all_records() if any(i["digest"] == digest for i in r["inputs"].values())]
 
 
+def step_name(record: dict[str, Any], run_id: str | None = None) -> str:
+    """What the flow run ``run_id`` calls the stage of a record, else the run that made it. Where that has several names for it, as trials of a sweep that share it do
+    (``beta-0.1.sft``, ``beta-0.2.sft``), it is what they end in alike (``sft``)."""
+    for run in dict.fromkeys((run_id, record.get("flow_run"))):
+        stages = (read_json(home.runs_dir() / f"{run}.json", None) or {"stages": []})["stages"] if run else []
+        names = [entry["label"].split(".") for entry in stages if entry.get("key") == record["key"]]
+        if len(names) == 1:
+            return ".".join(names[0])
+        if names:
+            alike: list[str] = []
+            for parts in zip(*(name[::-1] for name in names)):
+                if len(set(parts)) > 1:
+                    break
+                alike.insert(0, parts[0])
+            while alike and alike[0].isdigit():  # of a number: beta-0.1 and lr-1.1
+                alike.pop(0)
+            return ".".join(alike) or record["stage"]
+    return record.get("label", "")
+
+
 # -------------------------------------------------------------------------------------------------------------- flow runs
 
 

@@ -180,6 +180,7 @@ def prepare(
     spec.check_inputs(given)
     parsed = parse_config(spec, config)
     given, parsed = _from_lineage(spec, given, parsed)
+    spec.check_inputs(given, parsed)
     resolved_inputs = {}
     for input_name, text in given.items():
         declared = spec.input_spec(input_name)
@@ -195,7 +196,7 @@ def prepare(
         resolved_inputs[input_name] = found
     module_name = stage_module_name(name)
     code = closure_digest(module_name, spec.resources)
-    digests = {n: i.digest + _ending(i) for n, i in resolved_inputs.items()}
+    digests = {n: i.digest + _read_as(i, spec.input_spec(n).named) for n, i in resolved_inputs.items()}
     if spec.behind is not None and (named := spec.behind(parsed, {n: i.path for n, i in resolved_inputs.items()})):
         digests["behind"] = sha256_text(named)
     if getattr(parsed, "engine", "") == "vllm":  # no import of every stage's, so not part of its code
@@ -204,9 +205,11 @@ def prepare(
     return Prepared(spec, module_name, key, parsed, parsed.resolved(), resolved_inputs, given, code, int(seed))
 
 
-def _ending(found: store.ResolvedInput) -> str:
-    """The ending of a file's name, that of its compression aside: it says how the bytes are read, as lines of text or as CSV, and so is part of what was given. Names in a directory are
-    in its digest."""
+def _read_as(found: store.ResolvedInput, named: bool) -> str:
+    """What a raw file's name adds to its content. The ending, that of its compression aside, says how the bytes are read, as lines of text or as CSV, and so is part of what was given;
+    the whole name is where the stage writes it into its rows (``named``). Names in a directory are in its digest."""
+    if found.kind == "file" and named:
+        return f"/{Path(found.path).name}"
     if found.kind != "file" or not os.path.isfile(found.path):
         return ""
     from stages.ingestion.sources import plain_name

@@ -34,6 +34,7 @@ def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, render
         if component.votes_of and component.votes_of not in [c.name for c in components if c.kind != "majority"]:
             raise ValueError(f"reward {component.name!r}: votes_of={component.votes_of!r} is no other component; write the name of one of them, "
                              "or leave it out")
+    check_inputs(components, inputs)
     scorers = {}
     for component in components:
         if component.kind in ("model", "judge", "group_preference", "debate"):
@@ -60,8 +61,6 @@ def _rubric_scorer(component: RewardComponent, inputs: dict, renderer, device: s
     from stages.reward.rubric_reward import RubricScorer
     from stages.reward.rubrics import from_rows
 
-    if "rubric" not in inputs:
-        raise ValueError(f"reward {component.name!r} needs the stage input 'rubric'; give rubric=FILE (YAML, JSON or JSON Lines) or a rubric_items/1 dataset")
     return RubricScorer(component, from_rows(_dataset(inputs, "rubric").iter_rows()), inputs, renderer, device)
 
 
@@ -72,7 +71,7 @@ def _dataset(inputs: dict, name: str):
     return open_dataset(str(getattr(inputs[name], "path", inputs[name])))
 
 
-def model_input(component: RewardComponent, inputs: dict) -> str:
+def model_input(component: RewardComponent, inputs: Collection[str]) -> str:
     """Name of the stage input that holds a component's model."""
     name = "judge" if component.kind in ("judge", "debate") and component.input == "reward_model" and "judge" in inputs else component.input
     name = {"group_preference": "group_preference", "icdpo": "model"}.get(component.kind, name) if name == "reward_model" else name
@@ -80,6 +79,19 @@ def model_input(component: RewardComponent, inputs: dict) -> str:
         raise ValueError(f"reward {component.name!r} needs the stage input {name!r}; give {name}=MODEL_REF{', or an endpoint' * (component.kind in ('judge', 'debate'))}, "
                          "or remove the component")
     return name
+
+
+def check_inputs(components: Sequence[RewardComponent], given: Collection[str]) -> None:
+    """Raise ValueError where a component reads a stage input that is not among those ``given``."""
+    for component in components:
+        if component.kind in ("model", "group_preference", "icdpo") or component.kind in ("judge", "debate") and not component.endpoint:
+            model_input(component, given)
+        if component.kind == "rubric" and "rubric" not in given:
+            raise ValueError(f"reward {component.name!r} needs the stage input 'rubric'; give rubric=FILE (YAML, JSON or JSON Lines) or a rubric_items/1 dataset")
+        if component.kind == "icdpo" and "demonstrations" not in given:
+            raise ValueError(f"reward {component.name!r} needs the stage input 'demonstrations'; give demonstrations=FILE or a demonstrations/1 dataset")
+        if component.kind in ("judge", "debate") and "{principle}" in component.judge_prompt and "principles" not in given:
+            raise ValueError(f"reward {component.name!r}: judge_prompt shows {{principle}}, which the stage input 'principles' holds; give principles=FILE (stages/reward/principles.py) or a principles/1 dataset")
 
 
 def inputs_read(components: Sequence[RewardComponent], given: Iterable[str]) -> set[str]:
@@ -147,8 +159,6 @@ def _principles(component: RewardComponent, inputs: dict) -> dict[str, str]:
     """Texts of the active principles, by id, where the judge is shown that of the prompt."""
     if "{principle}" not in component.judge_prompt:
         return {}
-    if "principles" not in inputs:
-        raise ValueError(f"reward {component.name!r}: judge_prompt shows {{principle}}, which the stage input 'principles' holds; give principles=FILE (stages/reward/principles.py) or a principles/1 dataset")
     found = {row["principle_id"]: row["text"] for row in _dataset(inputs, "principles").iter_rows() if row["active"] and row["text"]}
     if not found:
         raise ValueError(f"reward {component.name!r}: no principle of the input 'principles' is active and has a text, so judge_prompt has nothing to show; write active: true and a `text`")
@@ -175,8 +185,6 @@ def _in_context_scorer(component: RewardComponent, inputs: dict, renderer, devic
     from stages.in_context import InContextScorer
     from stages.models.modeling import load_frozen
 
-    if "demonstrations" not in inputs:
-        raise ValueError(f"reward {component.name!r} needs the stage input 'demonstrations'; give demonstrations=FILE or a demonstrations/1 dataset")
     path = _model_path(component, inputs)
     renderer = renderer or renderer_for(path)
     if renderer_for(path).vocabulary_hash != renderer.vocabulary_hash:

@@ -83,3 +83,26 @@ def test_a_moved_home_is_whole_and_a_copy_stands_by_itself(state_dir, tmp_path, 
     made = run_stage("ingest", {"data": raw}, {"dataset": "pairs"})
     assert not made.cached and made.outputs == first.outputs
     assert run_stage("ingest", {"data": made.outputs["data"]}, config).cached
+
+
+def test_a_step_that_trials_share_has_no_trials_name(raw):
+    """Of a stage that several steps of a run share, the lineage and the card say what their names end in alike; a run that takes it from another one has a name of its own for it."""
+    from storage.cards import dataset_card
+    from tasks.run import finish_flow, start_flow
+
+    def trial(run, name, least):
+        shared = run_stage("ingest", {"data": raw}, {"dataset": "pairs"}, flow_run=run.as_flow_run(f"{name}.ingest"))
+        return shared.key, run_stage("ingest", {"data": shared.outputs["data"]}, {"kind": "unpaired/1", "dataset": "thumbs", "max_pairs_per_prompt": least}, flow_run=run.as_flow_run(f"{name}.label"))
+
+    sweep = start_flow("sweep", {})
+    shared, first = trial(sweep, "max-0.1", 1)
+    assert lineage.tree(first.outputs["data"])["inputs"]["data"]["label"] == "max-0.1.ingest"
+    _, second = trial(sweep, "max-0.2", 2)
+    finish_flow(sweep.run_id, "FINISHED")
+    node = lineage.tree(second.key)
+    assert node["label"] == "max-0.2.label" and node["inputs"]["data"]["label"] == "ingest" and records.read(shared)["label"] == "max-0.1.ingest"
+    assert "ingest" in dataset_card(second.outputs["data"]) and "max-0.1.ingest" not in dataset_card(second.outputs["data"])
+    later = start_flow("preference", {})
+    assert run_stage("ingest", {"data": raw}, {"dataset": "pairs"}, flow_run=later.as_flow_run("pairs")).cached
+    third = run_stage("ingest", {"data": first.outputs["data"]}, {"kind": "unpaired/1", "dataset": "more"}, flow_run=later.as_flow_run("more"))
+    assert lineage.tree(third.outputs["data"])["inputs"]["data"]["inputs"]["data"]["label"] == "pairs"

@@ -202,3 +202,18 @@ def test_a_stage_takes_its_seed_as_a_setting_too(command, tmp_path):
     """As in recipes: `--set seed=N` is `--seed N`, and the same stage run."""
     found = [json.loads(command(tmp_path, "stage", TOY, *given, "--json").stdout.splitlines()[-1]) for given in (("--set", "seed=3"), ("--seed", "3"))]
     assert [one["cached"] for one in found] == [False, True] and found[0]["key"] == found[1]["key"]
+
+
+@pytest.mark.parametrize("stage, config, said", [
+    ("rejection", {"rewards": [{"kind": "model"}]}, "give reward_model=MODEL_REF"),
+    ("rejection", {"rewards": [{"kind": "rubric"}]}, "give rubric=FILE"),
+    ("rejection", {"rescore": True}, "give them as candidates.LABEL=REF"),
+    ("rl", {"rewards": [{"kind": "model"}]}, "give reward_model=MODEL_REF"),
+    ("rl", {"rewards": [{"kind": "judge", "judge_prompt": "{principle}", "endpoint": "http://localhost:1/v1", "endpoint_model": "m"}]}, "give principles=FILE"),
+    ("rl", {"temperature": 0}, "write temperature=1.0"),
+])
+def test_settings_without_their_inputs_are_refused_before_data_is_ingested(stage, config, said, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1 + 1 = ?", "answer": "2"}\n')
+    with pytest.raises(ConfigError, match=said):
+        run_stage(stage, {"model": str(tmp_path), "prompts" if stage == "rejection" else "data": str(tmp_path / "prompts.jsonl")}, config)
+    assert not list(records.all_records())

@@ -14,6 +14,7 @@ import pytest
 
 from stages.spec import PROJECT_ROOT, ConfigError
 from storage import leases, records, registry, store
+from storage.datasets import open_dataset
 from storage.files import read_json
 from tasks.run import Cancelled, StageError, prepare, run_stage
 
@@ -342,17 +343,20 @@ def test_lineage_reads_from_a_name_to_the_outside(state_dir, tmp_path):
         lineage.tree("model:unknown")
 
 
-def test_the_ending_of_a_file_is_part_of_what_was_given(state_dir, tmp_path):
-    """The same bytes as lines of text and as CSV are two datasets, and a file that moved is the one it was."""
+def test_the_name_of_a_raw_file_is_part_of_what_was_given(state_dir, tmp_path):
+    """The same bytes as lines of text and as CSV are two datasets, a file that moved is the one it was, and rows name the file that they were read from."""
     found = {}
     for name in ("x.txt", "x.csv", "y.CSV", "moved/x.csv"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
-        path.write_text('prompt,completion\n"1, 2",three\nplain,words\n')
-        found[name] = run_stage("ingest", {"data": str(path)}, {})
+        path.write_text('prompt,completion\n"1, 2",three\nplain,words\nlonely,\nmore,words\nyet more,words\n,none\n')
+        found[name] = run_stage("ingest", {"data": str(path)}, {"max_quarantine_fraction": 0.5})
     kinds = {name: store.resolve(one.outputs["data"]).manifest["kind"] for name, one in found.items()}
     assert kinds == {"x.txt": "text/1", **dict.fromkeys(("x.csv", "y.CSV", "moved/x.csv"), "demonstrations/1")}
-    assert [one.cached for one in found.values()] == [False, False, True, True]
+    assert [one.cached for one in found.values()] == [False, False, False, True]
+    for name in ("x.csv", "y.CSV"):
+        assert {row["source_file"] for row in open_dataset(found[name].paths["quarantine"]).iter_rows()} == {name}
+        assert {row["dataset"] for row in open_dataset(found[name].paths["data"]).iter_rows()} == {name[0]}
 
 
 def test_stage_runs_by_hand(state_dir, tmp_path):
