@@ -7,6 +7,7 @@ reader sees the old content or the new content and never a part of it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -14,6 +15,7 @@ import math
 import os
 import resource
 import shutil
+import stat
 import uuid
 from pathlib import Path
 from typing import Any, Iterator
@@ -130,10 +132,25 @@ def fsync_dir(path: str | os.PathLike) -> None:
         os.close(fd)
 
 
+def umask() -> int:
+    """The bits that this process's new files lack."""
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+            return next(int(line.split()[1], 8) for line in status if line.startswith("Umask:"))
+    except (OSError, StopIteration):  # not Linux: there is no other way than to set it for a moment
+        found = os.umask(0o077)
+        os.umask(found)
+        return found
+
+
 def fsync_file(path: str | os.PathLike) -> None:
-    """Flush one file's content to the device."""
+    """Flush one file's content to the device. One that its library made for its owner alone (safetensors does) gets the mode that files of this process have."""
     fd = os.open(path, os.O_RDONLY)
     try:
+        mode, usual = stat.S_IMODE(os.fstat(fd).st_mode), 0o666 & ~umask()
+        if mode == 0o600 != usual:
+            with contextlib.suppress(OSError):  # another user's
+                os.fchmod(fd, usual)
         os.fsync(fd)
     finally:
         os.close(fd)

@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 from storage import home
+from storage.files import umask
 from storage.outbox import unit_lock
 
 
@@ -37,6 +38,7 @@ def make_database(uri: str) -> None:
             left.unlink()
         new = file.with_name(f"{file.name}.new-{time.time_ns()}")  # mlflow makes the tables of one address once in a process
         MlflowClient(tracking_uri=f"sqlite:///{new}", registry_uri=f"sqlite:///{new}").search_experiments(max_results=1)
+        os.chmod(new, 0o666 & ~umask())  # SQLite leaves out the group
         if file.exists() and _cut_off(file):
             os.replace(file, file.with_name(file.name + ".cut-off"))
         try:
