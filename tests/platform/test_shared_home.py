@@ -5,7 +5,6 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-import sys
 
 import pytest
 
