@@ -14,7 +14,6 @@ import json
 import math
 import os
 import resource
-import shutil
 import stat
 import uuid
 from pathlib import Path

@@ -108,7 +108,7 @@ def users_of(digest: str) -> list[dict[str, Any]]:
 @dataclass
 class RunRecord:
     """One run of a recipe. ``data`` is the JSON on disk: run_id, recipe, config, status, stages (in order of finishing),
-    parent, prefect, owner, started, finished, error."""
+    parent, prefect, owner, started, order (the how manieth run of the state directory), finished, error."""
 
     data: dict[str, Any]
 
@@ -150,7 +150,8 @@ def start_run(recipe: str, config: dict[str, Any], *, run_id: str | None = None,
     with _locked("start"):
         run_id = run_id or time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + uuid.uuid4().hex[:6]
         known = read_json(home.runs_dir() / f"{run_id}.json", None) or _unfinished(identity)
-        data = known or {"run_id": run_id, "recipe": recipe, "config": config, "identity": identity, "parent": parent, "stages": [], "started": time.time(), "attempts": 0}
+        data = known or {"run_id": run_id, "recipe": recipe, "config": config, "identity": identity, "parent": parent, "stages": [], "started": time.time(), "attempts": 0,
+                         "order": 1 + max((run.data.get("order", 0) for run in all_runs()), default=0)}
         flow_runs = [*data.get("flow_runs", []), *([prefect["flow_run_id"]] if prefect and prefect.get("flow_run_id") else [])]
         data.update(status="RUNNING", owner=leases.owner(), prefect=prefect or data.get("prefect") or {}, flow_runs=list(dict.fromkeys(flow_runs)),
                     finished=None, error=None, attempts=data["attempts"] + 1)
@@ -197,7 +198,7 @@ def _run_files() -> list[Path]:
 
 def get_run(run_id: str) -> RunRecord:
     """A flow run by its id or that of a Prefect run that worked on it, a unique beginning of one, or ``latest``."""
-    paths = sorted(_run_files(), key=lambda p: (read_json(p, {}) or {}).get("started", 0))
+    paths = sorted(_run_files(), key=lambda p: _begun(read_json(p, {}) or {}))
     if run_id == "latest" and paths:
         return RunRecord(read_json(paths[-1]))
     found = [p for p in paths if p.stem.startswith(run_id) or any(one.startswith(run_id) for one in read_json(p, {}).get("flow_runs", []))] if run_id else []
@@ -214,7 +215,12 @@ def get_run(run_id: str) -> RunRecord:
 def all_runs() -> list[RunRecord]:
     """Every flow run, newest first."""
     found = [read_json(p, None) for p in _run_files()]
-    return [RunRecord(d) for d in sorted((d for d in found if d), key=lambda d: -d.get("started", 0))]
+    return [RunRecord(d) for d in sorted((d for d in found if d), key=_begun, reverse=True)]
+
+
+def _begun(data: dict[str, Any]) -> tuple[int, float]:
+    """What runs are in order of: how many began before (a clock that was set back does not make the newest run an old one), the clock where that is not known."""
+    return data.get("order", 0), data.get("started", 0)
 
 
 def versions() -> dict[str, str]:
