@@ -25,7 +25,7 @@ from pathlib import Path
 from flows import env, prefect_ui
 from flows.keep import dies_with_parent
 from storage import leases
-from storage.files import atomic_write_json, read_json, refusal
+from storage.files import atomic_write_json, database_damage, read_json, refusal
 from storage.mlflow_database import follow_home, make_database
 
 POOL = "posttrain"
@@ -271,12 +271,21 @@ def _wait(name: str, process: subprocess.Popen, health: str, log: str) -> None:
         if process.poll() is not None:
             if shutil.disk_usage(Path(log).parent).free < 2**20:
                 raise ServiceError(f"{name} did not start: {refusal(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), log))}")
+            for file in (state_of(log) / "prefect" / "prefect.db", state_of(log) / "mlflow.db"):
+                if file.stem in name.lower() and (wrong := database_damage(file)) is not None:
+                    raise ServiceError(f"{name} did not start: its database {file} is damaged ({wrong}). Move it away (mv {file} {file}.damaged; rm -f {file}-wal {file}-shm) and give the same command again; "
+                                       "`posttrain doctor` says what is in it and what is not")
             newer = "Its database was written by a newer version of it; install that one (`pip install -U prefect mlflow`), or set POSTTRAIN_HOME to another directory. " if "Can't locate revision" in _tail(log, 60) else ""
             raise ServiceError(f"{name} ended with status {process.returncode} while starting. {newer}Its log: {log}\n{_tail(log)}")
         if answers(health):
             return
         time.sleep(0.1)
     raise ServiceError(f"{name} did not answer at {health} within {START_SECONDS:.0f} s. Its log: {log}\n{_tail(log)}")
+
+
+def state_of(log: str) -> Path:
+    """The state directory of a service's log."""
+    return Path(log).parent.parent
 
 
 def answers(health: str, timeout: float = 2.0) -> bool:

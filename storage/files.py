@@ -14,6 +14,7 @@ import json
 import math
 import os
 import resource
+import sqlite3
 import stat
 import uuid
 from pathlib import Path
@@ -204,6 +205,20 @@ def read_json(path: str | os.PathLike, default: Any = ...) -> Any:
         if default is ...:
             raise
         return default
+
+
+def database_damage(path: str | os.PathLike) -> str | None:
+    """What SQLite finds wrong with a database file, read in full and not changed; None where it is whole, missing, or locked."""
+    if not Path(path).is_file():
+        return None
+    try:
+        with contextlib.closing(sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True, timeout=10)) as database:
+            (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
+            return None if found == "ok" else found.splitlines()[-1]
+    except sqlite3.OperationalError:  # locked, or a directory that may not be written to
+        return None
+    except sqlite3.DatabaseError as error:  # not a database, a malformed image
+        return str(error)
 
 
 def walk_files(path: str | os.PathLike) -> Iterator[tuple[str, Path]]:

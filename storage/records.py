@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterator
 
-from storage import home, leases, store
+from storage import home, leases, registry, store
 from storage.files import atomic_write_json, read_json
 
 
@@ -70,7 +70,7 @@ def problems(record: dict[str, Any], *, full: bool = False) -> list[str]:
         path = output["path"]
         good, stat = store.check_output(output["kind"], path, output["digest"], output.get("stat"), full=full)
         if not good:
-            found.append(f"output {name} ({output['ref']}) is missing or was changed at {path}; rerun stage {record['stage']} to make it again")
+            found.append(f"output {name} ({output['ref']}) is missing or was changed at {path}; `posttrain rerun {output['ref']}` makes it again")
         elif stat != output.get("stat"):
             output["stat"], changed = stat, True
     if changed and not found:
@@ -95,6 +95,36 @@ def match(prefix: str) -> dict[str, Any] | None:
 def makers_of(digest: str) -> list[dict[str, Any]]:
     """Records with an output of this digest, newest first."""
     return [r for r in reversed(list(all_records())) if any(o["digest"] == digest for o in r["outputs"].values())]
+
+
+def digest_of(ref: str) -> str:
+    """Digest of a model or dataset, also of one whose files are gone or damaged while a record names them. Raises StoreError."""
+    try:
+        return store.resolve(ref).digest
+    except store.StoreError:
+        named = {o["digest"] for record in all_records() for o in record["outputs"].values() if _is(ref, o)}
+        if len(named) != 1:
+            raise
+        return named.pop()
+
+
+def _is(ref: str, output: dict[str, Any]) -> bool:
+    kind, _, body = ref.partition(":")
+    if kind != output["kind"]:
+        return False
+    if kind == "dataset":
+        name, _, selector = body.partition("@")
+        if name != output["name"]:
+            return False
+        latest = (read_json(home.datasets_dir() / name / "latest.json", None) or {}).get("digest", "")
+        return output["digest"].startswith(latest if selector in ("", "latest") else selector)
+    if body.startswith("m-") and len(body) >= 10 and output["digest"].startswith(body[2:]):
+        return True
+    name, selector = (body.split("@") if "@" in body else body.split("/") if "/" in body else (body, "latest"))[:2]
+    try:
+        return registry.digest_of(name, selector)[0] == output["digest"]
+    except registry.RegistryError:
+        return False
 
 
 def users_of(digest: str) -> list[dict[str, Any]]:
