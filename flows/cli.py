@@ -177,10 +177,9 @@ def remake(ref: str, changes: dict[str, Any], seed: int | None, as_json: bool) -
     from flows.display import table
     from flows.report import short
     from stages.registry import get_stage
-    from storage import records, store
+    from storage import records
 
-    found = store.resolve(ref)
-    makers = records.makers_of(found.digest)
+    makers = records.makers_of(records.digest_of(ref))
     if not makers:
         raise ConfigError(f"{ref} was brought from outside, so there is nothing to repeat; what is known of it: posttrain show {ref}")
     record, changed = makers[0], bool(changes) or seed is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import time
@@ -34,7 +35,7 @@ def examine(state: Path, *, fix: bool, clean_after: float | None = None) -> list
 
         count, size = work.clean(clean_after)
         findings.append({"check": "clean", "ok": True, "text": f"removed {count} unfinished stage(s), {mib(size)}, untouched for {clean_after:g} days"})
-    for check in (python, pins, disk, sizes, contents, work_directories, torch_device, sandbox, server_app, services, outbox, stale_runs, leases):
+    for check in (python, pins, disk, sizes, contents, bookkeeping, work_directories, torch_device, sandbox, server_app, services, outbox, stale_runs, leases):
         try:
             findings += [{"check": check.__name__.replace("_", " "), "ok": ok, "text": text} for ok, text in check(state, fix)]
         except Exception as error:  # a doctor that dies of the illness is no use
@@ -80,26 +81,57 @@ def mib(size: int) -> str:
 
 
 def contents(state: Path, fix: bool) -> Finding:
-    """Whether what has a name still has its files."""
-    from storage import registry, store
+    """Whether what has a name, or a record, still has its files as they were published. Contents are read where sizes or times are others."""
+    from storage import records, registry, store
 
-    named = [(f"model:{name.name}/{version}", "model") for name in registry.models().values() for version in name.versions]
-    named += [(f"dataset:{name}@{digest}", "dataset") for name in store.dataset_names() for digest in store.dataset_versions(name)]
-    lost = []
-    for ref, kind in named:
+    named = [(f"model:{name.name}/{version}", "model", entry["digest"]) for name in registry.models().values() for version, entry in name.versions.items()]
+    named += [(f"dataset:{name}@{digest}", "dataset", digest) for name in store.dataset_names() for digest in store.dataset_versions(name)]
+    lost: dict[str, str] = {}  # digest -> what is wrong
+    for ref, kind, digest in named:
         try:
             found = store.resolve(ref, kind)
             for part in found.manifest.get("parts", ()):
                 if not whole(Path(found.path, part["file"]), part["rows"]):
-                    lost.append(f"{part['file']} of {ref} is damaged; rerun the stage that made it")
+                    lost[digest] = f"{part['file']} of {ref} is damaged; `posttrain rerun {ref}` makes it again"
         except (store.StoreError, OSError, ValueError) as error:
-            lost.append(str(error))
-    for text in lost[:10]:
+            lost.setdefault(digest, str(error))
+    made = {output["digest"]: record for record in records.all_records() for output in record["outputs"].values()}
+    for digest, record in made.items():
+        if digest not in lost and (wrong := [text for text in records.problems(record) if digest[:12] in text]):
+            lost[digest] = wrong[0]
+    for text in [*lost.values()][:10]:
         yield False, text
     if len(lost) > 10:
         yield False, f"{len(lost) - 10} more models and datasets lack files"
     if not lost:
-        yield True, f"the files of {len(named)} models and datasets are there"
+        yield True, f"the files of {len({digest for *_, digest in named} | {*made})} models and datasets are there"
+
+
+def bookkeeping(state: Path, fix: bool) -> Finding:
+    """Whether records, the registry and the databases can be read. What is damaged counts as not there, without a word, for all that reads it."""
+    from storage.files import database_damage, read_json
+
+    for folder, again in (("records", "the same command executes that stage again"), ("runs", "the same command makes another, from the results that are there")):
+        for path in sorted((state / folder).glob("*.json")):
+            if not isinstance(read_json(path, None), dict):
+                yield False, f"{path} is damaged and counts as none; remove it: {again}"
+    log = state / "registry" / "models.jsonl"
+    lines = log.read_bytes().split(b"\n") if log.is_file() else []
+    bad = [number for number, line in enumerate(lines, 1) if line and not _is_entry(line)]
+    if bad:
+        yield False, (f"line{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad[:5]))} of {log} {'are' if len(bad) > 1 else 'is'} damaged: versions and aliases of models that stood there are "
+                      "forgotten; bring the file back from a copy, or run the stages again (their models are registered again) and remove the lines")
+    for name, path, again in (("mlflow", state / "mlflow.db", "`posttrain doctor` then makes a new one and sends it everything again"),
+                              ("prefect", state / "prefect" / "prefect.db", "the next run, or `posttrain up`, makes a new one (results are not in it; its runs and schedules are: `posttrain deploy` again)")):
+        if (wrong := database_damage(path)) is not None:
+            yield False, f"{path} is damaged ({wrong}); stop what uses it (`posttrain down`), move it away (mv {path} {path}.damaged; rm -f {path}-wal {path}-shm), and {again}"
+
+
+def _is_entry(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 def whole(part: Path, rows: int) -> bool:

@@ -6,17 +6,18 @@ has set already wins. Nothing is sent anywhere: telemetry, analytics and promoti
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
 
-from storage.home import home
+from storage.home import home, is_shared
 
 ROOT = Path(__file__).resolve().parent.parent
 HEARTBEAT_SECONDS = 30
 
 # Prefect keeps leases in memory by default and loses slots on a restart; the file system keeps them.
-LEASES = "prefect.server.concurrency.lease_storage.filesystem"
+LEASES = "flows.prefect_leases"
 
 
 def defaults(state: Path) -> dict[str, str]:
@@ -67,6 +68,10 @@ def prepare(*, quiet: bool = False) -> Path:
         os.environ.setdefault(name, value)
     os.environ["POSTTRAIN_HOME"] = str(state)
     os.environ["PYTHONPATH"] = python_path()
+    if is_shared(state):  # Prefect makes its directory for its owner alone, and SQLite its database without the group's right to write
+        with contextlib.suppress(OSError):  # a home that may only be read
+            (state / "prefect").mkdir(exist_ok=True)
+            (state / "prefect" / "prefect.db").touch()
     if quiet:
         os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     return state

@@ -1,8 +1,8 @@
 """The servers of one state directory: Prefect, MLflow and a worker, started detached and stopped completely.
 
-HOME/services.json names what runs: {service: {url, pid, started, log, kept}}. The process is that of `flows.keep` (`kept`), below which
-the service runs and is started again when it dies. A process is ours only while its pid
-and its start time both match, so a reused pid is never mistaken for a server (nor killed).
+HOME/services.json names what runs: {service: {url, pid, boot, start, log, kept}}. The process is that of `flows.keep` (`kept`), below which
+the service runs and is started again when it dies. A process is ours only while its pid, the boot and its start time
+since then match, so a reused pid is never mistaken for a server (nor killed), and setting the clock makes none of them strange.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from pathlib import Path
 
 from flows import env, prefect_ui
 from flows.keep import dies_with_parent
-from storage.files import atomic_write_json, read_json, refusal
+from storage import leases
+from storage.files import atomic_write_json, database_damage, read_json, refusal
 from storage.mlflow_database import follow_home, make_database
 
 POOL = "posttrain"
@@ -87,8 +88,11 @@ def _process(entry: dict):
 
     try:
         process = psutil.Process(entry["pid"])
-        same = abs(process.create_time() - entry["started"]) < 2 and process.status() != psutil.STATUS_ZOMBIE
-        return process if same else None
+        if "start" in entry:
+            same = entry["boot"] == leases.boot_id() and leases.start_time(entry["pid"]) == entry["start"]
+        else:  # started by an earlier version; by the clock
+            same = abs(process.create_time() - entry["started"]) < 2
+        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
     except (psutil.Error, KeyError, TypeError):
         return None
 
@@ -98,7 +102,7 @@ def _process(entry: dict):
 
 def up(state: Path, *, prefect_port: int | None = None, mlflow_port: int | None = None, worker: bool = True,
        gpu_slots: int | None = None, host: str = "127.0.0.1", say=lambda text: None) -> dict[str, dict]:
-    """Start what is not running yet and return {service: {url, pid, started, log, kept}}.
+    """Start what is not running yet and return {service: {url, pid, boot, start, log, kept}}.
 
     Ports: the given one, else that of a server that died here (runs that outlived it, and links, go on), else the usual one when free, else any free one. Of several at once on one state directory the first
     starts what is missing and the others find it.
@@ -248,10 +252,7 @@ def _detach(name: str, command: list[str], log: Path, environment: dict[str, str
 
 
 def _entry(process: subprocess.Popen, base: str | None, log: Path) -> dict:
-    import psutil
-
-    return {"url": base, "pid": process.pid, "started": psutil.Process(process.pid).create_time(), "log": str(log),
-            "kept": True}
+    return {"url": base, "pid": process.pid, "boot": leases.boot_id(), "start": leases.start_time(process.pid), "log": str(log), "kept": True}
 
 
 def _note(state: Path, alive: dict[str, dict], name: str, process: subprocess.Popen, base: str | None, log: Path) -> None:
@@ -270,12 +271,21 @@ def _wait(name: str, process: subprocess.Popen, health: str, log: str) -> None:
         if process.poll() is not None:
             if shutil.disk_usage(Path(log).parent).free < 2**20:
                 raise ServiceError(f"{name} did not start: {refusal(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), log))}")
+            for file in (state_of(log) / "prefect" / "prefect.db", state_of(log) / "mlflow.db"):
+                if file.stem in name.lower() and (wrong := database_damage(file)) is not None:
+                    raise ServiceError(f"{name} did not start: its database {file} is damaged ({wrong}). Move it away (mv {file} {file}.damaged; rm -f {file}-wal {file}-shm) and give the same command again; "
+                                       "`posttrain doctor` says what is in it and what is not")
             newer = "Its database was written by a newer version of it; install that one (`pip install -U prefect mlflow`), or set POSTTRAIN_HOME to another directory. " if "Can't locate revision" in _tail(log, 60) else ""
             raise ServiceError(f"{name} ended with status {process.returncode} while starting. {newer}Its log: {log}\n{_tail(log)}")
         if answers(health):
             return
         time.sleep(0.1)
     raise ServiceError(f"{name} did not answer at {health} within {START_SECONDS:.0f} s. Its log: {log}\n{_tail(log)}")
+
+
+def state_of(log: str) -> Path:
+    """The state directory of a service's log."""
+    return Path(log).parent.parent
 
 
 def answers(health: str, timeout: float = 2.0) -> bool:
@@ -343,6 +353,9 @@ def down(state: Path, *, say=lambda text: None) -> list[str]:
 
 def _down(state: Path, say) -> list[str]:
     alive = running(state)
+    others = {name: process.username() for name, entry in alive.items() if (process := _process(entry)) and os.geteuid() not in (0, process.uids().real)}
+    if others:  # before any run is cancelled
+        raise ServiceError("; ".join(f"{name} was started by {user}" for name, user in others.items()) + "; only who started a server, or root, can stop it: ask for a `posttrain down`")
     if "prefect" in alive and "worker" in alive and answers(alive["prefect"]["url"] + "/api/health"):
         os.environ["PREFECT_API_URL"] = alive["prefect"]["url"] + "/api"
         cancelled = _cancel_runs(wait=25)

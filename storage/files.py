@@ -7,13 +7,15 @@ reader sees the old content or the new content and never a part of it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import math
 import os
 import resource
-import shutil
+import sqlite3
+import stat
 import uuid
 from pathlib import Path
 from typing import Any, Iterator
@@ -23,6 +25,7 @@ CHUNK = 1 << 20
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FULL_TEXTS = ("no space left on device", "disk quota exceeded", "database or disk is full", "pytorchstreamwriter failed writing")  # of libraries with errors of their own
+FEW_FILES = 16  # inodes: what is being written and was taken back may be free again
 
 
 def refusal(error: BaseException) -> str | None:
@@ -39,29 +42,34 @@ def refusal(error: BaseException) -> str | None:
 
 def _refusal(error: BaseException) -> str | None:
     number = error.errno if isinstance(error, OSError) else None
-    free, place = _free(error)
-    text = str(error).lower()
-    if number in FULL or any(one in text for one in FULL_TEXTS) or ("disk i/o error" in text and free < 2**20):  # SQLite says the latter of its shared files
-        return f"the disk is full ({free / 2**20:.1f} MiB free at {place}); make room (`posttrain doctor` says what takes it), then give the same command again: it goes on where it stopped"
+    free, files, writable, place = _room(error)
+    text, again = str(error).lower(), "then give the same command again: it goes on where it stopped"
+    sqlite = "disk i/o error" in text or "unable to open database file" in text  # of its shared files, of its journal
+    if number in FULL or any(one in text for one in FULL_TEXTS) or (sqlite and (free < 2**20 or files < FEW_FILES)):
+        if files < FEW_FILES and free >= 2**20:
+            return f"the file system of {place} can hold no more files ({files:.0f} inodes free, though {free / 2**20:.1f} MiB); remove files (`posttrain doctor` says what there is), {again}"
+        return f"the disk is full ({free / 2**20:.1f} MiB free at {place}); make room (`posttrain doctor` says what takes it), {again}"
     if number == errno.EFBIG or "file too large" in text or ("disk i/o error" in text and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY):
-        return "a file grew beyond the size that this process may write; raise the limit (`ulimit -f unlimited`), then give the same command again: it goes on where it stopped"
+        return f"a file grew beyond the size that this process may write; raise the limit (`ulimit -f unlimited`), {again}"
     where = error.filename if isinstance(error, OSError) else None
-    if number == errno.EROFS:
-        return f"{where or 'a file'} lies on a read-only file system; make it writable, or set POSTTRAIN_HOME to a directory that is"
-    if number in (errno.EACCES, errno.EPERM) and where:  # without a file it may be a signal or a socket that was refused
-        return f"{where} may not be read or written by this user; change its owner or mode (`chmod -R u+rwX`), or set POSTTRAIN_HOME to a directory of your own"
+    if number == errno.EROFS or "read-only file system" in text or ("readonly database" in text and not writable):
+        return f"{where or place} lies on a read-only file system; make it writable (after an error of the disk: check it first, fsck), {again}; or set POSTTRAIN_HOME to a directory that is"
+    if number in (errno.EACCES, errno.EPERM) and where or "readonly database" in text:  # without a file it may be a signal or a socket that was refused
+        return (f"{where or f'a database in {place}'} may not be read or written by this user; change its owner or mode (`chmod -R u+rwX`; for users of one group, its owner: `chmod -R g+rwX` and "
+                "`chmod g+ws` of the state directory), or set POSTTRAIN_HOME to a directory of your own")
     return None
 
 
-def _free(error: BaseException) -> tuple[float, Path]:
-    """Free bytes where the error came from, and that directory: of the file that it names, else the state directory."""
+def _room(error: BaseException) -> tuple[float, float, bool, Path]:
+    """(free bytes, free inodes, whether it may be written to, directory) of where the error came from: of the file that it names, else the state directory."""
     path = Path(getattr(error, "filename", None) or os.environ.get("POSTTRAIN_HOME") or ".posttrain").absolute()
     while not path.is_dir() and path != path.parent:
         path = path.parent
     try:
-        return shutil.disk_usage(path).free, path
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize, found.f_favail if found.f_files else math.inf, not found.f_flag & os.ST_RDONLY, path  # no number of files: they are not limited
     except OSError:
-        return math.inf, path
+        return math.inf, math.inf, True, path
 
 
 def _refuse(value: Any) -> Any:
@@ -130,10 +138,25 @@ def fsync_dir(path: str | os.PathLike) -> None:
         os.close(fd)
 
 
+def umask() -> int:
+    """The bits that this process's new files lack."""
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+            return next(int(line.split()[1], 8) for line in status if line.startswith("Umask:"))
+    except (OSError, StopIteration):  # not Linux: there is no other way than to set it for a moment
+        found = os.umask(0o077)
+        os.umask(found)
+        return found
+
+
 def fsync_file(path: str | os.PathLike) -> None:
-    """Flush one file's content to the device."""
+    """Flush one file's content to the device. One that its library made for its owner alone (safetensors does) gets the mode that files of this process have."""
     fd = os.open(path, os.O_RDONLY)
     try:
+        mode, usual = stat.S_IMODE(os.fstat(fd).st_mode), 0o666 & ~umask()
+        if mode == 0o600 != usual:
+            with contextlib.suppress(OSError):  # another user's
+                os.fchmod(fd, usual)
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -182,6 +205,20 @@ def read_json(path: str | os.PathLike, default: Any = ...) -> Any:
         if default is ...:
             raise
         return default
+
+
+def database_damage(path: str | os.PathLike) -> str | None:
+    """What SQLite finds wrong with a database file, read in full and not changed; None where it is whole, missing, or locked."""
+    if not Path(path).is_file():
+        return None
+    try:
+        with contextlib.closing(sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True, timeout=10)) as database:
+            (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
+            return None if found == "ok" else found.splitlines()[-1]
+    except sqlite3.OperationalError:  # locked, or a directory that may not be written to
+        return None
+    except sqlite3.DatabaseError as error:  # not a database, a malformed image
+        return str(error)
 
 
 def walk_files(path: str | os.PathLike) -> Iterator[tuple[str, Path]]:

@@ -5,11 +5,15 @@
     work/<stage key>/             a stage's scratch directory    leases/                locks and GPU slots
     registry/                     model names, versions, aliases outbox/                what MLflow has still to be told
     mlflow.db, mlartifacts/       the default MLflow store       cache/                 digests of files already read
+
+A directory that its group may write to (``chmod g+ws``) is that group's: what is made in it can be read and written by all of them,
+whatever the umask of who made it.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 
@@ -17,7 +21,25 @@ def home() -> Path:
     """The state directory, absolute; made on first use."""
     path = Path(os.environ.get("POSTTRAIN_HOME") or "./.posttrain").expanduser().absolute()
     path.mkdir(parents=True, exist_ok=True)
+    _settle(path)
     return path
+
+
+_settled: tuple[int, Path] | None = None  # (process, state directory) whose umask was looked at
+
+
+def _settle(path: Path) -> None:
+    """Let the group of a state directory that it may write to write what this process, and those that it starts, make from now on."""
+    global _settled
+    if _settled != (os.getpid(), path):
+        _settled = os.getpid(), path
+        if is_shared(path):
+            os.umask(os.umask(0o007) & ~0o070)
+
+
+def is_shared(path: Path) -> bool:
+    """Whether a state directory is a group's."""
+    return bool(path.stat().st_mode & stat.S_IWGRP)
 
 
 def subdir(*names: str) -> Path:

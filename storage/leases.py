@@ -108,8 +108,12 @@ def _end_of(file: Path, pid: int) -> None:
             file.unlink(missing_ok=True)
 
 
+_ahead: dict[str, tuple[float, float]] = {}  # heartbeats from the future -> (time written, monotonic clock when this process saw it first)
+
+
 def _fresh(file: Path, seconds: float = FOREIGN_STALE_SECONDS) -> bool:
-    """Whether a file was written within so many seconds by the clock of its file system, which stamps the files of all hosts. One that is there and cannot be looked at counts as fresh."""
+    """Whether a file was written within so many seconds by the clock of its file system, which stamps the files of all hosts. One that is there and cannot be looked at counts as fresh.
+    One from the future, since that clock was set back, is so until it was seen unchanged for as long by this process: a living owner writes it again by the present clock."""
     try:
         written = file.stat().st_mtime
     except (FileNotFoundError, NotADirectoryError):
@@ -119,9 +123,16 @@ def _fresh(file: Path, seconds: float = FOREIGN_STALE_SECONDS) -> bool:
     try:
         probe = home.subdir("leases") / ".clock"
         probe.touch()
-        return probe.stat().st_mtime - written < seconds
+        age = probe.stat().st_mtime - written
     except OSError:  # a state directory that may only be read
-        return time.time() - written < seconds
+        age = time.time() - written
+    if age > -HEARTBEAT_SECONDS:
+        return age < seconds
+    seen, since = _ahead.get(str(file), (None, 0.0))
+    if seen != written:
+        since = time.monotonic()
+        _ahead[str(file)] = written, since
+    return time.monotonic() - since < seconds
 
 
 def alive(owner: dict[str, Any] | None, file: Path | None = None) -> bool:

@@ -11,7 +11,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 from storage import home
-from storage.outbox import unit_lock
+from storage.files import umask
+from storage.outbox import forget, unit_lock
 
 
 def database_file(uri: str) -> Path | None:
@@ -21,7 +22,8 @@ def database_file(uri: str) -> Path | None:
 
 def make_database(uri: str) -> None:
     """The tables of a local database that is not there yet, made beside it and then given its name: MLflow's migrations do not
-    go on where a process ended within them, and a short stage may end before they do. One that was cut off and holds nothing is set aside.
+    go on where a process ended within them, and a short stage may end before they do. One that was cut off and holds nothing is set aside. Where one that
+    was told of runs is gone (a damaged one, moved away), they are told again.
     Whoever opens a home's database comes through here first, so that one that looks cut off is not merely being made."""
     file = database_file(uri)
     if file is None:
@@ -29,6 +31,7 @@ def make_database(uri: str) -> None:
     with unit_lock("mlflow database", wait=True):
         if file.exists() and not _cut_off(file):
             return
+        lost = not file.exists()
         prepare_mlflow()
         from mlflow import MlflowClient
 
@@ -37,6 +40,7 @@ def make_database(uri: str) -> None:
             left.unlink()
         new = file.with_name(f"{file.name}.new-{time.time_ns()}")  # mlflow makes the tables of one address once in a process
         MlflowClient(tracking_uri=f"sqlite:///{new}", registry_uri=f"sqlite:///{new}").search_experiments(max_results=1)
+        os.chmod(new, 0o666 & ~umask())  # SQLite leaves out the group
         if file.exists() and _cut_off(file):
             os.replace(file, file.with_name(file.name + ".cut-off"))
         try:
@@ -46,6 +50,8 @@ def make_database(uri: str) -> None:
         except OSError:  # a file system without hard links
             os.replace(new, file)
         new.unlink(missing_ok=True)
+        if lost:  # a first one has nothing to be told again
+            forget(uri)
 
 
 ARTIFACT_COLUMNS = (("experiments", "artifact_location"), ("runs", "artifact_uri"), ("logged_models", "artifact_location"), ("model_versions", "storage_location"))

@@ -8,9 +8,10 @@ import os
 import re
 from pathlib import Path
 from typing import Any, Iterator
+from urllib.parse import urlparse
 
 from storage import home
-from storage.files import read_json, sha256_text
+from storage.files import atomic_write_json, read_json, sha256_text
 
 Doc = dict[str, Any]
 
@@ -109,3 +110,27 @@ def pending() -> list[str]:
     """Units that MLflow does not fully know, oldest first."""
     paths = [p for p in home.outbox_dir().glob("*.json") if not p.name.endswith(".cursor.json") and p.name != "models.json"]
     return [p.stem for p in sorted(paths, key=lambda p: p.stat().st_mtime)]
+
+
+def forget(uri: str) -> int:
+    """Have everything told again that was told to a local database that is gone (``uri``, or a server of this machine in front of it); how many units."""
+    told = 0
+    for cursor_path in cursors():
+        cursor = read_json(cursor_path, {})
+        where = cursor.get("uri") or ""
+        if where != uri and urlparse(where).hostname not in ("127.0.0.1", "localhost", "::1"):
+            continue
+        unit = cursor_path.name.removesuffix(".cursor.json")
+        (path, mine), (done, done_cursor) = files_of(unit), done_files_of(unit)
+        with document_lock(unit):
+            for one in (mine, done_cursor):
+                one.unlink(missing_ok=True)
+            if done.exists() and not path.exists():
+                os.replace(done, path)
+        told += 1
+    models = home.outbox_dir() / "models.json"
+    with unit_lock("models state", wait=True):
+        if models.exists():
+            known = read_json(models, {})
+            atomic_write_json(models, {where: state for where, state in known.items() if where != uri and urlparse(where).hostname not in ("127.0.0.1", "localhost", "::1")})
+    return told

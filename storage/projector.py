@@ -366,7 +366,9 @@ class Projector:
                     _save_models_state(state)
             found[digest] = model_id
             if digest not in cursor.setdefault("models", []):
-                client.log_outputs(run_id, models=[LoggedModelOutput(model_id, 0)])
+                there = client.get_run(run_id).outputs  # a process may have ended between the call and the cursor, and MLflow refuses the same output twice
+                if model_id not in [one.model_id for one in (there.model_outputs if there else ())]:
+                    client.log_outputs(run_id, models=[LoggedModelOutput(model_id, 0)])
                 cursor["models"].append(digest)
         return found
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterator
 
-from storage import home, leases, store
+from storage import home, leases, registry, store
 from storage.files import atomic_write_json, read_json
 
 
@@ -70,7 +70,7 @@ def problems(record: dict[str, Any], *, full: bool = False) -> list[str]:
         path = output["path"]
         good, stat = store.check_output(output["kind"], path, output["digest"], output.get("stat"), full=full)
         if not good:
-            found.append(f"output {name} ({output['ref']}) is missing or was changed at {path}; rerun stage {record['stage']} to make it again")
+            found.append(f"output {name} ({output['ref']}) is missing or was changed at {path}; `posttrain rerun {output['ref']}` makes it again")
         elif stat != output.get("stat"):
             output["stat"], changed = stat, True
     if changed and not found:
@@ -95,6 +95,36 @@ def match(prefix: str) -> dict[str, Any] | None:
 def makers_of(digest: str) -> list[dict[str, Any]]:
     """Records with an output of this digest, newest first."""
     return [r for r in reversed(list(all_records())) if any(o["digest"] == digest for o in r["outputs"].values())]
+
+
+def digest_of(ref: str) -> str:
+    """Digest of a model or dataset, also of one whose files are gone or damaged while a record names them. Raises StoreError."""
+    try:
+        return store.resolve(ref).digest
+    except store.StoreError:
+        named = {o["digest"] for record in all_records() for o in record["outputs"].values() if _is(ref, o)}
+        if len(named) != 1:
+            raise
+        return named.pop()
+
+
+def _is(ref: str, output: dict[str, Any]) -> bool:
+    kind, _, body = ref.partition(":")
+    if kind != output["kind"]:
+        return False
+    if kind == "dataset":
+        name, _, selector = body.partition("@")
+        if name != output["name"]:
+            return False
+        latest = (read_json(home.datasets_dir() / name / "latest.json", None) or {}).get("digest", "")
+        return output["digest"].startswith(latest if selector in ("", "latest") else selector)
+    if body.startswith("m-") and len(body) >= 10 and output["digest"].startswith(body[2:]):
+        return True
+    name, selector = (body.split("@") if "@" in body else body.split("/") if "/" in body else (body, "latest"))[:2]
+    try:
+        return registry.digest_of(name, selector)[0] == output["digest"]
+    except registry.RegistryError:
+        return False
 
 
 def users_of(digest: str) -> list[dict[str, Any]]:
@@ -128,7 +158,7 @@ def step_name(record: dict[str, Any], run_id: str | None = None) -> str:
 @dataclass
 class RunRecord:
     """One run of a recipe. ``data`` is the JSON on disk: run_id, recipe, config, status, stages (in order of finishing),
-    parent, prefect, owner, started, finished, error."""
+    parent, prefect, owner, started, order (the how manieth run of the state directory), finished, error."""
 
     data: dict[str, Any]
 
@@ -170,7 +200,8 @@ def start_run(recipe: str, config: dict[str, Any], *, run_id: str | None = None,
     with _locked("start"):
         run_id = run_id or time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + uuid.uuid4().hex[:6]
         known = read_json(home.runs_dir() / f"{run_id}.json", None) or _unfinished(identity)
-        data = known or {"run_id": run_id, "recipe": recipe, "config": config, "identity": identity, "parent": parent, "stages": [], "started": time.time(), "attempts": 0}
+        data = known or {"run_id": run_id, "recipe": recipe, "config": config, "identity": identity, "parent": parent, "stages": [], "started": time.time(), "attempts": 0,
+                         "order": 1 + max((run.data.get("order", 0) for run in all_runs()), default=0)}
         flow_runs = [*data.get("flow_runs", []), *([prefect["flow_run_id"]] if prefect and prefect.get("flow_run_id") else [])]
         data.update(status="RUNNING", owner=leases.owner(), prefect=prefect or data.get("prefect") or {}, flow_runs=list(dict.fromkeys(flow_runs)),
                     finished=None, error=None, attempts=data["attempts"] + 1)
@@ -217,7 +248,7 @@ def _run_files() -> list[Path]:
 
 def get_run(run_id: str) -> RunRecord:
     """A flow run by its id or that of a Prefect run that worked on it, a unique beginning of one, or ``latest``."""
-    paths = sorted(_run_files(), key=lambda p: (read_json(p, {}) or {}).get("started", 0))
+    paths = sorted(_run_files(), key=lambda p: _begun(read_json(p, {}) or {}))
     if run_id == "latest" and paths:
         return RunRecord(read_json(paths[-1]))
     found = [p for p in paths if p.stem.startswith(run_id) or any(one.startswith(run_id) for one in read_json(p, {}).get("flow_runs", []))] if run_id else []
@@ -234,7 +265,12 @@ def get_run(run_id: str) -> RunRecord:
 def all_runs() -> list[RunRecord]:
     """Every flow run, newest first."""
     found = [read_json(p, None) for p in _run_files()]
-    return [RunRecord(d) for d in sorted((d for d in found if d), key=lambda d: -d.get("started", 0))]
+    return [RunRecord(d) for d in sorted((d for d in found if d), key=_begun, reverse=True)]
+
+
+def _begun(data: dict[str, Any]) -> tuple[int, float]:
+    """What runs are in order of: how many began before (a clock that was set back does not make the newest run an old one), the clock where that is not known."""
+    return data.get("order", 0), data.get("started", 0)
 
 
 def versions() -> dict[str, str]:

@@ -210,7 +210,7 @@ def _dataset_ref(text: str) -> ResolvedInput:
     try:
         manifest = open_dataset(path).manifest
     except DatasetError as error:
-        raise StoreError(str(error)) from None
+        raise StoreError(f"{str(error).partition(';')[0]}; `posttrain rerun {text}` makes it again") from None
     return ResolvedInput("dataset", path, f"dataset:{name}@{digest}", digest, manifest)
 
 
@@ -228,7 +228,9 @@ def _model_ref(text: str) -> ResolvedInput:
             raise StoreError(str(error)) from None
     path = model_path(digest)
     if not path.is_dir():
-        raise StoreError(f"the files of {text} ({digest[:12]}) are gone from {home.models_dir()}; rerun the stage that made it")
+        raise StoreError(f"the files of {text} ({digest[:12]}) are gone from {home.models_dir()}; `posttrain rerun {text}` makes them again")
+    if (wrong := damaged_model(path)) is not None:
+        raise StoreError(f"the files of {text} at {path} are damaged: {wrong}; `posttrain rerun {text}` makes them again")
     return ResolvedInput("model", str(path), f"model:m-{digest[:12]}", digest)
 
 
@@ -415,9 +417,12 @@ def _move_in(source: Path, target: Path, check: Any) -> None:
         os.rename(source, target)
     except OSError:  # another file system
         tmp = target.parent / f".tmp-{uuid.uuid4().hex[:12]}"
-        shutil.copytree(source, tmp)
-        fsync_tree(tmp)
-        os.rename(tmp, target)
+        try:
+            shutil.copytree(source, tmp)
+            fsync_tree(tmp)
+            os.rename(tmp, target)
+        finally:  # what a full disk cut short
+            shutil.rmtree(tmp, ignore_errors=True)
         shutil.rmtree(source)
     fsync_dir(target.parent)
 
@@ -448,8 +453,12 @@ def also_as(path: str, digest: str, name: str) -> ResolvedInput:
                     shutil.copyfileobj(read, write)
     elif not Path(target).exists():
         tmp = Path(target).parent / f".tmp-{uuid.uuid4().hex[:12]}"
-        link_tree(Path(path), tmp)
-        os.replace(tmp, target) if not Path(target).exists() else shutil.rmtree(tmp)
+        try:
+            link_tree(Path(path), tmp)
+            if not Path(target).exists():
+                os.replace(tmp, target)
+        finally:
+            shutil.rmtree(tmp, ignore_errors=True)
     set_latest(name, digest)
     return ResolvedInput("dataset", target, f"dataset:{name}@{digest}", digest, open_dataset(target).manifest)
 

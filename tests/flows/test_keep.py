@@ -104,3 +104,34 @@ def test_the_doctor_names_a_service_that_has_died(tmp_path):
     assert list(look(tmp_path, False)) == [(True, "no servers are running (runs bring their own; `posttrain up` starts them)")]
     (tmp_path / "services.json").write_text(json.dumps({"mlflow": {"url": "http://127.0.0.1:1", "pid": os.getpid(), "started": 1.0, "log": "mlflow.log", "kept": True}}))
     assert list(look(tmp_path, False)) == [(False, "mlflow has died; see mlflow.log; `posttrain up` starts it again")]
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A service of a state directory, recorded as `posttrain up` does."""
+    process = kept(tmp_path, 600)
+    wait(lambda: starts(tmp_path) == 1)
+    services._note(tmp_path, {}, "mlflow", process, "http://127.0.0.1:1", tmp_path / "log")
+    yield process
+    services._stop([process.pid], grace=20, kept=True)
+
+
+def test_a_server_is_ours_also_after_the_clock_was_set(tmp_path, server, monkeypatch):
+    """The system's clock tells when a process began only as long as nobody sets it: two hours later the servers would be unknown, `up` start others beside them and `down` stop none."""
+    began = psutil.Process.create_time
+    for jump in (7200.0, -7200.0):
+        monkeypatch.setattr(psutil.Process, "create_time", lambda self: began(self) + jump)
+        assert list(services.running(tmp_path)) == ["mlflow"]
+    entry = json.loads((tmp_path / "services.json").read_text())["mlflow"]
+    for other in ({"boot": "another"}, {"start": entry["start"] + 1}):  # the same pid, another process
+        (tmp_path / "services.json").write_text(json.dumps({"mlflow": entry | other}))
+        assert services.running(tmp_path) == {}
+
+
+def test_servers_of_another_user_are_not_forgotten_by_who_cannot_stop_them(tmp_path, server, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(services.ServiceError, match="mlflow was started by .*only who started a server, or root, can stop it"):
+        services.down(tmp_path)
+    monkeypatch.undo()
+    assert list(services.running(tmp_path)) == ["mlflow"] and server.poll() is None
+    assert services.down(tmp_path) == ["mlflow"] and server.wait(5) is not None

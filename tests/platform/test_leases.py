@@ -10,7 +10,7 @@ import time
 import pytest
 
 from stages.spec import PROJECT_ROOT
-from storage import home, leases
+from storage import home, leases, records
 from storage.files import atomic_write_json, read_json
 
 HOLD = "import sys, time\nfrom storage import leases\nheld = leases.{call}\nprint('held', flush=True)\ntime.sleep(60)"
@@ -50,6 +50,35 @@ def test_other_host_is_judged_by_its_heartbeat(state_dir):
     assert leases.holder(path)
     os.utime(path, (time.time() - 1e4,) * 2)
     assert leases.holder(path) is None
+
+
+def test_a_clock_that_was_set_back_does_not_keep_the_lease_of_a_dead_host_for_hours(state_dir, monkeypatch):
+    path, passed = home.leases_dir() / "x.json", [0.0]
+    clock = time.monotonic
+    monkeypatch.setattr(leases.time, "monotonic", lambda: clock() + passed[0])
+    atomic_write_json(path, {**leases.this_process(), "host": "elsewhere", "heartbeat": time.time()})
+    for ahead in (7200, 7100):  # the second time it was written once more before the clock was set
+        os.utime(path, (time.time() + ahead,) * 2)
+        assert leases.holder(path)
+        passed[0] += 200
+        assert leases.holder(path)
+    passed[0] += 200
+    assert leases.holder(path) is None
+    path.touch()  # it lives after all
+    assert leases.holder(path)
+
+
+def test_the_newest_run_is_the_one_that_began_last_whatever_the_clock_said(state_dir, monkeypatch):
+    """`latest`, and the run that the same command goes on with."""
+    clock = time.time
+    before = records.start_run("demo", {}, identity="i")
+    records.finish_run(before.run_id, "FINISHED")
+    monkeypatch.setattr(records.time, "time", lambda: clock() - 7200)
+    other = records.start_run("demo", {}, identity="j")
+    newest = records.start_run("demo", {}, identity="i")
+    records.finish_run(newest.run_id, "FAILED")
+    assert records.get_run("latest").run_id == newest.run_id and [run.run_id for run in records.all_runs()] == [newest.run_id, other.run_id, before.run_id]
+    assert records.start_run("demo", {}, identity="i").run_id == newest.run_id
 
 
 def test_one_owner_among_many_threads(state_dir):

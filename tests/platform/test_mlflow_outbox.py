@@ -332,3 +332,49 @@ def test_a_moved_home_keeps_its_artifacts_and_leaves_the_old_place_alone(state_d
     assert run_stage(TOY, {}, {"steps": 3}).cached  # outputs are found at the new place too
     models = client().search_logged_models([client().get_run(first.mlflow_run_id).info.experiment_id])
     assert len(models) == 2 and all(model.artifact_location.startswith(moved.as_uri()) for model in models)
+
+
+def test_killed_after_any_call_of_mlflow_the_next_goes_on(state_dir, monkeypatch):
+    """SIGKILL, or a full disk, after MLflow took a call and before the cursor says so: whoever goes on completes the run, and what it shows is there once."""
+    monkeypatch.setattr(tracking, "poke", lambda unit: None)
+    result = run_stage(TOY, {}, {"steps": 12, "save_every": 100})
+    done = next(path for path in [*outbox.home.outbox_dir().glob("stage.*.json"), *outbox.home.subdir("outbox", "done").glob("stage.*.json")] if not path.name.endswith(".cursor.json"))
+    document = read_json(done)
+    assert document["status"] == "FINISHED"
+
+    class Killed(BaseException):
+        pass
+
+    class Client:
+        """MLflow's client; the process ends after so many calls that write."""
+
+        def __init__(self, left):
+            self.inner, self.left, self.last = client(), left, None
+
+        def __getattr__(self, name):
+            def call(*arguments, **named):
+                answer = getattr(self.inner, name)(*arguments, **named)
+                if name.startswith(("log_", "create_", "finalize_", "set_", "update_")):
+                    self.left, self.last = self.left - 1, name
+                    if self.left < 0:
+                        raise Killed(name)
+                return answer
+
+            return call
+
+    seen = []
+    for stop in range(100):
+        unit, cut = f"cut{stop}", Client(stop)
+        atomic_write_json(outbox.files_of(unit)[0], {**document, "unit": unit, "outputs": {name: {**o, "digest": f"{stop:064x}"} if o["kind"] == "model" else o for name, o in document["outputs"].items()}})
+        projecting = projector.Projector()
+        projecting._client, projecting._uri = cut, outbox.tracking_uri()
+        try:
+            projecting.project(unit)
+        except Killed as killed:
+            seen.append(str(killed))
+        else:
+            break
+        assert projector.Projector().project(unit) == (True, None), seen[-1]
+        run = client().get_run(outbox.run_id_of(unit))
+        assert run.info.status == "FINISHED" and len(run.outputs.model_outputs) == 1 and points(run.info.run_id, "position", "abs") == expected(result.key), seen[-1]
+    assert {"log_outputs", "log_batch", "create_run", "create_logged_model"} <= set(seen) and len(seen) > 10

@@ -113,6 +113,38 @@ def test_a_full_disk_is_one_sentence_and_with_room_the_same_command_goes_on(disk
     assert run_stage("ingest", {"data": str(pairs)}).outputs == reference
 
 
+@pytest.mark.parametrize("files", [3, 12, 22])
+def test_a_disk_that_holds_no_more_files_is_told_as_that(disk, tmp_path, reference, pairs, files, monkeypatch):
+    """Its room is not what is lacking."""
+    home = disk(None)
+    subprocess.run(["mount", "-o", f"remount,nr_inodes={files}", str(home.parent)], check=True)
+    monkeypatch.setenv("POSTTRAIN_HOME", str(home))
+    with pytest.raises(StageError, match="can hold no more files .* inodes free, though [34].. MiB.*; remove files .*same command again") as failed:
+        run_stage("ingest", {"data": str(pairs)})
+    assert "Traceback" not in str(failed.value) and not published(home)
+    subprocess.run(["mount", "-o", "remount,nr_inodes=4000", str(home.parent)], check=True)
+    assert run_stage("ingest", {"data": str(pairs)}).outputs == reference
+
+
+def test_a_database_on_a_disk_without_inodes_or_that_may_only_be_read_is_told_as_that(disk, monkeypatch):
+    home = disk(None)
+    home.mkdir()
+    monkeypatch.setenv("POSTTRAIN_HOME", str(home))
+    database = sqlite3.connect(home / "a.db", isolation_level=None)
+    database.execute("CREATE TABLE t (x)")
+    assert refusal(sqlite3.OperationalError("unable to open database file")) is None and "may not be read or written" in refusal(sqlite3.OperationalError("attempt to write a readonly database"))
+    subprocess.run(["mount", "-o", "remount,nr_inodes=4", str(home.parent)], check=True)  # the directory itself, the home, the database, and no journal
+    (home / "last").touch()
+    with pytest.raises(sqlite3.OperationalError) as failed:
+        database.execute("INSERT INTO t VALUES (1)")
+    assert "can hold no more files" in refusal(failed.value)
+    database.close()
+    subprocess.run(["mount", "-o", "remount,ro,nr_inodes=4000", str(home.parent)], check=True)
+    with pytest.raises(sqlite3.OperationalError) as failed:
+        sqlite3.connect(home / "a.db").execute("INSERT INTO t VALUES (1)")
+    assert "read-only file system" in refusal(failed.value) and str(home) in refusal(failed.value)
+
+
 def test_a_result_that_could_not_be_told_any_more_is_told_as_finished_by_the_next_call(state_dir, monkeypatch):
     """The disk filled, or the process was killed, between the record and the last word to MLflow: the run is not shown as killed for ever."""
     monkeypatch.setenv("POSTTRAIN_TRACKING", "on")

@@ -1,0 +1,156 @@
+"""What a bad disk leaves behind: the doctor names it and what to do, and what it says works."""
+
+import contextlib
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+
+from stages.spec import PROJECT_ROOT
+from storage import mlflow_database, outbox, records, registry, store, tracking
+from storage.files import database_damage
+from tasks.run import run_stage
+
+TOY = "tests.toy_stage"
+
+
+def told(state, check):
+    """What a check of the doctor finds wrong."""
+    from flows import doctor
+
+    return [text for ok, text in getattr(doctor, check)(state, False) if not ok]
+
+
+def shortened(path):
+    os.truncate(path, 5)
+
+
+def changed(path):
+    """One byte, as bad memory does it; the size stays."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def emptied(path):
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("harm", [shortened, changed, emptied, os.unlink])
+@pytest.mark.parametrize("output, file", [("model", "weights.bin"), ("data", "part-00000.parquet"), ("data", "manifest.json")])
+def test_the_doctor_sees_every_kind_of_damage_and_rerun_mends_it(state_dir, tmp_path, harm, output, file):
+    result = run_stage(TOY, {}, {"steps": 3}, name_as="kept")
+    assert told(state_dir, "contents") == []
+    path = next(p for p in (state_dir / f"{output}s" if output == "model" else state_dir / "datasets" / "kept").rglob(file))
+    path.chmod(0o644)
+    harm(path)
+    found = told(state_dir, "contents")
+    assert len(found) == 1 and "posttrain rerun" in found[0], found
+    ref = found[0].split("`posttrain rerun ")[1].split("`")[0]
+    assert records.makers_of(records.digest_of(ref))[0]["key"] == result.key
+    again = run_stage(TOY, {}, {"steps": 3}, name_as="kept", force=True)
+    assert again.outputs == result.outputs and told(state_dir, "contents") == []
+
+
+def test_a_model_that_is_gone_is_made_again_by_the_name_it_had(state_dir):
+    """`posttrain rerun` asked for the very files that were to be made again."""
+    result = run_stage(TOY, {}, {"steps": 3}, name_as="kept")
+    ref = result.outputs["model"]
+    shutil.rmtree(result.paths["model"])
+    for name in (ref, "model:kept/1", "model:kept@candidate", "model:kept@latest"):
+        assert records.makers_of(records.digest_of(name))[0]["key"] == result.key
+    with pytest.raises(store.StoreError, match="`posttrain rerun model:kept/1` makes them again"):
+        store.resolve("model:kept/1")
+    with pytest.raises(store.StoreError):
+        records.digest_of("model:other/1")
+    env = {**os.environ, "POSTTRAIN_TRACKING": "off", "PYTHONPATH": str(PROJECT_ROOT)}
+    done = subprocess.run([sys.executable, "-m", "flows.cli", "rerun", "model:kept/1", "--json"], cwd=PROJECT_ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert all(row["same"] for row in json.loads(done.stdout.splitlines()[-1])["compared"]) and store.resolve("model:kept/1").path == result.paths["model"]
+
+
+def test_a_damaged_store_model_is_refused_before_a_stage_starts_on_it(state_dir, tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "config.json").write_text("{}")
+    save_file({"w": torch.zeros(200)}, tmp_path / "made" / "model.safetensors")
+    found = store.publish_model(tmp_path / "made")
+    os.truncate(f"{found.path}/model.safetensors", 300)
+    with pytest.raises(store.StoreError, match="damaged: model.safetensors has 300 of .* bytes"):
+        store.resolve(found.ref, "model")
+
+
+def test_the_doctor_names_records_and_lines_of_the_registry_that_cannot_be_read(state_dir):
+    from tasks.run import finish_flow, start_flow
+
+    run_stage(TOY, {}, {"steps": 3}, name_as="kept")
+    run = start_flow("demo", {})
+    finish_flow(run.run_id, "FINISHED")
+    registry.set_alias("kept", "champion", 1)
+    assert told(state_dir, "bookkeeping") == []
+    log = state_dir / "registry" / "models.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join([lines[0], "\0" * 40 + "\n", *lines[2:]]))
+    for folder in ("records", "runs"):
+        emptied(next((state_dir / folder).glob("*.json")))
+    found = told(state_dir, "bookkeeping")
+    assert ["/records/" in found[0], "/runs/" in found[1], "line 2 of" in found[2]] == [True] * 3 and len(found) == 3 and "remove it" in found[0]
+
+
+def harmed(path):
+    """The pages of the tables, not the head that says it is a database."""
+    with open(path, "r+b") as handle:
+        handle.seek(4096)
+        handle.write(os.urandom(4096 * 20))
+
+
+@pytest.mark.parametrize("harm", [harmed, lambda path: path.write_bytes(os.urandom(9000))])
+def test_a_damaged_database_is_told_with_what_to_do(state_dir, harm):
+    from flows import services
+
+    for name in ("mlflow.db", "prefect/prefect.db"):
+        path = state_dir / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with sqlite3.connect(path) as database:
+            database.execute("CREATE TABLE t (x)")
+            database.executemany("INSERT INTO t VALUES (?)", [("y" * 1000,) for _ in range(300)])
+        database.close()
+        assert database_damage(path) is None
+        harm(path)
+    mlflow, prefect = told(state_dir, "bookkeeping")
+    for text, name in ((mlflow, "mlflow.db"), (prefect, "prefect/prefect.db")):
+        assert f"{name} is damaged (" in text and f"mv {state_dir / name} " in text and "posttrain down" in text
+    (state_dir / "logs").mkdir()
+    (state_dir / "logs" / "prefect-embedded.log").write_text("")
+    ended = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    with pytest.raises(services.ServiceError, match="its database .*prefect.db is damaged .*Move it away"):
+        services._wait("the embedded Prefect server", ended, "http://127.0.0.1:9/", str(state_dir / "logs" / "prefect-embedded.log"))
+
+
+def test_a_lost_mlflow_database_is_made_anew_and_told_everything_again(state_dir, monkeypatch):
+    """Every run had been sent once, and so none was sent again: the UI stayed empty."""
+    monkeypatch.setenv("POSTTRAIN_TRACKING", "on")
+    monkeypatch.setenv("POSTTRAIN_TRACKING_WAIT_SECONDS", "200")
+    program = (f"from tasks.run import run_stage; from storage import tracking; run_stage({TOY!r}, {{}}, {{'steps': 4}}, name_as='kept'); assert tracking.sync()['pending'] == 0")
+
+    def shown():
+        with contextlib.closing(sqlite3.connect(state_dir / "mlflow.db")) as database:
+            return [database.execute(query).fetchall() for query in (
+                "SELECT r.name, r.status, m.key, m.step, m.value FROM runs r JOIN metrics m USING (run_uuid) WHERE m.key NOT LIKE 'perf/%' ORDER BY 3, 4",
+                "SELECT name, version, run_link IS NULL FROM model_versions", "SELECT name, alias, version FROM registered_model_aliases")]
+
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=PROJECT_ROOT, env=os.environ | {"PYTHONPATH": str(PROJECT_ROOT)}, timeout=300)  # MLflow keeps the file open
+    before = shown()
+    assert len(before[0]) > 8 and before[1] and before[2]
+    for left in state_dir.glob("mlflow.db*"):
+        left.unlink()
+    assert tracking.sync()["pending"] == 0 and not (state_dir / "mlflow.db").exists()  # where nothing is to be told, nothing is looked at
+    mlflow_database.make_database(outbox.tracking_uri())
+    assert tracking.sync() == {"sent": 1, "pending": 0, "error": None}
+    assert shown() == before

@@ -1,0 +1,82 @@
+"""A state directory of a group: what one of its users writes, the others can read and go on with, whatever their umask; and what is another user's is not taken for gone."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stages.spec import PROJECT_ROOT
+from storage import home, leases, store
+from storage.checkpoints import Checkpoints
+from storage.mlflow_database import make_database
+from storage.outbox import tracking_uri
+from tasks.run import run_stage
+
+TOY = "tests.toy_stage"
+
+
+@pytest.fixture
+def private_umask():
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
+
+
+def closed_to_the_group(folder):
+    """Files and directories below ``folder`` that its group may not read and write."""
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_symlink() and (p.stat().st_mode & 0o060) != 0o060)
+
+
+@pytest.fixture
+def shared(state_dir, private_umask, monkeypatch):
+    monkeypatch.setattr(home, "_settled", None)
+    state_dir.mkdir()
+    state_dir.chmod(0o2770)
+    return state_dir
+
+
+def test_what_is_written_into_a_directory_of_a_group_is_the_groups(shared):
+    run_stage(TOY, {}, {"steps": 7})
+    make_database(tracking_uri())
+    with leases.acquire("stage-x"):
+        assert closed_to_the_group(shared) == []
+    assert all(not p.stat().st_mode & 0o007 for p in shared.rglob("*"))  # others stay out, as the umask says
+
+
+def test_a_directory_of_one_user_keeps_to_his_umask(state_dir, private_umask, monkeypatch):
+    monkeypatch.setattr(home, "_settled", None)
+    run_stage(TOY, {}, {"steps": 7})
+    assert not [p for p in state_dir.rglob("*") if p.stat().st_mode & 0o077]
+
+
+def test_weights_have_the_mode_that_every_file_has(state_dir):
+    """The library that writes them gives them to their owner alone; in checkpoints and in the store whoever may read what lies beside them reads them, too."""
+    import torch
+    from safetensors.torch import save_file
+
+    before = os.umask(0o002)
+    try:
+        saved = Checkpoints(state_dir / "checkpoints").save(1, {}, {"weights": lambda path: save_file({"w": torch.zeros(2)}, path), "plain": b"x"})
+        (state_dir / "made").mkdir()
+        (state_dir / "made" / "config.json").write_text("{}")
+        save_file({"w": torch.zeros(2)}, state_dir / "made" / "model.safetensors")
+        published = store.publish_model(state_dir / "made")
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for folder in (saved.path, Path(published.path)) for path in folder.iterdir()} == {0o664}
+
+
+def test_prefects_own_files_are_the_groups_too(shared, monkeypatch):
+    """Prefect makes its directory for its owner alone, and SQLite its database without the right of the group to write."""
+    from flows import env
+
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    env.prepare()
+    assert (shared / "prefect").stat().st_mode & 0o070 == 0o070 and (shared / "prefect" / "prefect.db").stat().st_mode & 0o060 == 0o060
+    program = ("import asyncio, datetime, sys; from flows import env; env.prepare(); from flows.prefect_leases import ConcurrencyLeaseStorage as Storage\n"
+               "lease = asyncio.run(Storage().create_lease([], datetime.timedelta(seconds=60)))\nassert asyncio.run(Storage().read_lease(lease.id)) == lease")
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=PROJECT_ROOT, env={**os.environ, "POSTTRAIN_HOME": str(shared)}, timeout=120)
+    assert list((shared / "prefect" / "concurrency_leases").glob("*.json")) and closed_to_the_group(shared) == []
