@@ -462,6 +462,7 @@ class Crediting:
             extra["skip_forward"] = not any(m.any() for m in masks) or bool(
                 not row.objective and not advantages[rows.start:rows.stop].any() and not row.kl_loss_coef and not config.entropy_coef
                 and not row.positive_nll_coef and not (self.critic is not None and self.critic.trainer is None)
+                and not (scored.kept_close_BT is not None and scored.kept_close_BT[rows.start:rows.stop].any())
                 and row.update != "trust_region")  # whose KL is a mean over the same tokens as its surrogate
             final.append(make_item(item.row_id, item.prompt, item.responses, masks, by_response=by_response, **extra))
         return final
