@@ -31,8 +31,8 @@ def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, render
     if repeated:
         raise ValueError(f"two reward components are called {repeated[0]!r}; give every component its own name")
     for component in components:
-        if component.votes_of and component.votes_of not in [c.name for c in components if c.kind != "majority"]:
-            raise ValueError(f"reward {component.name!r}: votes_of={component.votes_of!r} is no other component; write the name of one of them, "
+        if component.votes_of and component.votes_of not in (able := [c.name for c in components if c.kind not in READ_OTHERS]):
+            raise ValueError(f"reward {component.name!r}: votes_of={component.votes_of!r} is no component that scores answers one by one; write one of {', '.join(able) or 'yours, once there is one'}, "
                              "or leave it out")
     scorers = {}
     for component in components:
