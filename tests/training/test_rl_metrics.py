@@ -33,6 +33,17 @@ def test_weights_that_are_logged_by_hand(rl):  # noqa: F811
     assert metrics[0]["sampling/importance_weight/mean"] == pytest.approx(1.0, abs=1e-3) and metrics[0]["sampling/importance_weight/ess_fraction"] == pytest.approx(1.0, abs=1e-3)
 
 
+def test_the_share_of_cut_weights_does_not_depend_on_their_normalisation(rl):  # noqa: F811
+    found, settings = {}, {"preset": "dr_grpo", "top_k": 100, "importance_correction": "token_truncate", "importance_clip_max": 0.75, "max_steps": 1}
+    for normalised in (False, True):
+        result, metrics = rl(f"tis-{normalised}", {**settings, "importance_normalise": normalised})
+        ratios = np.concatenate([np.exp(np.subtract(r["logp_old"], r["logp_rollout"])) for r in rows_of(result)])
+        found[normalised] = metrics[0]
+    cut = (ratios >= 0.75).mean()
+    assert 0 < cut < 1 and all(m["sampling/importance_weight/cut_fraction"] == pytest.approx(cut) for m in found.values())
+    assert found[True]["sampling/importance_weight/mean"] == pytest.approx(1.0) and found[False]["sampling/importance_weight/mean"] == pytest.approx(np.minimum(ratios, 0.75).mean(), rel=1e-5)
+
+
 def test_the_taper_of_topr_is_logged(rl):  # noqa: F811
     logps, old = torch.tensor([[-1.0, -1.0], [-3.0, -1.0], [-1.0, 0.0], [0.0, 0.0]]), torch.tensor([[-2.0, -1.0], [-1.0, -1.0], [-2.0, 0.0], [0.0, 0.0]])
     mask, advantages = torch.tensor([[1, 1], [1, 1], [1, 0], [0, 0]]).bool(), torch.tensor([[1.0, 1.0], [-1.0, -1.0], [-2.0, 0.0], [0.0, 0.0]])
