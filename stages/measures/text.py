@@ -65,8 +65,9 @@ def script_of(character: str) -> str:
 
 
 def scripts(text: str) -> set[str]:
-    """Scripts of the letters of a text."""
-    return {script_of(character) for character in set(text)} - {""}
+    """Scripts of the letters of a text; one with Japanese letters has all three that Japanese is written in."""
+    found = {script_of(character) for character in set(text)} - {""}
+    return found | {"HIRAGANA", "KATAKANA", "CJK"} if found & {"HIRAGANA", "KATAKANA"} else found
 
 
 def special_character_rate(text: str) -> float:

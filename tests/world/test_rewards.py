@@ -82,6 +82,12 @@ def test_vowel_signs_and_accents_do_not_end_a_word():
     assert language_share("हिन्दी ab", ("DEVANAGARI",), "char") == pytest.approx(3 / 5)  # letters, of which signs are none
 
 
+def test_japanese_that_is_answered_in_japanese_is_no_switch():
+    from stages.measures.text import scripts
+
+    assert not scripts("データは人口です") - scripts("これは？") and not scripts("因此") - scripts("是什么") and scripts("これ") - scripts("是什么") and scripts("two") - scripts("これは？") == {"LATIN"}
+
+
 def test_missing_policies():
     def total(policy, parts):
         return build_rewards([RewardComponent(name=name, kind="length", weight=weight, on_missing=policy) for name, weight in (("a", 1.0), ("b", 0.5))], {}).total_of(parts).total
