@@ -84,7 +84,9 @@ def test_vowel_signs_and_accents_do_not_end_a_word():
 
 def test_japanese_that_is_answered_in_japanese_is_no_switch():
     from stages.measures.text import scripts
+    from stages.mix import mixed_scripts
 
+    assert mixed_scripts("東京のデータベースを使う人々") == 0.0 and mixed_scripts("因此 two") == pytest.approx(0.4) == mixed_scripts("これ two")  # mix drop_mixed_languages
     assert not scripts("データは人口です") - scripts("これは？") and not scripts("因此") - scripts("是什么") and scripts("これ") - scripts("是什么") and scripts("two") - scripts("これは？") == {"LATIN"}
 
 
