@@ -355,12 +355,11 @@ def confidence(component: RewardComponent, verdict: Verdict) -> float:
     return max(p, 1.0 - p)
 
 
-def present_weights(parts: dict, weights: dict[str, float], policies: dict[str, str] | str = "skip") -> dict[str, float] | None:
+def present_weights(parts: dict, weights: dict[str, float], policy: dict[str, str]) -> dict[str, float] | None:
     """Weights of the parts that are present (not None); None when nothing is left, a missing part invalidates, or its weight has nothing to go to.
 
-    policies: per part, or one for all: `skip`, `renormalise` (times sum of all weights / sum of present weights), `invalidate`.
+    policy: per part `skip`, `renormalise` (times sum of all weights / sum of present weights) or `invalidate`.
     """
-    policy = policies if isinstance(policies, dict) else {name: policies for name in parts}
     present = [name for name, value in parts.items() if value is not None]
     missing = [name for name in parts if name not in present]
     dropped, kept = sum(weights[name] for name in missing if policy[name] == "renormalise"), sum(weights[name] for name in present)
