@@ -225,8 +225,10 @@ def unreadable(row: dict, config) -> str | None:
 
 
 def mixed_scripts(text: str) -> float:
-    """Share of the letters that are not of the text's most frequent script (Latin, Cyrillic, CJK ...), by their Unicode names."""
+    """Share of the letters that are not of the text's most frequent script (Latin, Cyrillic, CJK ...), by their Unicode names; the three scripts of Japanese are one where there is kana."""
     import unicodedata
 
     scripts = Counter(unicodedata.name(letter, "?").split()[0] for letter in text if letter.isalpha())
+    if scripts.keys() & {"HIRAGANA", "KATAKANA"}:
+        scripts["HIRAGANA"] += sum(scripts.pop(name, 0) for name in ("KATAKANA", "KATAKANA-HIRAGANA", "CJK", "IDEOGRAPHIC"))
     return 1.0 - max(scripts.values()) / sum(scripts.values()) if scripts else 0.0

@@ -51,16 +51,23 @@ def reflection_counts(texts: Sequence[str], words: Sequence[str] = REFLECTION_WO
     return {"count": counts, "share_with_any": sum(count > 0 for count in counts) / len(counts) if counts else 0.0}
 
 
+_NO_SCRIPT = ("GREEK", "MATHEMATICAL", "DOUBLE-STRUCK", "SCRIPT", "BLACK-LETTER", "MICRO", "FEMININE", "MASCULINE", "MODIFIER", "KATAKANA-HIRAGANA", "SUPERSCRIPT", "OHM", "KELVIN", "ANGSTROM",
+              "PLANCK", "EULER", "ALEF", "BET", "GIMEL", "DALET", "INFORMATION")
+
+
 @lru_cache(maxsize=65536)
 def script_of(character: str) -> str:
-    """First word of a letter's Unicode name (LATIN, CYRILLIC, CJK ...); empty for everything else, and for GREEK and the letters of formulas."""
-    found = unicodedata.name(character, "").split(" ")[0] if character.isalpha() else ""
-    return "" if found in ("GREEK", "MATHEMATICAL", "DOUBLE-STRUCK", "SCRIPT", "BLACK-LETTER", "MICRO", "FEMININE", "MASCULINE", "MODIFIER") else found
+    """First word of a letter's Unicode name (LATIN, CYRILLIC, CJK ...), of letters in full or half width the next one; empty for everything else, for GREEK and the letters of formulas and
+    units, and for the sign of a long vowel that both scripts of Japanese have."""
+    names = unicodedata.name(character, "").split(" ") if character.isalpha() else [""]
+    found = names[1] if names[0] in ("FULLWIDTH", "HALFWIDTH") else {"IDEOGRAPHIC": "CJK"}.get(names[0], names[0])
+    return "" if found in _NO_SCRIPT else found
 
 
 def scripts(text: str) -> set[str]:
-    """Scripts of the letters of a text."""
-    return {script_of(character) for character in set(text)} - {""}
+    """Scripts of the letters of a text; one with Japanese letters has all three that Japanese is written in."""
+    found = {script_of(character) for character in set(text)} - {""}
+    return found | {"HIRAGANA", "KATAKANA", "CJK"} if found & {"HIRAGANA", "KATAKANA"} else found
 
 
 def special_character_rate(text: str) -> float:

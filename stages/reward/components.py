@@ -220,6 +220,8 @@ class RewardComponent(StageConfig):
         if self.domains and (self.tier or self.kind in READ_OTHERS):
             raise ValueError(f"reward {self.name!r}: domains is not for {f'tier={self.tier}' if self.tier else f'kind {self.kind}'}, which reads what other components said of every "
                              "prompt; leave one of them out")
+        if self.kind == "majority" and self.tier:
+            raise ValueError(f"reward {self.name!r}: tier is not for kind majority, which compares all answers to a prompt after the other components have said theirs; leave tier out")
         if self.kind == "group_preference" and not self.group:
             raise ValueError(f"reward {self.name!r}: kind group_preference needs group=NAME, a group of the input `context`")
         if self.kind == "regex" and not self.pattern:

@@ -31,8 +31,8 @@ def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, render
     if repeated:
         raise ValueError(f"two reward components are called {repeated[0]!r}; give every component its own name")
     for component in components:
-        if component.votes_of and component.votes_of not in [c.name for c in components if c.kind != "majority"]:
-            raise ValueError(f"reward {component.name!r}: votes_of={component.votes_of!r} is no other component; write the name of one of them, "
+        if component.votes_of and component.votes_of not in (able := [c.name for c in components if c.kind not in READ_OTHERS]):
+            raise ValueError(f"reward {component.name!r}: votes_of={component.votes_of!r} is no component that scores answers one by one; write one of {', '.join(able) or 'yours, once there is one'}, "
                              "or leave it out")
     check_inputs(components, inputs)
     scorers = {}
@@ -363,12 +363,11 @@ def confidence(component: RewardComponent, verdict: Verdict) -> float:
     return max(p, 1.0 - p)
 
 
-def present_weights(parts: dict, weights: dict[str, float], policies: dict[str, str] | str = "skip") -> dict[str, float] | None:
+def present_weights(parts: dict, weights: dict[str, float], policy: dict[str, str]) -> dict[str, float] | None:
     """Weights of the parts that are present (not None); None when nothing is left, a missing part invalidates, or its weight has nothing to go to.
 
-    policies: per part, or one for all: `skip`, `renormalise` (times sum of all weights / sum of present weights), `invalidate`.
+    policy: per part `skip`, `renormalise` (times sum of all weights / sum of present weights) or `invalidate`.
     """
-    policy = policies if isinstance(policies, dict) else {name: policies for name in parts}
     present = [name for name, value in parts.items() if value is not None]
     missing = [name for name in parts if name not in present]
     dropped, kept = sum(weights[name] for name in missing if policy[name] == "renormalise"), sum(weights[name] for name in present)

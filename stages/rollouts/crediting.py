@@ -102,7 +102,7 @@ class Crediting:
             start = self.logps(self.policy.model, items)
         if any(s.context_ids is not None for s in samples):
             plain = self.logps(self.policy.model, [make_item(g.prompt["row_id"], g.ids, [s.ids for s in g.samples], [s.action_mask for s in g.samples], by_response=()) for g in groups])
-        weights = self._importance_weights(padded(old), padded(sampled), mask) if config.importance_correction != "none" else None
+        weights, largest = self._importance_weights(padded(old), padded(sampled), mask) if config.importance_correction != "none" else (None, None)
         rejected = self._rejected(padded(old), padded(sampled), mask) if config.rejection != "none" else None
         ref = None
         if row.needs_reference or config.monitor_kl:
@@ -174,7 +174,7 @@ class Crediting:
         if batch.steps_paid or row.advantage in ("reward_to_go", "gae", "turn_returns"):
             metrics |= return_metrics(batch, credit, trained, row.gamma)
         if weights is not None:
-            metrics |= weight_metrics(weights, batch.trained(trained), config.importance_correction, config.importance_clip_max)
+            metrics |= weight_metrics(weights, batch.trained(trained), config.importance_correction, largest)
         if rejected is not None:
             on = batch.mask_BT & trained[:, None]
             metrics |= {"sampling/rejected_fraction": float(rejected[on].mean()) if on.any() else 0.0,
@@ -273,19 +273,20 @@ class Crediting:
                              "engine=builtin or engine=vllm.")
         return sampled
 
-    def _importance_weights(self, old, sampled, mask):
+    def _importance_weights(self, old, sampled, mask) -> tuple[np.ndarray, float]:
+        """(importance weights [B, T], the largest that they may be)."""
         import torch
 
         from stages.losses import truncated_importance_weights
 
         found = truncated_importance_weights(torch.tensor(old), torch.tensor(sampled), torch.tensor(mask), self.config.importance_correction,
                                              self.config.importance_clip_max, self.config.importance_clip_min)
-        weights = found.expand(mask.shape).numpy()
+        weights, largest = found.expand(mask.shape).numpy(), self.config.importance_clip_max
         if not self.config.importance_normalise:
-            return weights
+            return weights, largest
         on = mask if self.config.importance_correction.startswith("token") else mask & (mask.cumsum(1) == 1)  # of a sequence at its first token
         mean = weights[on].mean() if on.any() else 0.0
-        return weights / mean if mean > 0 else weights
+        return (weights / mean, largest / mean) if mean > 0 else (weights, largest)
 
     def _rejected(self, old, sampled, mask):
         import torch
@@ -462,6 +463,7 @@ class Crediting:
             extra["skip_forward"] = not any(m.any() for m in masks) or bool(
                 not row.objective and not advantages[rows.start:rows.stop].any() and not row.kl_loss_coef and not config.entropy_coef
                 and not row.positive_nll_coef and not (self.critic is not None and self.critic.trainer is None)
+                and not (scored.kept_close_BT is not None and scored.kept_close_BT[rows.start:rows.stop].any())
                 and row.update != "trust_region")  # whose KL is a mean over the same tokens as its surrogate
             final.append(make_item(item.row_id, item.prompt, item.responses, masks, by_response=by_response, **extra))
         return final

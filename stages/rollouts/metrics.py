@@ -142,8 +142,9 @@ def off_policy_metrics(versions: Sequence[int], version: int, sampled, old) -> d
     """How old the policies are that sampled (optimizer steps; -1 = of another run), and how far their log-probs are from the current policy's."""
     late = [version - v for v in versions if v >= 0]
     out = {"staleness/mean": float(np.mean(late)), "staleness/max": float(max(late))} if late else {}
-    if old is not sampled:
-        out["sampling/logp_difference"] = float(np.mean([abs(np.mean(np.subtract(a, b))) for a, b in zip(old, sampled) if len(a)]))
+    apart = [abs(np.mean(np.subtract(a, b))) for a, b in zip(old, sampled) if len(a) and b is not None] if old is not sampled else []  # None: of an engine that gives none
+    if apart:
+        out["sampling/logp_difference"] = float(np.mean(apart))
     return out
 
 

@@ -53,16 +53,23 @@ SCRIPTS = {**dict.fromkeys(("en", "de", "fr", "es", "it", "pt", "nl", "pl", "cs"
 _NO_PROSE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]*\$|\\\(.*?\\\)|\\\[.*?\\\]", re.S)
 
 
+_JOINS = "\u200c\u200d\u30fc\uff70"  # zero-width joiner and non-joiner, and the sign of a long vowel of Japanese
+
+
 def language_share(text: str, scripts: Sequence[str], unit: str = "word") -> float:
     """Share of the words (``unit="char"``: letters) of a text that are of the given scripts; 1 without any (reward.language).
 
-    Words are runs of letters of one script, an ideograph is a word of its own; code and formulas do not count.
+    Words are runs of letters of one script, with the vowel signs and accents between them; an ideograph is a word of its own; code and formulas do not count.
     """
+    import unicodedata
+
     from stages.measures.text import script_of
 
     counts, previous = {True: 0, False: 0}, ""
     for character in _NO_PROSE.sub(" ", text):
         script = script_of(character)
+        if not script and (character in _JOINS or unicodedata.category(character)[0] == "M"):  # part of the word that it stands in
+            continue
         if script and (unit == "char" or script == "CJK" or script != previous):
             counts[script in scripts] += 1
         previous = script
@@ -80,6 +87,8 @@ def language_of(row: dict) -> tuple[str, ...] | None:
     if not letters:
         return None
     most = max(sorted(set(letters)), key=letters.count)
+    if most == "CJK" and 10 * sum(letter in ("HIRAGANA", "KATAKANA") for letter in letters) > letters.count("CJK"):  # Japanese of many ideographs
+        return SCRIPTS["ja"]
     return {"HIRAGANA": SCRIPTS["ja"], "KATAKANA": SCRIPTS["ja"], "HANGUL": SCRIPTS["ko"]}.get(most, (most,))
 
 

@@ -76,6 +76,12 @@ def test_failed_scores_leave_the_statistics():
     assert adv.tolist() == [0.5, -0.5, 0.0]
 
 
+def test_a_batch_mean_is_that_of_what_counts():
+    adv, counted = estimators.group_advantage([1.0, math.nan, 4.0, 9.0], [*"aabb"], "batch_mean", valid=[True, True, True, False])
+    assert adv.tolist() == [-1.5, 0.0, 1.5, 0.0] and counted.tolist() == [True, False, True, False]
+    assert estimators.group_advantage([math.nan], ["a"], "batch_mean")[0].tolist() == [0.0]
+
+
 def test_shift_and_scale_of_rewards():
     rng = np.random.default_rng(3)
     r, ids = rng.normal(size=8), ["a"] * 4 + ["b"] * 4

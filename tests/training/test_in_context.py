@@ -209,6 +209,10 @@ def test_votes_need_no_gold_answer_and_can_be_weighted():
     assert [s.total for s in plain.score(verdict_rows(["x", "y"]))] == [0, 0]
     with pytest.raises(ValueError, match="votes_of='nobody'"):
         build_rewards([RewardComponent(kind="majority", votes_of="nobody")], {})
+    with pytest.raises(ValueError, match="votes_of='short' is no component that scores answers one by one"):  # it is scored beside the votes, too late to weigh them
+        build_rewards([RewardComponent(kind="length_group", name="short"), RewardComponent(kind="majority", votes_of="short")], {})
+    with pytest.raises(ValueError, match="tier is not for kind majority"):
+        RewardComponent(kind="majority", tier="rule")
 
 
 def test_self_consistent_answers_are_selected(spec, tiny, data):

@@ -8,7 +8,7 @@ from stages.losses import tapered_weights
 from stages.models.modeling import load_policy
 from stages.policy.sequence_losses import Responses, tapered_log
 from stages.rl import Config, resolve_preset
-from stages.rollouts.metrics import weight_metrics
+from stages.rollouts.metrics import off_policy_metrics, weight_metrics
 from storage.datasets import write_dataset
 from storage.schema import complete_row
 from tests.training.test_rl_parts import rl, rows_of  # noqa: F401
@@ -31,6 +31,23 @@ def test_weights_that_are_logged_by_hand(rl):  # noqa: F811
     assert weight_metrics(np.zeros((1, 2)), np.ones((1, 2), bool), "token_mask", 2.0)["sampling/importance_weight/cut_fraction"] == 1.0
     _, metrics = rl("tis", {"preset": "dr_grpo", "importance_correction": "token_truncate", "max_steps": 1})
     assert metrics[0]["sampling/importance_weight/mean"] == pytest.approx(1.0, abs=1e-3) and metrics[0]["sampling/importance_weight/ess_fraction"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_an_engine_without_log_probs_has_no_distance_to_them():
+    found = off_policy_metrics([0, 2, -1], 3, [[-1.0, -2.0], None, []], [[-1.5, -2.5], [-1.0], []])
+    assert found == {"staleness/mean": 2.0, "staleness/max": 3.0, "sampling/logp_difference": 0.5}
+    assert off_policy_metrics([1], 3, [None], [[-1.0]]) == {"staleness/mean": 2.0, "staleness/max": 2.0}
+
+
+def test_the_share_of_cut_weights_does_not_depend_on_their_normalisation(rl):  # noqa: F811
+    found, settings = {}, {"preset": "dr_grpo", "top_k": 100, "importance_correction": "token_truncate", "importance_clip_max": 0.75, "max_steps": 1}
+    for normalised in (False, True):
+        result, metrics = rl(f"tis-{normalised}", {**settings, "importance_normalise": normalised})
+        ratios = np.concatenate([np.exp(np.subtract(r["logp_old"], r["logp_rollout"])) for r in rows_of(result)])
+        found[normalised] = metrics[0]
+    cut = (ratios >= 0.75).mean()
+    assert 0 < cut < 1 and all(m["sampling/importance_weight/cut_fraction"] == pytest.approx(cut) for m in found.values())
+    assert found[True]["sampling/importance_weight/mean"] == pytest.approx(1.0) and found[False]["sampling/importance_weight/mean"] == pytest.approx(np.minimum(ratios, 0.75).mean(), rel=1e-5)
 
 
 def test_the_taper_of_topr_is_logged(rl):  # noqa: F811

@@ -529,6 +529,9 @@ def test_prompt_orders(rl):
     seen = rows(passes, n) + rows(passes, n)
     assert sorted(seen[:n]) == sorted(seen[n:]) == list(range(n)) and seen[:n] != seen[n:]
     assert rows(ordered(curriculum="easy_to_hard"), n) == sorted(range(n), key=lambda i: i % 3)
+    places = sorted(range(n), key=lambda i: i % 3)
+    mixed = [places.index(i) for i in rows(ordered(curriculum="easy_to_hard", curriculum_mix=0.999999), 2 * n)]  # an easier one in the place of all but the easiest
+    assert all(mixed[k] < k % n or mixed[k] == 0 == k % n for k in range(2 * n)) and len(set(mixed)) > 3
     means = [np.mean([i % 3 for i in rows(ordered(curriculum="gaussian", curriculum_sigma=0.3), 60, version)]) for version in (0, 50, 100)]
     assert means[0] < 0.2 and 0.8 < means[1] < 1.2 and means[2] > 1.8
     rerank = ordered(curriculum="rerank")

@@ -8,10 +8,12 @@ import torch
 
 from stages.algorithms import SURROGATE_OPTIONS
 from stages.estimators import top_entropy_tokens
+from stages.generation import Sample
 from stages.losses import gamma_weights, off_policy_keep, policy_loss, soft_gate, truncated_importance_weights
 from stages.models.modeling import load_policy
 from stages.policy.policy_update import PolicyGradient
 from stages.rl import Config, resolve_preset
+from stages.rollouts.groups import Group
 from stages.spec import ConfigError
 from tests.training.test_rl_parts import rl, rows_of  # noqa: F401
 
@@ -381,6 +383,20 @@ def test_the_stage_leaves_tokens_out_or_keeps_them_close_by_their_covariance(rl)
         loss -= row["advantages"][0] * float(d.exp().sum())
         penalty += 2.0 * float(d.abs()[torch.tensor(c >= bound)].sum())
     assert metrics[1]["train/loss"] == pytest.approx((loss + penalty) / tokens, rel=1e-3, abs=1e-5) and penalty > 1e-2
+
+
+def test_a_group_without_advantage_is_forwarded_where_its_tokens_are_kept_close(rl):  # noqa: F811
+    """The mean advantage of a batch of unequal lengths is not 0, so a token of a group of equal rewards can be of the largest covariance; its penalty must not leave the step with the group's forward."""
+    source = rl.source("kl-cov-dead", {"preset": "grpo", "beta": 0.0, "surrogate": "none", "covariance_kl": 0.4, "num_iterations": 2})
+    prompts = source.order.take(2, 0)
+    totals, lengths = ((1.0, 0.0), (0.5, 0.5)), ((5, 1), (5, 5))
+    groups = [Group(prompt, ids, [Sample(prompt, ids, k, list(range(5, 5 + n)), [-3.0 if one[0] == one[1] else -0.1] * n, "eos", "", total, {}, {}) for k, (total, n) in enumerate(zip(one, long))], 0)
+              for (prompt, ids), one, long in zip(prompts, totals, lengths)]
+    live, dead = source.crediting(groups, 0, 0).items
+    assert not np.any(dead.extra["advantages"]) and np.any(dead.extra["kept_close"]) and not dead.extra["skip_forward"]
+    plain = rl.source("no-kl-cov", {"preset": "grpo", "beta": 0.0, "num_iterations": 2})
+    live, dead = plain.crediting(groups, 0, 0).items
+    assert dead.extra["skip_forward"] and not live.extra["skip_forward"]
 
 
 def test_rounding_alone_pays_no_covariance_penalty(tiny):

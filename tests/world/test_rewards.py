@@ -68,6 +68,28 @@ def test_an_answer_is_in_the_language_of_its_prompt(text, prompt, value):
         assert scored.total == pytest.approx(0.1 * value)  # beside an accuracy of 1
 
 
+def test_vowel_signs_and_accents_do_not_end_a_word():
+    """A word of Hindi, Thai or pointed Hebrew is one word, as is one whose accents are characters of their own or that a zero-width joiner holds together."""
+    from stages.verification.verifiers import SCRIPTS, language_of, language_share
+
+    assert language_of({"prompt": [{"role": "user", "content": "東京都港区虎ノ門の人口は？"}]}) == SCRIPTS["ja"] and language_of({"prompt": [{"role": "user", "content": "因此"}]}) == ("CJK",)
+    for text, script, share in (("हिन्दी में three more words", "DEVANAGARI", 2 / 5), ("ที่นี่ two words", "THAI", 1 / 3), ("שָׁלוֹם peace be", "HEBREW", 1 / 3), ("cafe\u0301s мир", "LATIN", 1 / 2),
+                                ("می\u200cخواهم this and that", "ARABIC", 1 / 4)):
+        assert language_share(text, (script,)) == pytest.approx(share), text
+    for text in ("データベースを使う人々", "らーめん", "ﾃﾞｰﾀ"):
+        assert language_share(text, SCRIPTS["ja"]) == 1.0, text
+    assert language_share("らーめん two", SCRIPTS["ja"]) == 1 / 2 and language_share("ＡＢＣ 東", ("LATIN",)) == 1 / 2 and language_share("5 \u2126, 3 \u212a да", ("CYRILLIC",)) == 1.0
+    assert language_share("हिन्दी ab", ("DEVANAGARI",), "char") == pytest.approx(3 / 5)  # letters, of which signs are none
+
+
+def test_japanese_that_is_answered_in_japanese_is_no_switch():
+    from stages.measures.text import scripts
+    from stages.mix import mixed_scripts
+
+    assert mixed_scripts("東京のデータベースを使う人々") == 0.0 and mixed_scripts("因此 two") == pytest.approx(0.4) == mixed_scripts("これ two")  # mix drop_mixed_languages
+    assert not scripts("データは人口です") - scripts("これは？") and not scripts("因此") - scripts("是什么") and scripts("これ") - scripts("是什么") and scripts("two") - scripts("これは？") == {"LATIN"}
+
+
 def test_missing_policies():
     def total(policy, parts):
         return build_rewards([RewardComponent(name=name, kind="length", weight=weight, on_missing=policy) for name, weight in (("a", 1.0), ("b", 0.5))], {}).total_of(parts).total
