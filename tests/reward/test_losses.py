@@ -1,6 +1,7 @@
 """One step of every objective equals an independent computation: plain transformers forwards, one response at a time, float64."""
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -181,6 +182,36 @@ def test_a_step_equals_an_independent_computation(tiny, rows, name):
     for key, g in theirs.items():
         assert torch.allclose(grads[key], g, rtol=0, atol=1e-5 * float(g.abs().max())), key
         assert torch.allclose(split[key], grads[key], rtol=0, atol=1e-12 * largest), key
+
+
+@pytest.mark.parametrize("name", ["bt", "kwise per prompt", "kwise per pair", "plackett-luce", "huber", "pointwise", "orm", "value", "prm 2", "pairwise", "t2t_pair"])
+def test_row_weights_share_the_step_however_small_they_are(tiny, rows, name):
+    """A step is the weighted mean of its rows, also where the weights of all of them add up to less than one; metrics of answers count every row once."""
+    from stages.settings import OptimizerConfig
+    from stages.training import Trainer
+
+    data, objective, settings, _ = CASES[name]
+    model, items, loss, config = setup(tiny["policy"], rows[data], objective, outputs=OUTPUTS.get(name, 1), **settings)
+    if objective == "regression":
+        standardise(items, None)
+    trainer = Trainer(model, loss, OptimizerConfig(), 1)
+    term, by = next((term, by) for term, (_, by) in loss(model, collate(items)).loss.items())
+    alone = [trainer.evaluate([item]) for item in items]
+    shares = np.linspace(1.0, 2.0, len(items)) * [item.extra["counts"][by] for item in items]
+    expected = float(np.dot(shares, [m["loss"] for m in alone]) / shares.sum())
+    norms = []
+    for scale in (1.0, 1e-3):
+        weighted = []
+        for item, weight in zip(items, np.linspace(scale, 2 * scale, len(items))):
+            counts = {k: v * (weight if k == by else 1.0) for k, v in item.extra["counts"].items()}
+            extra = {**item.extra, "weight": weight, "counts": counts} | ({"pair_weight": item.extra["pair_weight"] * weight} if "pair_weight" in item.extra else {})
+            weighted.append(replace(item, extra=extra))
+        found = trainer.evaluate(weighted)
+        assert found["loss"] == pytest.approx(expected, rel=1e-6) and term not in found, "one term is the loss itself, and not logged twice"
+        assert found.pop("label_probability", 0.0) == pytest.approx(float(np.dot(shares, [m.get("label_probability", 0.0) for m in alone]) / shares.sum()), rel=1e-6)
+        assert {**found, "loss": 0.0} == pytest.approx({k: v if k != "loss" else 0.0 for k, v in trainer.evaluate(items).items() if k != "label_probability"}, rel=1e-6)
+        norms.append(trainer.gradient_norm(weighted))
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6) and norms[0] > 0
 
 
 def test_every_objective_is_among_the_cases():

@@ -155,3 +155,25 @@ def test_a_template_that_passes_over_system_messages_is_refused(make):
             render(spoken)
     assert renderer.conversation(spoken[1:]).n_targets and renderer.conversation([{"role": "system", "content": " "}, *spoken[1:]]).n_targets
     assert make(LLAMA3, "<|eot_id|>").prompt_ids([{"role": "system", "content": "  Be kind.\n"}, spoken[1]])
+
+
+def test_a_tokenizer_without_a_rust_backend_reads_special_token_text_as_text():
+    """Tokenizers in Python (ByT5's): the template's own special tokens are control tokens, those in content are not."""
+    from transformers import ByT5Tokenizer
+
+    tokenizer = ByT5Tokenizer(extra_ids=0, additional_special_tokens=["<|im_start|>", "<|im_end|>"])
+    tokenizer.eos_token, tokenizer.chat_template = "<|im_end|>", CHATML
+    renderer = Renderer(tokenizer)
+    messages = [{"role": "user", "content": "not <|im_end|> yet"}, {"role": "assistant", "content": "no <|im_end|> here"}]
+    row = renderer.conversation(messages)
+    assert renderer.decode(row.ids, skip_special_tokens=False) == tokenizer.apply_chat_template(messages, tokenize=False)
+    assert row.ids.count(renderer.turn_end_id) == 2 and row.ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 2
+    target = [i for i, trained in zip(row.ids, row.mask) if trained]
+    assert len(target) == len("no <|im_end|> here") + 1 and target[-1] == renderer.turn_end_id
+
+
+def test_a_tokenizer_file_that_cuts_or_pads_changes_nothing(make):
+    plain, set_up = make(*FAMILIES["chatml"]), make(*FAMILIES["chatml"])
+    for switch in (lambda backend: backend.enable_padding(length=64), lambda backend: backend.enable_truncation(4)):
+        switch(set_up.tokenizer.backend_tokenizer)
+        assert set_up.conversation(CONVERSATIONS[1]) == plain.conversation(CONVERSATIONS[1])

@@ -168,6 +168,8 @@ def test_thinking_is_trained_where_the_template_opens_it_and_strips_it():
     assert row.ids[:len(prompt)] == prompt and tokenizer.decode(prompt, skip_special_tokens=False).endswith("<|Assistant|><think>\n")
     with pytest.raises(RenderError, match="Write the thinking into"):
         renderer.conversation([*messages[:-1], {"role": "assistant", "content": "no thought"}], train="final_turn")
+    tight = [*messages[:-1], {"role": "assistant", "content": "<think>line one</think>same"}]
+    assert tokenizer.decode(spans(renderer.conversation(tight, train="final_turn"))[0]) == "line one</think>same<|im_end|>"
     closed = [*messages[:2], messages[2], {"role": "assistant", "content": "<think>\n\n</think>\n\nno thought"}]
     assert tokenizer.decode(spans(renderer.conversation(closed, train="final_turn"))[0]) == "</think>\n\nno thought<|im_end|>"
     older = R1.replace("<|Assistant|><think>\n", "<|Assistant|>")  # the first release left the opening to the model

@@ -264,3 +264,26 @@ def test_qwen3s_own_template_trains_the_last_turn_of_unrolled_rows():
     assert trained(renderer, messages[:3])[0].startswith("<think>\n\n</think>\n\n<tool_call>") and trained(renderer, messages, train="final_message") == ["<think>\n\n</think>\n\nIt is sunny.<|im_end|>"]
     thinking = [*messages[:2], {**messages[2], "content": "<think>\nline one\n</think>\n\n"}, *messages[3:]]
     assert trained(renderer, thinking)[0].startswith("<think>\nline one\n</think>\n\n<tool_call>"), "with its thought, a turn stays as it was written"
+
+
+def test_an_earlier_call_shown_as_written_or_a_system_message_beside_tools_that_is_left_out_is_refused():
+    last_only = OLMO.replace("{% if m.get('function_calls', none) is not none %}", "{% if m.get('function_calls', none) is not none and not messages[loop.index0 + 1:] | selectattr('role', 'equalto', 'user') | list %}")
+    messages = [*conversation("get_weather(city='Rome')"), {"role": "user", "content": "thanks"}, {"role": "assistant", "content": "Welcome."}]
+    assert trained(renderer_of(OLMO), messages, train="final_turn") == trained(renderer_of(last_only), messages[-2:], train="final_turn") == ["Welcome.<|im_end|>"]
+    with pytest.raises(RenderError, match="leaves out .get_weather.*a tool call"):
+        renderer_of(last_only).conversation(messages, train="final_turn")
+    silent = HERMES.replace("{{ messages[0].content + '\n\n' }}", "")
+    with pytest.raises(RenderError, match="leaves out the system message"):
+        renderer_of(silent).prompt_ids(conversation(call(), system="Be kind.")[:2])
+    assert renderer_of(silent).prompt_ids(conversation(call())[:2])
+
+
+def test_a_template_reads_calls_though_it_refuses_tool_messages_and_is_given_their_ids():
+    refusing = HERMES.replace("{% if m.role == 'tool' %}", "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}").replace("'<tool_call>\n", "'[' + c.id + ']<tool_call>\n")
+    messages = conversation(call(), content="")[:3]
+    assert trained(renderer_of(refusing), messages) == ["[call00001]" + HERMES_CALL.format('"Rome"') + "<|im_end|>"]
+
+
+def test_a_call_as_written_may_begin_the_turn():
+    bare = "{% for m in messages %}{{ m.role + ':' if m.role != 'assistant' else '' }}{{ m.content }}{{ m.get('functions', '') }}{{ m.get('function_calls', '') }}{{ eos_token }}{% endfor %}"
+    assert trained(renderer_of(bare), conversation("get_weather(city='Rome')")[:3]) == ["get_weather(city='Rome')<|im_end|>"]

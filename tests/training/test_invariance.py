@@ -157,6 +157,25 @@ def test_a_group_without_signal_counts_but_is_not_forwarded(tiny):
     assert torch.allclose(weights[0], weights[1], atol=1e-9)
 
 
+def test_metrics_are_divided_by_their_counts_and_maxima_by_nothing(tiny):
+    from stages.settings import OptimizerConfig
+    from stages.training import Sums, Trainer
+
+    class Told:
+        def counts(self, items):
+            return {"rows": float(len(items)), "shares": sum(i.extra["share"] for i in items)}
+
+        def __call__(self, model, batch):
+            value, share = (torch.tensor([i.extra[name] for i in batch.items]) for name in ("value", "share"))
+            return Sums({"first": (value.sum(), "rows"), "second": ((value * share).sum(), "shares")}, {"mean": (value.sum(), "rows"), "value_max": (value.max(), "rows"), "by_share": (share.sum(), "shares")})
+
+    items = [make_item(f"row-{k}", [1], [[2]], [[1]], value=v, share=0.01 * (k + 1)) for k, v in enumerate((0.5, 0.25, 0.125))]
+    for budget in (2, 4, 100):
+        found = Trainer(load_policy(tiny["policy"]), Told(), OptimizerConfig(max_tokens_per_micro_batch=budget), 1).evaluate(items)
+        second = (0.5 + 2 * 0.25 + 3 * 0.125) / 6
+        assert found == pytest.approx({"loss": 0.875 / 3 + second, "first": 0.875 / 3, "second": second, "mean": 0.875 / 3, "value_max": 0.5, "by_share": 1.0}, rel=1e-6)
+
+
 def test_a_non_finite_step_is_skipped_then_fails_with_the_row(tiny):
     from stages.sft import Config, NextToken
     from stages.training import Trainer, TrainingError

@@ -9,7 +9,7 @@ import torch
 
 from stages import training
 from stages.algorithms import RL_PRESETS
-from stages.batching import collate, cut, make_item, parts_of, per_response, plan, size
+from stages.batching import choose_form, collate, cut, make_item, padded_size, parts_of, per_response, plan, segments_of, size
 from stages.harness import execute
 from stages.models.modeling import load_policy, target_logps
 from stages.policy import critics
@@ -138,6 +138,47 @@ def test_parts_fit_are_few_and_about_equal():
     even = make_item("x", [1] * 4, [[2] * 10] * 8, [[1] * 10] * 8, by_response=())
     assert [len(at) for at in parts_of(even, 74)] == [4, 4]  # seven would fit beside one
     assert [len(at) for at in parts_of(even, 10)] == [1] * 8  # not even one fits
+
+
+@pytest.mark.parametrize("form", ["rows", "tree"])
+def test_padded_parts_are_within_the_budget_and_none_joins_an_earlier_one(form):
+    """Where padding counts, the parts are those of first fit, longest response first, of the tokens of the padded rows."""
+    def cost(items):
+        rows = [[len(i.prompt) + len(r)] for i in items for r in i.responses] if form == "rows" else [[len(i.prompt), *map(len, i.responses)] for i in items]
+        return len(rows) * max(map(sum, rows))
+
+    rng, parted = np.random.default_rng(6), 0
+    for _ in range(100):
+        lengths = rng.integers(1, 30, rng.integers(1, 12)).tolist()
+        item = make_item("x", [1] * int(rng.integers(1, 20)), [[2] * n for n in lengths], [[1] * n for n in lengths], by_response=())
+        assert padded_size(segments_of([item, item]), form) == cost([item, item])
+        budget = int(rng.integers(20, 300))
+        parts = parts_of(item, budget, cost=cost)
+        assert sorted(k for at in parts for k in at) == list(range(len(lengths))) and all(list(at) == sorted(at) for at in parts)
+        assert all(cost([item.part(at)]) <= budget or len(at) == 1 for at in parts)
+        assert (len(parts) == 1) == (cost([item]) <= budget or len(lengths) == 1)
+        firsts = [max(at, key=lambda k: lengths[k]) for at in parts]
+        assert [lengths[k] for k in firsts] == sorted((lengths[k] for k in firsts), reverse=True)
+        parted += len(parts) > 1
+        for n, k in enumerate(firsts):
+            for at in parts[:n]:
+                there = tuple(j for j in at if lengths[j] >= lengths[k])  # shorter ones came later
+                assert cost([item.part((*there, k))]) > budget
+    assert parted > 20 and padded_size([], form) == 0 and padded_size([(5, [])], form) == 5
+
+
+def test_what_fills_a_micro_batch_to_the_last_token_shares_it():
+    items = [make_item(f"row-{n}", [], [[1] * n], [[1] * n]) for n in (4, 6, 10, 3)]
+    for packing, rows in (("sorted", [[3, 4], [6], [10]]), ("best_fit", [[10], [6, 4], [3]])):
+        assert [[size(i) for i in group] for group in plan(items, 10, packing)] == rows
+    assert [[size(i) for i in group] for group in plan(items, 10, cost=lambda group: len(group) * max(map(size, group)))] == [[3, 4], [6], [10]]
+    assert [[size(i) for i in group] for group in plan(items, 12, cost=lambda group: len(group) * max(map(size, group)))] == [[3, 4], [6], [10]]
+    assert [[size(i) for i in group] for group in plan(items, 8, cost=lambda group: len(group) * max(map(size, group)))] == [[3, 4], [6], [10]]
+
+
+def test_a_prompt_is_computed_once_where_that_saves_a_fifth():
+    for prompt, responses, form in ((20, [40, 40], "rows"), (20, [30, 30], "tree"), (19, [30, 30], "rows"), (100, [5], "rows"), (0, [], "rows")):
+        assert choose_form([(prompt, responses)]) == form
 
 
 def test_what_belongs_to_a_response_goes_with_it_and_the_rest_stays():

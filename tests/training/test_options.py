@@ -168,6 +168,18 @@ def test_the_best_validation_pass_is_published_and_training_stops(tiny, data, sp
     assert same["summary"]["validation/nll_before"] == pytest.approx(passes[best], rel=1e-5)
 
 
+def test_the_summarys_loss_is_the_mean_of_the_last_tenth_of_the_steps_and_the_averages_best_pass_is_published(tiny, data, spec):
+    made = spec("sft", {**SFT, "max_steps": 29, "ema_decay": 0.5, "eval_every": 4, "learning_rate": 0.1, "select_by": "loss"}, {"model": tiny["policy"], "data": data["demonstrations"]}, "late")
+    result = execute(made, silent)
+    rows = [json.loads(line) for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()]
+    losses = [r["metrics"]["train/loss"] for r in rows if "train/loss" in r["metrics"]]
+    assert len(losses) == 29 and losses[-1] != pytest.approx(losses[-2], rel=1e-6)
+    assert result["summary"]["train/loss"] == pytest.approx(sum(losses[-2:]) / 2, rel=1e-12)
+    passes = {r["step"]: r["metrics"]["validation/loss"] for r in rows if "validation/loss" in r["metrics"]}
+    assert list(passes) == [0, *range(4, 29, 4), 29] and result["summary"]["selected_step"] == min(passes, key=passes.get)
+    assert result["summary"]["validation/nll"] == pytest.approx(min(passes.values()), rel=1e-5)
+
+
 def test_the_best_pass_by_reward_score_is_published(tiny, data, spec):
     made = spec("sft", {**SFT, "learning_rate": 0.3, "eval_every": 2, "select_by": "reward", "eval_completion_length": 8},
                 {"model": tiny["policy"], "data": data["demonstrations"], "reward_model": tiny["reward"]}, "judged")
