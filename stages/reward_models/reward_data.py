@@ -376,7 +376,7 @@ def comparison_items(row, reader, config, dropped) -> list[Item]:
 def label_item(reader, row: dict, ids: list[int], label: str, **extra) -> Item:
     word = reader.plain(label)
     return make_item(row["row_id"], ids, [word], [[1] * len(word)], first=(0,), lengths=(len(word),), ended=(True,), difficulty=0.0,
-                     counts={"weight": row_weight(row), "tokens": len(word) * row_weight(row), "rows": 1.0}, **_labels(row), **extra)
+                     counts={"weight": row_weight(row), "tokens": len(word) * row_weight(row), "labelled": float(len(word)), "rows": 1.0}, **_labels(row), **extra)
 
 
 def point_label_items(row, reader, config, dropped) -> list[Item]:
