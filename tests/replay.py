@@ -410,7 +410,7 @@ class Align:
             if of.any():
                 metrics |= {f"rewards/{side}": self.beta * ratio[of].mean(), f"logps/{side}": policy[of].mean(), f"displacement/{side}_shift": ratio[of].mean()}
                 if weight[of].sum():
-                    seen[side] = float((self.beta * ratio * weight)[of].sum() / weight[of].sum())
+                    seen[side] = float((self.beta * ratio.detach() * weight)[of].sum() / weight[of].sum())
         if share is not None and name == "bco":
             self.seen = seen
         if good.any() and (~good).any():
@@ -537,12 +537,15 @@ class Reward:
         self.pad = rendered.tokenizer.pad_token_id
         made = [one for row in rows for one in self.made(rendered, row)]
         if kind == "regression":
-            values = np.array([row.more["targets"] for row in made], dtype=float)
+            values, w = np.array([row.more["targets"] for row in made], dtype=float), np.array([row.weight for row in made])
+            copies = np.repeat(values, (2 * w).astype(int), 0)  # weights are halves
             if training and config.centre_annotators:
                 names = [row.more["annotator"] for row in made]
-                self.shifts = {n: np.nanmean(values, 0) - np.nanmean(values[[m == n for m in names]], 0) for n in set(names)}
+                named = np.repeat(names, (2 * w).astype(int))
+                self.shifts = {n: np.nanmean(copies, 0) - np.nanmean(copies[named == n], 0) for n in set(names)}
+                copies = copies + np.nan_to_num(np.array([self.shifts[n] for n in named]))
             values = values + np.array([np.nan_to_num(self.shifts.get(row.more["annotator"], np.zeros(values.shape[1]))) for row in made])
-            self.scale = self.scale or (np.nanmean(values, 0), np.nanstd(values, 0))
+            self.scale = self.scale or (np.nanmean(copies, 0), np.nanstd(copies, 0))
             for row, target in zip(made, (values - self.scale[0]) / self.scale[1]):
                 row.more["targets"] = target
         if kind == "orm" and training and config.balance:
