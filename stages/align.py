@@ -265,8 +265,7 @@ def data_warnings(config: Config, objective, train, validation) -> list[str]:
                      "Write method=dpo to weigh rows.")
     if objective.method.data != "unpaired":
         return texts
-    good = sum(i.extra["label"] for i in train)
-    bad = len(train) - good
+    good, bad = (sum(i.extra["weight"] for i in train if i.extra["label"] is side) for side in (True, False))
     if not (good and bad):
         texts.append(f"all rows are {'desirable' if good else 'undesirable'}; {objective.method.name} learns from the contrast, so add rows of the other label.")
     if objective.method.name != "kto":
@@ -275,7 +274,7 @@ def data_warnings(config: Config, objective, train, validation) -> list[str]:
     if good and bad:
         low, high = kto_weight_range(good, bad, weights["undesirable_weight"])
         if not low <= weights["desirable_weight"] <= high:
-            texts.append(f"{good} desirable and {bad} undesirable rows with weights {weights['desirable_weight']:g} and {weights['undesirable_weight']:g}: "
+            texts.append(f"{good:g} desirable and {bad:g} undesirable rows (each by its weight) with weights {weights['desirable_weight']:g} and {weights['undesirable_weight']:g}: "
                          f"desirable_weight times rows should be 1 to 1.5 times the other side's; write options.desirable_weight between {low:.4g} and {high:.4g}.")
     size = min(config.batch_size, len(train))
     steps = -(-len(train) // max(1, size))

@@ -446,6 +446,7 @@ REMEDIES = {
     "identical_after_tokenisation": "both responses are the same tokens: give pairs that differ",
     "identical_after_truncation": "responses are equal up to where they are cut: raise max_length",
     "no_target": "no trained token is left in them: raise max_length, or give rows with assistant turns",
+    "weight_0": "their weight is 0, so that they count nothing: give rows whose weight is above 0, or leave the column out",
     "no_score": "they have no score: ingest data with chosen_score and rejected_score (rankings: scores)",
     "score_gap_not_positive": "the chosen response scores no higher than the rejected one: give pairs whose scores agree with the preference, or another method",
 }

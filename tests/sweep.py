@@ -47,14 +47,18 @@ VALUES: dict[tuple[str, str], list] = {
     ("", "router_aux_loss_coef"): [None, 0.02, 0.0], ("", "lora_dropout"): [0.0, 0.2], ("", "weight_decay"): [0.0, 0.1], ("", "ema_decay"): [0.0, 0.7],
     ("sft", "eval_every"): [0, 2, "epoch"], ("sft", "neftune_noise_alpha"): [None, 5.0], ("sft", "self_paced_threshold"): [None, 5.7], ("sft", "self_paced_threshold_end"): [None, 8.0],
     ("sft", "unlikelihood_window"): [32, 2], ("sft", "loss_scale_factor"): [None, 20.0],
-    ("align", "beta"): [None, 0.3], ("align", "options"): [{}, {"nll_on_prompt": True}, {"aligned": True}, {"label_smoothing": 0.2}], ("align", "reference_interval"): [512, 2],
+    ("align", "beta"): [None, 0.3], ("align", "options"): [{}, {"nll_on_prompt": True}, {"aligned": True}, {"label_smoothing": 0.2}, {"desirable_weight": 1.4}, {"momentum": 0.5}, {"average": True}], ("align", "reference_interval"): [512, 2],
     ("align", "ld_alpha"): [None, 0.4], ("align", "nll_coef"): [None, 0.5], ("align", "logp_reduction"): [None, "mean", "sum"], ("align", "nll_reduction"): [None, "seq-mean", "seq-sum", "token-mean"],
+    ("distill", "eval_every"): [0, 2, "epoch"], ("distill", "context"): [None, "be brief"], ("distill", "distillation_temperature"): [1.0, 2.0], ("distill", "lmbda"): [0.5, 1.0],
+    ("distill", "sampling_temperature"): [0.9, 1e-6], ("distill", "max_completion_length"): [128, 6],
     ("reward_model", "attributes"): [[], ["help", "truth"]], ("reward_model", "attribute_weights"): [[], [0.7, 0.3]], ("reward_model", "top_ranks"): [None, 2], ("reward_model", "last_layers"): [2, 1],
 }
 #: What a run also differs in; the model first. ``data`` names a variant of the rows.
 MODELS_HERE = ("llama", "llama tied", "qwen3", "gemma2", "olmoe", "gpt-neox", "gpt2")
 ADDED: dict[str, dict[str, list]] = {"sft": {"model": list(MODELS_HERE), "data": ["demonstrations/1", "text/1"]}, "align": {"model": list(MODELS_HERE), "given": ["nothing", "reference"]},
+                                     "distill": {"model": list(MODELS_HERE), "given": ["teacher", "nothing"], "data": ["demonstrations/1", "teacher_logps/1"]},
                                      "reward_model": {"model": [*MODELS_HERE, "bert"]}}
+TOP_K = 6
 #: Kind of rows by objective of a reward model, and by what a direct method reads.
 REWARD_ROWS = {"kwise_pairs": "rankings/1", "plackett_luce": "rankings/1", "pointwise_bce": "unpaired/1", "orm": "unpaired/1", "regression": "ratings/1", "value": "ratings/1", "prm": "stepwise/1"}
 DIRECT_ROWS = {"pairs": "pairs/1", "conditions": "pairs/1", "unpaired": "unpaired/1", "rankings": "rankings/1", "segments": "segments/1"}
@@ -129,6 +133,14 @@ def refused(stage: str, combination: dict) -> str | None:
             from stages.direct.direct_alignment import DirectAlignment
 
             DirectAlignment(made, combination["given"] == "reference")
+        if stage == "distill":
+            captured = combination["data"] == "teacher_logps/1"
+            if captured and (combination["given"] == "teacher" or made.method != "logit" or made.train_on != "all_assistant"):
+                raise ValueError("data, given, train_on: the teacher was asked already; write method=logit")
+            if made.tail != "bucket" and (not captured or made.direction != "forward"):
+                raise ValueError("data, direction: the whole vocabulary has no tail; write tail=bucket")
+            if not captured and combination["given"] == "nothing" and made.method != "context":
+                raise ValueError("given: no teacher; write method=context")
         if stage == "reward_model":
             if combination["model"] == "olmoe":
                 raise ValueError("model: no class of transformers")
@@ -139,7 +151,7 @@ def refused(stage: str, combination: dict) -> str | None:
             from stages.reward_models.reward_objectives import refuse_unread
 
             refuse_unread("bt" if made.objective == "auto" else made.objective, made)
-        if combination.get("data") == "text/1" and (combination["train_on"] != "full" or combination["curriculum"] == "difficulty"):
+        if stage == "sft" and combination["data"] == "text/1" and (combination["train_on"] != "full" or combination["curriculum"] == "difficulty"):
             raise ValueError("plain text: write train_on=full, curriculum=none")
         if combination["forward"] == "own" and combination["model"] in ("gpt2", "gpt-neox", "bert"):
             raise ValueError("forward, model: unknown to our forward")
@@ -297,8 +309,22 @@ class World:
             write_dataset(self._made[key], "made", kind, rows_of(kind) if rows is None else rows)
         return self._made[key]
 
+    def captured(self, teacher: str, temperature: float) -> str:
+        """What the stage ``capture`` makes of the demonstrations, :data:`TOP_K` tokens of every position."""
+        workdir = self.root / f"captured-{Path(teacher).name}-{temperature:g}"
+        if not workdir.exists():
+            with float64():
+                run("capture", {"top_k": TOP_K, "distillation_temperature": temperature}, {"model": teacher, "data": self.data("demonstrations/1")}, workdir)
+        return str(workdir / "out/captured")
+
     def inputs(self, stage: str, combination: dict) -> dict[str, str]:
         """Paths of a combination's inputs."""
+        if stage == "distill":
+            teacher = self.model(combination["model"], 1)
+            found = {"model": self.model(combination["model"]), "data": self.data("demonstrations/1")}
+            if combination["data"] == "teacher_logps/1":
+                found["data"] = self.captured(teacher, combination["distillation_temperature"])
+            return found | ({"teacher": teacher} if combination["given"] == "teacher" else {})
         if stage == "sft":
             kind = combination["data"]
         elif stage == "align":
@@ -363,7 +389,7 @@ def run(stage: str, settings: dict, inputs: dict, workdir: Path, kill_after: int
     """A stage run in this process; ``kill_after``: it ends as soon as that many checkpoints are written."""
     from stages.harness import Stage
 
-    given = {k: {"kind": "model" if k in ("model", "reference", "reward_model") else "dataset", "path": v, "ref": k, "digest": f"digest-{Path(v).name}"} for k, v in inputs.items()}
+    given = {k: {"kind": "model" if k in ("model", "reference", "reward_model", "teacher") else "dataset", "path": v, "ref": k, "digest": f"digest-{Path(v).name}"} for k, v in inputs.items()}
     spec = {"stage": stage, "key": "sweep", "config": settings, "seed": seed, "device": "cpu", "inputs": given, "workdir": str(workdir)}
     save, done = Stage.save_checkpoint, []
 

@@ -14,7 +14,7 @@ import torch
 
 from stages.algorithms import DIRECT_METHODS, DIRECT_READ_WHEN, OPTION_RANGES, refuse_addend, resolve, validate_direct
 from stages.batching import per_response
-from stages.direct.direct_losses import aot_matches, equal_ranks, f_divergence_score, kto_reference_point, log_odds, segment_sums
+from stages.direct.direct_losses import aot_matches, equal_ranks, f_divergence_score, kto_reference_point, log_odds, segment_sums, weighted_mean
 from stages.losses import displacement_metrics, sign_beyond_rounding
 from stages.models.modeling import freeze, head_of, hidden_states, load_policy, load_weights, log_collision, move_towards, target_logps, token_logps, weights_file
 from stages.settings import refuse_unread
@@ -136,7 +136,8 @@ class DirectAlignment:
         labels = [i.extra.get("label") for i in items]
         chosen = {"chosen_tokens": sum(i.extra["weight"] * float(i.masks[self._nll_of].sum()) for i in items)} if self.nll_coef and self.nll_reduction == "token-mean" else {}
         return {**chosen, "weight": sum(i.extra["weight"] for i in items), "rows": float(len(items)),
-                "desirable": float(sum(label is True for label in labels)), "undesirable": float(sum(label is False for label in labels))}
+                "desirable": float(sum(label is True for label in labels)), "undesirable": float(sum(label is False for label in labels)),
+                **{f"{name}_weight": sum(i.extra["weight"] for i, label in zip(items, labels) if label is value) for name, value in (("desirable", True), ("undesirable", False))}}
 
     def __call__(self, model, batch):
         states = hidden_states(model, batch, batch.src_N)
@@ -222,11 +223,13 @@ class DirectAlignment:
         threshold = self.scale * self.z0 + (self.delta if self.method.statistic == "delta" else 0.0)
         side = sign_beyond_rounding(reward - threshold, self.scale * policy.detach()).float()  # on the threshold: one half
         metrics["rewards/accuracies"] = ((0.5 + 0.5 * torch.where(label, side, -side)).sum(), "rows")
-        lengths = target_lengths(batch, policy)[:, 0]
+        lengths, weights = target_lengths(batch, policy)[:, 0], column(batch, "weight", policy)
         for name, count, of in (("chosen", "desirable", label), ("rejected", "undesirable", ~label)):
             if of.any():
                 metrics |= {f"rewards/{name}": (reward[of].sum(), count), f"logps/{name}": (policy.detach()[of].sum(), count),
                             f"displacement/{name}_shift": (ratio.detach()[of].sum(), count), f"length/{name}": (lengths[of].sum(), count)}
+                if self.method.statistic == "delta" and torch.is_grad_enabled() and any(i.extra["weight"] for i in batch.items if i.extra["label"] is (name == "chosen")):
+                    metrics[f"weighted/{name}"] = ((reward * weights)[of].sum(), f"{count}_weight")
         if label.any():
             metrics["displacement/displaced_fraction"] = ((sign_beyond_rounding(ratio.detach(), policy.detach())[label] < 0).float().sum(), "desirable")
         return Sums(terms, metrics)
@@ -259,13 +262,14 @@ class DirectAlignment:
             if held_out or self.config.z_ref_mode == "batch_mismatched":
                 mismatched = [i.extra["mismatched"] for i in items if "mismatched" in i.extra] if len(items) > 1 else []
                 ratios = [v[0] - m.extra["ref"][0] for v, m in zip(self.log_probs(model, mismatched, device), mismatched)]
-                self.z0 = float(kto_reference_point(torch.tensor(ratios, dtype=torch.float64))) if ratios else 0.0
+                weights = [m.extra["weight"] for m in mismatched]
+                self.z0 = float(kto_reference_point(torch.tensor(ratios, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64))) if any(weights) else 0.0
             return {"z0": self.z0}
         if self.method.statistic in ("mean", "sorted", "sorted_pairs"):
             policy, ref = (self.compared(torch.tensor(v, dtype=torch.float64)) for v in (self.log_probs(model, items, device), [i.extra["ref"] for i in items]))
         if self.method.statistic == "mean":
             h = policy - ref
-            mean = float((h[:, 0] - h[:, 1]).mean())
+            mean = float(weighted_mean(h[:, 0] - h[:, 1], torch.tensor([i.extra["weight"] for i in items], dtype=torch.float64)))
             for item in items:
                 item.extra["mean_h"] = mean
             return {"mean_h": mean}
@@ -287,11 +291,12 @@ class DirectAlignment:
         return per_response(items, self.config.max_tokens_per_micro_batch, device, compute, model) if items else []
 
     def after_step(self, metrics: dict[str, float]) -> None:
-        """BCO's running means take in the step's rewards; a class that the step had none of, or a non-finite step, changes nothing."""
+        """BCO's running means take in the step's rewards, by the weights of their rows (``weighted/``, which nothing else reads, leave the metrics); a class that the step
+        had none of, or a non-finite step, changes nothing."""
         if self.method.statistic == "delta":
             m = self.settings["momentum"]
             for name in self.means:
-                value = metrics.get(f"rewards/{name}", math.nan)
+                value = metrics.pop(f"weighted/{name}", math.nan)
                 if math.isfinite(value):
                     self.means[name] = m * self.means[name] + (1.0 - m) * value
 

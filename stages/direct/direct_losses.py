@@ -273,9 +273,15 @@ def apo_zero_unpaired_loss(logratio, label, *, beta: float = 0.1):
     return torch.sigmoid(torch.where(label.bool(), -beta, beta) * logratio)
 
 
-def kto_reference_point(mismatched_logratios):
-    """z0 = max(0, mean over the batch), detached: mean first, clamp after (da.kto)."""
-    return mismatched_logratios.detach().mean().clamp(min=0.0)
+def weighted_mean(values, weights):
+    """Mean of values [B] by the weights of their rows, not all 0; a row of weight 0 counts nothing (section 0)."""
+    return (values * weights).sum() / weights.sum()
+
+
+def kto_reference_point(mismatched_logratios, weights=None):
+    """z0 = max(0, mean over the batch), detached: mean first, clamp after (da.kto). ``weights`` [B] of the rows, not all 0; by default all count alike."""
+    ratios = mismatched_logratios.detach()
+    return (ratios.mean() if weights is None else weighted_mean(ratios, weights)).clamp(min=0.0)
 
 
 def kto_weight_range(n_desirable: int, n_undesirable: int, undesirable_weight: float = 1.0, ratio=(1.0, 1.5)):

@@ -125,10 +125,11 @@ class Encoder:
     def _item(self, row, prompt, responses, **extra):
         from stages.batching import make_item, row_weight
 
-        # Sorted matching is between all rows of a step, so one row cannot count more than another.
-        weight = 1.0 if self.method.statistic.startswith("sorted") else row_weight(row)
-        if self.method.statistic.startswith("sorted"):
-            extra["unread_weight"] = row_weight(row)
+        weight = row_weight(row)
+        if self.method.statistic.startswith("sorted"):  # matching is between all rows of a step, so one row cannot count more than another, but it may be left out
+            if not weight:
+                return self._drop("weight_0")
+            weight, extra["unread_weight"] = 1.0, weight
         return make_item(row["row_id"], prompt, [ids for ids, _ in responses], [mask for _, mask in responses], weight=weight,
                          prompt_id=row.get("prompt_id"), **extra)
 
@@ -222,7 +223,7 @@ class Encoder:
                             if items[order[(at + step) % len(items)]].extra["prompt_id"] != item.extra["prompt_id"]), None)
             if partner is not None:
                 prompt, [(ids, mask)], _ = cut(item.prompt, [(partner.responses[0], partner.masks[0])], self.config.max_length)
-                item.extra["mismatched"] = make_item(f"{item.row_id}~{partner.row_id}", prompt, [ids], [mask], prompt_id=item.extra["prompt_id"])
+                item.extra["mismatched"] = make_item(f"{item.row_id}~{partner.row_id}", prompt, [ids], [mask], prompt_id=item.extra["prompt_id"], weight=item.extra["weight"])
 
 
 def score_gap(row: dict) -> float | None:

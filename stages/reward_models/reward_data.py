@@ -242,13 +242,25 @@ def rating_items(row, reader, config, dropped) -> list[Item]:
 
 def annotator_shifts(items: list[Item]) -> dict[str, np.ndarray]:
     """What moves each annotator's mean rating to the overall one, per attribute: people use scales differently (``rm.regression``, centre_annotators)."""
-    values = np.array([i.extra["targets"] for i in items], float)
-    overall, names = np.nanmean(values, axis=0), np.array([str(i.extra["annotator"]) for i in items])
-    return {str(name): overall - np.nanmean(values[names == name], axis=0) for name in np.unique(names)}
+    values, weights = np.array([i.extra["targets"] for i in items], float), np.array([i.extra["weight"] for i in items], float)
+    overall, names = moments(values, weights)[0], np.array([str(i.extra["annotator"]) for i in items])
+    return {str(name): overall - moments(values[names == name], weights[names == name])[0] for name in np.unique(names)}
+
+
+def moments(values: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(mean, std with ddof 0) of each column of values [rows, columns], NaN left out, by the weights of the rows: one of weight 2 is two rows. A column whose rows all have weight 0
+    trains nothing, and its rows count alike."""
+    if np.ptp(weights) == 0:
+        return np.nanmean(values, axis=0), np.nanstd(values, axis=0)
+    shares = np.where(np.isnan(values), 0.0, weights[:, None])
+    shares = np.where(shares.sum(0) > 0, shares, ~np.isnan(values))
+    known = np.nan_to_num(values)
+    mean = (shares * known).sum(0) / shares.sum(0)
+    return mean, np.sqrt((shares * (known - mean) ** 2).sum(0) / shares.sum(0))
 
 
 def standardise(items: list[Item], scale: tuple[list[float], list[float]] | None, shifts: dict[str, np.ndarray] | None = None) -> tuple[list[float], list[float]]:
-    """Targets become z-scores in place; returns (mean, std), ddof 0, of the training targets, or applies the given ones.
+    """Targets become z-scores in place; returns (mean, std), ddof 0 and by the rows' weights, of the training targets, or applies the given ones.
 
     ``shifts``: added first, by annotator (:func:`annotator_shifts` of the training rows); nothing is known of others.
     """
@@ -256,8 +268,8 @@ def standardise(items: list[Item], scale: tuple[list[float], list[float]] | None
     for row, item in zip(values, items) if shifts else ():
         row += np.nan_to_num(shifts.get(str(item.extra["annotator"]), 0.0))
     if scale is None:
-        std = np.nanstd(values, axis=0)
-        scale = np.nanmean(values, axis=0).tolist(), np.where(std > 0, std, 1.0).tolist()
+        mean, std = moments(values, np.array([i.extra["weight"] for i in items], float))
+        scale = mean.tolist(), np.where(std > 0, std, 1.0).tolist()
     for item, row in zip(items, (values - scale[0]) / scale[1]):
         item.extra["targets"] = row.tolist()
     return scale
@@ -376,7 +388,7 @@ def comparison_items(row, reader, config, dropped) -> list[Item]:
 def label_item(reader, row: dict, ids: list[int], label: str, **extra) -> Item:
     word = reader.plain(label)
     return make_item(row["row_id"], ids, [word], [[1] * len(word)], first=(0,), lengths=(len(word),), ended=(True,), difficulty=0.0,
-                     counts={"weight": row_weight(row), "tokens": len(word) * row_weight(row), "rows": 1.0}, **_labels(row), **extra)
+                     counts={"weight": row_weight(row), "tokens": len(word) * row_weight(row), "labelled": float(len(word)), "rows": 1.0}, **_labels(row), **extra)
 
 
 def point_label_items(row, reader, config, dropped) -> list[Item]:

@@ -152,7 +152,7 @@ def pairwise(logits_SC, batch, config) -> Sums:
 def label_nll(logps_N, batch, config) -> Sums:
     """``rm.t2t_point``, ``rm.t2t_pair``: negative log-likelihood of the label word."""
     weight = column(batch, "weight", logps_N)[batch.seq_N]
-    return Sums({"nll": (-(logps_N * weight).sum(), "tokens")}, {"label_probability": ((logps_N.detach().exp() * weight).sum(), "tokens")})
+    return Sums({"nll": (-(logps_N * weight).sum(), "tokens")}, {"label_probability": (logps_N.detach().exp().sum(), "labelled")})
 
 
 class RewardLoss:

@@ -208,8 +208,7 @@ def test_row_weights_share_the_step_however_small_they_are(tiny, rows, name):
             weighted.append(replace(item, extra=extra))
         found = trainer.evaluate(weighted)
         assert found["loss"] == pytest.approx(expected, rel=1e-6) and term not in found, "one term is the loss itself, and not logged twice"
-        assert found.pop("label_probability", 0.0) == pytest.approx(float(np.dot(shares, [m.get("label_probability", 0.0) for m in alone]) / shares.sum()), rel=1e-6)
-        assert {**found, "loss": 0.0} == pytest.approx({k: v if k != "loss" else 0.0 for k, v in trainer.evaluate(items).items() if k != "label_probability"}, rel=1e-6)
+        assert {**found, "loss": 0.0} == pytest.approx({**trainer.evaluate(items), "loss": 0.0}, rel=1e-6)
         norms.append(trainer.gradient_norm(weighted))
     assert norms[1] == pytest.approx(norms[0], rel=1e-6) and norms[0] > 0
 
@@ -400,15 +399,28 @@ def test_two_responses_make_all_ranking_losses_equal():
 
 
 def test_ratings_are_standardised_per_attribute_and_annotators_centred():
-    items = [SimpleNamespace(extra={"targets": [v], "annotator": a}) for v, a in ((1.0, "low"), (3.0, "low"), (3.0, "high"), (5.0, "high"))]
+    items = [SimpleNamespace(extra={"targets": [v], "annotator": a, "weight": 1.0}) for v, a in ((1.0, "low"), (3.0, "low"), (3.0, "high"), (5.0, "high"))]
     shifts = annotator_shifts(items)
     mean, std = standardise(items, None, shifts)
     assert mean == [3.0] and std == [1.0] and [i.extra["targets"] for i in items] == [[-1.0], [1.0], [-1.0], [1.0]]
-    constant = [SimpleNamespace(extra={"targets": [2.0], "annotator": None})] * 1
-    held_out = [SimpleNamespace(extra={"targets": [v], "annotator": a}) for v, a in ((4.0, "low"), (4.0, "high"), (4.0, "new"))]
+    constant = [SimpleNamespace(extra={"targets": [2.0], "annotator": None, "weight": 1.0})] * 1
+    held_out = [SimpleNamespace(extra={"targets": [v], "annotator": a, "weight": 1.0}) for v, a in ((4.0, "low"), (4.0, "high"), (4.0, "new"))]
     standardise(held_out, (mean, std), shifts)
     assert [i.extra["targets"] for i in held_out] == [[2.0], [0.0], [1.0]], "held-out ratings move with their annotators, as far as these are known"
     assert standardise(constant, None) == ([2.0], [1.0]) and constant[0].extra["targets"] == [0.0]
+
+
+def test_a_rating_sets_the_scale_by_its_weight():
+    """A row of weight 2 is two rows, one of weight 0 none: an outlier that is weighted out squeezed all other targets together."""
+    def made(*rows):
+        return [SimpleNamespace(extra={"targets": [v, np.nan if v == 3.0 else -v], "annotator": a, "weight": w}) for v, a, w in rows]
+
+    weighted, plain = made((1.0, "low", 2.0), (3.0, "low", 1.0), (5.0, "high", 1.0), (1000.0, "high", 0.0)), made((1.0, "low", 1.0), (1.0, "low", 1.0), (3.0, "low", 1.0), (5.0, "high", 1.0))
+    shifts, expected = annotator_shifts(weighted), annotator_shifts(plain)
+    assert all(shifts[name] == pytest.approx(expected[name]) for name in expected)
+    assert np.allclose(standardise(weighted, None, shifts), standardise(plain, None, expected), rtol=1e-12)
+    unweighted = made((1.0, "low", 0.0), (3.0, "low", 0.0), (5.0, "high", 1.0))
+    assert standardise(unweighted, None) == ([5.0, -5.0], [1.0, 1.0])
 
 
 def test_outcomes_are_balanced_per_prompt():

@@ -1,6 +1,7 @@
 """Every row of DIRECT_METHODS through the align stage's own encoder and one training step, against an independent computation."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from stages.algorithms import DIRECT_METHODS
 from stages.align import Config
 from stages.running import randomness
+from stages.training import Trainer
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
 from tests.common import assistant, user
@@ -85,8 +87,6 @@ class World:
 
     def step(self):
         """(loss, flat gradient) of one training step of the stage's own trainer."""
-        from stages.training import Trainer
-
         trainer = Trainer(self.policy, self.objective, self.config, 1)
         self.objective.prepare(self.policy, self.items, "cpu")
         loss = trainer.step(self.items)["loss"]
@@ -160,7 +160,8 @@ def aot_unpaired(rows):
 
 def aql(rows):
     h = torch.stack([H(r)[0] - H(r)[1] for r in rows])
-    m = 0.5 + 0.01 * (1 / (1 + math.exp(-float(h.mean()))) - 0.5)
+    mean = sum(r["weight"] * float(x) for r, x in zip(rows, h.detach())) / sum(r["weight"] for r in rows)
+    m = 0.5 + 0.01 * (1 / (1 + math.exp(-mean)) - 0.5)
     q = sig(-0.05 * (h - m))
     return sum(r["weight"] * x for r, x in zip(rows, q * L(0.05 * h) + (1 - q) * (1 - 0.05 * h).clamp(min=0))) / sum(r["weight"] for r in rows)
 
@@ -301,6 +302,42 @@ def test_a_step_is_the_same_however_it_is_cut(tiny, preferences, method):
         other_value, other = gradient(world.policy, world.objective, order, max_tokens)
         assert other_value == pytest.approx(value, rel=1e-12)
         assert torch.allclose(other, whole, rtol=0, atol=1e-12 * float(whole.abs().max()))
+
+
+@pytest.mark.parametrize("method", ["kto", "bco", "aql", "apo_zero_unpaired", "pl_dpo"])
+def test_a_row_counts_by_its_weight_in_every_number_of_a_step(tiny, preferences, method):
+    """Weight 0 is as if the row were not there, weight 2 as if it were there twice: in the loss, in KTO's z0, in BCO's running means, in AQL's mean margin."""
+    world = World(tiny, preferences, method=method)
+    first, second, *others = world.items
+
+    def numbers(*weighted):
+        for item, weight in weighted:
+            item.extra["weight"] = weight
+            if "mismatched" in item.extra:
+                item.extra["mismatched"].extra["weight"] = weight
+        items = [item for item, _ in weighted]
+        world.objective.z0, world.objective.means = 0.0, {"chosen": 0.0, "rejected": 0.0}
+        trainer = Trainer(world.policy, world.objective, world.config, 1)
+        found = {**world.objective.prepare(world.policy, items, "cpu"), **trainer.step(items)}
+        world.objective.after_step(found)
+        assert not any(name.startswith("weighted/") for name in found)
+        return {name: found[name] for name in ("loss", "grad_norm", "z0", "mean_h") if name in found} | world.objective.means
+
+    twice = replace(second, extra=second.extra | {"mismatched": replace(second.extra["mismatched"], extra=dict(second.extra["mismatched"].extra))} if "mismatched" in second.extra else dict(second.extra))
+    plain = numbers(*((item, 1.0) for item in (second, twice, *others)))
+    weighted = numbers((first, 0.0), (second, 2.0), *((item, 1.0) for item in others))
+    assert weighted == pytest.approx(plain, rel=1e-4)  # norms inside the model are float32
+    assert numbers(*((item, 1.0) for item in world.items)) != pytest.approx(plain, rel=1e-3)
+    assert method != "kto" or plain["z0"] > 0
+
+
+def test_rows_of_weight_0_are_not_matched(tiny, preferences, tmp_path):
+    """AOT sorts all rows of a step and weighs none, so a row that counts nothing is left out, and said to be."""
+    rows = [{**row, "weight": 0.0 if i == 2 else 1.0} for i, row in enumerate(open_dataset(preferences["pairs"]).iter_rows())]
+    write_dataset(str(tmp_path / "rows"), "made", "pairs/1", rows)
+    for method in ("aot_paired", "aot_unpaired"):
+        world = World(tiny, {"pairs": str(tmp_path / "rows")}, method=method)
+        assert len(world.items) == 5 and rows[2]["row_id"] not in {item.row_id for item in world.items} and world.dropped["weight_0"] == 1
 
 
 def test_pairs_that_truncation_makes_identical_are_dropped_and_counted(tiny, tmp_path):

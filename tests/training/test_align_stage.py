@@ -321,10 +321,10 @@ def test_slic_regularises_towards_target_answers(tiny, preferences, spec, tmp_pa
 
 def test_bco_delta_is_a_running_mean_of_both_classes():
     objective = DirectAlignment(Config(method="bco", options={"momentum": 0.5}))
-    objective.after_step({"rewards/chosen": 1.0, "rewards/rejected": -3.0})
+    objective.after_step({"weighted/chosen": 1.0, "weighted/rejected": -3.0})
     assert objective.delta == pytest.approx(0.5 * (0.5 - 1.5))
-    objective.after_step({"rewards/chosen": 1.0})  # no undesirable row in this step
-    objective.after_step({"rewards/chosen": math.nan, "rewards/rejected": math.inf})
+    objective.after_step({"weighted/chosen": 1.0})  # no undesirable row in this step
+    objective.after_step({"weighted/chosen": math.nan, "weighted/rejected": math.inf})
     assert objective.means == {"chosen": 0.75, "rejected": -1.5}
 
 

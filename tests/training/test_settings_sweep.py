@@ -17,7 +17,7 @@ from stages.spec import ConfigError
 from tests import replay, sweep
 from tests.common import assistant
 
-STAGES = ("sft", "align", "reward_model")
+STAGES = ("sft", "align", "reward_model", "distill")
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +132,34 @@ def test_a_run_is_that_of_plain_transformers(stage, world, tmp_path):
     assert compared >= 2
 
 
+#: Beside the seeded part: what has numbers of a whole step or of the run so far, rows of its own, or a part of the model of its own.
+REPLAYED = [
+    ("align", {"method": "kto", "z_ref_mode": "heldout", "eval_every": 1, "options": {"desirable_weight": 1.4}}), ("align", {"method": "kto", "reference_update": "tr_soft", "reference_interval": 2, "lora_rank": 3}),
+    ("align", {"method": "bco", "options": {"momentum": 0.5}, "given": "reference"}), ("align", {"method": "aql", "max_length": 72}), ("align", {"method": "aot_paired", "given": "reference"}),
+    ("align", {"method": "aot_unpaired", "options": {"label_smoothing": 0.2}}), ("align", {"method": "mdpo", "corruption": "shuffle"}), ("align", {"method": "2d_dpo", "segment_pairing": "top_chosen_vs_bottom_rejected"}),
+    ("align", {"method": "pl_dpo", "max_length": 72}), ("align", {"method": "sppo", "win_probability": "bradley_terry"}), ("align", {"method": "rrhf", "options": {"average": True}}),
+    ("align", {"method": "orpo", "options": {"nll_on_prompt": True}}), ("align", {"method": "wpo", "options": {"aligned": True}}),
+    ("sft", {"neftune_noise_alpha": 5.0, "model": "gemma2"}), ("sft", {"curriculum": "length", "max_steps": None}), ("sft", {"data": "text/1", "train_on": "full", "max_length": 72}),
+    ("sft", {"self_paced_threshold": 5.7, "self_paced_threshold_end": 8.0, "curriculum": "difficulty"}),
+    ("reward_model", {"model": "bert"}), ("reward_model", {"model": "bert", "pooling": "cls", "train_layers": "head_and_last", "last_layers": 1}), ("reward_model", {"model": "bert", "objective": "prm", "step_classes": 3}),
+    ("reward_model", {"objective": "prm", "max_length": 72}), ("reward_model", {"objective": "plackett_luce", "tie_policy": "use_pairs", "top_ranks": 2}), ("reward_model", {"objective": "pairwise", "use_soft_labels": True}),
+    ("reward_model", {"objective": "t2t_pair"}), ("reward_model", {"objective": "orm", "outcome_head": "gain_bias", "lm_loss_weight": 0.3}), ("reward_model", {"curriculum": "stage_index", "lm_loss_weight": 0.3}),
+    ("reward_model", {"objective": "regression", "attributes": ["help", "truth"], "centre_annotators": True}),
+    ("distill", {"soft_weight": 0.3, "soft_weight_end": 1.0, "soft_weight_schedule": "cosine", "eval_every": 2}), ("distill", {"method": "context", "context": "be brief", "given": "nothing", "lora_rank": 3, "max_length": 72}),
+    ("distill", {"data": "teacher_logps/1", "given": "nothing", "tail": "renormalise", "distillation_temperature": 2.0}),
+    ("distill", {"method": "on_policy", "direction": "jsd", "sampling_temperature": 1e-6, "max_completion_length": 6})]
+
+
+@pytest.mark.parametrize("stage,pinned", REPLAYED, ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values()))[:48])
+def test_every_kind_of_step_is_that_of_plain_transformers(stage, pinned, world, tmp_path):
+    """In several micro-batches, over the end of an epoch with a short last batch."""
+    combination = {name: values[0] for name, values in sweep.axes(stage).items()} | {"max_tokens_per_micro_batch": 90, "packing": "best_fit"} | pinned
+    assert sweep.refused(stage, combination) is None and replay.why_not(stage, combination) is None
+    with sweep.float64():
+        sweep.run(stage, sweep.settings_of(stage, combination), world.inputs(stage, combination), tmp_path / "run")
+    assert not replay.differences(stage, combination, tmp_path / "run", replay.replayed(stage, combination, world))
+
+
 def test_the_plain_run_sees_a_difference(world, tmp_path):
     """What it compares with is no copy: another rate, mask or weight of a row is another run."""
     combination = {name: values[0] for name, values in sweep.axes("sft").items()}
@@ -146,7 +174,7 @@ def test_the_plain_run_sees_a_difference(world, tmp_path):
 def test_rows_that_weigh_nothing_or_less_are_refused(stage, world, tmp_path):
     """Weights of 0 train nothing at all, and a weight below 0 trains a row away from its labels."""
     combination = {name: values[0] for name, values in sweep.axes(stage).items()}
-    inputs, kind = world.inputs(stage, combination), "demonstrations/1" if stage == "sft" else "pairs/1"
+    inputs, kind = world.inputs(stage, combination), "demonstrations/1" if stage in ("sft", "distill") else "pairs/1"
     for name, weight, said in (("nothing", lambda i: 0.0, "weight 0.*give"), ("less", lambda i: -1.0 if i == 0 else 1.0, "weight -1.*write"), ("unknown", lambda i: math.nan if i == 0 else 1.0, "weight nan.*write")):
         rows = [{**row, "weight": weight(i)} for i, row in enumerate(sweep.rows_of(kind))]
         with pytest.raises((ValueError, RuntimeError), match=said):
