@@ -4,6 +4,10 @@ The tests of one file stay together, since they share models; all that speak to 
 first, and alone where it shares nothing, so that no process is left with a long file when the others have finished.
 """
 
+import os
+import shutil
+import tempfile
+
 import pytest
 
 SERVERS = ("flows/test_servers.py", "flows/test_browser.py", "flows/test_people.py")
@@ -16,6 +20,25 @@ def group(nodeid: str) -> str:
     if any(name in nodeid for name in SERVERS):
         return "servers"
     return nodeid if any(name in nodeid for name in ALONE) else nodeid.split("::")[0]
+
+
+def pytest_configure(config):
+    """Whatever a test's processes leave behind, killed ones above all, lies in one directory, which goes when the suite ends; pytest keeps its own where it always does."""
+    if hasattr(config, "workerinput"):  # a process of xdist has the environment of the one that started it
+        return
+    before, scratch = dict(os.environ), tempfile.mkdtemp(prefix="posttrain-tests-")
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "torchinductor"))  # compiled kernels serve the next suite, too
+    os.environ["TMPDIR"], tempfile.tempdir = scratch, None
+
+    def put_back():
+        for name in ("PYTEST_DEBUG_TEMPROOT", "TORCHINDUCTOR_CACHE_DIR", "TMPDIR"):
+            os.environ.pop(name)
+            os.environ.update({name: before[name]} if name in before else {})
+        tempfile.tempdir = None
+        shutil.rmtree(scratch, ignore_errors=True)
+
+    config.add_cleanup(put_back)
 
 
 @pytest.hookimpl(tryfirst=True)

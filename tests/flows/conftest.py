@@ -108,3 +108,10 @@ def servers(tmp_path_factory):
         yield one
     finally:
         one.cli("down", check=False)
+
+
+@pytest.fixture(scope="session")
+def slow_recipe(servers):
+    """The name of a deployment that runs one stage for as many seconds as it is told, on the queue of the GPU."""
+    servers.python("from flows.deploy import apply; from tests.flows.slow_recipe import slow_recipe\napply(slow_recipe, 'test', {'queue': 'gpu'})")
+    return "slow_recipe/test"

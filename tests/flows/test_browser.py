@@ -58,12 +58,17 @@ def submit(servers, page, deployment: str, values: dict[str, object]) -> str:
         field.click()
         field.send_keys("\ue009a\ue000\ue017" + str(value))  # control-A, delete, the value
         assert field.get_attribute("value") == str(value)
-    for _ in range(5):  # the UI does not repeat a call for which SQLite was locked
-        servers.wait(lambda: named(page, "button", "Submit")).click()
-        deadline = time.monotonic() + 15
+    return until(page, lambda: runs() - before, lambda: servers.wait(lambda: named(page, "button", "Submit")).click()).pop()
+
+
+def until(page, done, act, seconds: float = 15):
+    """Do what a person does, again where nothing comes of it, since the UI does not repeat a call for which SQLite was locked; what ``done()`` is then."""
+    for _ in range(5):
+        act()
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if new := runs() - before:
-                return new.pop()
+            if found := done():
+                return found
             time.sleep(0.5)
     raise AssertionError(page.find_element("css selector", "body").text)
 
@@ -76,8 +81,11 @@ def menu(servers, page, run: str, item: str) -> None:
 
 
 def cancel(servers, page, run: str) -> None:
-    menu(servers, page, run, "Cancel")
-    servers.wait(lambda: named(page, "[role=dialog] button, [role=alertdialog] button", "Cancel Flow Run")).click()
+    def act():
+        menu(servers, page, run, "Cancel")
+        servers.wait(lambda: named(page, "[role=dialog] button, [role=alertdialog] button", "Cancel Flow Run")).click()
+
+    until(page, lambda: servers.state(run) in ("Cancelling", "Cancelled"), act, seconds=60)
 
 
 def test_the_uis_ask_this_machine_only(servers, page):
@@ -91,12 +99,10 @@ def test_the_uis_ask_this_machine_only(servers, page):
     assert len(asked) > 20 and {url.hostname for url in asked if url.scheme in ("http", "https")} == {"127.0.0.1"}
 
 
-def test_a_run_is_started_changed_cancelled_and_continued_in_the_browser(servers, page):
-    servers.python("from flows.deploy import apply; from tests.flows.slow_recipe import slow_recipe\n"
-                   "apply(slow_recipe, 'browser', {'queue': 'gpu'})")
+def test_a_run_is_started_changed_cancelled_and_continued_in_the_browser(servers, slow_recipe, page):
     slots = lambda: servers.api("/v2/concurrency_limits/gpu")["active_slots"]
     ours = lambda: stage_processes(servers.home)
-    first = submit(servers, page, "slow_recipe/browser", {"Seed": 7, "Seconds": 601})
+    first = submit(servers, page, slow_recipe, {"Seed": 7, "Seconds": 601})
     assert servers.api(f"/flow_runs/{first}")["parameters"]["config"] == {"seed": 7, "slow": {"seconds": 601, "fail": False}}
     processes = servers.wait(ours)
     servers.wait(lambda: slots() == 1)
@@ -105,7 +111,7 @@ def test_a_run_is_started_changed_cancelled_and_continued_in_the_browser(servers
     servers.wait(lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes))
     servers.wait(lambda: slots() == 0, limit=90)
 
-    again = submit(servers, page, "slow_recipe/browser", {"Seed": 7, "Seconds": 601})  # the same run: it goes on in its record
+    again = submit(servers, page, slow_recipe, {"Seed": 7, "Seconds": 601})  # the same run: it goes on in its record
     servers.wait(ours)
     record = servers.json("show", again)
     assert record["run_id"] == servers.json("show", first)["run_id"] and record["flow_runs"] == [first, again] and record["attempts"] == 2

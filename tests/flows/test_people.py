@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.evaluation.conftest import tiny_policy
-from tests.flows.test_browser import CHROME, menu, named, page  # noqa: F401
+from tests.flows.test_browser import CHROME, menu, named, page, until  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +74,10 @@ def said(servers, run) -> str:
 
 def resume(servers, page, run, path):  # noqa: F811
     """What a person does: the run's menu, Resume, the path into the form, Resume."""
-    menu(servers, page, run, "Resume")
-    (field,) = servers.wait(lambda: page.find_elements("css selector", "[role=dialog] textarea"))
-    field.send_keys(str(path))
-    servers.wait(lambda: named(page, "[role=dialog] button", "Resume")).click()
-    servers.wait(lambda: servers.state(run) != "Suspended")
+    def act():
+        menu(servers, page, run, "Resume")
+        (field,) = servers.wait(lambda: page.find_elements("css selector", "[role=dialog] textarea"))
+        field.send_keys(str(path))
+        servers.wait(lambda: named(page, "[role=dialog] button", "Resume")).click()
+
+    until(page, lambda: servers.state(run) != "Suspended", act, seconds=60)

@@ -50,12 +50,37 @@ def test_nightly_schedule_is_active(servers):
     assert [(schedule["active"], schedule["schedule"]["cron"]) for schedule in schedules] == [(True, NIGHTLY)]
 
 
-def test_a_recipe_runs_by_the_clocks_of_a_time_zone(servers):
-    """Two in the morning in Berlin is one or midnight UTC; deploying everything again leaves the schedule as it is."""
+NIGHTLY_RUN, WORLD_STAGE, MIX_STAGE = "post_training/post_training-nightly", "stage-world/stage-world", "stage-mix/stage-mix"
+
+
+@pytest.fixture(scope="module")
+def again(servers):
+    """Everything was deployed once more, which takes a while, so it is done for several tests: {"said": what the command printed, "before", "after": what was registered, "rows":
+    of some deployments before}. Before that people scheduled a recipe, deployed one under a name of their own, paused a schedule and edited a text, and an older version left its names."""
+    def registered():
+        return (sorted((row["name"], row["id"], len(row["schedules"])) for row in servers.api("/deployments/filter", {"limit": 200})),
+                sorted((row["name"], row["id"]) for row in servers.api("/automations/filter", {"limit": 200})),  # a new one forgets the heartbeats of dead runs
+                sorted(row["name"] for row in servers.api("/work_pools/posttrain/queues/filter", {})))
+
     command = ("deploy", "post_training", "--preset", "demo", "seed=5", "--timezone", "Europe/Berlin")
     assert servers.json(*command, "--cron", "0 1 * * *") == {"deployments": ["post_training/post_training-demo-scheduled"]}
     servers.json(*command, "--cron", "0 2 * * *")
-    servers.json(*DEPLOY)
+    apply = ("from flows.deploy import apply; from flows.post_training import post_training; from flows.single import stage_flow\n"
+             "for flow, name in ({}): apply(flow, name, {{'queue': 'cpu'}})")
+    servers.python(apply.format("(post_training, 'mine'),"))
+    before = registered()
+    servers.python(apply.format("(post_training, 'form'), (post_training, 'demo'), (stage_flow('mix'), 'stage')"))
+    assert len(registered()[0]) == len(before[0]) + 3
+    rows = {name: servers.deployment(name) for name in (NIGHTLY_RUN, WORLD_STAGE, MIX_STAGE)}
+    servers.api(f"/deployments/{rows[NIGHTLY_RUN]['id']}/schedules/{rows[NIGHTLY_RUN]['schedules'][0]['id']}", {"active": False}, method="PATCH")
+    servers.api(f"/deployments/{rows[WORLD_STAGE]['id']}", {"description": "edited"}, method="PATCH")
+    found = {"said": servers.json(*DEPLOY), "before": before, "after": registered(), "rows": rows}
+    servers.api(f"/deployments/{servers.deployment('post_training/mine')['id']}", method="DELETE")
+    return found
+
+
+def test_a_recipe_runs_by_the_clocks_of_a_time_zone(servers, again):
+    """Two in the morning in Berlin is one or midnight UTC; deploying everything again leaves the schedule as it is."""
     row = servers.deployment("post_training/post_training-demo-scheduled")
     assert [(one["active"], one["schedule"]["cron"], one["schedule"]["timezone"]) for one in row["schedules"]] == [(True, "0 2 * * *", "Europe/Berlin")]
     assert row["parameters"]["config"]["seed"] == 5
@@ -67,25 +92,22 @@ def test_a_recipe_runs_by_the_clocks_of_a_time_zone(servers):
     servers.api(f"/deployments/{row['id']}", method="DELETE")
 
 
-def test_deploy_is_idempotent(servers):
-    def registered():
-        return (sorted((row["name"], row["id"], len(row["schedules"])) for row in servers.api("/deployments/filter", {"limit": 200})),
-                sorted((row["name"], row["id"]) for row in servers.api("/automations/filter", {"limit": 200})),  # a new one forgets the heartbeats of dead runs
-                sorted(row["name"] for row in servers.api("/work_pools/posttrain/queues/filter", {})))
-
-    before = registered()
-    assert servers.json(*DEPLOY) == servers.deployed
-    assert registered() == before
+def test_deploy_is_idempotent(servers, again):
+    assert again["said"] == servers.deployed
+    assert again["after"] == again["before"]
 
 
-def test_deployments_have_names_that_tell_them_apart_and_older_ones_are_removed(servers):
-    servers.python("from flows.deploy import apply; from flows.post_training import post_training; from flows.single import stage_flow\n"
-                   "for flow, name in ((post_training, 'form'), (post_training, 'demo'), (stage_flow('mix'), 'stage'), (post_training, 'mine')):\n"
-                   "    apply(flow, name, {'queue': 'cpu'})")
-    servers.json(*DEPLOY)
-    names = [row["name"] for row in servers.api("/deployments/filter", {"limit": 200}) if row["entrypoint"].startswith("flows.")]
+def test_deployments_have_names_that_tell_them_apart_and_older_ones_are_removed(again):
+    names = [name for name, _, _ in again["after"][0]]
     assert len(names) == len(set(names)) and "mine" in names and not {"form", "demo", "stage"} & set(names)
-    servers.api(f"/deployments/{servers.deployment('post_training/mine')['id']}", method="DELETE")
+
+
+def test_deploying_again_writes_what_differs_and_leaves_the_rest(servers, again):
+    """A schedule that was paused and a text that was edited in the UI come back; what is as it should be is not written."""
+    now = {name: servers.deployment(name) for name in again["rows"]}
+    assert [schedule["active"] for schedule in now[NIGHTLY_RUN]["schedules"]] == [True]
+    assert now[WORLD_STAGE]["description"] == again["rows"][WORLD_STAGE]["description"] != "edited"
+    assert now[MIX_STAGE]["updated"] == again["rows"][MIX_STAGE]["updated"]
 
 
 def test_the_gpu_queue_lets_as_many_runs_through_as_there_are_slots(servers):
@@ -100,21 +122,6 @@ def test_the_gpu_queue_lets_as_many_runs_through_as_there_are_slots(servers):
     assert limits() == (3, 3)
     servers.python(f"from flows.deploy import install_pool; install_pool(gpu_slots={before[1]})")
     assert limits() == before == (before[1], before[1])
-
-
-def test_deploying_again_writes_what_differs_and_leaves_the_rest(servers):
-    """A schedule that was paused and a text that was edited in the UI come back; what is as it should be is not written."""
-    rows = {name: servers.deployment(name) for name in ("post_training/post_training-nightly", "stage-world/stage-world", "stage-mix/stage-mix")}
-    nightly, world = rows["post_training/post_training-nightly"], rows["stage-world/stage-world"]
-    servers.api(f"/deployments/{nightly['id']}/schedules/{nightly['schedules'][0]['id']}", {"active": False}, method="PATCH")
-    servers.api(f"/deployments/{world['id']}", {"description": "edited"}, method="PATCH")
-    servers.python("from flows.deploy import apply, recipe_deployments, stage_deployments\n"
-                   f"for spec in [*recipe_deployments({NIGHTLY!r}), *stage_deployments()]:\n"
-                   f"    if f'{{spec[0].name}}/{{spec[1]}}' in {sorted(rows)}: apply(*spec)")
-    now = {name: servers.deployment(name) for name in rows}
-    assert [schedule["active"] for schedule in now["post_training/post_training-nightly"]["schedules"]] == [True]
-    assert now["stage-world/stage-world"]["description"] == world["description"] != "edited"
-    assert now["stage-mix/stage-mix"]["updated"] == rows["stage-mix/stage-mix"]["updated"]
 
 
 def test_a_parameter_that_a_flow_does_not_have_is_refused_before_a_run_is_made(servers):
@@ -168,10 +175,8 @@ def test_run_against_the_servers_is_one_parent_with_children_in_mlflow(servers):
     assert [one.info.status for one in (parent, *children)] == ["FINISHED"] * 2
 
 
-def test_cancel_kills_the_stage_and_frees_its_slot(servers):
-    servers.python("from flows.deploy import apply; from tests.flows.slow_recipe import slow_recipe\n"
-                   "apply(slow_recipe, 'test', {'queue': 'gpu'})")
-    run = servers.start("slow_recipe/test", {"config": {"slow": {"seconds": 600}}})
+def test_cancel_kills_the_stage_and_frees_its_slot(servers, slow_recipe):
+    run = servers.start(slow_recipe, {"config": {"slow": {"seconds": 600}}})
     ours = servers.wait(lambda: stage_processes(servers.home))
     servers.wait(lambda: servers.api("/v2/concurrency_limits/gpu")["active_slots"] == 1)
     servers.api(f"/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}})
@@ -183,13 +188,11 @@ def test_cancel_kills_the_stage_and_frees_its_slot(servers):
     servers.wait(lambda: (servers.home / f"cancelled-{run}").exists())  # the flow's own hook
 
 
-def test_run_declared_crashed_while_it_lives_ends_once_and_the_worker_goes_on(servers):
+def test_run_declared_crashed_while_it_lives_ends_once_and_the_worker_goes_on(servers, slow_recipe):
     """A server that is busy for minutes loses heartbeats; the run is then started again beside its first process, waits
     for that one's stage and takes what it made. Prefect's worker would die of it if it had a limit."""
-    servers.python("from flows.deploy import apply; from tests.flows.slow_recipe import slow_recipe\n"
-                   "apply(slow_recipe, 'test', {'queue': 'gpu'})")
     worker = worker_processes(servers)
-    run = servers.start("slow_recipe/test", {"config": {"slow": {"seconds": 75}}})
+    run = servers.start(slow_recipe, {"config": {"slow": {"seconds": 75}}})
     servers.wait(lambda: servers.api("/v2/concurrency_limits/gpu")["active_slots"] == 1)
     servers.api(f"/flow_runs/{run}/set_state", {"state": {"type": "CRASHED", "name": "Crashed"}, "force": True})
     servers.wait(lambda: servers.state(run) == "Completed", limit=400)  # a locked SQLite holds the server up for minutes
@@ -198,9 +201,9 @@ def test_run_declared_crashed_while_it_lives_ends_once_and_the_worker_goes_on(se
     assert worker_processes(servers) == worker
 
 
-def test_a_run_whose_process_is_killed_starts_again_once(servers):
+def test_a_run_whose_process_is_killed_starts_again_once(servers, slow_recipe):
     """Prefect reports such a crash twice, by its runner and seconds later by its worker: two processes of the run would start."""
-    run = servers.start("slow_recipe/test", {"config": {"seed": 9, "slow": {"seconds": 5}}})
+    run = servers.start(slow_recipe, {"config": {"seed": 9, "slow": {"seconds": 5}}})
     servers.wait(lambda: servers.state(run) == "Running")
     engine = servers.wait(lambda: next((process for process in psutil.process_iter(["cmdline", "environ"]) if "prefect.engine" in (process.info["cmdline"] or [])
                                         and (process.info["environ"] or {}).get("POSTTRAIN_HOME") == str(servers.home)), None))
@@ -210,8 +213,8 @@ def test_a_run_whose_process_is_killed_starts_again_once(servers):
     assert states.count("AwaitingRetry") == 1 and states.count("Running") == 2, states
 
 
-def test_servers_and_a_worker_that_are_killed_are_started_again_and_the_run_goes_on(servers):
-    run = servers.start("slow_recipe/test", {"config": {"slow": {"seconds": 20}}, "force": ["slow"]})
+def test_servers_and_a_worker_that_are_killed_are_started_again_and_the_run_goes_on(servers, slow_recipe):
+    run = servers.start(slow_recipe, {"config": {"slow": {"seconds": 20}}, "force": ["slow"]})
     servers.wait(lambda: servers.api("/v2/concurrency_limits/gpu")["active_slots"] == 1)
     old = [*worker_processes(servers), *service_processes(servers, "prefect", "server"), *service_processes(servers, "mlflow", "server")]
     assert len(old) == 3
@@ -226,11 +229,9 @@ def test_servers_and_a_worker_that_are_killed_are_started_again_and_the_run_goes
     assert servers.finished(another) == "Completed"
 
 
-def test_a_run_that_is_killed_with_all_servers_starts_again_once_when_they_are_up(servers):
+def test_a_run_that_is_killed_with_all_servers_starts_again_once_when_they_are_up(servers, slow_recipe):
     """As when the machine loses power: no server sees the last heartbeats, and `posttrain up` is all that follows."""
-    servers.python("from flows.deploy import apply; from tests.flows.slow_recipe import slow_recipe\n"
-                   "apply(slow_recipe, 'test', {'queue': 'gpu'})")
-    run = servers.start("slow_recipe/test", {"config": {"seed": 11, "slow": {"seconds": 20}}})
+    run = servers.start(slow_recipe, {"config": {"seed": 11, "slow": {"seconds": 20}}})
     servers.wait(lambda: stage_processes(servers.home))
     assert servers.state(run) == "Running"
     everything = [process for process in psutil.process_iter(["environ"]) if (process.info["environ"] or {}).get("POSTTRAIN_HOME") == str(servers.home)]
