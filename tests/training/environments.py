@@ -67,3 +67,21 @@ class Forgetful:
     def step(self, action):
         self.turn += 1
         return [{"role": "tool", "content": str(time.monotonic_ns())}], float(len(action)), self.turn == 3, []
+
+
+class Careless:
+    """Answers its first action with what the task's text names in ``ANSWERS``, as environments of people do who have not read the interface closely."""
+
+    SAID = [{"role": "tool", "content": "ok"}]
+    ANSWERS = {"half": lambda: ([{"role": "tool", "content": "a\ud83db"}], 0.5, False, ["seen:\ud83d"]), "number": lambda: ([{"role": "tool", "content": 12}], 0.5, False, ()),
+               "raises": lambda: 1 / int("\ud83d"), "events": lambda: (Careless.SAID, 0.5, False, "goal_verified"), "no events": lambda: (Careless.SAID, 0.5, False, None),
+               "done": lambda: (Careless.SAID, 0.5, "False", []), "reward": lambda: (Careless.SAID, None, False, []), "one message": lambda: (Careless.SAID[0], 0.5, False, []),
+               "text": lambda: ("ok", 0.5, False, []), "nothing": lambda: None}
+
+    def reset(self, task, seed):
+        self.how, self.turn = task["prompt"][-1]["content"], 0
+        return [{"role": "user", "content": f"go \udcff{self.how}"}]
+
+    def step(self, action):
+        self.turn += 1
+        return self.ANSWERS[self.how]() if self.turn == 1 else ([], 1.0, True, ["goal_verified"])
