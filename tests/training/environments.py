@@ -6,13 +6,15 @@ import time
 
 class Countdown:
     """``turns`` turns; each pays the share of ``e`` and spaces in the action, and is answered by a message about it. ``fail``: {turn: how} of tasks whose
-    prompt holds the word ``fail``."""
+    prompt holds the word ``fail``; those with the word ``reset`` do not begin."""
 
     def __init__(self, turns=3, fail=None, goal_after=None):
         self.turns, self.fail, self.goal_after = turns, fail or {}, goal_after
 
     def reset(self, task, seed):
         self.left, self.bad = self.turns, "fail" in task["prompt"][-1]["content"]
+        if "reset" in task["prompt"][-1]["content"]:
+            raise RuntimeError("no start")
         return [{"role": "system", "content": f"count {self.turns}"}, *task["prompt"]]
 
     def step(self, action):
