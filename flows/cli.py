@@ -729,7 +729,12 @@ def chat(
 def emit(value: Any) -> None:
     """One JSON object on one line, the last of stdout."""
     sys.stdout.flush()
-    print(json.dumps(value, ensure_ascii=False, default=str), flush=True)
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:  # a terminal of another encoding, or half of a surrogate pair in an error of somebody's code
+        text = json.dumps(value, default=str)
+    print(text, flush=True)
 
 
 def main() -> None:

@@ -429,7 +429,7 @@ class Plan:
         divergences = self._kl([s for _, s in flat]) if stage.has("reference") else [None] * len(flat)
         refused = refusals.answered(self, [s for _, s in flat])
         refused = [more | (next(ranks) if config.token_shift and mode == "greedy" else {}) for (mode, _), more in zip(flat, refused)]
-        readings = parse_all([(s.prompt, read_of(s, self.verifier)) if s.error is None else None for _, s in flat], self.verifier)
+        readings = parse_all([(s.prompt, read_of(s, self.verifier)) if answered(s) else None for _, s in flat], self.verifier)
         made = [self._answer_row(mode, sample, read, model_score, kl, more) for (mode, sample), read, model_score, kl, more in zip(flat, readings, model_scores, divergences, refused)]
         return made, [sample.items for _, sample in flat]
 
@@ -437,21 +437,22 @@ class Plan:
         from stages.reward_models.reward_scorers import Response, same_prompt
 
         scorer = self.scorer("reward_model")
-        everyone, samples = samples, [s for s in samples if s.error is None]
+        everyone, samples = samples, [s for s in samples if answered(s)]
         as_ids = scorer.reads_ids_of(self.renderer)
         shown = [Response(s.prompt["prompt"], [{"role": "assistant", "content": s.text}], s.prompt_ids + s.ids if as_ids else None, s.prompt) for s in samples]
         alone = {of[0] for of in same_prompt(shown) if len(of) == 1} if scorer.relative else set()  # nothing to compare with (rewards.ALONE)
         found = iter(None if value != value or k in alone else value for k, value in enumerate(scorer.score(shown)))
-        return [next(found) if s.error is None else None for s in everyone]
+        return [next(found) if answered(s) else None for s in everyone]
 
-    def _kl(self, samples) -> list[float]:
+    def _kl(self, samples) -> list[float | None]:
+        """KL of each answer over the tokens that the policy chose; None where there is no answer."""
         from stages.batching import make_item
         from stages.decoding.likelihood import response_logps, sampled_kl
 
-        items = [make_item(s.prompt["row_id"], s.prompt_ids, [s.ids], [[1] * len(s.ids)]) for s in samples if s.error is None]
+        items = [make_item(s.prompt["row_id"], s.prompt_ids, [s.ids], [s.action_mask]) for s in samples if answered(s)]
         sums = [response_logps(self.policy(role), items, self.config.max_tokens_per_micro_batch, self.stage.device) for role in ("model", "reference")]
         found = iter([sampled_kl(mine[0], theirs[0]) for mine, theirs in zip(*sums)])
-        return [next(found) if s.error is None else None for s in samples]
+        return [next(found) if answered(s) else None for s in samples]
 
     def _ranks(self, samples) -> list[dict]:
         """Fields of greedy answers' rows: their tokens, and the rank of each under the reference; {} of those without tokens."""
@@ -474,7 +475,7 @@ class Plan:
             "mode": mode, "finish": sample.finish_reason, "reward": model_score, "kl": kl, "parts": sample.parts, "unscorable": sample.reasons or None,
             "category": source.get("category") or source.get("domain"), "difficulty": difficulty_of(source),
             "prompt": source["prompt"][-1]["content"], "answer": source.get("answer"), "flexible_correct": flexible,
-            "constraints": constraint_verdicts(source, read_of(sample, self.constraints), self.constraints) if sample.error is None else None,
+            "constraints": constraint_verdicts(source, read_of(sample, self.constraints), self.constraints) if answered(sample) else None,
             "reencoded": sample.reencoded or None, "opened": sample.opened or None, "forced": sample.forced, "error": sample.error, "order": source.get("order"), **perturbed.asked_of(source), **bbq.asked_of(source),
             **more,
             "nll": -sum(sample.logps) if mode == "sample" and sample.logps and sample.turns is None else None,
@@ -606,6 +607,11 @@ class Plan:
         scorer = self.scorer("model")
         return [self._row(source, mode, index, text, length, {"mode": mode, "reward": value if math.isfinite(value) else None})
                 for (source, mode, index, text), length, value in zip(asked, scorer.lengths(responses), scorer.score(responses))]
+
+
+def answered(sample) -> bool:
+    """Whether there is an answer to judge: its engine gave one, and its environment did not fail."""
+    return sample.error is None and not sample.failure
 
 
 def _replace(params, **changes):

@@ -180,6 +180,11 @@ class EnvironmentPool:
 
 # ------------------------------------------------------------------------------------------------------------ the host process
 
+def well_formed(text: Any) -> str:
+    """As text that can be tokenised and stored: a lone half of a surrogate pair (``json.loads('"\\ud83d"')``, ``errors="surrogateescape"``) becomes U+FFFD."""
+    return str(text).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def plain_reply(answer: Any, op: str) -> dict:
     """A reset's or step's answer as JSON, checked: an environment that answers wrongly is told what to return."""
     if op == "reset":
@@ -188,13 +193,23 @@ def plain_reply(answer: Any, op: str) -> dict:
         messages, reward, done, events = answer
     except (TypeError, ValueError):
         raise TypeError(f"step must return (messages, reward, done, events), not {answer!r:.80}") from None
-    messages = [{str(k): None if v is None else str(v) for k, v in dict(m).items()} for m in messages]
+    try:
+        messages = [{well_formed(k): None if v is None else well_formed(v) for k, v in dict(m).items()} for m in messages]
+    except (TypeError, ValueError):
+        raise TypeError(f"{op} must return a list of messages such as {{'role': 'tool', 'content': 'text'}}, not {messages!r:.80}") from None
     if any("role" not in m for m in messages) or (op == "reset" and not messages):
         raise TypeError(f"{op} must return messages such as {{'role': 'user', 'content': 'text'}}, not {answer!r:.80}")
-    reward = float(reward)
+    if isinstance(done, str):
+        raise TypeError(f"step must return done as True or False, not the text {done!r:.80}")
+    if events is None or isinstance(events, (str, bytes)):
+        raise TypeError(f"step must return events as a list of strings such as ['goal_verified'] or [], not {events!r:.80}")
+    try:
+        reward = float(reward)
+    except (TypeError, ValueError):
+        raise TypeError(f"step must return its reward as a number, not {reward!r:.80}") from None
     if reward != reward or abs(reward) == float("inf"):
         raise ValueError(f"the reward of a step must be a finite number, not {reward}")
-    return {"messages": messages, "reward": reward, "done": bool(done), "events": [str(e) for e in events]}
+    return {"messages": messages, "reward": reward, "done": bool(done), "events": [well_formed(e) for e in events]}
 
 
 def _episode(made, read_fd: int, write_fd: int, memory: int, options: dict) -> None:
@@ -221,7 +236,7 @@ def _episode(made, read_fd: int, write_fd: int, memory: int, options: dict) -> N
         except MemoryError:
             environment, data = None, json.dumps({"error": f"memory limit of {memory >> 20} MiB (environment_memory_mib)"})
         except BaseException as error:
-            data = json.dumps({"error": f"{type(error).__name__}: {str(error)[:300]}"})
+            data = json.dumps({"error": well_formed(f"{type(error).__name__}: {str(error)[:300]}")})
         data = data.encode() + b"\n"
         while data:
             data = data[os.write(write_fd, data):]

@@ -66,7 +66,7 @@ NOTHING_TO_SCORE = ("the prompt row has no ", "the prompt row asks for no ", NOT
 
 def warnings(stage, metrics: dict, records: list[dict], unscored_pairs: int = 0) -> None:
     """Named warnings about results that should not be trusted as they are."""
-    checkable = [r for r in records if r["mode"] in ("sample", "greedy") and not r.get("error") and not r.get("transcript") and (r.get("answer") is not None or r.get("constraints"))]
+    checkable = [r for r in records if r["mode"] in ("sample", "greedy") and not r.get("error") and r.get("transcript") is None and (r.get("answer") is not None or r.get("constraints"))]
     unread = []
     for r in checkable:
         constraints = r.get("constraints") or {}
@@ -176,11 +176,12 @@ def publish(stage, plan: Plan, meta: dict, metrics: dict, tables: dict, probe_ta
         stage.report("length-distribution", png=reports.histogram(
             {"ended": [r["tokens"] for r in sampled if r["finish"] != "length"], "cut": [r["tokens"] for r in sampled if r["finish"] == "length"]},
             title="Answer length", xlabel="tokens"))
-    if any(r["reward"] is not None for r in sampled):
-        split = {"right": [r["reward"] for r in sampled if r["correct"]], "wrong": [r["reward"] for r in sampled if r["correct"] is False],
-                 "ungraded": [r["reward"] for r in sampled if r["correct"] is None]}
+    scored = [r for r in sampled if r["reward"] is not None]
+    if scored:
+        split = {"right": [r["reward"] for r in scored if r["correct"]], "wrong": [r["reward"] for r in scored if r["correct"] is False],
+                 "ungraded": [r["reward"] for r in scored if r["correct"] is None]}
         stage.report("reward-histogram", png=reports.histogram({name: part for name, part in split.items() if part}, title="Reward of sampled answers", xlabel="reward"))
-        stage.report("reward-against-length", png=reports.scatter([r["tokens"] for r in sampled], [r["reward"] for r in sampled], title="Reward against length", xlabel="tokens", ylabel="reward"))
+        stage.report("reward-against-length", png=reports.scatter([r["tokens"] for r in scored], [r["reward"] for r in scored], title="Reward against length", xlabel="tokens", ylabel="reward"))
     orders = tables.pop("order", [])
     if orders:
         stage.report("by-order", table=orders)

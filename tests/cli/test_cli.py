@@ -373,3 +373,12 @@ def test_raw_data_that_is_refused_on_the_way_to_a_stage_says_where_its_settings_
     assert f"posttrain stage ingest --input data={file} --set kind=demonstrations/1 --name-as dups-demonstrations --set KEY=VALUE, then --input data.one=dataset:dups-demonstrations@latest." in str(caught.value)
     told = capsys.readouterr().err
     assert "ingest: started" in told and "mix" not in told
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_result_that_stdout_cannot_encode_is_still_one_json_line(encoding):
+    """An error of somebody's code with half of a surrogate pair, or a terminal that is not UTF-8, ended ``--json`` with a traceback and no object."""
+    value = {"error": "half \ud83d é"}
+    done = subprocess.run([sys.executable, "-c", f"from flows.cli import emit\nemit({value!r})"], env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding}, cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.returncode == 0 and json.loads(done.stdout) == value, done.stderr

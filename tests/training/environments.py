@@ -6,13 +6,15 @@ import time
 
 class Countdown:
     """``turns`` turns; each pays the share of ``e`` and spaces in the action, and is answered by a message about it. ``fail``: {turn: how} of tasks whose
-    prompt holds the word ``fail``."""
+    prompt holds the word ``fail``; those with the word ``reset`` do not begin."""
 
     def __init__(self, turns=3, fail=None, goal_after=None):
         self.turns, self.fail, self.goal_after = turns, fail or {}, goal_after
 
     def reset(self, task, seed):
         self.left, self.bad = self.turns, "fail" in task["prompt"][-1]["content"]
+        if "reset" in task["prompt"][-1]["content"]:
+            raise RuntimeError("no start")
         return [{"role": "system", "content": f"count {self.turns}"}, *task["prompt"]]
 
     def step(self, action):
@@ -67,3 +69,21 @@ class Forgetful:
     def step(self, action):
         self.turn += 1
         return [{"role": "tool", "content": str(time.monotonic_ns())}], float(len(action)), self.turn == 3, []
+
+
+class Careless:
+    """Answers its first action with what the task's text names in ``ANSWERS``, as environments of people do who have not read the interface closely."""
+
+    SAID = [{"role": "tool", "content": "ok"}]
+    ANSWERS = {"half": lambda: ([{"role": "tool", "content": "a\ud83db"}], 0.5, False, ["seen:\ud83d"]), "number": lambda: ([{"role": "tool", "content": 12}], 0.5, False, ()),
+               "raises": lambda: 1 / int("\ud83d"), "events": lambda: (Careless.SAID, 0.5, False, "goal_verified"), "no events": lambda: (Careless.SAID, 0.5, False, None),
+               "done": lambda: (Careless.SAID, 0.5, "False", []), "reward": lambda: (Careless.SAID, None, False, []), "one message": lambda: (Careless.SAID[0], 0.5, False, []),
+               "text": lambda: ("ok", 0.5, False, []), "nothing": lambda: None}
+
+    def reset(self, task, seed):
+        self.how, self.turn = task["prompt"][-1]["content"], 0
+        return [{"role": "user", "content": f"go \udcff{self.how}"}]
+
+    def step(self, action):
+        self.turn += 1
+        return self.ANSWERS[self.how]() if self.turn == 1 else ([], 1.0, True, ["goal_verified"])

@@ -526,6 +526,7 @@ class Iteration:
             return out, np.array([o.any() for o in out]) & self.scorable
         if kind == "win_rate":
             if row.opponent != "self":  # other completions, that no row holds
+                self.unseen = bool(row.whiten or self.c.advantage_clip)
                 return [np.array(r["advantages"], float) for r in self.rows], self.learned()
             for g in np.unique(self.group):
                 at = np.flatnonzero((self.group == g) & in_stats & self.scorable)
@@ -1184,7 +1185,10 @@ class Run:
                 comp = next(x for x in c.rewards if x.name == name)
                 values = [it.parts[i][name] for i in range(it.B) if it.fresh[i] and it.parts[i].get(name) is not None]
                 known = self.lambdas[name]
-                if values and not self.row.dynamic_sampling:
+                if self.row.dynamic_sampling:  # also over groups that were thrown out, which no row holds
+                    short = self.metrics[start].get(f"reward/{name}/shortfall")
+                    known.append(known[-1] if short is None else max(0.0, known[-1] + comp.multiplier_step * short))
+                elif values:
                     known.append(max(0.0, known[-1] + comp.multiplier_step * (comp.at_least - np.mean(values))))
                     it.log(f"reward/{name}/shortfall", comp.at_least - np.mean(values))
             it.check_metrics()

@@ -15,7 +15,7 @@ from stages.rollouts.groups import Group
 from stages.rollouts.prompts import PromptOrder
 from stages.running import randomness
 from storage.datasets import open_dataset
-from tests.training.test_agents import COUNTDOWN, SMALL, rows_of, train
+from tests.training.test_agents import COUNTDOWN, rows_of, train
 
 TURNS = [{"reward": 0.0, "events": ["opened"]}, {"reward": 0.0, "events": ["other"]}]
 
@@ -89,6 +89,44 @@ def test_no_tool_call_costs_a_trajectory():
         environment.reset({"prompt": []}, 0)
         messages, reward, done, events = environment.step(action)
         assert messages[0]["content"].startswith("error: ") and events[0].startswith("error:") and (reward, done) == (0.0, False)
+
+
+def test_what_a_careless_environment_answers_is_refused_with_what_to_return(tiny, data, spec, tmp_path):
+    """Events or an end that are a text were taken apart by letters or as true, and half of a surrogate pair ended the whole stage: in an observation, an event or the text of an error."""
+    from storage.datasets import write_dataset
+    from storage.schema import complete_row
+    from tests.training.environments import Careless
+
+    tasks = [complete_row("prompts/1", {"prompt": [{"role": "user", "content": how}]}, dataset="d", source="s", origin="human") for how in Careless.ANSWERS]
+    write_dataset(str(tmp_path / "tasks"), "tasks", "prompts/1", tasks)
+    result, _ = train(spec, tiny, {"prompts": str(tmp_path / "tasks")}, "careless", {"environment": "tests.training.environments:Careless", "environment_options": {}, "max_steps": 1,
+                                                                                         "prompts_per_step": len(tasks), "num_generations": 1, "preset": "reinforce", "beta": 0.0})
+    how_of = {t["prompt_id"]: t["prompt"][0]["content"] for t in tasks}
+    by_how = {how_of[r["prompt_id"]]: r for r in rows_of(result)}
+    assert set(by_how) == set(Careless.ANSWERS) and all(r["turns"] for r in by_how.values())
+    for how, said in (("raises", "ValueError: invalid literal"), ("events", "events as a list of strings such as ['goal_verified'] or [], not 'goal_verified'"), ("no events", "not None"),
+                      ("done", "True or False, not the text 'False'"), ("reward", "its reward as a number, not None"), ("one message", "a list of messages"), ("text", "a list of messages"),
+                      ("nothing", "step must return (messages, reward, done, events)")):
+        row = by_how[how]
+        assert said in json.loads(row["extra_json"])["unscorable"]["environment"] and row["finish_reason"] == "failure" and not any(row["loss_mask"]), how
+    for how in ("half", "number"):
+        assert by_how[how]["finish_reason"] == "goal" and by_how[how]["reward"] == 1.5 and any(by_how[how]["loss_mask"])
+    first = {a["episode_id"]: a for a in rows_of(result, "trajectories") if a["t"] == 0}
+    acts = {how: first[r["row_id"]] for how, r in by_how.items()}
+    assert json.loads(acts["half"]["next_observation_json"])[0]["content"] == "a\ufffdb" and acts["half"]["events"] == ["seen:\ufffd"]
+    assert json.loads(acts["number"]["next_observation_json"])[0]["content"] == "12"
+
+
+def test_a_policy_that_calls_a_tool_by_half_an_emoji_is_answered(tiny):
+    """A JSON escape that ends in the middle of an emoji, which a policy may write, is half of a surrogate pair; the answer that repeats it ended the run."""
+    from stages.acting.environments import EnvironmentPool
+    from stages.chat import renderer_for
+
+    with EnvironmentPool("tools", {"call_syntax": "json"}) as pool:
+        ids, _ = pool.reset([{"prompt": [{"role": "user", "content": "q"}]}], [0])
+        (seen,) = pool.step(ids, ['<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>'])
+    assert seen.messages[0]["content"] == "error: there is no tool \ufffd" and seen.events == ("error:unknown_tool",)
+    assert renderer_for(tiny["policy"]).observation_ids(list(seen.messages), True)
 
 
 def test_a_length_reward_may_come_late_and_every_token_may_cost():

@@ -389,6 +389,37 @@ def test_an_agent_is_evaluated_in_its_environment(tiny, spec):
     assert short["accuracy"] == 0.0 and short["truncation_rate"] == 1.0 and short["protocol_hash"] != summary["protocol_hash"]
 
 
+def test_an_agents_kl_is_over_its_own_tokens_and_what_its_environment_lost_counts_nowhere(tiny, spec, tmp_path, monkeypatch):
+    """The log-probs of what tools said were part of the KL to the reference, and a trajectory that its environment lost was a wrong answer of flexible_accuracy, with a score of the reward model."""
+    tasks = [complete_row("prompts/1", {"prompt": [{"role": "user", "content": f"{'fail' if i == 1 else 'reset' if i == 2 else 'fine'} {i}"}], "answer": "3", "answer_type": "integer"},
+                          dataset="d", source="s", origin="human", split="test") for i in range(4)]
+    write_dataset(str(tmp_path / "tasks"), "tasks", "prompts/1", tasks)
+    played, original = [], Agent.sample
+
+    def noted(self, *arguments, **more):
+        found = original(self, *arguments, **more)
+        played.extend(sample for group in found for sample in group)
+        return found
+
+    monkeypatch.setattr(Agent, "sample", noted)
+    config = {"environment": COUNTDOWN, "environment_options": {"turns": 3, "fail": {"1": "raise"}}, "max_turn_length": 6, "max_completion_length": 120, "num_samples": 2, "greedy": False}
+    made = spec("evaluate", config, {"model": tiny["policy"], "prompts": str(tmp_path / "tasks"), "reference": tiny["other"], "reward_model": tiny["reward"]}, "kl")
+    warned = []
+    result = execute(made, lambda event: warned.append(event.get("text", "")) if event["event"] == "warning" else None)
+    rows = [{**r, **json.loads(r["extra_json"])} for r in open_dataset(result["outputs"]["samples"]["path"]).iter_rows()]
+    lost = [r for r in rows if r["finish"] == "failure"]
+    assert len(rows) == 8 and len(lost) == 4 and {r["turns"] for r in lost} == {0, 2} and result["summary"]["environment_failure_rate"] == 0.5
+    models = [load_policy(tiny[name]).double() for name in ("policy", "other")]
+    for row in (r for r in rows if r["finish"] != "failure"):
+        sample = next(s for s in played if (s.prompt["prompt_id"], s.index) == (row["prompt_id"], row["sample_idx"]))
+        ids, own = torch.tensor([sample.prompt_ids + sample.ids]), torch.tensor(sample.tool_mask) == 0
+        assert 0 < own.sum() < len(own)
+        mine, theirs = (torch.log_softmax(m(input_ids=ids, use_cache=False).logits[0], -1)[len(sample.prompt_ids) - 1:-1].gather(1, ids[0, len(sample.prompt_ids):, None])[:, 0] for m in models)
+        assert row["kl"] == pytest.approx(float((mine - theirs)[own].sum()), abs=1e-4) and row["reward"] is not None and row["flexible_correct"] is not None
+    assert all(r.get(name) is None for r in lost for name in ("kl", "reward", "correct", "flexible_correct", "extracted"))
+    assert not any("answer of the prompt cannot be read" in text for text in warned), "the prompt is not to blame"
+
+
 # --- VinePPO, pass@k, debate ---------------------------------------------------------------------------------------------------
 
 def test_continuations_start_where_a_trajectory_was(tiny, data):

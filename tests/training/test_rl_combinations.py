@@ -29,6 +29,8 @@ CHOSEN = {
     "nothing left after rejection": {"preset": "nash_md", "rejection": "sequence_mean", "rejection_min": 1.0, "rejection_max": 1.0000001, "top_p": 0.8},
     "greedy baseline, all rejected": {"preset": "rloo", "advantage": "reward_minus_baseline", "baseline": "greedy", "rejection": "sequence_mean", "rejection_min": 1.0, "rejection_max": 1.0000001,
                                       "top_p": 0.8},
+    "clipped against a mixture": {"preset": "nash_md", "opponent": "mixture", "advantage_clip": 0.6, "top_k": 20, "max_steps": 2},
+    "refill with a multiplier": {"preset": "grpo", "dynamic_sampling": True, "stop_strings": ["e"], "rewards": [SPREAD, {**EVEN, "at_least": 0.5, "multiplier_step": 0.3}]},
     "replay, other sampler": {"preset": "topr", "replay_fraction": 0.34, "top_p": 0.8, "ref_mode": "refresh", "ref_sync_steps": 1, "beta": 0.2}}
 DRAWN = 12
 
