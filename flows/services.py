@@ -15,6 +15,8 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -31,6 +33,7 @@ from storage.mlflow_database import follow_home, make_database
 POOL = "posttrain"
 PORTS = {"prefect": 4200, "mlflow": 5000}
 START_SECONDS = 300.0
+RESTARTS = 3  # of an embedded server in one run
 
 
 class ServiceError(RuntimeError):
@@ -183,7 +186,8 @@ def embedded(state: Path) -> Iterator[Callable[[], None]]:
     (starting takes seconds in which the caller can import what it needs).
 
     Same database as `up` uses, so that runs made without a server are seen later in the UI. Unlike Prefect's own
-    temporary server it dies with its parent even when that is killed.
+    temporary server it dies with its parent even when that is killed, and where it dies itself (the kernel ends one of the
+    processes of a machine without memory) it is started again, at the same port: without it a run would be told nothing for minutes and then fail.
     """
     from importlib.util import find_spec
 
@@ -197,14 +201,29 @@ def embedded(state: Path) -> Iterator[Callable[[], None]]:
                             PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED="false")
     held = contextlib.ExitStack()
     held.enter_context(_starting(state))  # until this one answers
-    log = (logs / "prefect-embedded.log").open("ab")
-    process = subprocess.Popen(
-        [env.python(), "-m", "uvicorn", "--app-dir", str(site), "--factory",
-         "prefect.server.api.server:create_app", "--host", "127.0.0.1", "--port", str(port),
-         "--log-level", "error", "--lifespan", "on"],
-        stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=state,
-        start_new_session=True, preexec_fn=dies_with_parent())
-    log.close()
+    stopping = threading.Event()
+
+    def start() -> subprocess.Popen:
+        with (logs / "prefect-embedded.log").open("ab") as log:
+            return subprocess.Popen(
+                [env.python(), "-m", "uvicorn", "--app-dir", str(site), "--factory",
+                 "prefect.server.api.server:create_app", "--host", "127.0.0.1", "--port", str(port),
+                 "--log-level", "error", "--lifespan", "on"],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=state,
+                start_new_session=True, preexec_fn=dies_with_parent())
+
+    def keep() -> None:  # lasts as long as the last one it started, which dies with this thread
+        nonlocal process
+        for left in range(RESTARTS, -1, -1):
+            status = process.wait()
+            if stopping.is_set() or not left:
+                return
+            print(f"the embedded Prefect server ended with status {status} and is started again; its log: {logs / 'prefect-embedded.log'}", file=sys.stderr)
+            process = start()
+            if stopping.is_set():  # asked while it started
+                process.terminate()
+
+    process = start()
     previous = os.environ.get("PREFECT_API_URL")
     os.environ["PREFECT_API_URL"] = api
     _refresh()
@@ -212,12 +231,14 @@ def embedded(state: Path) -> Iterator[Callable[[], None]]:
     def wait() -> None:
         _wait("the embedded Prefect server", process, api + "/health", str(logs / "prefect-embedded.log"))
         held.close()
+        threading.Thread(target=keep, name="embedded-prefect", daemon=True).start()
 
     try:
         yield wait
     finally:
         held.close()
         _drain()
+        stopping.set()
         _stop([process.pid], grace=10)
         if previous is None:
             os.environ.pop("PREFECT_API_URL", None)
@@ -227,16 +248,12 @@ def embedded(state: Path) -> Iterator[Callable[[], None]]:
 
 def _refresh() -> None:
     """Make a Prefect that is imported already read the environment again."""
-    import sys
-
     if "prefect.context" in sys.modules:
         sys.modules["prefect.context"].refresh_global_settings_context()
 
 
 def _drain() -> None:
     """Send the logs and events that Prefect still holds; once its server is gone it would complain about each."""
-    import sys
-
     with contextlib.suppress(Exception):  # a server that died first has nothing to receive
         if "prefect.logging.handlers" in sys.modules:
             sys.modules["prefect.logging.handlers"].APILogWorker.drain_all(timeout=5)

@@ -31,7 +31,7 @@ def make_database(uri: str) -> None:
     with unit_lock("mlflow database", wait=True):
         if file.exists() and not _cut_off(file):
             return
-        lost = not file.exists()
+        lost = not file.exists() and file.absolute() == home.home() / "mlflow.db"  # one of the user's own is told what comes
         prepare_mlflow()
         from mlflow import MlflowClient
 
@@ -51,7 +51,7 @@ def make_database(uri: str) -> None:
             os.replace(new, file)
         new.unlink(missing_ok=True)
         if lost:  # a first one has nothing to be told again
-            forget(uri)
+            forget()
 
 
 ARTIFACT_COLUMNS = (("experiments", "artifact_location"), ("runs", "artifact_uri"), ("logged_models", "artifact_location"), ("model_versions", "storage_location"))

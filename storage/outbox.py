@@ -112,13 +112,13 @@ def pending() -> list[str]:
     return [p.stem for p in sorted(paths, key=lambda p: p.stat().st_mtime)]
 
 
-def forget(uri: str) -> int:
-    """Have everything told again that was told to a local database that is gone (``uri``, or a server of this machine in front of it); how many units."""
+def forget() -> int:
+    """Have everything told again that was told to the home's own database, which is gone (at its file, or a server of this machine in front of it); how many units."""
     told = 0
     for cursor_path in cursors():
         cursor = read_json(cursor_path, {})
         where = cursor.get("uri") or ""
-        if where != uri and urlparse(where).hostname not in ("127.0.0.1", "localhost", "::1"):
+        if not _local(where):
             continue
         unit = cursor_path.name.removesuffix(".cursor.json")
         (path, mine), (done, done_cursor) = files_of(unit), done_files_of(unit)
@@ -132,5 +132,10 @@ def forget(uri: str) -> int:
     with unit_lock("models state", wait=True):
         if models.exists():
             known = read_json(models, {})
-            atomic_write_json(models, {where: state for where, state in known.items() if where != uri and urlparse(where).hostname not in ("127.0.0.1", "localhost", "::1")})
+            atomic_write_json(models, {where: state for where, state in known.items() if not _local(where)})
     return told
+
+
+def _local(uri: str) -> bool:
+    """Whether an address is that of a database file (also of where the home was before it was moved) or of a server of this machine."""
+    return uri.startswith("sqlite:///") or urlparse(uri).hostname in ("127.0.0.1", "localhost", "::1")

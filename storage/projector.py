@@ -86,6 +86,12 @@ class Projector:
         if unit == REGISTRY:
             error = self.registry()
             return error is None, error
+        if files_of(unit)[0].exists():
+            try:
+                self.client()  # before the cursor is read: a database that is gone is made anew, and what it was told is forgotten
+            except Exception as error:
+                self.unreachable = True
+                return False, _brief(error)
         with unit_lock(unit, wait=False) as mine:
             if not mine:
                 return False, None

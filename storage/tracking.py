@@ -24,9 +24,9 @@ import time
 from typing import Any
 
 from storage import home
-from storage.files import atomic_write_json
-from storage.mlflow_database import database_file
-from storage.outbox import Doc, document_lock, done_files_of, enabled, files_of, pending, run_id_of, tracking_uri
+from storage.files import atomic_write_json, refusal
+from storage.mlflow_database import database_file, make_database
+from storage.outbox import Doc, cursors, document_lock, done_files_of, enabled, files_of, pending, run_id_of, tracking_uri
 from storage.projector import Projector, REGISTRY
 
 POLL_SECONDS = 2.0
@@ -146,6 +146,12 @@ def sync(timeout: float = 120.0) -> dict[str, Any]:
     """Send everything that is still pending, and close the runs of processes that died. Returns {sent, pending, error}."""
     if not enabled():
         return {"sent": 0, "pending": 0, "error": None}
+    file = database_file(tracking_uri())
+    if file == home.home() / "mlflow.db" and not file.exists() and cursors():  # of what a lost one was told
+        try:
+            make_database(tracking_uri())
+        except Exception as error:
+            return {"sent": 0, "pending": len(pending()), "error": refusal(error) or f"{type(error).__name__}: {error}"}
     projector, sent, first_error = Projector(), 0, None
     deadline = time.monotonic() + timeout
     for unit in pending():

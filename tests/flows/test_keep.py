@@ -135,3 +135,23 @@ def test_servers_of_another_user_are_not_forgotten_by_who_cannot_stop_them(tmp_p
     monkeypatch.undo()
     assert list(services.running(tmp_path)) == ["mlflow"] and server.poll() is None
     assert services.down(tmp_path) == ["mlflow"] and server.wait(5) is not None
+
+
+def test_a_run_whose_own_prefect_server_is_killed_goes_on(tmp_path):
+    """The kernel ends it where memory runs out: the run crawled for minutes, each event waiting for retries, and then failed."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "POSTTRAIN_"))} | {
+        "POSTTRAIN_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT), "POSTTRAIN_TRACKING": "off", "POSTTRAIN_FORK": "0"}
+    program = ("import json, sys; from flows import env, services; state = env.prepare(quiet=True)\n"
+               "with services.embedded(state) as ready:\n"
+               "    from tests.flows.slow_recipe import SideBySideConfig, side_by_side\n    ready()\n"
+               "    print(json.dumps(side_by_side(SideBySideConfig(seconds=[8.0]))), flush=True)")
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        try:
+            wait(lambda: list((tmp_path / "home").glob("work/*/SPEC.json")), 240)
+            (server,) = [one for one in psutil.Process(run.pid).children() if "uvicorn" in one.cmdline()]
+            server.kill()
+            out, errors = run.communicate(timeout=300)
+        finally:
+            run.kill()
+    assert run.returncode == 0 and "ended with status -9 and is started again" in errors, errors
+    assert [step["step"] for step in json.loads(out.splitlines()[-1])["steps"]] == ["first_0", "then_0"]
