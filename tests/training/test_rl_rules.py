@@ -444,8 +444,13 @@ def test_the_alarm_quotes_the_commonest_reason_and_a_batch_without_any_reward_is
 
 
 def test_a_pass_rate_that_is_unknown_is_not_zero():
-    from stages.rollouts.prompts import counts_of
+    from stages.rollouts.prompts import counts_of, verdict_counts, verdicts_on
 
+    assert verdict_counts([("a", [None, None], False)]) == {} and verdict_counts([("a", [None], True), ("b", [True, None, False], True)]) == {"b": (2, 1)}
+    with pytest.raises(ValueError, match="kind verifier"):  # scored, and nobody says what is right
+        verdict_counts([("a", [None, None], True)])
+    samples = [Sample({}, [1], 0, [2], [0.0], "eos", "x", 1.0, {}, {}, right) for right in (True, False, None)]
+    assert verdicts_on(samples[:2]) == (2, 1) and verdicts_on(samples) == (0, 0)
     stats = [{"prompt_id": "a", "iteration": 0, "n": 4, "pass_at_1": 0.5}, {"prompt_id": "a", "iteration": 1, "n": 4, "pass_at_1": None}]
     assert counts_of([({"row_id": "r", "prompt_id": "a"}, [1])], stats) == {"r": (4, 2)}
 
