@@ -537,6 +537,8 @@ def test_prompt_orders(rl):
     uneven = PromptOrder(Config(curriculum="cosine"), [({"row_id": str(i), "extra_json": json.dumps({"level": level})}, []) for i, level in enumerate((9, 0.25, 8, 100))],
                          lambda *purpose: randomness.rng(3, "rl", *purpose), 100)
     assert np.bincount(rows(uneven, 80), minlength=4).argsort().tolist() == [3, 0, 2, 1] and 3 not in rows(uneven, 20)  # levels go by their size
+    told = uneven.metrics([Group(uneven.prompts[i][0], [], [], 0) for i in (1, 1, 3)])
+    assert told == {"curriculum/mean_level": 100.5 / 3, "curriculum/level_0.25": 2 / 3, "curriculum/level_8": 0.0, "curriculum/level_9": 0.0, "curriculum/level_100": 1 / 3}
     rerank = ordered(curriculum="rerank")
     assert sorted(rows(rerank, n)) == list(range(n))
     sample = Sample(prompts[0][0], [], 0, [], [], "eos", "")
