@@ -1,6 +1,7 @@
 """Rules of the RL stage that formulas do not show: which coefficient a controller moves, what an empty step leaves alone, what settings refuse each other."""
 
 import json
+import math
 import re
 from types import SimpleNamespace
 from typing import get_args
@@ -315,6 +316,20 @@ def test_early_stopping_measures_from_the_start_of_the_iteration(rl):
     items = source.crediting(groups, 1, 1).items
     assert source.crediting.drift(items) == pytest.approx(np.e - 2, abs=1e-3) and source.crediting.drift(items, since_start=True) == pytest.approx(0.0, abs=1e-8)
     assert all("start_logps" in i.by_response for i in items)
+
+
+def test_what_a_group_could_teach_by_hand():
+    from stages.policy.schedules import learning_scores, pass_at_k_band, reference_due, self_paced_admitted
+
+    rewards, logps = {"a": [1.0, 0.0, 0.0, 0.0], "b": [2.0, 2.0]}, {"a": [-1.0, -3.0], "b": [-1.0]}
+    assert learning_scores(rewards) == {"a": 0.375, "b": 0.0} and learning_scores(rewards, "std") == {"a": pytest.approx(math.sqrt(3) / 4), "b": 0.0}
+    assert learning_scores(rewards, "confidence", logps) == {"a": pytest.approx(math.exp(2.0)), "b": 0.0}
+    counts = {"none": (4, 0), "half": (4, 2), "most": (4, 3)}
+    assert self_paced_admitted(counts, (0.1, 1.25), 0.0) == ["most"] and self_paced_admitted(counts, (0.1, 1.25), 1.0) == list(counts)  # of none below the threshold the easiest
+    assert self_paced_admitted(counts, (0.4, 0.9), 0.5) == ["half", "most"]  # 1/K is their geometric mean, 0.6
+    assert pass_at_k_band(counts, 1, [0.75, 0.5, 0.0], 0.0) == ["most"] and pass_at_k_band(counts, 1, [0.75, 0.5, 0.0], 0.34) == ["half", "most"]  # a bound admits what is equal to it
+    assert pass_at_k_band(counts, 1, [0.9, 0.8], 0.0) == list(counts) and pass_at_k_band(counts, 1, [0.9, 0.75], 0.0) == ["most"]
+    assert [reference_due("refresh", step, 2) for step in (1, 2, 3, 4)] == [False, True, False, True] and reference_due("ema", 1, 2) and not reference_due("frozen", 2, 2)
 
 
 def test_confidence_needs_log_probs(rl):
