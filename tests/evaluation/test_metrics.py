@@ -113,6 +113,12 @@ def test_ungraded_prompts_have_no_accuracy_and_are_counted():
     assert metrics["accuracy"].n == 1 and metrics["accuracy"].value == 1.0
     assert metrics["unscorable_rate"].value == 0.5
     assert "accuracy" not in scores.policy_metrics([record(0, 0, None)], 0)
+    cut = scores.policy_metrics([record(0, 0, True, finish="length"), record(1, 0, True), record(2, 0, None, finish="length")], 0)
+    assert (cut["accuracy_cut_wrong"].value, cut["accuracy_cut_wrong"].n) == (0.5, 2)
+
+
+def test_numbers_of_samples_are_powers_of_two_and_all():
+    assert [scores.powers(n) for n in (0, 1, 6, 8, 17)] == [[], [1], [1, 2, 4, 6], [1, 2, 4, 8], [1, 2, 4, 8, 16, 17]]
 
 
 def test_greedy_stands_in_where_nothing_was_sampled():
