@@ -117,6 +117,14 @@ def test_ungraded_prompts_have_no_accuracy_and_are_counted():
     assert (cut["accuracy_cut_wrong"].value, cut["accuracy_cut_wrong"].n) == (0.5, 2)
 
 
+def test_a_component_that_says_what_the_verdict_says_has_no_line_of_its_own():
+    made = [record(i, 0, right, reward=1.0, parts={"verdict": float(right), "length": -0.5 * i, "silent": None}) for i, right in enumerate((True, False))]
+    metrics = scores.policy_metrics(made, 0)
+    assert {name for name in metrics if name.startswith("reward/")} == {"reward/length"} and metrics["reward/length"].value == -0.25
+    made[0]["parts"]["verdict"] = 0.5
+    assert "reward/verdict" in scores.policy_metrics(made, 0)
+
+
 def test_numbers_of_samples_are_powers_of_two_and_all():
     assert [scores.powers(n) for n in (0, 1, 6, 8, 17)] == [[], [1], [1, 2, 4, 6], [1, 2, 4, 8], [1, 2, 4, 8, 16, 17]]
 
