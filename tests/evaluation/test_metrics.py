@@ -314,6 +314,14 @@ def test_diversity():
     assert text.levenshtein("kitten", "sitting") == 3 and text.levenshtein("", "abc") == 3
 
 
+def test_text_without_spaces_repeats_itself_by_its_characters():
+    """A loop in Chinese, Japanese or Thai is one "word" between white space; what has spaces is cut where it was."""
+    assert text.words_of("two  words\n(here)") == ["two", "words", "(here)"] == "two  words\n(here)".split() and text.words_of("Größe é ж") == ["Größe", "é", "ж"]
+    assert text.words_of("我 like日本") == ["我", "like", "日", "本"]
+    found = scores.policy_metrics([record(0, 0, True, output="我喜欢" * 20), record(1, 0, True, output="我喜欢水果。")], 0)
+    assert found["repetition_3"].value == pytest.approx((1 - 3 / 58 + 0.0) / 2) and found["distinct_1"].value == pytest.approx((3 / 60 + 1.0) / 2)
+
+
 def test_a_rate_of_all_or_none_is_not_certain():
     """Resampling pairs that are all ordered right gives [1, 1] whatever their number; the interval is Wilson's at one count per prompt, against its formula."""
     from stages.evaluation.scores import all_metrics
