@@ -597,7 +597,7 @@ def report(stage, rows, matrix, correct, chosen, duplicates: int) -> None:
     import numpy as np
 
     from stages import selection
-    from stages.measures.text import distinct_n
+    from stages.measures.text import distinct_n, words_of
     from stages.reporting.reports import document, facts, histogram, line_chart, sample_table
 
     valid = ~np.isnan(matrix)
@@ -616,7 +616,7 @@ def report(stage, rows, matrix, correct, chosen, duplicates: int) -> None:
         "characters/selected": float(lengths[is_picked].mean()) if chosen else None}
     texts: dict[int, list[list[str]]] = {}
     for row in rows:
-        texts.setdefault(row["prompt_idx"], []).append(row["completion"][0]["content"].split())
+        texts.setdefault(row["prompt_idx"], []).append(words_of(row["completion"][0]["content"]))
     distinct = [value for group in texts.values() if (value := distinct_n(group, 2)) is not None]
     summary["distinct_2"] = float(np.mean(distinct)) if distinct else None  # different word pairs per prompt: falls over rounds that narrow the policy (rs.sft)
     hinted = np.array([rationalised_row(r) for r in rows], bool)

@@ -256,10 +256,10 @@ def policy_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED) -> dict[
     for record in sampled:
         by_item[record["item_id"]].append(record)
     for n in (1, 2):
-        values = [v for group in by_item.values() if (v := text.distinct_n([r["output"].split() for r in group], n)) is not None]
+        values = [v for group in by_item.values() if (v := text.distinct_n([text.words_of(r["output"]) for r in group], n)) is not None]
         if values:
             metrics[f"distinct_{n}"] = Metric(float(np.mean(values)), len(values))
-    repeats = [v for r in sampled if (v := text.repetition_n(r["output"].split(), 3)) is not None]
+    repeats = [v for r in sampled if (v := text.repetition_n(text.words_of(r["output"]), 3)) is not None]
     if repeats:
         metrics["repetition_3"] = Metric(float(np.mean(repeats)), len(repeats))
     metrics["stock_phrase_rate"] = Metric(text.phrase_rates([r["output"] for r in sampled])["rate"], len(sampled))

@@ -112,7 +112,7 @@ def diversity(answered: Sequence[dict]) -> dict[str, Metric]:
 
 def self_similarity(texts: Sequence[str]) -> float:
     """Mean Jaccard similarity of the word sets of every two texts; two empty ones are alike."""
-    words = [set(one.split()) for one in texts]
+    words = [set(text.words_of(one)) for one in texts]
     pairs = [(a, b) for i, a in enumerate(words) for b in words[i + 1:]]
     return float(np.mean([len(a & b) / len(a | b) if a | b else 1.0 for a, b in pairs]))
 
@@ -135,7 +135,7 @@ def odd_but_right(records: Sequence[dict], count: int) -> list[dict]:
         if r["mode"] not in ("sample", "greedy") or not r["correct"] or len(rows) >= count:
             continue
         why = [name for name, found in (
-            ("cut", cut(r)), ("repeats itself", (text.repetition_n(r["output"].split(), 3) or 0.0) > 0.5),
+            ("cut", cut(r)), ("repeats itself", (text.repetition_n(text.words_of(r["output"]), 3) or 0.0) > 0.5),
             ("another script", bool(text.scripts(r["output"]) - text.scripts(r.get("prompt") or ""))), ("odd characters", text.special_character_rate(r["output"]) > 0.05),
             ("thought does not end", unclosed(r))) if found]
         if why:

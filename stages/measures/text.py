@@ -16,6 +16,15 @@ STOCK_PHRASES = (
 REFLECTION_WORDS = ("wait", "re-evaluate", "let me check", "aha")
 
 
+#: Characters of scripts that put no space between words: Thai to Khmer, kana, ideographs.
+_UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
+
+
+def words_of(text: str) -> list[str]:
+    """What stands between white space; of scripts that put none between words every character."""
+    return text.split() if text.isascii() else _UNSPACED.sub(r" \g<0> ", text).split()
+
+
 def ngrams(tokens: Sequence[Hashable], n: int) -> list[tuple]:
     """All n-grams in order; empty when the text is shorter than n."""
     return [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]

@@ -264,6 +264,7 @@ def extract_world(text: str) -> str | None:
 
 # -------------------------------------------------------------------------------------------------- equality
 
+_STOPS = ".。।۔｡"  # what ends a sentence, in several scripts
 _WORDS = r"\\(?:text|textrm|textit|textbf|mbox|mathrm|mathbf) ?\{([^{}]*)\}"  # words in a formula
 _TWO_ANSWERS = re.compile(rf"\d|,|\band\b|{_NO_UNIT.pattern}", re.IGNORECASE)  # words behind a number that are no unit: "18\text{ or 19}"
 _BETWEEN = "\x01"  # of two numbers beside each other
@@ -276,13 +277,13 @@ def normalise_math(text: str) -> str:
     s = " ".join(re.sub(r"\\[,;: ]", " ", re.sub(r",\s*\\!\s*", ",", plain_minus(text).replace("\\\\", _ROW))).split())
     for gone in ("\\left", "\\right", "\\displaystyle", "\\textstyle", "\\qquad", "\\quad", "\\degree", "\\!", "\\(", "\\)", "\\%", "%", "\\$", "$", "°"):
         s = s.replace(gone, "")
-    s = re.sub(r" ?\^ ?(?:\\circ|\{ ?\\circ ?\})", "", re.sub(r"(?<=\S)~", " ", s).replace("{,}", ",")).strip().rstrip(".").strip()
+    s = re.sub(r" ?\^ ?(?:\\circ|\{ ?\\circ ?\})", "", re.sub(r"(?<=\S)~", " ", s).replace("{,}", ",")).strip().rstrip(_STOPS).strip()
     s = " ".join(s.split())
     s = re.sub(r"(?<=\d) +(?=\d+/\d)", "+", s)  # 1 1/2 is not 11/2
     s = re.sub(r"(?<=\d) +(?=\d)(?!\d{3}(?!\d))", _BETWEEN, s)  # nor 3 4 34, but 1 000 is 1000
     s = re.sub(r"\\mathrm ?\{ ?([ei]) ?\}", r"\1", s)  # numbers, as they are set in print
     s = _UNIT.sub(lambda m: "" if m.start() and not any(_TWO_ANSWERS.search(word) for word in re.findall(_WORDS, m.group())) else m.group(), s)
-    s = re.sub(_WORDS, r"\1", s).strip().rstrip(".").strip()
+    s = re.sub(_WORDS, r"\1", s).strip().rstrip(_STOPS).strip()
     head, equals, tail = s.partition("=")
     if equals and "=" not in tail and re.fullmatch(r"(?:[^\W\d_][A-Za-z0-9']?)?", head.strip()):  # of 2x=5 and -x=5 the value is another
         s = tail
@@ -391,11 +392,11 @@ def equal_symbolically(pairs: Sequence[tuple[str, str]], limits=None) -> list[bo
 
 
 def same_text(answer: str, gold: str, *, ignore_case: bool = True) -> bool:
-    """Equality after Unicode NFKC, white-space collapse, a final dot removed, and case folding unless told otherwise."""
+    """Equality after Unicode NFKC, white-space collapse, a final dot (or another script's full stop) removed, and case folding unless told otherwise."""
     import unicodedata
 
     def clean(text: str) -> str:
-        text = " ".join(unicodedata.normalize("NFKC", text).split()).rstrip(".").strip()
+        text = " ".join(unicodedata.normalize("NFKC", text).split()).rstrip(_STOPS).strip()
         return text.casefold() if ignore_case else text
 
     return clean(answer) == clean(gold)

@@ -113,6 +113,20 @@ def test_ungraded_prompts_have_no_accuracy_and_are_counted():
     assert metrics["accuracy"].n == 1 and metrics["accuracy"].value == 1.0
     assert metrics["unscorable_rate"].value == 0.5
     assert "accuracy" not in scores.policy_metrics([record(0, 0, None)], 0)
+    cut = scores.policy_metrics([record(0, 0, True, finish="length"), record(1, 0, True), record(2, 0, None, finish="length")], 0)
+    assert (cut["accuracy_cut_wrong"].value, cut["accuracy_cut_wrong"].n) == (0.5, 2)
+
+
+def test_a_component_that_says_what_the_verdict_says_has_no_line_of_its_own():
+    made = [record(i, 0, right, reward=1.0, parts={"verdict": float(right), "length": -0.5 * i, "silent": None}) for i, right in enumerate((True, False))]
+    metrics = scores.policy_metrics(made, 0)
+    assert {name for name in metrics if name.startswith("reward/")} == {"reward/length"} and metrics["reward/length"].value == -0.25
+    made[0]["parts"]["verdict"] = 0.5
+    assert "reward/verdict" in scores.policy_metrics(made, 0)
+
+
+def test_numbers_of_samples_are_powers_of_two_and_all():
+    assert [scores.powers(n) for n in (0, 1, 6, 8, 17)] == [[], [1], [1, 2, 4, 6], [1, 2, 4, 8], [1, 2, 4, 8, 16, 17]]
 
 
 def test_greedy_stands_in_where_nothing_was_sampled():
@@ -298,6 +312,14 @@ def test_overoptimisation_fit_and_peak():
 def test_diversity():
     assert text.distinct_n([["a", "b"], ["a", "b"]], 1) == 0.5 and text.distinct_n([["a"]], 2) is None
     assert text.levenshtein("kitten", "sitting") == 3 and text.levenshtein("", "abc") == 3
+
+
+def test_text_without_spaces_repeats_itself_by_its_characters():
+    """A loop in Chinese, Japanese or Thai is one "word" between white space; what has spaces is cut where it was."""
+    assert text.words_of("two  words\n(here)") == ["two", "words", "(here)"] == "two  words\n(here)".split() and text.words_of("Größe é ж") == ["Größe", "é", "ж"]
+    assert text.words_of("我 like日本") == ["我", "like", "日", "本"]
+    found = scores.policy_metrics([record(0, 0, True, output="我喜欢" * 20), record(1, 0, True, output="我喜欢水果。")], 0)
+    assert found["repetition_3"].value == pytest.approx((1 - 3 / 58 + 0.0) / 2) and found["distinct_1"].value == pytest.approx((3 / 60 + 1.0) / 2)
 
 
 def test_a_rate_of_all_or_none_is_not_certain():

@@ -126,6 +126,13 @@ def test_bootstrap_is_a_function_of_its_seed():
     assert low == 2.0 and high == 7.0
 
 
+def test_a_resampled_cluster_brings_all_its_items():
+    values, clusters = [1.0] * 9 + [0.0], ["a"] * 9 + ["b"]
+    assert statistics.bootstrap_ci(values, clusters=clusters) == (0.0, 1.0)  # both a: 1, a and b: 0.9, both b: 0
+    assert statistics.bootstrap_ci(values, clusters=clusters, statistic=np.mean) == (0.0, 1.0)
+    assert statistics.bootstrap_ci(values, level=0.4, clusters=clusters) == (0.9, 0.9)
+
+
 def test_calibrated_margins_have_small_calibration_error():
     rng = np.random.default_rng(7)
     d = rng.normal(0, 2, 20_000)

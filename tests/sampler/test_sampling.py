@@ -65,6 +65,23 @@ def test_inverse_cdf_is_exact_and_never_draws_an_impossible_token():
     assert sample_step(logits, u, SamplingParams())[0].tolist() == [3, 3, 64, 64, 129, 129]
 
 
+def test_every_token_of_a_large_vocabulary_has_its_own_interval():
+    """The middle of each token's interval of the cumulated probabilities draws that token, in whatever block of the two-level sum it lies; greedy rows keep their own log-probs."""
+    logits = torch.randn(1, 200, generator=torch.Generator().manual_seed(0))
+    p = torch.softmax(logits[0].double(), -1)
+    middles = p.cumsum(-1) - p / 2
+    tokens, logps = sample_step(logits.expand(200, -1), middles, SamplingParams())
+    assert tokens.tolist() == list(range(200)) and torch.allclose(logps.double(), p.log(), atol=1e-5)
+    rows = torch.stack([logits[0], 2 * logits[0].flip(0), 0.5 * logits[0]])
+    best, logps = sample_step(rows, torch.zeros(3, dtype=torch.float64), SamplingParams(temperature=0.0))
+    assert best.tolist() == rows.argmax(-1).tolist() and torch.allclose(logps, torch.log_softmax(rows, -1).amax(-1), atol=1e-5)
+
+
+def test_a_word_of_one_token_is_banned_everywhere():
+    z = processed_logits(torch.zeros(2, 9), SamplingParams(bad_words=("no",)), torch.zeros(2, 1, dtype=torch.int64), torch.tensor([0, 1]), bad_ids=[[7]])
+    assert (z[:, 7] == -math.inf).all() and (z[:, :7] == 0).all() and (z[:, 8] == 0).all()
+
+
 def test_draws_follow_the_distribution_chi_square():
     draws, logits = 40_000, torch.tensor([0.3, -1.0, 1.2, 0.0, -2.0, 0.7])
     params = SamplingParams(temperature=0.8, top_k=5)

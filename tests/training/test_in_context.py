@@ -207,6 +207,9 @@ def test_votes_need_no_gold_answer_and_can_be_weighted():
     assert [s.total for s in plain.score(numbers)] == [1, 1, 0, 0, 1, 0]
     assert [s.extracted for s in plain.score(numbers)][:3] == [None] * 3 and all(s.correct is None for s in plain.score(numbers))
     assert [s.total for s in plain.score(verdict_rows(["x", "y"]))] == [0, 0]
+    loose = build_rewards([RewardComponent(kind="majority", extraction="flexible")], {})
+    said = verdict_rows(["It is 12 in all.", "That makes 12", "so 7"])
+    assert [s.total for s in loose.score(said)] == [1, 1, 0] and [s.total for s in plain.score(said)] == [0, 0, 0]
     with pytest.raises(ValueError, match="votes_of='nobody'"):
         build_rewards([RewardComponent(kind="majority", votes_of="nobody")], {})
     with pytest.raises(ValueError, match="votes_of='short' is no component that scores answers one by one"):  # it is scored beside the votes, too late to weigh them

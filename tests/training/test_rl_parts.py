@@ -534,6 +534,11 @@ def test_prompt_orders(rl):
     assert all(mixed[k] < k % n or mixed[k] == 0 == k % n for k in range(2 * n)) and len(set(mixed)) > 3
     means = [np.mean([i % 3 for i in rows(ordered(curriculum="gaussian", curriculum_sigma=0.3), 60, version)]) for version in (0, 50, 100)]
     assert means[0] < 0.2 and 0.8 < means[1] < 1.2 and means[2] > 1.8
+    uneven = PromptOrder(Config(curriculum="cosine"), [({"row_id": str(i), "extra_json": json.dumps({"level": level})}, []) for i, level in enumerate((9, 0.25, 8, 100))],
+                         lambda *purpose: randomness.rng(3, "rl", *purpose), 100)
+    assert np.bincount(rows(uneven, 80), minlength=4).argsort().tolist() == [3, 0, 2, 1] and 3 not in rows(uneven, 20)  # levels go by their size
+    told = uneven.metrics([Group(uneven.prompts[i][0], [], [], 0) for i in (1, 1, 3)])
+    assert told == {"curriculum/mean_level": 100.5 / 3, "curriculum/level_0.25": 2 / 3, "curriculum/level_8": 0.0, "curriculum/level_9": 0.0, "curriculum/level_100": 1 / 3}
     rerank = ordered(curriculum="rerank")
     assert sorted(rows(rerank, n)) == list(range(n))
     sample = Sample(prompts[0][0], [], 0, [], [], "eos", "")
@@ -555,8 +560,10 @@ def test_a_difficulty_band_holds_for_every_order(curriculum):
         return PromptOrder(Config(curriculum=curriculum, difficulty_band=(0.2, 0.6), passk_bands=[0.9, 0.0], prompts_per_step=4), prompts,
                            lambda *purpose: randomness.rng(3, "rl", *purpose), 10)
 
-    order = ordered()
-    counts = {str(i): (10, min(i, 10)) for i in range(12)}
+    wide = ordered()
+    wide.config = wide.config.model_copy(update={"passk_k": 4})
+    assert list(wide.enough({"one": (1, 1), "many": (10, 3)})) == (["many"] if curriculum == "pass_at_k" else ["one", "many"])  # pass@k needs k samples, a pass rate one
+    order, counts = ordered(), {str(i): (10, min(i, 10)) for i in range(12)}
     assert order.wants_counts and order.start_from(counts) == {"2", "3", "4", "5", "6"} and not order.wants_counts
     again = ordered()
     again.restore(json.loads(json.dumps(order.state())))

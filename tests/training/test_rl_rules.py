@@ -1,6 +1,7 @@
 """Rules of the RL stage that formulas do not show: which coefficient a controller moves, what an empty step leaves alone, what settings refuse each other."""
 
 import json
+import math
 import re
 from types import SimpleNamespace
 from typing import get_args
@@ -317,6 +318,20 @@ def test_early_stopping_measures_from_the_start_of_the_iteration(rl):
     assert all("start_logps" in i.by_response for i in items)
 
 
+def test_what_a_group_could_teach_by_hand():
+    from stages.policy.schedules import learning_scores, pass_at_k_band, reference_due, self_paced_admitted
+
+    rewards, logps = {"a": [1.0, 0.0, 0.0, 0.0], "b": [2.0, 2.0]}, {"a": [-1.0, -3.0], "b": [-1.0]}
+    assert learning_scores(rewards) == {"a": 0.375, "b": 0.0} and learning_scores(rewards, "std") == {"a": pytest.approx(math.sqrt(3) / 4), "b": 0.0}
+    assert learning_scores(rewards, "confidence", logps) == {"a": pytest.approx(math.exp(2.0)), "b": 0.0}
+    counts = {"none": (4, 0), "half": (4, 2), "most": (4, 3)}
+    assert self_paced_admitted(counts, (0.1, 1.25), 0.0) == ["most"] and self_paced_admitted(counts, (0.1, 1.25), 1.0) == list(counts)  # of none below the threshold the easiest
+    assert self_paced_admitted(counts, (0.4, 0.9), 0.5) == ["half", "most"]  # 1/K is their geometric mean, 0.6
+    assert pass_at_k_band(counts, 1, [0.75, 0.5, 0.0], 0.0) == ["most"] and pass_at_k_band(counts, 1, [0.75, 0.5, 0.0], 0.34) == ["half", "most"]  # a bound admits what is equal to it
+    assert pass_at_k_band(counts, 1, [0.9, 0.8], 0.0) == list(counts) and pass_at_k_band(counts, 1, [0.9, 0.75], 0.0) == ["most"]
+    assert [reference_due("refresh", step, 2) for step in (1, 2, 3, 4)] == [False, True, False, True] and reference_due("ema", 1, 2) and not reference_due("frozen", 2, 2)
+
+
 def test_confidence_needs_log_probs(rl):
     order = rl.source("confident", {"curriculum": "rerank", "rerank_score": "confidence", "preset": "dr_grpo"}).order
     sample = SimpleNamespace(total=1.0, logps=None, action_mask=[1])
@@ -444,8 +459,13 @@ def test_the_alarm_quotes_the_commonest_reason_and_a_batch_without_any_reward_is
 
 
 def test_a_pass_rate_that_is_unknown_is_not_zero():
-    from stages.rollouts.prompts import counts_of
+    from stages.rollouts.prompts import counts_of, verdict_counts, verdicts_on
 
+    assert verdict_counts([("a", [None, None], False)]) == {} and verdict_counts([("a", [None], True), ("b", [True, None, False], True)]) == {"b": (2, 1)}
+    with pytest.raises(ValueError, match="kind verifier"):  # scored, and nobody says what is right
+        verdict_counts([("a", [None, None], True)])
+    samples = [Sample({}, [1], 0, [2], [0.0], "eos", "x", 1.0, {}, {}, right) for right in (True, False, None)]
+    assert verdicts_on(samples[:2]) == (2, 1) and verdicts_on(samples) == (0, 0)
     stats = [{"prompt_id": "a", "iteration": 0, "n": 4, "pass_at_1": 0.5}, {"prompt_id": "a", "iteration": 1, "n": 4, "pass_at_1": None}]
     assert counts_of([({"row_id": "r", "prompt_id": "a"}, [1])], stats) == {"r": (4, 2)}
 

@@ -500,6 +500,13 @@ def test_text_answers(text, gold):
     assert verify_text({"answer": gold}, text)[0] and not verify_text({"answer": "Rome"}, text)[0]
 
 
+@pytest.mark.parametrize("stop", ["。", "।", "۔", "｡"])
+def test_a_full_stop_of_another_script_is_no_part_of_an_answer(stop):
+    """As the dot of a sentence is none: Chinese and Japanese, Hindi, Urdu."""
+    assert verify_math({"answer": "18", "answer_type": "integer"}, f"#### 18{stop}")[0] and verify_math({"answer": f"x^2{stop}"}, r"\boxed{x^2}")[0]
+    assert verify_text({"answer": "北京"}, f"<answer>北京{stop}</answer>")[0] and not verify_text({"answer": "北"}, f"<answer>北京{stop}</answer>")[0]
+
+
 @pytest.mark.parametrize("answer, kind, texts", [
     (r"\frac{1}{2}", "latex", [r"\boxed{\frac12}", r"\boxed{1/2}", r"\boxed{0.5}", r"\boxed{\dfrac{1}{2}}"]), (r"50\%", "latex", [r"\boxed{50}"]), ("$5", "latex", [r"\boxed{5}"]), ("x^2", "latex", [r"\boxed{x^2}"]),
     ("3/4", "number", [r"\boxed{0.75}"]), ("Paris", "text", ["paris"]), ("1,000", "number", ["#### 1000"])])
