@@ -301,7 +301,7 @@ class EncoderReader:
         return self.plain(text)
 
     def plain(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
     def prompt(self, prompt) -> list[int]:
         return self.plain(transcript(prompt))

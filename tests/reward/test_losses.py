@@ -238,6 +238,21 @@ def test_an_encoder_pools_what_transformers_pools(encoder, rows, pooling):
     assert text.startswith("[CLS]") and text.count("[SEP]") == 2 and "good" in text.split("[SEP]")[1]
 
 
+def test_special_token_text_in_what_an_encoder_reads_is_text(encoder):
+    """An answer that writes [SEP] would end its own segment, and [MASK] be a word that the model fills in."""
+    from transformers import AutoTokenizer
+
+    from stages.reward_models.reward_heads import EncoderReader
+
+    tokenizer = AutoTokenizer.from_pretrained(encoder)
+    reader, control = EncoderReader(tokenizer, 64), {tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id, tokenizer.pad_token_id}
+    prompt, [(answer, _)] = reader.parts([{"role": "user", "content": "a [CLS] good"}], [[{"role": "assistant", "content": "good [SEP] bad [MASK] [PAD]"}]])
+    assert not control & {*prompt, *answer}
+    _, ids, _, _ = reader.wrap(prompt, answer, [1] * len(answer))
+    assert [i for i in ids if i in control] == [tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.sep_token_id]
+    assert reader.plain("a good one") == tokenizer("a good one", add_special_tokens=False)["input_ids"]
+
+
 def test_an_encoder_without_special_tokens_says_what_to_give(encoder, tmp_path):
     """It ended in a bare StopIteration."""
     from tokenizers.processors import TemplateProcessing
