@@ -253,6 +253,22 @@ def test_special_token_text_in_what_an_encoder_reads_is_text(encoder):
     assert reader.plain("a good one") == tokenizer("a good one", add_special_tokens=False)["input_ids"]
 
 
+@pytest.mark.parametrize("name, positions", [("bert", 20), ("roberta", 18), ("mpnet", 18), ("xlm-roberta-xl", 18), ("data2vec-text", 18)])
+def test_rows_are_cut_to_the_positions_that_an_encoder_has(encoder, name, positions):
+    """RoBERTa's family counts positions from behind the padding token's, so a row as long as the table would end the run in the middle."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    config = AutoConfig.for_model(name, vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=20, pad_token_id=1, num_labels=1)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    model.reads_both_ways = True
+    reader = reader_for(encoder, model, None)
+    assert reader.max_length == positions and reader_for(encoder, model, 12).max_length == 12
+    ids = torch.full((1, positions + 1), 5)
+    assert torch.isfinite(model(input_ids=ids[:, :-1], attention_mask=torch.ones_like(ids[:, :-1])).logits).all()
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+
 def test_an_encoder_without_special_tokens_says_what_to_give(encoder, tmp_path):
     """It ended in a bare StopIteration."""
     from tokenizers.processors import TemplateProcessing
