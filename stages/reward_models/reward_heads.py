@@ -301,7 +301,7 @@ class EncoderReader:
         return self.plain(text)
 
     def plain(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
     def prompt(self, prompt) -> list[int]:
         return self.plain(transcript(prompt))
@@ -343,10 +343,10 @@ def reader_for(path: str, model, max_length: int | None, pooling: str = "last", 
 
 
 def _positions(model) -> int | None:
-    """Positions the model has; RoBERTa-class encoders number them from padding_idx + 1."""
-    config = model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
-    offset = config.pad_token_id + 1 if config.model_type in ("roberta", "xlm-roberta", "camembert") else 0
+    """Positions the model has; RoBERTa-class encoders (MPNet, XLM-R, ESM ...) number them from behind their position table's padding index."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    offset = next((table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None), 0)
     return None if limit is None or limit <= 0 else limit - offset
 
 

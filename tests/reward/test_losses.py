@@ -136,7 +136,13 @@ def steps(model, items, config):
 
 
 def pairwise(model, items, config):
-    return sum(softplus(-last_score(model, i, 0)[0]) + softplus(last_score(model, i, 1)[0]) for i in items) / 2 / len(items)
+    total = 0.0
+    for item in items:
+        p = item.extra["label_prob"]
+        p = p * (1 - config.label_smoothing) + (1 - p) * config.label_smoothing
+        forward, backward = (last_score(model, item, k)[0] for k in (0, 1))
+        total = total + p * (softplus(-forward) + softplus(backward)) + (1 - p) * (softplus(forward) + softplus(-backward))
+    return total / 2 / len(items)
 
 
 def label_words(model, items, config):
@@ -158,7 +164,7 @@ CASES = {
     "pointwise": ("labels", "pointwise_bce", {}, lambda m, items, c: sum(bce(last_score(m, i, 0)[0], i.extra["target"]) for i in items) / len(items)),
     "orm": ("labels", "orm", {}, per_token(bce)), "value": ("labels", "value", {}, per_token(lambda z, y: (z - y) ** 2)),
     "prm 2": ("steps", "prm", {}, steps), "prm 3": ("steps", "prm", {"step_classes": 3}, steps),
-    "pairwise": ("pairs", "pairwise", {}, pairwise), "t2t_point": ("pairs", "t2t_point", {}, label_words), "t2t_pair": ("pairs", "t2t_pair", {}, label_words),
+    "pairwise": ("pairs", "pairwise", {}, pairwise), "pairwise soft, smoothed": ("pairs", "pairwise", {"use_soft_labels": True, "label_smoothing": 0.2}, pairwise), "t2t_point": ("pairs", "t2t_point", {}, label_words), "t2t_pair": ("pairs", "t2t_pair", {}, label_words),
 }
 OUTPUTS = {"prm 2": 2, "prm 3": 3, "regression": 2}
 
@@ -213,6 +219,42 @@ def test_row_weights_share_the_step_however_small_they_are(tiny, rows, name):
     assert norms[1] == pytest.approx(norms[0], rel=1e-6) and norms[0] > 0
 
 
+def test_metrics_equal_an_independent_computation(tiny, rows):
+    """What the log says of scores, attributes, outcomes, orders and steps, of responses whose scores lie on both sides of every border."""
+    from stages.settings import OptimizerConfig
+    from stages.training import Trainer
+
+    def mean(values):
+        return float(np.mean([float(v) for v in values]))
+
+    def both(model, item):
+        return [torch.sigmoid(last_score(model, item, k)[0]) for k in (0, 1)]
+
+    def by_attribute(model, items):
+        return {"absolute_error": mean(np.nanmean(np.abs(last_score(model, i, 0).numpy() - i.extra["targets"])) for i in items)}
+
+    expected = {
+        "bt": lambda m, items: (lambda s: {"accuracy": mean(a > b for a, b in s), "margin": mean(a - b for a, b in s), "score_mean": mean(x for one in s for x in one),
+                                           "score_square_mean": mean(x * x for one in s for x in one)})([[last_score(m, i, k)[0] for k in (0, 1)] for i in items]),
+        "regression": by_attribute,
+        "orm": lambda m, items: {"accuracy": mean((target_outputs(m, i)[-1, 0] > 0) == (i.extra["target"] > 0.5) for i in items), "base_rate": mean(i.extra["target"] for i in items)},
+        "pairwise": lambda m, items: {"accuracy": mean(a > b for a, b in (both(m, i) for i in items)), "order_inconsistency": mean(abs(a + b - 1) for a, b in (both(m, i) for i in items))},
+        "prm 3": lambda m, items: {"accuracy": mean(o.argmax() == np.argmax(t) for i in items for o, t in zip(target_outputs(m, i), i.extra["targets"])),
+                                   "base_rate": mean(t[-1] for i in items for t in i.extra["targets"])}}
+    for name, metrics in expected.items():
+        data, objective, settings, _ = CASES[name]
+        model, items, loss, _ = setup(tiny["policy"], rows[data], objective, n=12, outputs=OUTPUTS.get(name, 1), **settings)
+        if objective == "regression":
+            standardise(items, None)
+        trainer = Trainer(model, loss, OptimizerConfig(max_tokens_per_micro_batch=300), 1)
+        for _ in range(2):  # the head as it is, and turned around
+            found = trainer.evaluate(items)
+            with torch.no_grad():
+                wanted = metrics(model, items)
+                score_head(model).weight.neg_()
+            assert {key: found[key] for key in wanted} == pytest.approx(wanted, rel=1e-5, abs=1e-9), name
+
+
 def test_every_objective_is_among_the_cases():
     from stages.reward_models.reward_objectives import REWARD_OBJECTIVES
 
@@ -235,6 +277,37 @@ def test_an_encoder_pools_what_transformers_pools(encoder, rows, pooling):
     assert torch.allclose(batched, torch.stack(alone), atol=1e-6)
     text = loss_text(encoder, items[0])
     assert text.startswith("[CLS]") and text.count("[SEP]") == 2 and "good" in text.split("[SEP]")[1]
+
+
+def test_special_token_text_in_what_an_encoder_reads_is_text(encoder):
+    """An answer that writes [SEP] would end its own segment, and [MASK] be a word that the model fills in."""
+    from transformers import AutoTokenizer
+
+    from stages.reward_models.reward_heads import EncoderReader
+
+    tokenizer = AutoTokenizer.from_pretrained(encoder)
+    reader, control = EncoderReader(tokenizer, 64), {tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id, tokenizer.pad_token_id}
+    prompt, [(answer, _)] = reader.parts([{"role": "user", "content": "a [CLS] good"}], [[{"role": "assistant", "content": "good [SEP] bad [MASK] [PAD]"}]])
+    assert not control & {*prompt, *answer}
+    _, ids, _, _ = reader.wrap(prompt, answer, [1] * len(answer))
+    assert [i for i in ids if i in control] == [tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.sep_token_id]
+    assert reader.plain("a good one") == tokenizer("a good one", add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("name, positions", [("bert", 20), ("roberta", 18), ("mpnet", 18), ("xlm-roberta-xl", 18), ("data2vec-text", 18)])
+def test_rows_are_cut_to_the_positions_that_an_encoder_has(encoder, name, positions):
+    """RoBERTa's family counts positions from behind the padding token's, so a row as long as the table would end the run in the middle."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    config = AutoConfig.for_model(name, vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=20, pad_token_id=1, num_labels=1)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    model.reads_both_ways = True
+    reader = reader_for(encoder, model, None)
+    assert reader.max_length == positions and reader_for(encoder, model, 12).max_length == 12
+    ids = torch.full((1, positions + 1), 5)
+    assert torch.isfinite(model(input_ids=ids[:, :-1], attention_mask=torch.ones_like(ids[:, :-1])).logits).all()
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=ids, attention_mask=torch.ones_like(ids))
 
 
 def test_an_encoder_without_special_tokens_says_what_to_give(encoder, tmp_path):

@@ -251,3 +251,13 @@ def test_special_token_text_in_content_is_text_for_every_kind_of_tokenizer():
         assert [renderer.tokenizer.decode(s, skip_special_tokens=False) for s in spans(row)] == [stop.format(messages[1]["content"])]
         control = set(renderer.tokenizer.all_special_ids) | set(renderer.tokenizer.get_added_vocab().values())
         assert [i in control for i in spans(row)[0]].count(True) == 1, "only the stop token that the template wrote"
+
+
+@pytest.mark.parametrize("family", ["llama2", "tinyllama", "llama3"])
+def test_a_text_that_merges_into_its_prompt_has_its_own_ids_without_a_space_before_it(family):
+    """The prompt and the text are one token together, so nothing would be left of the text; the tokenizer's space before a text is none of its own."""
+    renderer = renderer_of(family)
+    alone, whole = renderer.joint_ids("He", "llo")
+    prompt, behind = renderer.continuation_ids("He", "llo")
+    assert len(whole) <= len(alone) and prompt == alone
+    assert "".join(renderer.tokenizer.convert_ids_to_tokens(behind)) == "llo"
