@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Iterator
@@ -51,6 +52,12 @@ _ANSWERS = ("answers", "correct_answer", "ground_truth", "solution", "final_answ
 
 # Columns that a question is about.
 _ABOUT = ("context", "contexts", "passage", "passages", "document", "documents", "article", "story", "paragraph", "paragraphs", "table", "history")
+
+# Columns of pictures and sounds.
+_SHOWN = ("image", "images", "video", "videos", "audio", "audios")
+
+# Columns that hold several answers, by their whole name or by its beginning and a number or letter.
+_SEVERAL = re.compile(r"(?:responses|completions|candidates|generations|outputs)|(?:response|completion|candidate|generation|output|answer)_?(?:[0-9]|[a-d])", re.IGNORECASE)
 
 _PREFERRED = {"comparisons/1": "pairs/1"}       # what `kind: auto` makes of a kind
 
@@ -320,6 +327,12 @@ class Ingestion:
         if kinds <= {"demonstrations/1", "prompts/1"} and self.kind in kinds and (found := [name for name in beside if name in _ABOUT]):
             self.stage.warn("unread_context", f"the questions of {source.name} are read without {' and '.join(found)}, which may be what they are about; write it into the question, or pay no "
                             "attention where it is not")
+        if found := [name for name in beside if name in _SHOWN]:
+            self.stage.warn("unread_images", f"{source.name} has {' and '.join(found)}, and every stage works on texts alone: the model will answer without seeing them. Leave out the rows that need them; "
+                            "where the texts stand alone, drop the column")
+        if kinds == {"prompts/1"} and (found := [name for name in beside if _SEVERAL.fullmatch(name)]):
+            self.stage.warn("unread_answers", f"{source.name} is read as prompts alone, but has {' and '.join(found[:4])}: where these are a model's answers, name them as a format has them: response_a, "
+                            "response_b and preference (column_map={response_a: ...}, comparisons), completions and scores (rankings), or chosen and rejected (pairs)")
         if kinds == {"demonstrations/1"} and (found := [name for name, value in beside.items() if name in _JUDGED and not isinstance(value, (list, dict))]):
             self.stage.warn("unread_label", f"{source.name} is read as demonstrations, of which every answer is trained on alike, but has {' and '.join(found)}: score_column={found[0]} reads it as "
                             f"a rating, label_column={found[0]} as right or wrong; if it is neither, all is well")
@@ -459,7 +472,7 @@ class Ingestion:
             slices = agreement.slices_of(row)
             for label in labels:
                 self.seen.label(*label, slices, seq)
-        key, exact = None, False
+        key, exact, golden = None, False, None
         flagging = self.config.contradictions == "flag_second"
         annotated = kind == "comparisons/1" and bool((row.get("ann") or {}).get("annotator_id"))
         # Equal labels of an item are votes too, where votes are counted.
@@ -468,12 +481,13 @@ class Ingestion:
             self.config.on_conflict == "majority" and kind == "unpaired/1" == self.kind)
         if self.config.deduplicate != "off" and not counted:
             key, exact = self._identity(kind, row)
+            answered, golden = _gold(key, row) if kind == "prompts/1" and flagging and self.config.deduplicate == "auto" else (None, None)
             if flagging and kind == "pairs/1":
                 found = self.seen.any_of(key, bytes.fromhex(_reversed_id(row)))
                 if found is not None:
                     raise Bad("duplicate_row" if found == key else "contradicts_row")
             elif self.seen.has(key):
-                raise Bad("duplicate_row")
+                raise Bad("contradicts_row" if golden is not None and self.seen.has(answered) and not self.seen.has(golden) else "duplicate_row")
         if self.near is not None and not self.near.group and not self.near.first(seq, _prompt_text(kind, row)):
             raise Bad("near_duplicate")
         rows = [row]
@@ -501,6 +515,9 @@ class Ingestion:
             self.seen.add(_tagged(row_id("pairs/1", _stripped("pairs/1", rows[0]))), seq)
         if key is not None:
             self.seen.add(key, seq)
+            if golden is not None:
+                self.seen.add(answered, seq)
+                self.seen.add(golden, seq)
         self.counts.native[kind] = self.counts.native.get(kind, 0) + 1
         if staged_to or voting:
             for index, item in enumerate(rows):
@@ -913,6 +930,12 @@ def _label(row: dict) -> str:
 def _reversed_id(pair: dict) -> str:
     pair = _stripped("pairs/1", pair)
     return row_id("pairs/1", {"prompt": pair["prompt"], "chosen": pair["rejected"], "rejected": pair["chosen"]})
+
+
+def _gold(key: bytes, row: dict) -> tuple[bytes, bytes | None]:
+    """(key of a prompt that has an answer, key of the prompt with this one): None without an answer."""
+    answer = normalise_text(str(row.get("answer") or ""))
+    return _tagged(key.hex(), b"answered"), _tagged(key.hex(), b"answer\x1f" + answer.encode()) if answer else None
 
 
 def _tagged(identity: str, tag: bytes = b"pair") -> bytes:
