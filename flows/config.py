@@ -236,6 +236,9 @@ ELSEWHERE = {
     "per_device_train_batch_size": "batch_size: the rows of one optimizer step, over all devices", "batch_size": "prompts_per_step", "method": "preset", "peft_config": "lora_rank: with lora_alpha and lora_targets", "rpo_alpha": "nll_coef",
     "vllm_gpu_memory_utilization": "engine_options: {gpu_memory_utilization: 0.5}", "mask_truncated_completions": "truncation_policy: mask", "label_smoothing": "options: {label_smoothing: 0.1}, of the methods that have it",
     "precompute_ref_log_probs": ": the reference's log-probs are always computed once and kept; leave it out", "max_prompt_length": "max_length: of prompt and completion together",
+    "assistant_only_loss": "train_on: all_assistant for true, full for false", "completion_only_loss": "train_on: all_assistant for true, full for false", "generation_batch_size": "prompts_per_step: it, divided by num_generations",
+    "steps_per_generation": "num_minibatches", "vllm_importance_sampling_mode": "importance_correction", "vllm_importance_sampling_clip_max": "importance_clip_max", "vllm_importance_sampling_clip_min": "importance_clip_min",
+    "vllm_importance_sampling_correction": "importance_correction: such as sequence_mask; none is the default", "importance_sampling_level": "ratio_level", "loss_weights": "loss_weight: of the method, others by also",
     "push_to_hub": ": publish with `posttrain export REF --push OWNER/NAME`; leave it out", "seed": ": give it as --seed N", "log_completions": ": every rollout is kept (`posttrain show`); leave it out",
 }
 

@@ -36,3 +36,9 @@ def reversed_id(pair: dict) -> str:
 def tagged(row_identity: str, tag: bytes = b"pair") -> bytes:
     """Key of a row id that is remembered apart from those of input rows."""
     return hashlib.blake2b(tag + b"\x1f" + bytes.fromhex(row_identity), digest_size=16).digest()
+
+
+def gold_keys(key: bytes, row: dict) -> tuple[bytes, ...]:
+    """Keys of a prompt that has a gold answer, and of the prompt with this one; none without an answer. ``key``: that of the prompt (:func:`identity`)."""
+    answer = normalise_text(str(row.get("answer") or ""))
+    return (tagged(key.hex(), b"answered"), tagged(key.hex(), b"answer\x1f" + answer.encode())) if answer else ()

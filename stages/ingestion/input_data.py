@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from pathlib import Path
 from typing import Iterator
 
@@ -26,6 +27,12 @@ _ANSWERS = ("answers", "correct_answer", "ground_truth", "solution", "final_answ
 
 # Columns that a question is about.
 _ABOUT = ("context", "contexts", "passage", "passages", "document", "documents", "article", "story", "paragraph", "paragraphs", "table", "history")
+
+# Columns of pictures and sounds.
+_SHOWN = ("image", "images", "video", "videos", "audio", "audios")
+
+# Columns that hold several answers, by their whole name or by its beginning and a number or letter.
+_SEVERAL = re.compile(r"(?:responses|completions|candidates|generations|outputs)|(?:response|completion|candidate|generation|output|answer)_?(?:[0-9]|[a-d])", re.IGNORECASE)
 
 _PREFERRED = {"comparisons/1": "pairs/1"}       # what `kind: auto` makes of a kind
 
@@ -183,6 +190,12 @@ class InputData:
         if kinds <= {"demonstrations/1", "prompts/1"} and self.kind in kinds and (found := [name for name in beside if name in _ABOUT]):
             self.stage.warn("unread_context", f"the questions of {source.name} are read without {' and '.join(found)}, which may be what they are about; write it into the question, or pay no "
                             "attention where it is not")
+        if found := [name for name in beside if name in _SHOWN]:
+            self.stage.warn("unread_images", f"{source.name} has {' and '.join(found)}, and every stage works on texts alone: the model will answer without seeing them. Leave out the rows that need them; "
+                            "where the texts stand alone, drop the column")
+        if kinds == {"prompts/1"} and (found := [name for name in beside if _SEVERAL.fullmatch(name)]):
+            self.stage.warn("unread_answers", f"{source.name} is read as prompts alone, but has {' and '.join(found[:4])}: where these are a model's answers, name them as a format has them: response_a, "
+                            "response_b and preference (column_map={response_a: ...}, comparisons), completions and scores (rankings), or chosen and rejected (pairs)")
         if kinds == {"demonstrations/1"} and (found := [name for name, value in beside.items() if name in _JUDGED and not isinstance(value, (list, dict))]):
             self.stage.warn("unread_label", f"{source.name} is read as demonstrations, of which every answer is trained on alike, but has {' and '.join(found)}: score_column={found[0]} reads it as "
                             f"a rating, label_column={found[0]} as right or wrong; if it is neither, all is well")

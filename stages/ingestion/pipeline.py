@@ -28,7 +28,7 @@ from stages.ingestion import account, agreement, conversions, curation, grouping
 from stages.ingestion.adapters import weighted
 from stages.ingestion.benchmarks import benchmark_index
 from stages.ingestion.counts import LONG_PROMPT, Counts, quarantine_row
-from stages.ingestion.duplicates import identity, reversed_id, stripped, tagged
+from stages.ingestion.duplicates import gold_keys, identity, reversed_id, stripped, tagged
 from stages.ingestion.fields import fold_system
 from stages.ingestion.formats import Adapter
 from stages.ingestion.input_data import InputData
@@ -211,9 +211,9 @@ class Ingestion:
                 self.seen.label(*label, slices, seq)
         annotated = kind == "comparisons/1" and bool((row.get("ann") or {}).get("annotator_id"))
         signal = kind == "unpaired/1" and self.input.dataset is None and votes.is_event(row)      # of several the last counts
-        key, is_row_id = None, False
+        key, is_row_id, answers = None, False, ()
         if self.config.deduplicate != "off" and not (signal or self._votes(kind, path, annotated)):
-            key, is_row_id = self._first_of_its_key(kind, row)
+            key, is_row_id, answers = self._first_of_its_key(kind, row)
         if self.near is not None and not self.near.group and not self.near.first(seq, "\n".join(rules.asked(kind, row))):
             raise Bad("near_duplicate")
         if kind == "comparisons/1":
@@ -230,7 +230,8 @@ class Ingestion:
                 raise Bad("contradicts_row")
             self.seen.add(tagged(row_id("pairs/1", stripped("pairs/1", rows[0]))), seq)
         if key is not None:
-            self.seen.add(key, seq)
+            for one in (key, *answers):
+                self.seen.add(one, seq)
         self.counts.native[kind] = self.counts.native.get(kind, 0) + 1
         if meets or voting:
             by_prompt = not voting and ("pairs/1" if have == "comparisons/1" else have, self.kind) in conversions.GROUPED
@@ -250,16 +251,18 @@ class Ingestion:
             return True
         return self.config.on_conflict == "majority" and kind == "unpaired/1" == self.kind
 
-    def _first_of_its_key(self, kind: str, row: dict) -> tuple[bytes, bool]:
-        """:func:`identity` of a row that was not seen before, nor a pair's reverse where that is flagged. Raises Bad."""
+    def _first_of_its_key(self, kind: str, row: dict) -> tuple[bytes, bool, tuple[bytes, ...]]:
+        """:func:`identity` of a row that was not seen before, nor a pair's reverse where that is flagged, and the keys of its gold answer. Raises Bad."""
         key, is_row_id = identity(kind, row, self.config.deduplicate)
+        answers = gold_keys(key, row) if kind == "prompts/1" and self.flagging and self.config.deduplicate == "auto" else ()
         if self.flagging and kind == "pairs/1":
             found = self.seen.any_of(key, bytes.fromhex(reversed_id(row)))
             if found is not None:
                 raise Bad("duplicate_row" if found == key else "contradicts_row")
         elif self.seen.has(key):
-            raise Bad("duplicate_row")
-        return key, is_row_id
+            other = answers and self.seen.has(answers[0]) and not self.seen.has(answers[1])
+            raise Bad("contradicts_row" if other else "duplicate_row")
+        return key, is_row_id, answers
 
     def _converted(self, seq: int, kind: str, row: dict, path: list[str], annotated: bool) -> tuple[list[dict], str, bool]:
         """(rows, their kind, whether they are to meet others in phase 2): one row, as far on its way to the wanted kind as it goes by itself. Raises Bad."""

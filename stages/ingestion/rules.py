@@ -56,7 +56,7 @@ CODES = {
     "step_label_length": "not one label per step",
     "duplicate_row": "the same content was already seen (the first row is kept)",
     "contradicts_row": "an earlier row has the same answers with the labels reversed; for labelled completions, another row has the other label (on_conflict=majority "
-                       "lets them vote)",
+                       "lets them vote); for prompts, an earlier row has another answer, which is kept (deduplicate=exact keeps both)",
     "quality_control": "a row that screens annotators and is no training data; kind=stepwise/1 keeps it, marked",
     "contaminated": "the prompt overlaps with an evaluation set",
     "near_duplicate": "a near copy of an earlier row (only if near_duplicates is keep_first)",

@@ -66,6 +66,8 @@ def _returned(value) -> Verdict | Unscorable:
 
 
 def failure_of(component, error: str) -> Unscorable:
+    if re.search(r"string ind(?:ices|ex) must be integers|'str' object has no attribute 'get'", error) and re.search(r"""["']content["']""", component.source):
+        error += "; a completion is its text here and no list of messages: write completion for completion[0]['content']"
     return Unscorable(f"timeout: score() took more than {component.timeout_s:g} s; raise timeout_s where it needs longer" if error == "timeout" else error)
 
 

@@ -284,7 +284,7 @@ def arguments(function, given: dict, columns: dict, places, other_names: dict, m
     rest = {**columns, **known}
     for p in parameters[taken:]:
         if p.kind is p.VAR_KEYWORD:
-            named.update({name: value for name, value in {**columns, **given}.items() if name not in named and not any(name == q.name for q in parameters)})
+            named.update({name: value for name, value in {**(known if many else {}), **columns, **given}.items() if name not in named and not any(name == q.name for q in parameters)})
         elif p.name in rest:
             if p.kind is p.POSITIONAL_ONLY:
                 positional.append(rest[p.name])

@@ -273,6 +273,9 @@ def test_runs_that_start_at_the_same_time_on_a_new_home_all_start(posttrain, tmp
 
 @pytest.mark.parametrize("stage, word, here", [
     ("sft", "gradient_accumulation_steps", "here it is 'batch_size' (the rows of one optimizer step"), ("rl", "max_new_tokens", "here it is 'max_completion_length'"), ("rl", "num_train_epochs", "here it is 'max_steps'"),
+    ("sft", "assistant_only_loss", "here it is 'train_on' (all_assistant for true"), ("sft", "completion_only_loss", "here it is 'train_on'"), ("rl", "steps_per_generation", "here it is 'num_minibatches'"),
+    ("rl", "generation_batch_size", "here it is 'prompts_per_step' (it, divided by num_generations)"), ("rl", "vllm_importance_sampling_mode", "here it is 'importance_correction'"),
+    ("rl", "importance_sampling_level", "here it is 'ratio_level'"), ("align", "loss_weights", "here it is 'loss_weight'"), ("rl", "vllm_importance_sampling_correction", "here it is 'importance_correction'"),
     ("rl", "adv_estimator", "here it is 'preset'"), ("align", "loss_type", "here it is 'method'"), ("sft", "output_dir", "posttrain export"), ("sft", "learing_rate", "did you mean 'learning_rate'?")])
 def test_the_words_of_other_libraries_are_known(stage, word, here):
     from flows.config import build

@@ -338,6 +338,16 @@ def test_prompts_are_deduplicated_up_to_case_and_space(tmp_path):
     assert not ingest(source, tmp_path / "v", deduplicate="exact").refused
 
 
+def test_a_prompt_that_comes_again_with_another_answer_is_no_mere_duplicate(tmp_path):
+    rows = [{"prompt": "2+2?", "answer": "4"}, {"prompt": "2+2? ", "answer": 5}, {"prompt": "2+2?", "answer": " 4"}, {"prompt": "2+2?"}, {"prompt": "2+2?", "answer": "5"},
+            {"prompt": "open"}, {"prompt": "open", "answer": "x"}, *({"prompt": f"p{i}", "answer": "1"} for i in range(30))]
+    source = write_lines(tmp_path / "x.jsonl", rows)
+    found = ingest(source, tmp_path / "w")
+    assert found.codes() == {2: ["contradicts_row"], 3: ["duplicate_row"], 4: ["duplicate_row"], 5: ["contradicts_row"], 7: ["duplicate_row"]} and found.rows[0]["answer"] == "4"
+    assert set(map(str, ingest(source, tmp_path / "v", contradictions="off").codes().values())) == {"['duplicate_row']"}
+    assert {row["answer"] for row in ingest(source, tmp_path / "u", deduplicate="exact").rows[:2]} == {"4", "5"}
+
+
 def test_splits_are_by_group_and_stable(tmp_path):
     rows = [{"prompt": f"p{i % 100}", "chosen": f"a{i}", "rejected": "b"} for i in range(300)]
     result = ingest(write_lines(tmp_path / "x.jsonl", rows), tmp_path / "w", validation_fraction=0.2, test_fraction=0.2)

@@ -268,11 +268,16 @@ def test_columns_may_change_places(tmp_path):
     ({"question": "p", "answer": "a", "context": "t"}, None, "", {}),
     ({"messages": [user("p"), assistant("a")], "document": "x"}, "unread_context", "without document", {}),
     ({"prompt": "p", "target": "a"}, None, "", {"answer_column": "target"}),
+    ({"messages": [user("p"), assistant("a")], "images": ["a.png"]}, "unread_images", "images, and every stage works on texts alone", {}),
+    ({"prompt": "p", "chosen": "a", "rejected": "b", "image": {"path": "a.png"}}, "unread_images", "drop the column", {}),
+    ({"messages": [user("p"), assistant("a")], "images": []}, None, "", {}),
+    ({"prompt": "p", "responses": ["a", "b"], "scores": [1, 2]}, "unread_answers", "completions and scores", {}),
+    ({"prompt": "p", "response_0": "a", "response_1": "b", "better_response": 1}, "unread_answers", "response_0 and response_1", {}),
     ({"prompt": "p", "chosen": "a", "rejected": "b", "score_chosen": 2, "score_rejected": 1}, None, "", {}),
 ])
 def test_what_is_put_aside_is_told_where_it_looks_like_the_label(tmp_path, row, code, tells, more):
     warnings = {w["code"]: w["text"] for w in ingest(write_lines(tmp_path / "x.jsonl", [row]), tmp_path / "w", **more).result["warnings"]}
-    assert warnings.keys() & {"unread_label", "unread_answer", "unread_context", "scores_against"} == ({code} if code else set()) and tells in warnings.get(code, "")
+    assert warnings.keys() & {"unread_label", "unread_answer", "unread_answers", "unread_context", "unread_images", "scores_against"} == ({code} if code else set()) and tells in warnings.get(code, "")
 
 
 @pytest.mark.parametrize("rows", ([message for tree in "abcdef" for message in messages_of_a_tree(tree)],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shutil
 
 import pytest
 import torch
@@ -244,6 +245,23 @@ def test_control_tokens_in_a_text_are_text_here(models, tmp_path):
     assert theirs.batches[0]["input_ids"][0].count(end) == 3 and ours.batches[0]["items"][0].responses[0].tolist().count(end) == 2
 
 
+def test_plain_strings_are_a_chat_here(models, tmp_path):
+    """Strings are messages here and texts without a template in TRL, the end token behind the answer; the template that the page gives makes both the same, spaces included."""
+    plain = re.search(r"`chat_template=FILE` of `([^`]+)`", PAGE)[1]
+    answers = [{"prompt": f"say {'a' * (i % 7)} {i}:", "completion": f" {'b' * (1 + i % 5)} x"} for i in range(12)]
+    pairs = [{"prompt": f"q {i}:", "chosen": " yes" * (1 + i % 3), "rejected": " no" * (1 + i % 4) + str(i)} for i in range(12)]
+    policy, other = models["policy"], models["other"]
+    start = trl_side.flat(trl_side.model_of(policy))
+    theirs = trl_side.sft(policy, answers, tmp_path / "trl"), trl_side.dpo(policy, other, pairs, tmp_path / "trl-2")
+    chats = our_side.sft(policy, answers, tmp_path / "ours-0"), our_side.align(policy, other, pairs, tmp_path / "ours-1", method="dpo")
+    assert all(apart(a.gradients[0], b.gradients[0]) > 1e-2 for a, b in zip(chats, theirs))
+    bare = shutil.copytree(policy, tmp_path / "bare")
+    (bare / "chat_template.jinja").write_text(plain)
+    texts = our_side.sft(str(bare), answers, tmp_path / "ours-2"), our_side.align(str(bare), other, pairs, tmp_path / "ours-3", method="dpo")
+    for a, b in zip(texts, theirs):
+        agree(a, b, start)
+
+
 def rl(models, prompts, folder, change, ours: dict, theirs: dict):
     run, sampled = our_side.on_policy(models["policy"], models["other"], prompts, folder / "ours", change=change, learning_rate=RATE, **ours)
     return run, trl_side.on_policy("grpo", models["policy"], models["other"], sampled, folder / "trl", num_generations=4, limit=8, learning_rate=RATE, **theirs)
@@ -297,7 +315,7 @@ def test_unscorable_completions_are_in_no_denominator_here(models, prompts, tmp_
 
 
 #: The tests of the last table, by its first column.
-ALSO = {"after the end of turn": test_trl_trains_what_the_template_writes_behind_the_end_of_turn, "long pairs": test_long_pairs_are_cut_differently,
+ALSO = {"plain strings": test_plain_strings_are_a_chat_here, "after the end of turn": test_trl_trains_what_the_template_writes_behind_the_end_of_turn, "long pairs": test_long_pairs_are_cut_differently,
         "control tokens": test_control_tokens_in_a_text_are_text_here, "pad token": test_a_sampled_pad_token_is_learned_here_alone,
         "steps that train nothing": test_a_step_that_trains_nothing_moves_nothing_here, "unscorable completions": test_unscorable_completions_are_in_no_denominator_here}
 

@@ -171,6 +171,22 @@ def test_a_function_for_groups_is_told_how_it_is_called():
     assert "scope: group" in found.error
 
 
+@pytest.mark.parametrize("source, settings", [
+    ("def score(completions, **kwargs):\n    return [1.0 if '4' in c[0]['content'] else 0.0 for c in completions]", {"scope": "group"}),
+    ("def score(completion):\n    return len(completion[0]['content'])", {}), ("def score(completions, **kwargs):\n    return [len(c[-1].get('content')) for c in completions]", {"scope": "group"})])
+def test_a_completion_read_as_messages_is_told_that_it_is_a_text(source, settings):
+    """TRL gives conversational data's completions as lists of messages."""
+    (one,) = scored(source, row(), **settings)
+    assert one.total is None and "a completion is its text here" in one.reasons["mine"] and "completion[0]" in one.reasons["mine"]
+    (other,) = scored("def score(completion):\n    return {}['content']", row())
+    assert "its text" not in other.reasons["mine"], "another mistake has its own message"
+
+
+def test_what_a_group_function_catches_has_the_plural_names_too():
+    (one,) = scored("def score(completions, **kwargs):\n    return [len(kwargs['prompts']) + len(kwargs['prompts'][0]) + 10 * (kwargs['completion_ids'][0] == [5, 6, 7])]", row(), scope="group")
+    assert one.total == 12.0, one.reasons
+
+
 @pytest.mark.parametrize("head", ["score(prompt, completion, difficulty)", "score(question, reply, target_length)", "score(prompts, completions, difficulty)"])
 def test_a_column_that_the_data_lacks_is_not_given_the_answer(head):
     """A third parameter is the answer where its name says so or says nothing; otherwise it is a column, and one that is missing is named."""
