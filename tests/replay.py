@@ -551,7 +551,7 @@ class Reward:
         if kind == "orm" and training and config.balance:
             kept = []
             for prompt in {row.more["prompt"] for row in made}:
-                sides = [[row for row in made if row.more["prompt"] == prompt and row.more["target"] == side] for side in (0.0, 1.0)]
+                sides = [[row for row in made if row.more["prompt"] == prompt and row.more["target"] == side and row.weight] for side in (0.0, 1.0)]
                 kept += [id(row) for side in sides for row in side[:min(map(len, sides))]]
             made = [row for row in made if id(row) in kept]
         self.scale = self.scale or ()

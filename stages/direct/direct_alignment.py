@@ -260,10 +260,10 @@ class DirectAlignment:
         """Set what the loss of these items needs beyond themselves, from the current policy; returns it for the log."""
         if self.method.statistic == "z0" and self.config.z_ref_mode != "zero":
             if held_out or self.config.z_ref_mode == "batch_mismatched":
-                mismatched = [i.extra["mismatched"] for i in items if "mismatched" in i.extra] if len(items) > 1 else []
+                paired = [i for i in items if "mismatched" in i.extra] if len(items) > 1 else []
+                mismatched, weights = [i.extra["mismatched"] for i in paired], [i.extra["weight"] for i in paired]
                 ratios = [v[0] - m.extra["ref"][0] for v, m in zip(self.log_probs(model, mismatched, device), mismatched)]
-                weights = [m.extra["weight"] for m in mismatched]
-                self.z0 = float(kto_reference_point(torch.tensor(ratios, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64))) if any(weights) else 0.0
+                self.z0 = float(kto_reference_point(torch.tensor(ratios, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64))) if ratios else 0.0
             return {"z0": self.z0}
         if self.method.statistic in ("mean", "sorted", "sorted_pairs"):
             policy, ref = (self.compared(torch.tensor(v, dtype=torch.float64)) for v in (self.log_probs(model, items, device), [i.extra["ref"] for i in items]))

@@ -274,12 +274,12 @@ def apo_zero_unpaired_loss(logratio, label, *, beta: float = 0.1):
 
 
 def weighted_mean(values, weights):
-    """Mean of values [B] by the weights of their rows, not all 0; a row of weight 0 counts nothing (section 0)."""
-    return (values * weights).sum() / weights.sum()
+    """Mean of values [B] by the weights of their rows; a row of weight 0 counts nothing, and the mean of such rows alone is 0 (section 0)."""
+    return (values * weights).sum() / weights.sum().clamp(min=1e-12)
 
 
 def kto_reference_point(mismatched_logratios, weights=None):
-    """z0 = max(0, mean over the batch), detached: mean first, clamp after (da.kto). ``weights`` [B] of the rows, not all 0; by default all count alike."""
+    """z0 = max(0, mean over the batch), detached: mean first, clamp after (da.kto). ``weights`` [B] of the rows; by default all count alike."""
     ratios = mismatched_logratios.detach()
     return (ratios.mean() if weights is None else weighted_mean(ratios, weights)).clamp(min=0.0)
 

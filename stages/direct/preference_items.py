@@ -223,7 +223,7 @@ class Encoder:
                             if items[order[(at + step) % len(items)]].extra["prompt_id"] != item.extra["prompt_id"]), None)
             if partner is not None:
                 prompt, [(ids, mask)], _ = cut(item.prompt, [(partner.responses[0], partner.masks[0])], self.config.max_length)
-                item.extra["mismatched"] = make_item(f"{item.row_id}~{partner.row_id}", prompt, [ids], [mask], prompt_id=item.extra["prompt_id"], weight=item.extra["weight"])
+                item.extra["mismatched"] = make_item(f"{item.row_id}~{partner.row_id}", prompt, [ids], [mask], prompt_id=item.extra["prompt_id"])
 
 
 def score_gap(row: dict) -> float | None:

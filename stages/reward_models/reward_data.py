@@ -196,10 +196,11 @@ def labelled_items(row, reader, config, dropped) -> list[Item]:
 
 
 def balanced(items: list[Item], dropped: Counter) -> list[Item]:
-    """Equally many right and wrong completions of every prompt, the first ones; prompts with one kind only are left out (``rm.orm``)."""
+    """Equally many right and wrong completions of every prompt, the first ones that count (weight above 0); prompts with one kind only are left out (``rm.orm``)."""
     groups: dict[str, dict[bool, list[int]]] = defaultdict(lambda: {True: [], False: []})
     for index, item in enumerate(items):
-        groups[item.extra["prompt_id"]][item.extra["target"] > 0.5].append(index)
+        if item.extra["weight"]:
+            groups[item.extra["prompt_id"]][item.extra["target"] > 0.5].append(index)
     keep = {i for sides in groups.values() for side in sides.values() for i in side[: min(map(len, sides.values()))]}
     dropped["unbalanced"] += len(items) - len(keep)
     return [item for index, item in enumerate(items) if index in keep]

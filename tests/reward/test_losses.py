@@ -497,9 +497,11 @@ def test_a_rating_sets_the_scale_by_its_weight():
 
 
 def test_outcomes_are_balanced_per_prompt():
-    items = [SimpleNamespace(extra={"prompt_id": p, "target": y}) for p, y in (("a", 1.0), ("a", 1.0), ("a", 0.0), ("b", 1.0))]
+    items = [SimpleNamespace(extra={"prompt_id": p, "target": y, "weight": 1.0}) for p, y in (("a", 1.0), ("a", 1.0), ("a", 0.0), ("b", 1.0))]
     dropped = Counter()
     assert balanced(items, dropped) == [items[0], items[2]] and dropped["unbalanced"] == 2
+    items[0].extra["weight"] = 0.0  # does not stand in for one that counts
+    assert balanced(items, Counter()) == [items[1], items[2]]
 
 
 def test_steps_keep_their_borders(tiny):
