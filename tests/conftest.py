@@ -4,6 +4,7 @@ The tests of one file stay together, since they share models; all that speak to 
 first, and alone where it shares nothing, so that no process is left with a long file when the others have finished.
 """
 
+import gc
 import os
 import shutil
 import tempfile
@@ -24,6 +25,7 @@ def group(nodeid: str) -> str:
 
 def pytest_configure(config):
     """Whatever a test's processes leave behind, killed ones above all, lies in one directory, which goes when the suite ends; pytest keeps its own where it always does."""
+    gc.disable()  # what collecting tests imports stays; looking through all of it again and again takes a quarter of that time
     if hasattr(config, "workerinput"):  # a process of xdist has the environment of the one that started it
         return
     before, scratch = dict(os.environ), tempfile.mkdtemp(prefix="posttrain-tests-")
@@ -46,6 +48,11 @@ def pytest_collection_modifyitems(config, items):
     if hasattr(config, "workerinput"):  # in one process: as collected
         items.sort(key=lambda item: 0 if group(item.nodeid) == "servers" else 1 if group(item.nodeid) == item.nodeid else
                    2 if any(name in item.nodeid for name in LONG) else 3)
+
+
+def pytest_collection_finish(session):
+    gc.enable()
+    gc.collect()
 
 
 @pytest.hookimpl(optionalhook=True)
