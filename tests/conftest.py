@@ -25,7 +25,6 @@ def group(nodeid: str) -> str:
 
 def pytest_configure(config):
     """Whatever a test's processes leave behind, killed ones above all, lies in one directory, which goes when the suite ends; pytest keeps its own where it always does."""
-    gc.disable()  # what collecting tests imports stays; looking through all of it again and again takes a quarter of that time
     if hasattr(config, "workerinput"):  # a process of xdist has the environment of the one that started it
         return
     before, scratch = dict(os.environ), tempfile.mkdtemp(prefix="posttrain-tests-")
@@ -50,9 +49,13 @@ def pytest_collection_modifyitems(config, items):
                    2 if any(name in item.nodeid for name in LONG) else 3)
 
 
-def pytest_collection_finish(session):
-    gc.enable()
-    gc.collect()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    gc.disable()  # what collecting tests imports stays; looking through all of it again and again takes a quarter of that time
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
