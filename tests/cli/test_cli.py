@@ -21,10 +21,41 @@ COMMANDS = "run stage rerun answer up down status deploy ls show cost lineage co
 TINY = [part for kind in ("text", "demonstrations", "comparisons", "prompts") for part in ("--set", f"{kind}={{train: 8, validation: 2, test: 2}}")]
 
 
+#: Runs several commands, each in a fork of one interpreter that has imported what they need; writes what they say into files 0.out, 0.err, 1.out ... and prints their exit codes.
+SEVERAL = """
+import gc, json, os, sys
+gc.disable()
+from flows.cli import main
+from flows.recipe import get_recipe
+get_recipe("post_training"), get_recipe("preference")
+for i, arguments in enumerate(json.loads(sys.argv[1])):
+    if not os.fork():
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{i}.{name}", os.O_WRONLY | os.O_CREAT), number)
+        sys.argv = ["posttrain", *arguments]
+        main()
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
+
+def environment(home: Path) -> dict[str, str]:
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_", "POSTTRAIN_"))}
+    return env | {"POSTTRAIN_HOME": str(home), "PYTHONPATH": str(ROOT), "POSTTRAIN_GRACE_SECONDS": "2", "POSTTRAIN_TRACKING": "off"}
+
+
+def several(folder: Path, *commands: list[str]) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of commands that end at once, most of whose time would be that of imports."""
+    folder.mkdir()
+    done = subprocess.run([sys.executable, "-c", SEVERAL, json.dumps(commands)], env=environment(folder / "home"), cwd=folder, capture_output=True, text=True, timeout=600)
+    codes = list(map(int, done.stdout.split()))
+    assert len(codes) == len(commands), done.stderr
+    return [(code, (folder / f"{i}.out").read_text(), (folder / f"{i}.err").read_text()) for i, code in enumerate(codes)]
+
+
 @pytest.fixture
 def posttrain(tmp_path):
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_", "POSTTRAIN_"))}
-    env |= {"POSTTRAIN_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT), "POSTTRAIN_GRACE_SECONDS": "2"}
+    env = environment(tmp_path / "home")
 
     def call(*arguments, code: int = 0, start: bool = False, tracked: bool = False, program: str | None = None):
         """tracked: MLflow is told, which costs a new home its database. program: what calls the command line."""
@@ -71,7 +102,7 @@ def test_every_command_has_help_with_exit_codes(command):
     assert shown.exit_code == 0 and "Exit codes" in shown.output
 
 
-@pytest.mark.parametrize("arguments, said", [
+WRONG = [
     (["run", "post_trainin"], "did you mean 'post_training'"),
     (["run", "post_training", "--set", "sft.learning_rat=1"], "did you mean 'sft.learning_rate'"),
     (["run", "post_training", "--set", "learning_rate=1"], "learning_rate"),
@@ -88,9 +119,18 @@ def test_every_command_has_help_with_exit_codes(command):
     (["show", "dataset:nothing@latest"], "nothing"),
     (["deploy"], "posttrain up"), (["deploy", "preference"], "--cron '0 2 * * *'"), (["deploy", "--cron", "0 2 * * *"], "names a recipe"),
     (["rerun", "abc", "--stage", "sft"], "there is no run"),
-])
-def test_wrong_usage_exits_2_and_says_what_to_write(posttrain, arguments, said):
-    assert said in posttrain(*arguments, code=2).stderr
+]
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory):
+    return several(tmp_path_factory.mktemp("wrong") / "usage", *(arguments for arguments, _ in WRONG))
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)), ids=[" ".join(arguments) for arguments, _ in WRONG])
+def test_wrong_usage_exits_2_and_says_what_to_write(refused, number):
+    code, _, error = refused[number]
+    assert code == 2 and WRONG[number][1] in error, error
 
 
 def test_stage_prints_one_json_line_and_is_cached_the_second_time(posttrain):
@@ -303,12 +343,13 @@ def test_a_recipe_lists_its_settings_and_a_plan_those_that_were_chosen(posttrain
     assert "  beta: 0.2" in shown and "adam_beta1" not in shown and shown.index("beta: 0.2") < shown.index("plan\n")
 
 
-def test_what_a_recipe_is_given_is_looked_for_before_its_first_step(posttrain, tmp_path):
+def test_what_a_recipe_is_given_is_looked_for_before_its_first_step(tmp_path):
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut" / "config.json").write_text("{")
-    for given, why in ((["preference", "data.path=nofile.jsonl", "model=model:nosuch@champion"], "model: there is no model named"), (["post_training", "data.pairs=nofile.jsonl"], "data.pairs: nofile.jsonl does not exist"), (["post_training", "model=model:nosuch@champion"], "model: there is no model named 'nosuch'"),
-                       (["preference", f"model={tmp_path / 'cut'}"], "config.json is not readable JSON"), (["post_training", "data.prompts=dataset:nosuch@latest"], "data.prompts: there is no dataset")):
-        assert why in (done := posttrain("run", *given, code=2)).stderr and "started" not in done.stderr
+    reasons = ((["preference", "data.path=nofile.jsonl", "model=model:nosuch@champion"], "model: there is no model named"), (["post_training", "data.pairs=nofile.jsonl"], "data.pairs: nofile.jsonl does not exist"), (["post_training", "model=model:nosuch@champion"], "model: there is no model named 'nosuch'"),
+               (["preference", f"model={tmp_path / 'cut'}"], "config.json is not readable JSON"), (["post_training", "data.prompts=dataset:nosuch@latest"], "data.prompts: there is no dataset"))
+    for (given, why), (code, _, error) in zip(reasons, several(tmp_path / "refused", *(["run", *given] for given, _ in reasons))):
+        assert code == 2 and why in error and "started" not in error, error
 
 
 def test_a_server_that_does_not_answer_and_a_home_that_is_none_are_told(posttrain, tmp_path, monkeypatch):

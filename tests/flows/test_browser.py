@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import time
@@ -44,7 +45,10 @@ def page():
 
 def named(page, selector: str, text: str):
     """A visible element of this text, None when there is none."""
-    return next((one for one in page.find_elements("css selector", selector) if one.text.strip() == text and one.is_displayed()), None)
+    from selenium.common.exceptions import StaleElementReferenceException
+
+    with contextlib.suppress(StaleElementReferenceException):  # drawn anew meanwhile
+        return next((one for one in page.find_elements("css selector", selector) if one.text.strip() == text and one.is_displayed()), None)
 
 
 def submit(servers, page, deployment: str, values: dict[str, object]) -> str:
@@ -62,9 +66,15 @@ def submit(servers, page, deployment: str, values: dict[str, object]) -> str:
 
 
 def until(page, done, act, seconds: float = 15):
-    """Do what a person does, again where nothing comes of it, since the UI does not repeat a call for which SQLite was locked; what ``done()`` is then."""
+    """Do what a person does, again where nothing comes of it, since the UI does not repeat a call for which SQLite was locked, and where the page was drawn anew between finding
+    something there and clicking on it; what ``done()`` is then."""
+    from selenium.common.exceptions import StaleElementReferenceException
+
     for _ in range(5):
-        act()
+        try:
+            act()
+        except StaleElementReferenceException:
+            continue
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if found := done():

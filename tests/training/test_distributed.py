@@ -53,7 +53,7 @@ CASES = {  # name: (stage, settings, rows)
     "rl, sampled ahead": ("rl", {**RL, "preset": "dr_grpo", "surrogate": "clip", "async_rollouts": True, "eval_prompts": 3, "eval_every": 2}, "prompts"),
     "rl, sampled ahead, sharded": ("rl", {**RL, **FULL, "preset": "dr_grpo", "surrogate": "clip", "async_rollouts": True}, "prompts"),
     "rl, trust region": ("rl", {**RL, "preset": "trpo", "truncation_policy": "score", "max_steps": 4}, "prompts"),
-    "rl, trust region, LoRA": ("rl", {**RL, "preset": "trpo", "truncation_policy": "score", "lora_rank": 4}, "prompts"),
+    "rl, trust region, LoRA": ("rl", {**RL, "preset": "trpo", "truncation_policy": "score", "lora_rank": 4, "max_steps": 4}, "prompts"),
     "sft, LoRA, sharded": ("sft", {**ROWS, **FULL, "learning_rate": 1e-2, "lora_rank": 4, "ema_decay": 0.5}, "demonstrations"),
     "sft, noise and smoothing, sharded": ("sft", {**ROWS, **FULL, "neftune_noise_alpha": 20.0, "label_smoothing_factor": 0.1}, "demonstrations"),
     "align, pairs matched over the step and weighed in parts, sharded": ("align", {**ROWS, **FULL, "method": "aot_paired", "ld_alpha": 0.5}, "pairs"),
