@@ -232,9 +232,9 @@ def install_pool(*, gpu_slots: int | None = None) -> None:
     from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate, GlobalConcurrencyLimitUpdate, WorkPoolCreate
     from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 
-    from tasks import run
+    from tasks.devices import gpu_slots as slots_here
 
-    slots = gpu_slots or max(1, run.gpu_slots())  # without a GPU the CPU is the single training slot
+    slots = gpu_slots or max(1, slots_here())  # without a GPU the CPU is the single training slot
     with get_client(sync_client=True) as client:
         try:
             client.create_work_pool(WorkPoolCreate(name=POOL, type="process", description="post-training runs on this machine",

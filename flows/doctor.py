@@ -166,7 +166,7 @@ def torch_device(state: Path, fix: bool) -> Finding:
     import torch
 
     from stages.running.cuda import unusable
-    from tasks.run import cuda_devices
+    from tasks.devices import cuda_devices
 
     if torch.cuda.is_available():
         names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))

@@ -207,7 +207,7 @@ class Plan(Run):
         from stages.models import memory
         from stages.spec import parse_config
         from storage import store
-        from tasks.run import cuda_devices, wanted_devices
+        from tasks.devices import cuda_devices, wanted_devices
 
         def shape(ref: str):
             if ref.startswith("(") or not (store.is_ref(ref) or os.path.isdir(ref)):  # not there yet, or on the hub

@@ -678,6 +678,6 @@ def renderer_for(path: str, chat_template: str | None = None, template_kwargs: s
     return Renderer(tokenizer, generation_config, json.loads(template_kwargs))
 
 
-def stage_renderer(stage, role: str = "model") -> Renderer:
+def stage_renderer(stage) -> Renderer:
     """Renderer of a stage's model input under the stage's ``chat_template`` and ``chat_template_kwargs``."""
-    return renderer_for(stage.path(role), *stage.config.template())
+    return renderer_for(stage.path("model"), *stage.config.template())

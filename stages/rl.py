@@ -1,8 +1,8 @@
 """rl: policy-gradient fine-tuning with rewards from verifiers, reward models or mixtures.
 
 An algorithm is a row of ``stages.algorithms.RL_PRESETS`` (``ppo``, ``grpo``, ``dapo``, ``rloo``, ``topr``, ...): advantage, scaling,
-ratio and surrogate, KL in reward or loss, aggregation, critic, epochs. Every field left empty below takes the preset's value;
-the resolved row is printed at the start.
+ratio and surrogate, KL in reward or loss, aggregation, critic, epochs. Every field left empty below takes the preset's value
+(:mod:`stages.policy.presets`, which also refuses what does not go together); the resolved row is printed at the start.
 
 One iteration: :mod:`stages.rollouts` chooses prompts, samples G completions each, scores, filters, credits
 and records them; :mod:`stages.policy.credit` turns rewards into an advantage per token; :mod:`stages.policy.policy_update` is the loss of the
@@ -17,15 +17,15 @@ and every turn once more as a row of ``trajectories/1``.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from stages.models.memory import SAMPLING, Role
+from stages.policy.presets import exact_in_reward, not_read, resolve_preset, row_of
 from stages.reward.components import REWARD_INPUTS, RewardComponent
 from stages.reward.rewards import check_inputs, inputs_read
-from stages.settings import PROMPT_TEMPLATE, AgentConfig, ChatConfig, OptimizerConfig, PromptTemplate, SamplingConfig, Schedule, refuse_unread_in, refuse_unread_inputs, unread
+from stages.settings import PROMPT_TEMPLATE, AgentConfig, ChatConfig, OptimizerConfig, PromptTemplate, SamplingConfig, Schedule, refuse_unread_in, refuse_unread_inputs
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 Preset = Literal["reinforce", "remax", "reinforce_pp", "rloo", "grpo", "grpo_process", "dr_grpo", "dapo", "grpo_plus", "gspo", "cispo", "sapo", "vespo", "gmpo", "opo", "otb", "grpo_passk", "grape",
@@ -368,11 +368,6 @@ def reference_in_shards(row, config: Config) -> bool:
     return config.ref_mode not in ("ema", "refresh") and row.kl_loss_estimator != "full" and row.opponent != "mixture" and not exact_in_reward(row, config)
 
 
-def exact_in_reward(row, config: Config) -> bool:
-    """Whether the exact KL to the reference is taken off rewards, for which both distributions are needed."""
-    return row.kl_reward_coef > 0 and config.kl_reward_estimator == "full"
-
-
 def loads_reference(row, config: Config) -> bool:
     """Whether a reference model is held; that of ref_mode=previous is in the log-probs of the samples already."""
     return row.opponent == "mixture" or (row.needs_reference or config.monitor_kl) and config.ref_mode != "previous"
@@ -413,269 +408,11 @@ SPEC = StageSpec(
              "baselines": OutputSpec("dataset", required=False, doc="baselines/1 as sampled before training.")})
 
 
-def row_of(config: Config):
-    """The preset's row with the config's overrides applied, not checked against each other."""
-    from stages.algorithms import RL_AXES, VALUE_ADVANTAGES, preset_options, rl_preset
-
-    changes = {axis: getattr(config, name) for name, axis in RL_AXES.items()}
-    row = rl_preset(config.preset, **{k: v for k, v in changes.items() if v is not None})
-    try:
-        row = replace(row, options=preset_options(row, config.options))
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    if row.needs_critic and row.advantage not in VALUE_ADVANTAGES and row.unit != "tokens":
-        row = replace(row, needs_critic=False)  # nothing would read its values
-    if config.critic_mode == "shared" or not row.needs_critic:
-        row = replace(row, critic_warmup_steps=0)  # a head on the policy's trunk learns with the policy
-    if config.multi_objective_aggregation == "normalize_then_sum" and config.scale_rewards is None and row.advantage == "group_mean":
-        return replace(row, scale="none")  # the components are divided by their std, their sum is not again
-    return row
-
-
-def not_read(config: Config) -> dict[str, str]:
-    """{setting: error text} of the settings in which a config differs from the defaults and from its preset, and which nothing would read."""
-    from stages.algorithms import RL_AXES, RL_READ_WHEN, rl_preset
-
-    start = rl_preset(config.preset)
-    return unread(config, RL_READ_WHEN, row_of(config), config, own={name: getattr(start, axis) for name, axis in RL_AXES.items()})
-
-
 def arm_of(values: dict, own: Collection[str]) -> Config:
     """One of several runs that share settings: the config of ``values``, without those that its preset does not read and that are not its ``own``."""
     config = Config.model_validate(values)
     dead = not_read(config).keys() - set(own)
     return Config.model_validate({name: value for name, value in values.items() if name not in dead}) if dead else config
-
-
-def resolve_preset(config: Config):
-    """The preset row with the config's overrides applied and checked; (row, warnings)."""
-    from stages.algorithms import BASELINE_ADVANTAGES, RL_ALARMS_WATCH, rl_preset, validate_rl
-
-    row = row_of(config)
-    updates = row.num_iterations * config.num_minibatches
-    warnings = validate_rl(row, config.num_generations, updates_per_generation=updates, max_staleness=config.max_staleness,
-                           async_rollouts=config.async_rollouts, allow_double_kl=config.allow_double_kl, loss_scale_factor=config.loss_scale_factor)
-    units = {"prompt": config.prompts_per_step, "sequence": config.prompts_per_step * config.num_generations}.get(config.minibatch_unit)
-    if units is not None and config.num_minibatches > units:
-        raise ValueError(f"num_minibatches={config.num_minibatches} cuts {units} {config.minibatch_unit}s into empty steps; write num_minibatches <= {units}.")
-    if config.minibatch_unit != "prompt":
-        refuse_parts(row, config)
-    if config.lora_dropout and (not row.strictly_on_policy or row.update == "trust_region"):
-        raise ValueError(f"lora_dropout={config.lora_dropout} is there in training and not in old log-probs, so that their ratio would not be 1 where nothing has moved yet; leave it out, or write a preset "
-                         "that takes no ratio to them, such as preset=rloo or reinforce.")
-    if (config.reward_norm != "none" or config.reward_clip) and (config.environment or row.advantage in ("process", "win_rate", "vine")):
-        raise ValueError(f"reward_norm and reward_clip change the reward of whole completions, which {'turns' if config.environment else f'advantage={row.advantage}'} "
-                         "do not read; leave them out, or normalise the component (kind=model, normalise=batch).")
-    if config.kl_coef_min is not None and config.kl_coef_max is not None and config.kl_coef_min > config.kl_coef_max:
-        raise ValueError(f"kl_coef_min={config.kl_coef_min:g} is above kl_coef_max={config.kl_coef_max:g}; write kl_coef_min <= kl_coef_max, or leave one of them out.")
-    measured = row.read_baseline in ("greedy", "table", "v_star")
-    if measured and (config.reward_norm != "none" or config.reward_clip):
-        raise ValueError(f"baseline={row.baseline} is a reward as it was earned, which reward_norm and reward_clip would take off rewards on another scale; leave them out, or write "
-                         "baseline=moving_average.")
-    if any(c.kind == "model" and c.normalise == "batch" for c in config.rewards) and (row.read_baseline in ("table", "v_star") or row.advantage == "vine"):
-        what = "advantage=vine" if row.advantage == "vine" else f"baseline={row.baseline}"
-        raise ValueError(f"normalise=batch whitens what is scored together, and {what} compares with completions that are scored apart; leave normalise out of the reward, or write "
-                         "baseline=moving_average (vineppo: preset=grpo).")
-    if config.replay_fraction and row.advantage == "win_rate" and row.opponent != "self":
-        raise ValueError(f"replay_fraction={config.replay_fraction}: replayed groups have no opponents, so they alone would be compared with themselves; write replay_fraction=0, or "
-                         "opponent=self.")
-    if config.multi_objective_aggregation == "normalize_then_sum":
-        refused = {"reward_override replaces what the components say; leave one of them out": config.reward_override != "none",
-                   f"scale_rewards={config.scale_rewards} would divide the sum by a group's std once more; leave it out, or write scale_rewards=batch": row.scale not in ("none", "batch"),
-                   f"truncation_policy={row.truncation_policy} sets rewards on the scale of the plain sum; write truncation_policy=score or mask": row.truncation_policy not in ("score", "mask")}
-        for text in (text for text, on in refused.items() if on):
-            raise ValueError(f"multi_objective_aggregation=normalize_then_sum: {text}.")
-    if row.advantage == "process":
-        unread = [f"reward_override={config.reward_override}"] * (config.reward_override != "none") + [f"truncation_policy={row.truncation_policy}"] * (row.truncation_policy in ("zero", "penalty"))
-        unread += ["the soft overlong penalty (write soft_punish_cache=0)"] * bool(row.soft_punish_share if config.soft_punish_cache is None else config.soft_punish_cache)
-        if unread:
-            raise ValueError(f"advantage=process reads the rewards of steps, which {' and '.join(unread)} would not change; leave it out, or write advantage=group_mean.")
-    if row.dynamic_sampling and any(c.kind == "model" and c.normalise == "batch" for c in config.rewards):
-        raise ValueError("normalise=batch would whiten every refill round of dynamic_sampling by its own mean and std, so rewards of one batch would not compare; write "
-                         "reward_norm=whiten (over the whole batch) instead of it, or dynamic_sampling=false.")
-    judged = config.curriculum in ("pass_at_k", "self_paced")
-    if config.reward_override != "none" and (judged or config.no_resampling_pass_rate is not None):
-        name = f"curriculum={config.curriculum}" if judged else "no_resampling_pass_rate"
-        raise ValueError(f"reward_override={config.reward_override} is a control in which nobody says what is right, and {name} reads that of every group; leave it out "
-                         "(difficulty_band chooses prompts before training).")
-    if config.async_rollouts:
-        corrected = row.off_policy_ok or (not row.objective and (config.importance_correction != "none" or not row.strictly_on_policy))
-        refused = {
-            "update=trust_region measures from the policy that sampled; write preset=ppo": row.update == "trust_region",
-            f"preset={config.preset} trains as if the policy had sampled what it learns from; write importance_correction=token_truncate, or preset=grpo": not corrected and not row.objective,
-            f"preset={config.preset} regresses on samples of the policy itself; write preset=grpo, topr or mdpo": not corrected and row.objective,
-            f"opponent={row.opponent} moves with the policy; write opponent=self": row.advantage == "win_rate" and row.opponent != "self",
-            "advantage=vine continues completions by the policy of today; write advantage=group_mean": row.advantage == "vine",
-            "replay_fraction trains on more than the last batch; write replay_fraction=0": config.replay_fraction > 0,
-            "engine_sleep=true lets the engine sleep while it is to sample; write engine_sleep=false": config.engine_sleep,
-            "ref_mode=previous is whoever sampled, an iteration ago; write ref_mode=refresh": config.ref_mode == "previous",
-            "kl_target=old is the policy that started the iteration, which did not sample it; write kl_target=ref": row.kl_loss_coef > 0 and row.kl_target == "old",
-            f"max_staleness={config.max_staleness} is less than the {updates} optimizer steps of an iteration, by which every batch lags; write max_staleness={updates}, or 0":
-                0 < config.max_staleness < updates}
-        for text in (text for text, on in refused.items() if on):
-            raise ValueError(f"async_rollouts=true: {text}.")
-    if config.ref_mode == "previous" and row.kl_reward_coef:
-        raise ValueError("ref_mode=previous is the policy that started the iteration, to which the KL of its own samples is 0, so kl_coef would lower no reward; write kl_coef=0 and "
-                         "beta=0.04 (the KL in the loss), or ref_mode=refresh.")
-    if exact_in_reward(row, config) and (config.async_rollouts or row.off_policy_ok):
-        raise ValueError("kl_reward_estimator=full compares the whole distributions of the policy that sampled, and that of older completions is gone; write kl_reward_estimator=k1"
-                         + (", or async_rollouts=false." if config.async_rollouts else "."))
-    if config.baseline not in (None, "none") and row.advantage not in BASELINE_ADVANTAGES:
-        raise ValueError(f"baseline={config.baseline} is not read by advantage={row.advantage}; write advantage=reward_minus_baseline, or leave baseline out.")
-    if config.ref_mode == "previous" and row.kl_loss_coef and row.kl_loss_estimator == "full" and row.kl_target == "ref":
-        raise ValueError("ref_mode=previous keeps the log-probs of the sampled tokens, not whole distributions; for the exact KL to the policy that started the iteration "
-                         "write kl_target=old, or kl_estimator=k3.")
-    steps, lengths = [at for at, _ in config.context_schedule], [length for _, length in config.context_schedule]
-    if steps != sorted(set(steps)) or any(v < 0 for v in steps) or any(v < 1 for v in lengths):
-        raise ValueError(f"context_schedule={config.context_schedule} must list rising steps from 0 on with lengths of 1 or more; write for example [[0, 16384], [180, 32768]].")
-    shortest = min([*lengths, *([] if 0 in steps else [config.max_completion_length])])
-    if (config.soft_punish_cache or 0) > shortest:
-        raise ValueError(f"soft_punish_cache={config.soft_punish_cache} is over the completion limit of {shortest} tokens; write a smaller one (DAPO: a fifth of the limit).")
-    if config.reward_override == "format_only" and not any(c.kind == "format" for c in config.rewards):
-        raise ValueError("reward_override=format_only leaves only rewards of kind format, and there is none; add one, for example rewards=[..., {kind: format}].")
-    if config.temperature == 0:
-        raise ValueError("temperature=0 samples G equal completions, so no group carries a signal; write temperature=1.0.")
-    if config.replay_fraction and not row.off_policy_ok:
-        raise ValueError(f"replay_fraction={config.replay_fraction} gives rollouts of older policies to {config.preset}, which is on-policy; write "
-                         "replay_fraction=0, or preset=topr, offline_is, copg, mdpo or oreo.")
-    if config.importance_clip_min > config.importance_clip_max:
-        raise ValueError(f"importance_clip_min={config.importance_clip_min:g} is above importance_clip_max={config.importance_clip_max:g}; write for example importance_clip_min=0.5 "
-                         "importance_clip_max=2.")
-    if config.covariance_band[0] >= config.covariance_band[1]:
-        raise ValueError(f"covariance_band={list(config.covariance_band)} has nothing between its bounds; write the smaller one first, for example [1.0, 5.0].")
-    if config.rejection_min > config.rejection_max:
-        raise ValueError(f"rejection_min={config.rejection_min:g} is above rejection_max={config.rejection_max:g}; write for example rejection_min=0.5 rejection_max=2.")
-    if config.rejection != "none" and config.rejection_scope == "zero" and row.surrogate == "vespo":
-        raise ValueError("surrogate=vespo takes weights into its own ratio of the sequence, where 0 would take the whole sequence; write rejection_scope=drop.")
-    if row.surrogate == "vespo" and not row.objective and config.importance_correction.startswith("sequence"):
-        raise ValueError(f"surrogate=vespo takes importance weights into its own ratio of the sequence, token by token; write importance_correction=token_truncate or token_mask in the place of "
-                         f"{config.importance_correction}.")
-    if config.sft_member == "replace" and config.num_generations < 2:
-        raise ValueError("sft_member=replace leaves no sample in groups of one; write sft_member=append or num_generations >= 2")
-    if config.conditioning == "sampling" and (row.objective or row.advantage == "vine" or config.token_norm_scope == "group"):
-        raise ValueError(f"conditioning=sampling trains the answers of a group behind different contexts, which {'token_norm_scope=group' if config.token_norm_scope == 'group' else config.preset} "
-                         "does not allow; write conditioning=plain, or preset=grape")
-    if any(c.at_least is not None for c in config.rewards):
-        refuse_constraints(row, config)
-    by_steps = [c for c in config.rewards if c.step_credit != "none" and c.counts]
-    if by_steps:
-        refuse_step_credit(by_steps[0], row, config)
-    if row.advantage == "turn_returns" and not (config.environment or by_steps):
-        raise ValueError("advantage=turn_returns credits the turns of trajectories, or steps that a reward pays; write environment=tools (or module:Class of your own), "
-                         "rewards=[{kind: model, step_credit: each}] with the input reward_model of objective=prm, or advantage=group_mean.")
-    falling = sorted(config.passk_bands, reverse=True) == config.passk_bands and all(0 <= b <= 1 for b in config.passk_bands)
-    if config.curriculum == "pass_at_k" and not falling:
-        raise ValueError(f"passk_bands={config.passk_bands} must fall from at most 1 to at least 0; write for example [0.75, 0.5, 0.25, 0.0].")
-    if config.curriculum == "self_paced" and not 0 < config.self_paced_thresholds[0] <= config.self_paced_thresholds[1]:
-        raise ValueError(f"self_paced_thresholds={list(config.self_paced_thresholds)} must be above 0 and not fall, so that more prompts come in; write for example [0.5, 1.25].")
-    if config.curriculum == "pass_at_k" and config.passk_k > min(config.passk_samples, config.num_generations):
-        raise ValueError(f"pass@{config.passk_k} needs as many samples of a prompt; write passk_k <= {min(config.passk_samples, config.num_generations)}, or raise passk_samples "
-                         "and num_generations.")
-    if config.difficulty_band is not None and not 0 <= config.difficulty_band[0] <= config.difficulty_band[1] <= 1:
-        raise ValueError(f"difficulty_band={list(config.difficulty_band)}: write two pass rates between 0 and 1, the lower one first, for example [0.2, 0.8].")
-    if row.update == "trust_region" and row.needs_critic and config.critic_mode == "shared":
-        raise ValueError("critic_mode=shared would move the value head by the policy's trust region; write critic_mode=separate, or preset=ppo.")
-    if row.update == "trust_region" and config.compute_dtype != "float32":
-        raise ValueError(f"update=trust_region measures KL far below the rounding of {config.compute_dtype}; write compute_dtype=float32.")
-    if row.update == "trust_region" and config.forward == "compiled":
-        raise ValueError("forward=compiled has no forward-mode derivative, which TRPO needs; write forward=auto, or preset=ppo.")
-    if config.engine_sleep and config.engine != "vllm":
-        raise ValueError(f"engine_sleep=true puts vLLM to sleep, but engine={config.engine}; write engine=vllm, or leave engine_sleep out")
-    dead = not_read(config)
-    if dead:
-        raise ValueError(f"preset={config.preset}: " + "\n  ".join(dead.values()))
-    for name in (n for n in config.stop_on if n in RL_ALARMS_WATCH):
-        condition, text = RL_ALARMS_WATCH[name]
-        if not condition(row, config):
-            raise ValueError(f"stop_on={name} would never stop the run: {text}, or leave {name} out of stop_on.")
-    if config.critic_mode == "shared" and rl_preset(config.preset).critic_warmup_steps:
-        warnings.append(f"critic_mode=shared: a head on the policy's trunk learns with the policy, so the critic steps of preset={config.preset} before it are left out; write "
-                        "critic_mode=separate for them")
-    if config.replay_fraction and int(config.prompts_per_step * config.replay_fraction) == 0:
-        warnings.append(f"replay_fraction={config.replay_fraction} of prompts_per_step={config.prompts_per_step} is less than one prompt, so nothing is replayed; write replay_fraction="
-                        f"{1 / config.prompts_per_step:.4g} or more")
-    if config.mode_mix == "share" and 0 < config.improve_share and int(config.improve_share * config.num_generations + 1e-9) == 0:
-        warnings.append(f"improve_share={config.improve_share} of num_generations={config.num_generations} is less than one answer, so none is improved; write mode_mix=probability, or "
-                        f"improve_share={1 / config.num_generations:.4g}")
-    if row.positive_nll_coef and not any(c.kind in ("verifier", "code", "python", "remote", "rubric", "environment", "debate") for c in config.rewards):
-        warnings.append(f"preset={config.preset} adds the NLL of right completions, and no reward says which are right, so it is 0; add {{name: verdict, kind: verifier, weight: 0}} to rewards")
-    if config.reward_norm.startswith("whiten") and row.scale != "none":
-        warnings.append(f"reward_norm={config.reward_norm} on top of scale_rewards={row.scale}: the second cancels the first's scale, write reward_norm=none")
-    if config.minibatch_unit == "prompt" and config.prompts_per_step % config.num_minibatches:
-        fits = [n for n in range(1, config.prompts_per_step + 1) if config.prompts_per_step % n == 0]
-        warnings.append(f"num_minibatches={config.num_minibatches} cuts prompts_per_step={config.prompts_per_step} into steps of different size "
-                        f"({config.prompts_per_step // config.num_minibatches} and {config.prompts_per_step // config.num_minibatches + 1} prompts), and a prompt in a smaller step "
-                        f"weighs more; write one of {', '.join(map(str, fits))}")
-    if config.preset == "grape_alt":
-        warnings.append("grape_alt is experimental: one unnormalised ratio and clip per sequence is a looser constraint than the token level's and collapses more easily; "
-                        "write preset=grape, or gspo for ratios that do not grow with length")
-    if config.reward_override != "none":
-        if row.truncation_policy in ("zero", "penalty"):
-            row = replace(row, truncation_policy="score")
-        warnings.append(f"reward_override={config.reward_override}: a control experiment, the rewards are not those of the task; verdicts, soft overlong penalties and "
-                        "truncation_policy=zero or penalty do not count either")
-    if config.kl_reward_estimator != "k1" and row.kl_reward_coef:
-        warnings.append("kl_reward_estimator=full: the exact KL does not depend on the token that was sampled, so at its own step it is a baseline and regularises through later tokens only; "
-                        "k1 gives the reverse-KL gradient" if config.kl_reward_estimator == "full" else
-                        f"kl_reward_estimator={config.kl_reward_estimator} in the reward gives a biased gradient; k1 gives the reverse-KL gradient")
-    return row, warnings
-
-
-def refuse_parts(row, config: Config) -> None:
-    """Refuse ``minibatch_unit`` sequence or token where the loss needs what would be in another step (OFFPOL-LOOP).
-
-    Raises:
-        ValueError: what to write instead.
-    """
-    refused = {f"the loss of preset={config.preset} compares two completions of a prompt; write minibatch_unit=prompt": row.unit == "pairs",
-               "token_norm_scope=group divides by the tokens of a whole group; write token_norm_scope=batch": row.aggregation == "token-mean" and config.token_norm_scope == "group",
-               "seq_denominator=all counts completions that are in no step; write seq_denominator=nonempty": config.seq_denominator == "all"}
-    if config.minibatch_unit == "token":
-        refused |= {f"the loss of preset={config.preset} reads whole completions; write minibatch_unit=sequence": bool(row.objective),
-                    f"loss_agg_mode={row.aggregation} weighs completions, of which a step sees some tokens; write loss_agg_mode=token-mean": not row.objective and row.aggregation != "token-mean",
-                    f"ratio_level={row.ratio_level} is a ratio of whole completions; write ratio_level=token": row.ratio_level != "token",
-                    "surrogate=vespo weighs whole completions; write surrogate=clip": row.surrogate == "vespo",
-                    "off_policy_mask_threshold looks at whole completions; leave it out": config.off_policy_mask_threshold is not None,
-                    "critic_target=bandit learns at the first token of each completion; write critic_target=lambda_return": row.needs_critic and row.critic_target == "bandit"}
-    for text in (text for text, on in refused.items() if on):
-        raise ValueError(f"minibatch_unit={config.minibatch_unit}: {text}.")
-
-
-def refuse_constraints(row, config: Config) -> None:
-    """Refuse rewards with ``at_least`` where what is learned from is not R_1 + sum lambda_k R_k, or was earned under multipliers of another time (reward.constrained).
-
-    Raises:
-        ValueError: what to write instead.
-    """
-    held = [c for c in config.rewards if c.at_least is not None]
-    refused = {"nothing is maximised under the constraint, every reward that counts has at_least; add one without, for example {kind: verifier}": all(c.at_least is not None for c in config.rewards if c.counts),
-               f"advantage={row.advantage} reads the rewards of steps, which no multiplier weighs; write advantage=group_mean": row.advantage == "process",
-               f"baseline={row.read_baseline} is measured once, under the first multiplier; write baseline=moving_average or batch_mean": row.read_baseline in ("table", "v_star"),
-               f"replay_fraction={config.replay_fraction} pays older completions by older multipliers; write replay_fraction=0": config.replay_fraction > 0,
-               f"reward_override={config.reward_override} replaces what the components say; leave one of them out": config.reward_override != "none",
-               "multi_objective_aggregation=normalize_then_sum would multiply a normalised reward, whose mean is 0 in every group; write sum_then_normalize":
-                   config.multi_objective_aggregation == "normalize_then_sum"}
-    for text in (text for text, on in refused.items() if on):
-        raise ValueError(f"reward {held[0].name!r} has at_least={held[0].at_least:g}: {text}.")
-
-
-def refuse_step_credit(component: RewardComponent, row, config: Config) -> None:
-    """Refuse a reward that pays reasoning steps where the advantage would only read their sum, or where something else changes rewards of whole completions.
-
-    Raises:
-        ValueError: what to write instead.
-    """
-    who = f"reward {component.name!r} pays steps (step_credit={component.step_credit})"
-    instead = {"reward_minus_baseline": "advantage=reward_to_go", "group_mean": "advantage=turn_returns (the group's mean, step by step), or preset=rloo", "length_weighted": "preset=rloo", "token_baseline": "preset=rloo", "leave_one_out_max": "preset=rloo", "reward_minus_value": "preset=ppo",
-               "vine": "preset=ppo", "win_rate": "preset=rloo", "process": "preset=rloo; advantage=process pays the steps of the input reward_model by itself and no rewards"}
-    refused = {f"the loss of preset={config.preset} reads what a whole completion earned; write preset=ppo, reinforce_pp or rloo, or step_credit: none": bool(row.objective) and row.unit != "tokens",
-               f"advantage={row.advantage} reads what a whole completion earned; write {instead.get(row.advantage)}, or step_credit: none": row.advantage in instead,
-               f"environment={config.environment} pays by turns; leave one of them out": bool(config.environment),
-               "reward_norm and reward_clip change the reward of whole completions; leave them out, or write clip in the component": config.reward_norm != "none" or config.reward_clip is not None,
-               f"critic_target={row.critic_target} regresses on the reward of a whole completion at every token, whose steps are partly paid by then; write critic_target=lambda_return":
-                   row.needs_critic and row.critic_target in ("terminal", "bandit", "kl_adjusted_outcome")}
-    for text in (text for text, on in refused.items() if on):
-        raise ValueError(f"{who}: {text}.")
 
 
 def run(stage):
@@ -685,7 +422,6 @@ def run(stage):
     from stages.models import sharding
     from stages.models.adapters import AdapterOff
     from stages.models.modeling import freeze, load_frozen, load_policy, policy_to_train, publish
-    from stages.policy.critics import Critic, why_no_start
     from stages.policy.policy_update import PolicyGradient
     from stages.policy.rl_report import rl_report
     from stages.policy.trust_region import TrustRegionTrainer
@@ -712,37 +448,12 @@ def run(stage):
     rewards = build_rewards(config.rewards, stage.inputs, renderer=renderer, device=stage.device, frozen=config.frozen_dtype)
     rewards.check([prompt for prompt, _ in prompts + held_out])
     model = policy_to_train(stage)
-    reference = old = critic = None
-    apart = False  # whether the reference is in shards of its own
-    if loads_reference(row, config):
-        if stage.has("reference"):
-            _same_vocabulary(renderer, stage.path("reference"), "reference")
-        follows = config.ref_mode in ("ema", "refresh")
-        if config.lora_rank and not follows and not stage.has("reference"):
-            reference = AdapterOff(model)
-        else:
-            apart = sharding.asked(config) and reference_in_shards(row, config)
-            path = stage.path("reference" if stage.has("reference") else "model")
-            reference = freeze(load_policy(path, stage.device)) if follows else load_frozen(path, stage.device, config.frozen_dtype, in_shards=apart)
-    elif stage.has("reference"):
-        stage.warn("reference_unused", f"The input reference is not read: {config.preset} has no KL to it. Write beta=0.04 or kl_coef=0.02, or monitor_kl=true to log "
-                   "the KL, or leave the input out.")
+    reference, apart = _reference(stage, row, renderer, model)
     if row.update == "trust_region" and config.learning_rate != type(config).model_fields["learning_rate"].default:
         stage.warn("learning_rate_unused", f"learning_rate={config.learning_rate} moves nothing: the length of TRPO's step is max_kl={config.max_kl}" +
                    (f", and its critic learns at critic_learning_rate={config.critic_learning_rate}." if row.needs_critic else "."))
-    if row.kl_loss_coef and row.kl_target == "old" and row.kl_loss_estimator == "full":
-        old = freeze(load_policy(stage.path("model"), stage.device))
-    if row.needs_critic:
-        start = "critic" if stage.has("critic") else "reward_model" if stage.has("reward_model") and config.critic_init != "policy" else "model"
-        if start == "model" and config.critic_init == "reward_model":
-            raise ValueError("critic_init=reward_model needs the input reward_model; give reward_model=MODEL_REF, or write critic_init=policy.")
-        reason = why_no_start(stage.path(start), renderer) if start != "model" and config.critic_mode == "separate" else None
-        if reason and (start == "critic" or config.critic_init == "reward_model"):
-            raise ValueError(f"the critic cannot start from the input {start}: {reason}. Give a scalar reward model on a decoder, or write critic_init=policy.")
-        if reason:
-            stage.warn("critic_start", f"The critic starts from the policy, not from the reward model: {reason}.")
-            start = "model"
-        critic = Critic(stage, row, stage.path(start), start != "model", model)
+    old = freeze(load_policy(stage.path("model"), stage.device)) if row.kl_loss_coef and row.kl_target == "old" and row.kl_loss_estimator == "full" else None
+    critic = _critic(stage, row, renderer, model) if row.needs_critic else None
     sampled_here = config.engine == "builtin" or row.opponent == "mixture"  # other engines hold weights of their own
     acting = sharding.Acting(model, sampled_here and (sharding.asked(config) or config.async_rollouts))
     anchor = old if row.kl_target == "old" else reference
@@ -771,6 +482,45 @@ def run(stage):
                **{f"last/{k}": v for k, v in source.metrics.items()}}
     stage.summary(summary)
     rl_report(stage, f"RL ({config.preset})", summary, renderer.tokenizer.decode)
+
+
+def _reference(stage, row, renderer, model):
+    """(the reference policy or None, whether it is in shards of its own): a frozen model, one that will follow the policy, or the policy without its adapter."""
+    from stages.models import sharding
+    from stages.models.adapters import AdapterOff
+    from stages.models.modeling import freeze, load_frozen, load_policy
+
+    config = stage.config
+    if not loads_reference(row, config):
+        if stage.has("reference"):
+            stage.warn("reference_unused", f"The input reference is not read: {config.preset} has no KL to it. Write beta=0.04 or kl_coef=0.02, or monitor_kl=true to log "
+                       "the KL, or leave the input out.")
+        return None, False
+    if stage.has("reference"):
+        _same_vocabulary(renderer, stage.path("reference"), "reference")
+    follows = config.ref_mode in ("ema", "refresh")
+    if config.lora_rank and not follows and not stage.has("reference"):
+        return AdapterOff(model), False
+    apart = sharding.asked(config) and reference_in_shards(row, config)
+    path = stage.path("reference" if stage.has("reference") else "model")
+    return freeze(load_policy(path, stage.device)) if follows else load_frozen(path, stage.device, config.frozen_dtype, in_shards=apart), apart
+
+
+def _critic(stage, row, renderer, model):
+    """The value function: from the input critic, else the reward model (critic_init), else the policy."""
+    from stages.policy.critics import Critic, why_no_start
+
+    config = stage.config
+    start = "critic" if stage.has("critic") else "reward_model" if stage.has("reward_model") and config.critic_init != "policy" else "model"
+    if start == "model" and config.critic_init == "reward_model":
+        raise ValueError("critic_init=reward_model needs the input reward_model; give reward_model=MODEL_REF, or write critic_init=policy.")
+    reason = why_no_start(stage.path(start), renderer) if start != "model" and config.critic_mode == "separate" else None
+    if reason and (start == "critic" or config.critic_init == "reward_model"):
+        raise ValueError(f"the critic cannot start from the input {start}: {reason}. Give a scalar reward model on a decoder, or write critic_init=policy.")
+    if reason:
+        stage.warn("critic_start", f"The critic starts from the policy, not from the reward model: {reason}.")
+        start = "model"
+    return Critic(stage, row, stage.path(start), start != "model", model)
 
 
 def _same_vocabulary(renderer, path: str, name: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from storage import records, registry, store
 
 
-def tree(ref: str, *, depth: int | None = None) -> dict[str, Any]:
+def tree(ref: str) -> dict[str, Any]:
     """Lineage of a reference, path, stage key (or its beginning) or run id. Raises StoreError when nothing is known by that name."""
     seen: set[str] = set()
     try:
@@ -21,17 +21,17 @@ def tree(ref: str, *, depth: int | None = None) -> dict[str, Any]:
     except store.StoreError as error:
         record = records.match(ref) if ref and all(c in "0123456789abcdef" for c in ref) else None
         if record is not None:
-            return _of_record(record, None, seen, depth)
+            return _of_record(record, None, seen)
         try:
             run = records.get_run(ref)
         except store.StoreError:
             raise error from None
-        nodes = {label: _of_record(record, None, seen, depth) for label, entry in run.stages().items() if (record := records.read(entry["key"]))}
+        nodes = {label: _of_record(record, None, seen) for label, entry in run.stages().items() if (record := records.read(entry["key"]))}
         return {"ref": run.run_id, "kind": "run", "recipe": run.data["recipe"], "status": run.status, "inputs": nodes}
-    return _of(found.ref, found.kind, found.digest, found.path, seen, depth)
+    return _of(found.ref, found.kind, found.digest, found.path, seen)
 
 
-def _of(ref: str, kind: str, digest: str, path: str, seen: set[str], depth: int | None, below: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
+def _of(ref: str, kind: str, digest: str, path: str, seen: set[str], below: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
     """``below`` are the records on the way to this input, the one that takes it last: a stage that passes its input on unchanged is not its own origin, and what was made
     after it was taken is not where it came from (where clocks say so of all that made it, the newest counts)."""
     above = {record["key"] for record in below}
@@ -40,10 +40,10 @@ def _of(ref: str, kind: str, digest: str, path: str, seen: set[str], depth: int 
         makers = [maker for maker in makers if maker["finished"] <= below[-1]["finished"]] or makers
     if not makers:
         return {"ref": ref, "kind": kind, "digest": digest, "path": path, "names": _names(kind, digest), "inputs": {}}
-    return _of_record(makers[0], digest, seen, depth, below)
+    return _of_record(makers[0], digest, seen, below)
 
 
-def _of_record(record: dict[str, Any], digest: str | None, seen: set[str], depth: int | None, below: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
+def _of_record(record: dict[str, Any], digest: str | None, seen: set[str], below: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
     output = next((o for o in record["outputs"].values() if o["digest"] == digest), None) or next(iter(record["outputs"].values()), {})
     node = {
         "ref": output.get("ref", record["key"][:16]), "kind": output.get("kind", "stage"), "digest": output.get("digest", ""),
@@ -55,9 +55,8 @@ def _of_record(record: dict[str, Any], digest: str | None, seen: set[str], depth
     if record["key"] in seen:
         return {**{k: node[k] for k in ("ref", "kind", "digest", "names", "stage", "label", "key")}, "again": True, "inputs": {}}
     seen.add(record["key"])
-    if depth is None or depth > 0:
-        for name, given in record["inputs"].items():
-            node["inputs"][name] = _of(given["ref"], given["kind"], given["digest"], given["path"], seen, None if depth is None else depth - 1, (*below, record))
+    for name, given in record["inputs"].items():
+        node["inputs"][name] = _of(given["ref"], given["kind"], given["digest"], given["path"], seen, (*below, record))
     return node
 
 

@@ -114,8 +114,8 @@ def register(name: str, digest: str, *, role: str = "", stage: str = "", key: st
     return version
 
 
-def set_alias(name: str, alias: str, version: int | None, *, reason: str = "", evidence: dict[str, Any] | None = None) -> None:
-    """Point an alias (``candidate``, ``champion``, your own) at a version; None takes the alias away. ``evidence`` is kept for good."""
+def set_alias(name: str, alias: str, version: int | None, *, reason: str = "") -> None:
+    """Point an alias (``candidate``, ``champion``, your own) at a version; None takes the alias away."""
     check_name(name)
     check_name(alias)
 
@@ -124,9 +124,9 @@ def set_alias(name: str, alias: str, version: int | None, *, reason: str = "", e
         if version is not None and version not in model.versions:
             raise RegistryError(f"model {name} has no version {version}; its versions are {_listed(model.versions)}")
         before = model.aliases.get(alias)
-        if before == version and evidence is None:
+        if before == version:
             return {"_existing": True}
-        return {"event": "alias", "name": name, "alias": alias, "version": version, "before": before, "reason": reason, "evidence": evidence or {}}
+        return {"event": "alias", "name": name, "alias": alias, "version": version, "before": before, "reason": reason, "evidence": {}}
 
     _append(make)
 

@@ -1,8 +1,8 @@
 """The body of every stage task, without Prefect: identity, cache, leases, the stage process, publishing.
 
     resolve references -> resolve config -> stage key -> a verified record exists? then it is the answer
-    -> lock of the key -> GPU slot (GPU stages only) -> its process (`tasks/processes.py`) -> relay its events
-    -> verify and publish outputs -> stage record, written last and atomically -> release
+    -> lock of the key -> GPU slot (GPU stages only: `tasks/devices.py`) -> its process (`tasks/processes.py`) -> relay its events
+    -> verify and publish outputs -> stage record, written last and atomically (`tasks/publishing.py`) -> release
 
 Killed at any instant (this process, the stage process, the machine), the next call with the same key continues in the same
 work directory from the last complete checkpoint. ``tasks/stages.py`` wraps this in Prefect tasks; :func:`run_stage` itself
@@ -12,68 +12,32 @@ needs neither Prefect nor a server, and tells everything it has to say through `
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import queue
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
 import uuid
-from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Iterator, get_args
 
-from stages.models.memory import nvidia_smi
 from stages.registry import get_stage, stage_module_name
 from stages.spec import PROJECT_ROOT, ConfigError, StageConfig, StageSpec, closure_digest, library_versions, parse_config, stage_key
 from storage import home, leases, outbox, records, registry, store, tracking, work
 from storage.files import atomic_write_json, read_json, refusal, sha256_text
 from tasks import mirror, processes
+from tasks.devices import devices_of, engine_cards, take_devices
 from tasks.nodes import RANK_VARIABLES, Nodes
+from tasks.publishing import input_entry, names_of, projected, publish
+from tasks.stopping import DELIBERATE, StageError, raise_if_stopped, signals_held, sigterm_raises
 
-DELIBERATE = ("StageFailure", "TrainingError")  # a stage refused what it was given: its message says all, and trying again changes nothing
 Event = dict[str, Any]
-
-
-class StageError(RuntimeError):
-    """A stage that failed: its own message, the last lines of its log, and where the rest is."""
-
-    def __init__(self, stage: str, message: str, *, kind: str = "", tail: str = "", log_path: str = "", key: str = ""):
-        self.stage, self.message, self.kind, self.tail, self.log_path, self.key = stage, message, kind, tail, log_path, key
-        text = f"stage {stage} failed: {kind + ': ' if kind and kind not in DELIBERATE else ''}{message}"
-        if tail.strip():
-            text += "\n  last lines of its log:\n    " + "\n    ".join(tail.strip().splitlines()[-15:])
-        if log_path:
-            text += f"\n  whole log: {log_path}" + ("" if kind in DELIBERATE else "\n  run the same command again to continue from the last checkpoint")
-        super().__init__(text)
-
-    def __reduce__(self):
-        return (_rebuild_error, (self.stage, self.message, self.kind, self.tail, self.log_path, self.key))
-
-
-def _rebuild_error(stage: str, message: str, kind: str, tail: str, log_path: str, key: str) -> StageError:
-    return StageError(stage, message, kind=kind, tail=tail, log_path=log_path, key=key)
-
-
-class Cancelled(BaseException):
-    """SIGTERM reached a process that runs a stage without Prefect, or the run that a stage is a part of was ended."""
-
-
-#: Set by `tasks.together` for the parts it runs at the same time: once it is set, their stages end.
-STOPPED: ContextVar[threading.Event | None] = ContextVar("stopped", default=None)
-
-
-def _raise_if_stopped() -> None:
-    stop = STOPPED.get()
-    if stop is not None and stop.is_set():
-        raise Cancelled("the run was ended")
 
 
 @dataclass
@@ -156,7 +120,7 @@ def run_stage(
         record = None if force else records.find(prepared.key)
         cached, unit = record is not None, outbox.unit_of(flow_run, label, prepared.key)
         if record is None:
-            with leases.acquire(f"stage-{prepared.key}", wait=wait, on_wait=lambda text: tell({"event": "waiting", "text": text}), on_poll=_raise_if_stopped) as lock:
+            with leases.acquire(f"stage-{prepared.key}", wait=wait, on_wait=lambda text: tell({"event": "waiting", "text": text}), on_poll=raise_if_stopped) as lock:
                 record = None if force else records.find(prepared.key)  # another process may just have finished it
                 cached = record is not None
                 if record is None:
@@ -319,7 +283,7 @@ def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_
     unit = outbox.unit_of(flow_run, label, p.key, read_json(workdir / "forced.json", {}).get("unit"))
     document = {
         "unit": unit, "type": "stage", "label": label, "stage": p.spec.name, "key": p.key, "seed": p.seed, "config": {**p.resolved, **p.config.effective()},
-        "code": p.code, "git": records.git_commit(PROJECT_ROOT), "judges": p.spec.judges, "inputs": {n: _input_entry(i) for n, i in p.inputs.items()},
+        "code": p.code, "git": records.git_commit(PROJECT_ROOT), "judges": p.spec.judges, "inputs": {n: input_entry(i) for n, i in p.inputs.items()},
         "workdir": str(workdir), "status": "RUNNING", "started": started, "cached": False, "owner": leases.owner(),
         "flow": outbox.flow_part(flow_run), "forced": force,
     }  # fmt: skip
@@ -331,12 +295,12 @@ def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_
         try:
             result = _finished_result(workdir, p)
             if result is None:
-                devices = _devices_of(p.spec, devices)
-                slots, device, environment = _devices(p.spec, devices, wait, tell, engine_cards(p.config))
+                devices = devices_of(p.spec, devices)
+                slots, device, environment = take_devices(p.spec, devices, wait, tell, engine_cards(p.config))
                 _refuse_changes(p, code=True)
                 result = _process(p, workdir, lock, device, devices, environment, unit, tell, nodes)
             _refuse_changes(p)
-            record = _publish(p, workdir, result, label, name_as, started, attempt, flow_run)
+            record = publish(p, workdir, result, label, name_as, started, attempt, flow_run)
         finally:  # before MLflow is waited for
             for slot in slots:
                 slot.release()
@@ -347,7 +311,7 @@ def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_
             tracking.flush(unit, timeout=_tracking_wait())  # else MLflow shows it as running until the next command
         tell({"event": "ended", "status": status, "label": label, "key": p.key})
         raise
-    tracking.put({**document, **_projected(record), "status": "FINISHED", "ended": record["finished"]})
+    tracking.put({**document, **projected(record), "status": "FINISHED", "ended": record["finished"]})
     work.tidy(workdir)
     return record, unit
 
@@ -380,90 +344,6 @@ def _finished_result(workdir: Path, p: Prepared) -> dict[str, Any] | None:
         if not Path(output["path"]).is_dir() and not digest:
             return None
     return result
-
-
-def cuda_devices() -> list[str]:
-    """Ids of the CUDA devices this process may use (without importing torch)."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [d for d in visible.split(",") if d.strip() and d.strip() != "-1"]
-    found = list(Path("/proc/driver/nvidia/gpus").glob("*")) if Path("/proc/driver/nvidia/gpus").is_dir() else []
-    found = found or [d for d in Path("/dev").glob("nvidia*") if d.name[6:].isdigit()]
-    return [str(i) for i in range(len(found) or _cards_told())]
-
-
-@functools.cache  # asking takes a tenth of a second, and GPUs do not come and go
-def _cards_told() -> int:
-    """GPUs that ``nvidia-smi -L`` names; 0 where there is no such program. WSL2 has no device file for them."""
-    program = nvidia_smi()
-    if program is None:
-        return 0
-    try:
-        told = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    return sum(line.startswith("GPU ") for line in told.splitlines())
-
-
-def wanted_devices() -> int:
-    """Devices of a stage that can share its work: ``POSTTRAIN_DEVICES``, else 1."""
-    given = os.environ.get("POSTTRAIN_DEVICES") or "1"
-    if not given.isdigit() or int(given) < 1:
-        raise ConfigError(f"POSTTRAIN_DEVICES={given!r}: write the number of devices a training stage is to use, 1 or more")
-    return int(given)
-
-
-def gpu_slots() -> int:
-    """GPU stages that may run at once here: ``POSTTRAIN_GPU_SLOTS``, else one per GPU (0 without any: not limited)."""
-    configured = os.environ.get("POSTTRAIN_GPU_SLOTS")
-    if configured is not None and not (configured.isdigit() and int(configured) > 0):
-        raise ConfigError(f"POSTTRAIN_GPU_SLOTS={configured!r}: write the number of GPU stages that may run at once, 1 or more")
-    return int(configured) if configured else len(cuda_devices())
-
-
-def _devices_of(spec: StageSpec, devices: int | None) -> int:
-    """How many devices a stage is to run on: the argument, else what is wanted of stages that can share their work."""
-    if devices is None:
-        devices = wanted_devices() if spec.parallel else 1
-    if devices > 1 and not spec.parallel:
-        raise ConfigError(f"devices={devices}: stage {spec.name} runs on one device; write devices=1")
-    return devices
-
-
-def engine_cards(config: StageConfig) -> int:
-    """GPUs that a stage's one process takes: those that vLLM is to split its model over, else 1 (training then uses the first of them)."""
-    options = getattr(config, "engine_options", None) or {}
-    count = 1
-    for name in ("tensor_parallel_size", "pipeline_parallel_size") if getattr(config, "engine", "") == "vllm" else ():
-        count *= options[name] if isinstance(options.get(name), int) else 1
-    return max(1, count)
-
-
-def _devices(spec: StageSpec, devices: int, wait: bool, tell: Callable[[Event], None], engine: int = 1, group: str = "gpu") -> tuple[list[leases.Lease], str, dict[str, str]]:
-    """(slots, device, environment) of a stage process. CPU stages take no slot and see no GPU. engine: :func:`engine_cards`."""
-    cards = cuda_devices()
-    if not spec.gpu:
-        return [], "cpu", {"CUDA_VISIBLE_DEVICES": ""}
-    total = gpu_slots()
-    most, taken = min(total, len(cards)), max(devices, engine)
-    if cards and taken > most:
-        if engine > devices:
-            raise ConfigError(f"engine_options: vLLM is to split its model over {engine} GPUs, and this machine offers {len(cards)} GPU(s) and {total} slot(s); "
-                              f"write {{tensor_parallel_size: {most}}}")
-        raise ConfigError(f"devices={devices}: this machine offers {len(cards)} GPU(s) and {total} slot(s); write devices={most}")
-    threads = {}
-    if not cards and devices > 1:  # ranks on the CPU share its cores, and one slot
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // devices))}
-    if not total:
-        return [], "cpu", threads
-    slots = leases.acquire_slots(group, total, taken if cards else 1, apart=len(cards) or None, wait=wait, on_wait=lambda text: tell({"event": "waiting", "text": text}),
-                                 on_poll=_raise_if_stopped)
-    if not cards:
-        return slots, "cpu", threads
-    chosen = [cards[slot.index % len(cards)] for slot in slots]
-    tell({"event": "log", "text": f"GPU slot {', '.join(str(s.index) for s in slots)} (device {', '.join(chosen)})"})
-    return slots, "auto", {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}  # auto: whether torch can use them is known in the stage's process
 
 
 def _process(p: Prepared, workdir: Path, lock: leases.Lease | None, device: str, devices: int, environment: dict[str, str], unit: str, tell: Callable[[Event], None],
@@ -512,8 +392,8 @@ def _listen(p: Prepared, workdir: Path, lock: leases.Lease | None, device: str, 
         begin = log.tell()
         child = None
         try:
-            parent = processes.loaded(given, wait=p.spec.gpu, on_poll=_raise_if_stopped)
-            with _signals_held():
+            parent = processes.loaded(given, wait=p.spec.gpu, on_poll=raise_if_stopped)
+            with signals_held():
                 child = processes.start(str(spec_path), p.spec.name, given, log, parent)
             if lock is not None:
                 lock.set_child(child.pid)
@@ -579,8 +459,8 @@ def _take_part(p: Prepared, nodes: Nodes, label: str, force: bool, tell: Callabl
             raise _Published
 
     if published() is None:
-        devices = _devices_of(p.spec, devices)
-        slots, device, environment = _devices(p.spec, devices, wait, tell, engine_cards(p.config), group=f"gpu-node{nodes.rank}")
+        devices = devices_of(p.spec, devices)
+        slots, device, environment = take_devices(p.spec, devices, wait, tell, engine_cards(p.config), group=f"gpu-node{nodes.rank}")
         try:
             tell({"event": "log", "text": f"node {nodes.rank} of {nodes.count}: joins node 0 at {nodes.address}:{nodes.port}"})
             with contextlib.suppress(_Published):
@@ -589,7 +469,7 @@ def _take_part(p: Prepared, nodes: Nodes, label: str, force: bool, tell: Callabl
             for slot in slots:
                 slot.release()
         while (record := published()) is None:
-            _raise_if_stopped()
+            raise_if_stopped()
             _watch(p, workdir, nodes, lambda: None)
             if (told := nodes.unpublished(workdir)) and published() is None:
                 raise _ended_with(p, told)
@@ -631,7 +511,7 @@ def _events(child: processes.Child, on_poll: Callable[[], None]) -> Iterator[Eve
 
     threading.Thread(target=read, name="stage-events", daemon=True).start()
     while True:
-        _raise_if_stopped()
+        raise_if_stopped()
         on_poll()
         try:
             line = lines.get(timeout=1.0)
@@ -658,83 +538,9 @@ def _last_line(lines: queue.Queue) -> bytes | None:
     return None
 
 
-# ---------------------------------------------------------------------------------------------------------------- publish
-
-
-def _names(spec: StageSpec, name_as: str | None) -> dict[str, str]:
-    """Name under which each output is published: ``name_as`` for the first of its kind, ``name_as-<output>`` for others."""
-    found: dict[str, str] = {}
-    taken: set[str] = set()
-    models = [n for n, o in spec.outputs.items() if o.kind == "model"]
-    for name, output in spec.outputs.items():
-        if name_as:
-            found[name] = name_as if output.kind not in taken else f"{name_as}-{name}"
-        elif output.kind == "model":
-            found[name] = spec.name if len(models) == 1 else f"{spec.name}-{name}"
-        else:
-            found[name] = f"{spec.name}-{name}"
-        taken.add(output.kind)
-    return found
-
-
-def _publish(p: Prepared, workdir: Path, result: dict[str, Any], label: str, name_as: str | None, started: float, attempt: int, flow_run: dict[str, Any] | None) -> dict[str, Any]:
-    """Verify the outputs, move them into the store (a plan on disk makes that repeatable) and write the record."""
-    from storage.datasets import DatasetError, open_dataset
-
-    plan = read_json(workdir / "publish.json", None)
-    if plan is None:
-        plan = {}
-        for name, output in result["outputs"].items():
-            path = Path(output["path"])
-            digest = open_dataset(path).digest if output["kind"] == "dataset" else store.tree_digest(path)
-            plan[name] = {"kind": output["kind"], "digest": digest}
-        atomic_write_json(workdir / "publish.json", plan)
-    names = _names(p.spec, name_as)
-    outputs: dict[str, dict[str, Any]] = {}
-    for name, output in result["outputs"].items():
-        source, digest = Path(output["path"]), plan[name]["digest"]
-        if output["kind"] == "dataset":
-            try:
-                found = store.publish_dataset(source, names[name], digest)
-            except DatasetError:
-                raise StageError(p.spec.name, f"output {name} is neither in the store nor whole at {source}; remove {workdir} and run again", key=p.key) from None
-        else:
-            found = store.publish_model(source, digest) if source.exists() else store.resolve(f"model:m-{digest}", "model")
-        good, stat = store.check_output(found.kind, found.path, digest, None)
-        if not good:
-            raise StageError(p.spec.name, f"output {name} at {found.path} does not match its digest; remove {workdir} and run again", key=p.key)
-        outputs[name] = {"kind": found.kind, "name": names[name], "ref": found.ref, "digest": digest, "path": found.path, "stat": stat, "role": output.get("role") or p.spec.outputs[name].role, "manifest": _manifest_summary(found.manifest)}  # fmt: skip
-    finished = time.time()
-    record = {
-        "stage": p.spec.name, "module": p.module, "label": label, "key": p.key, "config": p.resolved, "effective": p.config.effective(), "seed": p.seed, "name_as": name_as,
-        "inputs": {n: {**_input_entry(i), "given": p.given[n]} for n, i in p.inputs.items()}, "outputs": outputs,
-        "metrics": result["summary"], "perf": result["perf"], "usage": result.get("usage") or {}, "warnings": result["warnings"], "reports": result["reports"],
-        "code": p.code, "git": records.git_commit(PROJECT_ROOT), "versions": {**records.versions(), **result.get("versions", {})},
-        "started": started, "finished": finished, "attempts": attempt, "resumed_from": result.get("resumed_from"),
-        "forced": read_json(workdir / "forced.json", {}).get("unit"), "host": leases.this_process()["host"], "workdir": str(workdir), "metrics_file": str(workdir / "metrics.jsonl"),
-        "perf_file": str(workdir / "perf.jsonl"), "flow_run": (flow_run or {}).get("run_id"), "mlflow": {},
-    }  # fmt: skip
-    records.write(record)
-    return record
-
-
-def _input_entry(found: store.ResolvedInput) -> dict[str, Any]:
-    return {**found.to_dict(), "manifest": _manifest_summary(found.manifest)}
-
-
-def _manifest_summary(manifest: dict[str, Any]) -> dict[str, Any]:
-    return {k: manifest[k] for k in ("name", "kind", "rows", "splits", "counts", "dataset_hash") if k in manifest}
-
-
-def _projected(record: dict[str, Any]) -> dict[str, Any]:
-    """The part of a record that the MLflow projection shows."""
-    keys = ("outputs", "metrics", "perf", "warnings", "reports", "versions", "metrics_file", "perf_file", "attempts", "resumed_from")
-    return {**{k: record[k] for k in keys}, "record_path": str(records.record_path(record["key"])), "summary": record["metrics"]}
-
-
 def _conclude(p: Prepared, record: dict[str, Any], cached: bool, unit: str, label: str, name_as: str | None, flow_run: dict[str, Any] | None, tell: Callable[[Event], None]) -> StageResult:
     """Register models, note the stage in its flow run, bring MLflow up to date, and build the result."""
-    names = _names(p.spec, name_as)
+    names = names_of(p.spec, name_as)
     refs, paths = {}, {}
     for name, output in record["outputs"].items():
         refs[name], paths[name] = output["ref"], output["path"]
@@ -749,9 +555,9 @@ def _conclude(p: Prepared, record: dict[str, Any], cached: bool, unit: str, labe
     if cached and (flow_run or told != "FINISHED"):
         entry = {
             "unit": unit, "type": "stage", "label": label, "stage": p.spec.name, "key": p.key, "seed": p.seed, "config": {**p.resolved, **p.config.effective()}, "code": p.code,
-            "git": record.get("git", ""), "judges": p.spec.judges, "inputs": {n: _input_entry(i) for n, i in p.inputs.items()}, "workdir": record["workdir"],
+            "git": record.get("git", ""), "judges": p.spec.judges, "inputs": {n: input_entry(i) for n, i in p.inputs.items()}, "workdir": record["workdir"],
             "status": "FINISHED", "started": time.time(), "ended": time.time(), "cached": told in (None, "FINISHED"), "owner": leases.owner(), "flow": outbox.flow_part(flow_run),
-            **_projected(record),
+            **projected(record),
         }  # fmt: skip
         tracking.put(entry)
     result = _result(p, record, refs, paths, label, cached)
@@ -801,40 +607,3 @@ def _refusals_told(stage: str) -> Iterator[None]:
         if told is None:
             raise
         raise StageError(stage, told, kind="StageFailure") from error
-
-
-@contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    """Keep SIGINT and SIGTERM until the end of the block: an exception raised while a process is being started would leave it without
-    anybody who knows of it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers = {number: handler for number in (signal.SIGINT, signal.SIGTERM) if callable(handler := signal.getsignal(number))}
-    came: list[int] = []
-    for number in handlers:
-        signal.signal(number, lambda signum, frame: came.append(signum))
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for number in came[:1]:
-            signal.raise_signal(number)
-
-
-@contextlib.contextmanager
-def sigterm_raises() -> Iterator[None]:
-    """Turn SIGTERM into an exception while a stage runs, unless somebody (Prefect) already does."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-
-    def raise_cancelled(signum: int, frame: Any) -> None:
-        raise Cancelled("SIGTERM")
-
-    signal.signal(signal.SIGTERM, raise_cancelled)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)

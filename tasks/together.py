@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from typing import TypeVar
 
+from tasks.devices import gpu_slots, wanted_devices
 from tasks.processes import GRACE_SECONDS
-from tasks.run import STOPPED, gpu_slots, sigterm_raises, wanted_devices
+from tasks.stopping import STOPPED, sigterm_raises
 
 T = TypeVar("T")
 

@@ -112,9 +112,9 @@ def adapted(model, stage, path: str, add: Callable):
     return settled(add(model), path, stage.device, config.frozen_dtype, sharding.asked(config))
 
 
-def policy_to_train(stage, name: str = "model"):
+def policy_to_train(stage):
     """The stage's input policy, ready to train: with the LoRA adapter its config asks for, and what that leaves frozen kept as ``frozen_dtype`` says."""
-    config, path = stage.config, stage.path(name)
+    config, path = stage.config, stage.path("model")
     model = load_policy(path, stage.device, in_shards=waits(config, path))
     note_types(stage, path)
     return adapted(model, stage, path, lambda model: adapters.add_lora(model, config, stage.seed_for("lora")))

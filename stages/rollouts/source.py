@@ -470,7 +470,7 @@ def holds_reference(row: RLPreset, config) -> bool:
 
 
 def check_ahead(stage, row: RLPreset, exact_logps: bool, members: Members) -> None:
-    """Refuse ``async_rollouts`` where only the loaded parts show that it cannot be (the rest: ``stages.rl.resolve_preset``).
+    """Refuse ``async_rollouts`` where only the loaded parts show that it cannot be (the rest: ``stages.policy.presets.resolve_preset``).
 
     Raises:
         ConfigError: what to write instead.

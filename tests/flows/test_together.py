@@ -179,7 +179,7 @@ def test_order_limit_errors_and_context():
 
 def test_an_interrupt_waits_until_every_part_has_cleaned_up():
     """Also the one that was being waited for: an interrupted Thread.join takes its thread for ended."""
-    program = ("import signal, time\nfrom tasks.run import STOPPED\nfrom tasks.together import together\ncleaned = []\n"
+    program = ("import signal, time\nfrom tasks.stopping import STOPPED\nfrom tasks.together import together\ncleaned = []\n"
                "def interrupt(*_):\n    raise KeyboardInterrupt\n"
                "def part():\n    STOPPED.get().wait(30)\n    time.sleep(1)\n    cleaned.append(True)\n"
                "signal.signal(signal.SIGALRM, interrupt)\nsignal.setitimer(signal.ITIMER_REAL, 0.5)\n"

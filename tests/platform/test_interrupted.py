@@ -119,13 +119,13 @@ def test_an_input_that_changes_while_a_stage_runs_is_refused_until_it_is_back(st
 
 
 def test_code_that_changes_while_a_stage_waits_is_not_run_under_the_old_key(state_dir, monkeypatch):
-    real = run._devices
+    real = run.take_devices
 
     def wait(*arguments):
         monkeypatch.setattr(run, "closure_digest", lambda *_: "another")
         return real(*arguments)
 
-    monkeypatch.setattr(run, "_devices", wait)
+    monkeypatch.setattr(run, "take_devices", wait)
     seen = []
     with pytest.raises(StageError, match="its code changed while it waited.*same command"):
         run_stage(TOY, {}, {"steps": 4}, on_event=lambda e: seen.append(e["event"]))

@@ -16,7 +16,8 @@ from stages.spec import PROJECT_ROOT, ConfigError
 from storage import leases, records, registry, store
 from storage.datasets import open_dataset
 from storage.files import read_json
-from tasks.run import Cancelled, StageError, prepare, run_stage
+from tasks.run import StageError, prepare, run_stage
+from tasks.stopping import Cancelled
 
 TOY = "tests.toy_stage"
 
@@ -177,19 +178,19 @@ def test_gpu_slot_is_taken_only_by_gpu_stages(state_dir, monkeypatch):
     import dataclasses
 
     import tests.toy_stage as toy
-    from tasks.run import _devices
+    from tasks.devices import take_devices
 
     monkeypatch.setenv("POSTTRAIN_GPU_SLOTS", "1")
-    slots, device, env = _devices(toy.SPEC, 1, True, lambda e: None)
+    slots, device, env = take_devices(toy.SPEC, 1, True, lambda e: None)
     assert slots == [] and device == "cpu" and env == {"CUDA_VISIBLE_DEVICES": ""}
-    slots, device, env = _devices(dataclasses.replace(toy.SPEC, gpu=True), 1, True, lambda e: None)
+    slots, device, env = take_devices(dataclasses.replace(toy.SPEC, gpu=True), 1, True, lambda e: None)
     assert len(slots) == 1 and device == "cpu"
     with pytest.raises(leases.LeaseBusy):
-        _devices(dataclasses.replace(toy.SPEC, gpu=True), 1, False, lambda e: None)
+        take_devices(dataclasses.replace(toy.SPEC, gpu=True), 1, False, lambda e: None)
     slots[0].release()
     monkeypatch.setenv("POSTTRAIN_GPU_SLOTS", "many")
     with pytest.raises(ConfigError, match="write the number"):
-        _devices(dataclasses.replace(toy.SPEC, gpu=True), 1, False, lambda e: None)
+        take_devices(dataclasses.replace(toy.SPEC, gpu=True), 1, False, lambda e: None)
 
 
 @pytest.fixture()
@@ -202,21 +203,21 @@ def test_the_slots_of_a_stage_are_on_cards_of_their_own(state_dir, monkeypatch, 
     import dataclasses
 
     import tests.toy_stage as toy
-    from tasks.run import _devices
+    from tasks.devices import take_devices
 
     spec = dataclasses.replace(toy.SPEC, gpu=True)
     cards(2)
     monkeypatch.setenv("POSTTRAIN_GPU_SLOTS", "4")
-    one, device, env = _devices(spec, 1, False, lambda e: None)
+    one, device, env = take_devices(spec, 1, False, lambda e: None)
     assert device == "auto" and env == {"CUDA_VISIBLE_DEVICES": "0"}
-    two, _, env = _devices(spec, 2, False, lambda e: None)
+    two, _, env = take_devices(spec, 2, False, lambda e: None)
     assert env == {"CUDA_VISIBLE_DEVICES": "1,0"} and [s.index for s in two] == [1, 2]
     with pytest.raises(leases.LeaseBusy):  # a slot is left, and it is on the card of the other
-        _devices(spec, 2, False, lambda e: None)
-    last, _, env = _devices(spec, 1, False, lambda e: None)
+        take_devices(spec, 2, False, lambda e: None)
+    last, _, env = take_devices(spec, 1, False, lambda e: None)
     assert env == {"CUDA_VISIBLE_DEVICES": "1"}
     with pytest.raises(ConfigError, match="devices=3: this machine offers 2 GPU.s. and 4 slot.s.; write devices=2"):
-        _devices(spec, 3, False, lambda e: None)
+        take_devices(spec, 3, False, lambda e: None)
     [s.release() for s in one + two + last]
 
 
@@ -225,22 +226,22 @@ def test_vllm_over_several_cards_leases_them_all(state_dir, monkeypatch, cards):
 
     import tests.toy_stage as toy
     from stages.rl import Config
-    from tasks.run import _devices, engine_cards
+    from tasks.devices import engine_cards, take_devices
 
     spec = dataclasses.replace(toy.SPEC, gpu=True)
     asked = lambda **options: engine_cards(Config(engine="vllm", engine_options=options))
     assert (asked(tensor_parallel_size=2), asked(tensor_parallel_size=2, pipeline_parallel_size=2), asked(), engine_cards(Config()), engine_cards(toy.SPEC.config())) == (2, 4, 1, 1, 1)
     cards(3)
-    slots, device, env = _devices(spec, 1, False, lambda e: None, 2)
+    slots, device, env = take_devices(spec, 1, False, lambda e: None, 2)
     assert len(slots) == 2 and device == "auto" and env == {"CUDA_VISIBLE_DEVICES": "0,1"}
     with pytest.raises(ConfigError, match="split its model over 4 GPUs.*write {tensor_parallel_size: 3}"):
-        _devices(spec, 1, False, lambda e: None, 4)
+        take_devices(spec, 1, False, lambda e: None, 4)
     [s.release() for s in slots]
 
 
 def test_gpus_without_device_files_are_those_that_nvidia_smi_names(state_dir, tmp_path, monkeypatch):
     """As on WSL2."""
-    import tasks.run as run
+    from tasks import devices
 
     if Path("/proc/driver/nvidia/gpus").is_dir() or list(Path("/dev").glob("nvidia[0-9]*")):
         pytest.skip("this machine has device files")
@@ -252,9 +253,9 @@ def test_gpus_without_device_files_are_those_that_nvidia_smi_names(state_dir, tm
             program.write_text(content)
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-        run._cards_told.cache_clear()
-        assert run.cuda_devices() == found
-    run._cards_told.cache_clear()
+        devices._cards_told.cache_clear()
+        assert devices.cuda_devices() == found
+    devices._cards_told.cache_clear()
 
 
 def test_the_doctor_fails_where_torch_cannot_use_the_gpus(state_dir, tmp_path, monkeypatch, cards):
@@ -374,7 +375,7 @@ def test_stage_runs_by_hand(state_dir, tmp_path):
 def test_a_signal_while_a_process_is_started_waits_until_somebody_can_end_it():
     import signal
 
-    from tasks.run import _signals_held
+    from tasks.stopping import signals_held
 
     class Ended(BaseException):
         pass
@@ -386,7 +387,7 @@ def test_a_signal_while_a_process_is_started_waits_until_somebody_can_end_it():
     started = None
     try:
         with pytest.raises(Ended):
-            with _signals_held():
+            with signals_held():
                 signal.raise_signal(signal.SIGTERM)
                 started = "known"  # reached although the signal has come
         assert started == "known" and signal.getsignal(signal.SIGTERM) is end

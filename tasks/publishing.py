@@ -1,0 +1,86 @@
+"""What a stage made becomes part of the store: its outputs under their names, and last of all its record."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stages.spec import PROJECT_ROOT, StageSpec
+from storage import leases, records, store
+from storage.files import atomic_write_json, read_json
+from tasks.stopping import StageError
+
+if TYPE_CHECKING:
+    from tasks.run import Prepared
+
+
+def names_of(spec: StageSpec, name_as: str | None) -> dict[str, str]:
+    """Name under which each output is published: ``name_as`` for the first of its kind, ``name_as-<output>`` for others."""
+    found: dict[str, str] = {}
+    taken: set[str] = set()
+    models = [n for n, o in spec.outputs.items() if o.kind == "model"]
+    for name, output in spec.outputs.items():
+        if name_as:
+            found[name] = name_as if output.kind not in taken else f"{name_as}-{name}"
+        elif output.kind == "model":
+            found[name] = spec.name if len(models) == 1 else f"{spec.name}-{name}"
+        else:
+            found[name] = f"{spec.name}-{name}"
+        taken.add(output.kind)
+    return found
+
+
+def publish(p: Prepared, workdir: Path, result: dict[str, Any], label: str, name_as: str | None, started: float, attempt: int, flow_run: dict[str, Any] | None) -> dict[str, Any]:
+    """Verify the outputs, move them into the store (a plan on disk makes that repeatable) and write the record."""
+    from storage.datasets import DatasetError, open_dataset
+
+    plan = read_json(workdir / "publish.json", None)
+    if plan is None:
+        plan = {}
+        for name, output in result["outputs"].items():
+            path = Path(output["path"])
+            digest = open_dataset(path).digest if output["kind"] == "dataset" else store.tree_digest(path)
+            plan[name] = {"kind": output["kind"], "digest": digest}
+        atomic_write_json(workdir / "publish.json", plan)
+    names = names_of(p.spec, name_as)
+    outputs: dict[str, dict[str, Any]] = {}
+    for name, output in result["outputs"].items():
+        source, digest = Path(output["path"]), plan[name]["digest"]
+        if output["kind"] == "dataset":
+            try:
+                found = store.publish_dataset(source, names[name], digest)
+            except DatasetError:
+                raise StageError(p.spec.name, f"output {name} is neither in the store nor whole at {source}; remove {workdir} and run again", key=p.key) from None
+        else:
+            found = store.publish_model(source, digest) if source.exists() else store.resolve(f"model:m-{digest}", "model")
+        good, stat = store.check_output(found.kind, found.path, digest, None)
+        if not good:
+            raise StageError(p.spec.name, f"output {name} at {found.path} does not match its digest; remove {workdir} and run again", key=p.key)
+        outputs[name] = {"kind": found.kind, "name": names[name], "ref": found.ref, "digest": digest, "path": found.path, "stat": stat, "role": output.get("role") or p.spec.outputs[name].role, "manifest": _manifest_summary(found.manifest)}  # fmt: skip
+    finished = time.time()
+    record = {
+        "stage": p.spec.name, "module": p.module, "label": label, "key": p.key, "config": p.resolved, "effective": p.config.effective(), "seed": p.seed, "name_as": name_as,
+        "inputs": {n: {**input_entry(i), "given": p.given[n]} for n, i in p.inputs.items()}, "outputs": outputs,
+        "metrics": result["summary"], "perf": result["perf"], "usage": result.get("usage") or {}, "warnings": result["warnings"], "reports": result["reports"],
+        "code": p.code, "git": records.git_commit(PROJECT_ROOT), "versions": {**records.versions(), **result.get("versions", {})},
+        "started": started, "finished": finished, "attempts": attempt, "resumed_from": result.get("resumed_from"),
+        "forced": read_json(workdir / "forced.json", {}).get("unit"), "host": leases.this_process()["host"], "workdir": str(workdir), "metrics_file": str(workdir / "metrics.jsonl"),
+        "perf_file": str(workdir / "perf.jsonl"), "flow_run": (flow_run or {}).get("run_id"), "mlflow": {},
+    }  # fmt: skip
+    records.write(record)
+    return record
+
+
+def input_entry(found: store.ResolvedInput) -> dict[str, Any]:
+    return {**found.to_dict(), "manifest": _manifest_summary(found.manifest)}
+
+
+def _manifest_summary(manifest: dict[str, Any]) -> dict[str, Any]:
+    return {k: manifest[k] for k in ("name", "kind", "rows", "splits", "counts", "dataset_hash") if k in manifest}
+
+
+def projected(record: dict[str, Any]) -> dict[str, Any]:
+    """The part of a record that the MLflow projection shows."""
+    keys = ("outputs", "metrics", "perf", "warnings", "reports", "versions", "metrics_file", "perf_file", "attempts", "resumed_from")
+    return {**{k: record[k] for k in keys}, "record_path": str(records.record_path(record["key"])), "summary": record["metrics"]}

@@ -1,0 +1,82 @@
+"""How a stage ends early: what it failed of, and who asked it to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from contextvars import ContextVar
+from typing import Any, Iterator
+
+DELIBERATE = ("StageFailure", "TrainingError")  # a stage refused what it was given: its message says all, and trying again changes nothing
+
+
+class StageError(RuntimeError):
+    """A stage that failed: its own message, the last lines of its log, and where the rest is."""
+
+    def __init__(self, stage: str, message: str, *, kind: str = "", tail: str = "", log_path: str = "", key: str = ""):
+        self.stage, self.message, self.kind, self.tail, self.log_path, self.key = stage, message, kind, tail, log_path, key
+        text = f"stage {stage} failed: {kind + ': ' if kind and kind not in DELIBERATE else ''}{message}"
+        if tail.strip():
+            text += "\n  last lines of its log:\n    " + "\n    ".join(tail.strip().splitlines()[-15:])
+        if log_path:
+            text += f"\n  whole log: {log_path}" + ("" if kind in DELIBERATE else "\n  run the same command again to continue from the last checkpoint")
+        super().__init__(text)
+
+    def __reduce__(self):
+        return (_rebuild_error, (self.stage, self.message, self.kind, self.tail, self.log_path, self.key))
+
+
+def _rebuild_error(stage: str, message: str, kind: str, tail: str, log_path: str, key: str) -> StageError:
+    return StageError(stage, message, kind=kind, tail=tail, log_path=log_path, key=key)
+
+
+class Cancelled(BaseException):
+    """SIGTERM reached a process that runs a stage without Prefect, or the run that a stage is a part of was ended."""
+
+
+#: Set by `tasks.together` for the parts it runs at the same time: once it is set, their stages end.
+STOPPED: ContextVar[threading.Event | None] = ContextVar("stopped", default=None)
+
+
+def raise_if_stopped() -> None:
+    stop = STOPPED.get()
+    if stop is not None and stop.is_set():
+        raise Cancelled("the run was ended")
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Keep SIGINT and SIGTERM until the end of the block: an exception raised while a process is being started would leave it without
+    anybody who knows of it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: handler for number in (signal.SIGINT, signal.SIGTERM) if callable(handler := signal.getsignal(number))}
+    came: list[int] = []
+    for number in handlers:
+        signal.signal(number, lambda signum, frame: came.append(signum))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
+
+
+@contextlib.contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """Turn SIGTERM into an exception while a stage runs, unless somebody (Prefect) already does."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def raise_cancelled(signum: int, frame: Any) -> None:
+        raise Cancelled("SIGTERM")
+
+    signal.signal(signal.SIGTERM, raise_cancelled)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
