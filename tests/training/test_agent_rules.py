@@ -47,6 +47,20 @@ def test_what_an_absent_source_leaves_goes_to_the_turns_that_earned_it():
     assert scored(nothing, [row("x", answer=None, turns=TURNS)])[0].total is None, "all the weight is on a source that is absent"
 
 
+def test_a_trajectory_that_its_environment_lost_is_compared_with_nobody():
+    """What it had said so far voted for the majority's answer, was the shortest answer of its group, and had a verdict and values of its own in the means."""
+    lost = [{**row("Answer: 7.", n=1, turns=TURNS, finish="failure"), "failure": "time-out"} for _ in range(3)]
+    kept = [row("Answer: 4.", n=10, turns=TURNS, finish="stop"), row("Answer: 4.", n=20, turns=TURNS, finish="stop"), row("Answer: 5.", n=30, turns=TURNS, finish="stop")]
+    rewards = [{"kind": "verifier"}, {"kind": "majority", "extraction": "flexible"}, {"kind": "length_group"}, {"kind": "length_penalty"}, {"kind": "milestones", "milestones": {"opened": 1.0}}]
+    alone, together = scored(rewards, kept), scored(rewards, [lost[0], *kept[:2], *lost[1:], kept[2]])
+    assert [s for k, s in enumerate(together) if k in (1, 2, 5)] == alone
+    assert [s.parts["majority"] for s in alone] == [1.0, 1.0, 0.0] and [s.parts["length_group"] for s in alone] == pytest.approx([0.5, 0.0, -0.5])
+    for k in (0, 3, 4):
+        assert together[k].total is None and together[k].correct is None and not any(v is not None for v in together[k].parts.values())
+        assert together[k].reasons == dict.fromkeys(("verifier", "majority", "length_group", "length_penalty", "milestones"), "environment failed: time-out")
+    assert all(s.total is None for s in scored(rewards, lost))
+
+
 def test_length_rewards_ask_what_the_other_components_said():
     """A group's shortest right program earns the length reward, although no verifier of text can read it."""
     program = "```python\ndef f(): return {}\n```"
