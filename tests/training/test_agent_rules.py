@@ -131,6 +131,17 @@ def test_what_a_careless_environment_answers_is_refused_with_what_to_return(tiny
     assert json.loads(acts["number"]["next_observation_json"])[0]["content"] == "12"
 
 
+def test_an_added_tool_may_answer_with_what_is_no_text(monkeypatch):
+    from stages.acting.tools import TOOLS, ToolEnvironment
+
+    said = iter((12, {"stock": 3}, None, "x" * 5_000_000))
+    monkeypatch.setitem(TOOLS, "stock", ("how many there are", lambda environment, item: next(said)))
+    environment = ToolEnvironment(tools=("stock",))
+    environment.reset({"prompt": []}, 0)
+    messages, reward, done, events = environment.step("stock(item='a')\n" * 4)
+    assert [m["content"] for m in messages] == ["12", "{'stock': 3}", "None", "x" * 2000] and events == ["tool:stock"] * 4 and (reward, done) == (0.0, False)
+
+
 def test_a_policy_that_calls_a_tool_by_half_an_emoji_is_answered(tiny):
     """A JSON escape that ends in the middle of an emoji, which a policy may write, is half of a surrogate pair; the answer that repeats it ended the run."""
     from stages.acting.environments import EnvironmentPool
