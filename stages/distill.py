@@ -196,9 +196,15 @@ def encode(stage, renderer, split: str, limit: int | None = None):
     from stages.sft import encode_demonstrations
 
     config = stage.config
-    more = {"on_policy": lambda row, mine, turns: {"messages": row["messages"]}, "context": behind_context(renderer, config), "logit": None}[config.method]
+    more = {"on_policy": asked_of, "context": behind_context(renderer, config), "logit": None}[config.method]
     items, dropped = encode_demonstrations(stage.dataset("data"), split, renderer, config, limit, more)
     return items, {"context_does_not_fit": 0, **dropped}
+
+
+def asked_of(row, mine, turns) -> dict:
+    """``more`` of :func:`stages.sft.encode_demonstrations`: the messages that the student answers, those before the last trained turn."""
+    last = max((i for i, m in enumerate(row["messages"]) if m["role"] == "assistant" and (turns is None or i in turns)), default=len(row["messages"]) - 1)
+    return {"asked": row["messages"][:last]}
 
 
 def behind_context(renderer, config):
@@ -295,15 +301,20 @@ def answers(stage, items, objective, renderer, model):
             return rows
 
         def sample(self, rows, step):
+            """The rows answered by the student, in as many tokens as it has positions for; one whose prompt takes them all keeps its answer."""
             from stages.decoding.sampler import Sampler
             from stages.decoding.sampling import SamplingParams
+            from stages.generation import room_after, sample_with_room
 
             if self.sampler is None:
                 self.sampler = Sampler(acting.model, renderer.tokenizer, max_batch=64)
             acting.refresh()
-            prompts = [renderer.prompt_ids(row.extra["messages"][:-1]) for row in rows]
+            prompts = [renderer.prompt_ids(row.extra["asked"]) for row in rows]
+            rooms = [room_after(self.sampler, prompt, config.max_completion_length) for prompt in prompts]
+            fit = [i for i, room in enumerate(rooms) if room > 0]
             params = SamplingParams(temperature=config.sampling_temperature, max_new_tokens=config.max_completion_length, stop_ids=renderer.stop_ids)
-            groups = self.sampler.generate(prompts, params, [[stage.seed_for("answer", step, row.row_id)] for row in rows])
-            return [make_item(row.row_id, prompt, [group[0].ids], [[1] * len(group[0].ids)], **row.extra) for row, prompt, group in zip(rows, prompts, groups)]
+            groups = sample_with_room(self.sampler, [prompts[i] for i in fit], params, [[stage.seed_for("answer", step, rows[i].row_id)] for i in fit], [rooms[i] for i in fit])
+            answered = {i: make_item(rows[i].row_id, prompts[i], [group[0].ids], [[1] * len(group[0].ids)], **rows[i].extra) for i, group in zip(fit, groups)}
+            return [answered.get(i, row) for i, row in enumerate(rows)]
 
     return Source(stage, items, config.batch_size, config.num_train_epochs, config.max_steps)

@@ -369,7 +369,7 @@ class ToolEnvironment:
         for number, call in enumerate(calls):
             name = call["name"] if isinstance(call, dict) else "call"
             try:
-                said = self._call(call, number)
+                said = str(self._call(call, number))
                 events.append(f"tool:{name}")
             except BadCall as error:
                 said = str(error)

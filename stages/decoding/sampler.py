@@ -23,6 +23,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, count
+from os.path import commonprefix
 from typing import Callable, Sequence
 
 import numpy as np
@@ -449,6 +450,11 @@ def tag_ids(tokenizer) -> set[int]:
     return {i for tag, i in found.items() if i is not None and tokenizer.convert_ids_to_tokens(i) == tag and not tokenizer.decode([i], skip_special_tokens=True)}
 
 
+def special_ids(tokenizer) -> set[int]:
+    """Ids of all special tokens, also of those without a role (reserved ones)."""
+    return {*(getattr(tokenizer, "all_special_ids", ()) or ()), *(i for i, token in (getattr(tokenizer, "added_tokens_decoder", None) or {}).items() if token.special)}
+
+
 def unseen_tokens(tokenizer) -> dict[str, int]:
     """Special tokens that texts are without (:func:`text_of`), and their ids."""
     tags = tag_ids(tokenizer)
@@ -460,7 +466,7 @@ def text_of(tokenizer, ids, tags: set[int] | None = None) -> str:
     tags = tag_ids(tokenizer) if tags is None else tags
     if not tags.intersection(ids):
         return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    special = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)} - tags
+    special = special_ids(tokenizer) - tags
     return tokenizer.decode([t for t in ids if t not in special], skip_special_tokens=False, clean_up_tokenization_spaces=False, spaces_between_special_tokens=False)
 
 
@@ -470,7 +476,7 @@ class DerivedText:
     def __init__(self, tokenizer, params: SamplingParams):
         self.tokenizer, self.stops, self.min_tokens = tokenizer, params.stop_strings, params.min_tokens
         self.tags = tag_ids(tokenizer) if tokenizer is not None else set()
-        self.special = set(getattr(tokenizer, "all_special_ids", ()) or ()) - self.tags
+        self.special = special_ids(tokenizer) - self.tags
         self.tail = max((len(s.encode()) for s in self.stops), default=0) + 4
         self.ends = {s[-1] for s in self.stops}
         self.candidate: dict[int, bool] = {}
@@ -508,7 +514,7 @@ class DerivedText:
     def _cuts(self, text: str, ids: list[int], begun: int = 0) -> list[int]:
         """Where stop strings begin that count: those that end after the first min_tokens tokens, and after those that the completion began with."""
         first = max(self.min_tokens, begun)
-        before = len(self.decode(ids[:first])) if first else 0
+        before = len(commonprefix([self.decode(ids[:first]), text])) if first else 0  # which may end inside of a character
         return [at for at in (text.find(s, max(0, before - len(s) + 1) if first else 0) for s in self.stops) if at >= 0]
 
     def _may_end(self, token: int) -> bool:

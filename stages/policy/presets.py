@@ -251,6 +251,8 @@ def refuse_prompts(row, config: Config) -> None:
     if steps != sorted(set(steps)) or any(v < 0 for v in steps) or any(v < 1 for v in lengths):
         raise ValueError(f"context_schedule={config.context_schedule} must list rising steps from 0 on with lengths of 1 or more; write for example [[0, 16384], [180, 32768]].")
     shortest = min([*lengths, *([] if 0 in steps else [config.max_completion_length])])
+    if config.min_tokens > shortest:
+        raise ValueError(f"min_tokens={config.min_tokens} is over the completion limit of {shortest} tokens that context_schedule sets; write a smaller min_tokens, or longer limits.")
     if (config.soft_punish_cache or 0) > shortest:
         raise ValueError(f"soft_punish_cache={config.soft_punish_cache} is over the completion limit of {shortest} tokens; write a smaller one (DAPO: a fifth of the limit).")
     if config.temperature == 0:

@@ -204,17 +204,15 @@ class Rewards:
         self.multipliers: dict[str, float] = {}  # in the place of the weights of components with ``at_least``; empty: what they start at
 
     def score(self, rows: Sequence[dict]) -> list[Scored]:
-        """One `Scored` per row, in order; an error inside a component becomes an unscorable part with the error's text."""
-        results = {c.name: self._own(c, rows) for c in self.components if not c.tier and c.kind not in READ_OTHERS} | self._routed(rows)
-        said = [results[c.name] for c in self.components if c.name in results]
-        known = [next((column[i].correct for column in said if getattr(column[i], "correct", None) is not None), None) for i in range(len(rows))]
-        results |= {c.name: vote(c, rows, results.get(c.votes_of)) if c.kind == "majority" else RULES[c.kind](self, c, rows, known)
-                    for c in self.components if c.kind in READ_OTHERS and c.name not in results}
-        for c in (c for c in self.components if c.kind == "majority" or self.relative(c)):
-            at = [i for i, row in enumerate(rows) if concerns(c, row["prompt_row"])]
-            for i in alone([rows[i] for i in at], by_row=c.kind == "majority"):
-                if isinstance(results[c.name][at[i]], Verdict):
-                    results[c.name][at[i]] = Unscorable(ALONE)
+        """One `Scored` per row, in order; an error inside a component becomes an unscorable part with the error's text. A trajectory that its environment lost (``failure``) is shown to no component."""
+        live = [i for i, row in enumerate(rows) if not row.get("failure")]
+        results = self._columns(rows if len(live) == len(rows) else [rows[i] for i in live])
+        if len(live) < len(rows):
+            whole = {name: [Unscorable(f"environment failed: {row.get('failure')}") for row in rows] for name in results}
+            for name, column in results.items():
+                for i, verdict in zip(live, column):
+                    whole[name][i] = verdict
+            results = whole
         scored = [self._combine({name: column[i] for name, column in results.items()}, rows[i].get("turns"), len(rows[i].get("completion_ids") or ())) for i in range(len(rows))]
         for name, column in results.items():  # every row of a batch has the same parts
             if any(isinstance(v, Verdict) and v.without is not None for v in column):
@@ -230,6 +228,20 @@ class Rewards:
             for one, verdict in zip(scored, results[component.name]):
                 one.parts[f"{component.name}/confidence"] = confidence(component, verdict) if isinstance(verdict, Verdict) else None
         return scored
+
+    def _columns(self, rows) -> dict[str, list]:
+        """Every component's column."""
+        results = {c.name: self._own(c, rows) for c in self.components if not c.tier and c.kind not in READ_OTHERS} | self._routed(rows)
+        said = [results[c.name] for c in self.components if c.name in results]
+        known = [next((column[i].correct for column in said if getattr(column[i], "correct", None) is not None), None) for i in range(len(rows))]
+        results |= {c.name: vote(c, rows, results.get(c.votes_of)) if c.kind == "majority" else RULES[c.kind](self, c, rows, known)
+                    for c in self.components if c.kind in READ_OTHERS and c.name not in results}
+        for c in (c for c in self.components if c.kind == "majority" or self.relative(c)):
+            at = [i for i, row in enumerate(rows) if concerns(c, row["prompt_row"])]
+            for i in alone([rows[i] for i in at], by_row=c.kind == "majority"):
+                if isinstance(results[c.name][at[i]], Verdict):
+                    results[c.name][at[i]] = Unscorable(ALONE)
+        return results
 
     def _own(self, component: RewardComponent, rows) -> list:
         """A component's column; rows of prompts that are routed to others are not shown to it."""

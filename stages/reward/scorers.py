@@ -289,8 +289,6 @@ def _on_turns(rewards, component, rows) -> list:
         turns = row.get("turns")
         if turns is None:
             return Unscorable(f"reward {component.name!r} scores trajectories in an environment; write environment=NAME, or take it out")
-        if row.get("failure"):
-            return Unscorable(f"environment failed: {row['failure']}")
         events = [t["events"] for t in turns]
         if component.kind == "environment":
             values, verdict = [t["reward"] for t in turns], any(GOAL in e for e in events)

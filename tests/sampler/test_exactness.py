@@ -184,6 +184,28 @@ def test_a_stop_string_across_tokens_and_characters_of_several_bytes():
     assert hits[0] == end and derived.of(ids[:end]) == "Zoé sagt "
 
 
+@pytest.mark.parametrize("stop, text, least, ends, said", [
+    ("ab", "a" + "<r>" * 9 + "b!", 0, 11, ""), ("ab", "<r>" * 9 + "ab!", 0, 11, ""), ("🙂", "a🙂!", 0, 5, "a"), ("🙂", "a🙂!", 2, 5, "a"), ("🙂", "a🙂!", 4, 5, "a"), ("🙂", "a🙂!", 5, None, "a🙂!"), ("🙂!", "a🙂!", 5, 6, "a"),
+    ("é", "éé!", 1, 2, ""), ("é", "éé!", 2, 4, "é"), ("é", "éé!", 3, 4, "é"), ("é", "éé!", 4, None, "éé!")])
+def test_a_stop_string_ends_a_completion_at_the_token_that_completes_it(stop, text, least, ends, said):
+    """Reserved special tokens between its characters hid it from the sampler, as did least tokens that end inside of a character: the row ran on to its limit, its text cut all the same."""
+    import numpy as np
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    inner.add_special_tokens([AddedToken("<r>", special=True)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    ids = tokenizer.encode(text)
+    assert tokenizer.convert_tokens_to_ids("<r>") not in tokenizer.all_special_ids
+    derived = DerivedText(tokenizer, SamplingParams(stop_strings=(stop,), min_tokens=least, max_new_tokens=64))
+    hits = [n for n in range(1, len(ids) + 1) if derived.watch(np.array(ids[n - 1: n]), np.array([0]), np.array([ids]), np.array([n]))]
+    assert hits[:1] == ([ends] if ends else [])
+    assert derived.ended([], ids, "length") == ((ids[:ends], "stop") if ends else (ids, "length"))
+    assert derived.of(ids[:ends]) == said
+
+
 # --- servers ---------------------------------------------------------------------------------------------------------------------
 
 

@@ -47,6 +47,20 @@ def test_what_an_absent_source_leaves_goes_to_the_turns_that_earned_it():
     assert scored(nothing, [row("x", answer=None, turns=TURNS)])[0].total is None, "all the weight is on a source that is absent"
 
 
+def test_a_trajectory_that_its_environment_lost_is_compared_with_nobody():
+    """What it had said so far voted for the majority's answer, was the shortest answer of its group, and had a verdict and values of its own in the means."""
+    lost = [{**row("Answer: 7.", n=1, turns=TURNS, finish="failure"), "failure": "time-out"} for _ in range(3)]
+    kept = [row("Answer: 4.", n=10, turns=TURNS, finish="stop"), row("Answer: 4.", n=20, turns=TURNS, finish="stop"), row("Answer: 5.", n=30, turns=TURNS, finish="stop")]
+    rewards = [{"kind": "verifier"}, {"kind": "majority", "extraction": "flexible"}, {"kind": "length_group"}, {"kind": "length_penalty"}, {"kind": "milestones", "milestones": {"opened": 1.0}}]
+    alone, together = scored(rewards, kept), scored(rewards, [lost[0], *kept[:2], *lost[1:], kept[2]])
+    assert [s for k, s in enumerate(together) if k in (1, 2, 5)] == alone
+    assert [s.parts["majority"] for s in alone] == [1.0, 1.0, 0.0] and [s.parts["length_group"] for s in alone] == pytest.approx([0.5, 0.0, -0.5])
+    for k in (0, 3, 4):
+        assert together[k].total is None and together[k].correct is None and not any(v is not None for v in together[k].parts.values())
+        assert together[k].reasons == dict.fromkeys(("verifier", "majority", "length_group", "length_penalty", "milestones"), "environment failed: time-out")
+    assert all(s.total is None for s in scored(rewards, lost))
+
+
 def test_length_rewards_ask_what_the_other_components_said():
     """A group's shortest right program earns the length reward, although no verifier of text can read it."""
     program = "```python\ndef f(): return {}\n```"
@@ -115,6 +129,17 @@ def test_what_a_careless_environment_answers_is_refused_with_what_to_return(tiny
     acts = {how: first[r["row_id"]] for how, r in by_how.items()}
     assert json.loads(acts["half"]["next_observation_json"])[0]["content"] == "a\ufffdb" and acts["half"]["events"] == ["seen:\ufffd"]
     assert json.loads(acts["number"]["next_observation_json"])[0]["content"] == "12"
+
+
+def test_an_added_tool_may_answer_with_what_is_no_text(monkeypatch):
+    from stages.acting.tools import TOOLS, ToolEnvironment
+
+    said = iter((12, {"stock": 3}, None, "x" * 5_000_000))
+    monkeypatch.setitem(TOOLS, "stock", ("how many there are", lambda environment, item: next(said)))
+    environment = ToolEnvironment(tools=("stock",))
+    environment.reset({"prompt": []}, 0)
+    messages, reward, done, events = environment.step("stock(item='a')\n" * 4)
+    assert [m["content"] for m in messages] == ["12", "{'stock': 3}", "None", "x" * 2000] and events == ["tool:stock"] * 4 and (reward, done) == (0.0, False)
 
 
 def test_a_policy_that_calls_a_tool_by_half_an_emoji_is_answered(tiny):

@@ -118,6 +118,32 @@ def test_the_student_answers_its_share_of_the_rows(spec, tiny, data, teacher):
     assert result["summary"]["validation/kl"] < result["summary"]["validation/kl_before"]
 
 
+def test_the_student_answers_in_the_room_it_has_and_the_last_trained_turn(spec, tiny, teacher, tmp_path):
+    """A prompt that leaves less than max_completion_length of the model's positions ended the run at the step that drew it; a conversation that ends with the user was answered behind its own answer."""
+    from stages.chat import renderer_for
+    from stages.distill import Config, Distillation, answers, encode
+    from stages.harness import Stage
+    from stages.models.modeling import load_policy
+    from stages.registry import get_stage
+    from storage.datasets import write_dataset
+    from storage.schema import complete_row
+
+    renderer, said = renderer_for(tiny["policy"]), lambda role, text: {"role": role, "content": text}
+    long = next(m for n in range(1, 300) if len(renderer.prompt_ids(m := [said("user", "q" * n)])) >= 250)
+    talks = {"long": [*long, said("assistant", "yes")], "open": [said("user", "a"), said("assistant", "b"), said("user", "c")],
+             "chosen": [said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "d")]}
+    rows = [complete_row("demonstrations/1", {"messages": m, "train_turns": [1], "kept": True}, dataset=name, source="s", origin="human", split="train") for name, m in talks.items()]
+    write_dataset(str(tmp_path / "talks"), "talks", "demonstrations/1", rows)
+    made = spec("distill", {**BASE, "method": "on_policy", "lmbda": 1.0, "max_completion_length": 40, "max_length": 256}, {"model": tiny["policy"], "data": str(tmp_path / "talks"), "teacher": teacher}, "room")
+    stage = Stage(get_stage("distill"), made, silent)
+    train, _ = encode(stage, renderer, "train")
+    source = answers(stage, train, Distillation(Config(method="on_policy"), None), renderer, load_policy(tiny["policy"]))
+    asked = {r["row_id"]: renderer.prompt_ids(m[:1]) for r, m in zip(rows, talks.values())}
+    found = {item.row_id: item for item in source.sample(train, 0)}
+    assert len(found) == 3 and all(i.prompt.tolist() == asked[row_id] and i.masks[0].all() for row_id, i in found.items())
+    assert all(1 <= len(i.responses[0]) <= min(40, 256 - len(i.prompt)) for i in found.values())
+
+
 def test_a_teacher_is_asked_for(spec, tiny, data):
     from stages.spec import ConfigError
 

@@ -136,6 +136,7 @@ def test_what_a_cut_completion_earns_beside_one_that_ends():
     ({"preset": "grpo", "max_staleness": 2}, "max_staleness"),
     ({"preset": "grpo", "max_completion_length": 64, "soft_punish_cache": 65}, "soft_punish_cache"),
     ({"preset": "grpo", "context_schedule": [(0, 32), (2, 48)], "soft_punish_cache": 40}, "soft_punish_cache"),
+    ({"preset": "grpo", "context_schedule": [(0, 32), (2, 8)], "min_tokens": 9}, "completion limit of 8 tokens that context_schedule sets"),
     ({"preset": "grpo", "context_schedule": [(180, 32), (0, 16)]}, "context_schedule"),
     ({"preset": "grpo", "context_schedule": [(0, 0)]}, "context_schedule"),
     ({"preset": "grpo", "reward_override": "format_only"}, "format"),
